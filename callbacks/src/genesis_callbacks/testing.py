@@ -1,0 +1,96 @@
+"""Runs a function on several gloo ranks: for tests of anything distributed, here and in other people's projects.
+
+Ranks come from a fork server that has imported torch and Lightning once, because that import costs many seconds a process,
+and meet through a file, so that no port is hunted.
+"""
+
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_CONTEXT = get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "lightning.pytorch", "genesis_callbacks.testing"])
+
+
+def _serve_rank(
+    rank: int, world_size: int, store: str, channel: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), NODE_RANK="0")
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+        )
+        channel.send((True, function(*arguments)))
+    except BaseException:
+        channel.send((False, traceback.format_exc()))
+        raise
+    finally:
+        channel.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout_seconds: float = 120.0) -> list[Any]:
+    """Returns what `function(*arguments)` returned on each of `world_size` gloo ranks, in rank order.
+
+    Args:
+        function: Importable by name; it finds the default process group initialised and `RANK`, `LOCAL_RANK` and
+            `WORLD_SIZE` set, so that a Lightning Trainer with `devices=world_size` joins it.
+        world_size: Number of processes.
+        arguments: Picklable.
+        timeout_seconds: All ranks together; whoever has not answered by then is killed.
+
+    Raises:
+        AssertionError: A rank raised, died or did not answer; the message names the rank and holds its traceback.
+    """
+    answers: dict[int, Any] = {}
+    failures: list[str] = []
+    with tempfile.TemporaryDirectory() as directory:
+        processes, channels = [], {}
+        for rank in range(world_size):
+            ours, theirs = _CONTEXT.Pipe(duplex=False)
+            process = _CONTEXT.Process(
+                target=_serve_rank,
+                args=(rank, world_size, str(Path(directory) / "store"), theirs, function, arguments),
+            )
+            process.start()
+            theirs.close()
+            processes.append(process)
+            channels[ours] = rank
+        while channels:
+            ready = wait(list(channels), timeout=timeout_seconds)
+            if not ready:
+                failures.append(f"ranks {sorted(channels.values())} did not answer within {timeout_seconds} s")
+                break
+            for channel in ready:
+                assert isinstance(channel, Connection)
+                rank = channels.pop(channel)
+                try:
+                    has_succeeded, answer = channel.recv()
+                except EOFError:
+                    has_succeeded, answer = False, "died without a word"
+                if has_succeeded:
+                    answers[rank] = answer
+                else:
+                    failures.append(f"rank {rank}: {answer}")
+            if failures:
+                timeout_seconds = 5.0
+        for process in processes:
+            process.join(timeout=5.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+    if failures:
+        raise AssertionError("\n".join(failures))
+    return [answers[rank] for rank in range(world_size)]
