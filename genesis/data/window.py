@@ -1,6 +1,6 @@
 """What the data loader gives to the training step: the accumulation window.
 
-    B  sequences of one micro-batch on one rank     S  tokens of one sequence
+B  sequences of one micro-batch on one rank     S  tokens of one sequence
 """
 
 from dataclasses import dataclass, replace
@@ -10,8 +10,9 @@ import torch
 from jaxtyping import Int32, Int64
 from torch import Tensor
 
-IGNORE_INDEX = -100
-"""The label that the loss does not count (torch's convention)."""
+from genesis.loss import IGNORE_INDEX
+
+__all__ = ["IGNORE_INDEX", "MicroBatch", "Window"]
 
 
 @dataclass(frozen=True)
