@@ -1,0 +1,356 @@
+"""Counts a run's windows and tokens exactly, over all ranks, and tells updates from skips.
+
+    logged                    unit and meaning
+    counters/step             windows attempted: Lightning's global_step, where one optimizer is stepped per window
+    counters/tokens_seen      tokens of the batches consumed
+    counters/updates          windows whose optimizer step changed the parameters
+    counters/tokens_updated   tokens of those windows
+    counters/skips            windows that changed nothing
+    counters/skips_<reason>   the same by reason
+
+A *window* is the batches between two optimizer steps: one batch, or `accumulate_grad_batches` of them.
+
+Does it communicate? One asynchronous sum of two integers a batch on a gloo group of our own, begun before the batch's
+forward and read after its optimizer step. It never reads from the device, except for a fused optimizer under a gradient
+scaler, whose scale alone tells an overflow.
+"""
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from genesis_callbacks.host_group import HostGroup, Pending
+
+STEP = "counters/step"
+TOKENS_SEEN = "counters/tokens_seen"
+UPDATES = "counters/updates"
+TOKENS_UPDATED = "counters/tokens_updated"
+SKIPS = "counters/skips"
+SKIPS_BY_REASON = "counters/skips_{reason}"
+
+SCALER_OVERFLOW = "scaler_overflow"
+NO_GRADIENT = "no_gradient"
+
+_STATE_VERSION = 1
+_IGNORE_INDEX = -100
+
+
+class TooManySkipsError(RuntimeError):
+    """More windows in a row were skipped than `max_consecutive_skips` allows."""
+
+
+class RankDisagreementError(RuntimeError):
+    """Some ranks updated their parameters in a window that others skipped: their weights are no longer the same."""
+
+
+def count_tokens(batch: Any) -> int:
+    """Returns the tokens of a batch without reading from the device.
+
+    That is its `num_valid_tokens` (an attribute or a key) if it has one, else the number of elements of its `labels` or
+    `input_ids`, padding and all.
+    """
+    for name in ("num_valid_tokens", "labels", "input_ids"):
+        value = batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
+        if value is not None:
+            return value.numel() if isinstance(value, Tensor) and name != "num_valid_tokens" else int(value)
+    raise ValueError(
+        f"TokenCounters can't tell how many tokens a batch of type {type(batch).__name__} has: give it count_fn, a "
+        "function from a batch to an int (or its dotted path)"
+    )
+
+
+def count_valid_labels(batch: Any) -> int:
+    """Returns how many of `batch["labels"]` are not -100. On an accelerator this waits for the device."""
+    return int((batch["labels"] != _IGNORE_INDEX).sum())
+
+
+class TokenCounters(pl.Callback):
+    """Four exact clocks of a run, the same on every rank, saved and restored.
+
+    An update happened if the optimizer's step ran with some gradient in place (and, under a scaler with a fused
+    optimizer, the scale did not fall). So a gradient scaler's overflow and a veto (every gradient set to None before
+    the step) are skips. A module may say why in an attribute `skip_reason: str | None`; otherwise the reason is
+    `scaler_overflow` or `no_gradient`.
+
+    The counts are exact from our `on_train_batch_end` on. A run that starts at global_step 0 starts its clocks at 0;
+    one that resumes from a checkpoint without our state says so and counts from there.
+
+    Args:
+        count_fn: Tokens of one rank's batch; a function or its dotted path. By default `count_tokens`.
+        max_consecutive_skips: Ends the run when this many windows in a row were skipped. None never does.
+
+    Raises:
+        TooManySkipsError: In `on_train_batch_end`, on all ranks alike.
+        RankDisagreementError: One window after the ranks parted.
+    """
+
+    def __init__(
+        self, *, count_fn: Callable[[Any], int] | str | None = None, max_consecutive_skips: int | None = None
+    ) -> None:
+        if max_consecutive_skips is not None and max_consecutive_skips < 1:
+            raise ValueError(
+                f"max_consecutive_skips is {max_consecutive_skips}: it must be at least 1, or null for no limit"
+            )
+        self._count = _import_function(count_fn) if isinstance(count_fn, str) else count_fn or count_tokens
+        self._max_consecutive_skips = max_consecutive_skips
+        self._group = HostGroup()
+        self._is_alone = True
+        self._num_ranks_per_batch = 1
+        self._global_step = 0
+        self._scaler: Any | None = None
+        self._hooks: list[RemovableHandle] = []
+        self._pending: Pending | None = None
+        self._stepped_surely = False
+        self._fused_scale: float | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._step = 0
+        self._tokens_seen = 0
+        self._updates = 0
+        self._tokens_updated = 0
+        self._window_tokens = 0
+        self._consecutive_skips = 0
+        self._skips: dict[str, int] = {}
+        self._was_restored = False
+
+    # ---- what others read
+
+    @property
+    def step(self) -> int:
+        """Windows attempted."""
+        return self._step
+
+    @property
+    def tokens_seen(self) -> int:
+        """Tokens of all batches consumed, over all ranks."""
+        return self._tokens_seen
+
+    @property
+    def updates(self) -> int:
+        """Windows that changed the parameters."""
+        return self._updates
+
+    @property
+    def tokens_updated(self) -> int:
+        """Tokens of the windows that changed the parameters, over all ranks."""
+        return self._tokens_updated
+
+    @property
+    def skips(self) -> dict[str, int]:
+        """Windows that changed nothing, by reason."""
+        return dict(self._skips)
+
+    @property
+    def has_updated(self) -> bool:
+        """Whether the window at hand has changed the parameters: known from its optimizer step to its last hook."""
+        return self._stepped_surely or (self._fused_scale is not None and self._scale() >= self._fused_scale)
+
+    def checkpoint_counters(self) -> dict[str, int]:
+        """Returns the clocks for a checkpoint's manifest."""
+        return {
+            "step": self._step,
+            "tokens_seen": self._tokens_seen,
+            "updates": self._updates,
+            "tokens_updated": self._tokens_updated,
+        }
+
+    # ---- state
+
+    @property
+    def state_key(self) -> str:
+        """The key of our state in a checkpoint."""
+        return "genesis_callbacks.TokenCounters"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the clocks as plain integers, exact at the last batch's end."""
+        return {
+            "version": _STATE_VERSION,
+            **self.checkpoint_counters(),
+            "window_tokens": self._window_tokens,
+            "consecutive_skips": self._consecutive_skips,
+            "skips": dict(self._skips),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the clocks of a checkpoint."""
+        if state_dict["version"] != _STATE_VERSION:
+            raise ValueError(
+                f"the checkpoint's token counters have version {state_dict['version']}, this release reads "
+                f"{_STATE_VERSION}: resume with the genesis-callbacks that wrote it"
+            )
+        self._step = state_dict["step"]
+        self._tokens_seen = state_dict["tokens_seen"]
+        self._updates = state_dict["updates"]
+        self._tokens_updated = state_dict["tokens_updated"]
+        self._window_tokens = state_dict["window_tokens"]
+        self._consecutive_skips = state_dict["consecutive_skips"]
+        self._skips = dict(state_dict["skips"])
+        self._was_restored = True
+
+    # ---- hooks
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Makes the group of hosts: here all ranks come by, and no checkpoint has been read yet."""
+        if stage == "fit":
+            self._was_restored = False
+            self._is_alone = trainer.world_size == 1
+            if not self._is_alone:
+                self._group.join()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Listens to the optimizers."""
+        self._start_clocks(trainer.global_step)
+        self._num_ranks_per_batch = _count_ranks_per_batch(trainer)
+        self._scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self._forget_attempt()
+        self._hooks = [optimizer.register_step_post_hook(self._after_step) for optimizer in trainer.optimizers]
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Begins to count the batch over all ranks, while it trains."""
+        if self._pending is not None:
+            self._pending.wait()  # the batch before had no end: the module ended the epoch
+        values = (self._count(batch), self._updates)
+        self._pending = Pending(torch.tensor(values), None) if self._is_alone else self._group.sum(values)
+        self._global_step = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Advances the clocks."""
+        assert self._pending is not None
+        tokens, updates_of_ranks = self._pending.wait()
+        self._pending = None
+        self._check_agreement(updates_of_ranks, trainer.world_size)
+        tokens //= self._num_ranks_per_batch
+        self._tokens_seen += tokens
+        self._window_tokens += tokens
+        if trainer.global_step > self._global_step:
+            self._end_window(None if self.has_updated else self._reason(pl_module, outputs))
+        if _is_log_step(trainer):
+            self._log(pl_module)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Checks the last window's agreement and leaves the optimizers."""
+        if not self._is_alone:
+            (updates_of_ranks,) = self._group.sum((self._updates,)).wait()
+            self._check_agreement(updates_of_ranks, trainer.world_size)
+        self._leave()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Leaves the optimizers; the clocks stay at the last batch that ended."""
+        self._leave()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Leaves the optimizers."""
+        self._leave()
+
+    # ---- what they do
+
+    def _start_clocks(self, global_step: int) -> None:
+        if global_step == 0:
+            self._reset()
+        elif not self._was_restored and self._step != global_step:
+            rank_zero_warn(
+                f"the run resumes at step {global_step} from a checkpoint without token counters: tokens_seen, updates "
+                "and tokens_updated count from here"
+            )
+            self._reset()
+            self._step = global_step
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"]):
+            return
+        # After an overflow a scaler leaves an ordinary optimizer alone. It calls a fused one, which skips inside.
+        if self._scaler is not None and any(group.get("fused") for group in optimizer.param_groups):
+            self._fused_scale = self._scale()
+        else:
+            self._stepped_surely = True
+
+    def _scale(self) -> float:
+        assert self._scaler is not None
+        return float(self._scaler.get_scale())
+
+    def _reason(self, pl_module: pl.LightningModule, outputs: Any) -> str:
+        if self._fused_scale is not None:
+            return SCALER_OVERFLOW
+        return getattr(pl_module, "skip_reason", None) or (SCALER_OVERFLOW if self._scaler and outputs else NO_GRADIENT)
+
+    def _end_window(self, skip_reason: str | None) -> None:
+        self._step += 1
+        if skip_reason is None:
+            self._updates += 1
+            self._tokens_updated += self._window_tokens
+            self._consecutive_skips = 0
+        else:
+            self._skips[skip_reason] = self._skips.get(skip_reason, 0) + 1
+            self._consecutive_skips += 1
+        self._window_tokens = 0
+        self._forget_attempt()
+        if self._max_consecutive_skips is not None and self._consecutive_skips >= self._max_consecutive_skips:
+            raise TooManySkipsError(
+                f"{self._consecutive_skips} windows in a row were skipped, the last one at step {self._step} for "
+                f"{skip_reason!r} (max_consecutive_skips is {self._max_consecutive_skips}); the parameters are those "
+                f"of update {self._updates}. Lower the learning rate, look at these windows' data, or raise the limit."
+            )
+
+    def _check_agreement(self, updates_of_ranks: int, world_size: int) -> None:
+        if updates_of_ranks != self._updates * world_size:
+            raise RankDisagreementError(
+                f"after step {self._step} this rank counts {self._updates} updates and all {world_size} together "
+                f"{updates_of_ranks}: some skipped a window that others did not, so their weights differ. Go back to "
+                "the last checkpoint and let all ranks decide a skip alike (reduce the reason before the step)."
+            )
+
+    def _log(self, pl_module: pl.LightningModule) -> None:
+        values = {
+            STEP: self._step,
+            TOKENS_SEEN: self._tokens_seen,
+            UPDATES: self._updates,
+            TOKENS_UPDATED: self._tokens_updated,
+            SKIPS: sum(self._skips.values()),
+            **{SKIPS_BY_REASON.format(reason=reason): count for reason, count in self._skips.items()},
+        }
+        # Lightning would make a number a float32 on the device: inexact from 2**24 on, and a wait for the device.
+        exact = {key: torch.tensor(value, dtype=torch.float64) for key, value in values.items()}
+        pl_module.log_dict(exact, on_step=True, on_epoch=False, batch_size=1)
+
+    def _forget_attempt(self) -> None:
+        self._stepped_surely = False
+        self._fused_scale = None
+
+    def _leave(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._pending = None
+        self._scaler = None
+
+
+def _import_function(path: str) -> Callable[[Any], int]:
+    module, _, name = path.rpartition(".")
+    try:
+        function: Callable[[Any], int] = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"count_fn {path!r} can't be imported: {error}; write package.module.function") from error
+    return function
+
+
+def _count_ranks_per_batch(trainer: pl.Trainer) -> int:
+    """Returns how many ranks read the same batch: more than one under tensor parallelism."""
+    sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", None)
+    return int(trainer.world_size // sampler["num_replicas"]) if sampler else 1
+
+
+def _is_log_step(trainer: pl.Trainer) -> bool:
+    every = vars(trainer)["log_every_n_steps"]  # a public attribute that Lightning's annotations leave out
+    return every > 0 and (trainer.global_step % every == 0 or trainer.should_stop)

@@ -1,0 +1,169 @@
+"""One optimizer whose groups name their algorithm: automatic optimization takes only one optimizer."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+
+from genesis.optim.newton_schulz import COEFFICIENTS, EPS, NUM_STEPS, orthogonalize, orthogonalize_sharded
+
+# The keys of torch's own groups, so that a state can move between ours and theirs.
+_GROUP_DEFAULTS: dict[str, dict[str, Any]] = {
+    "adamw": {
+        "lr": 1e-3,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 1e-2,
+        "amsgrad": False,
+        "maximize": False,
+        "foreach": None,
+        "capturable": False,
+        "differentiable": False,
+        "fused": True,
+        "decoupled_weight_decay": True,
+    },
+    "muon": {
+        "lr": 1e-3,
+        "weight_decay": 0.1,
+        "momentum": 0.95,
+        "nesterov": True,
+        "ns_coefficients": COEFFICIENTS,
+        "eps": EPS,
+        "ns_steps": NUM_STEPS,
+        "adjust_lr_fn": None,
+    },
+}
+
+# What torch's optimizers offer and this one does not.
+_FIXED = {
+    "amsgrad",
+    "maximize",
+    "capturable",
+    "differentiable",
+    "decoupled_weight_decay",
+    "ns_coefficients",
+    "ns_steps",
+}
+
+
+class GroupedOptimizer(Optimizer):
+    """AdamW and Muon in one: each group has a key `algorithm`, `adamw` or `muon`, and that algorithm's options.
+
+    States and options have the names and the meaning of torch.optim.AdamW and torch.optim.Muon. Deterministic. It
+    communicates only for Muon on sharded matrices (`orthogonalize_sharded`). It leaves unscaling and skipping to the
+    gradient scaler.
+
+    Args:
+        params: Groups.
+
+    Raises:
+        ValueError: A group's algorithm is unknown, or it sets an option that only torch's own optimizers have.
+    """
+
+    def __init__(self, params: Iterable[dict[str, Any]]) -> None:
+        groups = []
+        for group in params:
+            known = _GROUP_DEFAULTS.get(group["algorithm"])
+            if known is None:
+                raise ValueError(
+                    f"algorithm {group['algorithm']!r} is unknown: a group takes one of {sorted(_GROUP_DEFAULTS)}"
+                )
+            for key in _FIXED & known.keys() & group.keys():
+                if group[key] != known[key]:
+                    raise ValueError(
+                        f"{key} is {group[key]!r}: the group's {group['algorithm']} has {known[key]!r} only"
+                    )
+            groups.append(known | group)
+        super().__init__(groups, {})
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Runs the closure, if there is one, then updates every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if parameters:
+                (self._step_adamw if group["algorithm"] == "adamw" else self._step_muon)(group, parameters)
+        return loss
+
+    def _step_adamw(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        states = [self.state[parameter] for parameter in parameters]
+        for parameter, state in zip(parameters, states, strict=True):
+            if not state:
+                state["step"] = torch.zeros((), device=parameter.device if group["fused"] else "cpu")
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+        # It works element by element, so each rank's shard is enough.
+        adamw(
+            [_local(parameter) for parameter in parameters],
+            [_local_gradient(parameter) for parameter in parameters],
+            [_local(state["exp_avg"]) for state in states],
+            [_local(state["exp_avg_sq"]) for state in states],
+            [],
+            [state["step"] for state in states],
+            foreach=group["foreach"],
+            fused=group["fused"],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+    def _step_muon(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        gradients = [_local_gradient(parameter) for parameter in parameters]
+        buffers = [_local(self.state[parameter]["momentum_buffer"]) for parameter in parameters]
+        torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
+        updates = torch._foreach_lerp(gradients, buffers, group["momentum"]) if group["nesterov"] else buffers
+
+        sharded = {i: parameter for i, parameter in enumerate(parameters) if isinstance(parameter, DTensor)}
+        whole = [i for i in range(len(parameters)) if i not in sharded]
+        directions = dict(zip(whole, orthogonalize([updates[i] for i in whole]), strict=True))
+        if sharded:
+            rows = orthogonalize_sharded([updates[i] for i in sharded], list(sharded.values()))
+            directions.update(zip(sharded, rows, strict=True))
+
+        torch._foreach_mul_([_local(parameter) for parameter in parameters], 1 - group["lr"] * group["weight_decay"])
+        for i, parameter in enumerate(parameters):
+            lr = group["lr"] * lr_ratio(parameter.shape, group["adjust_lr_fn"])
+            _local(parameter).add_(directions[i], alpha=-lr)
+
+
+def lr_ratio(shape: torch.Size, adjust_lr_fn: str | None) -> float:
+    """Returns by what Muon's learning rate is multiplied for a matrix of a shape.
+
+    `original` (and None) is Jordan's sqrt(max(1, rows / columns)). `match_rms_adamw` gives updates the size of AdamW's,
+    so that its learning rate and weight decay serve (Liu et al., Muon is Scalable for LLM Training, 2025, section 2.2).
+    """
+    rows, columns = shape
+    return (
+        0.2 * math.sqrt(max(rows, columns)) if adjust_lr_fn == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
+    )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _local_gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return _local(parameter.grad)

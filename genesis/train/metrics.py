@@ -1,0 +1,63 @@
+"""Token-weighted metrics: sums over all ranks first, one division at the end.
+
+A mean over ranks or micro-batches of their means is wrong wherever they hold different numbers of tokens. Perplexity is
+`TokenLoss.compute().exp()`: torchmetrics' own takes logits, which our loss never makes in full.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+
+class TokenLoss(Metric):
+    """The mean loss in nats per valid token. Sums stay on the device; only `compute` communicates."""
+
+    full_state_update = False
+    loss_sum: Tensor
+    num_tokens: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("loss_sum", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("num_tokens", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, loss_sum: Tensor, num_tokens: int) -> None:
+        """Adds the sum of `num_tokens` losses."""
+        self.loss_sum += loss_sum.detach()
+        self.num_tokens += num_tokens
+
+    def compute(self) -> Tensor:
+        """Returns nats per valid token, float64; NaN where there was no token."""
+        return self.loss_sum / self.num_tokens
+
+
+class Perplexity(TokenLoss):
+    """The exponential of the mean loss."""
+
+    def compute(self) -> Tensor:
+        """Returns exp(nats per valid token), float64."""
+        return super().compute().exp()
+
+
+class BitsPerByte(Metric):
+    """The mean loss in bits per byte of text, comparable across tokenizers."""
+
+    full_state_update = False
+    loss_sum: Tensor
+    num_bytes: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("loss_sum", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("num_bytes", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, loss_sum: Tensor, num_bytes: int) -> None:
+        """Adds the sum of the losses, in nats, of the tokens behind `num_bytes` bytes of text."""
+        self.loss_sum += loss_sum.detach()
+        self.num_bytes += num_bytes
+
+    def compute(self) -> Tensor:
+        """Returns bits per byte, float64; NaN where there was no byte."""
+        return self.loss_sum / (math.log(2) * self.num_bytes)
