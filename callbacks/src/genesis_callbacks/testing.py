@@ -5,6 +5,7 @@ and meet through a file, so that no port is hunted.
 """
 
 import os
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -30,9 +31,9 @@ def _serve_rank(
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
         )
-        channel.send((True, function(*arguments)))
+        channel.send_bytes(pickle.dumps((True, function(*arguments))))
     except BaseException:
-        channel.send((False, traceback.format_exc()))
+        channel.send_bytes(pickle.dumps((False, traceback.format_exc())))
         raise
     finally:
         channel.close()
@@ -76,7 +77,8 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, ti
                 assert isinstance(channel, Connection)
                 rank = channels.pop(channel)
                 try:
-                    has_succeeded, answer = channel.recv()
+                    # Plain pickle sends tensors by value; multiprocessing's own would share the memory of a rank that ends.
+                    has_succeeded, answer = pickle.loads(channel.recv_bytes())
                 except EOFError:
                     has_succeeded, answer = False, "died without a word"
                 if has_succeeded:

@@ -1,0 +1,47 @@
+# The newcomer's entry: `make demo`, `make test`, `make check`. Each makes .venv itself, once.
+#
+#   PYTHON   the interpreter that .venv is made with (>= 3.11)
+#   TORCH    how torch is installed; for another build of it, say
+#            make TORCH="torch==2.13.0 --index-url <the address that PyTorch's install page gives for your CUDA or CPU>"
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+STAMP := .venv/installed
+
+.PHONY: install demo test check format golden clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml callbacks/pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Genesis needs Python >= 3.11, this is {sys.version.split()[0]}; say make PYTHON=...")'
+	@echo "installing into .venv (a few minutes, once)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(PIP) install $(TORCH) -c constraints.txt
+	@$(PIP) install -c constraints.txt -e callbacks -e ".[dev]"
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/genesis demo
+
+test: $(STAMP)
+	@cd callbacks && ../$(BIN)/python -m pytest -q -n 2
+	@$(BIN)/python -m pytest -q -n 2
+
+check: $(STAMP)
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+	@$(BIN)/codespell
+
+format: $(STAMP)
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+golden: $(STAMP)
+	@GENESIS_UPDATE_GOLDEN=1 $(BIN)/python -m pytest -q -n 2 -k golden
+
+clean:
+	rm -rf .venv build dist

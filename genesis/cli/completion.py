@@ -1,0 +1,34 @@
+"""`genesis completion`: a completion script, made from the table of commands."""
+
+import argparse
+
+import shtab
+
+from genesis.cli.table import COMMANDS
+
+
+def _parser_of_commands() -> argparse.ArgumentParser:
+    """Returns a parser with the names of all commands; options are left to each command's `--help`."""
+    parser = argparse.ArgumentParser("genesis")
+    parser.add_argument("--version", action="store_true", help="print the version")
+    words = parser.add_subparsers()
+    groups: dict[str, argparse._SubParsersAction[argparse.ArgumentParser]] = {}
+    for command in COMMANDS:
+        first, _, second = command.name.partition(" ")
+        if not second:
+            leaf = words.add_parser(first, help=command.summary)
+        else:
+            if first not in groups:
+                groups[first] = words.add_parser(first, help=f"{first} commands").add_subparsers()
+            leaf = groups[first].add_parser(second, help=command.summary)
+        config = leaf.add_argument("--config", help="a YAML file of options")
+        config.complete = shtab.FILE  # type: ignore[attr-defined]
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Prints the script; `source <(genesis completion bash)` switches it on."""
+    parser = argparse.ArgumentParser("genesis completion", description=main.__doc__)
+    parser.add_argument("shell", choices=shtab.SUPPORTED_SHELLS)
+    print(shtab.complete(_parser_of_commands(), parser.parse_args(argv).shell))
+    return 0

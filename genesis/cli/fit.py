@@ -1,0 +1,169 @@
+"""`genesis fit` and `genesis validate`: LightningCLI over our module and data, with our callbacks as top-level keys.
+
+    model        GenesisModule        data        CorpusDataModule        trainer     Lightning's Trainer
+    checkpoint   AsyncProcessCheckpoint   counters    TokenCounters       schedule    SkipAwareLR
+    run_dir      where checkpoints, metrics and configs of the run lie
+"""
+
+import argparse
+import difflib
+import re
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import Logger
+
+from genesis.data.datamodule import CorpusDataModule
+from genesis.data.manifest import read_manifest
+from genesis.errors import UserError
+from genesis.train.csv_log import CSVLog
+from genesis.train.module import GenesisModule
+from genesis.train.progress import GenesisProgressBar
+from genesis_callbacks import AsyncProcessCheckpoint, SkipAwareLR, TokenCounters
+
+LATEST = "latest"
+"""The value of --ckpt_path that means: the newest good checkpoint of this run, or none."""
+
+_REFUSED_OPTION = re.compile(r"(?:Group '(?P<group>[^']*)' )?does not accept (?:nested )?(?:option|key) '(?P<key>[^']+)'")
+_UNRECOGNIZED = re.compile(r"[Uu]nrecognized arguments: --(?P<key>[^=\s]+)")
+
+
+class GenesisParser(LightningArgumentParser):
+    """Reports a mistake in one line, with the nearest key."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Prints one line and exits with status 2."""
+        line = " ".join(message.split())
+        found = _REFUSED_OPTION.search(line) or _UNRECOGNIZED.search(line)
+        if found is not None:
+            group = found.groupdict().get("group")
+            wanted = f"{group}.{found['key']}" if group else found["key"]
+            near = difflib.get_close_matches(wanted, sorted(_known_keys(self)), n=1, cutoff=0.6)
+            line += f"; did you mean {near[0]!r}?" if near else ""
+        print(f"genesis: error: {line}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _known_keys(parser: argparse.ArgumentParser) -> set[str]:
+    """Returns every option of `parser` and of its subcommands, as dotted keys."""
+    keys: set[str] = set()
+    for action in parser._actions:
+        if isinstance(action.choices, dict):
+            for child in action.choices.values():
+                keys |= _known_keys(child)
+        elif action.dest:
+            keys.add(action.dest)
+    return keys
+
+
+class SaveRecipe(Callback):
+    """Writes the resolved recipe into the run's directory: config.yaml, then config.resume-1.yaml for a resumed run."""
+
+    def __init__(self, run_dir: Path, recipe_yaml: str) -> None:
+        self._run_dir, self._recipe_yaml = run_dir, recipe_yaml
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Writes, on rank 0."""
+        if stage != "fit" or not trainer.is_global_zero:
+            return
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        path, number = self._run_dir / "config.yaml", 0
+        while path.exists():
+            number += 1
+            path = self._run_dir / f"config.resume-{number}.yaml"
+        path.write_text(self._recipe_yaml, encoding="utf-8")
+
+
+class GenesisCLI(LightningCLI):
+    """LightningCLI with fixed model and data classes and our callbacks."""
+
+    def __init__(self, subcommand: str, arguments: list[str] | None) -> None:
+        self.exit_status = 0
+        super().__init__(
+            GenesisModule,
+            CorpusDataModule,
+            save_config_callback=None,
+            parser_class=GenesisParser,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            seed_everything_default=0,
+            trainer_defaults={
+                # Validation under inference mode leaves tensors that training can't use (sharded parameters).
+                "inference_mode": False,
+                "num_sanity_val_steps": 0,
+                "use_distributed_sampler": False,
+                "gradient_clip_val": 1.0,
+                "strategy": "replicated",
+                "max_epochs": -1,
+            },
+            parser_kwargs={"prog": "genesis", subcommand: {"prog": f"genesis {subcommand}"}},
+            args=arguments,
+        )
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Returns the Trainer's methods that are commands, and the arguments that we give them."""
+        return {
+            "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule", "weights_only"},
+            "validate": {"model", "dataloaders", "datamodule", "weights_only"},
+        }
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Adds our callbacks and the run's directory."""
+        parser.add_argument("--run_dir", type=str, default="runs/default", help="directory of the run")
+        parser.add_lightning_class_args(TokenCounters, "counters")
+        parser.add_lightning_class_args(SkipAwareLR, "schedule")
+        parser.add_lightning_class_args(AsyncProcessCheckpoint, "checkpoint")
+        parser.link_arguments("run_dir", "checkpoint.run_dir")
+
+    def _parse_ckpt_path(self) -> None:
+        """Leaves the configuration alone: a checkpoint's hyperparameters must not override what the user wrote."""
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Builds the Trainer with the run's own log and progress bar."""
+        self._dump_config()
+        config = self._get(self.config_init, "trainer")
+        run_dir = Path(self._get(self.config_init, "run_dir"))
+        self.checkpoint: AsyncProcessCheckpoint = self._get(self.config_init, "checkpoint")
+        self.checkpoint.recipe = self.config_dump
+        manifest = read_manifest(Path(self._get(self.config, "data")["corpus"]))
+        self.checkpoint.identity = {"tokenizer_hash": manifest.tokenizer_hash, "corpus": manifest.name}
+        loggers = _loggers(config.get("logger"), run_dir)
+        callbacks = [SaveRecipe(run_dir, yaml.safe_dump(self.config_dump, sort_keys=False))]
+        if config.get("enable_progress_bar") is not False:
+            callbacks.append(GenesisProgressBar())
+        config["callbacks"] = [*(config.get("callbacks") or []), *callbacks]
+        return super().instantiate_trainer(default_root_dir=str(run_dir), logger=loggers, **kwargs)
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        arguments = super()._prepare_subcommand_kwargs(subcommand)
+        if arguments.get("ckpt_path") == LATEST:
+            arguments["ckpt_path"] = self.checkpoint.latest()
+        elif arguments.get("ckpt_path") and not Path(arguments["ckpt_path"]).exists():
+            raise UserError(f"checkpoint {arguments['ckpt_path']} does not exist; --ckpt_path latest takes the newest")
+        return arguments
+
+
+def _loggers(configured: Any, run_dir: Path) -> list[Logger] | bool:
+    """Returns the run's CSV log and what the user configured beside it; False switches all off."""
+    if configured is False:
+        return False
+    others = [] if configured in (None, True) else configured if isinstance(configured, list) else [configured]
+    return [CSVLog(run_dir / "metrics.csv"), *others]
+
+
+def fit_main(argv: list[str]) -> int:
+    """Trains. Returns 0, or 128 + n where signal n asked for the end."""
+    cli = GenesisCLI("fit", ["fit", *argv])
+    signal_number = cli.checkpoint.stopped_by_signal
+    return 128 + signal_number if signal_number else 0
+
+
+def validate_main(argv: list[str]) -> int:
+    """Validates. Returns 0."""
+    GenesisCLI("validate", ["validate", *argv])
+    return 0

@@ -1,0 +1,64 @@
+"""The table of commands: name, one line of help, and where its code is.
+
+`genesis --help` must answer in a moment, and importing Lightning takes many seconds: so a command's module is imported when
+the command is called and not before. This is the one place where a late import is right.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from genesis.errors import UserError
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command.
+
+    Args:
+        name: One word or two: `fit`, `data prepare`.
+        summary: One line of help.
+        target: `module:function`; the function takes the arguments after the name and returns the exit status.
+        extra: The optional dependency group that it needs, if any.
+    """
+
+    name: str
+    summary: str
+    target: str
+    extra: str | None = None
+
+    def load(self) -> Callable[[list[str]], int]:
+        """Imports the command's code.
+
+        Raises:
+            UserError: An optional dependency is missing; it names the extra.
+        """
+        module_name, _, function_name = self.target.partition(":")
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError as error:
+            if self.extra is None:
+                raise
+            raise UserError(
+                f"`genesis {self.name}` needs {error.name}; pip install 'genesis-lm[{self.extra}]'"
+            ) from error
+        main: Callable[[list[str]], int] = getattr(module, function_name)
+        return main
+
+
+COMMANDS = (
+    Command("tokenizer train", "train a SentencePiece tokenizer on text", "genesis.cli.tokenizer:train_main"),
+    Command("tokenizer inspect", "bytes per token, round trip and unused pieces", "genesis.cli.tokenizer:inspect_main"),
+    Command("data prepare", "turn text into token shards with a manifest", "genesis.cli.data:prepare_main"),
+    Command("data inspect", "show a corpus: its manifest and decoded samples", "genesis.cli.data:inspect_main"),
+    Command("data verify", "check every shard of a corpus against its manifest", "genesis.cli.data:verify_main"),
+    Command("model describe", "parameters by part, FLOPs and memory; builds nothing", "genesis.cli.model:describe_main"),
+    Command("fit", "train, or go on from a checkpoint", "genesis.cli.fit:fit_main"),
+    Command("validate", "loss on the validation set, from a checkpoint", "genesis.cli.fit:validate_main"),
+    Command("generate", "write text from prompts with a checkpoint", "genesis.cli.generate:main"),
+    Command("demo", "the whole road on Python's own sources, in minutes", "genesis.demo.main:main"),
+    Command("bench tokenize", "data prepare beside SentencePiece's own encode", "genesis.bench.tokenize:main"),
+    Command("bench loader", "tokens per second of the data loader alone", "genesis.bench.loader:main"),
+    Command("bench step", "the training step beside bare loops and other trainers", "genesis.bench.step:main"),
+    Command("completion", "print a completion script for bash or zsh", "genesis.cli.completion:main"),
+)

@@ -1,0 +1,45 @@
+"""The demo's text: what every Python has, its standard library's sources and the topics of its documentation."""
+
+import json
+import shutil
+import sysconfig
+from pathlib import Path
+from pydoc_data import topics
+
+# Not sources to learn from: tests (mostly tables of data), packages of others, generated configuration.
+_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3", "lib-dynload"}
+
+
+def gather_text(out: Path) -> tuple[int, int]:
+    """Copies the standard library's sources and writes the topics as JSON lines; returns (documents, bytes).
+
+    Args:
+        out: Made anew: `stdlib/*.py`, one document a file, and `topics.jsonl`.
+    """
+    shutil.rmtree(out, ignore_errors=True)
+    root = Path(sysconfig.get_path("stdlib"))
+    num_documents = num_bytes = 0
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if _LEFT_OUT.intersection(relative.parts) or relative.parts[0].startswith("config-"):
+            continue
+        text = path.read_bytes()
+        if not _is_utf8(text):
+            continue
+        target = out / "stdlib" / relative
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(text)
+        num_documents, num_bytes = num_documents + 1, num_bytes + len(text)
+    with (out / "topics.jsonl").open("w", encoding="utf-8") as file:
+        for name, text in sorted(topics.topics.items()):
+            file.write(json.dumps({"id": name, "text": text}, ensure_ascii=False) + "\n")
+            num_documents, num_bytes = num_documents + 1, num_bytes + len(text.encode())
+    return num_documents, num_bytes
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return bool(text)

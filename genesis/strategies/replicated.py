@@ -1,0 +1,72 @@
+"""Replicated: every rank holds the whole model; gradients are averaged by DDP once per window."""
+
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.optim import Optimizer
+
+from genesis.model.decoder import Decoder
+from genesis.strategies.wrap import ActivationCheckpointing, apply_wrappers
+
+
+class Replicated(DDPStrategy):
+    """DDP over all ranks, one or many.
+
+    Args:
+        optimizer_states: `replicated`, or `sharded` (ZeRO-1): each rank keeps and updates the optimizer state of its part of
+            the parameters, and broadcasts them after the step.
+        activation_checkpointing: `none`, `block`, or n for every n-th block.
+        compile_blocks: Whether each block is compiled by torch.compile.
+        process_group_backend: `gloo` or `nccl`; by default the one of the device.
+        timeout_seconds: How long a collective may wait.
+    """
+
+    def __init__(
+        self,
+        optimizer_states: Literal["replicated", "sharded"] = "replicated",
+        activation_checkpointing: ActivationCheckpointing = "none",
+        compile_blocks: bool = False,
+        process_group_backend: str | None = None,
+        timeout_seconds: float = 1800.0,
+    ) -> None:
+        # The bucket is the gradient: one copy of every gradient less.
+        super().__init__(
+            process_group_backend=process_group_backend,
+            timeout=timedelta(seconds=timeout_seconds),
+            gradient_as_bucket_view=True,
+            broadcast_buffers=False,
+        )
+        self.optimizer_states = optimizer_states
+        self.activation_checkpointing = activation_checkpointing
+        self.compile_blocks = compile_blocks
+
+    def apply_to(self, decoder: Decoder) -> None:
+        """Applies this strategy's wrappers to a freshly built decoder, in place."""
+        apply_wrappers(decoder, self.activation_checkpointing, self.compile_blocks)
+
+    @property
+    def parameter_device(self) -> torch.device:
+        """Where parameters live between steps."""
+        return self.root_device
+
+    def setup_optimizers(self, trainer: "pl.Trainer") -> None:
+        """Builds the module's optimizers and, under ZeRO-1, spreads their state over the ranks."""
+        super().setup_optimizers(trainer)
+        if self.optimizer_states == "sharded":
+            self.optimizers = [_spread(optimizer) for optimizer in self.optimizers]
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Returns the optimizer's state; under ZeRO-1 only this rank's part, because nothing gathers it."""
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            return optimizer.optim.state_dict()
+        return super().optimizer_state(optimizer)
+
+
+def _spread(optimizer: Optimizer) -> Optimizer:
+    """Returns `optimizer`'s groups under ZeRO-1."""
+    groups = [dict(group) for group in optimizer.param_groups]
+    return ZeroRedundancyOptimizer(groups, optimizer_class=type(optimizer), **optimizer.defaults)

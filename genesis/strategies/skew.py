@@ -1,0 +1,174 @@
+"""Names a forward that not all ranks enter, and ends the run, instead of letting it hang.
+
+Under sharding every forward gathers parameters from all ranks. A callback that samples text on rank 0 alone makes rank 0 gather
+from peers that have gone on: the collectives pair up wrongly or wait until the process group's timeout, without a name. So
+each rank counts the forwards of its sharded root and notes their kind (training or not, with gradients or not). A thread publishes
+the count in a store beside the process group and compares: two ranks whose forward of the same number is of another kind,
+or a rank that stays ahead for longer than allowed, end all ranks with the name of the rank and the line that called.
+
+Does it communicate? Through a TCP store of its own, never through a process group; the training thread only increments.
+"""
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+EXIT_STATUS = 70
+"""sysexits' EX_SOFTWARE: the program, not the machine, is at fault."""
+
+_INTERVAL_SECONDS = 0.5
+_NUM_KINDS_KEPT = 256
+_FOREIGN_PATHS = (f"{os.sep}torch{os.sep}", f"{os.sep}lightning{os.sep}", f"{os.sep}genesis{os.sep}model{os.sep}")
+
+
+@dataclass(frozen=True)
+class ForwardLog:
+    """What one rank has entered: `num_forwards` in all; `kinds` are those of the last ones, one letter each."""
+
+    rank: int
+    num_forwards: int
+    kinds: str
+
+    def kind(self, number: int) -> str | None:
+        """Returns the kind of forward `number` (from 0), or None where it is not known (any more, or yet)."""
+        index = number - (self.num_forwards - len(self.kinds))
+        return self.kinds[index] if 0 <= index < len(self.kinds) else None
+
+
+def find_divergence(logs: Sequence[ForwardLog]) -> tuple[int, int, str] | None:
+    """Returns (number, rank, what) of the first forward whose kind differs between ranks, or None.
+
+    The rank named is the one in the minority; of two, the one that is not training, since training is what all should do.
+    """
+    first = max(log.num_forwards - len(log.kinds) for log in logs)
+    for number in range(first, min(log.num_forwards for log in logs)):
+        kinds = {log.rank: log.kind(number) for log in logs}
+        if len(set(kinds.values())) > 1:
+            counts = list(kinds.values())
+            odd = min(kinds, key=lambda rank: (counts.count(kinds[rank]), kinds[rank] == "t"))
+            return number, odd, _KIND_NAMES[kinds[odd] or "?"]
+    return None
+
+
+def find_leader(logs: Sequence[ForwardLog]) -> tuple[int, int] | None:
+    """Returns (number, rank) of the forward that one rank has entered and another has not, or None."""
+    ahead = max(logs, key=lambda log: log.num_forwards)
+    behind = min(log.num_forwards for log in logs)
+    return (behind, ahead.rank) if ahead.num_forwards > behind else None
+
+
+_KIND_NAMES = {"t": "training", "e": "without gradients", "g": "in eval mode with gradients", "?": "unknown"}
+
+
+class ForwardSkewWatchdog:
+    """Watches the forwards of the sharded root in `module` on all ranks; see the module's text.
+
+    Args:
+        module: Holds one root that `fully_shard` was applied to.
+        forward_skew_seconds: How long a rank may be ahead of another.
+    """
+
+    def __init__(self, module: nn.Module, forward_skew_seconds: float) -> None:
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._seconds = forward_skew_seconds
+        self._num_forwards = 0
+        self._kinds: deque[str] = deque(maxlen=_NUM_KINDS_KEPT)
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._main_thread = threading.get_ident()
+        self._thread = threading.Thread(target=self._watch, name="forward-skew-watchdog", daemon=True)
+        root = next(child for child in module.modules() if isinstance(child, FSDPModule))
+        assert isinstance(root, nn.Module)
+        # Before FSDP's own hook, which already waits for the other ranks.
+        self._hook = root.register_forward_pre_hook(self._count, prepend=True)
+        self._store = self._meet()
+
+    def _meet(self) -> dist.TCPStore:
+        """Opens a store on a port that the system picks, and tells the other ranks. All ranks call it together."""
+        timeout = timedelta(seconds=30)
+        address: list[Any] = [None]
+        store = None
+        if self._rank == 0:
+            host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+            store = dist.TCPStore(host, 0, self._world_size, is_master=True, timeout=timeout, wait_for_workers=False)
+            address = [(host, store.port)]
+        dist.broadcast_object_list(address, src=0)
+        host, port = address[0]
+        return store or dist.TCPStore(host, port, self._world_size, is_master=False, timeout=timeout)
+
+    def start(self) -> None:
+        """Starts watching."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stops watching. Does not wait for other ranks."""
+        self._hook.remove()
+        self._stopped.set()
+        self._thread.join(timeout=10 * _INTERVAL_SECONDS)
+
+    def _count(self, module: nn.Module, _: Any) -> None:
+        kind = ("t" if module.training else "g") if torch.is_grad_enabled() else "e"
+        with self._lock:
+            self._kinds.append(kind)
+            self._num_forwards += 1
+
+    def _watch(self) -> None:
+        leads_since: float | None = None
+        leader = None
+        while not self._stopped.wait(_INTERVAL_SECONDS):
+            try:
+                logs = self._exchange()
+            except (RuntimeError, ValueError, dist.DistStoreError):
+                # Rank 0, which serves the store, has gone: its own end says why.
+                return
+            verdict = None
+            divergence = find_divergence(logs)
+            now_leading = find_leader(logs)
+            if now_leading != leader:
+                leader, leads_since = now_leading, time.monotonic()
+            if divergence is not None:
+                number, rank, kind = divergence
+                verdict = f"rank {rank} entered forward {number} ({kind}) alone, while the others ran another one"
+            elif leader is not None and leads_since is not None and time.monotonic() - leads_since > self._seconds:
+                number, rank = leader
+                verdict = f"rank {rank} has waited in forward {number} for {self._seconds:g} s; not all ranks entered it"
+            if verdict is not None:
+                self._end(verdict)
+
+    def _exchange(self) -> list[ForwardLog]:
+        with self._lock:
+            entry = f"{self._num_forwards} {''.join(self._kinds)}"
+        self._store.set(f"log/{self._rank}", entry)
+        logs = []
+        for rank in range(self._world_size):
+            count, _, kinds = self._store.get(f"log/{rank}").decode().partition(" ")
+            logs.append(ForwardLog(rank, int(count), kinds))
+        return logs
+
+    def _end(self, verdict: str) -> None:
+        """Ends this process with the reason; the others come to the same verdict from the same logs."""
+        frame = sys._current_frames().get(self._main_thread)
+        stack = [] if frame is None else traceback.extract_stack(frame)
+        ours = [line for line in stack if not any(path in line.filename for path in _FOREIGN_PATHS)]
+        where = f"; this rank stands in {ours[-1].name} ({ours[-1].filename}:{ours[-1].lineno})" if ours else ""
+        sys.stderr.write(
+            f"genesis: error: [rank {self._rank}] {verdict}{where}. Under sharding every rank must run every forward: "
+            f"sample on all ranks, or from a saved checkpoint in another process\n"
+        )
+        sys.stderr.flush()
+        if self._rank == 0:
+            # Rank 0 serves the store: the others must read the logs first.
+            time.sleep(4 * _INTERVAL_SECONDS)
+        os._exit(EXIT_STATUS)

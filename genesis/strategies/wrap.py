@@ -1,0 +1,135 @@
+"""The wrappers of a decoder, applied in the one order in which they work together.
+
+    1. activation checkpointing   innermost: recomputes what a block kept, with that block's gathered parameters
+    2. compile                    sees block and checkpoint as one graph, and nothing of the communication
+    3. shard                      outermost: its hooks gather before, and free after, whatever is inside
+
+Checkpointing and compilation replace a block's `forward` and leave the module tree alone, so that parameter names, and with
+them checkpoints, are the same under every option.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from genesis.errors import UserError
+from genesis.model.decoder import Decoder
+
+ActivationCheckpointing = Literal["none", "block"] | int
+"""Which blocks recompute their activations in backward: none, each, or every n-th."""
+
+
+@dataclass(frozen=True)
+class ShardOptions:
+    """How FSDP2 shards a decoder.
+
+    Args:
+        mesh: One axis (shard), or two (replicate, shard) for hybrid sharding.
+        reshard_after_forward: Whether a unit's parameters are freed between its forward and its backward.
+        blocks_per_unit: Blocks whose parameters are gathered by one collective.
+        max_gathers_in_flight: Units that are gathered or being gathered at once: the one that computes and those prefetched.
+        precision: What is gathered, and in what gradients are reduced.
+        offload_to_cpu: Whether parameters, gradients and optimizer live in CPU memory between uses.
+    """
+
+    mesh: DeviceMesh
+    reshard_after_forward: bool
+    blocks_per_unit: int
+    max_gathers_in_flight: int
+    precision: MixedPrecisionPolicy
+    offload_to_cpu: bool
+
+
+def apply_wrappers(
+    decoder: Decoder,
+    activation_checkpointing: ActivationCheckpointing = "none",
+    has_compiled_blocks: bool = False,
+    shard: ShardOptions | None = None,
+) -> None:
+    """Applies the wrappers to `decoder` in place, in their order. Does not communicate.
+
+    Args:
+        decoder: Freshly built, on the meta device or not.
+        activation_checkpointing: See `ActivationCheckpointing`.
+        has_compiled_blocks: Whether each block's forward is compiled by torch.compile.
+        shard: How to shard, or None.
+
+    Raises:
+        UserError: An option is out of its range.
+    """
+    _apply_activation_checkpointing(decoder, activation_checkpointing)
+    if has_compiled_blocks:
+        for block in decoder.blocks:
+            block.forward = torch.compile(block.forward)
+    if shard is not None:
+        _apply_shard(decoder, shard)
+
+
+def _apply_activation_checkpointing(decoder: Decoder, which: ActivationCheckpointing) -> None:
+    if which == "none":
+        return
+    every_n = 1 if which == "block" else which
+    if not isinstance(every_n, int) or every_n < 1:
+        raise UserError(f"activation_checkpointing is {which!r}; it must be 'none', 'block' or a whole number >= 1")
+    for block in list(decoder.blocks)[::every_n]:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def _apply_shard(decoder: Decoder, options: ShardOptions) -> None:
+    if options.blocks_per_unit < 1:
+        raise UserError(f"blocks_per_unit is {options.blocks_per_unit}; it must be at least 1")
+    if options.max_gathers_in_flight < 1:
+        raise UserError(f"max_gathers_in_flight is {options.max_gathers_in_flight}; it must be at least 1")
+    blocks = list(decoder.blocks)
+    units: list[list[nn.Module]] = [
+        blocks[start : start + options.blocks_per_unit] for start in range(0, len(blocks), options.blocks_per_unit)
+    ]
+    # Pinning needs an accelerator; without one the default policy fails.
+    offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if options.offload_to_cpu else OffloadPolicy()
+    for unit in units:
+        fully_shard(
+            unit if len(unit) > 1 else unit[0],
+            mesh=options.mesh,
+            reshard_after_forward=options.reshard_after_forward,
+            mp_policy=options.precision,
+            offload_policy=offload,
+        )
+    # The root (embedding, final norm, head) is used last in forward and first in backward: freeing it between is waste.
+    fully_shard(
+        decoder, mesh=options.mesh, reshard_after_forward=False, mp_policy=options.precision, offload_policy=offload
+    )
+    _limit_prefetch([unit[0] for unit in units], options.max_gathers_in_flight - 1)
+
+
+def _limit_prefetch(first_blocks: list[nn.Module], num_prefetched: int) -> None:
+    """Makes each unit prefetch the next `num_prefetched` units in forward and the previous ones in backward."""
+    units = [block for block in first_blocks if isinstance(block, FSDPModule)]
+    for index, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + num_prefetched])
+        previous = units[max(0, index - num_prefetched) : index][::-1]
+        # An empty list would mean FSDP2's own choice (one unit); a unit that "prefetches" itself prefetches nothing.
+        unit.set_modules_to_backward_prefetch(previous or [unit])
+
+
+def set_gradient_sync(module: nn.Module, is_last_micro_batch: bool) -> None:
+    """Says whether the next backward's gradients meet those of other ranks.
+
+    Only FSDP2 needs to be told. Under DDP the reducer is armed once per training step, after its forward, so that backwards
+    which `training_step` runs itself stay local.
+    """
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            child.set_requires_gradient_sync(is_last_micro_batch, recurse=False)
+
+
+def free_gathered_parameters(module: nn.Module) -> None:
+    """Frees what a forward without backward left gathered under sharding. Does not communicate."""
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            child.reshard()

@@ -1,0 +1,97 @@
+"""The run's own log: one CSV file that a resumed run continues instead of deleting."""
+
+import csv
+import os
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_only
+
+
+class CSVLog(Logger):
+    """Writes metrics to one CSV file: a row per step, a column per metric.
+
+    A resumed run replaces the rows that it repeats: those from its first logged step on are cut, because a killed run may have
+    logged beyond its last checkpoint.
+
+    Args:
+        path: The file; made with its directory when the first row is written.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        super().__init__()
+        self._path = Path(path)
+        self._columns: list[str] = ["step"]
+        self._row: dict[str, Any] = {}
+        self._row_offset_bytes = 0
+        self._has_begun = False
+
+    @property
+    def name(self) -> str:
+        """Returns the file's stem."""
+        return self._path.stem
+
+    @property
+    def version(self) -> str:
+        """Returns nothing: one file serves all attempts of a run."""
+        return ""
+
+    @property
+    def save_dir(self) -> str:
+        """Returns the directory of the file."""
+        return str(self._path.parent)
+
+    @property
+    def log_dir(self) -> str:
+        """Returns the directory of the file."""
+        return str(self._path.parent)
+
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: the resolved recipe lies beside the log."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Writes `metrics` into the row of `step`, which is the last row or a new one."""
+        assert step is not None
+        is_new_row = self._row.get("step") != step
+        self._row = {"step": step, **metrics} if is_new_row else {**self._row, **metrics}
+        new_columns = [column for column in self._row if column not in self._columns]
+        if new_columns or not self._has_begun:
+            kept = self._read_rows_before(step)
+            self._columns += [column for column in new_columns if column not in self._columns]
+            self._rewrite(kept)
+            self._has_begun = True
+        self._write_last_row(is_new_row)
+
+    def _write_last_row(self, is_new_row: bool) -> None:
+        with self._path.open("r+", newline="", encoding="utf-8") as file:
+            if is_new_row:
+                self._row_offset_bytes = file.seek(0, os.SEEK_END)
+            else:
+                # Validation's metrics come after training's for the same step.
+                file.seek(self._row_offset_bytes)
+                file.truncate()
+            csv.DictWriter(file, self._columns).writerow(self._row)
+
+    def _read_rows_before(self, step: int) -> list[dict[str, Any]]:
+        if not self._path.exists():
+            return []
+        with self._path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            written = list(reader.fieldnames or ["step"])
+            self._columns = written + [column for column in self._columns if column not in written]
+            # A row torn by a kill has no whole step.
+            return [row for row in reader if (row["step"] or "").isdigit() and int(row["step"]) < step]
+
+    def _rewrite(self, rows: list[dict[str, Any]]) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        staging = self._path.with_suffix(".csv.staging")
+        with staging.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, self._columns)
+            writer.writeheader()
+            writer.writerows(rows)
+            self._row_offset_bytes = file.tell()
+        staging.replace(self._path)

@@ -1,0 +1,255 @@
+"""The training step: one accumulation window from count to update.
+
+    logged                     unit and meaning
+    train/loss                 nats per valid token since the last log line, over all ranks
+    train/perplexity           exp of it
+    train/bits_per_byte        bits per byte of text
+    train/valid_tokens         valid tokens of this window, over all ranks
+    train/tokens_per_second    valid tokens over wall time since the last log line, over all ranks
+    train/grad_norm            2-norm of the synchronised gradient before the clip
+    train/scale_factor         what a rank's summed loss is multiplied by: dp_world_size / valid tokens
+    train/loss_scale           the gradient scaler's scale, where there is one
+    memory/allocated_bytes     peak memory that tensors took, memory/reserved_bytes what the allocator reserved (CUDA);
+                               memory/resident_bytes elsewhere
+    validation/loss            nats per valid token of the validation set, over all ranks; validation/perplexity and
+                               validation/bits_per_byte with it
+
+Clocks and schedule are callbacks (`TokenCounters`, `SkipAwareLR`), which log their own.
+"""
+
+import math
+import time
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor
+from torch.optim import Optimizer
+
+from genesis.data.window import MicroBatch, Window
+from genesis.errors import UserError
+from genesis.loss import sum_cross_entropy
+from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.optim import OptimizerOptions, build_optimizer
+from genesis.strategies import Replicated, Sharded
+from genesis.strategies.wrap import free_gathered_parameters, set_gradient_sync
+from genesis.train.gradients import global_gradient_norm, scale_gradients
+from genesis.train.memory import peak_memory_bytes
+from genesis.train.metrics import BitsPerByte, TokenLoss
+from genesis_callbacks.host_group import HostGroup
+
+
+def seed_of_step(seed: int, step: int, dp_rank: int) -> int:
+    """Returns the 63-bit seed of what is random in one step on one rank (dropout): a function, not a state.
+
+    SplitMix64's finalizer over the three, so that neighbouring steps and ranks have unrelated seeds
+    (Steele et al., "Fast splittable pseudorandom number generators", 2014).
+    """
+    mask = (1 << 64) - 1
+    value = 0
+    for part in (seed, step, dp_rank):
+        value = (value + part + 0x9E3779B97F4A7C15) & mask
+        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
+        value ^= value >> 31
+    return value >> 1
+
+
+class GenesisModule(pl.LightningModule):
+    """A decoder and its training step.
+
+    The batch is a `Window`: this rank's micro-batches between two optimizer steps. The gradient of a window is the sum of the
+    gradients of all valid tokens, over all ranks and micro-batches, divided by their number. A window without a valid token,
+    with a non-finite gradient or with a scaler's overflow is skipped by all ranks alike: no parameter and no optimizer state
+    changes, and `skip_reason` says why.
+
+    Args:
+        decoder: The model's shape.
+        optimizer: The optimizer and its peak learning rate.
+        seed: Of the initial weights, and of dropout.
+    """
+
+    def __init__(self, decoder: DecoderConfig, optimizer: OptimizerOptions | None = None, seed: int = 0) -> None:
+        super().__init__()
+        self.decoder_config = decoder
+        self.optimizer_options = optimizer or OptimizerOptions()
+        self.seed = seed
+        self.decoder: Decoder | None = None
+        self.skip_reason: str | None = None
+        self._host_group = HostGroup()
+        self._num_valid_tokens = 0
+        self._num_bytes = 0
+        self._grad_norm = math.nan
+        self._timed_from = math.nan
+        self._timed_tokens = 0
+        self.train_loss, self.train_bits = TokenLoss(), BitsPerByte()
+        self.validation_loss, self.validation_bits = TokenLoss(), BitsPerByte()
+
+    # ---- building
+
+    def configure_model(self) -> None:
+        """Builds the decoder under the strategy's wrappers. The weights are the same under every strategy."""
+        if self.decoder is not None:
+            return
+        with torch.device("meta"):
+            decoder = Decoder(self.decoder_config)
+        strategy = self.trainer.strategy
+        device = strategy.root_device
+        if isinstance(strategy, Replicated | Sharded):
+            strategy.apply_to(decoder)
+            device = strategy.parameter_device
+        decoder.to_empty(device=device)
+        decoder.init_weights(self.seed)
+        self.decoder = decoder
+
+    def configure_optimizers(self) -> Optimizer:
+        """Builds the optimizer; the schedule is a callback's."""
+        return build_optimizer(self._model, self.optimizer_options)
+
+    @property
+    def _model(self) -> Decoder:
+        assert self.decoder is not None, "configure_model builds the decoder"
+        return self.decoder
+
+    @property
+    def _dp_world_size(self) -> int:
+        return self.trainer.world_size
+
+    def on_fit_start(self) -> None:
+        """Refuses what would break the step's arithmetic."""
+        if self.trainer.accumulate_grad_batches != 1:
+            raise UserError(
+                f"trainer.accumulate_grad_batches is {self.trainer.accumulate_grad_batches}; a window is accumulated "
+                "inside one step, set data.global_batch_size and data.micro_batch_size instead"
+            )
+
+    # ---- the step
+
+    def training_step(self, window: Window, batch_idx: int) -> dict[str, Tensor]:
+        """Runs one window's micro-batches; Lightning runs the last backward, the one in which gradients meet."""
+        for parameter in self.parameters():
+            parameter.grad = None
+        self._seed_step()
+        self._num_valid_tokens, self._num_bytes = self._host_group.sum(
+            (window.num_valid_tokens, window.num_bytes)
+        ).wait()
+        # Gradients are averaged over ranks, so each rank's share is weighted by their number. 0 keeps an empty window's
+        # graph connected: every rank runs the same forwards and backwards, whatever it holds.
+        scale = self._dp_world_size / self._num_valid_tokens if self._num_valid_tokens else 0.0
+        window_loss_sum = torch.zeros((), device=self.device)
+        *unsynchronised, last = window.micro_batches
+        for micro_batch in unsynchronised:
+            set_gradient_sync(self._model, is_last_micro_batch=False)
+            loss_sum = self._sum_loss(micro_batch)
+            window_loss_sum += loss_sum.detach()
+            self._backward(loss_sum * scale)
+        set_gradient_sync(self._model, is_last_micro_batch=True)
+        loss_sum = self._sum_loss(last)
+        return {"loss": loss_sum * scale, "loss_sum": window_loss_sum + loss_sum.detach()}
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Takes the norm of the synchronised gradient once, then clips, or vetoes the step by removing every gradient."""
+        self._grad_norm = global_gradient_norm(self.parameters(), self.trainer.strategy.root_device)
+        self.skip_reason = self._find_skip_reason()
+        if self.skip_reason is not None:
+            for parameter in self.parameters():
+                parameter.grad = None
+        elif gradient_clip_val and self._grad_norm > gradient_clip_val:
+            scale_gradients(self.parameters(), gradient_clip_val / self._grad_norm)
+
+    def _find_skip_reason(self) -> str | None:
+        if self._num_valid_tokens == 0:
+            return "no_valid_tokens"
+        if not math.isfinite(self._grad_norm):
+            return "scaler_overflow" if self._gradient_scaler() is not None else "nonfinite_gradient"
+        return None
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        """Does nothing: Lightning calls it between forward and optimizer step, when earlier micro-batches have run backward."""
+
+    def _sum_loss(self, micro_batch: MicroBatch) -> Tensor:
+        """Returns the sum over valid labels of -log p, a float32 scalar."""
+        return self._model(
+            micro_batch.input_ids,
+            document_ids=micro_batch.document_ids,
+            head=partial(sum_cross_entropy, labels=micro_batch.labels),
+        )
+
+    def _backward(self, loss: Tensor) -> None:
+        # Lightning runs `training_step` under autocast, and its own backward outside of it.
+        with torch.autocast(self.device.type, enabled=False):
+            self.trainer.strategy.backward(loss, None)
+
+    def _seed_step(self) -> None:
+        torch.manual_seed(seed_of_step(self.seed, self.trainer.global_step, self.trainer.global_rank))
+
+    def _gradient_scaler(self) -> Any | None:
+        plugin = self.trainer.precision_plugin
+        return plugin.scaler if isinstance(plugin, MixedPrecision) else None
+
+    # ---- counting and logging
+
+    def on_train_start(self) -> None:
+        """Begins to measure time."""
+        self._timed_from, self._timed_tokens = time.perf_counter(), 0
+
+    def on_train_batch_end(self, outputs: Any, batch: Window, batch_idx: int) -> None:
+        """Counts the window and, every `log_every_n_steps`, logs."""
+        self._timed_tokens += self._num_valid_tokens
+        if self.skip_reason is None:
+            self.train_loss.update(outputs["loss_sum"], batch.num_valid_tokens)
+            self.train_bits.update(outputs["loss_sum"], batch.num_bytes)
+        if self.trainer.global_step % self.trainer.log_every_n_steps == 0:
+            self._log_train()
+
+    def _log_train(self) -> None:
+        now = time.perf_counter()
+        values = {
+            "train/valid_tokens": float(self._num_valid_tokens),
+            "train/tokens_per_second": self._timed_tokens / (now - self._timed_from),
+            "train/grad_norm": self._grad_norm,
+            "train/scale_factor": self._dp_world_size / max(self._num_valid_tokens, 1),
+            **peak_memory_bytes(self.device),
+        }
+        loss = self.train_loss.compute()
+        values |= {
+            "train/loss": float(loss),
+            "train/perplexity": float(loss.exp()),
+            "train/bits_per_byte": float(self.train_bits.compute()),
+        }
+        scaler = self._gradient_scaler()
+        if scaler is not None:
+            values["train/loss_scale"] = float(scaler.get_scale())
+        self.train_loss.reset()
+        self.train_bits.reset()
+        self._timed_from, self._timed_tokens = now, 0
+        self.log_dict(values, on_step=True, on_epoch=False)
+
+    # ---- validation
+
+    def validation_step(self, window: Window, batch_idx: int) -> None:
+        """Adds one batch of the validation set; ranks run the same number of batches, and nothing is gathered."""
+        loss_sum = torch.stack([self._sum_loss(micro_batch) for micro_batch in window.micro_batches]).sum()
+        self.validation_loss.update(loss_sum, window.num_valid_tokens)
+        self.validation_bits.update(loss_sum, window.num_bytes)
+
+    def on_validation_epoch_end(self) -> None:
+        """Logs the whole set's figures, and frees what the last forward left gathered."""
+        loss = self.validation_loss.compute()
+        self.log_dict(
+            {
+                "validation/loss": float(loss),
+                "validation/perplexity": float(loss.exp()),
+                "validation/bits_per_byte": float(self.validation_bits.compute()),
+            }
+        )
+        self.validation_loss.reset()
+        self.validation_bits.reset()
+        free_gathered_parameters(self)

@@ -1,0 +1,119 @@
+"""A progress bar that speaks of updates, tokens, tokens/s and the time left."""
+
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ProgressBar
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from genesis_callbacks import TokenCounters
+
+_REFRESH_SECONDS = 0.5
+_LOG_LINE_SECONDS = 15.0
+
+
+def _tokens_text(num_tokens: float) -> str:
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if num_tokens >= size:
+            return f"{num_tokens / size:.2f}{unit}"
+    return f"{num_tokens:.0f}"
+
+
+class GenesisProgressBar(ProgressBar):
+    """Shows steps, updates, tokens, tokens/s, loss and the time left, on rank 0.
+
+    On a terminal it is a live bar; elsewhere (a log file) it prints a line now and then. Does not communicate.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._console = Console(stderr=True)
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._is_enabled = True
+        self._shown_at = 0.0
+        self._rate_from: tuple[float, int] | None = None
+        self._rate = 0.0
+
+    def disable(self) -> None:
+        """Shows nothing (Lightning calls it on the other ranks)."""
+        self._is_enabled = False
+
+    def enable(self) -> None:
+        """Shows again."""
+        self._is_enabled = True
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begins the bar."""
+        self._rate_from = None
+        if not self._is_enabled or not self._console.is_terminal:
+            return
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed}/{task.total} steps"),
+            TextColumn("{task.fields[words]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self._console,
+            refresh_per_second=2,
+        )
+        total = trainer.max_steps if trainer.max_steps > 0 else None
+        self._task = self._progress.add_task("train", total=total, completed=trainer.global_step, words="")
+        self._progress.start()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Refreshes, now and then."""
+        now = time.monotonic()
+        interval = _REFRESH_SECONDS if self._progress is not None else _LOG_LINE_SECONDS
+        is_last = trainer.global_step == trainer.max_steps
+        if not self._is_enabled or (now - self._shown_at < interval and not is_last):
+            return
+        self._shown_at = now
+        words = self._words(trainer, now)
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=trainer.global_step, words=words)
+        else:
+            total = f"/{trainer.max_steps}" if trainer.max_steps > 0 else ""
+            self._console.print(f"step {trainer.global_step}{total}  {words}", highlight=False, soft_wrap=True)
+
+    def _words(self, trainer: pl.Trainer, now: float) -> str:
+        counters = next((c for c in trainer.callbacks if isinstance(c, TokenCounters)), None)
+        words = []
+        if counters is not None:
+            if self._rate_from is not None and now > self._rate_from[0]:
+                self._rate = (counters.tokens_seen - self._rate_from[1]) / (now - self._rate_from[0])
+            self._rate_from = (now, counters.tokens_seen)
+            words = [f"{counters.updates} updates", f"{_tokens_text(counters.tokens_seen)} tokens"]
+            if self._rate:
+                words.append(f"{_tokens_text(self._rate)} tokens/s")
+                left = trainer.max_steps - trainer.global_step
+                if trainer.max_steps > 0 and self._progress is None and counters.step:
+                    seconds = left * (counters.tokens_seen / counters.step) / self._rate
+                    words.append(f"{seconds:.0f} s left")
+        metrics = trainer.logged_metrics
+        if "train/loss" in metrics:
+            words.append(f"loss {float(metrics['train/loss']):.4f}")
+        return "  ".join(words)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Ends the bar."""
+        self._close()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Ends the bar."""
+        self._close()
+
+    def _close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = self._task = None
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Prints above the bar."""
+        self._console.print(*args)

@@ -1,0 +1,69 @@
+"""A forward that one rank enters alone is named and ends the run."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from genesis.strategies import Sharded
+from genesis.strategies.skew import ForwardLog, find_divergence, find_leader
+from genesis_callbacks.testing import run_ranks
+from tests.train.support import build_module, build_trainer, loader
+
+
+class SampleOnRankZero(pl.Callback):
+    """Somebody's sampling callback: a forward on rank 0 alone."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        if trainer.global_rank == 0 and trainer.global_step == 2:
+            with torch.no_grad():
+                pl_module.decoder(torch.zeros(1, 4, dtype=torch.long))
+
+
+class ForwardInTrainingOnRankZero(pl.Callback):
+    """The same in the last step, in training mode: nothing but its being alone tells it from the others."""
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if trainer.global_rank == 0:
+            pl_module.decoder(torch.zeros(1, 4, dtype=torch.long))
+
+
+def run_with(callback: type[pl.Callback], directory: str) -> None:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    file = os.open(f"{directory}/stderr-{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(file, 2)
+    trainer = build_trainer(Sharded(forward_skew_seconds=3.0), world_size, 50, [callback()])
+    trainer.fit(build_module(), loader(4 if callback is ForwardInTrainingOnRankZero else 50, rank, world_size))
+
+
+@pytest.mark.parametrize("callback", [SampleOnRankZero, ForwardInTrainingOnRankZero])
+def test_a_forward_of_one_rank_alone_is_named_within_seconds(callback: type[pl.Callback], tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(AssertionError):
+        run_ranks(run_with, 2, callback, str(tmp_path), timeout_seconds=60)
+    # Far below any process group's timeout; the fork server's first import is in it.
+    assert time.monotonic() - began < 45
+    words = "".join(path.read_text() for path in tmp_path.iterdir())
+    assert "rank 0" in words
+    assert "every rank must run every forward" in words
+    assert "test_skew.py" in words
+
+
+def test_a_divergence_names_the_rank_that_is_alone() -> None:
+    logs = [ForwardLog(0, 3, "tte"), ForwardLog(1, 3, "ttt"), ForwardLog(2, 2, "tt")]
+    assert find_divergence(logs) is None
+    logs[2] = ForwardLog(2, 4, "tttt")
+    assert find_divergence(logs) == (2, 0, "without gradients")
+
+
+def test_kinds_that_are_no_longer_kept_are_not_compared() -> None:
+    assert find_divergence([ForwardLog(0, 9, "tt"), ForwardLog(1, 9, "ettttt")]) is None
+
+
+def test_a_leader_is_a_rank_that_is_ahead() -> None:
+    assert find_leader([ForwardLog(0, 3, "ttt"), ForwardLog(1, 3, "ttt")]) is None
+    assert find_leader([ForwardLog(0, 3, "ttt"), ForwardLog(1, 4, "tttt")]) == (3, 1)

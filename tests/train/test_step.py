@@ -1,0 +1,204 @@
+"""The arithmetic of one window, on one rank and on several, replicated and sharded."""
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from genesis.data.window import IGNORE_INDEX
+from genesis_callbacks import TokenCounters
+from genesis_callbacks.testing import run_ranks
+from tests.train.support import (
+    TINY,
+    KeepGradients,
+    build_module,
+    build_strategy,
+    build_trainer,
+    counters_of,
+    loader,
+    reference_gradients,
+    rows_of_step,
+    whole,
+)
+
+
+def rank_and_world() -> tuple[int, int]:
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def one_step(strategy: str) -> tuple[dict[str, Tensor], float, int]:
+    rank, world_size = rank_and_world()
+    keep, counters, module = KeepGradients(), TokenCounters(), build_module()
+    trainer = build_trainer(build_strategy(strategy), world_size, 1, [keep, counters], gradient_clip_val=0.0)
+    trainer.fit(module, loader(1, rank, world_size))
+    return keep.gradients, float(trainer.callback_metrics["train/grad_norm"]), counters.tokens_seen
+
+
+CASES = [
+    ("single", 1), ("replicated", 1), ("full", 1),
+    ("replicated", 2), ("zero1", 2), ("full", 2), ("grad_op", 2), ("two_blocks", 2), ("offload", 2), ("checkpointing", 2),
+    ("replicated", 4), ("full", 4), ("hybrid", 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), CASES)
+def test_uneven_micro_batches_give_the_gradient_of_one_big_batch(strategy: str, world_size: int) -> None:
+    expected, norm = reference_gradients(TINY, 0)
+    num_valid = int((rows_of_step(0).labels != IGNORE_INDEX).sum())
+    for gradients, rank_norm, tokens in run_ranks(one_step, world_size, strategy):
+        assert gradients.keys() == expected.keys()
+        for name, gradient in gradients.items():
+            assert (gradient.double() - expected[name]).abs().max() < 1e-6, name
+        assert rank_norm == pytest.approx(norm, abs=1e-6)
+        assert tokens == num_valid
+
+
+def test_all_ranks_report_the_same_norm() -> None:
+    for strategy in ("replicated", "full"):
+        norms = [norm for _, norm, _ in run_ranks(one_step, 2, strategy)]
+        assert norms[0] == norms[1]
+
+
+class PoisonOneRank(pl.Callback):
+    """Makes the loss of one rank NaN in one step."""
+
+    def __init__(self, step: int, rank: int) -> None:
+        self.step, self.rank = step, rank
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.handle = None
+        if trainer.global_step == self.step and trainer.global_rank == self.rank:
+            self.handle = pl_module.decoder.norm.register_forward_hook(lambda module, args, output: output * torch.nan)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.handle is not None:
+            self.handle.remove()
+
+
+class KeepState(pl.Callback):
+    """Keeps weights, optimizer state, counters and LR after each step."""
+
+    def __init__(self) -> None:
+        self.after: list[dict[str, Any]] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        optimizer = trainer.optimizers[0]
+        tensors = {name: whole(p) for name, p in pl_module.named_parameters()}
+        names = {p: name for name, p in pl_module.named_parameters()}
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    tensors[f"{names[parameter]}.{key}"] = whole(value)
+        counters = counters_of(trainer)
+        self.after.append(
+            {
+                "tensors": tensors,
+                "seen": counters.tokens_seen,
+                "updated": counters.tokens_updated,
+                "updates": counters.updates,
+                "step": counters.step,
+                "reason": pl_module.skip_reason,
+            }
+        )
+
+
+def three_steps(strategy: str, fault: str) -> list[dict[str, Any]]:
+    rank, world_size = rank_and_world()
+    keep = KeepState()
+    poison = [PoisonOneRank(1, world_size - 1)] if fault == "nan" else []
+    trainer = build_trainer(build_strategy(strategy), world_size, 3, [TokenCounters(), *poison, keep], gradient_clip_val=1.0)
+    trainer.fit(build_module(), loader(3, rank, world_size, (1,) if fault == "empty" else ()))
+    return keep.after
+
+
+@pytest.mark.parametrize("strategy", ["replicated", "full"])
+@pytest.mark.parametrize(("fault", "reason"), [("nan", "nonfinite_gradient"), ("empty", "no_valid_tokens")])
+def test_a_bad_window_is_skipped_by_all_ranks(strategy: str, fault: str, reason: str) -> None:
+    num_valid = int((rows_of_step(0).labels != IGNORE_INDEX).sum())
+    for first, second, third in run_ranks(three_steps, 2, strategy, fault):
+        assert second["reason"] == reason
+        assert first["tensors"].keys() == second["tensors"].keys()
+        assert all(torch.equal(first["tensors"][name], second["tensors"][name]) for name in first["tensors"])
+        assert any(not torch.equal(second["tensors"][name], third["tensors"][name]) for name in first["tensors"])
+        seen_in_window = 0 if fault == "empty" else num_valid
+        assert second["seen"] == first["seen"] + seen_in_window
+        assert second["updated"] == first["updated"]
+        assert [state["updates"] for state in (first, second, third)] == [1, 1, 2]
+        assert [state["step"] for state in (first, second, third)] == [1, 2, 3]
+
+
+def overflow_run() -> tuple[list[dict[str, Any]], float]:
+    keep = KeepState()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1000)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    trainer = build_trainer("auto", 1, 3, [TokenCounters(), keep], gradient_clip_val=1.0, plugins=[plugin])
+    trainer.fit(build_module(), loader(3, 0, 1))
+    return keep.after, scaler.get_scale()
+
+
+def test_a_scaler_overflow_is_a_skipped_step_and_the_scale_falls() -> None:
+    (states, scale), = run_ranks(overflow_run, 1)
+    assert states[0]["reason"] == "scaler_overflow"
+    assert states[0]["updates"] == 0
+    assert states[0]["updated"] == 0
+    assert states[0]["seen"] > 0
+    assert scale < 2.0**127
+
+
+def count_collectives(strategy: str) -> dict[str, int]:
+    rank, world_size = rank_and_world()
+    counts: dict[str, int] = {}
+
+    class Count(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            # The first window builds DDP's buckets; the second is like all others.
+            if trainer.global_step == 1:
+                self.profiler = profile(activities=[ProfilerActivity.CPU])
+                self.profiler.__enter__()
+
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 2:
+                self.profiler.__exit__(None, None, None)
+                for event in self.profiler.events():
+                    if event.name.startswith("c10d::"):
+                        counts[event.name] = counts.get(event.name, 0) + 1
+
+    module = build_module()
+    trainer = build_trainer(build_strategy(strategy), world_size, 2, [Count()], gradient_clip_val=0.0)
+    trainer.fit(module, loader(2, rank, world_size))
+    return counts
+
+
+def test_gradients_meet_once_per_window() -> None:
+    num_units = TINY.num_layers + 1
+    for counts in run_ranks(count_collectives, 2, "full"):
+        # Four micro-batches a window: one reduction per sharded unit, not one per unit and micro-batch.
+        assert sum(n for name, n in counts.items() if "reduce_scatter" in name) == num_units
+    for counts in run_ranks(count_collectives, 2, "replicated"):
+        # One bucket, and the count of valid tokens (TokenCounters is absent here).
+        assert sum(n for name, n in counts.items() if "allreduce" in name) == 2
+
+
+def gradients_with_dropout(strategy_options: dict[str, Any]) -> dict[str, Tensor]:
+    rank, world_size = rank_and_world()
+    from_replicated = build_strategy("replicated")
+    from_replicated.activation_checkpointing = strategy_options["activation_checkpointing"]
+    keep = KeepGradients()
+    module = build_module(replace(TINY, dropout=0.3))
+    trainer = build_trainer(from_replicated, world_size, 1, [keep], gradient_clip_val=0.0)
+    trainer.fit(module, loader(1, rank, world_size))
+    return keep.gradients
+
+
+@pytest.mark.parametrize("which", ["block", 2])
+def test_activation_checkpointing_changes_no_gradient_even_with_dropout(which: Any) -> None:
+    plain, = run_ranks(gradients_with_dropout, 1, {"activation_checkpointing": "none"})
+    recomputed, = run_ranks(gradients_with_dropout, 1, {"activation_checkpointing": which})
+    assert plain.keys() == recomputed.keys()
+    assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
