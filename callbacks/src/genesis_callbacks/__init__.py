@@ -1,29 +1,24 @@
 """Lightning callbacks for honest training runs, and the checkpoint engine under them.
 
-Nothing of Lightning is imported here: a writer process that imports the engine must start in a moment. So the callbacks
-are found when they are first asked for.
+Nothing of Lightning is imported until a callback is asked for: a writer process that imports the engine must start
+in a moment.
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from genesis_callbacks.async_process_checkpoint import AsyncProcessCheckpoint
-    from genesis_callbacks.skip_aware_lr import SkipAwareLR
-    from genesis_callbacks.token_counters import TokenCounters
+from typing import Any
 
 __version__ = "0.1.0"
 
-__all__ = ["AsyncProcessCheckpoint", "SkipAwareLR", "TokenCounters"]
-
-_HOMES = {
-    "AsyncProcessCheckpoint": "genesis_callbacks.async_process_checkpoint",
-    "SkipAwareLR": "genesis_callbacks.skip_aware_lr",
-    "TokenCounters": "genesis_callbacks.token_counters",
+_CALLBACK_MODULES = {
+    "AsyncProcessCheckpoint": ".async_process_checkpoint",
+    "SkipAwareLR": ".skip_aware_lr",
+    "TokenCounters": ".token_counters",
 }
+__all__ = ["AsyncProcessCheckpoint", "SkipAwareLR", "TokenCounters"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    """Returns a callback class, importing its module (and Lightning) on first use."""
+    if name not in _CALLBACK_MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_CALLBACK_MODULES[name], __name__), name)

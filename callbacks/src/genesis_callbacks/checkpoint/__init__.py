@@ -1,0 +1,60 @@
+"""The checkpoint engine: saves that are all there or not there, and restores that are what was saved.
+
+It knows torch, not Lightning. A directory of checkpoints holds one `step-XXXXXXXX` for each commit; a name in it
+that the engine did not give is never counted nor touched.
+"""
+
+from .digest import digest_chunk, digest_tensor
+from .errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    DirectoryInUseError,
+    DriftError,
+    SaveFailedError,
+    UnsupportedStateError,
+)
+from .lineage import DirectoryLock, QuarantineWarning, find_latest, list_committed
+from .manifest import ChunkRecord, FileRecord, Manifest, TensorRecord, read_manifest
+from .plan import LocalPart, Part, local_parts
+from .ranks import Ranks
+from .restore import check_restored, read_tensors, restore_parts
+from .retain import Kept, Retention, plan_removals
+from .save import Origin, RetentionWarning, Saved, Saver, Snapshot
+from .verify import VerifyLevel, verify
+
+__all__ = [
+    "CheckpointError",
+    "ChunkRecord",
+    "CorruptCheckpointError",
+    "DirectoryInUseError",
+    "DirectoryLock",
+    "DriftError",
+    "FileRecord",
+    "Kept",
+    "LocalPart",
+    "Manifest",
+    "Origin",
+    "Part",
+    "QuarantineWarning",
+    "Ranks",
+    "Retention",
+    "RetentionWarning",
+    "SaveFailedError",
+    "Saved",
+    "Saver",
+    "Snapshot",
+    "TensorRecord",
+    "UnsupportedStateError",
+    "VerifyLevel",
+    "check_restored",
+    "digest_chunk",
+    "digest_tensor",
+    "find_latest",
+    "list_committed",
+    "local_parts",
+    "plan_removals",
+    "read_manifest",
+    "read_tensors",
+    "restore_parts",
+    "verify",
+]

@@ -1,0 +1,104 @@
+"""Everything private of torch and Lightning that this package touches, in one place, with a test for each.
+
+Nothing of Lightning is imported here, so that the engine may use this module: trainers and strategies come in as
+arguments.
+"""
+
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.tensor import DTensor
+
+Offsets = tuple[int, ...]
+LoadCheckpoint = Callable[..., dict[str, Any]]
+
+
+def local_chunks(tensor: Tensor) -> list[tuple[Offsets, tuple[int, ...], Tensor]]:
+    """Returns (offsets, sizes, data) of what this rank holds: all of a plain tensor, the shard of a DTensor.
+
+    The data shares memory with the live tensor. No communication.
+
+    Raises:
+        ValueError: The tensor waits for a reduction (a Partial placement), or its shard is no single block.
+    """
+    if not isinstance(tensor, DTensor):
+        return [((0,) * tensor.dim(), tuple(tensor.shape), tensor.detach())]
+    chunks: Any = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]  # torch gives it no types
+    local = tensor.to_local().detach()
+    if len(chunks) != 1:
+        raise ValueError(f"a local shard of {len(chunks)} blocks: only single blocks can be saved")
+    offsets, sizes = tuple(chunks[0].offsets), tuple(chunks[0].sizes)
+    if tuple(local.shape) != sizes:
+        raise ValueError(f"a local shard of shape {tuple(local.shape)} where its placement says {sizes}")
+    return [(offsets, sizes, local)]
+
+
+def build_dcp_metadata(
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...], list[tuple[Offsets, tuple[int, ...], str, int, int]]]],
+    checkpoint_id: str,
+) -> bytes:
+    """Returns the bytes of DCP's `.metadata`, so that stock `dcp.load` reads the directory.
+
+    Args:
+        tensors: Name to (dtype, global shape, chunks), each chunk being (offsets, sizes, file, byte offset, bytes).
+        checkpoint_id: A name for people.
+    """
+    state_dict_metadata: dict[str, Any] = {}
+    storage_data: dict[MetadataIndex, _StorageInfo] = {}
+    planner_data: dict[str, tuple[str, ...]] = {}
+    for name, (dtype, shape, chunks) in tensors.items():
+        state_dict_metadata[name] = TensorStorageMetadata(
+            properties=TensorProperties(dtype=dtype),
+            size=torch.Size(shape),
+            chunks=[ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes, *_ in chunks],
+        )
+        for index, (offsets, _, file, byte_offset, num_bytes) in enumerate(chunks):
+            storage_data[MetadataIndex(name, offsets, index)] = _StorageInfo(file, byte_offset, num_bytes)
+        head, _, rest = name.partition(".")
+        planner_data[name] = (head, rest) if rest else (head,)
+    metadata = Metadata(
+        state_dict_metadata=state_dict_metadata,
+        planner_data=planner_data,
+        storage_data=storage_data,
+        storage_meta=StorageMeta(checkpoint_id=checkpoint_id),
+        version=CURRENT_DCP_VERSION,
+    )
+    stream = io.BytesIO()
+    pickle.dump(metadata, stream)
+    return stream.getvalue()
+
+
+class NothingToRestore(dict[str, Any]):
+    """A Lightning checkpoint dict that is false, so that the Trainer skips every restoring step."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+def route_load_checkpoint(strategy: Any, load: Callable[[LoadCheckpoint, str | Path], dict[str, Any]]) -> None:
+    """Makes the Trainer's restore go through `load(original, path)`, by an attribute on the instance."""
+    original: LoadCheckpoint = strategy.load_checkpoint
+
+    def load_checkpoint(checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        return load(lambda path: original(path, weights_only=weights_only), checkpoint_path)
+
+    strategy.load_checkpoint = load_checkpoint
+
+
+def unroute_load_checkpoint(strategy: Any) -> None:
+    """Gives the strategy its own `load_checkpoint` back; nothing happens where it was not routed."""
+    vars(strategy).pop("load_checkpoint", None)

@@ -1,0 +1,98 @@
+"""Makes a save visible, and takes directories out of the way: the only module that renames.
+
+A staging directory becomes a checkpoint by one rename, after everything in it is on the disk; the rename is then
+forced to the disk as well. Nothing is ever renamed over something that is there. Only rank 0 calls what is here; it
+does not communicate.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+from .errors import SaveFailedError
+from .hashing import hash_bytes
+from .manifest import COMMITTED_NAME, MANIFEST_NAME, Manifest, encode_manifest
+from .write import sync_directory, write_file
+
+TRASH_NAME = ".trash"
+QUARANTINE_PREFIX = "quarantined-"
+SUPERSEDED_PREFIX = "superseded-"
+
+
+def _rename_new(source: Path, target: Path) -> None:
+    if target.exists():
+        raise FileExistsError(f"{target} is there already")
+    os.rename(source, target)  # noqa: PTH104 - the syscall by its name: fault tests wrap it
+    sync_directory(target.parent)
+    if source.parent != target.parent:
+        sync_directory(source.parent)
+
+
+def _free_name(parent: Path, name: str) -> Path:
+    candidate = parent / name
+    number = 1
+    while candidate.exists():
+        number += 1
+        candidate = parent / f"{name}-{number}"
+    return candidate
+
+
+def commit(staging: Path, final: Path, manifest: Manifest) -> str:
+    """Writes manifest and marker into `staging`, makes it `final`, and returns the manifest's hash.
+
+    Raises:
+        SaveFailedError: There is a checkpoint of that name.
+        OSError: The disk is full, or cannot be written.
+    """
+    if final.exists():
+        raise SaveFailedError(f"{final} is there already: a checkpoint is never written over")
+    data = encode_manifest(manifest)
+    write_file(staging / MANIFEST_NAME, data, algorithm=manifest.hash_algorithm)
+    manifest_hash = f"{manifest.hash_algorithm}:{hash_bytes(data, manifest.hash_algorithm)}"
+    sync_directory(staging)
+    write_file(staging / COMMITTED_NAME, manifest_hash.encode(), algorithm=manifest.hash_algorithm)
+    sync_directory(staging)
+    _rename_new(staging, final)
+    return manifest_hash
+
+
+def discard(path: Path) -> None:
+    """Moves a directory to the trash beside it, then deletes it.
+
+    Once it is in the trash nobody takes it for a checkpoint, so that a deletion that is killed half way does no
+    harm; what it leaves is deleted by the next one.
+    """
+    trash = path.parent / TRASH_NAME
+    trash.mkdir(exist_ok=True)
+    _rename_new(path, _free_name(trash, path.name))
+    empty_trash(path.parent)
+
+
+def empty_trash(directory: Path) -> None:
+    """Deletes what lies in the trash of a checkpoint directory; what cannot be deleted stays there."""
+    trash = directory / TRASH_NAME
+    if trash.is_dir():
+        for path in trash.iterdir():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def quarantine(path: Path) -> Path:
+    """Renames a checkpoint that does not verify, so that nobody takes it for one, and returns where it lies now."""
+    target = _free_name(path.parent, QUARANTINE_PREFIX + path.name)
+    _rename_new(path, target)
+    return target
+
+
+def supersede(paths: list[Path]) -> Path | None:
+    """Moves checkpoints that a run does not descend from to a `superseded-<n>`, and returns that directory."""
+    if not paths:
+        return None
+    parent = paths[0].parent
+    number = 1
+    while (parent / f"{SUPERSEDED_PREFIX}{number}").exists():
+        number += 1
+    target = parent / f"{SUPERSEDED_PREFIX}{number}"
+    target.mkdir()
+    for path in paths:
+        _rename_new(path, target / path.name)
+    return target

@@ -1,0 +1,25 @@
+"""The errors of the checkpoint engine: one line each, with the value and the remedy."""
+
+
+class CheckpointError(ValueError):
+    """Something about a checkpoint that the user can mend, or must know; the base of the errors here."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """A checkpoint that is not whole: a file is missing, or holds other bytes than its manifest vouches for."""
+
+
+class SaveFailedError(CheckpointError):
+    """A save that did not become a checkpoint; every rank raises it, and earlier checkpoints are untouched."""
+
+
+class UnsupportedStateError(CheckpointError):
+    """A state that cannot be written without pickle; the message names its key."""
+
+
+class DirectoryInUseError(CheckpointError):
+    """Another live run holds this checkpoint directory."""
+
+
+class DriftError(CheckpointError):
+    """What is restored and what restores it differ in something that must be the same."""

@@ -1,0 +1,50 @@
+"""Hashes of files and bytes, under the name of their algorithm."""
+
+import hashlib
+from pathlib import Path
+from typing import Literal, Protocol
+
+import blake3
+
+HashAlgorithm = Literal["blake3", "sha256"]
+_BLOCK_BYTES = 1 << 20
+
+
+class Hasher(Protocol):
+    """What hashes bytes as they come."""
+
+    def update(self, data: bytes | memoryview, /) -> object:
+        """Takes the next bytes."""
+
+    def hexdigest(self) -> str:
+        """Returns the hash of all bytes so far."""
+
+
+def build_hasher(algorithm: HashAlgorithm) -> Hasher:
+    """Returns a fresh hasher.
+
+    Raises:
+        ValueError: The algorithm is not one that this version knows.
+    """
+    if algorithm == "blake3":
+        return blake3.blake3()
+    if algorithm == "sha256":
+        return hashlib.sha256()
+    raise ValueError(f"unknown hash algorithm {algorithm!r}: this version knows blake3 and sha256")
+
+
+def hash_bytes(data: bytes, algorithm: HashAlgorithm) -> str:
+    """Returns the hexadecimal hash of `data`."""
+    hasher = build_hasher(algorithm)
+    hasher.update(data)
+    return hasher.hexdigest()
+
+
+def hash_file(path: Path, algorithm: HashAlgorithm) -> str:
+    """Returns the hexadecimal hash of what the file at `path` holds."""
+    hasher = build_hasher(algorithm)
+    buffer = memoryview(bytearray(_BLOCK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while num_bytes := file.readinto(buffer):
+            hasher.update(buffer[:num_bytes])
+    return hasher.hexdigest()

@@ -1,0 +1,115 @@
+"""Finds checkpoints: which are committed, which is the latest, and who holds the directory."""
+
+import fcntl
+import os
+import sys
+import warnings
+from pathlib import Path
+
+from .commit import discard, quarantine, supersede
+from .errors import CheckpointError, CorruptCheckpointError, DirectoryInUseError
+from .manifest import Manifest, is_checkpoint_name, is_staging_name, read_manifest
+from .verify import VerifyLevel, verify
+
+LOCK_NAME = ".lock"
+
+
+class QuarantineWarning(UserWarning):
+    """A checkpoint did not verify and was put aside; the message names it and says why."""
+
+
+class DirectoryLock:
+    """Holds a checkpoint directory for one run, by an advisory lock that ends with the process.
+
+    Rank 0 takes it; it does not communicate.
+
+    Raises:
+        DirectoryInUseError: Another live run holds it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(directory / LOCK_NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.pread(self._descriptor, 64, 0).decode(errors="replace").strip() or "unknown"
+            os.close(self._descriptor)
+            raise DirectoryInUseError(
+                f"{directory} is in use by another run (process {holder}): stop it, or give this run its own"
+            ) from error
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, str(os.getpid()).encode(), 0)
+
+    def release(self) -> None:
+        """Gives the directory back; a second call does nothing."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def list_committed(directory: Path | str) -> list[tuple[Path, Manifest]]:
+    """Returns the committed checkpoints directly in `directory`, oldest first in the lineage.
+
+    Those without a valid marker and manifest are left out; files are not looked at. No communication.
+    """
+    directory = Path(directory)
+    found = []
+    for path in sorted(directory.iterdir()) if directory.is_dir() else []:
+        if is_checkpoint_name(path.name) and path.is_dir():
+            try:
+                found.append((path, read_manifest(path)))
+            except CheckpointError:
+                continue
+    return sorted(found, key=lambda item: (item[1].sequence, item[1].step, item[0].name))
+
+
+def _order(path: Path) -> tuple[int, int]:
+    """Where a checkpoint stands in the lineage; one whose manifest cannot be read comes newest, to be named."""
+    step = int(path.name.removeprefix("step-"))
+    try:
+        return read_manifest(path).sequence, step
+    except CheckpointError:
+        return sys.maxsize, step
+
+
+def find_latest(directory: Path | str, *, level: VerifyLevel = "full", put_aside: bool = True) -> Path | None:
+    """Returns the newest committed checkpoint that verifies, or None where there is none.
+
+    "Newest" follows the lineage, not the number. One that does not verify is renamed to `quarantined-...`, named in a
+    `QuarantineWarning`, and the one before it is taken. One process calls it (rank 0); it does not communicate.
+
+    Args:
+        directory: The directory that holds the `step-*` directories.
+        level: How much is verified.
+        put_aside: False only looks: bad ones are passed over with the same warning and stay where they are.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        return None
+    candidates = [path for path in directory.iterdir() if is_checkpoint_name(path.name) and path.is_dir()]
+    for path in sorted(candidates, key=_order, reverse=True):
+        try:
+            verify(path, level)
+        except CorruptCheckpointError as error:
+            where = f"put aside as {quarantine(path).name}" if put_aside else "passed over"
+            warnings.warn(f"{path.name} does not verify and is {where}: {error}", QuarantineWarning, stacklevel=2)
+        else:
+            return path
+    return None
+
+
+def remove_abandoned(directory: Path) -> list[str]:
+    """Discards what saves that never ended left behind, and returns the names. The lock's holder calls it."""
+    abandoned = [path for path in sorted(directory.iterdir()) if is_staging_name(path.name) and path.is_dir()]
+    for path in abandoned:
+        discard(path)
+    return [path.name for path in abandoned]
+
+
+def supersede_others(directory: Path, sequence: int) -> Path | None:
+    """Moves away the committed checkpoints that come after `sequence` in the lineage, and returns where they went.
+
+    A run that goes on from an older checkpoint makes another future; 0 moves all. Whoever holds the lock calls it.
+    """
+    return supersede([path for path, manifest in list_committed(directory) if manifest.sequence > sequence])

@@ -1,0 +1,157 @@
+"""Plans a save: who holds what, whether it is everything, and who writes it. Pure, from what the ranks report."""
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .._compat import local_chunks
+from .errors import CorruptCheckpointError, SaveFailedError, UnsupportedStateError
+
+TensorKind = Literal["parameter", "buffer", "optimizer", "state"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A block of a named tensor that some rank holds: what of it can be told to others."""
+
+    name: str
+    kind: TensorKind
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the elements."""
+        return math.prod(self.sizes) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class LocalPart:
+    """A part with its live data, which shares memory with the tensor that it is of."""
+
+    part: Part
+    data: Tensor
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """Which rank writes which parts, in what order."""
+
+    parts_by_writer: tuple[tuple[Part, ...], ...]
+
+
+def local_parts(name: str, tensor: Tensor, kind: TensorKind) -> list[LocalPart]:
+    """Returns what this rank holds of `tensor`; empty blocks are left out. No communication.
+
+    Raises:
+        UnsupportedStateError: It cannot be saved as it is: sparse, quantized, or waiting for a reduction.
+    """
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise UnsupportedStateError(f"{name}: only dense, materialised tensors can be saved, this is {tensor.type()}")
+    try:
+        chunks = local_chunks(tensor)
+    except (ValueError, RuntimeError) as error:
+        raise UnsupportedStateError(f"{name}: {error}") from error
+    shape = tuple(tensor.shape)
+    is_empty = math.prod(shape) == 0
+    return [
+        LocalPart(Part(name, kind, shape, tensor.dtype, offsets, sizes), data)
+        for offsets, sizes, data in chunks
+        if is_empty or math.prod(sizes) > 0
+    ]
+
+
+def blocks_overlap(
+    offsets: Sequence[int], sizes: Sequence[int], other_offsets: Sequence[int], other_sizes: Sequence[int]
+) -> bool:
+    """Says whether two blocks of one tensor share an element."""
+    return all(
+        max(start, other_start) < min(start + size, other_start + other_size)
+        for start, size, other_start, other_size in zip(offsets, sizes, other_offsets, other_sizes, strict=True)
+    )
+
+
+def check_tiling(name: str, shape: tuple[int, ...], blocks: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
+    """Checks that blocks of (offsets, sizes) cover a tensor of `shape` exactly once.
+
+    Raises:
+        CorruptCheckpointError: An element is missing, doubled, or outside.
+    """
+    blocks = list(blocks)
+    for offsets, sizes in blocks:
+        if not len(offsets) == len(sizes) == len(shape) or any(
+            offset < 0 or size < 0 or offset + size > whole
+            for offset, size, whole in zip(offsets, sizes, shape, strict=True)
+        ):
+            raise CorruptCheckpointError(f"{name}: block {offsets} + {sizes} lies outside of its shape {shape}")
+    for block, other in itertools.combinations(blocks, 2):
+        if blocks_overlap(*block, *other):
+            raise CorruptCheckpointError(f"{name}: blocks at {block[0]} and {other[0]} overlap")
+    covered = sum(math.prod(sizes) for _, sizes in blocks)
+    if covered != math.prod(shape) or not blocks:
+        raise CorruptCheckpointError(f"{name}: {covered} of {math.prod(shape)} elements are there")
+
+
+def plan_save(parts_by_rank: Sequence[Sequence[Part]]) -> SavePlan:
+    """Returns who writes what: a block that several ranks hold is written by the one with least to write so far.
+
+    A buffer is rank 0's wherever rank 0 has it, as it is for DDP.
+
+    Raises:
+        SaveFailedError: The ranks disagree about a tensor's shape or dtype, or do not hold all of it together.
+    """
+    holders: dict[Part, list[int]] = defaultdict(list)
+    blocks_by_name: dict[str, list[Part]] = defaultdict(list)
+    for rank, parts in enumerate(parts_by_rank):
+        for part in parts:
+            if part not in holders:
+                blocks_by_name[part.name].append(part)
+            holders[part].append(rank)
+    for name, blocks in blocks_by_name.items():
+        if len({(block.shape, block.dtype, block.kind) for block in blocks}) > 1:
+            seen = "; ".join(f"rank {holders[block][0]}: {block.dtype} {block.shape}" for block in blocks)
+            raise SaveFailedError(f"{name}: the ranks disagree about it ({seen})")
+        try:
+            check_tiling(name, blocks[0].shape, [(block.offsets, block.sizes) for block in blocks])
+        except CorruptCheckpointError as error:
+            raise SaveFailedError(f"the ranks do not hold a whole tensor together: {error}") from error
+    loads = [0] * len(parts_by_rank)
+    parts_by_writer: list[list[Part]] = [[] for _ in parts_by_rank]
+    for part in sorted(holders, key=lambda part: (-part.num_bytes, part.name, part.offsets)):
+        ranks = holders[part]
+        writer = ranks[0] if part.kind == "buffer" else min(ranks, key=lambda rank: (loads[rank], rank))
+        loads[writer] += part.num_bytes
+        parts_by_writer[writer].append(part)
+    return SavePlan(
+        tuple(tuple(sorted(parts, key=lambda part: (part.name, part.offsets))) for parts in parts_by_writer)
+    )
+
+
+def merge_digests(digests_by_rank: Sequence[dict[Part, int]]) -> dict[str, int]:
+    """Returns each tensor's digest: the sum over its blocks, each counted once however many ranks hold it.
+
+    Raises:
+        SaveFailedError: Ranks that should hold the same block hold different values. Buffers may differ (rank 0's
+            counts): DDP lets them, and sends rank 0's to all before the next forward.
+    """
+    totals: dict[str, int] = defaultdict(int)
+    first_holder: dict[Part, int] = {}
+    for rank, digests in enumerate(digests_by_rank):
+        for part, digest in digests.items():
+            if part not in first_holder:
+                first_holder[part] = rank
+                totals[part.name] = (totals[part.name] + digest) % (1 << 64)
+            elif part.kind != "buffer" and digests_by_rank[first_holder[part]][part] != digest:
+                raise SaveFailedError(
+                    f"{part.name}: rank {rank} holds other values than rank {first_holder[part]}: "
+                    "the replicas have drifted apart"
+                )
+    return dict(totals)

@@ -1,0 +1,105 @@
+"""The ranks of a run as the engine sees them: a gloo group of its own, never the one that trains."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from .errors import CheckpointError, SaveFailedError
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """Talks among the ranks of a run over its own gloo group.
+
+    Every rank makes it once, together (`dist.new_group` is collective), and calls its methods in the same order.
+    Alone, without a process group, the methods answer at once.
+
+    Args:
+        timeout_seconds: How long one exchange waits for the slowest rank.
+    """
+
+    def __init__(self, *, timeout_seconds: float = 1800.0) -> None:
+        is_distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self.rank = dist.get_rank() if is_distributed else 0
+        self.world_size = dist.get_world_size() if is_distributed else 1
+        self._group: Any = None
+        if is_distributed:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, the one that plans, commits and cleans up."""
+        return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """Returns every rank's value, in rank order, on every rank. Communicates."""
+        if self._group is None:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def broadcast(self, value: T) -> T:
+        """Returns rank 0's value on every rank. Communicates."""
+        if self._group is None:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]
+
+    def start_maximum(self, values: list[int]) -> Callable[[], list[int]]:
+        """Starts an element-wise maximum over ranks and returns what waits for it and gives it.
+
+        Communicates in the background.
+        """
+        tensor = torch.tensor(values, dtype=torch.int64)
+        if self._group is None:
+            return tensor.tolist
+        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+        def finish() -> list[int]:
+            assert work is not None
+            work.wait()
+            numbers: list[int] = tensor.tolist()
+            return numbers
+
+        return finish
+
+    def attempt(
+        self,
+        act: str,
+        function: Callable[[], T],
+        *,
+        error_type: type[CheckpointError] = SaveFailedError,
+    ) -> list[T]:
+        """Returns what `function()` gave on each rank; if it raised on any, raises on all alike. Communicates once.
+
+        Raises:
+            CheckpointError: Of `error_type` (or, where all ranks that failed agree on it, of the type that they
+                raised); it names the act, the ranks and what they met.
+        """
+        value: T | None = None
+        failure: tuple[type[CheckpointError] | None, str] | None = None
+        try:
+            value = function()
+        except CheckpointError as error:
+            failure = (type(error), str(error))
+        except Exception as error:
+            failure = (None, f"{type(error).__name__}: {error}")
+        try:
+            outcomes = self.gather((value, failure))
+        except RuntimeError as error:
+            raise error_type(f"{act}: a rank did not answer: {error}") from error
+        failures = {rank: failed for rank, (_, failed) in enumerate(outcomes) if failed is not None}
+        if not failures:
+            return [answer for answer, _ in outcomes]  # type: ignore[misc]  # None only where it failed
+        texts = [
+            text if self.world_size == 1 else f"rank {rank}: {text}" for rank, (_, text) in sorted(failures.items())
+        ]
+        kinds = {kind for kind, _ in failures.values()}
+        kind = kinds.pop() if len(kinds) == 1 else None
+        raise (kind or error_type)(f"{act}: " + "; ".join(dict.fromkeys(texts)))

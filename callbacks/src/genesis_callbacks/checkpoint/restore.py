@@ -1,0 +1,234 @@
+"""Reads tensors back: planned from the manifest alone, from raw bytes, into whatever sharding asks for them.
+
+Nothing is unpickled. Each rank reads only the rows that overlap what it holds. A tensor that was read whole is
+compared with its digest at once; sharded ones are compared after they are placed, by adding up over ranks.
+"""
+
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .digest import DIGEST_MODULUS, digest_chunk, digest_tensor
+from .errors import CheckpointError, CorruptCheckpointError
+from .hashing import hash_bytes
+from .manifest import STATE_NAME, ChunkRecord, Manifest, TensorRecord, dtype_name, read_manifest
+from .plan import LocalPart, Part, blocks_overlap
+from .ranks import Ranks
+
+_READ_BLOCK_BYTES = 64 << 20
+
+
+def _read_exactly(descriptor: int, buffer: memoryview, offset: int, file: str) -> None:
+    while buffer:
+        num_bytes = os.preadv(descriptor, [buffer], offset)
+        if num_bytes == 0:
+            raise CorruptCheckpointError(f"{file} ends before byte {offset}: it is truncated")
+        buffer, offset = buffer[num_bytes:], offset + num_bytes
+
+
+class _Files:
+    """The shards of one checkpoint, opened when they are first read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptors: dict[str, int] = {}
+
+    def __enter__(self) -> "_Files":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+
+    def read_rows(self, chunk: ChunkRecord, dtype: torch.dtype, first: int, count: int) -> Tensor:
+        """Returns `count` rows (of dim 0) of a chunk, from row `first` on."""
+        if chunk.file not in self._descriptors:
+            try:
+                self._descriptors[chunk.file] = os.open(self._path / chunk.file, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise CorruptCheckpointError(f"{self._path / chunk.file} cannot be read: {error}") from error
+        row_shape = chunk.sizes[1:]
+        row_bytes = math.prod(row_shape) * dtype.itemsize
+        raw = torch.empty(count * row_bytes, dtype=torch.uint8)
+        offset = chunk.data_offset + first * row_bytes
+        _read_exactly(self._descriptors[chunk.file], memoryview(raw.numpy().data), offset, chunk.file)
+        return raw.view(dtype).view((count, *row_shape) if chunk.sizes else ())
+
+
+def _copy_overlap(files: _Files, record: TensorRecord, chunk: ChunkRecord, target: LocalPart) -> None:
+    """Copies what `chunk` and `target` share, some rows at a time."""
+    dtype = record.torch_dtype
+    if not record.shape:
+        target.data.copy_(files.read_rows(chunk, dtype, 0, 1))
+        return
+    part = target.part
+    starts = [max(ours, theirs) for ours, theirs in zip(part.offsets, chunk.offsets, strict=True)]
+    ends = [
+        min(ours + our_size, theirs + their_size)
+        for ours, our_size, theirs, their_size in zip(part.offsets, part.sizes, chunk.offsets, chunk.sizes, strict=True)
+    ]
+    row_bytes = max(1, math.prod(chunk.sizes[1:]) * dtype.itemsize)
+    step = max(1, _READ_BLOCK_BYTES // row_bytes)
+    for row in range(starts[0], ends[0], step):
+        count = min(step, ends[0] - row)
+        source = files.read_rows(chunk, dtype, row - chunk.offsets[0], count)
+        block = target.data.narrow(0, row - part.offsets[0], count)
+        for dim in range(1, len(starts)):
+            size = ends[dim] - starts[dim]
+            source = source.narrow(dim, starts[dim] - chunk.offsets[dim], size)
+            block = block.narrow(dim, starts[dim] - part.offsets[dim], size)
+        block.copy_(source)
+
+
+def check_fits(manifest: Manifest, part: Part) -> TensorRecord:
+    """Returns the record of the tensor that `part` is of.
+
+    Raises:
+        CheckpointError: There is none, or it has another shape or dtype; a restore never casts.
+    """
+    record = manifest.tensors.get(part.name)
+    if record is None:
+        raise CheckpointError(f"{part.name} is not in the checkpoint of step {manifest.step}")
+    if record.shape != part.shape or record.torch_dtype != part.dtype:
+        raise CheckpointError(
+            f"{part.name} is {record.dtype} {list(record.shape)} in the checkpoint of step {manifest.step} and "
+            f"{dtype_name(part.dtype)} {list(part.shape)} in what restores it: use the model that it was saved with"
+        )
+    return record
+
+
+def restore_parts(path: Path, manifest: Manifest, targets: Iterable[LocalPart]) -> None:
+    """Fills each target's data from the checkpoint at `path`.
+
+    Any rank may call it, for the parts that it holds; it does not communicate and reads only what overlaps them. It
+    compares
+    nothing: call `check_restored`.
+
+    Raises:
+        CheckpointError: A target is not in the checkpoint, or has another shape or dtype there.
+        CorruptCheckpointError: A file is missing or too short.
+    """
+    with _Files(path) as files, torch.no_grad():
+        for target in targets:
+            record = check_fits(manifest, target.part)
+            for chunk in record.chunks:
+                if not record.shape or blocks_overlap(
+                    chunk.offsets, chunk.sizes, target.part.offsets, target.part.sizes
+                ):
+                    _copy_overlap(files, record, chunk, target)
+
+
+def digest_parts(parts: Iterable[LocalPart]) -> dict[Part, int]:
+    """Returns the digest of each part's live data. No communication."""
+    return {local.part: digest_chunk(local.data, local.part.shape, local.part.offsets) for local in parts}
+
+
+def find_misplaced(manifest: Manifest, digests_by_rank: Sequence[Mapping[Part, int]]) -> dict[str, str]:
+    """Returns name to reason for every restored tensor that is not, over all ranks together, what was saved."""
+    reasons: dict[str, str] = {}
+    totals: dict[str, int] = defaultdict(int)
+    elements: dict[str, int] = defaultdict(int)
+    seen: dict[Part, int] = {}
+    for rank, digests in enumerate(digests_by_rank):
+        for part, digest in digests.items():
+            if part not in seen:
+                seen[part] = digest
+                totals[part.name] = (totals[part.name] + digest) % DIGEST_MODULUS
+                elements[part.name] += math.prod(part.sizes)
+            elif seen[part] != digest:
+                reasons[part.name] = f"rank {rank} holds other values than the ranks before it"
+    for name, total in totals.items():
+        record = manifest.tensors[name]
+        if elements[name] != math.prod(record.shape):
+            reasons.setdefault(name, f"{elements[name]} of {math.prod(record.shape)} elements were placed")
+        elif total != record.digest:
+            reasons.setdefault(name, f"its digest is {total:016x}, saved was {record.digest:016x}")
+    return reasons
+
+
+def check_restored(manifest: Manifest, parts: Iterable[LocalPart], ranks: Ranks) -> None:
+    """Compares what was placed, over all ranks together, with what was saved. Collective; communicates once.
+
+    Raises:
+        CorruptCheckpointError: On every rank alike, with the names of the tensors that differ.
+    """
+    digests = ranks.attempt("checking the restored tensors", lambda: digest_parts(parts), error_type=CheckpointError)
+    reasons = find_misplaced(manifest, digests)
+    if reasons:
+        listed = "; ".join(f"{name}: {reason}" for name, reason in sorted(reasons.items())[:5])
+        raise CorruptCheckpointError(f"{len(reasons)} tensors are not what was saved at step {manifest.step}: {listed}")
+
+
+def read_recorded_tensors(path: Path, manifest: Manifest, names: Iterable[str]) -> dict[str, Tensor]:
+    """Returns whole tensors on the CPU by name, each compared with its digest. No communication.
+
+    Raises:
+        CorruptCheckpointError: A tensor is not what was saved.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name in names:
+        record = manifest.tensors.get(name)
+        if record is None:
+            raise CheckpointError(f"{name} is not in {path}")
+        tensor = torch.empty(record.shape, dtype=record.torch_dtype)
+        zeros = (0,) * len(record.shape)
+        part = Part(name, "state", record.shape, tensor.dtype, zeros, record.shape)
+        restore_parts(path, manifest, [LocalPart(part, tensor)])
+        digest = digest_tensor(tensor)
+        if digest != record.digest:
+            raise CorruptCheckpointError(
+                f"{path}: {name} has digest {digest:016x} where {record.digest:016x} was saved: its bytes have changed"
+            )
+        tensors[name] = tensor
+    return tensors
+
+
+def read_tensors(
+    path: Path | str, names: Iterable[str] | None = None, *, prefix: str | None = None
+) -> dict[str, Tensor]:
+    """Returns whole tensors on the CPU by canonical name, each compared with its digest.
+
+    Any process may call it, without a process group; nothing is unpickled. Names are `model.<fqn>`,
+    `optimizer.<i>.<fqn>.<key>` and `state.<rank>.<path>`.
+
+    Args:
+        path: A committed checkpoint.
+        names: Which; all by default.
+        prefix: Only names that begin so, such as `model.`.
+
+    Raises:
+        CheckpointError: The checkpoint or a name is not there.
+        CorruptCheckpointError: It is not committed, or a tensor is not what was saved.
+    """
+    path = Path(path)
+    manifest = read_manifest(path)
+    wanted = manifest.tensors if names is None else names
+    return read_recorded_tensors(path, manifest, [name for name in wanted if prefix is None or name.startswith(prefix)])
+
+
+def read_state(path: Path, manifest: Manifest) -> list[Any]:
+    """Returns the encoded state sections, one per saving rank, after comparing the file's hash. No communication.
+
+    Raises:
+        CorruptCheckpointError: The file is not what was saved.
+    """
+    record = next((file for file in manifest.files if file.name == STATE_NAME), None)
+    if record is None:
+        raise CorruptCheckpointError(f"{path}: the manifest lists no {STATE_NAME}")
+    try:
+        data = (path / STATE_NAME).read_bytes()
+    except OSError as error:
+        raise CorruptCheckpointError(f"{path / STATE_NAME} cannot be read: {error}") from error
+    if hash_bytes(data, manifest.hash_algorithm) != record.hash:
+        raise CorruptCheckpointError(
+            f"{path / STATE_NAME} does not have the hash that was saved: its bytes have changed"
+        )
+    sections: list[Any] = json.loads(data)["sections"]
+    return sections

@@ -1,0 +1,69 @@
+"""Decides which committed checkpoints are kept. Pure; `apply_retention` carries it out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .commit import discard
+from .lineage import list_committed
+
+
+@dataclass(frozen=True)
+class Retention:
+    """What is kept, beside the newest verified checkpoint, which always is.
+
+    Args:
+        keep_last: How many of the newest; None keeps all.
+        keep_every_n_steps: Those whose step is a multiple of it are kept for good; None for none.
+    """
+
+    keep_last: int | None = None
+    keep_every_n_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("keep_last", "keep_every_n_steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, or None, not {value}")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A committed checkpoint as retention sees it; `sequence` is its place in the lineage."""
+
+    name: str
+    step: int
+    sequence: int
+
+
+def plan_removals(committed: Sequence[Kept], newest_verified: str | None, retention: Retention) -> list[str]:
+    """Returns the names to remove, oldest first: never the newest verified, never anything where none is verified.
+
+    Args:
+        committed: All committed checkpoints of the directory; others are nobody's business here.
+        newest_verified: The newest that is known to be whole.
+        retention: What is kept.
+    """
+    if retention.keep_last is None or newest_verified not in {kept.name for kept in committed}:
+        return []
+    in_order = sorted(committed, key=lambda kept: (kept.sequence, kept.step, kept.name))
+    older = in_order[: -retention.keep_last]
+    every = retention.keep_every_n_steps
+    return [
+        kept.name
+        for kept in older
+        if kept.name != newest_verified and not (every is not None and kept.step % every == 0)
+    ]
+
+
+def apply_retention(directory: Path, newest_verified: str, retention: Retention) -> list[str]:
+    """Removes what `plan_removals` says and returns its names. Rank 0 calls it after a commit; no communication.
+
+    Raises:
+        OSError: A directory cannot be moved to the trash.
+    """
+    committed = [Kept(path.name, manifest.step, manifest.sequence) for path, manifest in list_committed(directory)]
+    removals = plan_removals(committed, newest_verified, retention)
+    for name in removals:
+        discard(directory / name)
+    return removals

@@ -1,0 +1,244 @@
+"""Plain JSON for the state of loops, schedulers, callbacks and data: every type comes back as it was, without pickle.
+
+JSON's own types stand for themselves. Everything else is an object with the key `"!"`, which names its type. Tensors
+and arrays do not go into the JSON: they are handed over by the path at which they stand, and stored with the other
+tensors.
+"""
+
+import base64
+import math
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from enum import Enum
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .errors import CorruptCheckpointError, UnsupportedStateError
+from .manifest import dtype_from_name, dtype_name
+
+TAG = "!"
+Json = dict[str, Any] | list[Any] | str | int | float | bool | None
+_FACTORIES: dict[str, Callable[[], Any]] = {
+    "int": int,
+    "float": float,
+    "list": list,
+    "dict": dict,
+    "set": set,
+    "str": str,
+}
+
+
+class _Encoder:
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+
+    def encode(self, value: Any, path: str) -> Json:
+        kind = type(value)
+        if value is None or kind in (bool, int, str):
+            return value  # type: ignore[no-any-return]
+        if kind is float:
+            return value if math.isfinite(value) else {TAG: "float", "value": repr(value)}
+        if kind is dict and all(type(key) is str for key in value) and TAG not in value:
+            return {key: self.encode(item, f"{path}.{key}") for key, item in value.items()}
+        encode = _ENCODERS.get(kind, _Encoder._encode_by_base)
+        return encode(self, value, path)
+
+    def _encode_by_base(self, value: Any, path: str) -> Json:
+        kind = type(value)
+        if isinstance(value, Enum):
+            return {TAG: "enum", "module": kind.__module__, "class": kind.__qualname__, "name": value.name}
+        if isinstance(value, Tensor):
+            return self._tensor(value, path)
+        if isinstance(value, np.generic) and value.dtype.kind in "biufc":
+            return {TAG: "numpy", "dtype": value.dtype.str, "data": value.tobytes().hex()}
+        if isinstance(value, PurePath):
+            return {TAG: "path", "value": str(value)}
+        raise UnsupportedStateError(
+            f"{path}: a {kind.__module__}.{kind.__qualname__} cannot be saved without pickle: give plain values "
+            "(numbers, strings, lists, dicts, tensors, ...) in the state of whatever put it there"
+        )
+
+    def _items(self, values: Any, path: str) -> list[Any]:
+        return [self.encode(item, f"{path}.{index}") for index, item in enumerate(values)]
+
+    def _pairs(self, value: Mapping[Any, Any], path: str) -> list[Any]:
+        return [
+            [self.encode(key, f"{path}.{index}.key"), self.encode(item, f"{path}.{index}.value")]
+            for index, (key, item) in enumerate(value.items())
+        ]
+
+    def _sequence(self, value: Any, path: str) -> Json:
+        return {TAG: type(value).__name__, "items": self._items(value, path)}
+
+    def _set(self, value: Any, path: str) -> Json:
+        return {TAG: type(value).__name__, "items": self._items(sorted(value, key=repr), path)}
+
+    def _mapping(self, value: Any, path: str) -> Json:
+        return {TAG: type(value).__name__, "items": self._pairs(value, path)}
+
+    def _defaultdict(self, value: Any, path: str) -> Json:
+        factory = getattr(value.default_factory, "__name__", None)
+        if value.default_factory is not None and _FACTORIES.get(str(factory)) is not value.default_factory:
+            raise UnsupportedStateError(f"{path}: a defaultdict of {value.default_factory!r} cannot be saved")
+        return {TAG: "defaultdict", "factory": factory, "items": self._pairs(value, path)}
+
+    def _deque(self, value: Any, path: str) -> Json:
+        return {TAG: "deque", "maxlen": value.maxlen, "items": self._items(value, path)}
+
+    def _bytes(self, value: Any, path: str) -> Json:
+        return {TAG: type(value).__name__, "base64": base64.b64encode(value).decode()}
+
+    def _complex(self, value: Any, path: str) -> Json:
+        return {TAG: "complex", "parts": [self.encode(value.real, path), self.encode(value.imag, path)]}
+
+    def _tensor(self, value: Tensor, path: str) -> Json:
+        if isinstance(value, DTensor):
+            raise UnsupportedStateError(
+                f"{path}: a sharded tensor belongs to the model or its optimizer, not to other state"
+            )
+        return {TAG: "tensor", "name": self._keep(value.detach(), path)}
+
+    def _keep(self, tensor: Tensor, path: str) -> str:
+        name = path
+        while name in self.tensors:  # {"a.b": tensor, "a": {"b": tensor}} stand at the same path
+            name += "'"
+        self.tensors[name] = tensor
+        return name
+
+    def _array(self, value: Any, path: str) -> Json:
+        try:
+            tensor = torch.from_numpy(np.array(value, order="C", copy=True))
+        except TypeError as error:
+            raise UnsupportedStateError(f"{path}: an array of {value.dtype} cannot be saved: {error}") from error
+        return {TAG: "ndarray", "name": self._keep(tensor, path)}
+
+
+_ENCODERS: dict[type, Callable[[_Encoder, Any, str], Json]] = {
+    dict: _Encoder._mapping,
+    Counter: _Encoder._mapping,
+    OrderedDict: _Encoder._mapping,
+    defaultdict: _Encoder._defaultdict,
+    tuple: _Encoder._sequence,
+    list: lambda encoder, value, path: encoder._items(value, path),
+    Tensor: _Encoder._tensor,
+    torch.Size: _Encoder._sequence,
+    set: _Encoder._set,
+    frozenset: _Encoder._set,
+    deque: _Encoder._deque,
+    bytes: _Encoder._bytes,
+    bytearray: _Encoder._bytes,
+    complex: _Encoder._complex,
+    np.ndarray: _Encoder._array,
+    torch.dtype: lambda _, value, path: {TAG: "dtype", "value": dtype_name(value)},
+    torch.device: lambda _, value, path: {TAG: "device", "value": str(value)},
+    timedelta: lambda _, value, path: {TAG: "timedelta", "parts": [value.days, value.seconds, value.microseconds]},
+    range: lambda _, value, path: {TAG: "range", "parts": [value.start, value.stop, value.step]},
+}
+
+
+def encode_tagged(value: Any, path: str) -> tuple[Json, dict[str, Tensor]]:
+    """Returns `value` as plain JSON, and the tensors in it by the path at which they stand.
+
+    Dicts keep their order; sets are written in a fixed one. The tensors share memory with those in `value`; arrays
+    are copied.
+
+    Args:
+        value: Any nesting of the types named in the module's tables.
+        path: Where `value` stands; it begins every name.
+
+    Raises:
+        UnsupportedStateError: Something in it is of another type; the message names its path.
+    """
+    encoder = _Encoder()
+    return encoder.encode(value, path), encoder.tensors
+
+
+def _pairs(content: Any, decode: Callable[[Any], Any]) -> list[tuple[Any, Any]]:
+    return [(decode(key), decode(item)) for key, item in content["items"]]
+
+
+def _decode_enum(content: Any) -> Enum:
+    # Only what the program has imported itself: a file from a stranger cannot make it import, or call, anything.
+    found: Any = sys.modules.get(content["module"])
+    for name in str(content["class"]).split("."):
+        found = getattr(found, name, None)
+    if not (isinstance(found, type) and issubclass(found, Enum)):
+        raise CorruptCheckpointError(
+            f"the state names an enum {content['module']}.{content['class']} that this program has not imported"
+        )
+    return found[content["name"]]
+
+
+def _decode_numpy(content: Any) -> Any:
+    return np.frombuffer(bytes.fromhex(content["data"]), dtype=np.dtype(content["dtype"]))[0]
+
+
+_DECODERS: dict[str, Callable[[Any, Callable[[Any], Any], Mapping[str, Tensor]], Any]] = {
+    "float": lambda content, decode, tensors: float(content["value"]),
+    "complex": lambda content, decode, tensors: complex(*(decode(part) for part in content["parts"])),
+    "dict": lambda content, decode, tensors: dict(_pairs(content, decode)),
+    "Counter": lambda content, decode, tensors: Counter(dict(_pairs(content, decode))),
+    "OrderedDict": lambda content, decode, tensors: OrderedDict(_pairs(content, decode)),
+    "defaultdict": lambda content, decode, tensors: defaultdict(
+        _FACTORIES[content["factory"]] if content["factory"] else None, _pairs(content, decode)
+    ),
+    "tuple": lambda content, decode, tensors: tuple(map(decode, content["items"])),
+    "Size": lambda content, decode, tensors: torch.Size(map(decode, content["items"])),
+    "set": lambda content, decode, tensors: set(map(decode, content["items"])),
+    "frozenset": lambda content, decode, tensors: frozenset(map(decode, content["items"])),
+    "deque": lambda content, decode, tensors: deque(map(decode, content["items"]), content["maxlen"]),
+    "bytes": lambda content, decode, tensors: base64.b64decode(content["base64"]),
+    "bytearray": lambda content, decode, tensors: bytearray(base64.b64decode(content["base64"])),
+    "enum": lambda content, decode, tensors: _decode_enum(content),
+    "numpy": lambda content, decode, tensors: _decode_numpy(content),
+    "path": lambda content, decode, tensors: Path(content["value"]),
+    "dtype": lambda content, decode, tensors: dtype_from_name(content["value"]),
+    "device": lambda content, decode, tensors: torch.device(content["value"]),
+    "timedelta": lambda content, decode, tensors: timedelta(*content["parts"]),
+    "range": lambda content, decode, tensors: range(*content["parts"]),
+    "tensor": lambda content, decode, tensors: tensors[content["name"]],
+    "ndarray": lambda content, decode, tensors: tensors[content["name"]].numpy(),
+}
+
+
+def decode_tagged(content: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Returns the value that `encode_tagged` was given.
+
+    Args:
+        content: The JSON.
+        tensors: Name to tensor, at least those that the JSON names.
+
+    Raises:
+        CorruptCheckpointError: It names a type that this version does not know, or a tensor that is not there.
+    """
+    if isinstance(content, list):
+        return [decode_tagged(item, tensors) for item in content]
+    if not isinstance(content, dict):
+        return content
+    if TAG not in content:
+        return {key: decode_tagged(item, tensors) for key, item in content.items()}
+    decode = _DECODERS.get(content[TAG])
+    if decode is None:
+        raise CorruptCheckpointError(f"the state holds a {content[TAG]!r}, which this version does not know")
+    try:
+        return decode(content, lambda item: decode_tagged(item, tensors), tensors)
+    except KeyError as error:
+        raise CorruptCheckpointError(f"the state lacks {error} in a {content[TAG]!r}") from error
+
+
+def named_tensors(content: Any) -> set[str]:
+    """Returns the names of the tensors that an encoded state refers to."""
+    if isinstance(content, list):
+        return set().union(*(named_tensors(item) for item in content))
+    if not isinstance(content, dict):
+        return set()
+    if content.get(TAG) in ("tensor", "ndarray"):
+        return {content["name"]}
+    return set().union(*(named_tensors(item) for item in content.values()))

@@ -1,0 +1,163 @@
+"""Writes files that will still be there: created afresh, hashed as they are written, forced to the disk."""
+
+import io
+import os
+import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from .hashing import HashAlgorithm, build_hasher
+from .manifest import ChunkRecord, FileRecord
+from .plan import Part
+
+_BUFFER_BYTES = 1 << 20
+SHARD_NAME = "__{rank}_0.distcp"
+
+
+class DurableFile:
+    """A new file: hashed while it is written, forced to the disk when it is finished.
+
+    Raises:
+        FileExistsError: There is one of that name; nothing is ever written over.
+    """
+
+    def __init__(self, path: Path, *, algorithm: HashAlgorithm) -> None:
+        self._path = path
+        self._descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        self._hasher = build_hasher(algorithm)
+        self._buffer = bytearray()
+        self.num_bytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        os.close(self._descriptor)
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Appends `data` and returns its length in bytes."""
+        self.num_bytes += len(data)
+        if len(self._buffer) + len(data) <= _BUFFER_BYTES:
+            self._buffer += data
+        else:
+            self.flush()
+            self._write_through(memoryview(data))
+        return len(data)
+
+    def flush(self) -> None:
+        """Hands everything so far to the operating system."""
+        if self._buffer:
+            pending, self._buffer = self._buffer, bytearray()
+            self._write_through(memoryview(pending))
+
+    def _write_through(self, data: memoryview) -> None:
+        self._hasher.update(data)
+        while data:
+            data = data[os.write(self._descriptor, data) :]
+
+    def read_back(self, num_bytes: int, byte_offset: int) -> bytes:
+        """Returns bytes that were flushed before."""
+        return os.pread(self._descriptor, num_bytes, byte_offset)
+
+    def finish(self, *, rank: int) -> FileRecord:
+        """Forces everything to the disk and returns what the manifest says about the file."""
+        self.flush()
+        os.fsync(self._descriptor)
+        return FileRecord(self._path.name, self.num_bytes, self._hasher.hexdigest(), rank)
+
+
+class _Slice(io.RawIOBase):
+    """Part of a file that is being written, as a file for reading: for `zipfile`."""
+
+    def __init__(self, file: DurableFile, byte_offset: int, num_bytes: int) -> None:
+        self._file, self._byte_offset, self._num_bytes, self._position = file, byte_offset, num_bytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._num_bytes}[whence]
+        self._position = base + offset
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        left = self._num_bytes - self._position
+        data = self._file.read_back(left if size < 0 else min(size, left), self._byte_offset + self._position)
+        self._position += len(data)
+        return data
+
+
+def _find_data(file: DurableFile, byte_offset: int, num_bytes: int) -> int:
+    """Where the elements begin in the file: `torch.save` stores them, uncompressed, as one record of a zip archive."""
+    with zipfile.ZipFile(_Slice(file, byte_offset, num_bytes)) as archive:
+        record = next(info for info in archive.infolist() if info.filename.endswith("/data/0"))
+    assert record.compress_type == zipfile.ZIP_STORED
+    header_bytes = 30
+    start = byte_offset + record.header_offset
+    header = file.read_back(header_bytes, start)
+    name_bytes, extra_bytes = (int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
+    return start + header_bytes + name_bytes + extra_bytes
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What one rank wrote."""
+
+    files: tuple[FileRecord, ...]
+    chunks: tuple[tuple[str, ChunkRecord], ...]
+
+
+def sync_directory(path: Path) -> None:
+    """Forces the names in a directory to the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_file(path: Path, data: bytes, *, algorithm: HashAlgorithm, rank: int = 0) -> FileRecord:
+    """Writes a new small file, durably, and returns what the manifest says about it."""
+    with DurableFile(path, algorithm=algorithm) as file:
+        file.write(data)
+        return file.finish(rank=rank)
+
+
+def write_shard(
+    directory: Path, rank: int, staged: Iterable[tuple[Part, Tensor]], *, algorithm: HashAlgorithm
+) -> Receipt:
+    """Writes this rank's chunks into one DCP shard of `directory`, durably, and returns its receipt. No communication.
+
+    Args:
+        directory: The staging directory.
+        rank: This rank.
+        staged: Parts with their data as `stage_*` gives them; consumed one by one.
+        algorithm: Of the file's hash.
+
+    Raises:
+        OSError: The disk is full, or the file cannot be written.
+    """
+    name = SHARD_NAME.format(rank=rank)
+    ranges: list[tuple[Part, int, int]] = []
+    with DurableFile(directory / name, algorithm=algorithm) as file:
+        for part, tensor in staged:
+            start = file.num_bytes
+            torch.save(tensor, file)  # type: ignore[arg-type]  # it asks for write and flush only
+            ranges.append((part, start, file.num_bytes - start))
+        file.flush()
+        chunks = tuple(
+            (part.name, ChunkRecord(part.offsets, part.sizes, name, start, length, _find_data(file, start, length)))
+            for part, start, length in ranges
+        )
+        return Receipt((file.finish(rank=rank),), chunks)

@@ -1,0 +1,133 @@
+"""The engine alone, in one process: save, read, verify, refuse."""
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from genesis_callbacks.checkpoint import (
+    CheckpointError,
+    CorruptCheckpointError,
+    QuarantineWarning,
+    Ranks,
+    Retention,
+    SaveFailedError,
+    Saver,
+    Snapshot,
+    find_latest,
+    local_parts,
+    read_manifest,
+    read_tensors,
+    verify,
+)
+
+TENSORS = {
+    "model.weight": torch.randn(7, 5),
+    "model.half": torch.randn(3, 4).bfloat16(),
+    "model.scalar": torch.tensor(3.5),
+    "model.flag": torch.tensor([True, False]),
+    "model.count": torch.tensor(2**40 + 1),
+    "model.view": torch.randn(1000, 8)[3:5, 2:4],
+    "model.complex": torch.randn(3, dtype=torch.complex64),
+    "model.empty": torch.empty(0, 3),
+}
+
+
+def save_steps(directory, *steps, tensors=TENSORS, retention=None):
+    directory.mkdir(exist_ok=True)
+    saver = Saver(directory, Ranks(), retention=retention)
+    parts = [part for name, tensor in tensors.items() for part in local_parts(name, tensor, "parameter")]
+    return [
+        saver.save(Snapshot(step=step, counters={"tokens_seen": step * 10}, parts=parts, section={"step": step})).path
+        for step in steps
+    ]
+
+
+def flip_byte(path, at=None):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 if at is None else at] ^= 0x10
+    path.write_bytes(data)
+
+
+def test_tensors_come_back_bit_equal(tmp_path):
+    (path,) = save_steps(tmp_path, 3)
+    tensors = read_tensors(path)
+    assert tensors.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert tensors[name].dtype == tensor.dtype
+        assert torch.equal(tensors[name], tensor)
+    assert list(read_tensors(path, prefix="model.w")) == ["model.weight"]
+    with pytest.raises(CheckpointError, match="model.nothing"):
+        read_tensors(path, ["model.nothing"])
+
+
+def test_stock_dcp_load_reads_the_directory(tmp_path):
+    (path,) = save_steps(tmp_path, 3)
+    target = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items() if tensor.numel()}
+    with pytest.warns(UserWarning, match="single process"):  # it says so whenever there is no process group
+        dcp.load(target, checkpoint_id=path, no_dist=True)
+    for name, tensor in target.items():
+        assert torch.equal(tensor, TENSORS[name])
+
+
+def test_manifest_says_what_was_saved(tmp_path):
+    first, second = save_steps(tmp_path, 3, 6)
+    manifest = read_manifest(second)
+    assert (manifest.step, manifest.sequence, manifest.counters) == (6, 2, {"tokens_seen": 60})
+    assert manifest.previous is not None
+    assert manifest.previous.name == first.name
+    assert {record.name for record in manifest.files} == {".metadata", "__0_0.distcp", "state.json"}
+    assert verify(second, "deep") == manifest
+    assert find_latest(tmp_path) == second
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "COMMITTED", "state.json", ".metadata", "__0_0.distcp"])
+def test_flipped_byte_is_refused_by_name_and_latest_falls_back(tmp_path, name):
+    first, second = save_steps(tmp_path, 3, 6)
+    flip_byte(second / name)
+    with pytest.raises(CorruptCheckpointError, match=name):
+        verify(second)
+    with pytest.warns(QuarantineWarning, match="step-00000006"):
+        assert find_latest(tmp_path) == first
+    assert (tmp_path / "quarantined-step-00000006").is_dir()
+    assert not second.exists()
+
+
+@pytest.mark.parametrize("name", ["COMMITTED", "manifest.json", "__0_0.distcp", "state.json", ".metadata"])
+def test_missing_or_truncated_file_is_refused(tmp_path, name):
+    first, second = save_steps(tmp_path, 3, 6)
+    data = (second / name).read_bytes()
+    (second / name).write_bytes(data[:-1])
+    with pytest.raises(CorruptCheckpointError, match=name):
+        verify(second, "quick")
+    (second / name).unlink()
+    with pytest.raises(CorruptCheckpointError, match=name):
+        verify(second, "quick")
+    with pytest.warns(QuarantineWarning, match=name):
+        assert find_latest(tmp_path) == first
+
+
+def test_nothing_there_is_none(tmp_path):
+    assert find_latest(tmp_path) is None
+    assert find_latest(tmp_path / "nowhere") is None
+    with pytest.raises(CheckpointError, match="no such directory"):
+        read_manifest(tmp_path / "nowhere")
+
+
+def test_a_checkpoint_is_never_written_over(tmp_path):
+    (path,) = save_steps(tmp_path, 3)
+    before = path.stat()
+    with pytest.raises(SaveFailedError, match="never written over"):
+        save_steps(tmp_path, 3)
+    assert path.stat() == before
+    assert verify(path, "deep").step == 3
+
+
+def test_retention_after_commit_leaves_foreign_and_in_flight_alone(tmp_path):
+    for name in ("mine", "step-00000001.staging-abc", "step-notes", "quarantined-step-00000001"):
+        (tmp_path / name).mkdir()
+    save_steps(tmp_path, 2, 3, 4, 5, 6, retention=Retention(keep_last=2, keep_every_n_steps=3))
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {
+        *("mine", "step-00000001.staging-abc", "step-notes", "quarantined-step-00000001"),
+        *("step-00000003", "step-00000005", "step-00000006", ".trash"),
+    }
+    assert not list((tmp_path / ".trash").iterdir())
