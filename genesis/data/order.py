@@ -1,0 +1,302 @@
+"""The order of training sequences: a pure function of (seed, mix, position).
+
+A *position* counts the sequences that all ranks have consumed. Two steps lead from it to a sequence:
+
+1. Which source, and which draw from it: a selection map over integer weights. After n sequences a source of weight w
+   of W has been drawn n·w/W times, to within one sequence, whatever n.
+2. Which sequence of the source: draws go through it epoch by epoch, each epoch in an order of its own (grain's index
+   shuffle, which needs no memory), each sequence once per epoch.
+
+The mix may change at a position. What an order consists of is therefore the list of its mixes, each with the position
+where it starts and what had been drawn by then. `state` holds it in plain types, with a hash of the first sequences:
+a saved run is never continued in another order without a word.
+"""
+
+import difflib
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from heapq import heapify, heappop, heappush
+from importlib.metadata import version
+from math import gcd
+from typing import Any, Final, Self
+
+import numpy as np
+from jaxtyping import Int64
+from numpy import ndarray
+
+from genesis.errors import UserError
+
+
+@contextmanager
+def _logging_disabled() -> Iterator[None]:
+    disabled_before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(disabled_before)
+
+
+with _logging_disabled():  # grain warns, whenever it is imported, that jax is absent; nothing here needs jax
+    from grain.experimental import index_shuffle
+
+ORDER_VERSION: Final = 1
+"""Raised whenever the same (seed, mix, position) would give another sequence."""
+MAX_PERIOD: Final = 1_000_000
+"""The largest sum of a mix's weights: the selection map is a table of one period."""
+NUM_HASHED: Final = 1_000
+
+_SHUFFLE_ROUNDS: Final = 12
+"""Of grain's index shuffle. With the 4 of `MapDataset.shuffle`, neighbours come from the same stretch of a large source
+(lag correlations of 15 standard errors over 10^6 sequences or more); from 8 on they are as independent as can be told."""
+_SHUFFLE_RANGE: Final = 2**32
+_SMALL_SOURCE: Final = 4_096
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Weights in force from `start_position` on, and the sequences of each source drawn before; both by source."""
+
+    start_position: int
+    weights: tuple[int, ...]
+    sequences_drawn: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SequenceOrder:
+    """Which sequence stands at each position. Deterministic, immutable, thread-safe; `build_order` makes one.
+
+    Args:
+        seed: Of the shuffle; any integer.
+        names: The sources.
+        num_sequences: Of each source.
+        mixes: By start position, the first at 0.
+    """
+
+    seed: int
+    names: tuple[str, ...]
+    num_sequences: tuple[int, ...]
+    mixes: tuple[Mix, ...]
+
+    def sequences(self, position: int, count: int) -> tuple[Int64[ndarray, " count"], Int64[ndarray, " count"]]:
+        """Returns (index into `names`, sequence of that source) for `count` positions from `position` on."""
+        parts = [self._draws(mix, first, last) for mix, first, last in self._spans(position, position + count)]
+        source_ids = np.concatenate([sources for sources, _ in parts])
+        draws = np.concatenate([draws for _, draws in parts])
+        sequence_ids = np.empty(count, np.int64)
+        for source in np.unique(source_ids):
+            is_source = source_ids == source
+            sequence_ids[is_source] = self._shuffled(int(source), draws[is_source])
+        return source_ids, sequence_ids
+
+    def sequences_drawn(self, position: int) -> tuple[int, ...]:
+        """Returns how many sequences of each source stand before `position`."""
+        mix = next(mix for mix in reversed(self.mixes) if mix.start_position <= position)
+        num_periods, rest = divmod(position - mix.start_position, sum(mix.weights))
+        in_rest = np.bincount(_selection_map(mix.weights)[0][:rest], minlength=len(self.names))
+        return tuple(
+            drawn + num_periods * weight + int(extra)
+            for drawn, weight, extra in zip(mix.sequences_drawn, mix.weights, in_rest, strict=True)
+        )
+
+    def with_mix(self, position: int, weights: Mapping[str, int]) -> Self:
+        """Returns the same order up to `position`, drawn with `weights` from there on."""
+        new_weights = _checked_weights(self.names, weights)
+        if new_weights == self.mixes[-1].weights:
+            return self
+        assert position >= self.mixes[-1].start_position, "a mix changes in the future, not in the past"
+        kept = tuple(mix for mix in self.mixes if mix.start_position < position)
+        mix = Mix(position, new_weights, self.sequences_drawn(position))
+        return type(self)(self.seed, self.names, self.num_sequences, (*kept, mix))
+
+    def state(self) -> dict[str, Any]:
+        """Returns the order in plain types."""
+        return {
+            "order_version": ORDER_VERSION,
+            "grain": version("grain"),
+            "seed": self.seed,
+            "num_sequences": dict(zip(self.names, self.num_sequences, strict=True)),
+            "mixes": [
+                {
+                    "start_position": mix.start_position,
+                    "weights": dict(zip(self.names, mix.weights, strict=True)),
+                    "sequences_drawn": dict(zip(self.names, mix.sequences_drawn, strict=True)),
+                }
+                for mix in self.mixes
+            ],
+            "hash": self.hash(),
+        }
+
+    def hash(self) -> str:
+        """Returns a hash of the first sequences, which tells this order from any other in practice."""
+        digest = blake2b("\0".join(self.names).encode(), digest_size=16)
+        for ids in self.sequences(0, NUM_HASHED):
+            digest.update(ids.astype("<i8").tobytes())
+        return digest.hexdigest()
+
+    def continued(self, state: Mapping[str, Any], position: int) -> Self:
+        """Returns the order of a saved run, which goes on at `position` with this order's mix.
+
+        Raises:
+            UserError: The saved run had another order: another version of it, seed or corpus, or the packages here
+                shuffle differently.
+        """
+        here = self.state()
+        for key, remedy in _REMEDIES.items():
+            if state.get(key) != here[key]:
+                raise UserError(
+                    f"the checkpoint's order of data has {key} {_short(state.get(key))}, this run's "
+                    f"{_short(here[key])}; {remedy}"
+                )
+        mixes = tuple(
+            Mix(
+                mix["start_position"],
+                tuple(mix["weights"][name] for name in self.names),
+                tuple(mix["sequences_drawn"][name] for name in self.names),
+            )
+            for mix in state["mixes"]
+        )
+        saved = type(self)(self.seed, self.names, self.num_sequences, mixes)
+        if saved.hash() != state["hash"]:
+            raise UserError(
+                f"the checkpoint's order of data (grain {state['grain']}) can't be made again with grain "
+                f"{here['grain']}; install grain=={state['grain']}"
+            )
+        weights = dict(zip(self.names, self.mixes[-1].weights, strict=True))
+        return saved.with_mix(position, weights)
+
+    def _spans(self, first: int, last: int) -> Iterator[tuple[Mix, int, int]]:
+        """Yields the mixes in force within [first, last), each with its part of it."""
+        ends = [*(mix.start_position for mix in self.mixes[1:]), max(last, self.mixes[-1].start_position)]
+        for mix, end in zip(self.mixes, ends, strict=True):
+            begin, stop = max(first, mix.start_position), min(last, end)
+            if begin < stop:
+                yield mix, begin, stop
+
+    def _draws(self, mix: Mix, first: int, last: int) -> tuple[Int64[ndarray, " n"], Int64[ndarray, " n"]]:
+        """Returns (source, how many of it were drawn before) for the positions [first, last), all under `mix`."""
+        selected, drawn_in_period = _selection_map(mix.weights)
+        num_periods, slots = np.divmod(np.arange(first, last) - mix.start_position, len(selected))
+        sources = selected[slots]
+        weights, drawn = np.array(mix.weights), np.array(mix.sequences_drawn)
+        return sources, drawn[sources] + num_periods * weights[sources] + drawn_in_period[slots]
+
+    def _shuffled(self, source: int, draws: Int64[ndarray, " n"]) -> Int64[ndarray, " n"]:
+        length = self.num_sequences[source]
+        epochs, indices = np.divmod(draws, length)
+        shuffled = np.empty_like(draws)
+        for epoch in np.unique(epochs):
+            is_epoch = epochs == epoch
+            seed = _epoch_seed(self.seed, self.names[source], int(epoch))
+            shuffled[is_epoch] = _shuffle(indices[is_epoch], length, seed)
+        return shuffled
+
+
+_REMEDIES: Final = {
+    "order_version": "continue with the version of genesis that wrote it",
+    "seed": "set data.seed to the checkpoint's",
+    "num_sequences": "train on the checkpoint's corpus with its seq_len",
+}
+
+
+def build_order(num_sequences: Mapping[str, int], weights: Mapping[str, int], seed: int) -> SequenceOrder:
+    """Returns the order over sources that hold `num_sequences` each, drawn with `weights`.
+
+    A source without a weight, or with weight 0, is not drawn.
+
+    Raises:
+        UserError: A weight names no source, is negative or too large; none is positive; a source to be drawn is empty.
+
+    Example:
+        >>> order = build_order({"web": 1_000, "code": 100}, {"web": 3, "code": 1}, seed=0)
+        >>> order.sequences(0, 8)[0].tolist()
+        [0, 0, 1, 0, 0, 0, 1, 0]
+    """
+    names = tuple(num_sequences)
+    checked = _checked_weights(names, weights)
+    for name, weight in zip(names, checked, strict=True):
+        if weight and not num_sequences[name]:
+            raise UserError(f"source {name!r} has no sequence to draw; give it weight 0, or lower data.seq_len")
+    return SequenceOrder(seed, names, tuple(num_sequences.values()), (Mix(0, checked, (0,) * len(names)),))
+
+
+def _checked_weights(names: tuple[str, ...], weights: Mapping[str, int]) -> tuple[int, ...]:
+    """Returns the weight of each source, without common divisor."""
+    for name, weight in weights.items():
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"the corpus has {', '.join(names)}"
+            raise UserError(f"data.mix names the source {name!r}, which the corpus lacks; {hint}")
+        if weight < 0:
+            raise UserError(f"data.mix gives the source {name!r} weight {weight}; weights are integers from 0 up")
+    divisor = gcd(*weights.values())
+    if not divisor:
+        raise UserError("data.mix gives no source a positive weight; set one")
+    reduced = tuple(weights.get(name, 0) // divisor for name in names)
+    if sum(reduced) > MAX_PERIOD:
+        raise UserError(
+            f"data.mix has weights that sum to {sum(reduced):,}; round them to a sum of at most {MAX_PERIOD:,}"
+        )
+    return reduced
+
+
+@lru_cache(maxsize=8)
+def _selection_map(weights: tuple[int, ...]) -> tuple[Int64[ndarray, " period"], Int64[ndarray, " period"]]:
+    """Returns one period: the source of each slot, and how many of it were drawn earlier in the period.
+
+    The j-th draw of a source may neither come before its share reaches j - 1 nor after it reaches j, so that it is
+    always less than one draw from its share. Taking the draw that is due first among those allowed meets all of these
+    windows, because the shares sum to one.
+
+    References:
+        Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980); Baruah et al., "Proportionate
+        progress: a notion of fairness in resource allocation", Algorithmica 15 (1996).
+    """
+    period = sum(weights)
+    selected, drawn_before = np.empty(period, np.int64), np.empty(period, np.int64)
+    drawn = [0] * len(weights)
+    due = [(-(-period // weight), source) for source, weight in enumerate(weights) if weight]
+    heapify(due)
+    not_yet: list[tuple[int, int, int]] = []
+    for slot in range(period):
+        while not_yet and not_yet[0][0] <= slot:
+            heappush(due, heappop(not_yet)[1:])
+        _, source = heappop(due)
+        selected[slot], drawn_before[slot] = source, drawn[source]
+        drawn[source] += 1
+        earliest = drawn[source] * period // weights[source]
+        latest = -(-(drawn[source] + 1) * period // weights[source])
+        heappush(not_yet, (earliest, latest, source))
+    return selected, drawn_before
+
+
+def _epoch_seed(seed: int, name: str, epoch: int) -> int:
+    """Returns 32 bits that are unrelated between seeds, epochs and sources."""
+    return int.from_bytes(blake2b(f"{seed}:{epoch}:{name}".encode(), digest_size=4).digest(), "little")
+
+
+def _shuffle(indices: Int64[ndarray, " n"], length: int, seed: int) -> Int64[ndarray, " n"]:
+    """Returns where a permutation of `length` takes the indices."""
+    if length <= _SMALL_SOURCE:
+        return np.take(_small_permutation(length, seed), indices)
+    last = length - 1
+    shuffled = [index_shuffle(index, max_index=last, seed=seed, rounds=_SHUFFLE_ROUNDS) for index in indices.tolist()]
+    return np.array(shuffled, np.int64)
+
+
+@lru_cache(maxsize=64)
+def _small_permutation(length: int, seed: int) -> Int64[ndarray, " length"]:
+    """Returns a whole permutation: below some 2^16 grain's walk to an index within range takes up to milliseconds."""
+    last = _SHUFFLE_RANGE - 1
+    keys = [index_shuffle(index, max_index=last, seed=seed, rounds=_SHUFFLE_ROUNDS) for index in range(length)]
+    return np.argsort(np.array(keys, np.int64))
+
+
+def _short(value: object) -> str:
+    """Returns a value for a message of one line."""
+    text = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, Mapping) else str(value)
+    return text if len(text) <= 120 else text[:117] + "..."
