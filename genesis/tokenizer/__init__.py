@@ -1,0 +1,1 @@
+"""Text to ids and back: training a tokenizer and using one."""

@@ -1,0 +1,119 @@
+"""`genesis tokenizer train` and `genesis tokenizer inspect`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from genesis.cli.options import build_parser, make, parse
+from genesis.data.sources import SourceOptions, check_sources, sample_texts
+from genesis.errors import UserError
+from genesis.tokenizer.inspect import find_unused, measure_texts
+from genesis.tokenizer.tokenizer import Tokenizer
+from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
+
+_TRAIN_DESCRIPTION = """Trains a SentencePiece BPE tokenizer on the text of named sources, into OUT/tokenizer.model.
+It has byte fallback, splits digits and changes nothing: decoding gives every text back byte for byte. Text is sampled
+from the sources by weight, the same for the same files; all that is sampled is held in memory.
+Example: genesis tokenizer train --out tokenizers/web --sources '[{name: web, paths: [data/web]}]'"""
+
+_INSPECT_DESCRIPTION = """Shows how a tokenizer fits text: bytes per token for each source, whether every text comes
+back as it was, and which learned pieces the text never uses. Exit status 1 if a text came back changed.
+Example: genesis tokenizer inspect --tokenizer tokenizers/web --sources '[{name: web, paths: [data/web]}]'"""
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Text to learn from.
+
+    Args:
+        sources: Named sources of text, each with paths, weight and format, as for `genesis data prepare`.
+        out: Directory that tokenizer.model is written into; one that is there is replaced.
+        sample_bytes: Text to learn from, over all sources by weight.
+        seed: Chooses the text.
+    """
+
+    sources: tuple[SourceOptions, ...]
+    out: Path
+    sample_bytes: int = 200_000_000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_sources(self.sources)
+        if self.sample_bytes < 1:
+            raise UserError(f"sample_bytes {self.sample_bytes} must be at least 1")
+
+
+@dataclass(frozen=True)
+class InspectOptions:
+    """What to look at.
+
+    Args:
+        tokenizer: A model file or the directory that holds one.
+        sources: Named sources of text, each with paths, weight and format, as for `genesis data prepare`.
+        sample_bytes: Text to look at, over all sources by weight.
+        seed: Chooses the text.
+        num_threads: Threads that encode.
+    """
+
+    tokenizer: Path
+    sources: tuple[SourceOptions, ...]
+    sample_bytes: int = 50_000_000
+    seed: int = 0
+    num_threads: int = 2
+
+    def __post_init__(self) -> None:
+        check_sources(self.sources)
+        if self.num_threads < 1:
+            raise UserError(f"num_threads {self.num_threads} must be at least 1")
+
+
+def train_main(argv: list[str]) -> int:
+    """Runs `genesis tokenizer train` and returns its exit status."""
+    parser = build_parser("tokenizer train", _TRAIN_DESCRIPTION)
+    parser.add_class_arguments(TrainOptions)
+    parser.add_class_arguments(TokenizerOptions)
+    arguments = parse(parser, argv, TrainOptions, TokenizerOptions)
+    options = make(TrainOptions, arguments)
+    texts = sample_texts(options.sources, options.sample_bytes, options.seed)
+    path = train_tokenizer(texts, make(TokenizerOptions, arguments), options.out)
+    tokenizer = Tokenizer.load(path)
+    print(f"{path}: {tokenizer.vocab_size:,} ids, hash {tokenizer.hash[:16]}")
+    return 0
+
+
+def inspect_main(argv: list[str]) -> int:
+    """Runs `genesis tokenizer inspect` and returns its exit status."""
+    parser = build_parser("tokenizer inspect", _INSPECT_DESCRIPTION)
+    parser.add_class_arguments(InspectOptions)
+    options = make(InspectOptions, parse(parser, argv, InspectOptions))
+    tokenizer = Tokenizer.load(options.tokenizer)
+    counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
+    num_changed = 0
+    table = Table(title=f"{options.tokenizer}: {tokenizer.vocab_size:,} ids, hash {tokenizer.hash[:16]}")
+    for column in ("source", "documents", "bytes", "tokens", "bytes/token", "single bytes", "round trip"):
+        table.add_column(column, justify="left" if column in ("source", "round trip") else "right")
+    total_weight = sum(source.weight for source in options.sources)
+    for source in options.sources:
+        texts = sample_texts([source], options.sample_bytes * source.weight // total_weight, options.seed)
+        report = measure_texts(tokenizer, texts, options.num_threads)
+        counts += report.id_counts
+        num_changed += report.num_changed
+        table.add_row(
+            source.name,
+            f"{report.num_documents:,}",
+            f"{report.num_bytes:,}",
+            f"{report.num_tokens:,}",
+            f"{report.bytes_per_token:.3f}",
+            f"{report.num_byte_tokens / max(1, report.num_tokens):.2%}",
+            "exact" if not report.num_changed else f"{report.num_changed:,} changed",
+        )
+    console = Console()
+    console.print(table)
+    unused = find_unused(tokenizer, counts)
+    examples = " ".join(repr(tokenizer.pieces[token]) for token in unused[:20])
+    console.print(f"{len(unused):,} learned pieces are never used{': ' if unused else ''}{escape(examples)}")
+    return 1 if num_changed else 0

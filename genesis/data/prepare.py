@@ -1,0 +1,487 @@
+"""Turns text into a corpus: token shards and their manifest.
+
+What is done is a function of the options and the files found, the *plan*: each source is cut into work units, each
+unit into parts, each part makes a train and a validation shard. Workers write parts into a staging directory; this
+process alone gives them their names and records them. So a killed run leaves finished parts with a record each, and the
+next one makes the rest: the result is the same, byte for byte, as that of a run that was never killed.
+
+    CORPUS/.prepare/plan.json            what was asked for; a later attempt must ask for the same
+    CORPUS/.prepare/parts/….json         one record for each finished part
+    CORPUS/.prepare/lock                 held while a prepare works here
+    CORPUS/.prepare/staging-…/           shards in the making, thrown away by the next attempt
+"""
+
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any
+
+from genesis.data.manifest import (
+    MANIFEST_NAME,
+    CorpusManifest,
+    ShardRecord,
+    SourceRecord,
+    Split,
+    read_manifest,
+    write_manifest,
+)
+from genesis.data.shards import HASH_ALGORITHM, hash_file, publish_shard, sync_directory, token_dtype
+from genesis.data.sources import InputFile, SourceOptions, Span, check_sources, find_files, plan_spans
+from genesis.data.tokenize_worker import (
+    Failure,
+    FinishedPart,
+    Job,
+    Progress,
+    Setup,
+    Unit,
+    explain_write_error,
+    staged_path,
+)
+from genesis.errors import UserError
+from genesis.tokenizer.tokenizer import Tokenizer
+from genesis.tokenizer.train import MODEL_NAME
+
+PREPARE_DIRECTORY = ".prepare"
+_PLAN_NAME = "plan.json"
+_PLAN_VERSION = 1
+_UNITS_PER_SOURCE = 64
+_MIN_UNIT_BYTES = 1 << 20
+_INPUT_BYTES_PER_SHARD_TOKEN = 3
+"""Fewer than a token stands for, so that a unit of plain text mostly makes one shard a little below its size."""
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """What to prepare.
+
+    Args:
+        name: The corpus's name; it is made in the directory OUT/NAME.
+        tokenizer: A model file or the directory that holds one, as `genesis tokenizer train` writes it.
+        sources: Named sources of text, each with paths, weight and format.
+        out: The directory that corpora are made in.
+        validation_fraction: Share of the documents held out, chosen by a hash of their text: 0 to 0.5.
+        shard_tokens: Size at which a shard is closed.
+        seed: Chooses which documents are held out.
+        num_workers: Processes that tokenize; 0 takes one for each core. It does not change the result.
+    """
+
+    name: str
+    tokenizer: Path
+    sources: tuple[SourceOptions, ...]
+    out: Path = Path("corpora")
+    validation_fraction: float = 0.005
+    shard_tokens: int = 100_000_000
+    seed: int = 0
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.name or Path(self.name).name != self.name:
+            raise UserError(f"corpus name {self.name!r} is not the name of one directory; leave '/' to `out`")
+        if not 0 <= self.validation_fraction <= 0.5:
+            raise UserError(f"validation_fraction {self.validation_fraction} is not between 0 and 0.5")
+        if self.shard_tokens < 1:
+            raise UserError(f"shard_tokens {self.shard_tokens} must be at least 1")
+        if self.num_workers < 0:
+            raise UserError(f"num_workers {self.num_workers} must be at least 0 (0: one for each core)")
+        check_sources(self.sources)
+
+    @property
+    def corpus(self) -> Path:
+        """Returns the directory of the corpus."""
+        return self.out / self.name
+
+
+@dataclass(frozen=True)
+class PrepareProgress:
+    """How far a run is: input bytes in all (those of earlier attempts too), and what this attempt has tokenized."""
+
+    num_bytes_done: int
+    num_bytes: int
+    num_new_bytes: int
+    num_new_tokens: int
+
+
+def prepare_corpus(
+    options: PrepareOptions,
+    *,
+    restart: bool = False,
+    report: Callable[[PrepareProgress], None] = lambda progress: None,
+) -> CorpusManifest:
+    """Makes the corpus, or finishes one begun before, and returns its manifest; a finished one is left as it is.
+
+    Args:
+        options: What to prepare.
+        restart: Throw away what an earlier attempt made.
+        report: Called as the work goes on.
+
+    Raises:
+        UserError: The input, the disk or a changed plan stands in the way; the line says what to do. Finished shards
+            stay.
+    """
+    tokenizer = Tokenizer.load(options.tokenizer)
+    files = {source.name: find_files(source) for source in options.sources}
+    try:
+        with _locked(options.corpus):
+            if restart:
+                _remove_attempt(options.corpus)
+            _begin(options, tokenizer, files)
+            if (options.corpus / MANIFEST_NAME).exists():
+                return read_manifest(options.corpus)
+            return _prepare(options, tokenizer, files, report)
+    except OSError as error:
+        raise UserError(explain_write_error(error, options.corpus)) from None
+
+
+def plan_units(source: SourceOptions, files: Sequence[InputFile], shard_tokens: int) -> list[Unit]:
+    """Returns a source's work units: a function of its files and the shard size, whatever the number of workers."""
+    num_bytes = sum(file.num_bytes for file in files)
+    largest = max(1, shard_tokens * _INPUT_BYTES_PER_SHARD_TOKEN)
+    target_bytes = min(largest, max(_MIN_UNIT_BYTES, num_bytes // _UNITS_PER_SOURCE))
+    units: list[Unit] = []
+    spans: list[Span] = []
+    room = target_bytes
+    for span in plan_spans(source, files, target_bytes):
+        spans.append(span)
+        room -= span.num_bytes
+        if room <= 0:
+            units.append(Unit(source, len(units), tuple(spans)))
+            spans, room = [], target_bytes
+    if spans:
+        units.append(Unit(source, len(units), tuple(spans)))
+    return units
+
+
+def _prepare(
+    options: PrepareOptions,
+    tokenizer: Tokenizer,
+    files: dict[str, tuple[InputFile, ...]],
+    report: Callable[[PrepareProgress], None],
+) -> CorpusManifest:
+    corpus = options.corpus
+    units = [
+        unit for source in options.sources for unit in plan_units(source, files[source.name], options.shard_tokens)
+    ]
+    finished = _read_parts(corpus)
+    num_workers = options.num_workers or _num_cores()
+    jobs = plan_jobs(units, finished, num_workers)
+    num_bytes = sum(unit.num_bytes for unit in units)
+    num_bytes_left = sum(job.unit.num_bytes - job.num_bytes_done for job in jobs)
+    progress = PrepareProgress(num_bytes - num_bytes_left, num_bytes, 0, 0)
+    report(progress)
+    with _staging(corpus) as staging:
+        setup = Setup(
+            tokenizer=corpus / MODEL_NAME,
+            tokenizer_hash=tokenizer.hash,
+            staging=staging,
+            seed=options.seed,
+            validation_fraction=options.validation_fraction,
+            shard_tokens=options.shard_tokens,
+        )
+        for message in _run_jobs(jobs, setup, num_workers):
+            if isinstance(message, FinishedPart):
+                _commit_part(corpus, staging, message)
+                finished.append(message)
+            else:
+                progress = replace(
+                    progress,
+                    num_bytes_done=progress.num_bytes_done + message.num_bytes,
+                    num_new_bytes=progress.num_new_bytes + message.num_bytes,
+                    num_new_tokens=progress.num_new_tokens + message.num_tokens,
+                )
+                report(progress)
+    manifest = _build_manifest(options, tokenizer, finished)
+    write_manifest(corpus, manifest)
+    return manifest
+
+
+def plan_jobs(units: Sequence[Unit], finished: Sequence[FinishedPart], num_workers: int) -> list[Job]:
+    """Returns what is left to do: units with no part yet from their beginning, others from their last part on."""
+    last_parts = _last_parts(finished)
+    left = [unit for unit in units if _key(unit) not in last_parts or not last_parts[_key(unit)].is_last]
+    num_threads = max(1, num_workers // max(1, len(left)))
+    jobs = []
+    for unit in left:
+        last = last_parts.get(_key(unit))
+        if last is None:
+            jobs.append(Job(unit, 0, 0, 0, num_threads))
+        else:
+            jobs.append(Job(unit, last.part + 1, last.num_documents, last.num_bytes, num_threads))
+    return jobs
+
+
+def _key(item: Unit | FinishedPart) -> tuple[str, int]:
+    return (item.source.name, item.number) if isinstance(item, Unit) else (item.source, item.unit)
+
+
+def _last_parts(finished: Sequence[FinishedPart]) -> dict[tuple[str, int], FinishedPart]:
+    return {_key(part): part for part in sorted(finished, key=lambda part: part.part)}
+
+
+def _build_manifest(options: PrepareOptions, tokenizer: Tokenizer, finished: Sequence[FinishedPart]) -> CorpusManifest:
+    ordered = sorted(finished, key=lambda part: (part.source, part.unit, part.part))
+    splits: dict[Split, tuple[SourceRecord, ...]] = {}
+    for split in ("train", "validation"):
+        records = [_source_record(source, _shards(ordered, source.name, split)) for source in options.sources]
+        splits[split] = tuple(record for record in records if record.shards)
+    with_text = {record.name for records in splits.values() for record in records}
+    to_train = {record.name for record in splits["train"]}
+    for source in options.sources:
+        if source.name not in with_text:
+            raise UserError(
+                f"source {source.name} holds no text in {', '.join(source.paths)}; mend its paths or leave it out"
+            )
+        if source.name not in to_train:
+            raise UserError(
+                f"all documents of source {source.name} fell to the validation set; lower validation_fraction "
+                f"({options.validation_fraction}) or choose another seed, and begin again with --restart"
+            )
+    return CorpusManifest(
+        name=options.name,
+        hash_algorithm=HASH_ALGORITHM,
+        tokenizer_hash=tokenizer.hash,
+        vocab_size=tokenizer.vocab_size,
+        bos_id=tokenizer.bos_id,
+        eos_id=tokenizer.eos_id,
+        token_dtype=token_dtype(tokenizer.vocab_size),
+        train=splits["train"],
+        validation=splits["validation"],
+    )
+
+
+def _shards(parts: Sequence[FinishedPart], source: str, split: Split) -> tuple[ShardRecord, ...]:
+    shards = (part.train if split == "train" else part.validation for part in parts if part.source == source)
+    return tuple(shard for shard in shards if shard is not None)
+
+
+def _source_record(source: SourceOptions, shards: tuple[ShardRecord, ...]) -> SourceRecord:
+    return SourceRecord(
+        name=source.name,
+        weight=source.weight,
+        num_documents=sum(shard.num_documents for shard in shards),
+        num_text_bytes=sum(shard.num_text_bytes for shard in shards),
+        num_tokens=sum(shard.num_tokens for shard in shards),
+        shards=shards,
+    )
+
+
+# The directory of an attempt
+
+
+@contextmanager
+def _locked(corpus: Path) -> Iterator[None]:
+    if corpus.is_dir() and not (corpus / PREPARE_DIRECTORY).is_dir() and any(corpus.iterdir()):
+        raise UserError(f"{corpus} is not empty and was not made by `genesis data prepare`; choose another name or out")
+    directory = corpus / PREPARE_DIRECTORY
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another `genesis data prepare` is at work in {corpus}; wait for it or end it") from None
+        yield
+
+
+def _remove_attempt(corpus: Path) -> None:
+    # The plan goes last: without it the records of parts would be taken for those of the next plan.
+    (corpus / MANIFEST_NAME).unlink(missing_ok=True)
+    for directory in (f"{PREPARE_DIRECTORY}/parts", "train", "validation"):
+        if (corpus / directory).exists():
+            shutil.rmtree(corpus / directory)
+    (corpus / PREPARE_DIRECTORY / _PLAN_NAME).unlink(missing_ok=True)
+
+
+def _begin(options: PrepareOptions, tokenizer: Tokenizer, files: dict[str, tuple[InputFile, ...]]) -> None:
+    """Writes the plan, or compares it with that of an earlier attempt; copies the tokenizer."""
+    plan = _describe_plan(options, tokenizer, files)
+    path = options.corpus / PREPARE_DIRECTORY / _PLAN_NAME
+    if path.exists():
+        _compare_plans(json.loads(path.read_text(encoding="utf-8")), plan, options.corpus)
+    elif (options.corpus / MANIFEST_NAME).exists():
+        raise UserError(f"{options.corpus} is a corpus without its plan; begin again with --restart")
+    model = options.corpus / MODEL_NAME
+    if not model.exists() or hash_file(model) != tokenizer.hash:
+        _write_durably(model, tokenizer.model)
+    if not path.exists():
+        _write_durably(path, json.dumps(plan, indent=1).encode())
+
+
+def _describe_plan(
+    options: PrepareOptions, tokenizer: Tokenizer, files: dict[str, tuple[InputFile, ...]]
+) -> dict[str, Any]:
+    return {
+        "version": _PLAN_VERSION,
+        "tokenizer": tokenizer.hash,
+        "validation_fraction": options.validation_fraction,
+        "shard_tokens": options.shard_tokens,
+        "seed": options.seed,
+        "sources": {
+            source.name: {
+                key: list(value) if isinstance(value, tuple) else value for key, value in asdict(source).items()
+            }
+            for source in options.sources
+        },
+        "files": {
+            f"{source}: {file.path}": {"bytes": file.num_bytes, "mtime_ns": file.mtime_ns}
+            for source, found in files.items()
+            for file in found
+        },
+    }
+
+
+def _compare_plans(old: dict[str, Any], new: dict[str, Any], corpus: Path) -> None:
+    if old.get("tokenizer") != new["tokenizer"]:
+        raise UserError(
+            f"{corpus} was begun with tokenizer {old.get('tokenizer', '?')[:16]}, this one is {new['tokenizer'][:16]}; "
+            "give that one, another name, or begin again with --restart"
+        )
+    difference = _first_difference(old, new, "")
+    if difference is not None:
+        raise UserError(
+            f"{corpus} was begun differently: {difference}; take that back, give another name, or begin again with "
+            "--restart"
+        )
+
+
+def _first_difference(old: object, new: object, place: str) -> str | None:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in dict.fromkeys((*old, *new)):
+            inner = f"{place}.{key}" if place else str(key)
+            if key not in new:
+                return f"{inner} is gone"
+            if key not in old:
+                return f"{inner} is new"
+            difference = _first_difference(old[key], new[key], inner)
+            if difference is not None:
+                return difference
+        return None if list(old) == list(new) else f"{place} is in another order"
+    return None if old == new else f"{place} was {old!r} and is {new!r}"
+
+
+@contextmanager
+def _staging(corpus: Path) -> Iterator[Path]:
+    """Makes this attempt's staging directory, which no process of an earlier attempt knows."""
+    for left_over in (corpus / PREPARE_DIRECTORY).glob("staging-*"):
+        shutil.rmtree(left_over, ignore_errors=True)
+    staging = corpus / PREPARE_DIRECTORY / f"staging-{secrets.token_hex(8)}"
+    staging.mkdir()
+    try:
+        yield staging
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _commit_part(corpus: Path, staging: Path, part: FinishedPart) -> None:
+    """Names the part's shards, then records it; without its record the next attempt makes the part again."""
+    for shard in (part.train, part.validation):
+        if shard is not None:
+            publish_shard(staged_path(staging, shard.path), corpus / shard.path)
+    record = corpus / PREPARE_DIRECTORY / "parts" / f"{part.source}-{part.unit:05d}_{part.part:03d}.json"
+    record.parent.mkdir(exist_ok=True)
+    _write_durably(record, json.dumps(asdict(part)).encode())
+
+
+def _read_parts(corpus: Path) -> list[FinishedPart]:
+    parts = []
+    for path in sorted((corpus / PREPARE_DIRECTORY / "parts").glob("*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        for split in ("train", "validation"):
+            if record[split]:
+                record[split] = ShardRecord(**record[split])
+                _check_present(corpus, record[split])
+        parts.append(FinishedPart(**record))
+    return parts
+
+
+def _check_present(corpus: Path, shard: ShardRecord) -> None:
+    path = corpus / shard.path
+    if not path.exists() or path.stat().st_size != shard.file_bytes:
+        raise UserError(f"the finished shard {path} is gone or has another size; begin again with --restart")
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    staging = path.with_name(path.name + ".staging")
+    with staging.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    staging.replace(path)
+    sync_directory(path.parent)
+
+
+# Workers
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class _Worker:
+    process: subprocess.Popen[bytes]
+    connection: "Connection[object, object]"
+
+
+def _run_jobs(jobs: Sequence[Job], setup: Setup, num_workers: int) -> Iterator[Progress | FinishedPart]:
+    """Runs the jobs in worker processes and yields their messages as they come."""
+    waiting = iter(jobs)
+    workers: dict[Connection[object, object], _Worker] = {}
+    try:
+        for _, job in zip(range(num_workers), waiting, strict=False):
+            worker = _start_worker(setup)
+            workers[worker.connection] = worker
+            worker.connection.send(job)
+        busy = set(workers)
+        while busy:
+            for connection in wait(list(busy)):
+                assert isinstance(connection, Connection)
+                message = _receive(workers[connection])
+                yield message
+                if isinstance(message, FinishedPart) and message.is_last:
+                    job_or_none = next(waiting, None)
+                    if job_or_none is None:
+                        busy.remove(connection)
+                    else:
+                        connection.send(job_or_none)
+    finally:
+        for worker in workers.values():
+            worker.connection.close()
+            worker.process.kill()
+            worker.process.wait()
+
+
+def _start_worker(setup: Setup) -> _Worker:
+    # A program of its own instead of multiprocessing: nothing is forked from a process that may hold threads, and the
+    # caller's main script is not run again.
+    ours, theirs = Pipe()
+    with theirs:
+        program = f"from genesis.data.tokenize_worker import main; main({theirs.fileno()})"
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", program], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+        )
+    ours.send(setup)
+    return _Worker(process, ours)
+
+
+def _receive(worker: _Worker) -> Progress | FinishedPart:
+    try:
+        message = worker.connection.recv()
+    except (EOFError, ConnectionResetError):
+        status = worker.process.wait()
+        cause = f"by signal {-status} (out of memory?)" if status < 0 else f"with status {status}"
+        raise UserError(
+            f"a worker of data prepare ended {cause}; run the same command again (with fewer num_workers if memory is "
+            "short): finished shards are kept"
+        ) from None
+    if isinstance(message, Failure):
+        raise UserError(message.message)
+    assert isinstance(message, Progress | FinishedPart)
+    return message

@@ -1,0 +1,265 @@
+"""One process of `genesis data prepare`: reads the documents of a work unit and writes them as staged shards.
+
+It is started by `subprocess` on `main`, takes `Job`s from its connection and answers with `Progress`, `FinishedPart`s
+and at the end of a unit with the part that `is_last`. It renames nothing: whatever a worker leaves behind when its
+parent dies lies in that attempt's staging directory. When the parent is gone, its next message ends it.
+
+A unit is written in *parts*: one train and one validation shard each. A part is closed when a shard of it has reached
+its size, so that a unit of any length is restarted at its last finished part.
+"""
+
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+from blake3 import blake3
+
+from genesis.data.manifest import ShardRecord, Split
+from genesis.data.shards import EncodedDocuments, ShardWriter, TokenDtype, token_dtype
+from genesis.data.sources import Document, SourceOptions, Span, read_documents
+from genesis.errors import UserError
+from genesis.tokenizer.tokenizer import Tokenizer
+
+_BATCH_BYTES = 1 << 20
+_HASH_RANGE = 1 << 64
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What holds for all units of one attempt; `tokenizer` is a model file, `staging` a directory."""
+
+    tokenizer: Path
+    tokenizer_hash: str
+    staging: Path
+    seed: int
+    validation_fraction: float
+    shard_tokens: int
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Spans of one source that are tokenized together, the `number`-th of that source."""
+
+    source: SourceOptions
+    number: int
+    spans: tuple[Span, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns the bytes of input in all its spans."""
+        return sum(span.num_bytes for span in self.spans)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A unit, or what is left of one: what follows `num_documents_done`, as part `first_part` and those after it."""
+
+    unit: Unit
+    first_part: int
+    num_documents_done: int
+    num_bytes_done: int
+    num_threads: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What has been tokenized since the last message."""
+
+    num_bytes: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class FinishedPart:
+    """A part whose shards lie in the staging directory, complete and durable.
+
+    `num_documents` and `num_bytes` count the unit's documents and input bytes up to the end of the part. A shard that
+    would be empty is None.
+    """
+
+    source: str
+    unit: int
+    part: int
+    num_documents: int
+    num_bytes: int
+    is_last: bool
+    train: ShardRecord | None
+    validation: ShardRecord | None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A user's mistake or a disk's, in one line."""
+
+    message: str
+
+
+def shard_path(split: Split, source: str, unit: int, part: int) -> str:
+    """Returns where a shard lies within the corpus (and, by its parts joined with "-", in staging)."""
+    suffix = f"_{part:03d}" if part else ""
+    return f"{split}/{source}/{unit:05d}{suffix}.ds"
+
+
+def staged_path(staging: Path, path: str) -> Path:
+    """Returns where the shard that will be at `path` is staged."""
+    return staging / path.replace("/", "-")
+
+
+def is_validation(utf8: bytes, seed: int, fraction: float) -> bool:
+    """Whether a document belongs to the validation set: a function of its text and the seed alone."""
+    key = blake3(str(seed).encode()).digest()
+    return int.from_bytes(blake3(utf8, key=key).digest(8), "little") < int(fraction * _HASH_RANGE)
+
+
+def tokenize(setup: Setup, tokenizer: Tokenizer, job: Job) -> Iterator[Progress | FinishedPart]:
+    """Writes the parts of a unit; the files do not depend on where it was taken up again, nor on the threads.
+
+    Raises:
+        UserError: The input is not what its source says it is.
+        OSError: A shard cannot be written.
+    """
+    unit = job.unit
+    documents = islice(_read_unit(unit), job.num_documents_done, None)
+    num_documents, num_bytes = job.num_documents_done, job.num_bytes_done
+    batch_bytes = min(_BATCH_BYTES, max(1, setup.shard_tokens // 4))
+    part = _Part(setup, tokenizer, unit, job.first_part)
+    for batch in _batches(documents, batch_bytes):
+        num_tokens = part.append(batch, job.num_threads)
+        num_documents += len(batch)
+        yield Progress(batch[-1].position - num_bytes, num_tokens)
+        num_bytes = batch[-1].position
+        if part.is_full:
+            yield part.finish(num_documents, num_bytes, is_last=False)
+            part = _Part(setup, tokenizer, unit, part.number + 1)
+    yield Progress(unit.num_bytes - num_bytes, 0)
+    yield part.finish(num_documents, unit.num_bytes, is_last=True)
+
+
+class _Part:
+    """The train and the validation shard in the making."""
+
+    def __init__(self, setup: Setup, tokenizer: Tokenizer, unit: Unit, number: int) -> None:
+        self.number = number
+        self._setup = setup
+        self._tokenizer = tokenizer
+        self._unit = unit
+        self._dtype: TokenDtype = token_dtype(tokenizer.vocab_size)
+        self._writers: dict[Split, ShardWriter] = {}
+
+    @property
+    def is_full(self) -> bool:
+        return any(writer.num_tokens >= self._setup.shard_tokens for writer in self._writers.values())
+
+    def append(self, documents: Sequence[Document], num_threads: int) -> int:
+        """Appends each document to its split's shard and returns their tokens."""
+        by_split: dict[Split, list[Document]] = {"train": [], "validation": []}
+        for document in documents:
+            held_out = is_validation(document.utf8, self._setup.seed, self._setup.validation_fraction)
+            by_split["validation" if held_out else "train"].append(document)
+        num_tokens = 0
+        for split, chosen in by_split.items():
+            if chosen:
+                encoded = _encode(self._tokenizer, chosen, num_threads)
+                self._writer(split).append(encoded)
+                num_tokens += len(encoded.tokens)
+        return num_tokens
+
+    def finish(self, num_documents: int, num_bytes: int, *, is_last: bool) -> FinishedPart:
+        """Completes both shards."""
+        return FinishedPart(
+            source=self._unit.source.name,
+            unit=self._unit.number,
+            part=self.number,
+            num_documents=num_documents,
+            num_bytes=num_bytes,
+            is_last=is_last,
+            train=self._finish_shard("train"),
+            validation=self._finish_shard("validation"),
+        )
+
+    def _path(self, split: Split) -> str:
+        return shard_path(split, self._unit.source.name, self._unit.number, self.number)
+
+    def _writer(self, split: Split) -> ShardWriter:
+        if split not in self._writers:
+            path = staged_path(self._setup.staging, self._path(split))
+            self._writers[split] = ShardWriter(path, self._dtype, f"genesis-{self._tokenizer.hash[:16]}")
+        return self._writers[split]
+
+    def _finish_shard(self, split: Split) -> ShardRecord | None:
+        return self._writers[split].finish(self._path(split)) if split in self._writers else None
+
+
+def _encode(tokenizer: Tokenizer, documents: Sequence[Document], num_threads: int) -> EncodedDocuments:
+    bos = np.array([tokenizer.bos_id], dtype=np.int32)
+    eos = np.array([tokenizer.eos_id], dtype=np.int32)
+    texts = tokenizer.encode_batch([document.text for document in documents], num_threads)
+    return EncodedDocuments(
+        tokens=np.concatenate([piece for text in texts for piece in (bos, text, eos)]),
+        lengths=np.array([len(text) + 2 for text in texts], dtype=np.int64),
+        num_text_bytes=sum(len(document.utf8) for document in documents),
+    )
+
+
+def _read_unit(unit: Unit) -> Iterator[Document]:
+    """Yields the unit's documents, their positions counted from the unit's beginning."""
+    begin = 0
+    for span in unit.spans:
+        for document in read_documents(unit.source, span):
+            yield document._replace(position=begin + min(document.position, span.num_bytes))
+        begin += span.num_bytes
+
+
+def _batches(documents: Iterator[Document], num_bytes: int) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.utf8)
+        if size >= num_bytes:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def main(descriptor: int) -> None:
+    """Serves the connection that `descriptor` is until its other end is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent decides
+    connection: Connection[object, object] = Connection(descriptor)
+    try:
+        _serve(connection)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        sys.exit(1)
+
+
+def _serve(connection: "Connection[object, object]") -> None:
+    setup = connection.recv()
+    assert isinstance(setup, Setup)
+    tokenizer = Tokenizer.load(setup.tokenizer)
+    assert tokenizer.hash == setup.tokenizer_hash
+    while True:
+        job = connection.recv()
+        assert isinstance(job, Job)
+        try:
+            for message in tokenize(setup, tokenizer, job):
+                connection.send(message)
+        except UserError as error:
+            connection.send(Failure(str(error)))
+        except (BrokenPipeError, ConnectionResetError):
+            raise
+        except OSError as error:
+            connection.send(Failure(explain_write_error(error, setup.staging.parent.parent)))
+
+
+def explain_write_error(error: OSError, corpus: Path) -> str:
+    """Returns the line that tells a user of a disk that is full or fails."""
+    return (
+        f"cannot write to {corpus} ({error.strerror or error}); mend that (make room) and run the same command again: "
+        "finished shards are kept"
+    )

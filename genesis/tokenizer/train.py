@@ -1,0 +1,123 @@
+"""Trains the tokenizer: SentencePiece byte-pair encoding that gives every text back byte for byte.
+
+The ids of a trained tokenizer begin the same way at any vocabulary size:
+
+    0  <pad>         4  <|system|>       8..15   <|reserved_0|> .. <|reserved_7|>
+    1  <unk>         5  <|user|>        16..271  the bytes 0x00 .. 0xFF
+    2  <s>   bos     6  <|assistant|>   272..    pieces learned from the text, then single characters
+    3  </s>  eos     7  <|end|>
+
+Ids below 16 are control symbols: no text, not even one that spells `<|user|>`, is ever encoded to them.
+"""
+
+import io
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import sentencepiece
+
+from genesis.errors import UserError
+
+MODEL_NAME = "tokenizer.model"
+PAD_ID, UNK_ID, BOS_ID, EOS_ID = range(4)
+CHAT_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+RESERVED_TOKENS = tuple(f"<|reserved_{index}|>" for index in range(8))
+CONTROL_SYMBOLS = CHAT_TOKENS + RESERVED_TOKENS
+
+_CHUNK_CHARS = 4096
+_NUM_THREADS = 16
+"""SentencePiece writes it into the model: a constant, so that every machine makes the same file."""
+_UNTRAINABLE = re.compile("[\0\u2581\u2585]+")
+"""SentencePiece drops a whole line that has one of these: its end-of-string, its space and its unknown character."""
+
+
+@dataclass(frozen=True)
+class TokenizerOptions:
+    """What to learn.
+
+    Args:
+        vocab_size: Ids in all: the control symbols, the 256 bytes and the learned pieces.
+        character_coverage: Share of the text's characters that get a piece of their own; the rest is spelled in bytes.
+    """
+
+    vocab_size: int = 49_152
+    character_coverage: float = 0.9995
+
+    def __post_init__(self) -> None:
+        smallest = EOS_ID + 1 + len(CONTROL_SYMBOLS) + 256
+        if self.vocab_size <= smallest:
+            raise UserError(
+                f"vocab_size {self.vocab_size} leaves no room: bytes and control symbols take {smallest}; choose more"
+            )
+        if not 0.98 <= self.character_coverage <= 1.0:
+            raise UserError(f"character_coverage {self.character_coverage} is not between 0.98 and 1")
+
+
+def train_tokenizer(texts: Iterable[str], options: TokenizerOptions, out: Path) -> Path:
+    """Trains on `texts`, writes the model into the directory `out` and returns its path.
+
+    The same texts and options give the same file. All of `texts` is held in memory while it learns: give a sample
+    (`genesis.data.sources.sample_texts`) of a large corpus.
+
+    Raises:
+        UserError: There is no text, or the vocabulary is too large (or too small) for it; the line names the bound.
+    """
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=_iterate_chunks(texts),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=options.vocab_size,
+            character_coverage=options.character_coverage,
+            num_threads=_NUM_THREADS,
+            byte_fallback=True,
+            split_digits=True,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            pad_id=PAD_ID,
+            unk_id=UNK_ID,
+            bos_id=BOS_ID,
+            eos_id=EOS_ID,
+            pad_piece="<pad>",
+            control_symbols=list(CONTROL_SYMBOLS),
+            max_sentence_length=4 * _CHUNK_CHARS,
+            minloglevel=3,
+        )
+    except RuntimeError as error:
+        raise _explain(str(error), options) from None
+    out.mkdir(parents=True, exist_ok=True)
+    staging = out / (MODEL_NAME + ".staging")
+    with staging.open("wb") as file:
+        file.write(model.getvalue())
+        file.flush()
+        os.fsync(file.fileno())
+    staging.replace(out / MODEL_NAME)
+    return out / MODEL_NAME
+
+
+def _iterate_chunks(texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        for part in _UNTRAINABLE.split(text):
+            for start in range(0, len(part), _CHUNK_CHARS):
+                yield part[start : start + _CHUNK_CHARS]
+
+
+def _explain(message: str, options: TokenizerOptions) -> Exception:
+    if largest := re.search(r"Vocabulary size too high.*<= (\d+)", message):
+        return UserError(
+            f"vocab_size {options.vocab_size} is too large for this text: choose {largest[1]} or less or give more text"
+        )
+    if sizes := re.search(r"smaller than required_chars. \d+ vs (\d+)", message):
+        return UserError(
+            f"vocab_size {options.vocab_size} is too small for this text's characters: choose more than {sizes[1]}, "
+            f"or lower character_coverage ({options.character_coverage})"
+        )
+    if "sentences_.empty()" in message:
+        return UserError("the sources hold no text to learn a tokenizer from; give other paths")
+    return RuntimeError(message)
