@@ -1,0 +1,163 @@
+"""`genesis demo`: the whole road in minutes on a CPU, each step a command that you could type yourself.
+
+Text that every Python has, a tokenizer, token shards, training with one real SIGKILL in the middle and a resume, validation,
+text from an early and the last checkpoint, a picture of the loss, and where everything lies.
+"""
+
+import argparse
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.rule import Rule
+
+from genesis.demo.plot import plot_loss, read_curve
+from genesis.demo.text import gather_text
+from genesis.errors import UserError
+from genesis_callbacks.checkpoint import read_manifest
+
+PROMPTS = ("class Stack:\n", "def __init__(self,", "import os\n\ndef ")
+
+_POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What a kill met: the last step that the log has, and the newest checkpoint that was committed."""
+
+    step: int
+    checkpoint: Path
+
+
+class StepFailedError(RuntimeError):
+    """A command of the demo failed; `status` is its exit status."""
+
+    def __init__(self, command: Sequence[str], status: int) -> None:
+        super().__init__(f"`{shlex.join(command)}` ended with status {status}")
+        self.status = status
+
+
+class Demo:
+    """The steps, in order; each prints its command and the time it took."""
+
+    def __init__(self, directory: Path, recipe: Path, corpus_config: Path, tokenizer_config: Path) -> None:
+        self.directory = directory
+        self.recipe, self.corpus_config, self.tokenizer_config = recipe, corpus_config, tokenizer_config
+        self.run_dir = directory / "run"
+        self.metrics = self.run_dir / "metrics.csv"
+        self.console = Console(highlight=False, soft_wrap=True)
+
+    def run(self) -> None:
+        """Runs every step."""
+        began = time.monotonic()
+        self._title("1/8  Text: Python's standard library")
+        num_documents, num_bytes = gather_text(self.directory / "text")
+        self.console.print(f"{num_documents} documents, {num_bytes / 1e6:.1f} MB")
+        self._title("2/8  Tokenizer")
+        self._genesis("tokenizer", "train", "--config", str(self.tokenizer_config))
+        self._title("3/8  Tokens")
+        self._genesis("data", "prepare", "--config", str(self.corpus_config))
+        self._title("4/8  Training, until it is killed")
+        fit = ("fit", "--config", str(self.recipe))
+        kill = self._train_and_kill(fit)
+        self._title("5/8  Training goes on from the last checkpoint")
+        self._genesis(*fit, "--ckpt_path", "latest")
+        self._title("6/8  Validation of the last checkpoint, in a process of its own")
+        last = self._committed()[-1]
+        self._genesis("validate", "--config", str(self.recipe), "--ckpt_path", str(last))
+        self._title("7/8  Text from an early and from the last checkpoint")
+        for checkpoint in (kill.checkpoint, last):
+            self.console.print(f"\n[bold]{checkpoint.name}[/bold]")
+            prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
+            self._genesis(
+                "generate", str(checkpoint), *prompts, "--max-new-tokens", "80", "--temperature", "0.6", "--seed", "1"
+            )
+        self._title("8/8  What there is now")
+        self._summarise(kill, last, time.monotonic() - began)
+
+    def _train_and_kill(self, fit: Sequence[str]) -> Kill:
+        """Starts training, waits until it is a few steps past its second checkpoint, and sends SIGKILL."""
+        process = subprocess.Popen(self._command(*fit))
+        try:
+            while len(self._committed()) < 2 or self._last_step() <= read_manifest(self._committed()[-1]).step + 3:
+                if process.poll() is not None:
+                    raise StepFailedError(self._command(*fit), process.returncode)
+                time.sleep(_POLL_SECONDS)
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        kill = Kill(self._last_step(), self._committed()[-1])
+        self.console.print(
+            f"\n[bold red]SIGKILL[/bold red] at step {kill.step}; the newest committed checkpoint is {kill.checkpoint.name}"
+        )
+        return kill
+
+    def _committed(self) -> list[Path]:
+        return sorted(marker.parent for marker in self.run_dir.glob("checkpoints/step-????????/COMMITTED"))
+
+    def _last_step(self) -> int:
+        if not self.metrics.exists():
+            return 0
+        steps, _ = read_curve(self.metrics, "step", "train/loss")
+        return int(steps[-1]) if steps else 0
+
+    def _summarise(self, kill: Kill, last: Path, seconds: float) -> None:
+        picture = self.run_dir / "loss.png"
+        plot_loss(self.metrics, picture, kill.step, read_manifest(kill.checkpoint).step)
+        _, held_out = read_curve(self.metrics, "step", "validation/bits_per_byte")
+        manifest = read_manifest(last)
+        print_ = self.console.print
+        print_(f"held-out text     {held_out[-1]:.3f} bits per byte (it began at {held_out[0]:.3f})")
+        print_(f"trained           {manifest.counters['updates']} updates, {manifest.counters['tokens_updated']:,} tokens")
+        print_(f"checkpoint        {last}")
+        print_(f"loss              {picture}")
+        print_(f"metrics           {self.metrics}")
+        print_(f"recipe            {self.run_dir / 'config.yaml'}")
+        print_(f"all of it took    {seconds / 60:.1f} minutes")
+        print_("\nNext:")
+        print_(f"  genesis generate {self.run_dir} --prompt 'class '")
+        print_(f"  genesis fit --config {self.recipe} --ckpt_path latest --trainer.max_steps ...   go on for longer")
+        print_("  configs/genesis-10m.yaml   a larger model; configs/corpora/ shows how to bring your own text")
+
+    def _title(self, text: str) -> None:
+        self.console.print()
+        self.console.print(Rule(text, align="left"))
+
+    def _command(self, *arguments: str) -> list[str]:
+        self.console.print(f"[dim]$ genesis {shlex.join(arguments)}[/dim]")
+        return [sys.executable, "-m", "genesis", *arguments]
+
+    def _genesis(self, *arguments: str) -> None:
+        command = self._command(*arguments)
+        began = time.monotonic()
+        status = subprocess.run(command, check=False).returncode
+        if status:
+            raise StepFailedError(command, status)
+        self.console.print(f"[dim]{time.monotonic() - began:.0f} s[/dim]")
+
+
+def main(argv: list[str]) -> int:
+    """Runs the demo; returns 0, or the status of the step that failed."""
+    parser = argparse.ArgumentParser("genesis demo", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--configs", type=Path, default=Path("configs"), help="the repository's configs folder")
+    arguments = parser.parse_args(argv)
+    recipe: Path = arguments.configs / "demo.yaml"
+    if not recipe.exists():
+        raise UserError(f"{recipe} does not exist; run the demo from a clone of the repository, or say --configs")
+    directory = Path("runs/demo")
+    if (directory / "run").exists():
+        number = 1 + sum(1 for _ in directory.glob("run.before-*"))
+        (directory / "run").rename(directory / f"run.before-{number}")
+    demo = Demo(directory, recipe, arguments.configs / "corpora" / "demo.yaml", arguments.configs / "tokenizer-demo.yaml")
+    try:
+        demo.run()
+    except StepFailedError as error:
+        print(f"genesis: error: {error}", file=sys.stderr)
+        return error.status if error.status > 0 else 128 - error.status
+    return 0
