@@ -107,6 +107,7 @@ class TokenCounters(pl.Callback):
         self._scaler: Any | None = None
         self._hooks: list[RemovableHandle] = []
         self._pending: Pending | None = None
+        self._was_called = False
         self._stepped_surely = False
         self._fused_scale: float | None = None
         self._reset()
@@ -268,6 +269,7 @@ class TokenCounters(pl.Callback):
             self._step = global_step
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._was_called = True
         if all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"]):
             return
         # After an overflow a scaler leaves an ordinary optimizer alone. It calls a fused one, which skips inside.
@@ -281,9 +283,10 @@ class TokenCounters(pl.Callback):
         return float(self._scaler.get_scale())
 
     def _reason(self, pl_module: pl.LightningModule, outputs: Any) -> str:
-        if self._fused_scale is not None:
-            return SCALER_OVERFLOW
-        return getattr(pl_module, "skip_reason", None) or (SCALER_OVERFLOW if self._scaler and outputs else NO_GRADIENT)
+        has_loss = bool(outputs) or not pl_module.automatic_optimization
+        was_withheld = self._scaler is not None and not self._was_called and has_loss
+        is_overflow = was_withheld or self._fused_scale is not None
+        return getattr(pl_module, "skip_reason", None) or (SCALER_OVERFLOW if is_overflow else NO_GRADIENT)
 
     def _end_window(self, skip_reason: str | None) -> None:
         self._step += 1
@@ -325,6 +328,7 @@ class TokenCounters(pl.Callback):
         pl_module.log_dict(exact, on_step=True, on_epoch=False, batch_size=1)
 
     def _forget_attempt(self) -> None:
+        self._was_called = False
         self._stepped_surely = False
         self._fused_scale = None
 

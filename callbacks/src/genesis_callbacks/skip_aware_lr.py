@@ -1,0 +1,365 @@
+"""Sets the learning rate from what really happened: it stands still while windows are skipped.
+
+    logged               unit and meaning
+    optim/lr             learning rate of the first parameter group in this window
+    optim/lr_<name>      the same of a named group whose peak is another
+    optim/lr_factor      share of the peak (not with `shape="own"`)
+    optim/replays        windows run again after a scaler's overflow (with `max_replays` only)
+
+Does it communicate? No: it reads the clocks of `TokenCounters`, which are the same on every rank. With `max_replays` it
+reads the gradient scaler's scale before and after a step, which has waited for the device anyway.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+
+from genesis_callbacks.schedule import Schedule, Shape, lr_factor
+from genesis_callbacks.token_counters import TokenCounters
+
+LR = "optim/lr"
+LR_OF_GROUP = "optim/lr_{name}"
+LR_FACTOR = "optim/lr_factor"
+REPLAYS = "optim/replays"
+
+Clock = Literal["updates", "tokens_updated", "tokens_seen"]
+
+_STATE_VERSION = 1
+
+
+class SkipAwareLR(pl.Callback):
+    """Learning rate of each parameter group = its peak x a factor that depends on a clock of `TokenCounters`.
+
+    A group's peak is the learning rate with which this run's `configure_optimizers` built it, never one from a
+    checkpoint: whoever resumes with another learning rate gets it, times the factor of the restored clock, and one line
+    says so. The factor is set before each batch; no lr_scheduler is needed, and none is allowed beside it. With
+    `shape="own"` nothing is set: the project's own schedulers with interval `step` are called after updates only.
+
+    Lengths are in the clock's unit: updates with `by="updates"`, else tokens.
+
+    Args:
+        shape: See `Schedule`; or `own`.
+        by: `updates` and `tokens_updated` stand still while windows are skipped; `tokens_seen` follows the data.
+        total_updates: The planned end; by default the Trainer's `max_steps`.
+        total_tokens: The planned end.
+        warmup_updates: Length of the warm-up.
+        warmup_tokens: Length of the warm-up.
+        warmup_share: Length of the warm-up as a share of the total.
+        decay_updates: Length of the decay of `wsd`.
+        decay_tokens: Length of the decay of `wsd`.
+        decay_share: Length of the decay of `wsd` as a share of the total; 0.2 if no length is given.
+        floor_share: Lowest learning rate, as a share of the peak.
+        max_replays: How often a window is run again at once after a gradient scaler's overflow, with the lower scale.
+            Lightning's global_step, the data's position and `tokens_seen` count such a window once.
+
+    Raises:
+        ValueError: The lengths contradict each other, or the project lacks what they need; the line says what to do.
+    """
+
+    def __init__(
+        self,
+        *,
+        shape: Shape | Literal["own"] = "cosine",
+        by: Clock = "updates",
+        total_updates: int | None = None,
+        total_tokens: int | None = None,
+        warmup_updates: int | None = None,
+        warmup_tokens: int | None = None,
+        warmup_share: float | None = None,
+        decay_updates: int | None = None,
+        decay_tokens: int | None = None,
+        decay_share: float | None = None,
+        floor_share: float = 0.1,
+        max_replays: int = 0,
+    ) -> None:
+        if max_replays < 0:
+            raise ValueError(f"max_replays is {max_replays}: it must be at least 0")
+        unit = "updates" if by == "updates" else "tokens"
+        self._shape, self._by, self._floor, self._max_replays = shape, by, floor_share, max_replays
+        self._total = _pick("total", unit, total_updates, total_tokens, None)
+        self._warmup = _pick("warmup", unit, warmup_updates, warmup_tokens, warmup_share)
+        self._decay = _pick("decay", unit, decay_updates, decay_tokens, decay_share)
+        if self._decay is not None and shape != "wsd":
+            raise ValueError(f"a decay length is given and the shape is {shape!r}: only wsd has one")
+        if self._total is not None:
+            self._plan(int(self._total))
+        self._schedule: Schedule | None = None
+        self._counters: TokenCounters | None = None
+        self._peaks: list[list[float]] = []
+        self._named_peaks: dict[str, float] = {}
+        self._restored_peaks: dict[str, float] = {}
+        self._lrs: dict[str, float] = {}
+        self._num_replays = 0
+        self._unwrap: list[Callable[[], None]] = []
+
+    # ---- state
+
+    @property
+    def state_key(self) -> str:
+        """The key of our state in a checkpoint."""
+        return "genesis_callbacks.SkipAwareLR"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the peaks by group and the replays; the clocks are the counters'."""
+        return {"version": _STATE_VERSION, "peaks": dict(self._named_peaks), "replays": self._num_replays}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the replays; the peaks only to say what changed."""
+        if state_dict["version"] != _STATE_VERSION:
+            raise ValueError(
+                f"the checkpoint's schedule has version {state_dict['version']}, this release reads {_STATE_VERSION}: "
+                "resume with the genesis-callbacks that wrote it"
+            )
+        self._num_replays = state_dict["replays"]
+        self._restored_peaks = dict(state_dict["peaks"])
+
+    # ---- hooks
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Finds the clocks and the planned end."""
+        if stage != "fit":
+            return
+        self._counters = next((c for c in vars(trainer)["callbacks"] if isinstance(c, TokenCounters)), None)
+        if self._counters is None:
+            raise ValueError(
+                "SkipAwareLR reads the clocks of TokenCounters: add TokenCounters() to the Trainer's callbacks"
+            )
+        if self._shape != "own":
+            self._schedule = self._plan(self._find_total(trainer.max_steps))
+        self._restored_peaks = {}
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Takes the peaks from the optimizers as they were built: a checkpoint is read into them after this hook."""
+        self._refuse_mismatch(trainer, pl_module)
+        self._peaks = [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in trainer.optimizers]
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        self._named_peaks = {group.get("name", str(index)): float(group["lr"]) for index, group in enumerate(groups)}
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Puts itself between Lightning and the module's hooks, where asked to."""
+        if trainer.global_step == 0:
+            self._num_replays = 0
+        for name, peak in self._named_peaks.items():
+            if self._restored_peaks.get(name, peak) != peak and self._schedule is not None:
+                before = self._restored_peaks[name]
+                rank_zero_info(f"peak learning rate of group {name}: {before} until now, {peak} from here")
+        if self._shape == "own":
+            self._gate_schedulers(trainer, pl_module)
+        if self._max_replays:
+            self._replay_overflows(trainer, pl_module)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Sets the learning rate.
+
+        Here and not in `on_before_optimizer_step`: that runs inside the optimizer's step, where an optimizer that wraps
+        another one (ZeroRedundancyOptimizer) has copied the learning rate already.
+        """
+        if self._schedule is not None:
+            self._set_lrs(trainer, lr_factor(self._clock(), self._schedule))
+        self._lrs = self._read_lrs(trainer)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Logs."""
+        every = vars(trainer)["log_every_n_steps"]  # a public attribute that Lightning's annotations leave out
+        if every > 0 and (trainer.global_step % every == 0 or trainer.should_stop):
+            # As CPU tensors: Lightning would move a number to the device and wait for it.
+            values = {key: torch.tensor(value, dtype=torch.float64) for key, value in self._lrs.items()}
+            pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Gives the module's hooks back."""
+        self._restore_hooks()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Gives the module's hooks and the optimizers' learning rates back."""
+        self._leave(trainer)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Gives the module's hooks and the optimizers' learning rates back."""
+        self._leave(trainer)
+
+    # ---- planning
+
+    def _find_total(self, max_steps: int) -> int:
+        if self._total is not None:
+            return int(self._total)
+        if self._by == "updates" and max_steps > 0:
+            return max_steps
+        if self._shape == "constant" and not isinstance(self._warmup, float):
+            return max(1, self._warmup or 0)  # a constant has no end
+        unit = "updates" if self._by == "updates" else "tokens"
+        other = ", or max_steps to the Trainer" if unit == "updates" else ""
+        raise ValueError(f"the schedule does not know its end: give it total_{unit}{other}")
+
+    def _plan(self, total: int) -> Schedule:
+        assert self._shape != "own"
+        decay = (0.2 if self._decay is None else self._decay) if self._shape == "wsd" else 0
+        return Schedule(
+            self._shape,
+            total,
+            warmup=_resolve(self._warmup or 0, total),
+            decay=_resolve(decay, total),
+            floor=self._floor,
+        )
+
+    def _refuse_mismatch(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        num_schedulers = len(trainer.lr_scheduler_configs)
+        if self._shape != "own" and num_schedulers:
+            raise ValueError(
+                f"configure_optimizers returns {num_schedulers} LR schedulers, and shape {self._shape!r} sets the rate "
+                'itself: leave them out, or let SkipAwareLR(shape="own") call them after updates only'
+            )
+        if self._shape == "own":
+            _refuse_ungatable(trainer, pl_module)
+        if self._max_replays:
+            _refuse_unreplayable(trainer, pl_module, self._max_replays)
+
+    # ---- learning rates
+
+    def _clock(self) -> int:
+        assert self._counters is not None
+        return int(getattr(self._counters, self._by))
+
+    def _set_lrs(self, trainer: pl.Trainer, factor: float) -> None:
+        for optimizer, peaks in zip(trainer.optimizers, self._peaks, strict=True):
+            for added in optimizer.param_groups[len(peaks) :]:  # a group that was unfrozen during the run
+                peaks.append(float(added["lr"]))
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                _set_lr(group, peak * factor)
+
+    def _read_lrs(self, trainer: pl.Trainer) -> dict[str, float]:
+        values: dict[str, float] = {}
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        peaks = [peak for of_optimizer in self._peaks for peak in of_optimizer]
+        for group, peak in zip(groups, peaks, strict=False):
+            if not values:
+                values[LR] = float(group["lr"])
+            elif peak != peaks[0] and "name" in group:
+                values[LR_OF_GROUP.format(name=group["name"])] = float(group["lr"])
+        if self._schedule is not None:
+            values[LR_FACTOR] = lr_factor(self._clock(), self._schedule)
+        if self._max_replays:
+            values[REPLAYS] = self._num_replays
+        return values
+
+    # ---- hooks of the module
+
+    def _gate_schedulers(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        counters = self._counters
+        assert counters is not None
+        gated = [c.scheduler for c in trainer.lr_scheduler_configs if c.interval == "step" and not c.reduce_on_plateau]
+        original = pl_module.lr_scheduler_step
+
+        def step_after_updates(scheduler: Any, metric: Any) -> None:
+            if counters.has_updated or all(scheduler is not one for one in gated):
+                original(scheduler, metric)
+
+        self._wrap(pl_module, "lr_scheduler_step", step_after_updates)
+
+    def _replay_overflows(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        scaler = vars(trainer.precision_plugin)["scaler"]
+        original = pl_module.optimizer_step
+
+        def step_until_finite(epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any]) -> None:
+            scale = scaler.get_scale()
+            original(epoch, batch_idx, optimizer, optimizer_closure)
+            for _ in range(self._max_replays):
+                has_overflowed, scale = scaler.get_scale() < scale, scaler.get_scale()
+                if not has_overflowed:
+                    break
+                self._num_replays += 1
+                # Around LightningOptimizer, so that global_step counts the window once.
+                trainer.strategy.optimizer_step(optimizer.optimizer, optimizer_closure, model=pl_module)
+
+        self._wrap(pl_module, "optimizer_step", step_until_finite)
+
+    def _wrap(self, pl_module: pl.LightningModule, name: str, wrapper: Callable[..., None]) -> None:
+        """Puts a hook onto the module's instance until `_restore_hooks`."""
+        attributes = vars(pl_module)
+        was_wrapped, before = name in attributes, attributes.get(name)
+
+        def unwrap() -> None:
+            if was_wrapped:
+                attributes[name] = before
+            else:
+                attributes.pop(name, None)
+
+        attributes[name] = wrapper
+        self._unwrap.append(unwrap)
+
+    def _restore_hooks(self) -> None:
+        while self._unwrap:
+            self._unwrap.pop()()
+
+    def _leave(self, trainer: pl.Trainer) -> None:
+        self._restore_hooks()
+        if self._schedule is not None and self._peaks:
+            # Who fits again with the same optimizer starts from the same peak.
+            self._set_lrs(trainer, 1.0)
+        self._peaks = []
+
+
+def _pick(name: str, unit: str, updates: int | None, tokens: int | None, share: float | None) -> int | float | None:
+    """Returns the one length that is given: a whole number in the clock's unit, or a share as a float."""
+    lengths: dict[str, int | float | None] = {"updates": updates, "tokens": tokens, "share": share}
+    given = {key: value for key, value in lengths.items() if value is not None}
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(f'{name}_{key}' for key in given)} are given: give one of them")
+    for key, value in given.items():
+        if key not in (unit, "share"):
+            raise ValueError(
+                f"{name}_{key} is given and the clock counts {unit}: give {name}_{unit}, or another clock by `by`"
+            )
+        if key == "share" and not 0.0 <= value <= 1.0:
+            raise ValueError(f"{name}_share is {value}: it is a share of the total, 0 to 1")
+        return float(value) if key == "share" else int(value)
+    return None
+
+
+def _resolve(length: int | float, total: int) -> int:
+    return round(length * total) if isinstance(length, float) else length
+
+
+def _set_lr(group: dict[str, Any], lr: float) -> None:
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(lr)
+    else:
+        group["lr"] = lr
+
+
+def _refuse_ungatable(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    if not trainer.lr_scheduler_configs:
+        raise ValueError('shape="own" and configure_optimizers returns no LR scheduler: return one, or choose a shape')
+    if not pl_module.automatic_optimization:
+        raise ValueError(
+            'shape="own" gates the schedulers that Lightning calls, and under manual optimization the module does: call '
+            "them there if TokenCounters.has_updated"
+        )
+    for config in trainer.lr_scheduler_configs:
+        if config.interval == "step" and config.frequency != 1 and not config.reduce_on_plateau:
+            raise ValueError(
+                f"an LR scheduler has frequency {config.frequency}: with a skip in between, its steps would not be "
+                f"{config.frequency} updates apart; use frequency 1 and stretch the scheduler"
+            )
+
+
+def _refuse_unreplayable(trainer: pl.Trainer, pl_module: pl.LightningModule, max_replays: int) -> None:
+    asked = f"max_replays is {max_replays}"
+    if getattr(trainer.precision_plugin, "scaler", None) is None:
+        precision = trainer.precision_plugin.precision
+        raise ValueError(f"{asked} and precision {precision} has no gradient scaler to overflow: set max_replays to 0")
+    if not pl_module.automatic_optimization:
+        raise ValueError(f"{asked} and the module optimizes manually, so its step can't be run again: set it to 0")
+    if trainer.accumulate_grad_batches != 1:
+        raise ValueError(
+            f"{asked} and accumulate_grad_batches is {trainer.accumulate_grad_batches}: of such a window only the last "
+            "batch could be run again; set max_replays to 0"
+        )
