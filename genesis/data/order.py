@@ -52,7 +52,7 @@ NUM_HASHED: Final = 1_000
 
 _SHUFFLE_ROUNDS: Final = 12
 """Of grain's index shuffle. With the 4 of `MapDataset.shuffle`, neighbours come from the same stretch of a large source
-(lag correlations of 15 standard errors over 10^6 sequences or more); from 8 on they are as independent as can be told."""
+(correlations of 15 standard errors over 10^6 sequences or more); from 8 on they are as independent as can be told."""
 _SHUFFLE_RANGE: Final = 2**32
 _SMALL_SOURCE: Final = 4_096
 

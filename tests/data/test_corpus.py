@@ -1,0 +1,146 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from blake3 import blake3
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from genesis.data.corpus import TokenSource, open_corpus
+from genesis.data.manifest import MANIFEST_NAME
+from genesis.errors import UserError
+from tests.data.corpora import FAKE_TOKENIZER, make_documents, write_corpus
+
+DOCUMENTS = make_documents(20, 8)
+STREAM = [token for document in DOCUMENTS for token in document]
+SHARD = "train/text/00001.ds"
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    return write_corpus(tmp_path / "corpus", {"text": DOCUMENTS})
+
+
+def read(source: TokenSource, start: int, count: int) -> list[int]:
+    out = np.empty(count, np.uint16)
+    source.read(start, out)
+    tokens: list[int] = out.tolist()
+    return tokens
+
+
+def one_line(error: pytest.ExceptionInfo[UserError]) -> str:
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_a_source_reads_as_one_stream_across_its_shards(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "stream"
+    if not path.exists():
+        write_corpus(path, {"text": DOCUMENTS})
+    (source,) = open_corpus(path).train
+    start = data.draw(st.integers(0, len(STREAM)))
+    stop = data.draw(st.integers(start, len(STREAM)))
+    assert source.num_tokens == len(STREAM)
+    assert read(source, start, stop - start) == STREAM[start:stop]
+
+
+@pytest.mark.parametrize("token_dtype", ["uint16", "uint32"])
+def test_both_token_widths_read_the_same(tmp_path: Path, token_dtype: str) -> None:
+    (source,) = open_corpus(write_corpus(tmp_path, {"text": DOCUMENTS}, token_dtype=token_dtype)).train
+    assert read(source, 0, len(STREAM)) == STREAM
+
+
+def test_reading_beyond_the_end_is_our_mistake(corpus: Path) -> None:
+    (source,) = open_corpus(corpus).train
+    with pytest.raises(AssertionError, match="beyond the end"):
+        read(source, len(STREAM) - 3, 4)
+
+
+def test_maps_stay_within_their_limit_and_reads_stay_right(corpus: Path) -> None:
+    opened = open_corpus(corpus, max_open_maps=2)
+    (source,) = opened.train
+    rng = np.random.default_rng(0)
+    for start in rng.integers(0, len(STREAM) - 30, 200).tolist():
+        assert read(source, start, 30) == STREAM[start : start + 30]
+        assert source._maps.num_open <= 2
+
+
+def test_no_shard_is_mapped_before_it_is_read(corpus: Path) -> None:
+    (source,) = open_corpus(corpus).train
+    assert source._maps.num_open == 0
+    read(source, 0, 1)
+    assert source._maps.num_open == 1
+
+
+def test_a_flipped_bit_is_refused_when_its_shard_is_first_read(corpus: Path) -> None:
+    data = bytearray((corpus / SHARD).read_bytes())
+    data[5] ^= 4
+    (corpus / SHARD).write_bytes(data)
+    (source,) = open_corpus(corpus).train
+    read(source, 0, 1)
+    with pytest.raises(UserError) as error:
+        read(source, 0, len(STREAM))
+    message = one_line(error)
+    assert SHARD in message
+    assert blake3(data).hexdigest()[:16] in message
+    assert "genesis data prepare" in message
+    (trusting,) = open_corpus(corpus, verify_hashes="never").train
+    assert len(read(trusting, 0, len(STREAM))) == len(STREAM)
+
+
+@pytest.mark.parametrize("name", [SHARD, f"{SHARD}.index"])
+def test_a_file_of_another_size_is_refused_at_open(corpus: Path, name: str) -> None:
+    data = (corpus / name).read_bytes()
+    (corpus / name).write_bytes(data[:-2])
+    with pytest.raises(UserError) as error:
+        open_corpus(corpus)
+    assert f"{name} has {len(data) - 2} bytes, the manifest says {len(data)}" in one_line(error)
+
+
+def test_a_missing_shard_is_refused_at_open(corpus: Path) -> None:
+    (corpus / SHARD).unlink()
+    with pytest.raises(UserError) as error:
+        open_corpus(corpus)
+    assert f"{SHARD} can't be read (No such file or directory)" in one_line(error)
+
+
+def test_a_directory_without_a_manifest_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="genesis data prepare"):
+        open_corpus(tmp_path)
+
+
+def test_a_tokenizer_that_is_not_the_runs_is_refused(corpus: Path) -> None:
+    open_corpus(corpus, tokenizer_hash=blake3(FAKE_TOKENIZER).hexdigest())
+    with pytest.raises(UserError) as error:
+        open_corpus(corpus, tokenizer_hash="f" * 64)
+    assert f"made with the tokenizer {blake3(FAKE_TOKENIZER).hexdigest()[:16]}, this run's is {'f' * 16}" in one_line(
+        error
+    )
+
+
+def test_a_tokenizer_that_did_not_make_the_tokens_is_refused(corpus: Path) -> None:
+    (corpus / "tokenizer.model").write_bytes(b"another")
+    with pytest.raises(UserError) as error:
+        open_corpus(corpus)
+    assert f"is the tokenizer {blake3(b'another').hexdigest()[:16]}" in one_line(error)
+    (corpus / "tokenizer.model").unlink()
+    with pytest.raises(UserError, match="is missing"):
+        open_corpus(corpus)
+
+
+def test_hashes_of_an_unknown_kind_and_a_manifest_that_contradicts_itself_are_refused(corpus: Path) -> None:
+    manifest = json.loads((corpus / MANIFEST_NAME).read_text())
+    manifest["train"][0]["shards"][0]["num_tokens"] += 1
+    (corpus / MANIFEST_NAME).write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="prepare the corpus again"):
+        open_corpus(corpus)
+    manifest["hash_algorithm"] = "crc32"
+    (corpus / MANIFEST_NAME).write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="'crc32'"):
+        open_corpus(corpus)
