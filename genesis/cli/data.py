@@ -1,5 +1,6 @@
 """`genesis data prepare`, `genesis data inspect` and `genesis data verify`."""
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,22 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from genesis.cli.options import build_parser, make, parse
+from genesis.cli.options import PLAIN_WIDTH, build_parser, make, parse
 from genesis.data.inspect import Sample, draw_samples, verify_corpus
 from genesis.data.manifest import CorpusManifest, SourceRecord, Split, read_manifest
 from genesis.data.prepare import PrepareOptions, PrepareProgress, prepare_corpus
 from genesis.errors import UserError
 
-_PREPARE_DESCRIPTION = """Turns text into token shards with a manifest, in OUT/NAME. Reads .txt and source code (a file is
-a document), .jsonl, all of these as .gz and .zst, and .parquet; a share of the documents is held out for validation. It
-can be killed at any moment: the same command goes on where it was, to the same result. Sources are best given in a YAML
-file:
-genesis data prepare --config configs/data.yaml"""
+_PREPARE_DESCRIPTION = """Turns text into token shards with a manifest, in OUT/NAME.
+Reads .txt and source code (a file is a document), .jsonl, all of these as .gz and .zst, and .parquet; a share of the
+documents is held out for validation. It can be killed at any moment: the same command goes on where it was, to the same
+result. Sources are best given in a YAML file: genesis data prepare --config configs/data.yaml"""
 
 _INSPECT_DESCRIPTION = """Shows what a corpus holds and some decoded samples, a rule at each document's end.
 Example: genesis data inspect corpora/demo --num_samples 5"""
@@ -61,7 +62,7 @@ def prepare_main(argv: list[str]) -> int:
     parser.add_argument("--restart", action="store_true", help="throw away what an earlier attempt made in OUT/NAME")
     arguments = parse(parser, argv, PrepareOptions)
     options = make(PrepareOptions, arguments)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     with _ProgressBar(console).shown() as bar:
         manifest = prepare_corpus(options, restart=arguments.restart, report=bar.update)
     console.print(_manifest_table(options.corpus, manifest))
@@ -78,7 +79,7 @@ def inspect_main(argv: list[str]) -> int:
     arguments = parse(parser, argv, InspectOptions)
     options = make(InspectOptions, arguments)
     manifest = read_manifest(arguments.corpus)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     console.print(_manifest_table(arguments.corpus, manifest))
     for sample in draw_samples(
         arguments.corpus, manifest, options.split, options.num_samples, options.sample_tokens, options.seed
@@ -133,6 +134,7 @@ class _ProgressBar:
 
 def _manifest_table(corpus: Path, manifest: CorpusManifest) -> Table:
     table = Table(
+        box=box.SIMPLE_HEAD,
         title=f"{corpus}: {manifest.token_dtype} tokens of a vocabulary of {manifest.vocab_size:,}",
         caption=f"tokenizer {manifest.tokenizer_hash[:16]}",
     )

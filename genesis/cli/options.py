@@ -3,7 +3,6 @@
 import difflib
 import re
 from argparse import ArgumentError
-from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -12,6 +11,9 @@ from jsonargparse import ArgumentParser, Namespace
 from genesis.errors import UserError
 
 T = TypeVar("T")
+
+PLAIN_WIDTH = 120
+"""Columns of a table that goes to a file or a pipe."""
 
 
 def build_parser(name: str, description: str) -> ArgumentParser:
@@ -28,9 +30,8 @@ def parse(parser: ArgumentParser, argv: list[str], *options: type) -> Namespace:
         UserError: An option is unknown, missing or of a wrong type. The nearest name of a field of `options` is hinted.
     """
     known = sorted({name for option in options for name in _field_names(option)})
-    instantiate: Callable[[Namespace], Namespace] = parser.instantiate  # type: ignore[attr-defined] # set at run time
     try:
-        return instantiate(parser.parse_args(argv))
+        return parser.instantiate_classes(parser.parse_args(argv))
     except UserError:
         raise
     except (ArgumentError, ValueError) as error:

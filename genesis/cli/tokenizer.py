@@ -1,14 +1,16 @@
 """`genesis tokenizer train` and `genesis tokenizer inspect`."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from genesis.cli.options import build_parser, make, parse
+from genesis.cli.options import PLAIN_WIDTH, build_parser, make, parse
 from genesis.data.sources import SourceOptions, check_sources, sample_texts
 from genesis.errors import UserError
 from genesis.tokenizer.inspect import find_unused, measure_texts
@@ -93,7 +95,9 @@ def inspect_main(argv: list[str]) -> int:
     tokenizer = Tokenizer.load(options.tokenizer)
     counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     num_changed = 0
-    table = Table(title=f"{options.tokenizer}: {tokenizer.vocab_size:,} ids, hash {tokenizer.hash[:16]}")
+    table = Table(
+        box=box.SIMPLE_HEAD, title=f"{options.tokenizer}: {tokenizer.vocab_size:,} ids, hash {tokenizer.hash[:16]}"
+    )
     for column in ("source", "documents", "bytes", "tokens", "bytes/token", "single bytes", "round trip"):
         table.add_column(column, justify="left" if column in ("source", "round trip") else "right")
     total_weight = sum(source.weight for source in options.sources)
@@ -111,7 +115,7 @@ def inspect_main(argv: list[str]) -> int:
             f"{report.num_byte_tokens / max(1, report.num_tokens):.2%}",
             "exact" if not report.num_changed else f"{report.num_changed:,} changed",
         )
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     console.print(table)
     unused = find_unused(tokenizer, counts)
     examples = " ".join(repr(tokenizer.pieces[token]) for token in unused[:20])
