@@ -12,6 +12,7 @@ from .manifest import Manifest, is_checkpoint_name, is_staging_name, read_manife
 from .verify import VerifyLevel, verify
 
 LOCK_NAME = ".lock"
+CHECKPOINTS_NAME = "checkpoints"
 
 
 class QuarantineWarning(UserWarning):
@@ -48,12 +49,19 @@ class DirectoryLock:
             self._descriptor = -1
 
 
+def checkpoints_in(path: Path | str) -> Path:
+    """Returns the directory that holds the `step-*` of `path`, which may be a run's directory or that one itself."""
+    path = Path(path)
+    inner = path / CHECKPOINTS_NAME
+    return inner if inner.is_dir() else path
+
+
 def list_committed(directory: Path | str) -> list[tuple[Path, Manifest]]:
-    """Returns the committed checkpoints directly in `directory`, oldest first in the lineage.
+    """Returns the committed checkpoints of a run, or directly in `directory`, oldest first in the lineage.
 
     Those without a valid marker and manifest are left out; files are not looked at. No communication.
     """
-    directory = Path(directory)
+    directory = checkpoints_in(directory)
     found = []
     for path in sorted(directory.iterdir()) if directory.is_dir() else []:
         if is_checkpoint_name(path.name) and path.is_dir():
@@ -80,11 +88,11 @@ def find_latest(directory: Path | str, *, level: VerifyLevel = "full", put_aside
     `QuarantineWarning`, and the one before it is taken. One process calls it (rank 0); it does not communicate.
 
     Args:
-        directory: The directory that holds the `step-*` directories.
+        directory: A run's directory, or the one in it that holds the `step-*`.
         level: How much is verified.
         put_aside: False only looks: bad ones are passed over with the same warning and stay where they are.
     """
-    directory = Path(directory)
+    directory = checkpoints_in(directory)
     if not directory.is_dir():
         return None
     candidates = [path for path in directory.iterdir() if is_checkpoint_name(path.name) and path.is_dir()]

@@ -69,37 +69,44 @@ class Ranks:
 
         return finish
 
-    def attempt(
-        self,
-        act: str,
-        function: Callable[[], T],
-        *,
-        error_type: type[CheckpointError] = SaveFailedError,
-    ) -> list[T]:
-        """Returns what `function()` gave on each rank; if it raised on any, raises on all alike. Communicates once.
+    def attempt(self, act: str, function: Callable[[], T], *, error_type: type[CheckpointError] = SaveFailedError) -> T:
+        """Returns what `function()` gives on this rank; if it raises on any, raises on all alike. Communicates once.
 
         Raises:
             CheckpointError: Of `error_type` (or, where all ranks that failed agree on it, of the type that they
                 raised); it names the act, the ranks and what they met.
         """
-        value: T | None = None
+        return self._attempt(act, function, error_type, keep_local=True)[self.rank]
+
+    def attempt_and_gather(
+        self, act: str, function: Callable[[], T], *, error_type: type[CheckpointError] = SaveFailedError
+    ) -> list[T]:
+        """Returns what `function()` gave on each rank, in rank order; otherwise as `attempt`. Communicates once."""
+        return self._attempt(act, function, error_type, keep_local=False)
+
+    def _attempt(
+        self, act: str, function: Callable[[], T], error_type: type[CheckpointError], *, keep_local: bool
+    ) -> list[T]:
+        value: Any = None
         failure: tuple[type[CheckpointError] | None, str] | None = None
+        cause: Exception | None = None
         try:
             value = function()
         except CheckpointError as error:
-            failure = (type(error), str(error))
+            failure, cause = (type(error), str(error)), error
         except Exception as error:
-            failure = (None, f"{type(error).__name__}: {error}")
+            failure, cause = (None, f"{type(error).__name__}: {error}"), error
         try:
-            outcomes = self.gather((value, failure))
+            outcomes: list[Any] = self.gather((None if keep_local else value, failure))
         except RuntimeError as error:
             raise error_type(f"{act}: a rank did not answer: {error}") from error
         failures = {rank: failed for rank, (_, failed) in enumerate(outcomes) if failed is not None}
         if not failures:
-            return [answer for answer, _ in outcomes]  # type: ignore[misc]  # None only where it failed
+            answers: list[T] = [value if rank == self.rank else answer for rank, (answer, _) in enumerate(outcomes)]
+            return answers
         texts = [
             text if self.world_size == 1 else f"rank {rank}: {text}" for rank, (_, text) in sorted(failures.items())
         ]
         kinds = {kind for kind, _ in failures.values()}
         kind = kinds.pop() if len(kinds) == 1 else None
-        raise (kind or error_type)(f"{act}: " + "; ".join(dict.fromkeys(texts)))
+        raise (kind or error_type)(f"{act}: " + "; ".join(texts)) from cause

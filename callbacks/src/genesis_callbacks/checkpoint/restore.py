@@ -159,7 +159,9 @@ def check_restored(manifest: Manifest, parts: Iterable[LocalPart], ranks: Ranks)
     Raises:
         CorruptCheckpointError: On every rank alike, with the names of the tensors that differ.
     """
-    digests = ranks.attempt("checking the restored tensors", lambda: digest_parts(parts), error_type=CheckpointError)
+    digests = ranks.attempt_and_gather(
+        "checking the restored tensors", lambda: digest_parts(parts), error_type=CheckpointError
+    )
     reasons = find_misplaced(manifest, digests)
     if reasons:
         listed = "; ".join(f"{name}: {reason}" for name, reason in sorted(reasons.items())[:5])

@@ -8,7 +8,7 @@ import time
 import uuid
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -161,6 +161,7 @@ class Saver:
         self._versions = _read_versions()
         self._planned: tuple[list[list[Part]], SavePlan] | None = None
         self._staging: Path | None = None
+        self._snapshot: Snapshot | None = None
         self.previous: Ancestor | None = None
         self.sequence = 0
 
@@ -168,33 +169,38 @@ class Saver:
         """Says which checkpoint the next save descends from; None and 0 for none."""
         self.previous, self.sequence = previous, sequence
 
-    def save(self, snapshot: Snapshot) -> Saved:
+    def save(self, take_snapshot: Callable[[], Snapshot]) -> Saved:
         """Saves and returns what became of it. Every rank calls it; it communicates over the engine's own group.
+
+        Args:
+            take_snapshot: Gives this rank's snapshot; what it raises fails the save on all ranks.
 
         Raises:
             SaveFailedError: On every rank alike. The staging directory is gone; every checkpoint from before is as
                 it was.
         """
         try:
-            reports = self._ranks.attempt("reporting what to save", lambda: self._report(snapshot))
+            reports = self._ranks.attempt_and_gather("reporting what to save", lambda: self._report(take_snapshot))
             staging = reports[0].staging
             assert staging is not None
             # From the same reports every rank comes to the same digests, the same plan, or the same refusal.
             digests = merge_digests([report.digests for report in reports])
             plan = self._plan([list(report.digests) for report in reports])
-            receipts = self._ranks.attempt("writing the shards", lambda: self._write(staging, plan, snapshot))
-            saved = self._ranks.attempt(
-                "committing", lambda: self._commit(staging, snapshot, reports, receipts, digests)
+            receipts = self._ranks.attempt_and_gather("writing the shards", lambda: self._write(staging, plan))
+            saved = self._ranks.attempt_and_gather(
+                "committing", lambda: self._commit(staging, reports, receipts, digests)
             )[0]
         except BaseException:
             self._move_aside()
             raise
+        finally:
+            self._snapshot = None
         assert saved is not None
-        self._staging = None
         self.continue_from(Ancestor(saved.path.name, saved.manifest_hash), saved.manifest.sequence)
         return saved
 
-    def _report(self, snapshot: Snapshot) -> _Report:
+    def _report(self, take_snapshot: Callable[[], Snapshot]) -> _Report:
+        snapshot = self._snapshot = take_snapshot()
         if self._ranks.is_first:
             name = checkpoint_name(snapshot.step)
             if (self.directory / name).exists():
@@ -209,23 +215,24 @@ class Saver:
             self._planned = (parts_by_rank, plan_save(parts_by_rank))
         return self._planned[1]
 
-    def _write(self, staging: Path, plan: SavePlan, snapshot: Snapshot) -> Receipt:
+    def _write(self, staging: Path, plan: SavePlan) -> Receipt:
+        assert self._snapshot is not None
         ours = plan.parts_by_writer[self._ranks.rank]
         if not ours:
             return Receipt((), ())
-        live = {local.part: local for local in snapshot.parts}
+        live = {local.part: local for local in self._snapshot.parts}
         staged = stage_blocking(live[part] for part in ours)
         return write_shard(staging, self._ranks.rank, staged, algorithm=self._hash_algorithm)
 
     def _commit(
         self,
         staging: Path,
-        snapshot: Snapshot,
         reports: list[_Report],
         receipts: list[Receipt],
         digests: dict[str, int],
     ) -> Saved | None:
-        if not self._ranks.is_first:
+        snapshot = self._snapshot
+        if not self._ranks.is_first or snapshot is None:
             return None
         final = self.directory / checkpoint_name(snapshot.step)
         tensors = _collect_records(

@@ -1,0 +1,242 @@
+"""Puts a checkpoint of the engine into a Lightning Trainer, before or after its strategy has set up."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from torch.optim import Optimizer
+
+from .checkpoint.collect import (
+    MODEL_PREFIX,
+    NamedModel,
+    canonical_name,
+    check_groups,
+    load_groups,
+    model_parts,
+    name_model,
+    name_optimizer,
+    name_parameters,
+    optimizer_parts,
+    prepare_optimizer,
+    recorded_optimizer_state,
+)
+from .checkpoint.errors import CheckpointError, DriftError
+from .checkpoint.manifest import Ancestor, Manifest, read_committed_hash
+from .checkpoint.plan import LocalPart
+from .checkpoint.ranks import Ranks
+from .checkpoint.restore import check_restored, read_recorded_tensors, read_state, restore_parts
+from .checkpoint.rng import apply_rng_state
+from .checkpoint.tagged_json import decode_tagged, named_tensors
+from .checkpoint.verify import VerifyLevel, verify
+from .restore_report import RestoreReport
+
+
+def index_optimizer_state(groups: list[dict[str, Any]], state_by_name: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Returns an optimizer state dict as `Optimizer.load_state_dict` takes it, keyed by index, from one keyed by name.
+
+    Args:
+        groups: As saved: options, and parameter names under `params`.
+        state_by_name: Parameter name to its state; parameters without any may be missing.
+    """
+    names = [name for group in groups for name in group["params"]]
+    index_by_name = {name: index for index, name in enumerate(names)}
+    return {
+        "state": {index_by_name[name]: dict(state) for name, state in state_by_name.items()},
+        "param_groups": [{**group, "params": [index_by_name[name] for name in group["params"]]} for group in groups],
+    }
+
+
+def check_identity(manifest: Manifest, identity: Mapping[str, Any], allowed: Sequence[str]) -> None:
+    """Compares what must be the same in the run that saved and the one that restores.
+
+    Raises:
+        DriftError: It names each key with both values, and the remedy.
+    """
+    drifted = [
+        f"{key} is {value!r} and was {manifest.identity[key]!r}"
+        for key, value in identity.items()
+        if key in manifest.identity and manifest.identity[key] != value and key not in allowed
+    ]
+    if drifted:
+        raise DriftError(
+            f"the checkpoint of step {manifest.step} is of another run: {'; '.join(drifted)}; use what it was "
+            "trained with, or allow the change by its key (allow_changed)"
+        )
+
+
+class Restore:
+    """One restore of a verified checkpoint into one Trainer.
+
+    Every rank makes it, together; it verifies on rank 0 and tells the others. Its methods say which of them
+    communicate.
+
+    Raises:
+        CheckpointError: The checkpoint does not verify; on every rank alike.
+    """
+
+    def __init__(self, path: Path, ranks: Ranks, *, level: VerifyLevel) -> None:
+        self.path = path
+        self._ranks = ranks
+        manifest = ranks.attempt_and_gather(
+            "verifying the checkpoint",
+            lambda: verify(path, level) if ranks.is_first else None,
+            error_type=CheckpointError,
+        )[0]
+        assert manifest is not None
+        self.manifest: Manifest = manifest
+        self.ancestor = Ancestor(path.name, read_committed_hash(path))
+        self._has_same_world = manifest.world_size == ranks.world_size
+        self._sections = read_state(path, manifest)
+        own = dict(self._sections[ranks.rank if self._has_same_world else 0])
+        self._rng = own.pop("rng") if self._has_same_world else None
+        self._content = self._decode(own)
+        self._afresh: list[str] = []
+
+    def _decode(self, content: Any) -> Any:
+        return decode_tagged(content, read_recorded_tensors(self.path, self.manifest, sorted(named_tensors(content))))
+
+    @property
+    def _groups(self) -> list[list[dict[str, Any]]]:
+        return [section["groups"] for section in self._content["optimizers"]]
+
+    def _optimizer_values(self, index: int) -> dict[str, dict[str, Any]]:
+        """Per-parameter values that are no tensors: each rank that held a part of the optimizer saved its own."""
+        values: dict[str, dict[str, Any]] = {}
+        for section in self._sections:
+            values.update(self._decode(section["optimizers"][index]["values"]))
+        return values
+
+    def build_lightning_checkpoint(self, module: LightningModule, *, with_optimizers: bool) -> dict[str, Any]:
+        """Returns the dict that a strategy would have loaded, with full tensors on the CPU. No communication."""
+        live = module.state_dict(keep_vars=True)
+        names = name_model(live).names
+        prefix_length = len(MODEL_PREFIX)
+        recorded = [name for name in self.manifest.tensors if name.startswith(MODEL_PREFIX)]
+        saved = {
+            name[prefix_length:]: tensor
+            for name, tensor in read_recorded_tensors(self.path, self.manifest, recorded).items()
+        }
+        state_dict = {key: saved[name] for key, name in names.items() if name in saved}
+        # What the module does not have goes in under its own name, so that a strict load says so.
+        state_dict |= {name: saved[name] for name in saved.keys() - set(names.values())}
+        extras = self._content["model_extras"]
+        state_dict |= {key: extras[canonical_name(key)] for key in live if canonical_name(key) in extras}
+        optimizer_states = []
+        for index, groups in enumerate(self._groups if with_optimizers else []):
+            state = self._optimizer_values(index)
+            for name, records in recorded_optimizer_state(self.manifest, index).items():
+                prefix = f"optimizer.{index}.{name}."
+                tensors = read_recorded_tensors(self.path, self.manifest, [prefix + key for key in records])
+                state.setdefault(name, {}).update({key: tensors[prefix + key] for key in records})
+            optimizer_states.append(index_optimizer_state(groups, state))
+        return {**self._content["trainer"], "state_dict": state_dict, "optimizer_states": optimizer_states}
+
+    def load_in_place(self, module: LightningModule, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        """Fills the live, placed tensors and returns the rest as Lightning's dict. Collective; it communicates.
+
+        Raises:
+            CheckpointError: What is live does not fit what was saved; on every rank alike.
+        """
+        parts = self._ranks.attempt("restoring", lambda: self._fill(module, optimizers), error_type=CheckpointError)
+        check_restored(self.manifest, parts, self._ranks)
+        return {**self._content["trainer"], "state_dict": {}, "optimizer_states": []}
+
+    def check_after_lightning(self, module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
+        """Compares the live tensors with what was saved, once Lightning has loaded its dict. Every rank calls it.
+
+        Optimizer state that Lightning could not take as it was saved (it casts to the parameter's dtype) is put in
+        place here. Buffers are left out: hooks that ran since may have changed them.
+
+        Raises:
+            CheckpointError: A tensor is not what was saved; on every rank alike.
+        """
+
+        def settle() -> list[LocalPart]:
+            parts = self._settle_optimizers(module, optimizers, has_loaded=True)
+            live = name_model(module.state_dict(keep_vars=True))
+            return parts + [part for part in self._recorded(live) if part.part.kind == "parameter"]
+
+        parts = self._ranks.attempt("restoring the optimizer", settle, error_type=CheckpointError)
+        check_restored(self.manifest, parts, self._ranks)
+
+    def _recorded(self, model: NamedModel) -> list[LocalPart]:
+        return [part for part in model_parts(model) if part.part.name in self.manifest.tensors]
+
+    def _fill(self, module: LightningModule, optimizers: Sequence[Optimizer]) -> list[LocalPart]:
+        live = name_model(module.state_dict(keep_vars=True))
+        recorded = {name for name in self.manifest.tensors if name.startswith(MODEL_PREFIX)}
+        missing = sorted({MODEL_PREFIX + name for name in live.tensors} - recorded)
+        unexpected = sorted(recorded - {MODEL_PREFIX + name for name in live.tensors})
+        if (missing or unexpected) and module.strict_loading:
+            raise CheckpointError(
+                f"the model and the checkpoint of step {self.manifest.step} have different tensors: "
+                f"{', '.join(missing[:3]) or 'none'} not saved, {', '.join(unexpected[:3]) or 'none'} not in the "
+                "model; use the model that was saved, or strict_loading = False"
+            )
+        if missing:
+            self._afresh.append(f"{len(missing)} model tensors that were not saved, such as {missing[0]}")
+        parts = self._recorded(live)
+        restore_parts(self.path, self.manifest, parts)
+        extras = self._content["model_extras"]
+        if extras:
+            module.load_state_dict(
+                {key: extras[canonical_name(key)] for key in module.state_dict() if canonical_name(key) in extras},
+                strict=False,
+            )
+        return parts + self._settle_optimizers(module, optimizers, has_loaded=False)
+
+    def _settle_optimizers(
+        self, module: LightningModule, optimizers: Sequence[Optimizer], *, has_loaded: bool
+    ) -> list[LocalPart]:
+        """Makes each optimizer hold what was saved and returns its parts; `has_loaded`: Lightning has filled it."""
+        if not optimizers:
+            return []
+        if len(optimizers) != len(self._groups):
+            raise CheckpointError(f"{len(self._groups)} optimizers were saved, the run has {len(optimizers)}")
+        names = name_parameters(module)
+        settled: list[LocalPart] = []
+        for index, optimizer in enumerate(optimizers):
+            check_groups(index, optimizer, names, self._groups[index])
+            if not has_loaded:
+                load_groups(optimizer, self._groups[index])
+            made = prepare_optimizer(index, optimizer, names, self.manifest, self._optimizer_values(index))
+            parts = optimizer_parts(name_optimizer(index, optimizer, names))
+            restore_parts(
+                self.path, self.manifest, [part for part in parts if not has_loaded or part.part.name in made]
+            )
+            settled += parts
+        return settled
+
+    def apply_rng(self) -> None:
+        """Sets this rank's generators to what it saved; nothing happens where another number of ranks saved."""
+        if self._rng is not None:
+            apply_rng_state(self._decode(self._rng))
+
+    def build_report(self, trainer: Trainer) -> RestoreReport:
+        """Returns what was kept, rebuilt and started afresh. No communication."""
+        manifest = self.manifest
+        num_model = sum(name.startswith(MODEL_PREFIX) for name in manifest.tensors)
+        num_optimizer = sum(name.startswith("optimizer.") for name in manifest.tensors)
+        saved_callbacks = set(self._content["trainer"]["callbacks"])
+        kept = [
+            f"{num_model} model tensors and {num_optimizer} of optimizer state, compared by digest",
+            "loops, schedulers and precision",
+        ]
+        kept += [f"state of {', '.join(sorted(saved_callbacks))}"] if saved_callbacks else []
+        kept += ["random number generators of each rank"] if self._has_same_world else []
+        rebuilt = []
+        afresh = list(self._afresh)
+        if not self._has_same_world:
+            change = f"{manifest.world_size} ranks saved, {self._ranks.world_size} restore"
+            rebuilt.append(f"placement of tensors ({change}); other state is rank 0's")
+            afresh.append(f"random number generators ({change})")
+        if not num_optimizer:
+            afresh.append("optimizer state (there was none yet)")
+        new_callbacks = [
+            callback.state_key
+            for callback in trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it
+            if callback.state_key not in saved_callbacks and callback.state_dict()
+        ]
+        afresh += [f"state of {', '.join(new_callbacks)} (not saved)"] if new_callbacks else []
+        return RestoreReport(self.path, manifest.step, tuple(kept), tuple(rebuilt), tuple(afresh))

@@ -1,0 +1,102 @@
+"""What a Lightning Trainer holds beside tensors, through its public getters: to be saved, and to be given back."""
+
+from importlib.metadata import version
+from typing import Any, Protocol, runtime_checkable
+
+from lightning.pytorch import LightningModule, Trainer
+
+from .checkpoint.collect import model_parts, name_model, name_optimizer, name_parameters, optimizer_parts
+from .checkpoint.plan import local_parts
+from .checkpoint.rng import read_rng_state
+from .checkpoint.save import Snapshot
+from .checkpoint.tagged_json import encode_tagged
+
+
+@runtime_checkable
+class HasCheckpointCounters(Protocol):
+    """A callback that keeps exact clocks; they go to the manifest."""
+
+    def checkpoint_counters(self) -> dict[str, int]:
+        """Returns clock name to its value, the same on every rank."""
+
+
+def read_counters(trainer: Trainer) -> dict[str, int]:
+    """Returns the clocks of all callbacks that keep some, and `step`, Lightning's global step. No communication."""
+    counters: dict[str, int] = {}
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning sets it
+        if isinstance(callback, HasCheckpointCounters):
+            counters.update(callback.checkpoint_counters())
+    return {**counters, "step": trainer.global_step}
+
+
+def read_trainer_state(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+    """Returns the dict that Lightning would save, with live tensors in `state_dict` and no optimizer states.
+
+    Callbacks and module see it in their `on_save_checkpoint` hooks, as they would see Lightning's. Not
+    `dump_checkpoint`: that one gathers and copies. No communication.
+    """
+    state: dict[str, Any] = {
+        "epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+        "pytorch-lightning_version": version("lightning"),
+        "state_dict": module.state_dict(keep_vars=True),
+        "loops": {
+            "fit_loop": trainer.fit_loop.state_dict(),
+            "validate_loop": trainer.validate_loop.state_dict(),
+            "test_loop": trainer.test_loop.state_dict(),
+            "predict_loop": trainer.predict_loop.state_dict(),
+        },
+        "callbacks": {},
+        "optimizer_states": [],
+        "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+    }
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it
+    for callback in callbacks:
+        callback_state = callback.state_dict()
+        if callback_state:
+            state["callbacks"][callback.state_key] = callback_state
+    precision = trainer.precision_plugin
+    precision_state = precision.state_dict()
+    if precision_state:
+        state[type(precision).__qualname__] = precision_state
+    precision.on_save_checkpoint(state)
+    datamodule = trainer.datamodule  # type: ignore[attr-defined]  # Lightning sets it
+    for owner in (module, datamodule):
+        if owner is not None and owner.hparams:
+            state[owner.CHECKPOINT_HYPER_PARAMS_KEY] = dict(owner.hparams)
+    if datamodule is not None:
+        datamodule_state = datamodule.state_dict()
+        if datamodule_state:
+            state[type(datamodule).__qualname__] = datamodule_state
+    for callback in callbacks:
+        callback.on_save_checkpoint(trainer, module, state)
+    module.on_save_checkpoint(state)
+    return state
+
+
+def take_snapshot(trainer: Trainer, module: LightningModule, rank: int) -> Snapshot:
+    """Returns what this rank gives to a save: live tensors by canonical name, and everything else as plain JSON.
+
+    No communication, and no step of an optimizer.
+
+    Raises:
+        UnsupportedStateError: Something cannot be saved without pickle; the message names its key.
+    """
+    state = read_trainer_state(trainer, module)
+    model = name_model(state.pop("state_dict"))
+    del state["optimizer_states"]
+    names = name_parameters(module)
+    optimizers = [name_optimizer(index, optimizer, names) for index, optimizer in enumerate(trainer.optimizers)]
+    content = {
+        "trainer": state,
+        "model_extras": model.extras,
+        "optimizers": [optimizer.section for optimizer in optimizers],
+        "rng": read_rng_state(),
+    }
+    section, tensors = encode_tagged(content, f"state.{rank}")
+    parts = model_parts(model)
+    for optimizer in optimizers:
+        parts += optimizer_parts(optimizer)
+    for name, tensor in tensors.items():
+        parts += local_parts(name, tensor, "state")
+    return Snapshot(trainer.global_step, read_counters(trainer), parts, section)

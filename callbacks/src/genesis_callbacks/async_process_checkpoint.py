@@ -1,0 +1,395 @@
+"""Saves and restores a run by the checkpoint engine, in any Lightning project and under every stock strategy.
+
+    checkpoint = AsyncProcessCheckpoint(run_dir="runs/mine", every_n_steps=500, keep_last=3)
+    trainer = Trainer(callbacks=[checkpoint], ...)
+    trainer.fit(model, ckpt_path=checkpoint.latest())
+
+It logs no metric. It talks over a gloo group of its own, made once for a fit: one small reduction for each step, in the
+background, and three exchanges for each save. Nothing of it runs on the group that trains.
+"""
+
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.strategies import (
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    Strategy,
+)
+from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
+from lightning.pytorch.strategies.xla import XLAStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
+
+from ._compat import LoadCheckpoint, NothingToRestore, route_load_checkpoint, unroute_load_checkpoint
+from ._signals import SignalFlag
+from ._trainer_restore import Restore, check_identity
+from ._trainer_state import take_snapshot
+from .checkpoint.errors import CheckpointError
+from .checkpoint.lineage import (
+    CHECKPOINTS_NAME,
+    DirectoryLock,
+    find_latest,
+    list_committed,
+    remove_abandoned,
+    supersede_others,
+)
+from .checkpoint.manifest import COMMITTED_NAME, MANIFEST_NAME, is_checkpoint_name
+from .checkpoint.ranks import Ranks
+from .checkpoint.retain import Retention
+from .checkpoint.save import Origin, Saver
+from .checkpoint.verify import VerifyLevel
+from .restore_report import RestoreReport
+
+LATEST = "latest"
+_REFUSED_STRATEGIES: dict[type[Strategy], str] = {
+    FSDPStrategy: "FSDP1 (FSDPStrategy): use ModelParallelStrategy with fully_shard",
+    DeepSpeedStrategy: "DeepSpeed: use ModelParallelStrategy with fully_shard",
+    XLAStrategy: "XLA: there is no support for it",
+    SingleDeviceXLAStrategy: "XLA: there is no support for it",
+}
+
+
+class SaveFailedWarning(UserWarning):
+    """A save failed and training goes on, by `on_save_failure="warn"`; the message says why."""
+
+
+def _refuse_strategy(strategy: Strategy) -> None:
+    for kind, reason in _REFUSED_STRATEGIES.items():
+        if isinstance(strategy, kind):
+            raise CheckpointError(f"AsyncProcessCheckpoint cannot save a run under {reason}")
+
+
+def _is_ours(path: Path) -> bool:
+    return (path / MANIFEST_NAME).exists() or (path / COMMITTED_NAME).exists() or is_checkpoint_name(path.name)
+
+
+def _read_mesh(strategy: Strategy) -> dict[str, int]:
+    if not isinstance(strategy, ModelParallelStrategy):
+        return {}
+    mesh = strategy.device_mesh
+    return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+
+
+def _is_last_window(trainer: Trainer) -> bool:
+    """Says whether training is known to end with this batch; a stop that a later hook decides is not known yet."""
+    if trainer.should_stop or (trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps):
+        return True
+    is_last_epoch = trainer.max_epochs not in (None, -1) and trainer.current_epoch + 1 >= (trainer.max_epochs or 0)
+    return is_last_epoch and trainer.is_last_batch
+
+
+class AsyncProcessCheckpoint(Checkpoint):
+    """Saves all of a run at the end of an accumulation window, and gives it back through `Trainer.fit(ckpt_path=...)`.
+
+    Works under one device, DDP and FSDP2 (ModelParallelStrategy) and their subclasses, with automatic and manual
+    optimization; what one of them saved, any other restores, on any number of ranks. State is taken only after a
+    batch that ended a window, and a signal waits for that moment. Checkpoints lie in
+    `run_dir/checkpoints/step-XXXXXXXX`. One run holds the directory at a time.
+
+    Every rank has one with the same arguments. It communicates as the module says. Not thread-safe.
+
+    Args:
+        run_dir: The run's directory, the same on all ranks and on a disk that they share.
+        every_n_steps: Save when Lightning's global step is a multiple of it; None for not.
+        every_n_minutes: Save when so many minutes have passed since the last save, by rank 0's clock; None for not.
+        save_at_end: Save when training ends, if the last step is not saved yet.
+        save_on_signal: On SIGTERM or SIGINT on any rank: all ranks save at the next step's end and stop
+            (`stopped_by_signal`). A second SIGINT interrupts at once.
+        keep_last: How many of the newest checkpoints stay; None keeps all.
+        keep_every_n_steps: Those whose step is a multiple of it stay for good; None for none.
+        mode: Only "sync" yet: the training thread writes.
+        on_save_failure: "raise" ends training with the error; "warn" goes on, with a `SaveFailedWarning`. The last good
+            checkpoint stays in either case.
+        verify_level: How much a restore verifies before it begins; what is placed is always compared by digest.
+        recipe: The resolved recipe as plain JSON, for the manifest. May be set as an attribute until training starts.
+        identity: What must be the same at restore (`tokenizer_hash`, ...), plain JSON; it may be set like `recipe`.
+        allow_changed: Keys of `identity` that may differ at restore.
+
+    Attributes:
+        stopped_by_signal: Number of the signal that ended the last fit, or None. The caller makes the exit status.
+        restore_report: What the last restore kept, rebuilt and started afresh, or None.
+        last_saved: The newest checkpoint that this run has saved or restored, or None.
+        num_failed_saves: In the last fit.
+
+    Raises:
+        ValueError: An argument has no meaning, or a mode is not there yet.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_dir: str | Path,
+        every_n_steps: int | None = None,
+        every_n_minutes: float | None = None,
+        save_at_end: bool = True,
+        save_on_signal: bool = True,
+        keep_last: int | None = 3,
+        keep_every_n_steps: int | None = None,
+        mode: Literal["sync"] = "sync",
+        on_save_failure: Literal["raise", "warn"] = "raise",
+        verify_level: VerifyLevel = "full",
+        recipe: dict[str, Any] | None = None,
+        identity: dict[str, Any] | None = None,
+        allow_changed: Sequence[str] = (),
+    ) -> None:
+        super().__init__()
+        if mode != "sync":
+            raise ValueError(f"mode {mode!r} is not there yet: this version saves in mode 'sync' only")
+        for name, interval in (("every_n_steps", every_n_steps), ("every_n_minutes", every_n_minutes)):
+            if interval is not None and interval <= 0:
+                raise ValueError(f"{name} must be positive, or None, not {interval}")
+        if on_save_failure not in ("raise", "warn"):
+            raise ValueError(f"on_save_failure must be 'raise' or 'warn', not {on_save_failure!r}")
+        self.directory = Path(run_dir).absolute() / CHECKPOINTS_NAME
+        self.recipe: Mapping[str, Any] = recipe or {}
+        self.identity: Mapping[str, Any] = identity or {}
+        self.stopped_by_signal: int | None = None
+        self.restore_report: RestoreReport | None = None
+        self.last_saved: Path | None = None
+        self.num_failed_saves = 0
+        self._every_n_steps = every_n_steps
+        self._every_n_seconds = None if every_n_minutes is None else 60.0 * every_n_minutes
+        self._has_save_at_end = save_at_end
+        self._retention = Retention(keep_last, keep_every_n_steps)
+        self._on_save_failure = on_save_failure
+        self._verify_level: VerifyLevel = verify_level
+        self._allow_changed = tuple(allow_changed)
+        self._signals = SignalFlag() if save_on_signal else None
+        # What follows lives from one fit's start to its end.
+        self._ranks: Ranks | None = None
+        self._ranks_world: Any = None
+        self._lock: DirectoryLock | None = None
+        self._saver: Saver | None = None
+        self._restore: Restore | None = None
+        self._votes: Callable[[], list[int]] | None = None
+        self._last_step = 0
+        self._last_saved_step: int | None = None
+        self._last_save_seconds = 0.0
+
+    @property
+    def state_key(self) -> str:
+        """Two of them may stand in one Trainer, each with a directory of its own."""
+        return self._generate_state_key(run_dir=str(self.directory.parent))
+
+    def latest(self) -> Path | None:
+        """Returns the newest checkpoint of the run that verifies, or None: for `Trainer.fit(ckpt_path=...)`.
+
+        Every rank calls it. Within a process group rank 0 looks and tells the others; before there is one, each rank
+        looks for itself and comes to the same answer. A checkpoint that does not verify is put aside by rank 0, with
+        a warning. `ckpt_path="latest"` means the same.
+        """
+        if dist.is_available() and dist.is_initialized():
+            return self._agreed_latest(self._join())
+        return find_latest(
+            self.directory, level=self._verify_level, put_aside=getattr(rank_zero_only, "rank", None) in (None, 0)
+        )
+
+    def _agreed_latest(self, ranks: Ranks) -> Path | None:
+        return ranks.attempt_and_gather(
+            "looking for the latest checkpoint",
+            lambda: find_latest(self.directory, level=self._verify_level) if ranks.is_first else None,
+            error_type=CheckpointError,
+        )[0]
+
+    def _join(self) -> Ranks:
+        world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        if self._ranks is None or self._ranks_world is not world:
+            self._ranks, self._ranks_world = Ranks(), world
+        return self._ranks
+
+    # ---- getting in and out of a fit
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Takes the directory and stands in for the strategy's `load_checkpoint`. Communicates."""
+        ranks = self._join()
+        self._restore = None
+        if stage == TrainerFn.FITTING:
+            _refuse_strategy(trainer.strategy)
+            self.stopped_by_signal, self.restore_report, self.num_failed_saves = None, None, 0
+            self._release()
+            ranks.attempt("taking the checkpoint directory", self._take_directory, error_type=CheckpointError)
+        route_load_checkpoint(trainer.strategy, lambda original, path: self._load(trainer, pl_module, original, path))
+
+    def _take_directory(self) -> None:
+        if self._join().is_first:
+            self._lock = DirectoryLock(self.directory)
+
+    def _load(
+        self, trainer: Trainer, module: LightningModule, original: LoadCheckpoint, path: str | Path
+    ) -> dict[str, Any]:
+        """What a Trainer gets for `ckpt_path`; a path that is not the engine's goes to the strategy."""
+        ranks = self._join()
+        target = ranks.broadcast(None if path is None else str(path))
+        if target == LATEST:
+            found = self._agreed_latest(ranks)
+            if found is None:
+                return NothingToRestore({"pytorch-lightning_version": version("lightning")})
+        elif not _is_ours(Path(target)):
+            return original(path)
+        else:
+            found = Path(target)
+        restore = Restore(found, ranks, level=self._verify_level)
+        check_identity(restore.manifest, self.identity, self._allow_changed)
+        is_fit = trainer.state.fn == TrainerFn.FITTING
+        if is_fit:
+            self._restore = restore
+        if trainer.strategy.restore_checkpoint_after_setup:
+            return restore.load_in_place(module, trainer.optimizers if is_fit else [])
+        return restore.build_lightning_checkpoint(module, with_optimizers=is_fit)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Checks what was restored, tries the encoding of all state, and makes ready to save. Communicates."""
+        ranks = self._join()
+        restore = self._restore
+        if restore is not None and not trainer.strategy.restore_checkpoint_after_setup:
+            restore.check_after_lightning(pl_module, trainer.optimizers)
+        ranks.attempt(
+            "trying to encode the state",
+            lambda: take_snapshot(trainer, pl_module, ranks.rank),
+            error_type=CheckpointError,
+        )
+        self._start_saver(trainer, ranks, restore)
+        self._last_step = trainer.global_step
+        self._last_save_seconds = time.monotonic()
+        self._votes = None
+        if restore is not None:
+            restore.apply_rng()
+            self.last_saved = restore.path
+            self.restore_report = restore.build_report(trainer)
+            rank_zero_info(self.restore_report.text)
+            self._restore = None
+        if self._signals is not None:
+            self._signals.install()
+
+    def _start_saver(self, trainer: Trainer, ranks: Ranks, restore: Restore | None) -> None:
+        before = self._saver
+        self._saver = Saver(
+            self.directory,
+            ranks,
+            origin=Origin(self.identity, self.recipe, _read_mesh(trainer.strategy)),
+            retention=self._retention,
+        )
+        is_own = restore is not None and restore.path.parent.resolve() == self.directory.resolve()
+        if restore is not None:
+            self._saver.continue_from(restore.ancestor, restore.manifest.sequence)
+            self._last_saved_step = restore.manifest.step if is_own else None
+        elif before is not None and trainer.global_step > 0:  # the same Trainer goes on with another fit
+            self._saver.continue_from(before.previous, before.sequence)
+            is_own = True
+        else:
+            self._last_saved_step = None
+        sequence = self._saver.sequence if is_own else 0
+        ranks.attempt("tidying the directory", lambda: self._tidy(ranks, sequence), error_type=CheckpointError)
+
+    def _tidy(self, ranks: Ranks, sequence: int) -> None:
+        """Clears away what is not of this run's lineage: abandoned saves, and a future that is now another's."""
+        if not ranks.is_first:
+            return
+        remove_abandoned(self.directory)
+        num_others = sum(manifest.sequence > sequence for _, manifest in list_committed(self.directory))
+        target = supersede_others(self.directory, sequence)
+        if target is not None:
+            rank_zero_warn(
+                f"{num_others} checkpoints in {self.directory} are no ancestors of this run: see {target.name}"
+            )
+
+    # ---- saving
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Saves if the batch ended a window and a save is due. Starts one small reduction; a save communicates more."""
+        if trainer.global_step == self._last_step or self._saver is None:
+            return
+        self._last_step = trainer.global_step
+        signal_number, is_minute_due = self._vote()
+        if signal_number:
+            self.stopped_by_signal = signal_number
+            # A limit from below would make Lightning train on in spite of should_stop.
+            trainer.fit_loop.min_epochs = None
+            trainer.fit_loop.epoch_loop.min_steps = None
+            trainer.should_stop = True
+        is_step_due = self._every_n_steps is not None and trainer.global_step % self._every_n_steps == 0
+        is_end_due = self._has_save_at_end and _is_last_window(trainer)
+        if signal_number or is_minute_due or is_step_due or is_end_due:
+            self._save(trainer, pl_module)
+
+    def _vote(self) -> tuple[int, bool]:
+        """Returns (signal, whether minutes have passed) as all ranks agree: alone at once, else of the step before."""
+        ranks = self._join()
+        assert self._saver is not None
+        elapsed_seconds = time.monotonic() - self._last_save_seconds
+        is_due = ranks.is_first and self._every_n_seconds is not None and elapsed_seconds >= self._every_n_seconds
+        ours = [self._signals.received if self._signals is not None else 0, int(is_due)]
+        if ranks.world_size == 1:
+            signal_number, minutes = ours
+        else:
+            signal_number, minutes = self._votes() if self._votes is not None else [0, 0]
+            self._votes = ranks.start_maximum(ours)
+        return signal_number, bool(minutes)
+
+    def _save(self, trainer: Trainer, module: LightningModule) -> None:
+        ranks = self._join()
+        assert self._saver is not None
+        is_dry = trainer.fast_dev_run  # type: ignore[attr-defined]  # Lightning sets it
+        if is_dry or self._last_saved_step == trainer.global_step:
+            return
+        self._last_save_seconds = time.monotonic()
+        try:
+            saved = self._saver.save(lambda: take_snapshot(trainer, module, ranks.rank))
+        except CheckpointError as error:
+            self.num_failed_saves += 1
+            if self._on_save_failure == "raise":
+                raise
+            message = f"the save at step {trainer.global_step} failed, {self._describe_last()}: {error}"
+            warnings.warn(message, SaveFailedWarning, stacklevel=2)
+            return
+        self.last_saved = saved.path
+        self._last_saved_step = trainer.global_step
+
+    def _describe_last(self) -> str:
+        return "nothing is saved yet" if self.last_saved is None else f"the last good one is {self.last_saved.name}"
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Saves if the last step is not saved yet. Communicates."""
+        if self._votes is not None:
+            self._votes()
+            self._votes = None
+        is_untouched = self._last_step == 0 or trainer.global_step == 0
+        if self._saver is not None and self._has_save_at_end and not is_untouched:
+            self._save(trainer, pl_module)
+        self._remove_signals()
+
+    # ---- leaving
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Gives everything back and says what is saved. It does not communicate: other ranks may be gone."""
+        self._votes = None
+        unroute_load_checkpoint(trainer.strategy)
+        if self._saver is not None:
+            rank_zero_warn(f"training ended with {type(exception).__name__}; {self._describe_last()}")
+        self._release()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Gives everything back. No communication."""
+        unroute_load_checkpoint(trainer.strategy)
+        self._release()
+
+    def _remove_signals(self) -> None:
+        if self._signals is not None:
+            self._signals.remove()
+
+    def _release(self) -> None:
+        self._remove_signals()
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None

@@ -1,0 +1,31 @@
+"""What a restore kept, rebuilt and started afresh."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RestoreReport:
+    """One restore, told.
+
+    Attributes:
+        path: The checkpoint.
+        step: Its step.
+        kept: What is, bit for bit, what was saved.
+        rebuilt: What holds the same in another form.
+        afresh: What was not in the checkpoint, or could not be taken from it, and starts anew.
+    """
+
+    path: Path
+    step: int
+    kept: tuple[str, ...] = ()
+    rebuilt: tuple[str, ...] = ()
+    afresh: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """One paragraph for people."""
+        sentences = [f"Restored step {self.step} from {self.path}."]
+        for verb, items in (("Kept", self.kept), ("Rebuilt", self.rebuilt), ("Started afresh", self.afresh)):
+            sentences.append(f"{verb}: {'; '.join(items) or 'nothing'}.")
+        return " ".join(sentences)

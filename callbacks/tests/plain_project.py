@@ -1,0 +1,137 @@
+"""Somebody's Lightning project, without genesis: a small model whose data is a function of the step and the dp rank."""
+
+import os
+import warnings
+from pathlib import Path
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from genesis_callbacks import AsyncProcessCheckpoint
+
+GLOBAL_BATCH = 8
+VOCABULARY = 11
+
+
+class PlainModel(LightningModule):
+    """Tied weights, a buffer, a group without decay, a schedule, and dropout by choice."""
+
+    def __init__(self, *, dropout: float = 0.0, has_zero: bool = False) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.embed = nn.Embedding(VOCABULARY, 6)
+        self.body = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Dropout(dropout), nn.Linear(7, 6), nn.LayerNorm(6))
+        self.head = nn.Linear(6, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("num_windows", torch.zeros((), dtype=torch.int64))
+        self.losses: list[float] = []
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh
+        if mesh is not None and not isinstance(self.embed.weight, DTensor):
+            fully_shard(self.body, mesh=mesh["data_parallel"])
+            fully_shard(self, mesh=mesh["data_parallel"])
+
+    def training_step(self, batch, batch_idx):
+        generator = torch.Generator().manual_seed(self.global_step)
+        tokens = torch.randint(VOCABULARY, (GLOBAL_BATCH, 5), generator=generator)
+        tokens = tokens.chunk(self.trainer.world_size)[self.trainer.global_rank]
+        logits = self.head(self.body(self.embed(tokens[:, :-1])))
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        self.num_windows += 1
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        decayed = [parameter for parameter in self.parameters() if parameter.dim() > 1]
+        others = [parameter for parameter in self.parameters() if parameter.dim() <= 1]
+        if self.hparams.has_zero:
+            optimizer = ZeroRedundancyOptimizer([*decayed, *others], torch.optim.AdamW, lr=1e-2)
+        else:
+            groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+            optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[3, 3, 6], gamma=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class CountingCallback(Callback):
+    """Keeps a state with types that plain JSON would lose, and clocks for the manifest."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, tuple[int, int]] = {}
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        self.seen[trainer.global_step] = (trainer.global_step, batch_idx)
+
+    def checkpoint_counters(self) -> dict[str, int]:
+        return {"tokens_seen": 40 * len(self.seen)}
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state_dict) -> None:
+        self.seen = state_dict["seen"]
+
+
+def build_strategy(name: str, world_size: int):
+    if name == "fsdp2":
+        return ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1)
+    return DDPStrategy(process_group_backend="gloo") if name in ("ddp", "zero") else "auto"
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def train(
+    run_dir: str | Path,
+    strategy: str,
+    max_steps: int,
+    *,
+    ckpt_path: str | None = None,
+    dropout: float = 0.0,
+    callbacks: tuple[Callback, ...] = (),
+    **options: object,
+) -> dict[str, object]:
+    """Returns global-batch losses, full weights and what the checkpoint callback says, after training on this rank."""
+    warnings.filterwarnings("ignore", message=".*dataloader is not resumable.*")
+    world_size = int(os.environ["WORLD_SIZE"])
+    torch.manual_seed(1)
+    model = PlainModel(dropout=dropout, has_zero=strategy == "zero")
+    options = {"every_n_steps": None, **options}
+    checkpoint = AsyncProcessCheckpoint(run_dir=run_dir, **options)
+    counting = CountingCallback()
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=world_size,
+        strategy=build_strategy(strategy, world_size),
+        max_steps=max_steps,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[checkpoint, counting, *callbacks],
+        default_root_dir=run_dir,
+    )
+    path = checkpoint.latest() if ckpt_path == "callback" else ckpt_path
+    trainer.fit(model, DataLoader(range(100)), ckpt_path=path)
+    return {
+        "losses": model.losses,
+        "weights": {name: full(tensor) for name, tensor in model.state_dict().items()},
+        "lr": [group["lr"] for group in trainer.optimizers[0].param_groups],
+        "report": checkpoint.restore_report.text if checkpoint.restore_report else None,
+        "seen": counting.seen,
+        "last_saved": str(checkpoint.last_saved),
+        "failed": checkpoint.num_failed_saves,
+        "signal": checkpoint.stopped_by_signal,
+    }
+
+
+def train_keywords(arguments: tuple, keywords: dict) -> dict[str, object]:
+    """`train` for `run_ranks`, which passes positional arguments only."""
+    return train(*arguments, **keywords)
