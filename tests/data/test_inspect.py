@@ -1,0 +1,112 @@
+import os
+from dataclasses import replace
+
+import pytest
+
+from genesis.cli.main import main
+from genesis.data.inspect import draw_samples, find_fault, verify_corpus
+from genesis.data.manifest import read_manifest, write_manifest
+from genesis.data.prepare import prepare_corpus
+from genesis.errors import UserError
+from tests.data.corpus_support import make_options, make_texts, make_tokenizer
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    options = make_options(tmp_path)
+    prepare_corpus(options)
+    return options.corpus
+
+
+def flip_bit(path, offset):
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_whole_corpus_verifies(corpus):
+    manifest = read_manifest(corpus)
+    shards = [shard for split in (manifest.train, manifest.validation) for source in split for shard in source.shards]
+    assert list(verify_corpus(corpus)) == shards
+    assert all(find_fault(corpus, shard) is None for shard in shards)
+
+
+def test_each_kind_of_damage_is_named(corpus):
+    first, second, third, fourth = read_manifest(corpus).train[0].shards[:4]
+    flip_bit(corpus / first.path, 17)
+    os.truncate(corpus / second.path, second.file_bytes - 2)
+    flip_bit(corpus / f"{third.path}.index", 0)
+    (corpus / fourth.path).unlink()
+    assert "has hash" in find_fault(corpus, first)
+    assert f"the manifest says {second.file_bytes:,}" in find_fault(corpus, second)
+    assert ".ds.index has hash" in find_fault(corpus, third)
+    assert "is missing" in find_fault(corpus, fourth)
+    with pytest.raises(UserError, match=rf"{first.path} has hash .*the manifest says .* \(and 3 more\); "):
+        list(verify_corpus(corpus))
+
+
+def test_a_tokenizer_that_is_not_the_corpuss_is_refused(corpus, tmp_path):
+    other = make_tokenizer(tmp_path / "other", vocab_size=330)
+    (corpus / "tokenizer.model").write_bytes(other.read_bytes())
+    with pytest.raises(UserError, match=r"is tokenizer [0-9a-f]{16}, the corpus was made with"):
+        list(verify_corpus(corpus))
+
+
+def test_samples_are_documents_of_the_split_from_their_beginning(corpus):
+    texts = make_texts(120, 1) + make_texts(60, 2) + make_texts(60, 3)
+    samples = draw_samples(corpus, read_manifest(corpus), "validation", num_samples=20, sample_tokens=300, seed=1)
+    assert samples == draw_samples(corpus, read_manifest(corpus), "validation", 20, 300, seed=1)
+    assert {sample.source for sample in samples} == {"web", "book", "table"}
+    for sample in samples:
+        *whole, last = sample.texts
+        assert all(text in texts for text in whole)
+        assert any(text.startswith(last.removesuffix("\ufffd")) for text in texts)
+        assert sample.is_cut or last in texts
+        assert sum(sample.num_tokens) >= 300 or not sample.is_cut
+
+
+def test_a_split_without_documents_is_refused(corpus):
+    manifest = replace(read_manifest(corpus), validation=())
+    write_manifest(corpus, manifest)
+    with pytest.raises(UserError, match="has no validation documents"):
+        draw_samples(corpus, manifest, "validation", 1, 10, 0)
+
+
+def test_the_commands_show_and_verify_a_corpus(corpus, capsys):
+    assert main(["data", "inspect", str(corpus), "--num_samples", "2", "--sample_tokens", "5000"]) == 0
+    page = capsys.readouterr().out
+    assert "web" in page
+    assert page.count("</s>") >= 2
+    assert main(["data", "verify", str(corpus)]) == 0
+    assert "all as the manifest says" in capsys.readouterr().out
+    flip_bit(corpus / read_manifest(corpus).validation[0].shards[0].path, 3)
+    assert main(["data", "verify", str(corpus)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("genesis: error: ")
+
+
+@pytest.mark.parametrize(
+    "command", ["data prepare", "data inspect", "data verify", "tokenizer train", "tokenizer inspect"]
+)
+def test_help_tells_every_option(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([*command.split(), "--help"])
+    assert ended.value.code == 0
+    page = capsys.readouterr().out
+    assert f"usage: genesis {command}" in page
+    assert "--config" in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokenzer", "x"], "did you mean tokenizer?"),
+        (["--shard_tokens", "many"], "shard_tokens\": Expected a <class 'int'>. Got value: many"),
+        (["--sources", "[{name: a, paths: [x], wieght: 2}]"], "did you mean weight?"),
+        ([], "arguments are required: name, tokenizer, sources"),
+    ],
+)
+def test_a_bad_option_is_one_line_with_the_nearest_name(arguments, message, capsys):
+    assert main(["data", "prepare", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
