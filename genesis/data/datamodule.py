@@ -133,8 +133,8 @@ class CorpusDataModule(pl.LightningDataModule):
             windows.window, lambda: self._positions(num_windows), num_windows, self.prefetch_windows, self._has_cuda()
         )
 
-    def val_dataloader(self) -> WindowLoader | list[WindowLoader]:
-        """Returns this rank's share of the validation set; none where the corpus has no such set."""
+    def val_dataloader(self) -> WindowLoader:
+        """Returns this rank's share of the validation set: no window where the corpus has no such set."""
         windows = ValidationWindows(
             self.corpus.validation,
             self._sequence_format(),
@@ -142,8 +142,6 @@ class CorpusDataModule(pl.LightningDataModule):
             self._ranks(),
             self.limit_validation_sequences,
         )
-        if not len(windows):
-            return []
         return WindowLoader(
             windows.window, lambda: range(len(windows)), len(windows), self.prefetch_windows, self._has_cuda()
         )

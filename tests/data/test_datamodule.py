@@ -1,0 +1,331 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from genesis.data.datamodule import CorpusDataModule
+from genesis.data.window import IGNORE_INDEX, Window
+from genesis.errors import UserError
+from genesis.tokenizer.tokenizer import Tokenizer
+from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
+from genesis_callbacks.testing import run_ranks
+from tests.data.corpora import make_documents, write_corpus
+
+# Lightning 2.6 asks torch's pytree in a way that torch 2.13 deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
+
+GLOBAL_BATCH = 4
+SEQ_LEN = 12
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    text = "".join(
+        f"line {number}: the quick brown fox jumps over {number * number} lazy dogs\n" for number in range(200)
+    )
+    model = train_tokenizer([text], TokenizerOptions(vocab_size=320), tmp_path_factory.mktemp("tokenizer"))
+    return write_corpus(
+        tmp_path_factory.mktemp("corpus"),
+        {"web": make_documents(40, 6, seed=1), "code": make_documents(12, 6, seed=2)},
+        {"web": make_documents(9, 6, seed=3)},
+        weights={"web": 2, "code": 1},
+        tokenizer=model.read_bytes(),
+    )
+
+
+class Recorder(pl.LightningModule):
+    """Trains one number; remembers what it saw, in plain types, so that it crosses processes."""
+
+    def __init__(self, fail_at: int | None = None) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.fail_at = fail_at
+        self.trained: list[tuple[int, list[Any]]] = []
+        self.validated: list[tuple[int, int]] = []
+
+    def training_step(self, window: Window, batch_idx: int) -> Tensor:
+        if self.fail_at == window.data_position:
+            raise RuntimeError("as the test wants it")
+        self.trained.append((window.data_position, [m.input_ids.tolist() for m in window.micro_batches]))
+        return self.weight * 0.0
+
+    def validation_step(self, window: Window, batch_idx: int) -> None:
+        labels = torch.cat([micro_batch.labels for micro_batch in window.micro_batches])
+        self.validated.append((int((labels != IGNORE_INDEX).sum()), window.num_bytes))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def data_module(corpus: Path, **changes: Any) -> CorpusDataModule:
+    arguments = {"seq_len": SEQ_LEN, "micro_batch_size": 1, "global_batch_size": GLOBAL_BATCH} | changes
+    return CorpusDataModule(str(corpus), **arguments)
+
+
+def trainer(folder: Path, max_steps: int, **changes: Any) -> pl.Trainer:
+    arguments: dict[str, Any] = {
+        "max_steps": max_steps,
+        "max_epochs": -1,
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "default_root_dir": folder,
+        "num_sanity_val_steps": 0,
+        "limit_val_batches": 0,
+        "inference_mode": False,
+    }
+    return pl.Trainer(**arguments | changes)
+
+
+def fit(folder: Path, data: CorpusDataModule, max_steps: int, ckpt: Path | None = None, **changes: Any) -> Recorder:
+    module = Recorder()
+    trainer(folder, max_steps, **changes).fit(module, data, ckpt_path=ckpt)
+    return module
+
+
+class SaveEveryStep(Callback):
+    """Saves where most callbacks that save do: before the LightningModule's own `on_train_batch_end`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"step={trainer.global_step}.ckpt")
+
+
+def test_training_sees_the_windows_of_the_order_across_lightnings_epochs(corpus: Path, tmp_path: Path) -> None:
+    data = data_module(corpus)
+    num_steps = 3 * len(data.train_dataloader()) + 2
+    module = fit(tmp_path, data, num_steps)
+    assert [position for position, _ in module.trained] == [GLOBAL_BATCH * step for step in range(1, num_steps + 1)]
+    assert data.data_position == GLOBAL_BATCH * num_steps
+    windows = list(data_module(corpus).train_dataloader())
+    expected = [[micro_batch.input_ids.tolist() for micro_batch in window.micro_batches] for window in windows]
+    assert [rows for _, rows in module.trained[: len(windows)]] == expected
+
+
+def test_an_epoch_is_as_many_windows_as_the_corpus_has_and_max_epochs_counts_them(corpus: Path, tmp_path: Path) -> None:
+    data = data_module(corpus)
+    num_sequences = sum(data.order.num_sequences)
+    module = fit(tmp_path, data, -1, max_epochs=2)
+    assert len(module.trained) == 2 * (num_sequences // GLOBAL_BATCH)
+    alone = data_module(corpus, mix={"code": 5})
+    assert len(alone.train_dataloader()) == alone.order.num_sequences[1] // GLOBAL_BATCH
+
+
+def test_a_resume_at_every_step_goes_on_with_the_next_window(corpus: Path, tmp_path: Path) -> None:
+    """Saved by a callback in `on_train_batch_end`, with windows read ahead, within and at the end of an epoch."""
+    num_steps = 2 * len(data_module(corpus).train_dataloader()) + 1
+    straight = fit(tmp_path, data_module(corpus, prefetch_windows=3), num_steps, callbacks=[SaveEveryStep(tmp_path)])
+    assert len(straight.trained) == num_steps
+    for step in range(1, num_steps):
+        resumed = fit(tmp_path, data_module(corpus), num_steps, tmp_path / f"step={step}.ckpt")
+        assert resumed.trained == straight.trained[step:], f"resumed after step {step}"
+
+
+def test_validation_in_the_middle_does_not_move_the_position(corpus: Path, tmp_path: Path) -> None:
+    plain = fit(tmp_path, data_module(corpus), 7)
+    validating = fit(
+        tmp_path, data_module(corpus), 7, limit_val_batches=1.0, val_check_interval=2, check_val_every_n_epoch=None
+    )
+    assert validating.trained == plain.trained
+    assert validating.validated
+
+
+def test_a_failed_step_leaves_the_position_after_the_last_trained_window(corpus: Path, tmp_path: Path) -> None:
+    data = data_module(corpus)
+    with pytest.raises(RuntimeError, match="as the test wants it"):
+        trainer(tmp_path, 9).fit(Recorder(fail_at=4 * GLOBAL_BATCH), data)
+    assert data.data_position == 3 * GLOBAL_BATCH
+
+
+def test_a_callback_that_stands_first_reads_the_moved_position(corpus: Path, tmp_path: Path) -> None:
+    class Watch(Callback):
+        def __init__(self) -> None:
+            self.seen: list[int] = []
+
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            data: CorpusDataModule = trainer.datamodule  # type: ignore[attr-defined]
+            self.seen.append(data.state_dict()["data_position"])
+
+    watch = Watch()
+    fit(tmp_path, data_module(corpus), 3, callbacks=[watch])
+    assert watch.seen == [GLOBAL_BATCH, 2 * GLOBAL_BATCH, 3 * GLOBAL_BATCH]
+
+
+def test_a_trainer_that_fits_twice_goes_on_and_keeps_no_callback_of_ours(corpus: Path, tmp_path: Path) -> None:
+    data, module = data_module(corpus), Recorder()
+    running = trainer(tmp_path, 3)
+    callbacks_before = list(running.callbacks)  # type: ignore[attr-defined]
+    running.fit(module, data)
+    running.fit_loop.epoch_loop.max_steps = 6
+    running.fit(module, data)
+    assert [position for position, _ in module.trained] == [GLOBAL_BATCH * step for step in range(1, 7)]
+    assert running.callbacks == callbacks_before  # type: ignore[attr-defined]
+
+
+def test_the_global_batch_may_change_on_resume_and_no_sequence_is_lost(corpus: Path, tmp_path: Path) -> None:
+    data = data_module(corpus)
+    fit(tmp_path, data, 3)
+    larger = data_module(corpus, global_batch_size=6)
+    larger.load_state_dict(data.state_dict())
+    module = fit(tmp_path, larger, 3)
+    assert [position for position, _ in module.trained] == [18, 24, 30]
+    sequences = [row for _, window in module.trained for micro_batch in window for row in micro_batch]
+    straight = [row for _, window in fit(tmp_path, data_module(corpus), 8).trained for m in window for row in m]
+    assert sequences == straight[12:30]
+
+
+# ---- state
+
+
+def test_state_is_plain_and_counts_tokens_drawn(corpus: Path) -> None:
+    data = data_module(corpus)
+    data.load_state_dict({**data.state_dict(), "data_position": 30})
+    state = data.state_dict()
+    assert json.loads(json.dumps(state)) == state
+    assert state["tokens_drawn"] == {"web": 20 * SEQ_LEN, "code": 10 * SEQ_LEN}
+
+
+def test_a_changed_mix_holds_from_the_restored_position_on(corpus: Path) -> None:
+    data = data_module(corpus)
+    data.load_state_dict({**data.state_dict(), "data_position": 30})
+    changed = data_module(corpus, mix={"code": 1})
+    changed.load_state_dict(data.state_dict())
+    assert [mix.start_position for mix in changed.order.mixes] == [0, 30]
+    assert set(changed.order.sequences(30, 20)[0].tolist()) == {1}
+    again = data_module(corpus, mix={"code": 1})
+    again.load_state_dict({**changed.state_dict(), "data_position": 40})
+    assert again.order == changed.order
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"seq_len": 8}, "seq_len 12, this run has 8"), ({"seed": 4}, "seed 0, this run's 4; set data.seed")],
+)
+def test_a_state_of_another_order_is_refused(corpus: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError) as error:
+        data_module(corpus, **changes).load_state_dict(data_module(corpus).state_dict())
+    assert words in str(error.value)
+
+
+def test_windows_are_advanced_in_order_and_each_once(corpus: Path) -> None:
+    data = data_module(corpus)
+    first, second, third = list(data.train_dataloader())[:3]
+    data.advance(first)
+    data.advance(first)
+    data.advance(second)
+    with pytest.raises(AssertionError, match="in their order"):
+        data.advance(first)
+    data.advance(third)
+    assert data.data_position == 3 * GLOBAL_BATCH
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"seq_len": 100_000}, "lower data.seq_len"),
+        ({"seq_len": 0}, "data.seq_len is 0"),
+        ({"micro_batch_size": 3}, "values of data.micro_batch_size that do: 1, 2, 4"),
+        ({"mix": {"wbe": 1}}, "did you mean 'web'?"),
+        ({"limit_validation_sequences": 0}, "data.limit_validation_sequences is 0"),
+        ({"prefetch_windows": -1}, "data.prefetch_windows is -1"),
+        ({"tokenizer_hash": "e" * 64}, "this run's is eeee"),
+    ],
+)
+def test_bad_options_are_refused_before_training(
+    corpus: Path, tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UserError) as error:
+        fit(tmp_path, data_module(corpus, **changes), 1)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_source_too_short_for_a_sequence_is_fine_with_weight_0(corpus: Path, tmp_path: Path) -> None:
+    path = write_corpus(
+        tmp_path / "corpus",
+        {"web": make_documents(40, 6), "tiny": [[2, 20, 3]]},
+        tokenizer=(corpus / "tokenizer.model").read_bytes(),
+    )
+    with pytest.raises(UserError, match="source 'tiny' has 3 tokens"):
+        data_module(path).setup("fit")
+    module = fit(tmp_path, data_module(path, mix={"web": 1, "tiny": 0}), 2)
+    assert len(module.trained) == 2
+
+
+def test_a_damaged_shard_stops_training_with_one_line(corpus: Path, tmp_path: Path) -> None:
+    path = write_corpus(
+        tmp_path / "corpus", {"web": make_documents(40, 6)}, tokenizer=(corpus / "tokenizer.model").read_bytes()
+    )
+    shard = path / "train/web/00000.ds"
+    data = bytearray(shard.read_bytes())
+    data[0] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(UserError, match="the shard is damaged or was changed"):
+        fit(tmp_path, data_module(path), 30)
+
+
+# ---- validation
+
+
+def test_validation_counts_tokens_and_bytes_of_the_whole_set(corpus: Path, tmp_path: Path) -> None:
+    documents = make_documents(9, 6, seed=3)
+    num_bytes = Tokenizer.load(corpus).piece_num_bytes
+    for micro_batch_size in (1, 2, 7):
+        data, module = data_module(corpus, validation_micro_batch_size=micro_batch_size), Recorder()
+        trainer(tmp_path, 1, limit_val_batches=1.0).validate(module, data, verbose=False)
+        assert sum(tokens for tokens, _ in module.validated) == sum(len(document) - 1 for document in documents)
+        assert sum(count for _, count in module.validated) == sum(
+            int(num_bytes[token]) for document in documents for token in document[1:]
+        )
+
+
+def test_a_corpus_without_a_validation_set_trains_and_validates_nothing(corpus: Path, tmp_path: Path) -> None:
+    path = write_corpus(
+        tmp_path / "corpus", {"web": make_documents(40, 6)}, tokenizer=(corpus / "tokenizer.model").read_bytes()
+    )
+    with pytest.warns(UserWarning, match="Total length of `WindowLoader` across ranks is zero"):
+        module = fit(tmp_path, data_module(path), 2, limit_val_batches=1.0)
+    assert (len(module.trained), module.validated) == (2, [])
+
+
+# ---- ranks
+
+
+def _run_rank(corpus: Path, folder: Path, strategy: str, ckpt: Path | None) -> tuple[list[Any], list[Any]]:
+    data, module = data_module(corpus), Recorder()
+    running = trainer(
+        folder,
+        6,
+        devices=2,
+        strategy=strategy,
+        limit_val_batches=1.0,
+        val_check_interval=3,
+        check_val_every_n_epoch=None,
+    )
+    running.fit(module, data, ckpt_path=ckpt)
+    return module.trained, module.validated
+
+
+def test_two_ranks_go_on_where_one_stopped_with_the_same_global_batches(corpus: Path, tmp_path: Path) -> None:
+    alone = fit(tmp_path, data_module(corpus), 6, callbacks=[SaveEveryStep(tmp_path)])
+    run: Callable[..., Any] = run_ranks
+    (first, first_validated), (second, second_validated) = run(
+        _run_rank, 2, corpus, tmp_path, "ddp", tmp_path / "step=2.ckpt", timeout_seconds=200
+    )
+    joined = [(position, rows + other_rows) for (position, rows), (_, other_rows) in zip(first, second, strict=True)]
+    assert joined == alone.trained[2:]
+    assert len(first_validated) == len(second_validated)
