@@ -19,9 +19,9 @@ _DTYPE = torch.bfloat16
 
 
 def orthogonalize(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Returns for each matrix one with the same singular vectors and singular values near 1, in bfloat16.
+    """Returns for each matrix one with the same singular vectors and singular values near 1.
 
-    Matrices of one shape (turned to be wide) are multiplied as one batch.
+    Matrices of one shape (turned to be wide) are cast and multiplied as one batch.
 
     References:
         Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024, https://kellerjordan.github.io/posts/muon/
@@ -32,8 +32,8 @@ def orthogonalize(matrices: Sequence[Tensor]) -> list[Tensor]:
         rows, columns = matrix.shape
         by_shape.setdefault((min(rows, columns), max(rows, columns)), []).append(index)
     for indices in by_shape.values():
-        batch = torch.stack([_to_wide(matrices[index].to(_DTYPE)) for index in indices])
-        for index, result in zip(indices, _iterate(batch), strict=True):
+        batch = torch.stack([_to_wide(matrices[index]) for index in indices])
+        for index, result in zip(indices, _iterate(batch.to(_DTYPE)).to(batch.dtype), strict=True):
             results[index] = result if matrices[index].shape == result.shape else result.mT
     return [results[index] for index in range(len(matrices))]
 
@@ -91,7 +91,7 @@ def orthogonalize_sharded(updates: Sequence[Tensor], parameters: Sequence[DTenso
     results: dict[int, Tensor] = {}
     for owner, rows in enumerate(received):
         results.update(zip(owned[owner], _split(rows, [tuple(updates[i].shape) for i in owned[owner]]), strict=True))
-    return [results[i].to(updates[i].device) for i in range(len(updates))]
+    return [results[i].to(updates[i]) for i in range(len(updates))]
 
 
 def _shard_group(parameters: Sequence[DTensor]) -> tuple[dist.ProcessGroup, str]:

@@ -60,4 +60,4 @@ class BitsPerByte(Metric):
 
     def compute(self) -> Tensor:
         """Returns bits per byte, float64; NaN where there was no byte."""
-        return self.loss_sum / (math.log(2) * self.num_bytes)
+        return self.loss_sum / self.num_bytes / math.log(2)

@@ -340,8 +340,8 @@ def _refuse_ungatable(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Non
         raise ValueError('shape="own" and configure_optimizers returns no LR scheduler: return one, or choose a shape')
     if not pl_module.automatic_optimization:
         raise ValueError(
-            'shape="own" gates the schedulers that Lightning calls, and under manual optimization the module does: call '
-            "them there if TokenCounters.has_updated"
+            'shape="own" gates the schedulers that Lightning calls, and under manual optimization the module does: '
+            "call them there if TokenCounters.has_updated"
         )
     for config in trainer.lr_scheduler_configs:
         if config.interval == "step" and config.frequency != 1 and not config.reduce_on_plateau:

@@ -1,0 +1,81 @@
+"""Orthogonalised matrices: torch's own where there is one rank, the same rows where there are several."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.optim import Muon
+
+from genesis.optim.newton_schulz import orthogonalize, orthogonalize_sharded
+from genesis_callbacks.testing import run_ranks
+
+SHAPES = [(16, 16), (7, 24), (24, 7), (16, 16), (3, 5), (1, 6), (24, 7)]
+
+
+def _matrices() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def _torch_direction(matrix: Tensor) -> Tensor:
+    """Torch's Muon, seen through one step without momentum, decay or scaling."""
+    parameter = torch.zeros_like(matrix, requires_grad=True)
+    parameter.grad = matrix.clone()
+    Muon([parameter], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False).step()
+    rows, columns = matrix.shape
+    return -parameter.detach() / max(1.0, rows / columns) ** 0.5
+
+
+def test_singular_values_come_near_one_and_singular_vectors_stay() -> None:
+    for matrix, result in zip(_matrices(), orthogonalize(_matrices()), strict=True):
+        assert result.shape == matrix.shape
+        values = torch.linalg.svdvals(result.float())
+        assert values.min() > 0.3
+        assert values.max() < 1.3
+        left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+        aligned = left.T @ result.float() @ right.T
+        assert (aligned - aligned.diag().diag()).abs().max() < 0.05
+
+
+def test_a_batch_gives_what_torch_gives_one_by_one() -> None:
+    for matrix, result in zip(_matrices(), orthogonalize(_matrices()), strict=True):
+        torch.testing.assert_close(result.float(), _torch_direction(matrix), atol=0.02, rtol=0)
+
+
+def test_a_matrix_of_zeros_stays_one() -> None:
+    (result,) = orthogonalize([torch.zeros(4, 6)])
+    assert torch.equal(result, torch.zeros(4, 6))
+
+
+def _orthogonalize_on_rank(mesh_shape: tuple[int, ...]) -> float:
+    mesh = init_device_mesh("cpu", mesh_shape)
+    placements = [Replicate()] * (len(mesh_shape) - 1) + [Shard(0)]
+    sharded = [distribute_tensor(matrix, mesh, placements) for matrix in _matrices()]
+    rows = orthogonalize_sharded([tensor.to_local() for tensor in sharded], sharded)
+    worst = 0.0
+    for tensor, local, expected in zip(sharded, rows, orthogonalize(_matrices()), strict=True):
+        whole = DTensor.from_local(local, mesh, placements, shape=tensor.shape, stride=tensor.stride()).full_tensor()
+        worst = max(worst, float((whole - expected).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2)])
+def test_rows_spread_over_ranks_give_the_rows_of_the_whole(mesh_shape: tuple[int, ...]) -> None:
+    world_size = torch.Size(mesh_shape).numel()
+    for worst in run_ranks(_orthogonalize_on_rank, world_size, mesh_shape):
+        assert worst < 5e-3
+
+
+def _refuse_on_rank() -> str:
+    mesh = init_device_mesh("cpu", (2,))
+    by_columns = distribute_tensor(torch.zeros(4, 4), mesh, [Shard(1)])
+    with pytest.raises(ValueError, match="sharded by rows") as caught:
+        orthogonalize_sharded([by_columns.to_local()], [by_columns])
+    assert dist.get_world_size() == 2
+    return str(caught.value)
+
+
+def test_a_matrix_sharded_by_columns_is_refused() -> None:
+    assert "Shard(dim=1)" in run_ranks(_refuse_on_rank, 2)[0]

@@ -1,0 +1,259 @@
+"""One optimizer, two algorithms: torch's own updates, states that come back bit for bit, any number of ranks."""
+
+import copy
+import io
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from genesis.errors import UserError
+from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.optim import GroupedOptimizer, OptimizerOptions, build_optimizer
+from genesis_callbacks.testing import run_ranks
+
+with warnings.catch_warnings():
+    # Torch 2.13's own use of torch.jit.script, which it deprecates.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+ADAMW, MUON = OptimizerOptions(lr=1e-2), OptimizerOptions(name="muon", lr=1e-2)
+
+
+def _decoder(has_tied_embeddings: bool = False) -> Decoder:
+    config = DecoderConfig(
+        dim=16,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        ffn_dim=32,
+        max_seq_len=8,
+        vocab_size=32,
+        has_tied_embeddings=has_tied_embeddings,
+    )
+    decoder = Decoder(config)
+    decoder.init_weights(seed=0)
+    return decoder
+
+
+def _train(model: nn.Module, optimizers: list[torch.optim.Optimizer], steps: range) -> None:
+    for step in steps:
+        ids = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(step))
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        model(ids).float().logsumexp(-1).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+# ---- groups
+
+
+def test_every_parameter_is_in_one_group_with_the_treatment_of_its_kind() -> None:
+    decoder = _decoder()
+    names = {id(parameter): name for name, parameter in decoder.named_parameters()}
+    optimizer = build_optimizer(decoder, MUON)
+    groups = {group["name"]: group for group in optimizer.param_groups}
+    assert {name: group["algorithm"] for name, group in groups.items()} == {
+        "matrices": "muon",
+        "head": "adamw",
+        "embeddings": "adamw",
+        "vectors": "adamw",
+    }
+    assert {name: group["weight_decay"] for name, group in groups.items()} == {
+        "matrices": 0.1,
+        "head": 0.1,
+        "embeddings": 0.0,
+        "vectors": 0.0,
+    }
+    grouped = {name: sorted(names[id(p)] for p in group["params"]) for name, group in groups.items()}
+    assert sorted(name for of_group in grouped.values() for name in of_group) == sorted(names.values())
+    assert grouped["head"] == ["output.weight"]
+    assert grouped["embeddings"] == ["embedding.weight"]
+    assert all("blocks" in name for name in grouped["matrices"])
+    assert all("norm" in name for name in grouped["vectors"])
+
+
+def test_a_tied_embedding_is_updated_once_and_decays_by_choice() -> None:
+    decoder = _decoder(has_tied_embeddings=True)
+    optimizer = build_optimizer(decoder, OptimizerOptions(decayed="matrices_and_embeddings"))
+    groups = {group["name"]: group for group in optimizer.param_groups}
+    assert set(groups) == {"matrices", "embeddings", "vectors"}
+    assert groups["embeddings"]["weight_decay"] == 0.1
+
+
+def test_a_frozen_parameter_is_in_no_group() -> None:
+    decoder = _decoder()
+    decoder.embedding.weight.requires_grad_(False)
+    assert "embeddings" not in {group["name"] for group in build_optimizer(decoder, ADAMW).param_groups}
+
+
+@pytest.mark.parametrize(
+    "options", [{"lr": -1.0}, {"betas": (0.9, 1.0)}, {"muon_momentum": 1.0}, {"eps": float("nan")}]
+)
+def test_options_that_no_run_can_use_are_refused_by_name(options: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=rf"optimizer\.{next(iter(options))}"):
+        OptimizerOptions(**options)
+
+
+def test_an_option_that_only_torch_has_is_refused() -> None:
+    weight = nn.Parameter(torch.zeros(2, 2))
+    with pytest.raises(ValueError, match="amsgrad is True"):
+        GroupedOptimizer([{"algorithm": "adamw", "params": [weight], "amsgrad": True}])
+    with pytest.raises(ValueError, match="ns_steps is 7"):
+        GroupedOptimizer([{"algorithm": "muon", "params": [weight], "ns_steps": 7}])
+    with pytest.raises(ValueError, match="'lion' is unknown"):
+        GroupedOptimizer([{"algorithm": "lion", "params": [weight]}])
+
+
+# ---- updates
+
+
+def _torch_optimizers(decoder: Decoder, options: OptimizerOptions) -> list[torch.optim.Optimizer]:
+    built = {group["name"]: group for group in build_optimizer(decoder, options).param_groups}
+    adamw = [
+        {"params": group["params"], "weight_decay": group["weight_decay"]}
+        for group in built.values()
+        if group["algorithm"] == "adamw"
+    ]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(adamw, lr=1e-2, betas=(0.9, 0.95), fused=True)]
+    if options.name == "muon":
+        optimizers.append(torch.optim.Muon(built["matrices"]["params"], lr=0.02))
+    return optimizers
+
+
+@pytest.mark.parametrize("options", [ADAMW, MUON], ids=["adamw", "muon"])
+def test_updates_are_those_of_torchs_optimizers(options: OptimizerOptions) -> None:
+    ours, theirs = _decoder(), _decoder()
+    _train(ours, [build_optimizer(ours, options)], range(10))
+    _train(theirs, _torch_optimizers(theirs, options), range(10))
+    tolerance = 0.0 if options.name == "adamw" else 5e-3
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, atol=tolerance, rtol=0)
+
+
+def test_torchs_optimizers_go_on_from_our_state() -> None:
+    ours = _decoder()
+    optimizer = build_optimizer(ours, MUON)
+    _train(ours, [optimizer], range(3))
+    theirs = copy.deepcopy(ours)
+    adamw, muon = _torch_optimizers(theirs, MUON)
+    saved = copy.deepcopy(optimizer.state_dict())
+    muons = next(group for group in saved["param_groups"] if group["algorithm"] == "muon")
+    others = [group for group in saved["param_groups"] if group is not muons]
+    muon.load_state_dict({"state": {i: saved["state"][i] for i in muons["params"]}, "param_groups": [muons]})
+    indices = [i for group in others for i in group["params"]]
+    adamw.load_state_dict({"state": {i: saved["state"][i] for i in indices}, "param_groups": others})
+    _train(ours, [optimizer], range(3, 6))
+    _train(theirs, [adamw, muon], range(3, 6))
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, atol=5e-3, rtol=0)
+
+
+@pytest.mark.parametrize("options", [ADAMW, MUON], ids=["adamw", "muon"])
+def test_a_restored_optimizer_goes_on_bit_for_bit(options: OptimizerOptions) -> None:
+    straight = _decoder()
+    _train(straight, [build_optimizer(straight, options)], range(6))
+    first = _decoder()
+    optimizer = build_optimizer(first, options)
+    _train(first, [optimizer], range(3))
+    file = io.BytesIO()
+    torch.save({"model": first.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    second = _decoder()
+    again = build_optimizer(second, options)
+    second.load_state_dict(saved["model"])
+    again.load_state_dict(saved["optimizer"])
+    _train(second, [again], range(3, 6))
+    for mine, other in zip(second.parameters(), straight.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("options", [ADAMW, MUON], ids=["adamw", "muon"])
+def test_without_a_gradient_nothing_moves_and_no_state_ages(options: OptimizerOptions) -> None:
+    decoder = _decoder()
+    optimizer = build_optimizer(decoder, options)
+    _train(decoder, [optimizer], range(2))
+    weights, state = copy.deepcopy(decoder.state_dict()), copy.deepcopy(optimizer.state_dict())
+    optimizer.zero_grad()
+    optimizer.step()
+    assert all(torch.equal(weights[name], value) for name, value in decoder.state_dict().items())
+    for index, of_parameter in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(state["state"][index][key], value) for key, value in of_parameter.items())
+
+
+def test_a_closure_runs_with_gradients_before_the_update() -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    optimizer = GroupedOptimizer([{"algorithm": "adamw", "params": [weight], "lr": 0.5, "weight_decay": 0.0}])
+
+    def closure() -> float:
+        loss = weight.square().sum()
+        loss.backward()
+        return float(loss.detach())
+
+    assert optimizer.step(closure) == 4.0
+    torch.testing.assert_close(weight.detach(), torch.full((2, 2), 0.5))
+
+
+def test_a_gradient_scaler_skips_an_overflow_and_unscales_the_rest() -> None:
+    decoder = _decoder()
+    optimizer = build_optimizer(decoder, MUON)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = decoder.blocks[0].attention.query.weight.detach().clone()
+    for overflow in (True, False):
+        optimizer.zero_grad()
+        scaler.scale(decoder(torch.zeros(1, 4, dtype=torch.int64)).float().square().sum()).backward()
+        if overflow:
+            decoder.norm.weight.grad.fill_(torch.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(decoder.blocks[0].attention.query.weight.detach(), before) is overflow
+    assert scaler.get_scale() == 2.0
+
+
+# ---- several ranks
+
+
+def _train_on_rank(kind: str, options: OptimizerOptions) -> list[Tensor]:
+    decoder = _decoder()
+    optimizer: torch.optim.Optimizer
+    if kind == "sharded":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for block in decoder.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(decoder, mesh=mesh)
+        optimizer = build_optimizer(decoder, options)
+    else:
+        groups = build_optimizer(decoder, options).param_groups
+        optimizer = ZeroRedundancyOptimizer(groups, GroupedOptimizer)
+    _train(decoder, [optimizer], range(5))
+    if kind == "sharded":
+        assert all(
+            isinstance(value, DTensor)
+            for state in optimizer.state.values()
+            for key, value in state.items()
+            if key != "step"
+        )
+    return [_whole(parameter) for parameter in decoder.parameters()]
+
+
+@pytest.mark.parametrize("kind", ["sharded", "zero"])
+@pytest.mark.parametrize("options", [ADAMW, MUON], ids=["adamw", "muon"])
+def test_several_ranks_train_as_one_does(kind: str, options: OptimizerOptions) -> None:
+    alone = _decoder()
+    _train(alone, [build_optimizer(alone, options)], range(5))
+    tolerance = 1e-5 if options.name == "adamw" else 5e-3
+    for weights in run_ranks(_train_on_rank, 2, kind, options):
+        for mine, other in zip(alone.parameters(), weights, strict=True):
+            torch.testing.assert_close(mine.detach(), other, atol=tolerance, rtol=0)
