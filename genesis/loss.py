@@ -10,58 +10,24 @@ from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+try:
+    from liger_kernel.transformers.functional import (  # type: ignore[import-not-found]  # optional, CUDA only
+        liger_fused_linear_cross_entropy,
+    )
+except ImportError:
+    liger_fused_linear_cross_entropy = None
+
 IGNORE_INDEX = -100
 """The label that the loss does not count (torch's convention)."""
 
-MAX_LOGITS_BYTES = 8 * 2**20
-"""Float32 logits that exist at one time."""
+CHUNK_LOGITS_BYTES = 16 * 2**20
+MIN_CHUNK_TOKENS = 512
+"""Every chunk reads the weight and reads and writes its gradient: fewer tokens than this would not pay for that."""
 
 
-class _SumCrossEntropy(torch.autograd.Function):
-    """Computes loss and gradients chunk by chunk in the forward, so that no logits wait for the backward.
-
-    The gradients of a scalar are known up to the factor that comes from above; backward multiplies by it. Both matrix
-    products of the gradient use the logits while they exist: nothing is computed twice.
-
-    References:
-        Hsu et al., Liger Kernel, arXiv:2410.10989, section 3.2 (FusedLinearCrossEntropy).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        num_tokens, rows = hidden.shape[0], max(1, MAX_LOGITS_BYTES // (4 * weight.shape[0]))
-        needs_hidden, needs_weight, _ = ctx.needs_input_grad
-        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        loss_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for start in range(0, num_tokens, rows):
-            chunk, target = hidden[start : start + rows], labels[start : start + rows]
-            is_valid = (target != IGNORE_INDEX).unsqueeze(1)
-            index = target.unsqueeze(1).clamp(min=0)
-            log_probs = torch.log_softmax((chunk @ weight.t()).float(), dim=-1)
-            loss_sum -= (log_probs.gather(1, index) * is_valid).sum()
-            if grad_hidden is None and grad_weight is None:
-                continue
-            grad_logits = log_probs.exp_()  # d(-log p)/d(logits) = softmax - onehot, zero where the label is ignored
-            grad_logits.scatter_add_(1, index, torch.full_like(index, -1, dtype=grad_logits.dtype))
-            grad_logits = grad_logits.mul_(is_valid).to(weight.dtype)
-            if grad_hidden is not None:
-                torch.mm(grad_logits, weight, out=grad_hidden[start : start + rows])
-            if grad_weight is not None:
-                grad_weight += grad_logits.t() @ chunk
-        ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
-        return loss_sum
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        (scale,) = grad_outputs
-        grad_hidden, grad_weight = ctx.saved_tensors
-        return (
-            None if grad_hidden is None else grad_hidden * scale.to(grad_hidden.dtype),
-            None if grad_weight is None else grad_weight * scale.to(grad_weight.dtype),
-            None,
-        )
+def chunk_tokens(vocab_size: int) -> int:
+    """Returns how many tokens' float32 logits exist at one time."""
+    return max(MIN_CHUNK_TOKENS, CHUNK_LOGITS_BYTES // (4 * vocab_size))
 
 
 def sum_cross_entropy(
@@ -69,17 +35,74 @@ def sum_cross_entropy(
 ) -> Float32[Tensor, ""]:
     """Returns the sum of -log p(label) over the labels that are not `IGNORE_INDEX`, in nats.
 
+    Matrix products run in the autocast dtype where autocast is on, else in that of `hidden`; the softmax, the sum and
+    the weight's gradient over chunks are float32. A second backward through the same result is refused by autograd.
+
     Args:
         hidden: What the decoder gives to its head.
         weight: The output weight; logits are `hidden @ weight.T`.
         labels: Of the shape of `hidden` without its last dimension.
     """
     device_type = hidden.device.type
-    if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else hidden.dtype
+    hidden, labels = hidden.flatten(0, -2), labels.flatten()
     with torch.autocast(device_type, enabled=False):
-        loss_sum: Tensor = _SumCrossEntropy.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            hidden.flatten(0, -2), weight, labels.flatten()
-        )
-    return loss_sum
+        loss_sum: Tensor
+        if liger_fused_linear_cross_entropy is not None and hidden.is_cuda:
+            loss_sum = liger_fused_linear_cross_entropy(
+                hidden.to(dtype), weight.to(dtype), labels, ignore_index=IGNORE_INDEX, reduction="sum"
+            )
+        else:
+            loss_sum = _SumCrossEntropy.apply(hidden, weight, labels, dtype)  # type: ignore[no-untyped-call]  # torch's
+    return loss_sum.float()
+
+
+class _SumCrossEntropy(torch.autograd.Function):
+    """Computes loss and gradients chunk by chunk in the forward, so that no logits wait for the backward.
+
+    The gradients of a scalar are known up to the factor that comes from above, and backward multiplies by it: nothing
+    is computed twice.
+
+    References:
+        Hsu et al., Liger Kernel, arXiv:2410.10989, section 3.2 (FusedLinearCrossEntropy).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
+        num_tokens, step = hidden.shape[0], chunk_tokens(weight.shape[0])
+        needs_grad = any(ctx.needs_input_grad)
+        grad_hidden = torch.empty_like(hidden) if needs_grad else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad else None
+        loss_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        low_weight = weight.to(dtype)
+        for start in range(0, num_tokens, step):
+            chunk, target = hidden[start : start + step].to(dtype), labels[start : start + step, None]
+            is_ignored = target == IGNORE_INDEX
+            target = target.masked_fill(is_ignored, 0)
+            log_probs = torch.log_softmax(chunk @ low_weight.t(), dim=-1, dtype=torch.float32)
+            loss_sum -= log_probs.gather(1, target).masked_fill_(is_ignored, 0).sum()
+            if grad_hidden is None or grad_weight is None:
+                continue
+            # d(-log p)/d(logits) = softmax - onehot; ignored rows are cleared after and before the products, where
+            # they are narrow.
+            grad_logits = log_probs.exp_()
+            grad_logits.scatter_add_(1, target, grad_logits.new_full(target.shape, -1.0))
+            grad_logits = grad_logits.to(dtype)
+            grad_hidden[start : start + step] = (grad_logits @ low_weight).masked_fill_(is_ignored, 0)
+            _add_product(grad_weight, grad_logits.t(), chunk.masked_fill(is_ignored, 0))
+        ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
+        return loss_sum
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        (scale,) = grad_outputs
+        return grad_hidden.mul_(scale), grad_weight.mul_(scale), None, None
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b

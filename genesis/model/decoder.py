@@ -15,17 +15,22 @@ import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.functional import linear, pad, scaled_dot_product_attention, silu
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import linear, pad, rms_norm, scaled_dot_product_attention, silu
 
 from genesis.errors import UserError
 
 INIT_STD = 0.02
+
+MIN_MEAN_DOCUMENT_TOKENS = 24
+"""On CPU, shorter documents are masked: attention one by one would cost more in calls than it saves in work."""
 
 T = TypeVar("T")
 
@@ -89,13 +94,16 @@ class DecoderConfig:
 class Layout(NamedTuple):
     """Where each token of a forward stands and what it may see: computed once, read by every block.
 
-    At most one of `mask` and `document_starts` is given; without either, attention is plainly causal.
+    At most one of `offsets` and `mask` is given; without either, each row is causal as a whole.
     """
 
-    cos: Float[Tensor, "B S 1 E/2"]
-    sin: Float[Tensor, "B S 1 E/2"]
+    cos: Float[Tensor, "B S 1 E"]
+    sin: Float[Tensor, "B S 1 E"]
+    offsets: Int32[Tensor, "num_documents+1"] | None = None
+    """Where documents begin in the flattened batch, and its end."""
     mask: Bool[Tensor, "B 1 S L"] | None = None
     slots: Int64[Tensor, "B S"] | None = None
+    """Where in the cache these tokens go."""
 
 
 class KVCache:
@@ -118,11 +126,83 @@ class KVCache:
         self.lengths = self.lengths + num_tokens
 
 
+class RMSNorm(nn.Module):
+    """Divides by the root of the mean square, then scales each dimension.
+
+    References:
+        Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467, equation 4.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.eps = config.norm_eps
+        self.weight = nn.Parameter(torch.ones(config.dim))
+
+    def forward(self, x: Float[Tensor, "B S D"]) -> Float[Tensor, "B S D"]:
+        """Returns `x` normalised over its last dimension."""
+        out: Tensor
+        if x.device.type == "cpu" and x.dtype == self.weight.dtype == torch.float32:
+            out = _RMSNormCPU.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]  # torch's
+        else:
+            out = rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return out
+
+
+class _RMSNormCPU(torch.autograd.Function):
+    """The same in few passes over memory; on CPU torch puts its own together from parts, at four times the cost."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        (grad,) = grads
+        normed = x * scale
+        products = (grad * normed).flatten(0, -2)
+        with torch.autocast("cpu", enabled=False):
+            grad_weight = products.new_ones(products.shape[0]) @ products
+            inner = (products @ weight).view(scale.shape).div_(-x.shape[-1])
+        return (grad * weight).addcmul_(normed, inner).mul_(scale), grad_weight, None
+
+
+def rotary_tables(positions: Int64[Tensor, "B S"], head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Returns the cosine and the signed sine of each position's angles, for all dimensions of a head, in float32."""
+    exponents = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
+    angles = positions[:, :, None, None].float() * (1.0 / theta**exponents)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def rotate(
+    x: Float[Tensor, "B S H E"], cos: Float[Tensor, "B S 1 E"], sin: Float[Tensor, "B S 1 E"]
+) -> Float[Tensor, "B S H E"]:
+    """Returns `x` turned by its position; dimension i of a head pairs with i + E/2, as in Hugging Face's Llama.
+
+    References:
+        Su et al., RoFormer, arXiv:2104.09864, equation 34.
+    """
+    first, second = x.chunk(2, dim=-1)
+    turned: Tensor = torch.addcmul(x * cos, torch.cat((second, first), dim=-1), sin)
+    return turned.to(x.dtype)
+
+
 def document_positions(document_ids: Int32[Tensor, "B S"]) -> Int64[Tensor, "B S"]:
     """Returns each token's place in its document, from 0."""
     index = torch.arange(document_ids.shape[1], device=document_ids.device)
-    is_start = pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)
-    return index - torch.where(is_start, index, 0).cummax(dim=1).values
+    starts: Tensor = torch.where(_is_start(document_ids), index, 0).cummax(dim=1).values
+    return index - starts
+
+
+def document_offsets(document_ids: Int32[Tensor, "B S"]) -> Int32[Tensor, "num_documents+1"]:
+    """Returns where documents begin in the flattened batch, and its end. Waits for the device: the count is data."""
+    starts = _is_start(document_ids).flatten().nonzero().flatten()
+    return pad(starts, (0, 1), value=document_ids.numel()).to(torch.int32)
 
 
 def document_mask(document_ids: Int32[Tensor, "B S"]) -> Bool[Tensor, "B 1 S S"]:
@@ -131,31 +211,50 @@ def document_mask(document_ids: Int32[Tensor, "B S"]) -> Bool[Tensor, "B 1 S S"]
     return is_same.tril().unsqueeze(1)
 
 
-def rotate(
-    x: Float[Tensor, "B S H E"], cos: Float[Tensor, "B S 1 E/2"], sin: Float[Tensor, "B S 1 E/2"]
-) -> Float[Tensor, "B S H E"]:
-    """Returns `x` turned by its position; dimension i of a head pairs with i + E/2, as in Hugging Face's Llama.
-
-    References:
-        Su et al., RoFormer, arXiv:2104.09864, equation 34.
-    """
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+def _is_start(document_ids: Tensor) -> Tensor:
+    return pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)
 
 
 def attend(
     query: Float[Tensor, "B S H E"], key: Float[Tensor, "B L K E"], value: Float[Tensor, "B L K E"], layout: Layout
 ) -> Float[Tensor, "B S H E"]:
     """Returns softmax(query key^T / sqrt(E)) value over what `layout` lets each token see."""
-    out = scaled_dot_product_attention(
+    if layout.offsets is None:
+        return _attend_rows(query, key, value, layout.mask)
+    if query.device.type == "cpu":
+        by_document: Tensor = _attend_each_document(query, key, value, layout.offsets)
+        return by_document
+    groups, seq_len = query.shape[2] // key.shape[2], query.shape[1]
+    out = varlen_attn(
+        query.flatten(0, 1),
+        key.repeat_interleave(groups, dim=2).flatten(0, 1),  # torch 2.11's has no enable_gqa
+        value.repeat_interleave(groups, dim=2).flatten(0, 1),
+        layout.offsets,
+        layout.offsets,
+        seq_len,
+        seq_len,
+        window_size=(-1, 0),  # causal
+    )
+    return cast("Tensor", out).view(query.shape)
+
+
+def _attend_rows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    out: Tensor = scaled_dot_product_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
         value.transpose(1, 2),
-        attn_mask=layout.mask,
-        is_causal=layout.mask is None,
+        attn_mask=mask,
+        is_causal=mask is None,
         enable_gqa=query.shape[2] != key.shape[2],
     )
     return out.transpose(1, 2)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
+def _attend_each_document(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor) -> Tensor:
+    lengths = offsets.diff().tolist()  # not traced by torch.compile, which would compile anew for every packing
+    documents = zip(*(torch.split(x.flatten(0, 1), lengths) for x in (query, key, value)), strict=True)
+    return torch.cat([_attend_rows(q[None], k[None], v[None], None)[0] for q, k, v in documents]).view(query.shape)
 
 
 class Attention(nn.Module):
@@ -218,9 +317,9 @@ class Block(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention_norm = RMSNorm(config)
         self.attention = Attention(config)
-        self.feed_forward_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.feed_forward_norm = RMSNorm(config)
         self.feed_forward = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -249,7 +348,7 @@ class Decoder(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.norm = RMSNorm(config)
         if not config.has_tied_embeddings:
             self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
 
@@ -306,31 +405,42 @@ class Decoder(nn.Module):
             cache: Earlier tokens of the same sequences; this forward's are added to it, but only counted by `advance`.
             head: Called as `head(hidden, output_weight)` inside the forward, where a sharded weight is whole.
         """
-        layout = self._lay_out(input_ids, document_ids, cache)
         x = self.embedding(input_ids)
+        layout = self._lay_out(x, document_ids, cache)
         for index, block in enumerate(self.blocks):
             x = block(x, layout, None if cache is None else (cache.keys[index], cache.values[index]))
         return head(self.norm(x), self.output_weight)
 
-    def _lay_out(self, input_ids: Tensor, document_ids: Tensor | None, cache: KVCache | None) -> Layout:
-        seq_len, device = input_ids.shape[1], input_ids.device
-        positions, mask, slots = torch.arange(seq_len, device=device).unsqueeze(0), None, None
+    def _lay_out(self, x: Tensor, document_ids: Tensor | None, cache: KVCache | None) -> Layout:
+        batch_size, seq_len, device = x.shape[0], x.shape[1], x.device
+        positions = torch.arange(seq_len, device=device).unsqueeze(0)
+        offsets = mask = slots = None
         if cache is not None:
             assert document_ids is None, "a cache holds one document per row"
             slots = positions = positions + cache.lengths.unsqueeze(1)
-            end = int(cache.lengths.max()) + seq_len
-            mask = (torch.arange(end, device=device) <= positions.unsqueeze(2)).unsqueeze(1)
-        elif document_ids is not None and document_ids.any():
-            positions, mask = document_positions(document_ids), document_mask(document_ids)
+            num_cached = int(cache.lengths.max())
+            assert num_cached + seq_len <= cache.keys.shape[2], "the cache is full"
+            if num_cached:
+                mask = (torch.arange(num_cached + seq_len, device=device) <= positions.unsqueeze(2)).unsqueeze(1)
+        elif document_ids is not None:
+            offsets = document_offsets(document_ids)
+            num_documents = offsets.numel() - 1
+            if num_documents > batch_size:
+                positions = document_positions(document_ids)
+            if num_documents == batch_size:
+                offsets = None
+            elif not self._suits_offsets(x, num_documents):
+                offsets, mask = None, document_mask(document_ids)
         cos, sin = rotary_tables(positions, self.config.head_dim, self.config.rope_theta)
-        return Layout(cos, sin, mask, slots)
+        return Layout(cos, sin, offsets, mask, slots)
 
-
-def rotary_tables(positions: Int64[Tensor, "B S"], head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Returns cosine and sine of each position's angles, in float32, shaped to broadcast over heads."""
-    exponents = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
-    angles = positions[:, :, None, None].float() * (1.0 / theta**exponents)
-    return angles.cos(), angles.sin()
+    def _suits_offsets(self, x: Tensor, num_documents: int) -> bool:
+        """Whether attention document by document beats a mask, and exists at all (CUDA: flash kernels, 16 bits)."""
+        if x.device.type == "cpu":
+            return num_documents * MIN_MEAN_DOCUMENT_TOKENS <= x.shape[0] * x.shape[1]
+        is_autocast = torch.is_autocast_enabled(x.device.type)
+        dtype = torch.get_autocast_dtype(x.device.type) if is_autocast else x.dtype
+        return dtype in (torch.float16, torch.bfloat16) and self.config.head_dim % 8 == 0
 
 
 def _fill_normal(parameter: Tensor, std: float, key: str) -> None:
