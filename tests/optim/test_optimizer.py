@@ -257,3 +257,27 @@ def test_several_ranks_train_as_one_does(kind: str, options: OptimizerOptions) -
     for weights in run_ranks(_train_on_rank, 2, kind, options):
         for mine, other in zip(alone.parameters(), weights, strict=True):
             torch.testing.assert_close(mine.detach(), other, atol=tolerance, rtol=0)
+
+
+def _train_few_rows_on_rank(options: OptimizerOptions) -> tuple[list[Tensor], set[float]]:
+    model = nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 3))
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.5)
+    if dist.is_initialized():
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = build_optimizer(model, options)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+    ages = {float(state["step"]) for state in optimizer.state.values() if "step" in state}
+    return [_whole(parameter) for parameter in model.parameters()], ages
+
+
+@pytest.mark.parametrize("options", [ADAMW, MUON], ids=["adamw", "muon"])
+def test_a_rank_that_holds_no_row_of_a_parameter_keeps_step_with_the_others(options: OptimizerOptions) -> None:
+    alone, _ = _train_few_rows_on_rank(options)
+    for weights, ages in run_ranks(_train_few_rows_on_rank, 2, options):
+        assert ages == {3.0}
+        for mine, other in zip(alone, weights, strict=True):
+            torch.testing.assert_close(mine, other, atol=5e-3, rtol=0)

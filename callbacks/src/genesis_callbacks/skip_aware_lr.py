@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from genesis_callbacks.schedule import Schedule, Shape, lr_factor
+from genesis_callbacks.schedule import Schedule, lr_factor
 from genesis_callbacks.token_counters import TokenCounters
 
 LR = "optim/lr"
@@ -63,7 +63,7 @@ class SkipAwareLR(pl.Callback):
     def __init__(
         self,
         *,
-        shape: Shape | Literal["own"] = "cosine",
+        shape: Literal["cosine", "wsd", "linear", "constant", "own"] = "cosine",
         by: Clock = "updates",
         total_updates: int | None = None,
         total_tokens: int | None = None,
