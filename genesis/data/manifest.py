@@ -86,15 +86,19 @@ def read_manifest(corpus: Path) -> CorpusManifest:
     path = corpus / MANIFEST_NAME
     try:
         raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{corpus} is not a prepared corpus (no {MANIFEST_NAME}); run `genesis data prepare`") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is damaged ({error}); prepare the corpus again") from None
-    if raw.get("schema_version") != SCHEMA_VERSION:
-        raise UserError(f"{path} has schema {raw.get('schema_version')}, this version reads {SCHEMA_VERSION}; upgrade genesis")
-    for split in ("train", "validation"):
-        raw[split] = tuple(
-            SourceRecord(**{**source, "shards": tuple(ShardRecord(**shard) for shard in source["shards"])})
-            for source in raw[split]
-        )
-    return CorpusManifest(**raw)
+    schema = raw.get("schema_version") if isinstance(raw, dict) else None
+    if schema != SCHEMA_VERSION:
+        raise UserError(f"{path} has schema {schema}, this version reads {SCHEMA_VERSION}; upgrade genesis")
+    try:
+        for split in ("train", "validation"):
+            raw[split] = tuple(
+                SourceRecord(**{**source, "shards": tuple(ShardRecord(**shard) for shard in source["shards"])})
+                for source in raw[split]
+            )
+        return CorpusManifest(**raw)
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged ({error}); prepare the corpus again") from None

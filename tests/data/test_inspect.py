@@ -65,6 +65,24 @@ def test_samples_are_documents_of_the_split_from_their_beginning(corpus):
         assert sum(sample.num_tokens) >= 300 or not sample.is_cut
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "is not a prepared corpus"),
+        ("{", "is damaged"),
+        ("[]", "has schema None"),
+        ('{"schema_version": 99}', "has schema 99, this version reads 1"),
+        ('{"schema_version": 1, "train": []}', "is damaged"),
+        ('{"schema_version": 1, "train": [{"shards": [{"size": 1}]}], "validation": []}', "is damaged"),
+    ],
+)
+def test_a_directory_without_a_good_manifest_is_refused(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(UserError, match=message):
+        read_manifest(tmp_path)
+
+
 def test_a_split_without_documents_is_refused(corpus):
     manifest = replace(read_manifest(corpus), validation=())
     write_manifest(corpus, manifest)
@@ -102,7 +120,7 @@ def test_help_tells_every_option(command, capsys):
     [
         (["--tokenzer", "x"], "did you mean tokenizer?"),
         (["--shard_tokens", "many"], "shard_tokens\": Expected a <class 'int'>. Got value: many"),
-        (["--sources", "[{name: a, paths: [x], wieght: 2}]"], "did you mean weight?"),
+        (["--sources", "[{name: a, paths: [x], weights: 2}]"], "did you mean weight?"),
         ([], "arguments are required: name, tokenizer, sources"),
     ],
 )

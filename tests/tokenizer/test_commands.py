@@ -1,0 +1,46 @@
+import subprocess
+import sys
+
+import pytest
+
+from genesis.cli.main import main
+from genesis.tokenizer.tokenizer import Tokenizer
+
+
+@pytest.fixture
+def config(tmp_path):
+    (tmp_path / "prose.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 50)
+    (tmp_path / "code.jsonl").write_text('{"body": "def fox(self):\\n\\treturn dog ▁"}\n' * 50)
+    path = tmp_path / "sources.yaml"
+    path.write_text(
+        f"sources:\n- name: prose\n  paths: [{tmp_path}/prose.txt]\n"
+        f"- name: code\n  paths: [{tmp_path}/code.jsonl]\n  text_field: body\n  weight: 3\n"
+    )
+    return path
+
+
+def test_train_and_inspect_read_one_file_of_sources(config, tmp_path, capsys):
+    assert (
+        main(["tokenizer", "train", "--config", str(config), "--out", str(tmp_path / "new"), "--vocab_size", "320"])
+        == 0
+    )
+    tokenizer = Tokenizer.load(tmp_path / "new")
+    assert tokenizer.hash[:16] in capsys.readouterr().out
+    assert main(["tokenizer", "inspect", "--config", str(config), "--tokenizer", str(tmp_path / "new")]) == 0
+    page = capsys.readouterr().out
+    assert page.count("exact") == 2
+    assert "learned pieces are never used" in page
+
+
+def test_a_vocabulary_too_large_is_one_line(config, tmp_path, capsys):
+    assert main(["tokenizer", "train", "--config", str(config), "--out", str(tmp_path / "new")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "vocab_size 49152 is too large for this text: choose" in line
+
+
+def test_the_commands_of_text_import_neither_torch_nor_lightning():
+    program = (
+        "import sys; import genesis.cli.data, genesis.cli.tokenizer, genesis.data.tokenize_worker; "
+        "sys.exit(any(name in sys.modules for name in ('torch', 'lightning', 'datatrove')))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
