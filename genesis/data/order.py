@@ -214,7 +214,7 @@ def build_order(num_sequences: Mapping[str, int], weights: Mapping[str, int], se
     Example:
         >>> order = build_order({"web": 1_000, "code": 100}, {"web": 3, "code": 1}, seed=0)
         >>> order.sequences(0, 8)[0].tolist()
-        [0, 0, 1, 0, 0, 0, 1, 0]
+        [0, 0, 0, 1, 0, 0, 0, 1]
     """
     names = tuple(num_sequences)
     checked = _checked_weights(names, weights)

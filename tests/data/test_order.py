@@ -1,3 +1,4 @@
+import doctest
 import json
 import os
 from pathlib import Path
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from genesis.data import order as order_module
 from genesis.data.order import MAX_PERIOD, SequenceOrder, build_order
 from genesis.errors import UserError
 
@@ -168,6 +170,10 @@ def test_another_order_is_refused_by_name(change: dict[str, object], words: str)
 def test_a_bad_mix_is_refused_with_the_remedy(weights: dict[str, int], words: str) -> None:
     with pytest.raises(UserError, match="(?s)" + words.replace("?", r"\?")):
         build_order({"web": 10, "code": 0}, weights, seed=0)
+
+
+def test_the_documented_example_is_true() -> None:
+    assert doctest.testmod(order_module) == (0, 2)
 
 
 def test_weights_with_a_common_divisor_are_the_same_mix() -> None:
