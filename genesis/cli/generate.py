@@ -1,0 +1,105 @@
+"""`genesis generate`."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+import torch
+
+from genesis.cli.parser import Parser
+from genesis.errors import UserError
+from genesis.generate.load import load_decoder
+from genesis.generate.sample import SamplingOptions
+from genesis.generate.stream import DEFAULT_NEW_TOKENS, GenerateOptions, generate
+from genesis.tokenizer.tokenizer import StreamingDecoder, Tokenizer
+
+_DESCRIPTION = """Continues prompts with the model of a checkpoint, printing tokens as they come. Several prompts are
+computed together and printed one below the other.
+Example: genesis generate runs/demo/run --prompt "class Stack:" --prompt "import os" --temperature 0.6"""
+
+
+class Printer:
+    """Prints texts as their tokens come, with their prompts before them.
+
+    Where there are several, each has a line above it; a text that is not on yet waits for those before it. Half a
+    character waits for its other half.
+    """
+
+    def __init__(self, prompts: Sequence[str], tokenizer: Tokenizer, out: TextIO) -> None:
+        self._prompts, self._out = prompts, out
+        self._decoders = [StreamingDecoder(tokenizer) for _ in prompts]
+        self._waiting = ["" for _ in prompts]
+        self._has_ended = [False for _ in prompts]
+        self._shown = 0
+        self._begin()
+
+    def feed(self, prompt: int, token: int, *, is_last: bool) -> None:
+        """Takes the next token of one prompt and prints what can be."""
+        self._waiting[prompt] += self._decoders[prompt].feed(token)
+        if is_last:
+            self._waiting[prompt] += self._decoders[prompt].flush()
+            self._has_ended[prompt] = True
+        while self._shown < len(self._prompts):
+            self._out.write(self._waiting[self._shown])
+            self._waiting[self._shown] = ""
+            if not self._has_ended[self._shown]:
+                break
+            self._out.write("\n")
+            self._shown += 1
+            self._begin()
+        self._out.flush()
+
+    def _begin(self) -> None:
+        if self._shown == len(self._prompts):
+            return
+        if len(self._prompts) > 1:
+            self._out.write(f"--- prompt {self._shown + 1} of {len(self._prompts)}\n")
+        self._out.write(self._prompts[self._shown])
+
+
+def main(argv: list[str]) -> int:
+    """Runs `genesis generate` and returns its exit status."""
+    arguments = _build_parser().parse_args(argv)
+    options = GenerateOptions(
+        max_new_tokens=arguments.max_new_tokens,
+        sampling=SamplingOptions(arguments.temperature, arguments.top_k, arguments.top_p),
+        seed=arguments.seed,
+        has_cache=not arguments.no_cache,
+    )
+    device = _pick_device(arguments.device)
+    dtype = getattr(torch, arguments.dtype or ("bfloat16" if device == "cuda" else "float32"))
+    decoder, tokenizer, _ = load_decoder(arguments.checkpoint, arguments.tokenizer, device=device, dtype=dtype)
+    prompts = arguments.prompt or [""]
+    tokens = generate(
+        decoder, [[tokenizer.bos_id, *tokenizer.encode(prompt)] for prompt in prompts], options, tokenizer.eos_id
+    )
+    printer = Printer(prompts, tokenizer, sys.stdout)
+    for token in tokens:
+        printer.feed(token.prompt, token.id, is_last=token.is_last)
+    return 0
+
+
+def _build_parser() -> Parser:
+    parser = Parser(prog="genesis generate", description=_DESCRIPTION)
+    add = parser.add_argument
+    add("checkpoint", type=Path, help="a run's directory (its newest checkpoint) or one checkpoint's")
+    add("--prompt", action="append", help="text to continue; may be given more than once; without one a text is begun")
+    add("--max-new-tokens", type=int, help=f"for each prompt; default {DEFAULT_NEW_TOKENS} or what the context leaves")
+    add("--temperature", type=float, default=1.0, help="what logits are divided by; 0 takes the likeliest token")
+    add("--top-k", type=int, help="draw from the k likeliest tokens only")
+    add("--top-p", type=float, default=1.0, help="draw from the likeliest tokens that together reach this probability")
+    add("--seed", type=int, default=0, help="the same seed and prompt give the same text, beside whatever others")
+    add("--no-cache", action="store_true", help="compute the whole text anew for each token")
+    add("--tokenizer", type=Path, help="file or directory; default: the one of the corpus that the run was trained on")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is some")
+    add(
+        "--dtype", choices=("float32", "bfloat16"), help="of weights and cache; default: bfloat16 on cuda, else float32"
+    )
+    return parser
+
+
+def _pick_device(wanted: str | None) -> str:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UserError("no CUDA device is there; leave --device away, or give --device cpu")
+    return wanted or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,65 @@
+"""`genesis model describe`."""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from genesis.cli.options import PLAIN_WIDTH
+from genesis.cli.parser import Parser
+from genesis.model.describe import Description, describe
+from genesis.model.recipe import read_decoder_config
+
+_DESCRIPTION = """Prints what a model costs: parameters by part, FLOPs per token, memory. Builds nothing.
+Example: genesis model describe --config configs/genesis-1b.yaml"""
+
+
+def describe_main(argv: list[str]) -> int:
+    """Runs `genesis model describe` and returns its exit status."""
+    parser = Parser(prog="genesis model describe", description=_DESCRIPTION)
+    parser.add_argument(
+        "--config", type=Path, required=True, help="YAML file: a recipe of `genesis fit`, or a decoder's fields alone"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    arguments = parser.parse_args(argv)
+    description = describe(read_decoder_config(arguments.config))
+    if arguments.json:
+        print(json.dumps({**asdict(description), "num_parameters": description.num_parameters}, indent=2))
+    else:
+        console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+        console.print(_table_of(description, title=str(arguments.config)))
+    return 0
+
+
+def _table_of(description: Description, title: str) -> Table:
+    config, total = description.config, description.num_parameters
+    table = Table(box=box.SIMPLE, title=title, title_justify="left", show_header=False)
+    table.add_column("")
+    table.add_column("", justify="right")
+    table.add_column("")
+    for part, count in description.parameters.items():
+        note = "tied to the embedding" if part == "output" and config.has_tied_embeddings else f"{count / total:.1%}"
+        table.add_row(f"parameters: {part.replace('_', '-')}", f"{count:,}", note)
+    table.add_row("parameters", f"{total:,}", f"{total / 1e6:,.0f}M" if total >= 1e7 else f"{total / 1e6:.1f}M")
+    table.add_section()
+    attention = description.attention_flops_per_token
+    table.add_row("FLOPs per token", f"{description.flops_per_token:.3e}", "forward and backward, without attention's")
+    table.add_row(
+        "  with attention", f"{description.flops_per_token + attention:.3e}", f"at {config.max_seq_len:,} tokens"
+    )
+    table.add_section()
+    trained = description.weights_bytes + description.gradients_bytes + description.optimizer_bytes
+    table.add_row("weights", _gib(description.weights_bytes), "float32; half of it in bfloat16")
+    table.add_row("gradients", _gib(description.gradients_bytes), "float32")
+    table.add_row("AdamW's moments", _gib(description.optimizer_bytes), "float32")
+    table.add_row("training state", _gib(trained), "without activations; divided by the ranks that shard it")
+    table.add_row("key-value cache", f"{description.kv_cache_bytes_per_token:,} B", "per token of context, bfloat16")
+    return table
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.2f} GiB"

@@ -1,0 +1,91 @@
+"""A decoder and its tokenizer from a checkpoint of a run: weights only, every tensor compared with its digest."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from genesis.errors import UserError
+from genesis.model.decoder import Decoder
+from genesis.model.recipe import build_decoder_config
+from genesis.tokenizer.tokenizer import Tokenizer
+from genesis_callbacks.checkpoint import CheckpointError, Manifest, find_latest, read_manifest, read_tensors
+
+_PREFIX = "model.decoder."
+
+
+class Loaded(NamedTuple):
+    """What `load_decoder` found."""
+
+    decoder: Decoder
+    tokenizer: Tokenizer
+    checkpoint: Path
+
+
+def load_decoder(
+    path: Path, tokenizer: Path | None = None, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> Loaded:
+    """Returns the decoder of a checkpoint, in evaluation mode, and its tokenizer. Nothing is unpickled.
+
+    Args:
+        path: A run's directory (its newest good checkpoint is taken; bad ones stay where they are) or a checkpoint's.
+        tokenizer: A tokenizer's file or directory; None for the one in the corpus that the recipe names.
+        device: Where the decoder goes.
+        dtype: Of its weights; None for what was saved.
+
+    Raises:
+        UserError: There is no checkpoint, it is damaged, or its tokenizer is not found or another.
+    """
+    try:
+        checkpoint = _find_checkpoint(path)
+        manifest = read_manifest(checkpoint)
+        tensors = read_tensors(checkpoint, prefix=_PREFIX)
+    except CheckpointError as error:
+        raise UserError(str(error)) from None
+    recipe = manifest.recipe
+    config = build_decoder_config(_find(recipe, "model", "decoder"), where=f"the recipe in {checkpoint}")
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    state = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
+    try:
+        decoder.load_state_dict(state, assign=True)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{checkpoint} does not hold the decoder that its recipe describes: {reason}") from None
+    decoder = decoder.to(device=device, dtype=dtype).eval()
+    return Loaded(decoder, _load_tokenizer(tokenizer, manifest, checkpoint), checkpoint)
+
+
+def _find_checkpoint(path: Path) -> Path:
+    if not path.is_dir():
+        raise UserError(f"there is no directory {path}; give a run's directory or one of its checkpoints")
+    if (path / "manifest.json").exists():
+        return path
+    latest = find_latest(path, level="quick", put_aside=False)
+    if latest is None:
+        raise UserError(f"there is no committed checkpoint in {path}; `genesis fit` writes them")
+    return latest
+
+
+def _load_tokenizer(path: Path | None, manifest: Manifest, checkpoint: Path) -> Tokenizer:
+    if path is None:
+        corpus = _find(manifest.recipe, "data", "corpus")
+        if not isinstance(corpus, str):
+            raise UserError(f"the recipe in {checkpoint} names no corpus; give --tokenizer")
+        path = Path(corpus)
+    if not path.exists():
+        raise UserError(f"the tokenizer of {checkpoint} was in {path}, which is not there; give --tokenizer")
+    tokenizer = Tokenizer.load(path)
+    wanted = manifest.identity.get("tokenizer_hash")
+    if wanted is not None and tokenizer.hash != wanted:
+        raise UserError(
+            f"{path} holds tokenizer {tokenizer.hash[:16]}, and {checkpoint} was trained with {wanted[:16]}; "
+            "give the right one by --tokenizer"
+        )
+    return tokenizer
+
+
+def _find(content: Any, *keys: str) -> Any:
+    for key in keys:
+        content = content.get(key) if isinstance(content, dict) else None
+    return content

@@ -1,0 +1,71 @@
+"""What a decoder costs: parameters by part, FLOPs per token, memory. Nothing is allocated."""
+
+from dataclasses import dataclass
+
+import torch
+
+from genesis.model.decoder import Decoder, DecoderConfig
+
+BFLOAT16_BYTES, FLOAT32_BYTES = 2, 4
+
+
+@dataclass(frozen=True)
+class Description:
+    """The figures of one shape.
+
+    Attributes:
+        parameters: By part; together they are all of the model's.
+        flops_per_token: One forward and backward, without attention's products of tokens with tokens: six for each
+            weight that multiplies (norms and looked-up embeddings do not).
+        attention_flops_per_token: What those products add at a context of `max_seq_len`, counted in full although half
+            of them are masked, as is the custom for MFU.
+        kv_cache_bytes_per_token: Of one sequence in bfloat16.
+        weights_bytes: In float32, as trained; half of it in bfloat16.
+        gradients_bytes: In float32.
+        optimizer_bytes: Of AdamW's two moments in float32.
+
+    References:
+        Chowdhery et al., PaLM, arXiv:2204.02311, appendix B: 6N + 12LHQT.
+    """
+
+    config: DecoderConfig
+    parameters: dict[str, int]
+    flops_per_token: int
+    attention_flops_per_token: int
+    kv_cache_bytes_per_token: int
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+
+    @property
+    def num_parameters(self) -> int:
+        """All of them; tied embeddings count once."""
+        return sum(self.parameters.values())
+
+
+def describe(config: DecoderConfig) -> Description:
+    """Returns the figures of `config`, counted on a decoder that exists on the meta device only."""
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    parameters = dict.fromkeys(("embedding", "attention", "feed_forward", "norms", "output"), 0)
+    for name, parameter in decoder.named_parameters():
+        parameters[_part_of(name)] += parameter.numel()
+    num_parameters = sum(parameters.values())
+    num_multiplying = parameters["attention"] + parameters["feed_forward"] + decoder.output_weight.numel()
+    return Description(
+        config=config,
+        parameters=parameters,
+        flops_per_token=6 * num_multiplying,
+        attention_flops_per_token=12 * config.num_layers * config.dim * config.max_seq_len,
+        kv_cache_bytes_per_token=2 * config.num_layers * config.num_kv_heads * config.head_dim * BFLOAT16_BYTES,
+        weights_bytes=FLOAT32_BYTES * num_parameters,
+        gradients_bytes=FLOAT32_BYTES * num_parameters,
+        optimizer_bytes=2 * FLOAT32_BYTES * num_parameters,
+    )
+
+
+def _part_of(name: str) -> str:
+    if "norm" in name:
+        return "norms"
+    first, *rest = name.split(".")
+    return rest[1] if first == "blocks" else first
