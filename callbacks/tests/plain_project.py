@@ -5,46 +5,60 @@ import warnings
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from genesis_callbacks import AsyncProcessCheckpoint
+from genesis_callbacks.testing import run_ranks
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit.script, at import
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
 GLOBAL_BATCH = 8
 VOCABULARY = 11
 
 
-class PlainModel(LightningModule):
-    """Tied weights, a buffer, a group without decay, a schedule, and dropout by choice."""
+class PlainNet(nn.Module):
+    """Tied weights, a buffer that changes in forward, and dropout by choice."""
 
-    def __init__(self, *, dropout: float = 0.0, has_zero: bool = False) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.save_hyperparameters()
         self.embed = nn.Embedding(VOCABULARY, 6)
         self.body = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Dropout(dropout), nn.Linear(7, 6), nn.LayerNorm(6))
         self.head = nn.Linear(6, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("num_windows", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.num_windows += 1
+        return self.head(self.body(self.embed(tokens)))
+
+
+class PlainModel(LightningModule):
+    def __init__(self, *, dropout: float = 0.0, has_zero: bool = False, num_groups: int = 2) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = PlainNet(dropout)
         self.losses: list[float] = []
 
     def configure_model(self) -> None:
         mesh = self.device_mesh
-        if mesh is not None and not isinstance(self.embed.weight, DTensor):
-            fully_shard(self.body, mesh=mesh["data_parallel"])
-            fully_shard(self, mesh=mesh["data_parallel"])
+        if mesh is not None and not isinstance(self.net.embed.weight, DTensor):
+            fully_shard(self.net.body, mesh=mesh["data_parallel"])
+            fully_shard(self.net, mesh=mesh["data_parallel"])
 
     def training_step(self, batch, batch_idx):
         generator = torch.Generator().manual_seed(self.global_step)
         tokens = torch.randint(VOCABULARY, (GLOBAL_BATCH, 5), generator=generator)
         tokens = tokens.chunk(self.trainer.world_size)[self.trainer.global_rank]
-        logits = self.head(self.body(self.embed(tokens[:, :-1])))
+        logits = self.net(tokens[:, :-1])
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        self.num_windows += 1
         self.losses.append(loss.item())
         return loss
 
@@ -53,11 +67,32 @@ class PlainModel(LightningModule):
         others = [parameter for parameter in self.parameters() if parameter.dim() <= 1]
         if self.hparams.has_zero:
             optimizer = ZeroRedundancyOptimizer([*decayed, *others], torch.optim.AdamW, lr=1e-2)
+        elif self.hparams.num_groups == 1:
+            optimizer = torch.optim.AdamW([*decayed, *others], lr=1e-2)
         else:
             groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
             optimizer = torch.optim.AdamW(groups, lr=1e-2)
         schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[3, 3, 6], gamma=0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class CountedCheckpoint(AsyncProcessCheckpoint):
+    """Counts the collectives on the training group while its own hook runs."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(**options)
+        self.num_training_collectives = 0
+        self.num_hooks = 0
+
+    def on_train_batch_end(self, *arguments) -> None:
+        before = _num_collectives()
+        super().on_train_batch_end(*arguments)
+        self.num_training_collectives += _num_collectives() - before
+        self.num_hooks += 1
+
+
+def _num_collectives() -> int:
+    return dist.group.WORLD._get_sequence_number_for_group()
 
 
 class CountingCallback(Callback):
@@ -96,6 +131,7 @@ def train(
     *,
     ckpt_path: str | None = None,
     dropout: float = 0.0,
+    num_groups: int = 2,
     callbacks: tuple[Callback, ...] = (),
     **options: object,
 ) -> dict[str, object]:
@@ -103,9 +139,9 @@ def train(
     warnings.filterwarnings("ignore", message=".*dataloader is not resumable.*")
     world_size = int(os.environ["WORLD_SIZE"])
     torch.manual_seed(1)
-    model = PlainModel(dropout=dropout, has_zero=strategy == "zero")
+    model = PlainModel(dropout=dropout, has_zero=strategy == "zero", num_groups=num_groups)
     options = {"every_n_steps": None, **options}
-    checkpoint = AsyncProcessCheckpoint(run_dir=run_dir, **options)
+    checkpoint = CountedCheckpoint(run_dir=run_dir, **options)
     counting = CountingCallback()
     trainer = Trainer(
         accelerator="cpu",
@@ -128,10 +164,15 @@ def train(
         "seen": counting.seen,
         "last_saved": str(checkpoint.last_saved),
         "failed": checkpoint.num_failed_saves,
+        "training_collectives": (checkpoint.num_training_collectives, _num_collectives() > 0, checkpoint.num_hooks),
         "signal": checkpoint.stopped_by_signal,
     }
 
 
-def train_keywords(arguments: tuple, keywords: dict) -> dict[str, object]:
-    """`train` for `run_ranks`, which passes positional arguments only."""
+def _train_keywords(arguments: tuple, keywords: dict) -> dict[str, object]:
     return train(*arguments, **keywords)
+
+
+def run_training(world_size: int, *arguments: object, **keywords: object) -> list[dict[str, object]]:
+    """Returns what `train` returns on each of `world_size` fresh processes."""
+    return run_ranks(_train_keywords, world_size, arguments, keywords)

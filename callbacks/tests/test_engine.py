@@ -1,5 +1,10 @@
 """The engine alone, in one process: save, read, verify, refuse."""
 
+import os
+import random
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -7,6 +12,8 @@ import torch.distributed.checkpoint as dcp
 from genesis_callbacks.checkpoint import (
     CheckpointError,
     CorruptCheckpointError,
+    DirectoryInUseError,
+    DirectoryLock,
     QuarantineWarning,
     Ranks,
     Retention,
@@ -17,8 +24,10 @@ from genesis_callbacks.checkpoint import (
     local_parts,
     read_manifest,
     read_tensors,
+    restore_parts,
     verify,
 )
+from genesis_callbacks.checkpoint.hashing import hash_bytes
 
 TENSORS = {
     "model.weight": torch.randn(7, 5),
@@ -132,3 +141,56 @@ def test_retention_after_commit_leaves_foreign_and_in_flight_alone(tmp_path):
         *("step-00000003", "step-00000005", "step-00000006", ".trash"),
     }
     assert not list((tmp_path / ".trash").iterdir())
+
+
+def test_latest_follows_the_lineage_not_the_number(tmp_path):
+    (newer_number,) = save_steps(tmp_path, 5)
+    saver = Saver(tmp_path, Ranks())
+    saver.continue_from(None, 1)
+    saved = saver.save(lambda: Snapshot(3, {}, local_parts("x", torch.ones(2), "parameter"), {}))
+    assert find_latest(tmp_path) == saved.path != newer_number
+
+
+def test_every_single_byte_flip_is_refused(tmp_path):
+    (path,) = save_steps(tmp_path, 1, tensors={"model.x": torch.arange(6.0)})
+    generator = random.Random(0)
+    for file in sorted(path.iterdir()):
+        data = file.read_bytes()
+        for _ in range(40):
+            at, mask = generator.randrange(len(data)), generator.randrange(1, 256)
+            file.write_bytes(data[:at] + bytes([data[at] ^ mask]) + data[at + 1 :])
+            with pytest.raises(CheckpointError):
+                verify(path)
+        file.write_bytes(data)
+    verify(path, "deep")
+
+
+def test_a_newer_schema_is_refused_by_name(tmp_path):
+    (path,) = save_steps(tmp_path, 1)
+    data = (path / "manifest.json").read_bytes().replace(b'"schema_version": 1', b'"schema_version": 99')
+    (path / "manifest.json").write_bytes(data)
+    (path / "COMMITTED").write_bytes(b"blake3:" + hash_bytes(data, "blake3").encode())
+    with pytest.raises(CheckpointError, match="schema 99"):
+        find_latest(tmp_path)
+    assert path.exists()
+
+
+def test_a_second_run_in_one_directory_is_refused(tmp_path):
+    lock = DirectoryLock(tmp_path)
+    with pytest.raises(DirectoryInUseError, match=f"process {os.getpid()}"):
+        DirectoryLock(tmp_path)
+    lock.release()
+    DirectoryLock(tmp_path).release()
+
+
+def test_no_tensor_is_cast_or_reshaped_on_restore(tmp_path):
+    (path,) = save_steps(tmp_path, 1)
+    manifest = read_manifest(path)
+    for wrong in (torch.zeros(7, 5, dtype=torch.float64), torch.zeros(5, 7)):
+        with pytest.raises(CheckpointError, match=r"model\.weight is float32 \[7, 5\]"):
+            restore_parts(path, manifest, local_parts("model.weight", wrong, "parameter"))
+
+
+def test_engine_imports_nothing_of_lightning():
+    code = "import genesis_callbacks.checkpoint, sys; sys.exit('lightning' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

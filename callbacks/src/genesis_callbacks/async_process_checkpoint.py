@@ -33,6 +33,7 @@ from ._compat import LoadCheckpoint, NothingToRestore, route_load_checkpoint, un
 from ._signals import SignalFlag
 from ._trainer_restore import Restore, check_identity
 from ._trainer_state import take_snapshot
+from .checkpoint.commit import supersede
 from .checkpoint.errors import CheckpointError
 from .checkpoint.lineage import (
     CHECKPOINTS_NAME,
@@ -40,7 +41,6 @@ from .checkpoint.lineage import (
     find_latest,
     list_committed,
     remove_abandoned,
-    supersede_others,
 )
 from .checkpoint.manifest import COMMITTED_NAME, MANIFEST_NAME, is_checkpoint_name
 from .checkpoint.ranks import Ranks
@@ -56,6 +56,12 @@ _REFUSED_STRATEGIES: dict[type[Strategy], str] = {
     XLAStrategy: "XLA: there is no support for it",
     SingleDeviceXLAStrategy: "XLA: there is no support for it",
 }
+
+
+def _siblings(trainer: Trainer) -> list["AsyncProcessCheckpoint"]:
+    """All of the Trainer's callbacks of this kind: each has its own directory, one of them restores for all."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it
+    return [callback for callback in callbacks if isinstance(callback, AsyncProcessCheckpoint)]
 
 
 class SaveFailedWarning(UserWarning):
@@ -149,7 +155,7 @@ class AsyncProcessCheckpoint(Checkpoint):
                 raise ValueError(f"{name} must be positive, or None, not {interval}")
         if on_save_failure not in ("raise", "warn"):
             raise ValueError(f"on_save_failure must be 'raise' or 'warn', not {on_save_failure!r}")
-        self.directory = Path(run_dir).absolute() / CHECKPOINTS_NAME
+        self.directory = Path(run_dir).resolve() / CHECKPOINTS_NAME
         self.recipe: Mapping[str, Any] = recipe or {}
         self.identity: Mapping[str, Any] = identity or {}
         self.stopped_by_signal: int | None = None
@@ -170,6 +176,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         self._lock: DirectoryLock | None = None
         self._saver: Saver | None = None
         self._restore: Restore | None = None
+        self._started_from: Restore | None = None
         self._votes: Callable[[], list[int]] | None = None
         self._last_step = 0
         self._last_saved_step: int | None = None
@@ -211,7 +218,7 @@ class AsyncProcessCheckpoint(Checkpoint):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Takes the directory and stands in for the strategy's `load_checkpoint`. Communicates."""
         ranks = self._join()
-        self._restore = None
+        self._restore = self._started_from = None
         if stage == TrainerFn.FITTING:
             _refuse_strategy(trainer.strategy)
             self.stopped_by_signal, self.restore_report, self.num_failed_saves = None, None, 0
@@ -236,12 +243,14 @@ class AsyncProcessCheckpoint(Checkpoint):
         elif not _is_ours(Path(target)):
             return original(path)
         else:
-            found = Path(target)
+            found = Path(target).resolve()
         restore = Restore(found, ranks, level=self._verify_level)
         check_identity(restore.manifest, self.identity, self._allow_changed)
         is_fit = trainer.state.fn == TrainerFn.FITTING
         if is_fit:
             self._restore = restore
+            for sibling in _siblings(trainer):
+                sibling._started_from = restore
         if trainer.strategy.restore_checkpoint_after_setup:
             return restore.load_in_place(module, trainer.optimizers if is_fit else [])
         return restore.build_lightning_checkpoint(module, with_optimizers=is_fit)
@@ -257,7 +266,7 @@ class AsyncProcessCheckpoint(Checkpoint):
             lambda: take_snapshot(trainer, pl_module, ranks.rank),
             error_type=CheckpointError,
         )
-        self._start_saver(trainer, ranks, restore)
+        self._start_saver(trainer, ranks)
         self._last_step = trainer.global_step
         self._last_save_seconds = time.monotonic()
         self._votes = None
@@ -270,36 +279,46 @@ class AsyncProcessCheckpoint(Checkpoint):
         if self._signals is not None:
             self._signals.install()
 
-    def _start_saver(self, trainer: Trainer, ranks: Ranks, restore: Restore | None) -> None:
-        before = self._saver
+    def _start_saver(self, trainer: Trainer, ranks: Ranks) -> None:
+        before, start = self._saver, self._started_from
+        self._started_from = None
         self._saver = Saver(
             self.directory,
             ranks,
             origin=Origin(self.identity, self.recipe, _read_mesh(trainer.strategy)),
             retention=self._retention,
         )
-        is_own = restore is not None and restore.path.parent.resolve() == self.directory.resolve()
-        if restore is not None:
-            self._saver.continue_from(restore.ancestor, restore.manifest.sequence)
-            self._last_saved_step = restore.manifest.step if is_own else None
+        last_step = -1
+        if start is not None:
+            self._saver.continue_from(start.ancestor, start.manifest.sequence)
+            self._last_saved_step = start.manifest.step if start.path.parent == self.directory else None
+            # The checkpoints of this run up to there, in whichever of its directories, are what it goes on from.
+            is_this_run = any(start.path.parent == sibling.directory for sibling in _siblings(trainer))
+            last_step = start.manifest.step if is_this_run else -1
         elif before is not None and trainer.global_step > 0:  # the same Trainer goes on with another fit
             self._saver.continue_from(before.previous, before.sequence)
-            is_own = True
+            last_step = trainer.global_step
         else:
             self._last_saved_step = None
-        sequence = self._saver.sequence if is_own else 0
-        ranks.attempt("tidying the directory", lambda: self._tidy(ranks, sequence), error_type=CheckpointError)
+        sequence = self._saver.sequence
+        ranks.attempt(
+            "tidying the directory", lambda: self._tidy(ranks, sequence, last_step), error_type=CheckpointError
+        )
 
-    def _tidy(self, ranks: Ranks, sequence: int) -> None:
+    def _tidy(self, ranks: Ranks, sequence: int, last_step: int) -> None:
         """Clears away what is not of this run's lineage: abandoned saves, and a future that is now another's."""
         if not ranks.is_first:
             return
         remove_abandoned(self.directory)
-        num_others = sum(manifest.sequence > sequence for _, manifest in list_committed(self.directory))
-        target = supersede_others(self.directory, sequence)
+        others = [
+            path
+            for path, manifest in list_committed(self.directory)
+            if manifest.sequence > sequence or manifest.step > last_step
+        ]
+        target = supersede(others)
         if target is not None:
             rank_zero_warn(
-                f"{num_others} checkpoints in {self.directory} are no ancestors of this run: see {target.name}"
+                f"{len(others)} checkpoints in {self.directory} are no ancestors of this run: see {target.name}"
             )
 
     # ---- saving

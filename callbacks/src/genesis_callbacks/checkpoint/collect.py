@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 from .errors import CheckpointError, UnsupportedStateError
@@ -89,10 +88,9 @@ def name_parameters(module: nn.Module) -> dict[int, str]:
 
 def _holder(optimizer: Optimizer) -> Optimizer:
     """Returns whose state this rank really holds: under ZeRO-1 the inner optimizer, with this rank's parameters."""
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
-        inner: Optimizer = optimizer.optim
-        return inner
-    return optimizer
+    # By what ZeroRedundancyOptimizer offers: its package compiles TorchScript at import, with warnings.
+    inner = getattr(optimizer, "optim", None)
+    return inner if isinstance(inner, Optimizer) and hasattr(optimizer, "consolidate_state_dict") else optimizer
 
 
 def _name_of(parameter: Tensor, names: Mapping[int, str], index: int) -> str:

@@ -1,7 +1,9 @@
 """The errors of the checkpoint engine: one line each, with the value and the remedy."""
 
+from genesis_callbacks.errors import UserError
 
-class CheckpointError(ValueError):
+
+class CheckpointError(UserError):
     """Something about a checkpoint that the user can mend, or must know; the base of the errors here."""
 
 

@@ -6,7 +6,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from .commit import discard, quarantine, supersede
+from .commit import discard, quarantine
 from .errors import CheckpointError, CorruptCheckpointError, DirectoryInUseError
 from .manifest import Manifest, is_checkpoint_name, is_staging_name, read_manifest
 from .verify import VerifyLevel, verify
@@ -113,11 +113,3 @@ def remove_abandoned(directory: Path) -> list[str]:
     for path in abandoned:
         discard(path)
     return [path.name for path in abandoned]
-
-
-def supersede_others(directory: Path, sequence: int) -> Path | None:
-    """Moves away the committed checkpoints that come after `sequence` in the lineage, and returns where they went.
-
-    A run that goes on from an older checkpoint makes another future; 0 moves all. Whoever holds the lock calls it.
-    """
-    return supersede([path for path, manifest in list_committed(directory) if manifest.sequence > sequence])

@@ -62,11 +62,22 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Origin:
-    """What a run says about itself in each of its manifests; see `Manifest`."""
+    """What a run says about itself in each of its manifests; see `Manifest`.
+
+    Raises:
+        CheckpointError: Something in it is not plain JSON.
+    """
 
     identity: Mapping[str, Any] = field(default_factory=dict)
     recipe: Mapping[str, Any] = field(default_factory=dict)
     mesh: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("identity", "recipe"):
+            try:
+                json.dumps(getattr(self, name), allow_nan=False)
+            except (TypeError, ValueError) as error:
+                raise CheckpointError(f"the {name} for the manifest must be plain JSON: {error}") from error
 
 
 @dataclass(frozen=True)

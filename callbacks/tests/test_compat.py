@@ -1,0 +1,58 @@
+"""The private API of torch and Lightning that the package leans on is as it was."""
+
+import pickle
+
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+from genesis_callbacks._compat import (
+    NothingToRestore,
+    build_dcp_metadata,
+    local_chunks,
+    route_load_checkpoint,
+    unroute_load_checkpoint,
+)
+
+
+def test_a_plain_tensor_is_one_chunk_that_shares_its_memory():
+    tensor = torch.nn.Parameter(torch.zeros(2, 3))
+    ((offsets, sizes, data),) = local_chunks(tensor)
+    assert (offsets, sizes) == ((0, 0), (2, 3))
+    data[1, 2] = 5.0
+    assert tensor[1, 2] == 5.0
+
+
+def test_metadata_is_what_dcp_writes():
+    data = build_dcp_metadata({"model.a": (torch.float32, (4,), [((0,), (4,), "__0_0.distcp", 7, 400)])}, "step-1")
+    metadata = pickle.loads(data)
+    assert isinstance(metadata, Metadata)
+    assert metadata.state_dict_metadata["model.a"].size == torch.Size([4])
+    info = metadata.storage_data[MetadataIndex("model.a", (0,))]
+    assert (info.relative_path, info.offset, info.length) == ("__0_0.distcp", 7, 400)
+    assert metadata.planner_data["model.a"] == ("model", "a")
+
+
+def test_the_strategys_load_is_routed_and_given_back():
+    strategy = SingleDeviceStrategy()
+    method = type(strategy).load_checkpoint
+    route_load_checkpoint(strategy, lambda original, path: {"path": path, "original": callable(original)})
+    assert strategy.load_checkpoint("x", weights_only=True) == {"path": "x", "original": True}
+    unroute_load_checkpoint(strategy)
+    unroute_load_checkpoint(strategy)
+    assert strategy.load_checkpoint.__func__ is method
+
+
+def test_two_routes_come_off_in_one_go():
+    strategy = SingleDeviceStrategy()
+    route_load_checkpoint(strategy, lambda original, path: original(path))
+    route_load_checkpoint(strategy, lambda original, path: {"path": path})
+    assert strategy.load_checkpoint("x") == {"path": "x"}
+    unroute_load_checkpoint(strategy)
+    assert "load_checkpoint" not in vars(strategy)
+
+
+def test_nothing_to_restore_passes_lightnings_migration_and_is_false():
+    checkpoint, _ = migrate_checkpoint(NothingToRestore({"pytorch-lightning_version": "2.6.0"}))
+    assert not checkpoint
