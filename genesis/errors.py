@@ -1,8 +1,5 @@
-"""The one exception that means: the user can mend this."""
+"""What the command line prints in one line: a user's mistake (exit status 2), or why a run must not go on (1)."""
 
+from genesis_callbacks.errors import RunEndedError, UserError
 
-class UserError(ValueError):
-    """A user's mistake: one line that holds the value and the remedy.
-
-    The command line prints it without a traceback and exits with status 2.
-    """
+__all__ = ["RunEndedError", "UserError"]

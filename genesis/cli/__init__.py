@@ -1,0 +1,1 @@
+"""The command line: a table of commands, and one module per group of them."""

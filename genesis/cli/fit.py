@@ -1,18 +1,21 @@
 """`genesis fit` and `genesis validate`: LightningCLI over our module and data, with our callbacks as top-level keys.
 
-    model        GenesisModule        data        CorpusDataModule        trainer     Lightning's Trainer
-    checkpoint   AsyncProcessCheckpoint   counters    TokenCounters       schedule    SkipAwareLR
-    run_dir      where checkpoints, metrics and configs of the run lie
+model        GenesisModule        data        CorpusDataModule        trainer     Lightning's Trainer
+checkpoint   AsyncProcessCheckpoint   counters    TokenCounters       schedule    SkipAwareLR
+run_dir      where checkpoints, metrics and configs of the run lie
 """
 
 import argparse
 import difflib
+import logging
 import re
 import sys
+import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
@@ -28,7 +31,9 @@ from genesis_callbacks import AsyncProcessCheckpoint, SkipAwareLR, TokenCounters
 LATEST = "latest"
 """The value of --ckpt_path that means: the newest good checkpoint of this run, or none."""
 
-_REFUSED_OPTION = re.compile(r"(?:Group '(?P<group>[^']*)' )?does not accept (?:nested )?(?:option|key) '(?P<key>[^']+)'")
+_REFUSED_OPTION = re.compile(
+    r"(?:Group '(?P<group>[^']*)' )?does not accept (?:nested )?(?:option|key) '(?P<key>[^']+)'"
+)
 _UNRECOGNIZED = re.compile(r"[Uu]nrecognized arguments: --(?P<key>[^=\s]+)")
 
 
@@ -81,8 +86,7 @@ class SaveRecipe(Callback):
 class GenesisCLI(LightningCLI):
     """LightningCLI with fixed model and data classes and our callbacks."""
 
-    def __init__(self, subcommand: str, arguments: list[str] | None) -> None:
-        self.exit_status = 0
+    def __init__(self, subcommand: str, arguments: list[str]) -> None:
         super().__init__(
             GenesisModule,
             CorpusDataModule,
@@ -99,9 +103,14 @@ class GenesisCLI(LightningCLI):
                 "gradient_clip_val": 1.0,
                 "strategy": "replicated",
                 "max_epochs": -1,
+                # Intervals of validation count steps, over the ends of epochs.
+                "check_val_every_n_epoch": None,
+                # `genesis model describe` tells more.
+                "enable_model_summary": False,
             },
             parser_kwargs={"prog": "genesis", subcommand: {"prog": f"genesis {subcommand}"}},
-            args=arguments,
+            # With None it reads sys.argv, which is what a launcher of further ranks repeats.
+            args=None if sys.argv[1:] == arguments else arguments,
         )
 
     @staticmethod
@@ -117,11 +126,20 @@ class GenesisCLI(LightningCLI):
         parser.add_argument("--run_dir", type=str, default="runs/default", help="directory of the run")
         parser.add_lightning_class_args(TokenCounters, "counters")
         parser.add_lightning_class_args(SkipAwareLR, "schedule")
-        parser.add_lightning_class_args(AsyncProcessCheckpoint, "checkpoint")
+        # The recipe and the corpus's identity are ours to give, not the user's.
+        parser.add_class_arguments(AsyncProcessCheckpoint, "checkpoint", skip={"recipe", "identity"}, sub_configs=True)
+        parser.callback_keys.append("checkpoint")
         parser.link_arguments("run_dir", "checkpoint.run_dir")
 
     def _parse_ckpt_path(self) -> None:
         """Leaves the configuration alone: a checkpoint's hyperparameters must not override what the user wrote."""
+
+    def instantiate_classes(self) -> None:
+        """Builds module, data, callbacks and Trainer; what one of them refuses is a user's mistake."""
+        try:
+            super().instantiate_classes()
+        except (ValueError, MisconfigurationException) as error:
+            raise UserError(" ".join(str(error).split())) from error
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Builds the Trainer with the run's own log and progress bar."""
@@ -133,10 +151,11 @@ class GenesisCLI(LightningCLI):
         manifest = read_manifest(Path(self._get(self.config, "data")["corpus"]))
         self.checkpoint.identity = {"tokenizer_hash": manifest.tokenizer_hash, "corpus": manifest.name}
         loggers = _loggers(config.get("logger"), run_dir)
-        callbacks = [SaveRecipe(run_dir, yaml.safe_dump(self.config_dump, sort_keys=False))]
+        callbacks: list[Callback] = [SaveRecipe(run_dir, yaml.safe_dump(self.config_dump, sort_keys=False))]
         if config.get("enable_progress_bar") is not False:
             callbacks.append(GenesisProgressBar())
-        config["callbacks"] = [*(config.get("callbacks") or []), *callbacks]
+        # After the user's and our own: the bar shows what the counters have counted.
+        self.trainer_defaults["callbacks"] = callbacks
         return super().instantiate_trainer(default_root_dir=str(run_dir), logger=loggers, **kwargs)
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
@@ -156,8 +175,19 @@ def _loggers(configured: Any, run_dir: Path) -> list[Logger] | bool:
     return [CSVLog(run_dir / "metrics.csv"), *others]
 
 
+def _quieten() -> None:
+    """Silences what Lightning says at every start and no user can act on."""
+    warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
+    # What we log is already summed over all ranks.
+    warnings.filterwarnings("ignore", message=r".*It is recommended to use `self.log\(.*sync_dist=True.*")
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
+        lambda record: "Tip:" not in record.getMessage()
+    )
+
+
 def fit_main(argv: list[str]) -> int:
     """Trains. Returns 0, or 128 + n where signal n asked for the end."""
+    _quieten()
     cli = GenesisCLI("fit", ["fit", *argv])
     signal_number = cli.checkpoint.stopped_by_signal
     return 128 + signal_number if signal_number else 0
@@ -165,5 +195,6 @@ def fit_main(argv: list[str]) -> int:
 
 def validate_main(argv: list[str]) -> int:
     """Validates. Returns 0."""
+    _quieten()
     GenesisCLI("validate", ["validate", *argv])
     return 0

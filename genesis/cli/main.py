@@ -1,4 +1,4 @@
-"""The `genesis` command: finds the command in the table, runs it, turns a user's mistake into one line and exit status 2."""
+"""The `genesis` command: finds a command in the table, runs it, and turns a mistake into one line and a status."""
 
 import difflib
 import errno
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from genesis import __version__
 from genesis.cli.table import COMMANDS, Command
-from genesis.errors import UserError
+from genesis.errors import RunEndedError, UserError
 
 MISUSE = 2
 _INTERRUPTED = 130
@@ -44,35 +44,46 @@ def find_command(arguments: Sequence[str]) -> tuple[Command, list[str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit status: 0 good, 2 a user's mistake, 130 interrupted."""
+    """Runs the command line and returns the exit status.
+
+    0 is good, 1 a check that failed or a run that must not go on, 2 a user's mistake, 130 an interruption.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    groups = {command.name.split()[0] for command in COMMANDS if " " in command.name}
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(help_text())
-        return 0 if arguments else MISUSE
-    if arguments[0] == "--version":
-        print(f"genesis {__version__}")
-        return 0
-    if arguments[0] in groups and (len(arguments) == 1 or arguments[1] in ("-h", "--help")):
-        print(help_text(arguments[0]))
-        return 0 if len(arguments) > 1 else MISUSE
+    page = _find_page(arguments)
+    if page is not None:
+        print(page)
+        return 0 if set(arguments) & {"-h", "--help", "--version"} else MISUSE
     try:
         command, rest = find_command(arguments)
         return command.load()(rest)
     except UserError as error:
-        return _complain(str(error))
-    except BrokenPipeError:
-        # The reader of our output has gone (`| head`): not an error, and nothing more can be said there.
-        sys.stderr.close()
-        return 0
+        return _complain(str(error), MISUSE)
+    except RunEndedError as error:
+        return _complain(str(error), 1)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EFBIG, errno.ENOENT):
+        if error.errno not in _USERS_ERRORS:
             raise
-        return _complain(f"{error.filename or 'a file'}: {error.strerror}")
+        return _complain(f"{error.filename or 'a file'}: {error.strerror}", MISUSE)
     except KeyboardInterrupt:
         return _INTERRUPTED
 
 
-def _complain(message: str) -> int:
+_USERS_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EFBIG, errno.ENOENT)
+"""What an operating system refuses because of the user's disk or paths."""
+
+
+def _find_page(arguments: list[str]) -> str | None:
+    """Returns the page that is asked for (or that stands in for a missing command), or None if a command is."""
+    groups = {command.name.split()[0] for command in COMMANDS if " " in command.name}
+    if not arguments or arguments[0] in ("-h", "--help"):
+        return help_text()
+    if arguments[0] == "--version":
+        return f"genesis {__version__}"
+    if arguments[0] in groups and (len(arguments) == 1 or arguments[1] in ("-h", "--help")):
+        return help_text(arguments[0])
+    return None
+
+
+def _complain(message: str, status: int) -> int:
     print(f"genesis: error: {message}", file=sys.stderr)
-    return MISUSE
+    return status

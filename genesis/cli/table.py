@@ -1,7 +1,7 @@
 """The table of commands: name, one line of help, and where its code is.
 
-`genesis --help` must answer in a moment, and importing Lightning takes many seconds: so a command's module is imported when
-the command is called and not before. This is the one place where a late import is right.
+`genesis --help` must answer in a moment, and importing Lightning takes many seconds: so a command's module is
+imported when the command is called and not before. This is the one place where a late import is right.
 """
 
 import importlib
@@ -52,7 +52,9 @@ COMMANDS = (
     Command("data prepare", "turn text into token shards with a manifest", "genesis.cli.data:prepare_main"),
     Command("data inspect", "show a corpus: its manifest and decoded samples", "genesis.cli.data:inspect_main"),
     Command("data verify", "check every shard of a corpus against its manifest", "genesis.cli.data:verify_main"),
-    Command("model describe", "parameters by part, FLOPs and memory; builds nothing", "genesis.cli.model:describe_main"),
+    Command(
+        "model describe", "parameters by part, FLOPs and memory; builds nothing", "genesis.cli.model:describe_main"
+    ),
     Command("fit", "train, or go on from a checkpoint", "genesis.cli.fit:fit_main"),
     Command("validate", "loss on the validation set, from a checkpoint", "genesis.cli.fit:validate_main"),
     Command("generate", "write text from prompts with a checkpoint", "genesis.cli.generate:main"),

@@ -1,0 +1,1 @@
+"""From text to windows: preparation, the order of sequences, the loader."""

@@ -1,0 +1,1 @@
+"""The whole road in minutes, on text that every Python has."""

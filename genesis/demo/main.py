@@ -1,7 +1,7 @@
 """`genesis demo`: the whole road in minutes on a CPU, each step a command that you could type yourself.
 
-Text that every Python has, a tokenizer, token shards, training with one real SIGKILL in the middle and a resume, validation,
-text from an early and the last checkpoint, a picture of the loss, and where everything lies.
+Text that every Python has, a tokenizer, token shards, training with one real SIGKILL in the middle and a resume,
+validation, text from an early and the last checkpoint, a picture of the loss, and where everything lies.
 """
 
 import argparse
@@ -94,7 +94,7 @@ class Demo:
             process.wait()
         kill = Kill(self._last_step(), self._committed()[-1])
         self.console.print(
-            f"\n[bold red]SIGKILL[/bold red] at step {kill.step}; the newest committed checkpoint is {kill.checkpoint.name}"
+            f"\n[bold red]SIGKILL[/bold red] at step {kill.step}; the newest checkpoint is {kill.checkpoint.name}"
         )
         return kill
 
@@ -114,7 +114,9 @@ class Demo:
         manifest = read_manifest(last)
         print_ = self.console.print
         print_(f"held-out text     {held_out[-1]:.3f} bits per byte (it began at {held_out[0]:.3f})")
-        print_(f"trained           {manifest.counters['updates']} updates, {manifest.counters['tokens_updated']:,} tokens")
+        print_(
+            f"trained           {manifest.counters['updates']} updates, {manifest.counters['tokens_updated']:,} tokens"
+        )
         print_(f"checkpoint        {last}")
         print_(f"loss              {picture}")
         print_(f"metrics           {self.metrics}")
@@ -154,7 +156,9 @@ def main(argv: list[str]) -> int:
     if (directory / "run").exists():
         number = 1 + sum(1 for _ in directory.glob("run.before-*"))
         (directory / "run").rename(directory / f"run.before-{number}")
-    demo = Demo(directory, recipe, arguments.configs / "corpora" / "demo.yaml", arguments.configs / "tokenizer-demo.yaml")
+    demo = Demo(
+        directory, recipe, arguments.configs / "corpora" / "demo.yaml", arguments.configs / "tokenizers" / "demo.yaml"
+    )
     try:
         demo.run()
     except StepFailedError as error:

@@ -14,7 +14,9 @@ def read_curve(metrics: Path, x: str, y: str) -> tuple[list[float], list[float]]
     return [point[0] for point in points], [point[1] for point in points]
 
 
-def plot_loss(metrics: Path, out: Path, killed_at_step: int | None = None, resumed_from_step: int | None = None) -> None:
+def plot_loss(
+    metrics: Path, out: Path, killed_at_step: int | None = None, resumed_from_step: int | None = None
+) -> None:
     """Writes the training and validation loss over steps to `out` (PNG), with the kill and the resume marked."""
     figure = Figure(figsize=(9, 5), layout="constrained")
     FigureCanvasAgg(figure)
@@ -22,10 +24,16 @@ def plot_loss(metrics: Path, out: Path, killed_at_step: int | None = None, resum
     axes.plot(*read_curve(metrics, "step", "train/bits_per_byte"), color="#8fb8de", linewidth=1, label="training")
     axes.plot(*read_curve(metrics, "step", "validation/bits_per_byte"), "o-", color="#c0392b", label="held-out text")
     if killed_at_step is not None:
-        axes.axvline(killed_at_step, color="black", linestyle="--", linewidth=1, label=f"killed at step {killed_at_step}")
+        axes.axvline(
+            killed_at_step, color="black", linestyle="--", linewidth=1, label=f"killed at step {killed_at_step}"
+        )
     if resumed_from_step is not None:
         axes.axvline(
-            resumed_from_step, color="gray", linestyle=":", linewidth=1.5, label=f"resumed from step {resumed_from_step}"
+            resumed_from_step,
+            color="gray",
+            linestyle=":",
+            linewidth=1.5,
+            label=f"resumed from step {resumed_from_step}",
         )
     axes.set(xlabel="step", ylabel="bits per byte", title="Genesis demo: Python's own sources")
     axes.set_ylim(bottom=0)

@@ -31,9 +31,9 @@ def gather_text(out: Path) -> tuple[int, int]:
         target.write_bytes(text)
         num_documents, num_bytes = num_documents + 1, num_bytes + len(text)
     with (out / "topics.jsonl").open("w", encoding="utf-8") as file:
-        for name, text in sorted(topics.topics.items()):
-            file.write(json.dumps({"id": name, "text": text}, ensure_ascii=False) + "\n")
-            num_documents, num_bytes = num_documents + 1, num_bytes + len(text.encode())
+        for name, topic in sorted(topics.topics.items()):
+            file.write(json.dumps({"id": name, "text": topic}, ensure_ascii=False) + "\n")
+            num_documents, num_bytes = num_documents + 1, num_bytes + len(topic.encode())
     return num_documents, num_bytes
 
 

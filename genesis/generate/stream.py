@@ -3,6 +3,7 @@
 B  prompts     S  tokens of the longest     V  vocabulary
 """
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,8 +28,8 @@ class GenerateOptions:
     Args:
         max_new_tokens: At most so many for each prompt; None for 256 or what the context leaves, whichever is less.
         sampling: Which tokens may be drawn.
-        seed: Of each prompt's own generator: what a prompt gives does not depend on the others beside it. A prompt that
-            stands there again gets the next seed.
+        seed: What a prompt gives depends on it and the prompt, not on the other prompts; one that stands there again
+            is another draw.
         has_cache: Whether keys and values are kept, or the whole text is computed for every token.
     """
 
@@ -96,11 +97,7 @@ def _stream(
     decoder: Decoder, prompts: Sequence[Sequence[int]], options: GenerateOptions, eos_id: int, budgets: list[int]
 ) -> Iterator[Token]:
     texts = [list(prompt) for prompt in prompts]
-    seen: Counter[tuple[int, ...]] = Counter()
-    generators = []
-    for text in texts:
-        generators.append(torch.Generator("cpu").manual_seed(options.seed + seen[tuple(text)]))
-        seen[tuple(text)] += 1
+    generators = _build_generators(texts, options.seed)
     weight = decoder.output_weight
     cache = None
     if options.has_cache:
@@ -120,6 +117,16 @@ def _stream(
             fresh.append([token])
             is_live[index] = token != eos_id and len(text) < len(prompts[index]) + budgets[index]
             yield Token(index, token, is_last=not is_live[index])
+
+
+def _build_generators(texts: Sequence[Sequence[int]], seed: int) -> list[torch.Generator]:
+    num_before: Counter[str] = Counter()
+    generators = []
+    for text in map(str, texts):
+        digest = hashlib.sha256(f"{seed} {num_before[text]} {text}".encode()).digest()
+        generators.append(torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1))
+        num_before[text] += 1
+    return generators
 
 
 @torch.no_grad()

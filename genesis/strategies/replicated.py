@@ -17,7 +17,8 @@ class Replicated(DDPStrategy):
     """DDP over all ranks, one or many.
 
     Args:
-        optimizer_states: `replicated`, or `sharded` (ZeRO-1): each rank keeps and updates the optimizer state of its part of
+        optimizer_states: `replicated`, or `sharded` (ZeRO-1): each rank keeps and updates the optimizer state of its
+            part of
             the parameters, and broadcasts them after the step.
         activation_checkpointing: `none`, `block`, or n for every n-th block.
         compile_blocks: Whether each block is compiled by torch.compile.
@@ -38,7 +39,6 @@ class Replicated(DDPStrategy):
             process_group_backend=process_group_backend,
             timeout=timedelta(seconds=timeout_seconds),
             gradient_as_bucket_view=True,
-            broadcast_buffers=False,
         )
         self.optimizer_states = optimizer_states
         self.activation_checkpointing = activation_checkpointing
@@ -62,7 +62,8 @@ class Replicated(DDPStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns the optimizer's state; under ZeRO-1 only this rank's part, because nothing gathers it."""
         if isinstance(optimizer, ZeroRedundancyOptimizer):
-            return optimizer.optim.state_dict()
+            state: dict[str, Any] = optimizer.optim.state_dict()
+            return state
         return super().optimizer_state(optimizer)
 
 

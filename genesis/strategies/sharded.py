@@ -22,13 +22,14 @@ class Sharded(ModelParallelStrategy):
     """FSDP2 over all ranks, one or many; all of them read different data.
 
     Args:
-        shard: `full` frees a unit's parameters after its forward and gathers them again in backward; `grad_op` keeps them from
-            forward to backward (gradients and optimizer state are sharded all the same); `hybrid` shards as `full` within
-            a group of `ranks_per_shard_group` ranks and replicates over the groups.
+        shard: `full` frees a unit's parameters after its forward and gathers them again in backward; `grad_op` keeps
+            them from forward to backward (gradients and optimizer state are sharded all the same); `hybrid` shards as
+            `full` within a group of `ranks_per_shard_group` ranks and replicates over the groups.
         ranks_per_shard_group: For `hybrid`; by default the ranks of one node.
         blocks_per_unit: Blocks whose parameters are gathered by one collective.
         max_gathers_in_flight: Units gathered or being gathered at once; 1 prefetches nothing.
-        gather_dtype: In what parameters are gathered and computed; by default bfloat16 under `bf16-mixed`, else as they are.
+        gather_dtype: In what parameters are gathered and computed; by default bfloat16 under `bf16-mixed`, else as
+            they are.
         reduce_dtype: In what gradients are reduced.
         cpu_offload: Whether parameters, gradients and optimizer state live in CPU memory between uses.
         activation_checkpointing: `none`, `block`, or n for every n-th block.
@@ -70,7 +71,10 @@ class Sharded(ModelParallelStrategy):
         self._watchdog: ForwardSkewWatchdog | None = None
 
     def setup_environment(self) -> None:
-        """Joins the ranks and makes the mesh: all ranks are data-parallel (the base's default would make one node tensor-parallel)."""
+        """Joins the ranks and makes the mesh.
+
+        All ranks are data-parallel; by default the base would make those of a node tensor-parallel, on the same data.
+        """
         self._data_parallel_size = self.num_nodes * self.num_processes
         self._tensor_parallel_size = 1
         super().setup_environment()
@@ -78,7 +82,12 @@ class Sharded(ModelParallelStrategy):
     def setup(self, trainer: "pl.Trainer") -> None:
         """Prepares training; starts the watchdog over forwards that one rank enters alone."""
         # A parameter first gathered under inference mode is an inference tensor for ever: backward would fail on it.
-        for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        for loop in (
+            trainer.fit_loop.epoch_loop.val_loop,
+            trainer.validate_loop,
+            trainer.test_loop,
+            trainer.predict_loop,
+        ):
             loop.inference_mode = False
         super().setup(trainer)
         if self.world_size > 1:
@@ -132,7 +141,9 @@ class Sharded(ModelParallelStrategy):
         group = self.ranks_per_shard_group or self.num_processes
         if group < 1 or self.world_size % group:
             divisors = [n for n in range(1, self.world_size + 1) if self.world_size % n == 0]
-            raise UserError(f"ranks_per_shard_group {group} does not divide {self.world_size} ranks; one of {divisors} does")
+            raise UserError(
+                f"ranks_per_shard_group {group} does not divide {self.world_size} ranks; one of {divisors} does"
+            )
         return init_device_mesh(
             self.root_device.type, (self.world_size // group, group), mesh_dim_names=("replicate", "shard")
         )

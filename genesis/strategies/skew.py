@@ -1,10 +1,11 @@
 """Names a forward that not all ranks enter, and ends the run, instead of letting it hang.
 
-Under sharding every forward gathers parameters from all ranks. A callback that samples text on rank 0 alone makes rank 0 gather
-from peers that have gone on: the collectives pair up wrongly or wait until the process group's timeout, without a name. So
-each rank counts the forwards of its sharded root and notes their kind (training or not, with gradients or not). A thread publishes
-the count in a store beside the process group and compares: two ranks whose forward of the same number is of another kind,
-or a rank that stays ahead for longer than allowed, end all ranks with the name of the rank and the line that called.
+Under sharding every forward gathers parameters from all ranks. A callback that samples text on rank 0 alone makes
+rank 0 gather from peers that have gone on: the collectives pair up wrongly or wait until the process group's timeout,
+without a name. So each rank counts the forwards of its sharded root and notes their kind (training or not, with
+gradients or not). A thread publishes the count in a store beside the process group and compares: two ranks whose
+forward of the same number is of another kind, or a rank that stays ahead for longer than allowed, end all ranks with
+the name of the rank and the line that called.
 
 Does it communicate? Through a TCP store of its own, never through a process group; the training thread only increments.
 """
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.fsdp import FSDPModule
 
 EXIT_STATUS = 70
@@ -50,7 +52,8 @@ class ForwardLog:
 def find_divergence(logs: Sequence[ForwardLog]) -> tuple[int, int, str] | None:
     """Returns (number, rank, what) of the first forward whose kind differs between ranks, or None.
 
-    The rank named is the one in the minority; of two, the one that is not training, since training is what all should do.
+    The rank named is the one in the minority; of two, the one that is not training, since training is what all should
+    do.
     """
     first = max(log.num_forwards - len(log.kinds) for log in logs)
     for number in range(first, min(log.num_forwards for log in logs)):
@@ -95,18 +98,18 @@ class ForwardSkewWatchdog:
         self._hook = root.register_forward_pre_hook(self._count, prepend=True)
         self._store = self._meet()
 
-    def _meet(self) -> dist.TCPStore:
+    def _meet(self) -> TCPStore:
         """Opens a store on a port that the system picks, and tells the other ranks. All ranks call it together."""
         timeout = timedelta(seconds=30)
         address: list[Any] = [None]
         store = None
         if self._rank == 0:
             host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-            store = dist.TCPStore(host, 0, self._world_size, is_master=True, timeout=timeout, wait_for_workers=False)
+            store = TCPStore(host, 0, self._world_size, is_master=True, timeout=timeout, wait_for_workers=False)
             address = [(host, store.port)]
         dist.broadcast_object_list(address, src=0)
         host, port = address[0]
-        return store or dist.TCPStore(host, port, self._world_size, is_master=False, timeout=timeout)
+        return store or TCPStore(host, port, self._world_size, is_master=False, timeout=timeout)
 
     def start(self) -> None:
         """Starts watching."""
@@ -143,7 +146,9 @@ class ForwardSkewWatchdog:
                 verdict = f"rank {rank} entered forward {number} ({kind}) alone, while the others ran another one"
             elif leader is not None and leads_since is not None and time.monotonic() - leads_since > self._seconds:
                 number, rank = leader
-                verdict = f"rank {rank} has waited in forward {number} for {self._seconds:g} s; not all ranks entered it"
+                verdict = (
+                    f"rank {rank} has waited in forward {number} for {self._seconds:g} s; not all ranks entered it"
+                )
             if verdict is not None:
                 self._end(verdict)
 

@@ -4,8 +4,8 @@
     2. compile                    sees block and checkpoint as one graph, and nothing of the communication
     3. shard                      outermost: its hooks gather before, and free after, whatever is inside
 
-Checkpointing and compilation replace a block's `forward` and leave the module tree alone, so that parameter names, and with
-them checkpoints, are the same under every option.
+Checkpointing and compilation replace a block's `forward` and leave the module tree alone, so that parameter names,
+and with them checkpoints, are the same under every option.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,8 @@ class ShardOptions:
         mesh: One axis (shard), or two (replicate, shard) for hybrid sharding.
         reshard_after_forward: Whether a unit's parameters are freed between its forward and its backward.
         blocks_per_unit: Blocks whose parameters are gathered by one collective.
-        max_gathers_in_flight: Units that are gathered or being gathered at once: the one that computes and those prefetched.
+        max_gathers_in_flight: Units that are gathered or being gathered at once: the one that computes and those
+            prefetched.
         precision: What is gathered, and in what gradients are reduced.
         offload_to_cpu: Whether parameters, gradients and optimizer live in CPU memory between uses.
     """
@@ -109,7 +110,7 @@ def _apply_shard(decoder: Decoder, options: ShardOptions) -> None:
 
 def _limit_prefetch(first_blocks: list[nn.Module], num_prefetched: int) -> None:
     """Makes each unit prefetch the next `num_prefetched` units in forward and the previous ones in backward."""
-    units = [block for block in first_blocks if isinstance(block, FSDPModule)]
+    units: list[FSDPModule] = [block for block in first_blocks if isinstance(block, FSDPModule)]
     for index, unit in enumerate(units):
         unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + num_prefetched])
         previous = units[max(0, index - num_prefetched) : index][::-1]
@@ -120,8 +121,8 @@ def _limit_prefetch(first_blocks: list[nn.Module], num_prefetched: int) -> None:
 def set_gradient_sync(module: nn.Module, is_last_micro_batch: bool) -> None:
     """Says whether the next backward's gradients meet those of other ranks.
 
-    Only FSDP2 needs to be told. Under DDP the reducer is armed once per training step, after its forward, so that backwards
-    which `training_step` runs itself stay local.
+    Only FSDP2 needs to be told. Under DDP the reducer is armed once per training step, after its forward, so that
+    backwards which `training_step` runs itself stay local.
     """
     for child in module.modules():
         if isinstance(child, FSDPModule):

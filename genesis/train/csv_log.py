@@ -14,8 +14,8 @@ from lightning.pytorch.utilities import rank_zero_only
 class CSVLog(Logger):
     """Writes metrics to one CSV file: a row per step, a column per metric.
 
-    A resumed run replaces the rows that it repeats: those from its first logged step on are cut, because a killed run may have
-    logged beyond its last checkpoint.
+    A resumed run replaces the rows that it repeats: those from its first logged step on are cut, because a killed run
+    may have logged beyond its last checkpoint.
 
     Args:
         path: The file; made with its directory when the first row is written.

@@ -11,7 +11,8 @@ _MAXRSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
 def peak_memory_bytes(device: torch.device) -> dict[str, float]:
     """Returns the peak bytes since the start, by metric key.
 
-    On CUDA what tensors took and what the allocator reserved for them; elsewhere the peak resident memory of the process.
+    On CUDA what tensors took and what the allocator reserved for them; elsewhere the peak resident memory of the
+    process.
     """
     if device.type == "cuda":
         return {

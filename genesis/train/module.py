@@ -60,10 +60,10 @@ def seed_of_step(seed: int, step: int, dp_rank: int) -> int:
 class GenesisModule(pl.LightningModule):
     """A decoder and its training step.
 
-    The batch is a `Window`: this rank's micro-batches between two optimizer steps. The gradient of a window is the sum of the
-    gradients of all valid tokens, over all ranks and micro-batches, divided by their number. A window without a valid token,
-    with a non-finite gradient or with a scaler's overflow is skipped by all ranks alike: no parameter and no optimizer state
-    changes, and `skip_reason` says why.
+    The batch is a `Window`: this rank's micro-batches between two optimizer steps. The gradient of a window is the
+    sum of the gradients of all valid tokens, over all ranks and micro-batches, divided by their number. A window
+    without a valid token, with a non-finite gradient or with a scaler's overflow is skipped by all ranks alike: no
+    parameter and no optimizer state changes, and `skip_reason` says why.
 
     Args:
         decoder: The model's shape.
@@ -155,7 +155,7 @@ class GenesisModule(pl.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Takes the norm of the synchronised gradient once, then clips, or vetoes the step by removing every gradient."""
+        """Takes the norm of the synchronised gradient once, then clips, or vetoes by removing every gradient."""
         self._grad_norm = global_gradient_norm(self.parameters(), self.trainer.strategy.root_device)
         self.skip_reason = self._find_skip_reason()
         if self.skip_reason is not None:
@@ -172,15 +172,16 @@ class GenesisModule(pl.LightningModule):
         return None
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        """Does nothing: Lightning calls it between forward and optimizer step, when earlier micro-batches have run backward."""
+        """Does nothing: Lightning calls it when earlier micro-batches have already run backward."""
 
     def _sum_loss(self, micro_batch: MicroBatch) -> Tensor:
         """Returns the sum over valid labels of -log p, a float32 scalar."""
-        return self._model(
+        loss_sum: Tensor = self._model(
             micro_batch.input_ids,
             document_ids=micro_batch.document_ids,
             head=partial(sum_cross_entropy, labels=micro_batch.labels),
         )
+        return loss_sum
 
     def _backward(self, loss: Tensor) -> None:
         # Lightning runs `training_step` under autocast, and its own backward outside of it.
@@ -206,7 +207,7 @@ class GenesisModule(pl.LightningModule):
         if self.skip_reason is None:
             self.train_loss.update(outputs["loss_sum"], batch.num_valid_tokens)
             self.train_bits.update(outputs["loss_sum"], batch.num_bytes)
-        if self.trainer.global_step % self.trainer.log_every_n_steps == 0:
+        if self.trainer.global_step % vars(self.trainer)["log_every_n_steps"] == 0:
             self._log_train()
 
     def _log_train(self) -> None:
@@ -230,7 +231,14 @@ class GenesisModule(pl.LightningModule):
         self.train_loss.reset()
         self.train_bits.reset()
         self._timed_from, self._timed_tokens = now, 0
-        self.log_dict(values, on_step=True, on_epoch=False)
+        self._log(values)
+
+    def _log(self, values: dict[str, float]) -> None:
+        # In float64, because Lightning would make a number a float32; and under the steps done, of which Lightning's
+        # own count for the loggers is one behind.
+        values["step"] = float(self.trainer.global_step)
+        exact = {key: torch.tensor(value, dtype=torch.float64) for key, value in values.items()}
+        self.log_dict(exact, batch_size=1)
 
     # ---- validation
 
@@ -243,7 +251,7 @@ class GenesisModule(pl.LightningModule):
     def on_validation_epoch_end(self) -> None:
         """Logs the whole set's figures, and frees what the last forward left gathered."""
         loss = self.validation_loss.compute()
-        self.log_dict(
+        self._log(
             {
                 "validation/loss": float(loss),
                 "validation/perplexity": float(loss.exp()),

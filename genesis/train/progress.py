@@ -83,7 +83,7 @@ class GenesisProgressBar(ProgressBar):
             self._console.print(f"step {trainer.global_step}{total}  {words}", highlight=False, soft_wrap=True)
 
     def _words(self, trainer: pl.Trainer, now: float) -> str:
-        counters = next((c for c in trainer.callbacks if isinstance(c, TokenCounters)), None)
+        counters = next((c for c in vars(trainer)["callbacks"] if isinstance(c, TokenCounters)), None)
         words = []
         if counters is not None:
             if self._rate_from is not None and now > self._rate_from[0]:

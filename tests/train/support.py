@@ -1,4 +1,4 @@
-"""Small runs for the tests of the step: a tiny decoder, windows from a pure function, a Trainer on any number of ranks."""
+"""Small runs: a tiny decoder, windows from a pure function, a Trainer on any number of ranks."""
 
 import math
 from collections.abc import Iterator
@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -95,16 +96,15 @@ def build_trainer(strategy: Any, world_size: int, max_steps: int, callbacks: lis
         strategy=strategy,
         max_steps=max_steps,
         max_epochs=-1,
-        logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        enable_checkpointing=False,
+        enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
         inference_mode=False,
         callbacks=callbacks,
         log_every_n_steps=1,
-        **options,
+        **{"logger": False, **options},
     )
 
 
@@ -116,7 +116,9 @@ class KeepGradients(pl.Callback):
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         self.gradients = {
-            name: whole(parameter.grad) for name, parameter in pl_module.named_parameters() if parameter.grad is not None
+            name: whole(parameter.grad)
+            for name, parameter in pl_module.named_parameters()
+            if parameter.grad is not None
         }
 
 

@@ -42,7 +42,8 @@ def one_step(strategy: str) -> tuple[dict[str, Tensor], float, int]:
 
 CASES = [
     ("single", 1), ("replicated", 1), ("full", 1),
-    ("replicated", 2), ("zero1", 2), ("full", 2), ("grad_op", 2), ("two_blocks", 2), ("offload", 2), ("checkpointing", 2),
+    ("replicated", 2), ("zero1", 2), ("full", 2), ("grad_op", 2), ("two_blocks", 2), ("offload", 2),
+    ("checkpointing", 2),
     ("replicated", 4), ("full", 4), ("hybrid", 4),
 ]  # fmt: skip
 
@@ -112,7 +113,9 @@ def three_steps(strategy: str, fault: str) -> list[dict[str, Any]]:
     rank, world_size = rank_and_world()
     keep = KeepState()
     poison = [PoisonOneRank(1, world_size - 1)] if fault == "nan" else []
-    trainer = build_trainer(build_strategy(strategy), world_size, 3, [TokenCounters(), *poison, keep], gradient_clip_val=1.0)
+    trainer = build_trainer(
+        build_strategy(strategy), world_size, 3, [TokenCounters(), *poison, keep], gradient_clip_val=1.0
+    )
     trainer.fit(build_module(), loader(3, rank, world_size, (1,) if fault == "empty" else ()))
     return keep.after
 
@@ -143,7 +146,7 @@ def overflow_run() -> tuple[list[dict[str, Any]], float]:
 
 
 def test_a_scaler_overflow_is_a_skipped_step_and_the_scale_falls() -> None:
-    (states, scale), = run_ranks(overflow_run, 1)
+    ((states, scale),) = run_ranks(overflow_run, 1)
     assert states[0]["reason"] == "scaler_overflow"
     assert states[0]["updates"] == 0
     assert states[0]["updated"] == 0
@@ -198,7 +201,7 @@ def gradients_with_dropout(strategy_options: dict[str, Any]) -> dict[str, Tensor
 
 @pytest.mark.parametrize("which", ["block", 2])
 def test_activation_checkpointing_changes_no_gradient_even_with_dropout(which: Any) -> None:
-    plain, = run_ranks(gradients_with_dropout, 1, {"activation_checkpointing": "none"})
-    recomputed, = run_ranks(gradients_with_dropout, 1, {"activation_checkpointing": which})
+    (plain,) = run_ranks(gradients_with_dropout, 1, {"activation_checkpointing": "none"})
+    (recomputed,) = run_ranks(gradients_with_dropout, 1, {"activation_checkpointing": which})
     assert plain.keys() == recomputed.keys()
     assert all(torch.equal(plain[name], recomputed[name]) for name in plain)

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from genesis_callbacks.errors import UserError
+
 Shape = Literal["cosine", "wsd", "linear", "constant"]
 
 
@@ -34,14 +36,14 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.total < 1:
-            raise ValueError(f"the schedule's total is {self.total}: it must be at least 1")
+            raise UserError(f"the schedule's total is {self.total}: it must be at least 1")
         if min(self.warmup, self.decay) < 0 or self.warmup + self.decay > self.total:
-            raise ValueError(
+            raise UserError(
                 f"a warm-up of {self.warmup} and a decay of {self.decay} don't fit into a run of {self.total}: "
                 "shorten them"
             )
         if not 0.0 <= self.floor <= 1.0:
-            raise ValueError(f"the schedule's floor is {self.floor}: it is a share of the peak, 0 to 1")
+            raise UserError(f"the schedule's floor is {self.floor}: it is a share of the peak, 0 to 1")
 
 
 def lr_factor(clock: int, schedule: Schedule) -> float:

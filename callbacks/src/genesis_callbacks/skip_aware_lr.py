@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
+from genesis_callbacks.errors import UserError
 from genesis_callbacks.schedule import Schedule, lr_factor
 from genesis_callbacks.token_counters import TokenCounters
 
@@ -77,14 +78,14 @@ class SkipAwareLR(pl.Callback):
         max_replays: int = 0,
     ) -> None:
         if max_replays < 0:
-            raise ValueError(f"max_replays is {max_replays}: it must be at least 0")
+            raise UserError(f"max_replays is {max_replays}: it must be at least 0")
         unit = "updates" if by == "updates" else "tokens"
         self._shape, self._by, self._floor, self._max_replays = shape, by, floor_share, max_replays
         self._total = _pick("total", unit, total_updates, total_tokens, None)
         self._warmup = _pick("warmup", unit, warmup_updates, warmup_tokens, warmup_share)
         self._decay = _pick("decay", unit, decay_updates, decay_tokens, decay_share)
         if self._decay is not None and shape != "wsd":
-            raise ValueError(f"a decay length is given and the shape is {shape!r}: only wsd has one")
+            raise UserError(f"a decay length is given and the shape is {shape!r}: only wsd has one")
         if self._total is not None:
             self._plan(int(self._total))
         self._schedule: Schedule | None = None
@@ -110,7 +111,7 @@ class SkipAwareLR(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the replays; the peaks only to say what changed."""
         if state_dict["version"] != _STATE_VERSION:
-            raise ValueError(
+            raise UserError(
                 f"the checkpoint's schedule has version {state_dict['version']}, this release reads {_STATE_VERSION}: "
                 "resume with the genesis-callbacks that wrote it"
             )
@@ -125,7 +126,7 @@ class SkipAwareLR(pl.Callback):
             return
         self._counters = next((c for c in vars(trainer)["callbacks"] if isinstance(c, TokenCounters)), None)
         if self._counters is None:
-            raise ValueError(
+            raise UserError(
                 "SkipAwareLR reads the clocks of TokenCounters: add TokenCounters() to the Trainer's callbacks"
             )
         if self._shape != "own":
@@ -197,7 +198,7 @@ class SkipAwareLR(pl.Callback):
             return max(1, self._warmup or 0)  # a constant has no end
         unit = "updates" if self._by == "updates" else "tokens"
         other = ", or max_steps to the Trainer" if unit == "updates" else ""
-        raise ValueError(f"the schedule does not know its end: give it total_{unit}{other}")
+        raise UserError(f"the schedule does not know its end: give it total_{unit}{other}")
 
     def _plan(self, total: int) -> Schedule:
         assert self._shape != "own"
@@ -213,7 +214,7 @@ class SkipAwareLR(pl.Callback):
     def _refuse_mismatch(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         num_schedulers = len(trainer.lr_scheduler_configs)
         if self._shape != "own" and num_schedulers:
-            raise ValueError(
+            raise UserError(
                 f"configure_optimizers returns {num_schedulers} LR schedulers, and shape {self._shape!r} sets the rate "
                 'itself: leave them out, or let SkipAwareLR(shape="own") call them after updates only'
             )
@@ -312,14 +313,14 @@ def _pick(name: str, unit: str, updates: int | None, tokens: int | None, share: 
     lengths: dict[str, int | float | None] = {"updates": updates, "tokens": tokens, "share": share}
     given = {key: value for key, value in lengths.items() if value is not None}
     if len(given) > 1:
-        raise ValueError(f"{' and '.join(f'{name}_{key}' for key in given)} are given: give one of them")
+        raise UserError(f"{' and '.join(f'{name}_{key}' for key in given)} are given: give one of them")
     for key, value in given.items():
         if key not in (unit, "share"):
-            raise ValueError(
+            raise UserError(
                 f"{name}_{key} is given and the clock counts {unit}: give {name}_{unit}, or another clock by `by`"
             )
         if key == "share" and not 0.0 <= value <= 1.0:
-            raise ValueError(f"{name}_share is {value}: it is a share of the total, 0 to 1")
+            raise UserError(f"{name}_share is {value}: it is a share of the total, 0 to 1")
         return float(value) if key == "share" else int(value)
     return None
 
@@ -337,15 +338,15 @@ def _set_lr(group: dict[str, Any], lr: float) -> None:
 
 def _refuse_ungatable(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
     if not trainer.lr_scheduler_configs:
-        raise ValueError('shape="own" and configure_optimizers returns no LR scheduler: return one, or choose a shape')
+        raise UserError('shape="own" and configure_optimizers returns no LR scheduler: return one, or choose a shape')
     if not pl_module.automatic_optimization:
-        raise ValueError(
+        raise UserError(
             'shape="own" gates the schedulers that Lightning calls, and under manual optimization the module does: '
             "call them there if TokenCounters.has_updated"
         )
     for config in trainer.lr_scheduler_configs:
         if config.interval == "step" and config.frequency != 1 and not config.reduce_on_plateau:
-            raise ValueError(
+            raise UserError(
                 f"an LR scheduler has frequency {config.frequency}: with a skip in between, its steps would not be "
                 f"{config.frequency} updates apart; use frequency 1 and stretch the scheduler"
             )
@@ -355,11 +356,11 @@ def _refuse_unreplayable(trainer: pl.Trainer, pl_module: pl.LightningModule, max
     asked = f"max_replays is {max_replays}"
     if getattr(trainer.precision_plugin, "scaler", None) is None:
         precision = trainer.precision_plugin.precision
-        raise ValueError(f"{asked} and precision {precision} has no gradient scaler to overflow: set max_replays to 0")
+        raise UserError(f"{asked} and precision {precision} has no gradient scaler to overflow: set max_replays to 0")
     if not pl_module.automatic_optimization:
-        raise ValueError(f"{asked} and the module optimizes manually, so its step can't be run again: set it to 0")
+        raise UserError(f"{asked} and the module optimizes manually, so its step can't be run again: set it to 0")
     if trainer.accumulate_grad_batches != 1:
-        raise ValueError(
+        raise UserError(
             f"{asked} and accumulate_grad_batches is {trainer.accumulate_grad_batches}: of such a window only the last "
             "batch could be run again; set max_replays to 0"
         )

@@ -1,7 +1,7 @@
 """Runs a function on several gloo ranks: for tests of anything distributed, here and in other people's projects.
 
-Ranks come from a fork server that has imported torch and Lightning once, because that import costs many seconds a process,
-and meet through a file, so that no port is hunted.
+Ranks come from a fork server that has imported torch and Lightning once, because that import costs many seconds a
+process, and meet through a file, so that no port is hunted.
 """
 
 import os
@@ -18,12 +18,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+_GRACE_SECONDS = 5.0
+
 _CONTEXT = get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "lightning.pytorch", "genesis_callbacks.testing"])
 
 
 def _serve_rank(
-    rank: int, world_size: int, store: str, channel: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]
+    rank: int,
+    world_size: int,
+    store: str,
+    channel: Connection,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
 ) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), NODE_RANK="0")
     torch.set_num_threads(1)
@@ -41,7 +48,9 @@ def _serve_rank(
             dist.destroy_process_group()
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout_seconds: float = 120.0) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *arguments: Any, timeout_seconds: float = 120.0
+) -> list[Any]:
     """Returns what `function(*arguments)` returned on each of `world_size` gloo ranks, in rank order.
 
     Args:
@@ -54,41 +63,19 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, ti
     Raises:
         AssertionError: A rank raised, died or did not answer; the message names the rank and holds its traceback.
     """
-    answers: dict[int, Any] = {}
-    failures: list[str] = []
     with tempfile.TemporaryDirectory() as directory:
         processes, channels = [], {}
         for rank in range(world_size):
             ours, theirs = _CONTEXT.Pipe(duplex=False)
-            process = _CONTEXT.Process(
-                target=_serve_rank,
-                args=(rank, world_size, str(Path(directory) / "store"), theirs, function, arguments),
-            )
+            store = str(Path(directory) / "store")
+            process = _CONTEXT.Process(target=_serve_rank, args=(rank, world_size, store, theirs, function, arguments))
             process.start()
             theirs.close()
             processes.append(process)
             channels[ours] = rank
-        while channels:
-            ready = wait(list(channels), timeout=timeout_seconds)
-            if not ready:
-                failures.append(f"ranks {sorted(channels.values())} did not answer within {timeout_seconds} s")
-                break
-            for channel in ready:
-                assert isinstance(channel, Connection)
-                rank = channels.pop(channel)
-                try:
-                    # Plain pickle sends tensors by value; multiprocessing's own would share the memory of a rank that ends.
-                    has_succeeded, answer = pickle.loads(channel.recv_bytes())
-                except EOFError:
-                    has_succeeded, answer = False, "died without a word"
-                if has_succeeded:
-                    answers[rank] = answer
-                else:
-                    failures.append(f"rank {rank}: {answer}")
-            if failures:
-                timeout_seconds = 5.0
+        answers, failures = _collect(channels, timeout_seconds)
         for process in processes:
-            process.join(timeout=5.0)
+            process.join(timeout=_GRACE_SECONDS)
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -96,3 +83,27 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, ti
     if failures:
         raise AssertionError("\n".join(failures))
     return [answers[rank] for rank in range(world_size)]
+
+
+def _collect(channels: dict[Connection, int], timeout_seconds: float) -> tuple[dict[int, Any], list[str]]:
+    """Returns the answers by rank, and what went wrong; after a failure the other ranks have little time left."""
+    answers: dict[int, Any] = {}
+    failures: list[str] = []
+    while channels:
+        ready = wait(list(channels), timeout=_GRACE_SECONDS if failures else timeout_seconds)
+        if not ready:
+            failures.append(f"ranks {sorted(channels.values())} did not answer within {timeout_seconds} s")
+            break
+        for channel in ready:
+            assert isinstance(channel, Connection)
+            rank = channels.pop(channel)
+            try:
+                # Plain pickle sends tensors by value; multiprocessing's own would share the memory of a rank that ends.
+                has_succeeded, answer = pickle.loads(channel.recv_bytes())
+            except EOFError:
+                has_succeeded, answer = False, "died without a word"
+            if has_succeeded:
+                answers[rank] = answer
+            else:
+                failures.append(f"rank {rank}: {answer}")
+    return answers, failures

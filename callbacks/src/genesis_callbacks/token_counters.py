@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from genesis_callbacks.errors import RunEndedError, UserError
 from genesis_callbacks.host_group import HostGroup, Pending
 
 STEP = "counters/step"
@@ -42,11 +43,11 @@ _STATE_VERSION = 1
 _IGNORE_INDEX = -100
 
 
-class TooManySkipsError(RuntimeError):
+class TooManySkipsError(RunEndedError):
     """More windows in a row were skipped than `max_consecutive_skips` allows."""
 
 
-class RankDisagreementError(RuntimeError):
+class RankDisagreementError(RunEndedError):
     """Some ranks updated their parameters in a window that others skipped: their weights are no longer the same."""
 
 
@@ -60,7 +61,7 @@ def count_tokens(batch: Any) -> int:
         value = batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
         if value is not None:
             return value.numel() if isinstance(value, Tensor) and name != "num_valid_tokens" else int(value)
-    raise ValueError(
+    raise UserError(
         f"TokenCounters can't tell how many tokens a batch of type {type(batch).__name__} has: give it count_fn, a "
         "function from a batch to an int (or its dotted path)"
     )
@@ -95,7 +96,7 @@ class TokenCounters(pl.Callback):
         self, *, count_fn: Callable[[Any], int] | str | None = None, max_consecutive_skips: int | None = None
     ) -> None:
         if max_consecutive_skips is not None and max_consecutive_skips < 1:
-            raise ValueError(
+            raise UserError(
                 f"max_consecutive_skips is {max_consecutive_skips}: it must be at least 1, or null for no limit"
             )
         self._count = _import_function(count_fn) if isinstance(count_fn, str) else count_fn or count_tokens
@@ -183,7 +184,7 @@ class TokenCounters(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the clocks of a checkpoint."""
         if state_dict["version"] != _STATE_VERSION:
-            raise ValueError(
+            raise UserError(
                 f"the checkpoint's token counters have version {state_dict['version']}, this release reads "
                 f"{_STATE_VERSION}: resume with the genesis-callbacks that wrote it"
             )
@@ -345,7 +346,7 @@ def _import_function(path: str) -> Callable[[Any], int]:
     try:
         function: Callable[[Any], int] = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"count_fn {path!r} can't be imported: {error}; write package.module.function") from error
+        raise UserError(f"count_fn {path!r} can't be imported: {error}; write package.module.function") from error
     return function
 
 

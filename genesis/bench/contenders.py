@@ -1,0 +1,166 @@
+"""Who takes part in `genesis bench step`, and the process in which each one waits for its turn."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Literal, Self
+
+from genesis.bench.workers.protocol import Burst, Ready, Workload
+from genesis.errors import UserError
+
+_ROOT = Path(__file__).resolve().parents[2]
+_WORKERS = Path(__file__).resolve().parent / "workers"
+_PEERS = _ROOT / "benchmarks" / "peers"
+_STOP_TIMEOUT_SECONDS = 30.0
+_NUM_ERROR_LINES = 15
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Something whose speed is measured.
+
+    Args:
+        name: As in the report.
+        summary: What it is, in a line.
+        script: What its process runs.
+        python: The interpreter of its environment.
+        arguments: After the workload.
+        documents: The layout that it trains on.
+    """
+
+    name: str
+    summary: str
+    script: Path
+    python: str = sys.executable
+    arguments: tuple[str, ...] = ()
+    documents: Literal["one_per_row", "packed"] = "one_per_row"
+
+
+OWN = (
+    Contender(
+        "genesis",
+        "our trainer as `genesis fit` sets it up (strategy replicated)",
+        _WORKERS / "genesis_trainer.py",
+        arguments=("replicated",),
+    ),
+    Contender(
+        "genesis-auto",
+        "the same under Lightning's own strategy for one device",
+        _WORKERS / "genesis_trainer.py",
+        arguments=("auto",),
+    ),
+    Contender(
+        "genesis-packed",
+        "genesis on about four documents per row, which attention does not cross",
+        _WORKERS / "genesis_trainer.py",
+        arguments=("replicated",),
+        documents="packed",
+    ),
+    Contender("bare", "a PyTorch loop of the same model, loss, optimizer and clip", _WORKERS / "bare_loop.py"),
+    Contender("matmul", "the peak: the same arithmetic, were it all large matmuls", _WORKERS / "matmul.py"),
+)
+
+PEERS = {
+    "transformers": "transformers.Trainer with LlamaForCausalLM, fused AdamW",
+    "litgpt": "litgpt.pretrain.fit with litgpt's GPT under Fabric, fused AdamW",
+    "olmo_core": "OLMo-core's Trainer and TransformerTrainModule, fused AdamW",
+}
+
+
+def choose_contenders(own: str, peers: str) -> list[Contender]:
+    """Returns who takes part.
+
+    Args:
+        own: Names of `OWN`, separated by commas.
+        peers: `NAME` or `NAME=PYTHON` of `PEERS`, separated by commas; may be empty.
+
+    Raises:
+        UserError: A name is unknown, or there is no interpreter or no script where one is looked for.
+    """
+    known = {contender.name: contender for contender in OWN}
+    chosen = []
+    for name in own.split(","):
+        if name not in known:
+            raise UserError(f"--contenders has {name!r}; there are {', '.join(known)}")
+        chosen.append(known[name])
+    for peer in filter(None, peers.split(",")):
+        name, _, python = peer.partition("=")
+        if name not in PEERS:
+            raise UserError(f"--peers has {name!r}; there are {', '.join(PEERS)}")
+        if python and not Path(python).is_file():
+            raise UserError(f"--peers has {peer!r}, and there is no such file; name the python of {name}'s environment")
+        script = _PEERS / f"{name}_worker.py"
+        if not script.is_file():
+            raise UserError(f"--peers has {name!r}, whose worker is in benchmarks/peers of the repository: clone it")
+        chosen.append(Contender(name, PEERS[name], script, python or sys.executable))
+    return chosen
+
+
+class Worker:
+    """A contender's process. Leaving the context ends it.
+
+    Args:
+        contender: Who.
+        workload: What it trains.
+        log_path: Where its output goes, other than what it says to us.
+    """
+
+    def __init__(self, contender: Contender, workload: Workload, log_path: Path) -> None:
+        self.contender = contender
+        self._log_path = log_path
+        threads = {name: str(workload.num_threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+        with log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                [contender.python, str(contender.script), workload.to_json(), *contender.arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                # The protocol is imported from here; a worker's own directory has names that others use too.
+                env={**os.environ, **threads, "PYTHONPATH": str(_ROOT), "PYTHONSAFEPATH": "1"},
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Ends the process."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in self._pipes():
+            pipe.close()
+
+    def wait_until_ready(self) -> Ready:
+        """Returns what the worker says of itself when it is warmed up."""
+        return Ready(**json.loads(self._read_line()))
+
+    def run_burst(self, num_windows: int) -> Burst:
+        """Returns what the worker measures while it trains `num_windows`."""
+        self._say(f"go {num_windows}")
+        return Burst(**json.loads(self._read_line()))
+
+    def stop(self) -> None:
+        """Asks the worker to end, and waits for it a while."""
+        self._say("quit")
+        self._process.wait(_STOP_TIMEOUT_SECONDS)
+
+    def _pipes(self) -> tuple[IO[str], IO[str]]:
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        return process.stdin, process.stdout
+
+    def _say(self, word: str) -> None:
+        pipe, _ = self._pipes()
+        pipe.write(word + "\n")
+        pipe.flush()
+
+    def _read_line(self) -> str:
+        line = self._pipes()[1].readline()
+        if not line:
+            errors = self._log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-_NUM_ERROR_LINES:]
+            raise UserError(f"{self.contender.name} ended before its work did; its last lines:\n" + "\n".join(errors))
+        return line

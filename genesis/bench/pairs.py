@@ -1,0 +1,82 @@
+"""Ratios of contenders that took turns: what may be said about speed on a machine whose speed swings.
+
+Absolute figures of two runs are not compared. In a round every contender works once, so that the ratio of two of them
+in the same round is free of what the machine did in other rounds; the median over rounds is the result.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class PairedRatio:
+    """The median of paired ratios.
+
+    Args:
+        median: Of the ratios.
+        low: Lower end of an interval that holds the true median with at least 95% probability; None for too few pairs.
+        high: Its upper end.
+        num_pairs: Rounds.
+    """
+
+    median: float
+    low: float | None
+    high: float | None
+    num_pairs: int
+
+
+def rotate_order(contenders: Sequence[T], round_index: int) -> list[T]:
+    """Returns who works when in a round: each contender comes first, second, ... equally often.
+
+    Example:
+        >>> rotate_order(["a", "b", "c"], 1)
+        ['b', 'c', 'a']
+    """
+    start = round_index % len(contenders)
+    return [*contenders[start:], *contenders[:start]]
+
+
+def compare_pairs(numerators: Sequence[float], denominators: Sequence[float]) -> PairedRatio:
+    """Returns the median of the ratios of each round, with an interval that assumes nothing about their distribution.
+
+    The interval runs between the k-th smallest and the k-th largest ratio, for the largest k whose coverage is enough.
+
+    Example:
+        >>> compare_pairs([2.0, 6.0, 9.0], [2.0, 3.0, 3.0])
+        PairedRatio(median=2.0, low=None, high=None, num_pairs=3)
+
+    References:
+        David and Nagaraja, Order Statistics, 3rd edition, section 7.1.
+    """
+    ratios = sorted(a / b for a, b in zip(numerators, denominators, strict=True))
+    rank = find_interval_rank(len(ratios))
+    return PairedRatio(
+        median=statistics.median(ratios),
+        low=ratios[rank - 1] if rank else None,
+        high=ratios[-rank] if rank else None,
+        num_pairs=len(ratios),
+    )
+
+
+def find_interval_rank(num_pairs: int) -> int:
+    """Returns the k of the median's interval: 0 where even the smallest and the largest ratio don't cover enough.
+
+    Example:
+        >>> [find_interval_rank(n) for n in (5, 6, 10, 20)]
+        [0, 1, 2, 6]
+    """
+    tail, rank = 0.0, 0
+    for k in range(num_pairs // 2):
+        # The interval misses the median if fewer than k + 1 ratios lie on one of its sides.
+        tail += math.comb(num_pairs, k) / 2**num_pairs
+        if 1 - 2 * tail < _CONFIDENCE:
+            break
+        rank = k + 1
+    return rank

@@ -1,0 +1,377 @@
+"""The training step beside a bare PyTorch loop, other projects' trainers and the machine's matmul rate, in one run.
+
+Each contender is a process that trains the same shape on the same random tokens. They work in short bursts, one after
+another, in an order that rotates; every speed is judged by ratios within a round (`genesis.bench.pairs`).
+"""
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from genesis.bench.contenders import OWN, Contender, Worker, choose_contenders
+from genesis.bench.pairs import PairedRatio, compare_pairs, rotate_order
+from genesis.bench.workers.protocol import Burst, Ready, Workload
+from genesis.errors import UserError
+from genesis.model.decoder import DecoderConfig
+from genesis.optim import OptimizerOptions
+
+REFERENCE = "genesis"
+PEAK = "matmul"
+
+_PAUSE_SECONDS = 0.1  # a contender's threads spin a while after their last work
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The part of a training recipe that a step's speed depends on."""
+
+    decoder: DecoderConfig
+    optimizer: OptimizerOptions
+    seq_len: int
+    micro_batch_size: int
+    precision: Literal["32-true", "bf16-mixed"]
+
+
+MODELS = {
+    # Untied, because not every peer can tie its embeddings.
+    "9m": Recipe(
+        DecoderConfig(
+            vocab_size=8192,
+            dim=256,
+            num_layers=6,
+            num_heads=4,
+            num_kv_heads=4,
+            ffn_dim=768,
+            max_seq_len=256,
+            has_tied_embeddings=False,
+        ),
+        OptimizerOptions(),
+        seq_len=256,
+        micro_batch_size=8,
+        precision="32-true",
+    ),
+    "tiny": Recipe(
+        DecoderConfig(
+            vocab_size=128,
+            dim=32,
+            num_layers=2,
+            num_heads=4,
+            num_kv_heads=4,
+            ffn_dim=48,
+            max_seq_len=32,
+            has_tied_embeddings=False,
+        ),
+        OptimizerOptions(),
+        seq_len=32,
+        micro_batch_size=2,
+        precision="32-true",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What is said of one contender.
+
+    Args:
+        tokens_per_second: Median over rounds.
+        speed_of_genesis: Our tokens per second over this contender's, paired.
+        share_of_peak: This contender's arithmetic per second over the matmul worker's, paired; on a GPU its MFU.
+        peak_resident_bytes: Of its process.
+        peak_device_bytes: On the GPU.
+        loss: Of a late step: that it trains at all.
+    """
+
+    tokens_per_second: float
+    speed_of_genesis: PairedRatio | None
+    share_of_peak: PairedRatio | None
+    peak_resident_bytes: int
+    peak_device_bytes: int | None
+    loss: float | None
+
+
+def main(argv: list[str]) -> int:
+    """Measures, prints a table and writes the record where `--out` says."""
+    options = _parse(argv)
+    recipe = read_recipe(options.config) if options.config else MODELS[options.model]
+    workload = _plan_workload(recipe, options)
+    contenders = choose_contenders(options.contenders, options.peers)
+    readies, bursts = _run(contenders, workload, options.pairs, options.burst_steps)
+    results = summarise(bursts, workload)
+    Console().print(_build_table(contenders, results, workload))
+    if options.out is not None:
+        record = _build_record(argv, options, workload, contenders, readies, results, bursts)
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.with_suffix(".json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        options.out.with_suffix(".md").write_text(format_record(record), encoding="utf-8")
+    return 0
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="genesis bench step", description=(__doc__ or "").split("\n", 1)[0])
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--model", choices=MODELS, default="9m", help="a shape by name (default %(default)s)")
+    what.add_argument("--config", type=Path, help="a recipe, as configs/genesis-1b.yaml")
+    parser.add_argument(
+        "--contenders",
+        default=",".join(contender.name for contender in OWN),
+        help="ours that take part (default %(default)s)",
+    )
+    parser.add_argument("--peers", default="", help="others: transformers,litgpt=PYTHON,olmo_core=PYTHON")
+    parser.add_argument("--pairs", type=int, default=10, help="rounds (default %(default)s)")
+    parser.add_argument("--burst-steps", type=int, default=5, help="windows of each in a round (default %(default)s)")
+    parser.add_argument("--warmup-steps", type=int, default=4, help="windows before them (default %(default)s)")
+    parser.add_argument("--micro-batch-size", type=int, help="sequences; by default the recipe's")
+    parser.add_argument("--micro-batches", type=int, default=1, help="of a window (default %(default)s)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="on the CPU (default: all)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--precision", choices=("32-true", "bf16-mixed"), help="by default the recipe's")
+    parser.add_argument("--compile", action="store_true", help="compile every contender's model")
+    parser.add_argument("--out", type=Path, help="the record, as benchmarks/records/step-9m-cpu.json; .md with it")
+    options = parser.parse_args(argv)
+    for name in ("pairs", "burst_steps", "warmup_steps", "micro_batches", "threads"):
+        if getattr(options, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(options, name)}: it must be at least 1")
+    return options
+
+
+# ---- the work
+
+
+def read_recipe(path: Path) -> Recipe:
+    """Returns what a recipe of `genesis fit` says about the step; AdamW takes the place of another optimizer.
+
+    Raises:
+        UserError: It is no recipe.
+    """
+    recipe = _read_yaml(path)
+    try:
+        decoder = recipe["model"]["decoder"]
+        if isinstance(decoder, str):
+            decoder = _read_yaml(path.parent / decoder)
+        optimizer = OptimizerOptions(**{**recipe["model"].get("optimizer", {}), "name": "adamw"})
+        data = recipe["data"]
+        precision = recipe.get("trainer", {}).get("precision", "32-true")
+        return Recipe(DecoderConfig(**decoder), optimizer, data["seq_len"], data["micro_batch_size"], precision)
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{path} is no recipe of `genesis fit`: {error}") from error
+
+
+def _read_yaml(path: Path) -> Any:
+    if not path.is_file():
+        raise UserError(f"recipe {path} does not exist")
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def _plan_workload(recipe: Recipe, options: argparse.Namespace) -> Workload:
+    adamw = ("lr", "betas", "eps", "weight_decay")
+    return Workload(
+        decoder=asdict(recipe.decoder),
+        optimizer={name: getattr(recipe.optimizer, name) for name in adamw},
+        seq_len=recipe.seq_len,
+        micro_batch_size=options.micro_batch_size or recipe.micro_batch_size,
+        num_micro_batches=options.micro_batches,
+        documents="one_per_row",
+        flops_per_token=count_flops_per_token(recipe.decoder, recipe.seq_len),
+        device=options.device,
+        precision=options.precision or recipe.precision,
+        is_compiled=options.compile,
+        num_threads=options.threads,
+        num_warmup_steps=options.warmup_steps,
+    )
+
+
+def count_flops_per_token(decoder: DecoderConfig, seq_len: int) -> float:
+    """Returns the floating-point operations of one token's forward and backward.
+
+    Six for each weight of a matrix, and 12 layers * dim * seq_len for the scores and sums of attention, of which the
+    causal mask leaves half: what it hides is not counted as work done.
+
+    References:
+        Chowdhery et al., PaLM, arXiv:2204.02311, appendix B (there without the half).
+    """
+    kv_dim = decoder.num_kv_heads * decoder.dim // decoder.num_heads
+    of_block = 2 * decoder.dim * (decoder.dim + kv_dim) + 3 * decoder.dim * decoder.ffn_dim
+    num_weights = decoder.num_layers * of_block + decoder.vocab_size * decoder.dim
+    return 6 * num_weights + 6 * decoder.num_layers * decoder.dim * seq_len
+
+
+def _run(
+    contenders: Sequence[Contender], workload: Workload, num_pairs: int, burst_steps: int
+) -> tuple[dict[str, Ready], dict[str, list[Burst]]]:
+    """Returns what each contender said of itself, and its bursts by round."""
+    console = Console(stderr=True)
+    bursts: dict[str, list[Burst]] = {contender.name: [] for contender in contenders}
+    with ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        workers: list[Worker] = []
+        readies: dict[str, Ready] = {}
+        for contender in contenders:
+            console.print(f"warming up {contender.name}: {contender.summary}", highlight=False)
+            own_workload = replace(workload, documents=contender.documents)
+            workers.append(stack.enter_context(Worker(contender, own_workload, logs / contender.name)))
+            readies[contender.name] = workers[-1].wait_until_ready()
+        for round_index in range(num_pairs):
+            for worker in rotate_order(workers, round_index):
+                time.sleep(_PAUSE_SECONDS)
+                bursts[worker.contender.name].append(worker.run_burst(burst_steps))
+            speeds = ", ".join(f"{name} {b[-1].tokens / b[-1].seconds:,.0f}" for name, b in bursts.items())
+            console.print(f"round {round_index + 1}/{num_pairs}, tokens/s: {speeds}", highlight=False)
+        for worker in workers:
+            worker.stop()
+    return readies, bursts
+
+
+# ---- what is said of it
+
+
+def summarise(bursts: Mapping[str, Sequence[Burst]], workload: Workload) -> dict[str, Result]:
+    """Returns the result of each contender."""
+    speeds = {name: [burst.tokens / burst.seconds for burst in of_one] for name, of_one in bursts.items()}
+    return {
+        name: Result(
+            tokens_per_second=statistics.median(speeds[name]),
+            speed_of_genesis=compare_pairs(speeds[REFERENCE], speeds[name]) if REFERENCE in speeds else None,
+            share_of_peak=compare_pairs(speeds[name], speeds[PEAK]) if PEAK in speeds else None,
+            peak_resident_bytes=max(burst.peak_resident_bytes for burst in of_one),
+            peak_device_bytes=of_one[-1].peak_device_bytes,
+            loss=of_one[-1].loss,
+        )
+        for name, of_one in bursts.items()
+    }
+
+
+def _build_table(contenders: Sequence[Contender], results: Mapping[str, Result], workload: Workload) -> Table:
+    table = Table(*_COLUMNS, title=_title(asdict(workload)))
+    for contender in contenders:
+        table.add_row(*_format_result(contender.name, asdict(results[contender.name])))
+    return table
+
+
+_COLUMNS = (
+    "contender",
+    "tokens/s (median)",
+    "genesis' speed over it (95%)",
+    "share of matmul peak",
+    "peak memory MiB",
+    "loss",
+)
+
+
+def _format_result(name: str, result: Mapping[str, Any]) -> list[str]:
+    """Returns the cells of one contender's row, of its result in plain types."""
+    ratio, share, device_bytes = result["speed_of_genesis"], result["share_of_peak"], result["peak_device_bytes"]
+    interval = "" if ratio is None or ratio["low"] is None else f" ({ratio['low']:.3f} to {ratio['high']:.3f})"
+    resident = f"{result['peak_resident_bytes'] / 2**20:,.0f}"
+    is_trainer = name != PEAK
+    return [
+        name,
+        f"{result['tokens_per_second']:,.0f}",
+        f"{ratio['median']:.3f}{interval}" if ratio is not None and is_trainer else "",
+        f"{share['median']:.3f}" if share is not None and is_trainer else "",
+        resident if device_bytes is None else f"{resident}, on the GPU {device_bytes / 2**20:,.0f}",
+        "" if result["loss"] is None else f"{result['loss']:.2f}",
+    ]
+
+
+def _title(workload: Mapping[str, Any]) -> str:
+    decoder = workload["decoder"]
+    return (
+        f"vocabulary {decoder['vocab_size']:,}, dim {decoder['dim']}, {decoder['num_layers']} layers, "
+        f"{decoder['num_heads']} heads ({decoder['num_kv_heads']} kv), ffn {decoder['ffn_dim']}, "
+        f"seq {workload['seq_len']}; micro-batch {workload['micro_batch_size']} x {workload['num_micro_batches']}, {workload['precision']}, "
+        f"{'compiled' if workload['is_compiled'] else 'not compiled'}, {workload['device']}"
+    )
+
+
+def _build_record(
+    argv: Sequence[str],
+    options: argparse.Namespace,
+    workload: Workload,
+    contenders: Sequence[Contender],
+    readies: Mapping[str, Ready],
+    results: Mapping[str, Result],
+    bursts: Mapping[str, Sequence[Burst]],
+) -> dict[str, Any]:
+    """Returns the record in plain types: no path and no name of this machine."""
+    peak = results.get(PEAK)
+    return {
+        "what": "tokens per second of training steps, in interleaved bursts",
+        "command": f"genesis bench step {shlex.join(_anonymise(argv))}",
+        "date": date.today().isoformat(),
+        "hardware": _describe_hardware(next(iter(readies.values())).device_name),
+        "python": platform.python_version(),
+        "workload": asdict(workload),
+        "pairs": options.pairs,
+        "burst_steps": options.burst_steps,
+        "matmul_flops_per_second": None if peak is None else round(peak.tokens_per_second * workload.flops_per_token),
+        "contenders": {
+            contender.name: {
+                "summary": contender.summary,
+                "versions": readies[contender.name].versions,
+                "documents": contender.documents,
+                **asdict(results[contender.name]),
+                "tokens_per_second_by_round": [
+                    round(burst.tokens / burst.seconds, 1) for burst in bursts[contender.name]
+                ],
+            }
+            for contender in contenders
+        },
+    }
+
+
+def _anonymise(argv: Sequence[str]) -> list[str]:
+    """Returns the arguments without paths of peers' interpreters."""
+    words: list[str] = []
+    for word in argv:
+        if "=" in word and not word.startswith("--"):
+            word = ",".join(peer.partition("=")[0] + ("=PYTHON" if "=" in peer else "") for peer in word.split(","))
+        words.append(word)
+    return words
+
+
+def _describe_hardware(device_name: str) -> str:
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    gpu = "" if device_name == "cpu" else f", {device_name}"
+    return f"{os.cpu_count()}-core {platform.machine()}, {memory_gib:.0f} GiB{gpu}"
+
+
+def format_record(record: Mapping[str, Any]) -> str:
+    """Returns a record as a page of Markdown."""
+    rows = [_format_result(name, contender) for name, contender in record["contenders"].items()]
+    flops = record["matmul_flops_per_second"]
+    lines = [
+        "# The training step",
+        "",
+        f"- command: `{record['command']}`",
+        f"- date: {record['date']}",
+        f"- hardware: {record['hardware']}",
+        f"- work: {_title(record['workload'])}; {record['workload']['num_threads']} threads each",
+        f"- {record['pairs']} rounds of {record['burst_steps']} windows each, in rotating order; ratios are medians of "
+        "pairs within a round, above 1 where genesis is faster",
+        *([] if flops is None else [f"- matmul peak of the same run: {flops / 1e9:,.0f} GFLOP/s (median)"]),
+        "",
+        "| " + " | ".join(_COLUMNS) + " |",
+        "|" + "---|" * len(_COLUMNS),
+        *("| " + " | ".join(row) + " |" for row in rows),
+        "",
+    ]
+    for name, contender in record["contenders"].items():
+        versions = ", ".join(f"{package} {number}" for package, number in contender["versions"].items())
+        lines.append(f"- **{name}**: {contender['summary']}. {versions}.")
+    return "\n".join(lines) + "\n"

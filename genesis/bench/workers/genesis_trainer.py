@@ -1,0 +1,108 @@
+"""Our trainer as `genesis fit` sets it up: Lightning's Trainer, our module, loader, clocks, schedule, log and bar.
+
+Only checkpoints are left out; they have a benchmark of their own. The second argument is the strategy: `replicated`,
+the default of `genesis fit`, or `auto`, Lightning's own for one device.
+"""
+
+import math
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import Strategy
+
+from genesis.bench.workers.protocol import ENDLESS, Gate, NoMoreStepsError, Workload, workload_from_json
+from genesis.bench.workers.windows import build_windows
+from genesis.data.loader import WindowLoader
+from genesis.data.window import Window
+from genesis.model.decoder import DecoderConfig
+from genesis.optim import OptimizerOptions
+from genesis.strategies import Replicated
+from genesis.train.csv_log import CSVLog
+from genesis.train.module import GenesisModule
+from genesis.train.progress import GenesisProgressBar
+from genesis_callbacks import SkipAwareLR, TokenCounters
+
+_LOG_EVERY_N_STEPS = 10
+
+
+class _Gatekeeper(pl.Callback):
+    """Waits before a step, when everything of the step before has been done, its log line too."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._gate = Gate(workload, ["torch", "lightning"], self._read_loss)
+        self._loss_sum = torch.full((), math.nan)
+        self._num_valid_tokens = 1
+
+    def _read_loss(self) -> float:
+        return float(self._loss_sum) / self._num_valid_tokens
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Window, batch_idx: int
+    ) -> None:
+        self._gate.before_step()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Window, batch_idx: int
+    ) -> None:
+        self._loss_sum, self._num_valid_tokens = outputs["loss_sum"], batch.num_valid_tokens
+
+
+class _RandomWindows(pl.LightningDataModule):
+    """The workload's windows through the loader of `CorpusDataModule`."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        self._windows = build_windows(workload)
+        self._has_cuda = workload.device == "cuda"
+
+    def train_dataloader(self) -> WindowLoader:
+        return WindowLoader(
+            lambda index: self._windows[index % len(self._windows)],
+            lambda: range(ENDLESS),
+            ENDLESS,
+            prefetch_windows=2,
+            pin_memory=self._has_cuda,
+        )
+
+    def transfer_batch_to_device(self, batch: Window, device: torch.device, dataloader_idx: int) -> Window:
+        return batch.to(device, non_blocking=True)
+
+
+def _build_strategy(name: str, is_compiled: bool) -> Strategy | str:
+    return Replicated(compile_blocks=is_compiled) if name == "replicated" else name
+
+
+def main(arguments: list[str]) -> None:
+    """Trains until the parent has had enough."""
+    workload = workload_from_json(arguments[0])
+    gatekeeper = _Gatekeeper(workload)
+    with tempfile.TemporaryDirectory() as run_dir:
+        trainer = pl.Trainer(
+            accelerator=workload.device,
+            devices=1,
+            strategy=_build_strategy(arguments[1], workload.is_compiled),
+            precision=workload.precision,
+            max_steps=ENDLESS,
+            max_epochs=-1,
+            gradient_clip_val=1.0,
+            log_every_n_steps=_LOG_EVERY_N_STEPS,
+            num_sanity_val_steps=0,
+            use_distributed_sampler=False,
+            inference_mode=False,
+            enable_checkpointing=False,
+            default_root_dir=run_dir,
+            logger=CSVLog(Path(run_dir) / "metrics.csv"),
+            callbacks=[gatekeeper, TokenCounters(), SkipAwareLR(warmup_updates=100), GenesisProgressBar()],
+        )
+        module = GenesisModule(DecoderConfig(**workload.decoder), OptimizerOptions(**workload.optimizer))
+        with suppress(NoMoreStepsError):
+            trainer.fit(module, datamodule=_RandomWindows(workload))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

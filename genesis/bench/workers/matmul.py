@@ -1,0 +1,61 @@
+"""The machine's matmul rate: as many multiplications as the windows' arithmetic would be, were it all large matmuls.
+
+So its tokens per second are those of a trainer at the peak, and another contender's share of them is the share of the
+peak that it reaches. The size is the fastest of several, and the data type the one in which the model multiplies.
+"""
+
+import sys
+import time
+
+import torch
+
+from genesis.bench.workers.protocol import Gate, Workload, workload_from_json
+
+_SIZES = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_MAX_SHARE_OF_WINDOW = 0.25
+_SECONDS_PER_SIZE = 0.5
+
+
+def _pick_size(workload: Workload, dtype: torch.dtype) -> int:
+    """Returns the size of square matrices at which the most arithmetic is done in a second."""
+    flops_per_window = workload.tokens_per_window * workload.flops_per_token
+    sizes = [size for size in _SIZES if 2 * size**3 <= _MAX_SHARE_OF_WINDOW * flops_per_window] or _SIZES[:1]
+    return max(sizes, key=lambda size: _measure_flops_per_second(workload.device, dtype, size))
+
+
+def _measure_flops_per_second(device: str, dtype: torch.dtype, size: int) -> float:
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    torch.mm(a, b, out=out)
+    _synchronize(device)
+    begin, count = time.perf_counter(), 0
+    while time.perf_counter() - begin < _SECONDS_PER_SIZE:
+        torch.mm(a, b, out=out)
+        _synchronize(device)
+        count += 1
+    return count * 2 * size**3 / (time.perf_counter() - begin)
+
+
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def main(arguments: list[str]) -> None:
+    """Multiplies until the parent has had enough."""
+    workload = workload_from_json(arguments[0])
+    gate = Gate(workload, ["torch"])
+    dtype = torch.float32 if workload.precision == "32-true" else torch.bfloat16
+    size = _pick_size(workload, dtype)
+    a, b = (torch.randn(size, size, device=workload.device, dtype=dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    owed_flops = 0.0
+    for _ in gate.passes():
+        owed_flops += workload.tokens_per_window * workload.flops_per_token
+        while owed_flops > 0:
+            torch.mm(a, b, out=out)
+            owed_flops -= 2 * size**3
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,201 @@
+"""What `genesis bench step` and its workers say to each other, and the work that all of them do.
+
+    worker    {"versions": ..., "device_name": ...}     when it is warmed up
+    parent    go N                                      train N windows
+    worker    {"seconds": ..., "tokens": ..., ...}      when the device has finished them
+    parent    quit
+
+Workers train one after another in short bursts, so that a slow minute of the machine is slow for all of them. A worker
+waits inside its own training loop: nothing is built, loaded or warmed up again between bursts.
+
+It needs torch and nothing else: workers of other projects import it in environments of their own.
+"""
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+NUM_DISTINCT_WINDOWS = 64
+"""Windows of random tokens, which come round again: they fit into memory, and nothing is learned from them by heart."""
+
+ENDLESS = 1_000_000
+"""Steps that no benchmark reaches, for loops that want to know their end."""
+
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What every contender trains, and how.
+
+    Args:
+        decoder: The keyword arguments of `DecoderConfig`, all of them.
+        optimizer: The keyword arguments of `OptimizerOptions` that AdamW reads.
+        seq_len: Tokens of a sequence.
+        micro_batch_size: Sequences of one forward and backward.
+        num_micro_batches: Micro-batches of a window.
+        documents: One document per row, or about four, which attention does not cross.
+        flops_per_token: Of forward and backward together; what the matmul worker's time is worth in tokens.
+        device: Where it runs.
+        precision: As Lightning names it.
+        is_compiled: Whether the model is compiled.
+        num_threads: Threads of each contender on the CPU.
+        num_warmup_steps: Steps before the first burst.
+    """
+
+    decoder: dict[str, Any]
+    optimizer: dict[str, Any]
+    seq_len: int
+    micro_batch_size: int
+    num_micro_batches: int
+    documents: Literal["one_per_row", "packed"]
+    flops_per_token: float
+    device: Literal["cpu", "cuda"]
+    precision: Literal["32-true", "bf16-mixed"]
+    is_compiled: bool
+    num_threads: int
+    num_warmup_steps: int
+
+    @property
+    def sequences_per_window(self) -> int:
+        """Sequences between two optimizer steps."""
+        return self.micro_batch_size * self.num_micro_batches
+
+    @property
+    def tokens_per_window(self) -> int:
+        """Tokens between two optimizer steps, valid or not."""
+        return self.sequences_per_window * self.seq_len
+
+    def to_json(self) -> str:
+        """Returns the one line that `workload_from_json` reads."""
+        return json.dumps(asdict(self))
+
+
+def workload_from_json(text: str) -> Workload:
+    """Returns the workload that `Workload.to_json` wrote."""
+    return Workload(**json.loads(text))
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What a worker says of itself when it is warmed up."""
+
+    versions: dict[str, str]
+    device_name: str
+
+
+@dataclass(frozen=True)
+class Burst:
+    """What a worker measured while it trained some windows.
+
+    Args:
+        seconds: From the parent's word to the end of the last step on the device.
+        tokens: Trained in that time.
+        peak_resident_bytes: Of the process, since its start.
+        peak_device_bytes: That tensors took on the GPU, since the start; None on the CPU.
+        loss: Of one of the last steps in nats per token, where the contender tells it.
+    """
+
+    seconds: float
+    tokens: float
+    peak_resident_bytes: int
+    peak_device_bytes: int | None
+    loss: float | None
+
+
+def random_rows(workload: Workload) -> Tensor:
+    """Returns the tokens of all distinct windows, one more per row than a sequence has: int64 [rows, seq_len + 1]."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (NUM_DISTINCT_WINDOWS * workload.sequences_per_window, workload.seq_len + 1)
+    return torch.randint(workload.decoder["vocab_size"], shape, generator=generator)
+
+
+class NoMoreStepsError(Exception):
+    """The parent wants no more: raised inside the training loop, caught around it."""
+
+
+class Gate:
+    """Stands in a training loop where a step begins: lets warm-up and bursts pass, and waits between.
+
+    Only the parent may hear standard output, so the gate takes it for itself: what libraries print there goes to the
+    error stream.
+
+    Args:
+        workload: What is trained.
+        packages: Whose versions are told.
+        read_loss: Returns the loss of a late step. Called between bursts only.
+    """
+
+    def __init__(
+        self, workload: Workload, packages: Sequence[str], read_loss: Callable[[], float | None] = lambda: None
+    ) -> None:
+        self._workload = workload
+        self._packages = packages
+        self._read_loss = read_loss
+        self._to_parent = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        self._num_steps_left = workload.num_warmup_steps
+        self._num_steps_of_burst = 0
+        self._began_at = 0.0
+        torch.set_num_threads(workload.num_threads)
+
+    def before_step(self) -> None:
+        """Returns when the next step may begin.
+
+        Raises:
+            NoMoreStepsError: There is none.
+        """
+        if self._num_steps_left == 0:
+            self._end_burst()
+            self._wait()
+        self._num_steps_left -= 1
+
+    def passes(self) -> Iterator[int]:
+        """Yields a number for each step that may begin, until there are no more: the gate as a loop."""
+        step = 0
+        while True:
+            try:
+                self.before_step()
+            except NoMoreStepsError:
+                return
+            yield step
+            step += 1
+
+    def _end_burst(self) -> None:
+        has_cuda = self._workload.device == "cuda"
+        if has_cuda:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - self._began_at
+        if self._num_steps_of_burst == 0:
+            name = torch.cuda.get_device_name() if has_cuda else "cpu"
+            self._say(Ready({package: version(package) for package in self._packages}, name))
+            return
+        self._say(
+            Burst(
+                seconds,
+                self._num_steps_of_burst * self._workload.tokens_per_window,
+                # In KiB on Linux. A process starts with its parent's peak, which is below that of one with a model.
+                resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+                torch.cuda.max_memory_allocated() if has_cuda else None,
+                self._read_loss(),
+            )
+        )
+
+    def _wait(self) -> None:
+        words = sys.stdin.readline().split()
+        if not words or words[0] == "quit":
+            raise NoMoreStepsError
+        self._num_steps_left = self._num_steps_of_burst = int(words[1])
+        self._began_at = time.perf_counter()
+
+    def _say(self, message: Ready | Burst) -> None:
+        print(json.dumps(asdict(message)), file=self._to_parent, flush=True)

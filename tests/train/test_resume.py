@@ -1,0 +1,155 @@
+"""A run that is stopped and goes on in a new process ends where an uninterrupted one ends."""
+
+import csv
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+
+from genesis.data.datamodule import CorpusDataModule
+from genesis.model.decoder import DecoderConfig
+from genesis.optim import OptimizerOptions
+from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
+from genesis.train.csv_log import CSVLog
+from genesis.train.module import GenesisModule
+from genesis_callbacks import AsyncProcessCheckpoint, SkipAwareLR, TokenCounters
+from genesis_callbacks.testing import run_ranks
+from tests.data.corpora import make_documents, write_corpus
+from tests.train.support import build_strategy, build_trainer, counters_of, whole
+
+DECODER = DecoderConfig(
+    vocab_size=320, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, max_seq_len=16, dropout=0.1
+)
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    text = "".join(f"line {n}: the quick brown fox jumps over {n * n} lazy dogs\n" for n in range(200))
+    model = train_tokenizer([text], TokenizerOptions(vocab_size=320), tmp_path_factory.mktemp("tokenizer"))
+    return write_corpus(
+        tmp_path_factory.mktemp("corpus"),
+        {"web": make_documents(120, 12, seed=1), "code": make_documents(60, 12, seed=2)},
+        {"web": make_documents(9, 6, seed=3)},
+        weights={"web": 2, "code": 1},
+        tokenizer=model.read_bytes(),
+    )
+
+
+class Record(pl.Callback):
+    """What each step trained on, and at what rate."""
+
+    def __init__(self) -> None:
+        self.batches: list[Any] = []
+        self.lrs: list[float] = []
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.batches.append([micro_batch.input_ids.tolist() for micro_batch in batch.micro_batches])
+        self.lrs.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def train(directory: str, corpus: str, strategy: str, max_steps: int, optimizer: str, dropout: float) -> dict[str, Any]:
+    """Trains to `max_steps`, from the newest checkpoint in `directory` if there is one."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    module = GenesisModule(
+        DecoderConfig(**{**DECODER.__dict__, "dropout": dropout}),
+        OptimizerOptions(name=optimizer, lr=3e-3),  # type: ignore[arg-type]
+    )
+    data = CorpusDataModule(corpus, seq_len=16, micro_batch_size=2, global_batch_size=8)
+    checkpoint = AsyncProcessCheckpoint(run_dir=directory, every_n_steps=max_steps)
+    record = Record()
+    callbacks = [TokenCounters(), SkipAwareLR(total_updates=STEPS, warmup_updates=5), checkpoint, record]
+    log = CSVLog(Path(directory) / "metrics.csv")
+    trainer = build_trainer(
+        build_strategy(strategy), world_size, max_steps, callbacks, logger=log, gradient_clip_val=1.0
+    )
+    trainer.fit(module, data, ckpt_path=checkpoint.latest())
+    return {
+        "weights": {name: whole(parameter) for name, parameter in module.named_parameters()},
+        "batches": record.batches,
+        "lrs": record.lrs,
+        "counters": counters_of(trainer).checkpoint_counters(),
+        "position": data.data_position,
+        "report": checkpoint.restore_report,
+    }
+
+
+def straight_and_resumed(
+    tmp_path: Path, corpus: Path, before: tuple[str, int], after: tuple[str, int], optimizer: str, dropout: float
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
+    straight = run_ranks(
+        train, before[1], str(tmp_path / "straight"), str(corpus), before[0], STEPS, optimizer, dropout
+    )
+    resumed = str(tmp_path / "resumed")
+    first = run_ranks(train, before[1], resumed, str(corpus), before[0], STEPS // 2, optimizer, dropout)
+    second = run_ranks(train, after[1], resumed, str(corpus), after[0], STEPS, optimizer, dropout)
+    return straight, first, second
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(("strategy", "world_size"), [("replicated", 1), ("replicated", 2), ("zero1", 2), ("full", 2)])
+def test_twenty_and_twenty_steps_are_bit_equal_to_forty(
+    tmp_path: Path, corpus: Path, strategy: str, world_size: int, optimizer: str
+) -> None:
+    here = (strategy, world_size)
+    straight, _, resumed = straight_and_resumed(tmp_path, corpus, here, here, optimizer, dropout=0.1)
+    for one, other in zip(straight, resumed, strict=True):
+        assert equal(one["weights"], other["weights"])
+        assert one["batches"][STEPS // 2 :] == other["batches"]
+        assert one["lrs"][STEPS // 2 :] == other["lrs"]
+        assert one["counters"] == other["counters"]
+        assert one["position"] == other["position"]
+    assert losses(tmp_path / "straight") == losses(tmp_path / "resumed")
+
+
+def losses(directory: Path) -> list[float]:
+    """Returns the loss of every step that the run's log has."""
+    with (directory / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["train/loss"]]
+    assert [int(row["step"]) for row in rows] == list(range(1, STEPS + 1))
+    return [float(row["train/loss"]) for row in rows]
+
+
+def global_batches(ranks: list[dict[str, Any]]) -> list[Any]:
+    """Returns each step's rows over all ranks, in the order of the global batch."""
+    num_steps = len(ranks[0]["batches"])
+    return [
+        [row for rank in ranks for micro_batch in rank["batches"][step] for row in micro_batch]
+        for step in range(num_steps)
+    ]
+
+
+@pytest.mark.parametrize(("optimizer", "tolerance"), [("adamw", 1e-5), ("muon", 5e-3)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (("full", 2), ("replicated", 1)),
+        (("single", 1), ("full", 2)),
+        (("replicated", 2), ("full", 1)),
+        (("zero1", 2), ("full", 4)),
+    ],
+)
+def test_another_world_size_and_strategy_goes_on_with_the_same_batches_and_losses(
+    tmp_path: Path, corpus: Path, before: tuple[str, int], after: tuple[str, int], optimizer: str, tolerance: float
+) -> None:
+    straight, _, resumed = straight_and_resumed(tmp_path, corpus, before, after, optimizer, dropout=0.0)
+    assert global_batches(straight)[STEPS // 2 :] == global_batches(resumed)
+    assert losses(tmp_path / "resumed") == pytest.approx(losses(tmp_path / "straight"), abs=tolerance)
+    assert resumed[0]["counters"] == straight[0]["counters"]
+
+
+def test_a_restore_says_what_it_kept_rebuilt_and_started_afresh(tmp_path: Path, corpus: Path) -> None:
+    _, _, resumed = straight_and_resumed(tmp_path, corpus, ("replicated", 1), ("replicated", 1), "adamw", dropout=0.0)
+    report = resumed[0]["report"].text
+    assert "Kept" in report
+    assert "step 20" in report
