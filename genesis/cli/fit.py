@@ -150,7 +150,8 @@ class GenesisCLI(LightningCLI):
         self.checkpoint.recipe = self.config_dump
         manifest = read_manifest(Path(self._get(self.config, "data")["corpus"]))
         self.checkpoint.identity = {"tokenizer_hash": manifest.tokenizer_hash, "corpus": manifest.name}
-        loggers = _loggers(config.get("logger"), run_dir)
+        # A validation of some checkpoint must not write into the log of the run that goes on.
+        loggers = _loggers(config.get("logger"), run_dir) if self.subcommand == "fit" else False
         callbacks: list[Callback] = [SaveRecipe(run_dir, yaml.safe_dump(self.config_dump, sort_keys=False))]
         if config.get("enable_progress_bar") is not False:
             callbacks.append(GenesisProgressBar())

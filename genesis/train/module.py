@@ -25,6 +25,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -236,7 +237,8 @@ class GenesisModule(pl.LightningModule):
     def _log(self, values: dict[str, float]) -> None:
         # In float64, because Lightning would make a number a float32; and under the steps done, of which Lightning's
         # own count for the loggers is one behind.
-        values["step"] = float(self.trainer.global_step)
+        if self.trainer.state.fn == TrainerFn.FITTING:
+            values["step"] = float(self.trainer.global_step)
         exact = {key: torch.tensor(value, dtype=torch.float64) for key, value in values.items()}
         self.log_dict(exact, batch_size=1)
 
