@@ -50,7 +50,7 @@ def saved_by(tmp_path_factory):
     return root, global_losses(run_training(1, root / "straight", "single", 8, save_at_end=False))
 
 
-@pytest.mark.parametrize(("saver", "restorer"), itertools.permutations(STRATEGIES, 2))
+@pytest.mark.parametrize(("saver", "restorer"), list(itertools.permutations(STRATEGIES, 2)))
 def test_any_strategy_restores_any_other(tmp_path, saved_by, saver, restorer):
     root, expected = saved_by
     shutil.copytree(root / saver, tmp_path / "run")
