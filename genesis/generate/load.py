@@ -9,7 +9,7 @@ from genesis.errors import UserError
 from genesis.model.decoder import Decoder
 from genesis.model.recipe import build_decoder_config
 from genesis.tokenizer.tokenizer import Tokenizer
-from genesis_callbacks.checkpoint import CheckpointError, Manifest, find_latest, read_manifest, read_tensors
+from genesis_callbacks.checkpoint import Manifest, find_latest, read_manifest, read_tensors
 
 _PREFIX = "model.decoder."
 
@@ -36,14 +36,10 @@ def load_decoder(
     Raises:
         UserError: There is no checkpoint, it is damaged, or its tokenizer is not found or another.
     """
-    try:
-        checkpoint = _find_checkpoint(path)
-        manifest = read_manifest(checkpoint)
-        tensors = read_tensors(checkpoint, prefix=_PREFIX)
-    except CheckpointError as error:
-        raise UserError(str(error)) from None
-    recipe = manifest.recipe
-    config = build_decoder_config(_find(recipe, "model", "decoder"), where=f"the recipe in {checkpoint}")
+    checkpoint = _find_checkpoint(path)
+    manifest = read_manifest(checkpoint)
+    tensors = read_tensors(checkpoint, prefix=_PREFIX)
+    config = build_decoder_config(_find(manifest.recipe, "model", "decoder"), where=f"the recipe in {checkpoint}")
     with torch.device("meta"):
         decoder = Decoder(config)
     state = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}

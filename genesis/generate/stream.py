@@ -114,8 +114,8 @@ def _stream(
                 continue
             token = sample_token(logits[index], options.sampling, generators[index])
             text.append(token)
-            fresh.append([token])
             is_live[index] = token != eos_id and len(text) < len(prompts[index]) + budgets[index]
+            fresh.append([token] if is_live[index] else [])
             yield Token(index, token, is_last=not is_live[index])
 
 

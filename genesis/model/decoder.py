@@ -141,7 +141,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: Float[Tensor, "B S D"]) -> Float[Tensor, "B S D"]:
         """Returns `x` normalised over its last dimension."""
         out: Tensor
-        if x.device.type == "cpu" and x.dtype == self.weight.dtype == torch.float32:
+        is_eager_cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
+        if is_eager_cpu and x.dtype == self.weight.dtype == torch.float32:
             out = _RMSNormCPU.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]  # torch's
         else:
             out = rms_norm(x, self.weight.shape, self.weight, self.eps)
