@@ -140,6 +140,17 @@ def test_drift_of_identity_is_refused_unless_allowed(tmp_path):
     assert read_manifest(find_latest(tmp_path)).identity == {"tokenizer_hash": "two"}
 
 
+def test_an_optimizer_over_other_groups_is_refused(tmp_path):
+    run_training(2, tmp_path, "fsdp2", 2)
+    with pytest.raises(AssertionError, match=r"optimizer 0 updates other parameters .*in their order or grouping"):
+        run_training(2, tmp_path, "fsdp2", 4, ckpt_path="latest", num_groups=1)
+
+
+def test_recipe_that_is_not_json_is_refused_before_the_first_step(tmp_path):
+    with pytest.raises(AssertionError, match="the recipe for the manifest must be plain JSON"):
+        run_training(1, tmp_path, "single", 2, recipe={"path": tmp_path})
+
+
 def test_state_is_plain_json(tmp_path):
     run_training(1, tmp_path, "single", 4, recipe={"model": {"dim": 6}})
     path = find_latest(tmp_path)

@@ -87,11 +87,18 @@ class Restore:
         self.manifest: Manifest = manifest
         self.ancestor = Ancestor(path.name, read_committed_hash(path))
         self._has_same_world = manifest.world_size == ranks.world_size
-        self._sections = read_state(path, manifest)
-        own = dict(self._sections[ranks.rank if self._has_same_world else 0])
-        self._rng = own.pop("rng") if self._has_same_world else None
-        self._content = self._decode(own)
         self._afresh: list[str] = []
+        self._sections: list[Any] = []
+        self._rng: Any = None
+        self._content: Any = ranks.attempt("reading the state", self._read_content, error_type=CheckpointError)
+
+    def _read_content(self) -> Any:
+        """This rank's section where as many ranks saved, else rank 0's; generators are decoded later."""
+        self._sections = read_state(self.path, self.manifest)
+        own = dict(self._sections[self._ranks.rank if self._has_same_world else 0])
+        rng = own.pop("rng")
+        self._rng = rng if self._has_same_world else None
+        return self._decode(own)
 
     def _decode(self, content: Any) -> Any:
         return decode_tagged(content, read_recorded_tensors(self.path, self.manifest, sorted(named_tensors(content))))
@@ -108,7 +115,16 @@ class Restore:
         return values
 
     def build_lightning_checkpoint(self, module: LightningModule, *, with_optimizers: bool) -> dict[str, Any]:
-        """Returns the dict that a strategy would have loaded, with full tensors on the CPU. No communication."""
+        """Returns the dict that a strategy would have loaded, with full tensors on the CPU. Every rank calls it.
+
+        Raises:
+            CheckpointError: A tensor is not what was saved; on every rank alike.
+        """
+        return self._ranks.attempt(
+            "restoring", lambda: self._read_lightning_checkpoint(module, with_optimizers), error_type=CheckpointError
+        )
+
+    def _read_lightning_checkpoint(self, module: LightningModule, with_optimizers: bool) -> dict[str, Any]:
         live = module.state_dict(keep_vars=True)
         names = name_model(live).names
         prefix_length = len(MODEL_PREFIX)

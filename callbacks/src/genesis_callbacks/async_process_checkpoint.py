@@ -177,6 +177,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         self._saver: Saver | None = None
         self._restore: Restore | None = None
         self._started_from: Restore | None = None
+        self._verified: Path | None = None
         self._votes: Callable[[], list[int]] | None = None
         self._last_step = 0
         self._last_saved_step: int | None = None
@@ -196,16 +197,17 @@ class AsyncProcessCheckpoint(Checkpoint):
         """
         if dist.is_available() and dist.is_initialized():
             return self._agreed_latest(self._join())
-        return find_latest(
-            self.directory, level=self._verify_level, put_aside=getattr(rank_zero_only, "rank", None) in (None, 0)
-        )
+        is_first = getattr(rank_zero_only, "rank", None) in (None, 0)
+        self._verified = find_latest(self.directory, level=self._verify_level, put_aside=is_first)
+        return self._verified
 
     def _agreed_latest(self, ranks: Ranks) -> Path | None:
-        return ranks.attempt_and_gather(
+        self._verified = ranks.attempt_and_gather(
             "looking for the latest checkpoint",
             lambda: find_latest(self.directory, level=self._verify_level) if ranks.is_first else None,
             error_type=CheckpointError,
         )[0]
+        return self._verified
 
     def _join(self) -> Ranks:
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
@@ -244,7 +246,9 @@ class AsyncProcessCheckpoint(Checkpoint):
             return original(path)
         else:
             found = Path(target).resolve()
-        restore = Restore(found, ranks, level=self._verify_level)
+        # What `latest` has just verified is not read a second time; what is placed is compared by digest in any case.
+        restore = Restore(found, ranks, level="quick" if found == self._verified else self._verify_level)
+        self._verified = None
         check_identity(restore.manifest, self.identity, self._allow_changed)
         is_fit = trainer.state.fn == TrainerFn.FITTING
         if is_fit:
