@@ -19,6 +19,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import yaml
 from rich.console import Console
 from rich.table import Table
@@ -28,6 +29,8 @@ from genesis.bench.pairs import PairedRatio, compare_pairs, rotate_order
 from genesis.bench.workers.protocol import Burst, Ready, Workload
 from genesis.errors import UserError
 from genesis.model.decoder import DecoderConfig
+from genesis.model.describe import describe
+from genesis.model.recipe import read_decoder_config
 from genesis.optim import OptimizerOptions
 
 REFERENCE = "genesis"
@@ -147,6 +150,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     for name in ("pairs", "burst_steps", "warmup_steps", "micro_batches", "threads"):
         if getattr(options, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(options, name)}: it must be at least 1")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device is cuda and torch finds no GPU: leave it out, or install a CUDA build of torch")
     return options
 
 
@@ -159,23 +164,15 @@ def read_recipe(path: Path) -> Recipe:
     Raises:
         UserError: It is no recipe.
     """
-    recipe = _read_yaml(path)
+    decoder = read_decoder_config(path)
+    recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
     try:
-        decoder = recipe["model"]["decoder"]
-        if isinstance(decoder, str):
-            decoder = _read_yaml(path.parent / decoder)
         optimizer = OptimizerOptions(**{**recipe["model"].get("optimizer", {}), "name": "adamw"})
         data = recipe["data"]
         precision = recipe.get("trainer", {}).get("precision", "32-true")
-        return Recipe(DecoderConfig(**decoder), optimizer, data["seq_len"], data["micro_batch_size"], precision)
+        return Recipe(decoder, optimizer, data["seq_len"], data["micro_batch_size"], precision)
     except (KeyError, TypeError) as error:
         raise UserError(f"{path} is no recipe of `genesis fit`: {error}") from error
-
-
-def _read_yaml(path: Path) -> Any:
-    if not path.is_file():
-        raise UserError(f"recipe {path} does not exist")
-    return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
 def _plan_workload(recipe: Recipe, options: argparse.Namespace) -> Workload:
@@ -197,18 +194,9 @@ def _plan_workload(recipe: Recipe, options: argparse.Namespace) -> Workload:
 
 
 def count_flops_per_token(decoder: DecoderConfig, seq_len: int) -> float:
-    """Returns the floating-point operations of one token's forward and backward.
-
-    Six for each weight of a matrix, and 12 layers * dim * seq_len for the scores and sums of attention, of which the
-    causal mask leaves half: what it hides is not counted as work done.
-
-    References:
-        Chowdhery et al., PaLM, arXiv:2204.02311, appendix B (there without the half).
-    """
-    kv_dim = decoder.num_kv_heads * decoder.dim // decoder.num_heads
-    of_block = 2 * decoder.dim * (decoder.dim + kv_dim) + 3 * decoder.dim * decoder.ffn_dim
-    num_weights = decoder.num_layers * of_block + decoder.vocab_size * decoder.dim
-    return 6 * num_weights + 6 * decoder.num_layers * decoder.dim * seq_len
+    """Returns the floating-point operations of a token's forward and backward, as `genesis model describe` has them."""
+    costs = describe(replace(decoder, max_seq_len=seq_len))
+    return costs.flops_per_token + costs.attention_flops_per_token
 
 
 def _run(
@@ -294,7 +282,8 @@ def _title(workload: Mapping[str, Any]) -> str:
     return (
         f"vocabulary {decoder['vocab_size']:,}, dim {decoder['dim']}, {decoder['num_layers']} layers, "
         f"{decoder['num_heads']} heads ({decoder['num_kv_heads']} kv), ffn {decoder['ffn_dim']}, "
-        f"seq {workload['seq_len']}; micro-batch {workload['micro_batch_size']} x {workload['num_micro_batches']}, {workload['precision']}, "
+        f"seq {workload['seq_len']}; micro-batch {workload['micro_batch_size']} x {workload['num_micro_batches']}, "
+        f"{workload['precision']}, "
         f"{'compiled' if workload['is_compiled'] else 'not compiled'}, {workload['device']}"
     )
 
@@ -336,13 +325,12 @@ def _build_record(
 
 
 def _anonymise(argv: Sequence[str]) -> list[str]:
-    """Returns the arguments without paths of peers' interpreters."""
-    words: list[str] = []
+    """Returns the arguments with names of files in place of this machine's paths."""
+    words = []
     for word in argv:
-        if "=" in word and not word.startswith("--"):
-            word = ",".join(peer.partition("=")[0] + ("=PYTHON" if "=" in peer else "") for peer in word.split(","))
-        words.append(word)
-    return words
+        peers = [peer.partition("=") for peer in word.split(",")]
+        words.append(",".join(name + equals + (equals and Path(path).name) for name, equals, path in peers))
+    return [Path(word).name if Path(word).is_absolute() else word for word in words]
 
 
 def _describe_hardware(device_name: str) -> str:
