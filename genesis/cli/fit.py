@@ -26,6 +26,7 @@ from genesis.errors import UserError
 from genesis.train.csv_log import CSVLog
 from genesis.train.module import GenesisModule
 from genesis.train.progress import GenesisProgressBar
+from genesis.train.recipe_policy import RECIPE_POLICY
 from genesis_callbacks import AsyncProcessCheckpoint, SkipAwareLR, TokenCounters
 
 LATEST = "latest"
@@ -127,7 +128,9 @@ class GenesisCLI(LightningCLI):
         parser.add_lightning_class_args(TokenCounters, "counters")
         parser.add_lightning_class_args(SkipAwareLR, "schedule")
         # The recipe and the corpus's identity are ours to give, not the user's.
-        parser.add_class_arguments(AsyncProcessCheckpoint, "checkpoint", skip={"recipe", "identity"}, sub_configs=True)
+        parser.add_class_arguments(
+            AsyncProcessCheckpoint, "checkpoint", skip={"recipe", "identity", "drift_policy"}, sub_configs=True
+        )
         parser.callback_keys.append("checkpoint")
         parser.link_arguments("run_dir", "checkpoint.run_dir")
 
@@ -148,6 +151,7 @@ class GenesisCLI(LightningCLI):
         run_dir = Path(self._get(self.config_init, "run_dir"))
         self.checkpoint: AsyncProcessCheckpoint = self._get(self.config_init, "checkpoint")
         self.checkpoint.recipe = self.config_dump
+        self.checkpoint.drift_policy = RECIPE_POLICY
         manifest = read_manifest(Path(self._get(self.config, "data")["corpus"]))
         self.checkpoint.identity = {"tokenizer_hash": manifest.tokenizer_hash, "corpus": manifest.name}
         # A validation of some checkpoint must not write into the log of the run that goes on.

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from .checkpoint.collect import (
@@ -21,12 +22,14 @@ from .checkpoint.collect import (
     prepare_optimizer,
     recorded_optimizer_state,
 )
-from .checkpoint.errors import CheckpointError, DriftError
+from .checkpoint.drift import DriftPolicy, DriftWarning, check_drift, find_drift
+from .checkpoint.errors import CheckpointError
 from .checkpoint.manifest import Ancestor, Manifest, read_committed_hash
 from .checkpoint.plan import LocalPart
 from .checkpoint.ranks import Ranks
 from .checkpoint.restore import check_restored, read_recorded_tensors, read_state, restore_parts
 from .checkpoint.rng import apply_rng_state
+from .checkpoint.save import read_versions
 from .checkpoint.tagged_json import decode_tagged, named_tensors
 from .checkpoint.verify import VerifyLevel, verify
 from .restore_report import RestoreReport
@@ -45,24 +48,6 @@ def index_optimizer_state(groups: list[dict[str, Any]], state_by_name: Mapping[s
         "state": {index_by_name[name]: dict(state) for name, state in state_by_name.items()},
         "param_groups": [{**group, "params": [index_by_name[name] for name in group["params"]]} for group in groups],
     }
-
-
-def check_identity(manifest: Manifest, identity: Mapping[str, Any], allowed: Sequence[str]) -> None:
-    """Compares what must be the same in the run that saved and the one that restores.
-
-    Raises:
-        DriftError: It names each key with both values, and the remedy.
-    """
-    drifted = [
-        f"{key} is {value!r} and was {manifest.identity[key]!r}"
-        for key, value in identity.items()
-        if key in manifest.identity and manifest.identity[key] != value and key not in allowed
-    ]
-    if drifted:
-        raise DriftError(
-            f"the checkpoint of step {manifest.step} is of another run: {'; '.join(drifted)}; use what it was "
-            "trained with, or allow the change by its key (allow_changed)"
-        )
 
 
 class Restore:
@@ -88,9 +73,51 @@ class Restore:
         self.ancestor = Ancestor(path.name, read_committed_hash(path))
         self._has_same_world = manifest.world_size == ranks.world_size
         self._afresh: list[str] = []
+        self._changed: tuple[str, ...] = ()
         self._sections: list[Any] = []
         self._rng: Any = None
         self._content: Any = ranks.attempt("reading the state", self._read_content, error_type=CheckpointError)
+
+    def check_drift(
+        self,
+        *,
+        identity: Mapping[str, Any],
+        recipe: Mapping[str, Any],
+        policy: DriftPolicy,
+        allow_changed: Sequence[str],
+    ) -> None:
+        """Compares what this run says about itself, on rank 0, with what the checkpoint says. Communicates once.
+
+        Raises:
+            DriftError: Something differs that must not; on every rank alike.
+        """
+
+        def compare() -> tuple[list[str], list[str]]:
+            if not self._ranks.is_first:
+                return [], []
+            versions = read_versions()
+            differences = find_drift(
+                self.manifest,
+                identity=identity,
+                recipe=recipe,
+                versions=versions,
+                policy=policy,
+                allow_changed=allow_changed,
+            )
+            check_drift(self.manifest, differences, policy)
+            warned = [difference.text for difference in differences if difference.verdict == "warned"]
+            return warned, [difference.text for difference in differences if difference.verdict == "allowed"]
+
+        warned, allowed = self._ranks.attempt_and_gather(
+            "comparing this run with the checkpoint", compare, error_type=CheckpointError
+        )[0]
+        self._changed = (*allowed, *warned)
+        if warned:
+            rank_zero_warn(
+                f"{self.path.name} was saved with other packages, so that this run need not go on bit for bit: "
+                f"{'; '.join(warned)}",
+                category=DriftWarning,
+            )
 
     def _read_content(self) -> Any:
         """This rank's section where as many ranks saved, else rank 0's; generators are decoded later."""
@@ -255,4 +282,4 @@ class Restore:
             if callback.state_key not in saved_callbacks and callback.state_dict()
         ]
         afresh += [f"state of {', '.join(new_callbacks)} (not saved)"] if new_callbacks else []
-        return RestoreReport(self.path, manifest.step, tuple(kept), tuple(rebuilt), tuple(afresh))
+        return RestoreReport(self.path, manifest.step, tuple(kept), tuple(rebuilt), tuple(afresh), self._changed)

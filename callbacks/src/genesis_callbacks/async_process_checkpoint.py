@@ -31,9 +31,10 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zer
 
 from ._compat import LoadCheckpoint, NothingToRestore, route_load_checkpoint, unroute_load_checkpoint
 from ._signals import SignalFlag
-from ._trainer_restore import Restore, check_identity
+from ._trainer_restore import Restore
 from ._trainer_state import take_snapshot
 from .checkpoint.commit import supersede
+from .checkpoint.drift import DriftPolicy
 from .checkpoint.errors import CheckpointError
 from .checkpoint.lineage import (
     CHECKPOINTS_NAME,
@@ -118,7 +119,9 @@ class AsyncProcessCheckpoint(Checkpoint):
         verify_level: How much a restore verifies before it begins; what is placed is always compared by digest.
         recipe: The resolved recipe as plain JSON, for the manifest. May be set as an attribute until training starts.
         identity: What must be the same at restore (`tokenizer_hash`, ...), plain JSON; it may be set like `recipe`.
-        allow_changed: Keys of `identity` that may differ at restore.
+        allow_changed: Globs of keys that may differ at restore: dotted keys of `recipe`, names in `identity`.
+        drift_policy: Which keys of `recipe` and `identity` may differ freely, and which never; by default each must be
+            allowed by its key. It may be set like `recipe`. Other package versions only warn.
 
     Attributes:
         stopped_by_signal: Number of the signal that ended the last fit, or None. The caller makes the exit status.
@@ -146,6 +149,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         recipe: dict[str, Any] | None = None,
         identity: dict[str, Any] | None = None,
         allow_changed: Sequence[str] = (),
+        drift_policy: DriftPolicy | None = None,
     ) -> None:
         super().__init__()
         if mode != "sync":
@@ -158,6 +162,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         self.directory = Path(run_dir).resolve() / CHECKPOINTS_NAME
         self.recipe: Mapping[str, Any] = recipe or {}
         self.identity: Mapping[str, Any] = identity or {}
+        self.drift_policy = drift_policy or DriftPolicy()
         self.stopped_by_signal: int | None = None
         self.restore_report: RestoreReport | None = None
         self.last_saved: Path | None = None
@@ -249,8 +254,13 @@ class AsyncProcessCheckpoint(Checkpoint):
         # What `latest` has just verified is not read a second time; what is placed is compared by digest in any case.
         restore = Restore(found, ranks, level="quick" if found == self._verified else self._verify_level)
         self._verified = None
-        check_identity(restore.manifest, self.identity, self._allow_changed)
         is_fit = trainer.state.fn == TrainerFn.FITTING
+        restore.check_drift(
+            identity=self.identity,
+            recipe=self.recipe if is_fit else {},
+            policy=self.drift_policy,
+            allow_changed=self._allow_changed,
+        )
         if is_fit:
             self._restore = restore
             for sibling in _siblings(trainer):

@@ -14,6 +14,7 @@ class RestoreReport:
         kept: What is, bit for bit, what was saved.
         rebuilt: What holds the same in another form.
         afresh: What was not in the checkpoint, or could not be taken from it, and starts anew.
+        changed: What this run does otherwise than the one that saved, with both values.
     """
 
     path: Path
@@ -21,6 +22,7 @@ class RestoreReport:
     kept: tuple[str, ...] = ()
     rebuilt: tuple[str, ...] = ()
     afresh: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
@@ -28,4 +30,6 @@ class RestoreReport:
         sentences = [f"Restored step {self.step} from {self.path}."]
         for verb, items in (("Kept", self.kept), ("Rebuilt", self.rebuilt), ("Started afresh", self.afresh)):
             sentences.append(f"{verb}: {'; '.join(items) or 'nothing'}.")
+        if self.changed:
+            sentences.append(f"Changed: {'; '.join(self.changed)}.")
         return " ".join(sentences)

@@ -5,6 +5,7 @@ that the engine did not give is never counted nor touched.
 """
 
 from .digest import digest_chunk, digest_tensor
+from .drift import Difference, DriftPolicy, DriftWarning, check_drift, find_drift, format_differences
 from .errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -26,9 +27,12 @@ __all__ = [
     "CheckpointError",
     "ChunkRecord",
     "CorruptCheckpointError",
+    "Difference",
     "DirectoryInUseError",
     "DirectoryLock",
     "DriftError",
+    "DriftPolicy",
+    "DriftWarning",
     "FileRecord",
     "Kept",
     "LocalPart",
@@ -46,10 +50,13 @@ __all__ = [
     "TensorRecord",
     "UnsupportedStateError",
     "VerifyLevel",
+    "check_drift",
     "check_restored",
     "digest_chunk",
     "digest_tensor",
+    "find_drift",
     "find_latest",
+    "format_differences",
     "list_committed",
     "local_parts",
     "plan_removals",

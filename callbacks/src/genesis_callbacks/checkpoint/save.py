@@ -97,7 +97,8 @@ class _Report:
     section: Any
 
 
-def _read_versions() -> dict[str, str]:
+def read_versions() -> dict[str, str]:
+    """Returns package to version of what takes part in a save, and Python's."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -169,7 +170,7 @@ class Saver:
         self._origin = origin or Origin()
         self._retention = retention or Retention()
         self._hash_algorithm: HashAlgorithm = hash_algorithm
-        self._versions = _read_versions()
+        self._versions = read_versions()
         self._planned: tuple[list[list[Part]], SavePlan] | None = None
         self._staging: Path | None = None
         self._snapshot: Snapshot | None = None

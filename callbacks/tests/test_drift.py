@@ -1,0 +1,194 @@
+"""What may differ between the run that saved and the one that restores, and how a difference is told."""
+
+import dataclasses
+
+import pytest
+from plain_project import run_training
+
+from genesis_callbacks.checkpoint import (
+    CheckpointError,
+    DriftError,
+    DriftPolicy,
+    Manifest,
+    check_drift,
+    find_drift,
+    find_latest,
+    read_manifest,
+)
+
+POLICY = DriftPolicy(
+    rules=(("allow", "net.dropout"), ("never", "net"), ("never", "tokenizer"), ("free", "where"), ("free", "log_*")),
+    areas=(("model", "net"), ("optimizer", "opt"), ("data", "data")),
+    remedy="--allow '{keys}'",
+)
+RECIPE = {
+    "net": {"dim": 8, "dropout": 0.0},
+    "opt": {"lr": 0.1, "betas": [0.9, 0.95]},
+    "data": {"mix": None},
+    "where": {"path": "a", "devices": [0]},
+    "log_every": 1,
+    "steps": 10,
+}
+VERSIONS = {"python": "3.11.9", "torch": "2.13.0+cpu"}
+MANIFEST = Manifest(
+    step=4,
+    sequence=1,
+    counters={},
+    world_size=1,
+    mesh={},
+    identity={"tokenizer": "one", "corpus": "web"},
+    recipe=RECIPE,
+    versions=VERSIONS,
+    created_seconds=0.0,
+    previous=None,
+    files=(),
+    tensors={},
+)
+
+
+def verdicts(recipe=RECIPE, identity=MANIFEST.identity, versions=VERSIONS, allow_changed=(), manifest=MANIFEST):
+    differences = find_drift(
+        manifest, identity=identity, recipe=recipe, versions=versions, policy=POLICY, allow_changed=allow_changed
+    )
+    return {difference.key: difference.verdict for difference in differences}
+
+
+def changed(**keys):
+    """The recipe with dotted keys (`__` for the dot) set."""
+    recipe = {name: dict(value) if isinstance(value, dict) else value for name, value in RECIPE.items()}
+    for key, value in keys.items():
+        head, _, rest = key.partition("__")
+        if rest:
+            recipe[head][rest] = value
+        else:
+            recipe[head] = value
+    return recipe
+
+
+def test_the_same_run_has_no_differences():
+    as_python = changed(opt__betas=(0.9, 0.95))
+    assert verdicts(as_python) == {}
+
+
+def test_each_kind_of_key_has_its_verdict():
+    recipe = changed(net__dim=9, net__dropout=0.1, opt__lr=0.2, where__path="b", log_every=7, steps=20, new_key=1)
+    assert verdicts(recipe) == {
+        "net.dim": "never",
+        "net.dropout": "refused",
+        "opt.lr": "refused",
+        "where.path": "free",
+        "log_every": "free",
+        "steps": "refused",
+        "new_key": "refused",
+    }
+
+
+def test_what_is_named_is_allowed_by_key_or_glob_but_never_stays_never():
+    recipe = changed(net__dim=9, opt__lr=0.2, opt__betas=[0.8, 0.9], steps=20)
+    assert verdicts(recipe, allow_changed=["opt", "st*", "net.dim"]) == {
+        "net.dim": "never",
+        "opt.lr": "allowed",
+        "opt.betas": "allowed",
+        "steps": "allowed",
+    }
+
+
+def test_a_subtree_that_appears_is_one_difference():
+    assert verdicts(changed(data__mix={"web": 1, "code": 2})) == {"data.mix": "refused"}
+    assert verdicts(changed(data__mix={"web": 1}), allow_changed=["data.mix"]) == {"data.mix": "allowed"}
+
+
+def test_an_option_that_is_not_set_is_the_same_as_one_that_is_not_there():
+    assert verdicts(changed(data__other=None)) == {}
+
+
+def test_a_run_or_a_checkpoint_without_a_recipe_compares_none():
+    assert verdicts({}) == {}
+    assert verdicts(manifest=dataclasses.replace(MANIFEST, recipe={})) == {}
+
+
+def test_identity_is_compared_where_both_name_it():
+    assert verdicts(identity={"tokenizer": "two", "corpus": "code", "licence": "mine"}) == {
+        "tokenizer": "never",
+        "corpus": "refused",
+    }
+    assert verdicts(identity={}) == {}
+
+
+def test_what_identity_and_recipe_both_name_is_told_once_under_its_area():
+    manifest = dataclasses.replace(MANIFEST, identity={"net.dim": 8})
+    (difference,) = find_drift(
+        manifest, identity={"net.dim": 9}, recipe=changed(net__dim=9), versions={}, policy=POLICY
+    )
+    assert (difference.key, difference.area, difference.verdict) == ("net.dim", "model", "never")
+
+
+def test_versions_warn_and_a_build_label_is_free():
+    assert verdicts(versions={"torch": "2.13.0+cu130", "python": "3.12.1", "numpy": "2.0"}) == {
+        "versions.torch": "free",
+        "versions.python": "warned",
+    }
+    assert verdicts(versions={"torch": "2.14.0"}, allow_changed=["versions.torch"]) == {"versions.torch": "allowed"}
+
+
+def test_the_refusal_has_the_remedy_first_and_the_diff_by_area():
+    recipe = changed(net__dim=9, opt__lr=0.2, steps=20, where__path="b")
+    differences = find_drift(
+        MANIFEST, identity={"corpus": "code"}, recipe=recipe, versions={"torch": "2.14.0"}, policy=POLICY
+    )
+    with pytest.raises(DriftError) as raised:
+        check_drift(MANIFEST, differences, POLICY)
+    assert str(raised.value).splitlines() == [
+        "the checkpoint of step 4 is of another run: use what it was trained with; allow what you mean to change by "
+        """--allow '["corpus", "opt.lr", "steps"]'; start a new run for another net.dim, which cannot """
+        "change within one",
+        "  identity",
+        "    corpus is 'code' and was 'web'",
+        "  model",
+        "    net.dim is 9 and was 8",
+        "  optimizer",
+        "    opt.lr is 0.2 and was 0.1",
+        "  other",
+        "    steps is 20 and was 10",
+        "  package versions",
+        "    versions.torch is '2.14.0' and was '2.13.0+cpu'",
+    ]
+
+
+def test_what_is_free_allowed_or_warned_is_not_refused():
+    differences = find_drift(
+        MANIFEST,
+        identity={},
+        recipe=changed(opt__lr=0.2, where__path="b"),
+        versions={"torch": "2.14.0"},
+        policy=POLICY,
+        allow_changed=["opt.lr"],
+    )
+    assert len(differences) == 3
+    check_drift(MANIFEST, differences, POLICY)
+
+
+def test_a_recipe_that_is_not_json_is_refused():
+    with pytest.raises(CheckpointError, match="the recipe for the manifest must be plain JSON"):
+        verdicts({"path": object()})
+
+
+def test_a_run_with_another_recipe_is_refused_on_every_rank_until_it_is_allowed(tmp_path):
+    recipe = {"model": {"dim": 6}, "trainer": {"max_steps": 2, "devices": 2}}
+    options = {"drift_policy": DriftPolicy(rules=(("never", "model"), ("free", "trainer.devices")))}
+    run_training(2, tmp_path, "ddp", 2, recipe=recipe, **options)
+
+    longer = {"model": {"dim": 6}, "trainer": {"max_steps": 4, "devices": 1}}
+    with pytest.raises(AssertionError, match=r"trainer\.max_steps is 4 and was 2") as raised:
+        run_training(2, tmp_path, "ddp", 4, ckpt_path="latest", recipe=longer, **options)
+    assert "rank 1" in str(raised.value)
+    assert "trainer.devices is" not in str(raised.value)
+    options["allow_changed"] = ["trainer.max_steps"]
+    (resumed,) = run_training(1, tmp_path, "single", 4, ckpt_path="latest", recipe=longer, **options)
+    assert len(resumed["losses"]) == 2
+    assert "Changed: trainer.max_steps is 4 and was 2." in resumed["report"]
+    assert read_manifest(find_latest(tmp_path)).recipe == longer
+
+    options["allow_changed"] = ["*"]
+    with pytest.raises(AssertionError, match=r"start a new run for another model\.dim"):
+        run_training(1, tmp_path, "single", 6, ckpt_path="latest", recipe={"model": {"dim": 7}}, **options)

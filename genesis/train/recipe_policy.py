@@ -1,0 +1,43 @@
+"""Which keys of a genesis recipe may change when a run goes on."""
+
+from typing import Final
+
+from genesis_callbacks.checkpoint import DriftPolicy
+
+_FREE: Final = (
+    # Where it runs, and where its things lie.
+    *("run_dir", "ckpt_path", "weights_only", "config", "data.corpus", "data.tokenizer_hash"),
+    *("trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.strategy"),
+    *("trainer.default_root_dir", "trainer.use_distributed_sampler", "trainer.sync_batchnorm"),
+    # How the same windows are read and cut: the sum over a global batch is the same.
+    *("data.micro_batch_size", "data.prefetch_windows", "data.verify_hashes"),
+    # What is saved, logged and shown.
+    *("checkpoint", "trainer.logger", "trainer.log_every_n_steps", "trainer.enable_*", "trainer.model_registry"),
+    *("trainer.profiler", "trainer.barebones", "trainer.detect_anomaly", "trainer.fast_dev_run"),
+    # What is validated.
+    *("data.validation_micro_batch_size", "data.limit_validation_sequences", "trainer.limit_*_batches"),
+    *("trainer.val_check_interval", "trainer.check_val_every_n_epoch", "trainer.num_sanity_val_steps"),
+    *("trainer.inference_mode",),
+    # When it gives up.
+    *("trainer.max_time", "counters.max_consecutive_skips"),
+)
+_NEVER: Final = ("tokenizer_hash", "model.decoder", "data.seed", "data.seq_len")
+
+RECIPE_POLICY: Final = DriftPolicy(
+    rules=(
+        ("allow", "model.decoder.dropout"),
+        ("allow", "trainer.limit_train_batches"),
+        *(("never", pattern) for pattern in _NEVER),
+        *(("free", pattern) for pattern in _FREE),
+    ),
+    areas=(
+        ("optimizer", "model.optimizer"),
+        ("optimizer", "schedule"),
+        ("optimizer", "trainer.gradient_clip_*"),
+        ("model", "model"),
+        ("data", "data"),
+        ("trainer", "trainer"),
+    ),
+    remedy="--checkpoint.allow_changed '{keys}'",
+)
+"""What neither list names (learning rate, schedule, max_steps, mix, precision, ...) must be allowed by its key."""
