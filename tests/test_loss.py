@@ -4,6 +4,7 @@ import resource
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from genesis.loss import IGNORE_INDEX, chunk_tokens, sum_cross_entropy
 from genesis_callbacks.testing import run_ranks
@@ -36,7 +37,7 @@ def relative_error(ours, wanted):
 
 @pytest.mark.parametrize("vocab_size", [50, 9001], ids=["one_chunk", "three_chunks"])
 def test_loss_and_gradients_equal_the_float64_reference(vocab_size):
-    shape = (2, chunk_tokens(vocab_size) + 44) if vocab_size > 1000 else (3, 20)
+    shape = (2, chunk_tokens(vocab_size, torch.device("cpu")) + 44) if vocab_size > 1000 else (3, 20)
     hidden, weight, labels = make_problem(shape, dim=4, vocab_size=vocab_size)
     wanted = reference(hidden, weight, labels)
     loss = sum_cross_entropy(hidden, weight, labels)
@@ -110,6 +111,17 @@ def test_without_gradients_the_loss_is_the_same():
         loss = sum_cross_entropy(hidden, weight, labels)
     assert not loss.requires_grad
     assert loss == sum_cross_entropy(hidden, weight, labels)
+
+
+def test_nothing_is_multiplied_twice_nor_without_need():
+    hidden, weight, labels = make_problem((4, 500), vocab_size=9001)
+    product = 2 * 2000 * 16 * 9001
+    with FlopCounterMode(display=False) as training:
+        sum_cross_entropy(hidden, weight, labels).backward()
+    with FlopCounterMode(display=False) as evaluation, torch.no_grad():
+        sum_cross_entropy(hidden, weight, labels)
+    assert training.get_total_flops() == 3 * product
+    assert evaluation.get_total_flops() == product
 
 
 def test_second_backward_is_refused():
