@@ -4,6 +4,7 @@ import argparse
 
 import shtab
 
+from genesis.cli.parser import Parser
 from genesis.cli.table import COMMANDS
 
 
@@ -28,7 +29,7 @@ def _parser_of_commands() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Prints the script; `source <(genesis completion bash)` switches it on."""
-    parser = argparse.ArgumentParser("genesis completion", description=main.__doc__)
+    parser = Parser("genesis completion", description=main.__doc__)
     parser.add_argument("shell", choices=shtab.SUPPORTED_SHELLS)
     print(shtab.complete(_parser_of_commands(), parser.parse_args(argv).shell))
     return 0

@@ -11,6 +11,7 @@ import logging
 import re
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,6 +29,7 @@ from genesis.train.module import GenesisModule
 from genesis.train.progress import GenesisProgressBar
 from genesis.train.recipe_policy import RECIPE_POLICY
 from genesis_callbacks import AsyncProcessCheckpoint, SkipAwareLR, TokenCounters
+from genesis_callbacks.checkpoint.manifest import MANIFEST_NAME
 
 LATEST = "latest"
 """The value of --ckpt_path that means: the newest good checkpoint of this run, or none."""
@@ -35,7 +37,10 @@ LATEST = "latest"
 _REFUSED_OPTION = re.compile(
     r"(?:Group '(?P<group>[^']*)' )?does not accept (?:nested )?(?:option|key) '(?P<key>[^']+)'"
 )
+_NOT_ACCEPTED = re.compile(r"Option '(?P<key>[^']+)' is not accepted")
 _UNRECOGNIZED = re.compile(r"[Uu]nrecognized arguments: --(?P<key>[^=\s]+)")
+_FEW_KEYS = 20
+_SAID_AT_EVERY_START = re.compile("GPU available|TPU available|distributed_backend|Tip:")
 
 
 class GenesisParser(LightningArgumentParser):
@@ -44,14 +49,20 @@ class GenesisParser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Prints one line and exits with status 2."""
         line = " ".join(message.split())
-        found = _REFUSED_OPTION.search(line) or _UNRECOGNIZED.search(line)
+        found = _REFUSED_OPTION.search(line) or _NOT_ACCEPTED.search(line) or _UNRECOGNIZED.search(line)
         if found is not None:
             group = found.groupdict().get("group")
-            wanted = f"{group}.{found['key']}" if group else found["key"]
-            near = difflib.get_close_matches(wanted, sorted(_known_keys(self)), n=1, cutoff=0.6)
-            line += f"; did you mean {near[0]!r}?" if near else ""
+            line += _hint(f"{group}.{found['key']}" if group else found["key"], sorted(_known_keys(self)))
         print(f"genesis: error: {line}", file=sys.stderr)
         sys.exit(2)
+
+
+def _hint(wanted: str, known: Sequence[str]) -> str:
+    """Returns the key nearest to `wanted`, or all of them where they are few: the options of one class."""
+    near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.6)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return f"; there are {', '.join(known)}" if len(known) <= _FEW_KEYS else ""
 
 
 def _known_keys(parser: argparse.ArgumentParser) -> set[str]:
@@ -165,11 +176,24 @@ class GenesisCLI(LightningCLI):
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         arguments = super()._prepare_subcommand_kwargs(subcommand)
-        if arguments.get("ckpt_path") == LATEST:
+        wanted = arguments.get("ckpt_path")
+        if wanted == LATEST:
             arguments["ckpt_path"] = self.checkpoint.latest()
-        elif arguments.get("ckpt_path") and not Path(arguments["ckpt_path"]).exists():
-            raise UserError(f"checkpoint {arguments['ckpt_path']} does not exist; --ckpt_path latest takes the newest")
+        elif wanted is not None:
+            _check_is_checkpoint(Path(wanted))
+        if subcommand == "validate" and arguments["ckpt_path"] is None:
+            place = f"there is none in {self.checkpoint.directory}" if wanted == LATEST else "none is given"
+            raise UserError(f"validation needs a checkpoint, {place}; give one by --ckpt_path")
         return arguments
+
+
+def _check_is_checkpoint(path: Path) -> None:
+    if not path.exists():
+        raise UserError(f"checkpoint {path} does not exist; --ckpt_path latest takes the newest")
+    if not (path / MANIFEST_NAME).is_file():
+        raise UserError(
+            f"{path} is not a checkpoint (it has no {MANIFEST_NAME}); give a run's checkpoints/step-..., or latest"
+        )
 
 
 def _loggers(configured: Any, run_dir: Path) -> list[Logger] | bool:
@@ -181,13 +205,21 @@ def _loggers(configured: Any, run_dir: Path) -> list[Logger] | bool:
 
 
 def _quieten() -> None:
-    """Silences what Lightning says at every start and no user can act on."""
+    """Silences what Lightning says at every start and no user can act on; says each warning in one line."""
+    warnings.formatwarning = _warn_in_one_line
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
     # What we log is already summed over all ranks.
     warnings.filterwarnings("ignore", message=r".*It is recommended to use `self.log\(.*sync_dist=True.*")
+    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
-        lambda record: "Tip:" not in record.getMessage()
+        lambda record: _SAID_AT_EVERY_START.search(record.getMessage()) is None
     )
+
+
+def _warn_in_one_line(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    return f"genesis: warning: {' '.join(str(message).split())}\n"
 
 
 def fit_main(argv: list[str]) -> int:

@@ -58,7 +58,7 @@ COMMANDS = (
     Command("fit", "train, or go on from a checkpoint", "genesis.cli.fit:fit_main"),
     Command("validate", "loss on the validation set, from a checkpoint", "genesis.cli.fit:validate_main"),
     Command("generate", "write text from prompts with a checkpoint", "genesis.cli.generate:main"),
-    Command("demo", "the whole road on Python's own sources, in minutes", "genesis.demo.main:main"),
+    Command("demo", "the whole road on Python's own sources, in minutes", "genesis.cli.demo:main"),
     Command("bench tokenize", "data prepare beside SentencePiece's own encode", "genesis.bench.tokenize:main"),
     Command("bench loader", "tokens per second of the data loader alone", "genesis.bench.loader:main"),
     Command("bench step", "the training step beside bare loops and other trainers", "genesis.bench.step:main"),

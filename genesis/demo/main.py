@@ -1,10 +1,9 @@
-"""`genesis demo`: the whole road in minutes on a CPU, each step a command that you could type yourself.
+"""The whole road in minutes on a CPU, each step a command that you could type yourself.
 
 Text that every Python has, a tokenizer, token shards, training with one real SIGKILL in the middle and a resume,
 validation, text from an early and the last checkpoint, a picture of the loss, and where everything lies.
 """
 
-import argparse
 import shlex
 import signal
 import subprocess
@@ -144,21 +143,23 @@ class Demo:
         self.console.print(f"[dim]{time.monotonic() - began:.0f} s[/dim]")
 
 
-def main(argv: list[str]) -> int:
-    """Runs the demo; returns 0, or the status of the step that failed."""
-    parser = argparse.ArgumentParser("genesis demo", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--configs", type=Path, default=Path("configs"), help="the repository's configs folder")
-    arguments = parser.parse_args(argv)
-    recipe: Path = arguments.configs / "demo.yaml"
+def run_demo(configs: Path) -> int:
+    """Runs the demo in `runs/demo`; returns 0, or the status of the step that failed.
+
+    Args:
+        configs: The repository's folder of configs.
+
+    Raises:
+        UserError: It has no recipe for the demo.
+    """
+    recipe = configs / "demo.yaml"
     if not recipe.exists():
         raise UserError(f"{recipe} does not exist; run the demo from a clone of the repository, or say --configs")
     directory = Path("runs/demo")
     if (directory / "run").exists():
         number = 1 + sum(1 for _ in directory.glob("run.before-*"))
         (directory / "run").rename(directory / f"run.before-{number}")
-    demo = Demo(
-        directory, recipe, arguments.configs / "corpora" / "demo.yaml", arguments.configs / "tokenizers" / "demo.yaml"
-    )
+    demo = Demo(directory, recipe, configs / "corpora" / "demo.yaml", configs / "tokenizers" / "demo.yaml")
     try:
         demo.run()
     except StepFailedError as error:

@@ -29,6 +29,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from genesis.data.datamodule import CorpusDataModule
 from genesis.data.window import MicroBatch, Window
 from genesis.errors import UserError
 from genesis.loss import sum_cross_entropy
@@ -89,6 +90,12 @@ class GenesisModule(pl.LightningModule):
         self.validation_loss, self.validation_bits = TokenLoss(), BitsPerByte()
 
     # ---- building
+
+    def setup(self, stage: str) -> None:
+        """Refuses a corpus that the decoder can't take, before it is built."""
+        data = vars(self.trainer).get("datamodule")
+        if isinstance(data, CorpusDataModule):
+            _check_fits(self.decoder_config, data)
 
     def configure_model(self) -> None:
         """Builds the decoder under the strategy's wrappers. The weights are the same under every strategy."""
@@ -263,3 +270,17 @@ class GenesisModule(pl.LightningModule):
         self.validation_loss.reset()
         self.validation_bits.reset()
         free_gathered_parameters(self)
+
+
+def _check_fits(decoder: DecoderConfig, data: CorpusDataModule) -> None:
+    vocab_size = data.corpus.manifest.vocab_size
+    if vocab_size > decoder.vocab_size:
+        raise UserError(
+            f"model.decoder.vocab_size is {decoder.vocab_size}, the corpus {data.path} has a vocabulary of "
+            f"{vocab_size}; set model.decoder.vocab_size to {vocab_size} or more"
+        )
+    if data.seq_len > decoder.max_seq_len:
+        raise UserError(
+            f"data.seq_len is {data.seq_len}, longer than model.decoder.max_seq_len {decoder.max_seq_len}; lower the "
+            "one or raise the other"
+        )
