@@ -142,6 +142,19 @@ def test_every_way_to_attend_agrees_with_the_slow_one(num_kv_heads):
     assert (plain - wanted[1:2]).abs().max() < 1e-5
 
 
+def test_the_cuda_kernel_takes_what_it_is_given():
+    """Shapes and arguments only, on the meta device: this says nothing about values."""
+    query, key, value = (
+        torch.empty(*PACKED.shape, heads, 8, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        for heads in (4, 2, 2)
+    )
+    none = torch.empty(0, device="meta")
+    out = attend(query, key, value, Layout(none, none, offsets=document_offsets(PACKED).to("meta")))
+    assert out.shape == query.shape
+    out.sum().backward()
+    assert key.grad.shape == key.shape
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="varlen_attn has a CUDA kernel only")
 def test_packed_documents_on_cuda_equal_the_masked_ones_on_cpu():
     decoder, ids = build(DecoderConfig(**{**vars(TINY), "dim": 96})), random_ids(PACKED.shape)
