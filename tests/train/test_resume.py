@@ -2,6 +2,8 @@
 
 import csv
 import os
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,31 +15,16 @@ from torch import Tensor
 from genesis.data.datamodule import CorpusDataModule
 from genesis.model.decoder import DecoderConfig
 from genesis.optim import OptimizerOptions
-from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
 from genesis.train.csv_log import CSVLog
 from genesis.train.module import GenesisModule
 from genesis_callbacks import AsyncProcessCheckpoint, SkipAwareLR, TokenCounters
 from genesis_callbacks.testing import run_ranks
-from tests.data.corpora import make_documents, write_corpus
 from tests.train.support import build_strategy, build_trainer, counters_of, whole
 
 DECODER = DecoderConfig(
     vocab_size=320, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, max_seq_len=16, dropout=0.1
 )
 STEPS = 40
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    text = "".join(f"line {n}: the quick brown fox jumps over {n * n} lazy dogs\n" for n in range(200))
-    model = train_tokenizer([text], TokenizerOptions(vocab_size=320), tmp_path_factory.mktemp("tokenizer"))
-    return write_corpus(
-        tmp_path_factory.mktemp("corpus"),
-        {"web": make_documents(120, 12, seed=1), "code": make_documents(60, 12, seed=2)},
-        {"web": make_documents(9, 6, seed=3)},
-        weights={"web": 2, "code": 1},
-        tokenizer=model.read_bytes(),
-    )
 
 
 class Record(pl.Callback):
@@ -80,16 +67,29 @@ def train(directory: str, corpus: str, strategy: str, max_steps: int, optimizer:
     }
 
 
-def straight_and_resumed(
-    tmp_path: Path, corpus: Path, before: tuple[str, int], after: tuple[str, int], optimizer: str, dropout: float
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
-    straight = run_ranks(
-        train, before[1], str(tmp_path / "straight"), str(corpus), before[0], STEPS, optimizer, dropout
-    )
-    resumed = str(tmp_path / "resumed")
-    first = run_ranks(train, before[1], resumed, str(corpus), before[0], STEPS // 2, optimizer, dropout)
-    second = run_ranks(train, after[1], resumed, str(corpus), after[0], STEPS, optimizer, dropout)
-    return straight, first, second
+Straight = Callable[[str, int, str, float], tuple[Path, list[dict[str, Any]]]]
+
+
+@pytest.fixture(scope="module")
+def straight(tiny_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Straight:
+    """Returns the uninterrupted run of a strategy: its directory and what its ranks tell. Each is run once."""
+
+    @cache
+    def run(strategy: str, world_size: int, optimizer: str, dropout: float) -> tuple[Path, list[dict[str, Any]]]:
+        directory = tmp_path_factory.mktemp("straight")
+        return directory, run_ranks(
+            train, world_size, str(directory), str(tiny_corpus), strategy, STEPS, optimizer, dropout
+        )
+
+    return run
+
+
+def stop_and_resume(
+    directory: Path, corpus: Path, before: tuple[str, int], after: tuple[str, int], optimizer: str, dropout: float
+) -> list[dict[str, Any]]:
+    """Trains half of the steps, and the other half in new processes; returns what those tell."""
+    run_ranks(train, before[1], str(directory), str(corpus), before[0], STEPS // 2, optimizer, dropout)
+    return run_ranks(train, after[1], str(directory), str(corpus), after[0], STEPS, optimizer, dropout)
 
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -99,17 +99,19 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize(("strategy", "world_size"), [("replicated", 1), ("replicated", 2), ("zero1", 2), ("full", 2)])
 def test_twenty_and_twenty_steps_are_bit_equal_to_forty(
-    tmp_path: Path, corpus: Path, strategy: str, world_size: int, optimizer: str
+    tmp_path: Path, tiny_corpus: Path, straight: Straight, strategy: str, world_size: int, optimizer: str
 ) -> None:
-    here = (strategy, world_size)
-    straight, _, resumed = straight_and_resumed(tmp_path, corpus, here, here, optimizer, dropout=0.1)
-    for one, other in zip(straight, resumed, strict=True):
+    directory, ranks = straight(strategy, world_size, optimizer, 0.1)
+    resumed = stop_and_resume(
+        tmp_path, tiny_corpus, (strategy, world_size), (strategy, world_size), optimizer, dropout=0.1
+    )
+    for one, other in zip(ranks, resumed, strict=True):
         assert equal(one["weights"], other["weights"])
         assert one["batches"][STEPS // 2 :] == other["batches"]
         assert one["lrs"][STEPS // 2 :] == other["lrs"]
         assert one["counters"] == other["counters"]
         assert one["position"] == other["position"]
-    assert losses(tmp_path / "straight") == losses(tmp_path / "resumed")
+    assert losses(directory) == losses(tmp_path)
 
 
 def losses(directory: Path) -> list[float]:
@@ -140,16 +142,23 @@ def global_batches(ranks: list[dict[str, Any]]) -> list[Any]:
     ],
 )
 def test_another_world_size_and_strategy_goes_on_with_the_same_batches_and_losses(
-    tmp_path: Path, corpus: Path, before: tuple[str, int], after: tuple[str, int], optimizer: str, tolerance: float
+    tmp_path: Path,
+    tiny_corpus: Path,
+    straight: Straight,
+    before: tuple[str, int],
+    after: tuple[str, int],
+    optimizer: str,
+    tolerance: float,
 ) -> None:
-    straight, _, resumed = straight_and_resumed(tmp_path, corpus, before, after, optimizer, dropout=0.0)
-    assert global_batches(straight)[STEPS // 2 :] == global_batches(resumed)
-    assert losses(tmp_path / "resumed") == pytest.approx(losses(tmp_path / "straight"), abs=tolerance)
-    assert resumed[0]["counters"] == straight[0]["counters"]
+    directory, ranks = straight(*before, optimizer, 0.0)
+    resumed = stop_and_resume(tmp_path, tiny_corpus, before, after, optimizer, dropout=0.0)
+    assert global_batches(ranks)[STEPS // 2 :] == global_batches(resumed)
+    assert losses(tmp_path) == pytest.approx(losses(directory), abs=tolerance)
+    assert resumed[0]["counters"] == ranks[0]["counters"]
 
 
-def test_a_restore_says_what_it_kept_rebuilt_and_started_afresh(tmp_path: Path, corpus: Path) -> None:
-    _, _, resumed = straight_and_resumed(tmp_path, corpus, ("replicated", 1), ("replicated", 1), "adamw", dropout=0.0)
+def test_a_restore_says_what_it_kept_rebuilt_and_started_afresh(tmp_path: Path, tiny_corpus: Path) -> None:
+    resumed = stop_and_resume(tmp_path, tiny_corpus, ("replicated", 1), ("replicated", 1), "adamw", dropout=0.0)
     report = resumed[0]["report"].text
     assert "Kept" in report
     assert "step 20" in report
