@@ -6,8 +6,19 @@ import sysconfig
 from pathlib import Path
 from pydoc_data import topics
 
-# Not sources to learn from: tests (mostly tables of data), packages of others, generated configuration.
-_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3", "lib-dynload"}
+# Not sources to learn from: tests and encodings (mostly tables), packages of others, the topics (they come as text).
+_LEFT_OUT = {
+    "encodings",
+    "pydoc_data",
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "lib2to3",
+    "lib-dynload",
+}
 
 
 def gather_text(out: Path) -> tuple[int, int]:
