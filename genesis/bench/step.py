@@ -94,6 +94,8 @@ class Result:
     Args:
         tokens_per_second: Median over rounds.
         speed_of_genesis: Our tokens per second over this contender's, paired.
+        speed_of_genesis_by_cpu_time: The same with CPU time in place of wall time, which other work on the machine
+            hardly touches; None where it means nothing: threads that wait for one another or for a GPU burn it too.
         share_of_peak: This contender's arithmetic per second over the matmul worker's, paired; on a GPU its MFU.
         peak_resident_bytes: Of its process.
         peak_device_bytes: On the GPU.
@@ -102,6 +104,7 @@ class Result:
 
     tokens_per_second: float
     speed_of_genesis: PairedRatio | None
+    speed_of_genesis_by_cpu_time: PairedRatio | None
     share_of_peak: PairedRatio | None
     peak_resident_bytes: int
     peak_device_bytes: int | None
@@ -231,10 +234,16 @@ def _run(
 def summarise(bursts: Mapping[str, Sequence[Burst]], workload: Workload) -> dict[str, Result]:
     """Returns the result of each contender."""
     speeds = {name: [burst.tokens / burst.seconds for burst in of_one] for name, of_one in bursts.items()}
+    cpu_speeds = {name: [burst.tokens / burst.cpu_seconds for burst in of_one] for name, of_one in bursts.items()}
+    has_reference = REFERENCE in bursts
+    is_cpu_time_telling = has_reference and workload.device == "cpu" and workload.num_threads == 1
     return {
         name: Result(
             tokens_per_second=statistics.median(speeds[name]),
-            speed_of_genesis=compare_pairs(speeds[REFERENCE], speeds[name]) if REFERENCE in speeds else None,
+            speed_of_genesis=compare_pairs(speeds[REFERENCE], speeds[name]) if has_reference else None,
+            speed_of_genesis_by_cpu_time=(
+                compare_pairs(cpu_speeds[REFERENCE], cpu_speeds[name]) if is_cpu_time_telling else None
+            ),
             share_of_peak=compare_pairs(speeds[name], speeds[PEAK]) if PEAK in speeds else None,
             peak_resident_bytes=max(burst.peak_resident_bytes for burst in of_one),
             peak_device_bytes=of_one[-1].peak_device_bytes,
@@ -255,6 +264,7 @@ _COLUMNS = (
     "contender",
     "tokens/s (median)",
     "genesis' speed over it (95%)",
+    "by CPU time (95%)",
     "share of matmul peak",
     "peak memory MiB",
     "loss",
@@ -263,18 +273,25 @@ _COLUMNS = (
 
 def _format_result(name: str, result: Mapping[str, Any]) -> list[str]:
     """Returns the cells of one contender's row, of its result in plain types."""
-    ratio, share, device_bytes = result["speed_of_genesis"], result["share_of_peak"], result["peak_device_bytes"]
-    interval = "" if ratio is None or ratio["low"] is None else f" ({ratio['low']:.3f} to {ratio['high']:.3f})"
+    share, device_bytes = result["share_of_peak"], result["peak_device_bytes"]
     resident = f"{result['peak_resident_bytes'] / 2**20:,.0f}"
     is_trainer = name != PEAK
     return [
         name,
         f"{result['tokens_per_second']:,.0f}",
-        f"{ratio['median']:.3f}{interval}" if ratio is not None and is_trainer else "",
+        _format_ratio(result["speed_of_genesis"]) if is_trainer else "",
+        _format_ratio(result["speed_of_genesis_by_cpu_time"]) if is_trainer else "",
         f"{share['median']:.3f}" if share is not None and is_trainer else "",
         resident if device_bytes is None else f"{resident}, on the GPU {device_bytes / 2**20:,.0f}",
         "" if result["loss"] is None else f"{result['loss']:.2f}",
     ]
+
+
+def _format_ratio(ratio: Mapping[str, Any] | None) -> str:
+    if ratio is None:
+        return ""
+    interval = "" if ratio["low"] is None else f" ({ratio['low']:.3f} to {ratio['high']:.3f})"
+    return f"{ratio['median']:.3f}{interval}"
 
 
 def _title(workload: Mapping[str, Any]) -> str:
@@ -306,6 +323,7 @@ def _build_record(
         "hardware": _describe_hardware(next(iter(readies.values())).device_name),
         "python": platform.python_version(),
         "workload": asdict(workload),
+        "load_average_after": round(os.getloadavg()[0], 1),
         "pairs": options.pairs,
         "burst_steps": options.burst_steps,
         "matmul_flops_per_second": None if peak is None else round(peak.tokens_per_second * workload.flops_per_token),
@@ -348,7 +366,7 @@ def format_record(record: Mapping[str, Any]) -> str:
         "",
         f"- command: `{record['command']}`",
         f"- date: {record['date']}",
-        f"- hardware: {record['hardware']}",
+        f"- hardware: {record['hardware']}; load average at the end {record['load_average_after']}, its own included",
         f"- work: {_title(record['workload'])}; {record['workload']['num_threads']} threads each",
         f"- {record['pairs']} rounds of {record['burst_steps']} windows each, in rotating order; ratios are medians of "
         "pairs within a round, above 1 where genesis is faster",

@@ -99,6 +99,7 @@ class Burst:
 
     Args:
         seconds: From the parent's word to the end of the last step on the device.
+        cpu_seconds: Of all threads in that time. With one thread, about what an idle machine would take.
         tokens: Trained in that time.
         peak_resident_bytes: Of the process, since its start.
         peak_device_bytes: That tensors took on the GPU, since the start; None on the CPU.
@@ -106,6 +107,7 @@ class Burst:
     """
 
     seconds: float
+    cpu_seconds: float
     tokens: float
     peak_resident_bytes: int
     peak_device_bytes: int | None
@@ -145,7 +147,7 @@ class Gate:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         self._num_steps_left = workload.num_warmup_steps
         self._num_steps_of_burst = 0
-        self._began_at = 0.0
+        self._began_at = self._cpu_began_at = 0.0
         torch.set_num_threads(workload.num_threads)
 
     def before_step(self) -> None:
@@ -175,6 +177,7 @@ class Gate:
         if has_cuda:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - self._began_at
+        cpu_seconds = time.process_time() - self._cpu_began_at
         if self._num_steps_of_burst == 0:
             name = torch.cuda.get_device_name() if has_cuda else "cpu"
             self._say(Ready({package: version(package) for package in self._packages}, name))
@@ -182,6 +185,7 @@ class Gate:
         self._say(
             Burst(
                 seconds,
+                cpu_seconds,
                 self._num_steps_of_burst * self._workload.tokens_per_window,
                 # In KiB on Linux. A process starts with its parent's peak, which is below that of one with a model.
                 resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
@@ -195,7 +199,7 @@ class Gate:
         if not words or words[0] == "quit":
             raise NoMoreStepsError
         self._num_steps_left = self._num_steps_of_burst = int(words[1])
-        self._began_at = time.perf_counter()
+        self._began_at, self._cpu_began_at = time.perf_counter(), time.process_time()
 
     def _say(self, message: Ready | Burst) -> None:
         print(json.dumps(asdict(message)), file=self._to_parent, flush=True)
