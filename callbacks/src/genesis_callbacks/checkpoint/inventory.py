@@ -1,0 +1,257 @@
+"""Everything that lies in a run's checkpoint directory, and what to do about what is broken.
+
+Reading takes no lock: it may run beside a training that saves and removes, and what disappears meanwhile is left out.
+`apply_repair` is for the holder of the directory's lock.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from .commit import QUARANTINE_PREFIX, SUPERSEDED_PREFIX, TRASH_NAME, discard, empty_trash, quarantine
+from .errors import CheckpointError, CorruptCheckpointError
+from .lineage import checkpoints_in
+from .manifest import Ancestor, Manifest, is_checkpoint_name, is_staging_name, read_committed_hash, read_manifest
+from .verify import VerifyLevel, verify
+
+EntryState = Literal["committed", "staging", "quarantined", "superseded", "trash"]
+AncestorState = Literal["there", "gone", "replaced"]
+RepairAction = Literal["quarantine", "discard", "empty_trash", "none"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One directory that the engine made.
+
+    Attributes:
+        path: Where it lies.
+        state: What its place and name say; `committed` says nothing yet about what it holds.
+        manifest: None where it has none that can be read.
+        num_bytes: Of its files on the disk.
+        modified_seconds: Unix time of its newest file.
+    """
+
+    path: Path
+    state: EntryState
+    manifest: Manifest | None
+    num_bytes: int
+    modified_seconds: float
+
+
+@dataclass(frozen=True)
+class Repair:
+    """Something in a checkpoint directory that needs attention.
+
+    Attributes:
+        path: What it is about.
+        action: What `apply_repair` does.
+        is_bad: Whether a checkpoint is lost by it; leftovers are harmless.
+        reason: What is wrong.
+        advice: What to do, for people.
+    """
+
+    path: Path
+    action: RepairAction
+    is_bad: bool
+    reason: str
+    advice: str
+
+
+def _measure(path: Path) -> tuple[int, float]:
+    stats = [file.stat() for file in path.rglob("*") if file.is_file()]
+    return sum(stat.st_size for stat in stats), max((stat.st_mtime for stat in stats), default=path.stat().st_mtime)
+
+
+def _read_entry(path: Path, state: EntryState) -> Entry | None:
+    """Returns the entry, or None if it has just gone."""
+    try:
+        num_bytes, modified_seconds = _measure(path)
+    except FileNotFoundError:
+        return None
+    try:
+        manifest = read_manifest(path)
+    except (CheckpointError, OSError):
+        manifest = None
+    return Entry(path, state, manifest, num_bytes, modified_seconds) if path.is_dir() else None
+
+
+def _find_directories(directory: Path) -> Iterable[tuple[Path, EntryState]]:
+    for path in sorted(directory.iterdir()):
+        if not path.is_dir():
+            continue
+        if is_checkpoint_name(path.name):
+            yield path, "committed"
+        elif is_staging_name(path.name):
+            yield path, "staging"
+        elif path.name.startswith(QUARANTINE_PREFIX):
+            yield path, "quarantined"
+        elif path.name.startswith(SUPERSEDED_PREFIX):
+            yield from ((inner, "superseded") for inner in sorted(path.iterdir()) if is_checkpoint_name(inner.name))
+        elif path.name == TRASH_NAME:
+            yield from ((inner, "trash") for inner in sorted(path.iterdir()) if inner.is_dir())
+
+
+def read_inventory(directory: Path | str) -> list[Entry]:
+    """Returns what the engine has made in a run's checkpoint directory, by state, oldest first in the lineage.
+
+    Foreign names are left out. Any process may call it; it does not communicate and takes no lock.
+
+    Args:
+        directory: A run's directory, or the one in it that holds the `step-*`.
+
+    Raises:
+        CheckpointError: There is no such directory.
+    """
+    directory = checkpoints_in(directory)
+    if not directory.is_dir():
+        raise CheckpointError(f"there is no directory {directory}; give a run's directory")
+    found = [_read_entry(path, state) for path, state in _find_directories(directory)]
+    return sorted((entry for entry in found if entry is not None), key=_order)
+
+
+def _order(entry: Entry) -> tuple[int, float, str]:
+    """One without a readable manifest comes last of its kind, as the newest: it must be named."""
+    sequence = math.inf if entry.manifest is None else entry.manifest.sequence
+    return get_args(EntryState).index(entry.state), sequence, str(entry.path)
+
+
+def find_problem(path: Path, level: VerifyLevel) -> CheckpointError | None:
+    """Returns why the checkpoint at `path` does not verify, or None if it does.
+
+    What cannot be read for a reason outside of it (rights, a failing disk, a newer schema) is no
+    `CorruptCheckpointError`.
+    """
+    try:
+        verify(path, level)
+    except CheckpointError as error:
+        return error
+    except OSError as error:
+        return CheckpointError(f"{error.filename or path}: {error.strerror}: it could not be read")
+    return None
+
+
+def find_problems(entries: Iterable[Entry], level: VerifyLevel) -> dict[Path, CheckpointError | None]:
+    """Returns what `find_problem` says of each committed one that is still there."""
+    problems: dict[Path, CheckpointError | None] = {}
+    for entry in entries:
+        if entry.state == "committed":
+            problem = find_problem(entry.path, level)
+            if problem is None or entry.path.exists():
+                problems[entry.path] = problem
+    return problems
+
+
+def newest_whole(entries: Sequence[Entry], level: VerifyLevel = "full") -> tuple[Entry | None, list[Entry]]:
+    """Returns the newest committed checkpoint that verifies, and the newer ones that do not."""
+    bad: list[Entry] = []
+    for entry in reversed([entry for entry in entries if entry.state == "committed"]):
+        if find_problem(entry.path, level) is None:
+            return entry, bad
+        bad.append(entry)
+    return None, bad
+
+
+def plan_repairs(entries: Sequence[Entry], problems: Mapping[Path, CheckpointError | None]) -> list[Repair]:
+    """Returns what to do about each thing that is broken or left over. Pure.
+
+    Args:
+        entries: Of one directory.
+        problems: What verification said of the committed ones.
+    """
+    repairs: list[Repair] = []
+    for entry in entries:
+        problem = problems.get(entry.path)
+        if entry.state == "committed" and problem is not None:
+            repairs.append(_plan_for_bad(entry.path, problem))
+        elif entry.state == "staging":
+            advice = "nothing while the run trains; else delete it, as the run's next start does"
+            repairs.append(Repair(entry.path, "discard", False, "a save in flight, or one that never ended", advice))
+        elif entry.state == "quarantined":
+            advice = "look for the cause (disk, copy, memory); delete it by hand when it is not needed"
+            repairs.append(Repair(entry.path, "none", False, "put aside before, because it did not verify", advice))
+    trash = [entry.path for entry in entries if entry.state == "trash"]
+    if trash:
+        reason = f"{len(trash)} directories whose deletion never ended"
+        repairs.append(Repair(trash[0].parent, "empty_trash", False, reason, "delete them, as the next deletion does"))
+    return repairs
+
+
+def _plan_for_bad(path: Path, problem: CheckpointError) -> Repair:
+    if isinstance(problem, CorruptCheckpointError):
+        advice = "copy it from a backup, or put it aside, so that the one before it is taken"
+        return Repair(path, "quarantine", True, str(problem), advice)
+    return Repair(path, "none", True, str(problem), "leave it where it is until it can be read")
+
+
+def apply_repair(repair: Repair) -> Path | None:
+    """Does what a repair says and returns where the thing lies now, if it still lies somewhere.
+
+    The directory's lock must be held. No communication.
+    """
+    if repair.action == "quarantine":
+        return quarantine(repair.path)
+    if repair.action == "discard":
+        discard(repair.path)
+        return None
+    if repair.action == "empty_trash":
+        empty_trash(repair.path.parent)
+        return None
+    return repair.path
+
+
+def trace_ancestors(path: Path, manifest: Manifest) -> list[tuple[Ancestor, AncestorState]]:
+    """Returns the checkpoints that one descends from, the nearest first, as far as they are there.
+
+    The last is the first that is gone, or that is another one of the same name.
+    """
+    chain: list[tuple[Ancestor, AncestorState]] = []
+    ancestor, seen = manifest.previous, {path.name}
+    while ancestor is not None and ancestor.name not in seen:
+        seen.add(ancestor.name)
+        where = path.parent / ancestor.name
+        try:
+            is_same = read_committed_hash(where) == ancestor.manifest_hash
+            parent = read_manifest(where)
+        except CheckpointError:
+            return [*chain, (ancestor, "gone")]
+        if not is_same:
+            return [*chain, (ancestor, "replaced")]
+        chain.append((ancestor, "there"))
+        ancestor = parent.previous
+    return chain
+
+
+@dataclass(frozen=True)
+class PartSummary:
+    """The tensors of one part of a checkpoint, such as `model.decoder.blocks` or `optimizer.0 exp_avg`."""
+
+    part: str
+    num_tensors: int
+    num_elements: int
+    num_bytes: int
+    dtypes: tuple[str, ...]
+
+
+def _part_of(name: str) -> str:
+    head, *rest = name.split(".")
+    if head == "optimizer" and len(rest) > 1:
+        return f"{head}.{rest[0]} {rest[-1]}"
+    return ".".join([head, *rest[:1]] if head == "state" else [head, *rest[:-1]][:3])
+
+
+def summarise_parts(manifest: Manifest) -> list[PartSummary]:
+    """Returns the tensors of a checkpoint by part."""
+    names_by_part: dict[str, list[str]] = defaultdict(list)
+    for name in manifest.tensors:
+        names_by_part[_part_of(name)].append(name)
+    summaries = []
+    for part, names in sorted(names_by_part.items()):
+        records = [manifest.tensors[name] for name in names]
+        elements = [math.prod(record.shape) for record in records]
+        num_bytes = sum(count * record.torch_dtype.itemsize for count, record in zip(elements, records, strict=True))
+        dtypes = tuple(sorted({record.dtype for record in records}))
+        summaries.append(PartSummary(part, len(names), sum(elements), num_bytes, dtypes))
+    return summaries
