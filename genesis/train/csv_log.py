@@ -71,20 +71,21 @@ class CSVLog(Logger):
             if is_new_row:
                 self._row_offset_bytes = file.seek(0, os.SEEK_END)
             else:
-                # Validation's metrics come after training's for the same step.
+                # Validation's metrics come after training's for the same step. The row grows: what it held stays.
                 file.seek(self._row_offset_bytes)
-                file.truncate()
             csv.DictWriter(file, self._columns).writerow(self._row)
+            file.truncate()
 
     def _read_rows_before(self, step: int) -> list[dict[str, Any]]:
         if not self._path.exists():
             return []
         with self._path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            written = list(reader.fieldnames or ["step"])
-            self._columns = written + [column for column in self._columns if column not in written]
-            # A row torn by a kill has no whole step.
-            return [row for row in reader if (row["step"] or "").isdigit() and int(row["step"]) < step]
+            lines = file.readlines()
+        # A line torn by a kill has no end, and may yet begin like another step's.
+        reader = csv.DictReader(line for line in lines if line.endswith("\n"))
+        written = list(reader.fieldnames or ["step"])
+        self._columns = written + [column for column in self._columns if column not in written]
+        return [row for row in reader if int(row["step"]) < step]
 
     def _rewrite(self, rows: list[dict[str, Any]]) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)

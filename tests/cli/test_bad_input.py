@@ -1,0 +1,173 @@
+"""Bad input gets one line with the value and the remedy, and exit status 2; nothing is trained and nothing is lost."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import Genesis, Outcome
+from tests.cli.tiny import build_recipe, write_recipe
+
+
+def check_is_one_line(outcome: Outcome, *parts: str) -> None:
+    assert outcome.status == 2, outcome.err
+    assert outcome.err.startswith("genesis: error: ")
+    assert outcome.err.count("\n") == 1
+    for part in parts:
+        assert part in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("changes", "near"),
+    [
+        ({"rundir": "runs/x"}, "run_dir"),
+        ({"chekpoint": {"every_n_steps": 5}}, "checkpoint.every_n_steps"),
+        ({"checkpoint.every_n_step": 5}, "checkpoint.every_n_steps"),
+        ({"data.seq_length": 16}, "data.seq_len"),
+        ({"trainer.max_step": 5}, "trainer.max_steps"),
+        ({"model.decoder.num_layer": 2}, "model.decoder.num_layers"),
+        ({"model.optimizer.wieght_decay": 0.1}, "weight_decay"),
+        ({"model.optimizer.learning_rate": 0.1}, "lr"),
+        ({"trainer.strategy": {"class_path": "genesis.strategies.Sharded", "init_args": {"shrad": "full"}}}, "shard"),
+    ],
+)
+def test_an_unknown_key_of_a_file_names_the_near_one(
+    changes: dict[str, Any], near: str, genesis: Genesis, tmp_path: Path, tiny_corpus: Path
+) -> None:
+    recipe = write_recipe(tmp_path / "recipe.yaml", build_recipe(tiny_corpus, tmp_path / "run"), changes)
+    check_is_one_line(genesis("fit", "--config", str(recipe)), "accept", near)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "parts"),
+    [
+        ("--data.seqlen", "16", ("--data.seqlen", "did you mean 'data.seq_len'?")),
+        ("--model.decoder.dmi", "16", ("--model.decoder.dmi", "did you mean 'model.decoder.dim'?")),
+        ("--data.seq_len", "many", ("data.seq_len", "int", "many")),
+        ("--trainer.max_steps", "4.5", ("trainer.max_steps", "int", "4.5")),
+        ("--model.optimizer.name", "adam", ("adamw", "muon", "adam")),
+        ("--schedule.shape", "cosin", ("schedule.shape", "cosine", "cosin")),
+        ("--trainer.precision", "bf17", ("trainer.precision", "bf16-mixed", "bf17")),
+        ("--trainer.accelerator", "tup", ("tup", "cpu")),
+        ("--trainer.strategy", "shraded", ("shraded",)),
+        ("--trainer.accumulate_grad_batches", "2", ("accumulate_grad_batches is 2", "data.global_batch_size")),
+        ("--checkpoint.every_n_steps", "0", ("every_n_steps", "0")),
+        ("--config", "nowhere.yaml", ("nowhere.yaml", "does not exist")),
+        ("--data.global_batch_size", "9", ("global_batch_size 9", "micro-batches of 2", "1, 3, 9")),
+        ("--data.micro_batch_size", "-1", ("micro_batch_size", "-1")),
+        ("--data.seq_len", "1000000", ("data.seq_len 1000000", "'web'", "lower data.seq_len")),
+        ("--data.seq_len", "32", ("data.seq_len is 32", "model.decoder.max_seq_len 16")),
+        ("--data.corpus", "nowhere", ("nowhere is not a prepared corpus", "genesis data prepare")),
+        ("--data.tokenizer_hash", "0123", ("tokenizer", "0123", "prepare the corpus again")),
+        ("--data.mix", "{wbe: 1}", ("'wbe'", "did you mean 'web'?")),
+        ("--ckpt_path", "nowhere", ("checkpoint nowhere does not exist", "--ckpt_path latest")),
+        ("--ckpt_path", ".", (". is not a checkpoint", "latest")),
+        ("--model.decoder.num_heads", "5", ("dim 32", "5 heads", "multiple of 10")),
+        ("--model.decoder.num_layers", "0", ("num_layers is 0", "at least 1")),
+        ("--model.decoder.vocab_size", "200", ("vocab_size is 200", "vocabulary of 300", "300 or more")),
+    ],
+)
+def test_a_value_that_fit_cannot_use_is_refused(
+    option: str, value: str, parts: tuple[str, ...], genesis: Genesis, recipe: Path, tmp_path: Path
+) -> None:
+    check_is_one_line(genesis("fit", "--config", str(recipe), option, value), *parts)
+    assert not list(tmp_path.glob("run/checkpoints/step-*"))
+
+
+def test_a_recipe_without_a_required_key_names_it(genesis: Genesis, tmp_path: Path, tiny_corpus: Path) -> None:
+    recipe = build_recipe(tiny_corpus, tmp_path / "run")
+    del recipe["data"]["seq_len"]
+    path = write_recipe(tmp_path / "recipe.yaml", recipe)
+    check_is_one_line(genesis("fit", "--config", str(path)), "required", "data.seq_len")
+
+
+@pytest.mark.parametrize(
+    ("text", "part"), [("a: [1,\n", "parsing"), ("only words\n", "only words"), ("", "Unexpected config")]
+)
+def test_a_file_that_is_no_recipe_is_refused(text: str, part: str, genesis: Genesis, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    check_is_one_line(genesis("fit", "--config", str(path)), part)
+
+
+def test_a_tokenizer_that_is_not_the_corpuss_is_refused(genesis: Genesis, recipe: Path, tiny_corpus: Path) -> None:
+    other = shutil.copytree(tiny_corpus, recipe.parent / "other")
+    (other / "tokenizer.model").write_bytes(b"another tokenizer")
+    outcome = genesis("fit", "--config", str(recipe), "--data.corpus", str(other))
+    check_is_one_line(outcome, "tokenizer.model is the tokenizer", "put that one back")
+
+
+def test_a_truncated_shard_is_refused_before_training(genesis: Genesis, recipe: Path, tiny_corpus: Path) -> None:
+    other = shutil.copytree(tiny_corpus, recipe.parent / "other")
+    shard = other / "train/web/00000.ds"
+    shard.write_bytes(shard.read_bytes()[:-2])
+    outcome = genesis("fit", "--config", str(recipe), "--data.corpus", str(other))
+    check_is_one_line(outcome, "00000.ds has", "the manifest says", "genesis data prepare")
+
+
+@pytest.mark.filterwarnings("ignore:training ended with UserError; nothing is saved yet")
+def test_a_damaged_shard_ends_training_by_its_name(genesis: Genesis, recipe: Path, tiny_corpus: Path) -> None:
+    other = shutil.copytree(tiny_corpus, recipe.parent / "other")
+    for shard in other.glob("train/web/*.ds"):
+        shard.write_bytes(bytes([shard.read_bytes()[0] ^ 1]) + shard.read_bytes()[1:])
+    outcome = genesis("fit", "--config", str(recipe), "--data.corpus", str(other))
+    check_is_one_line(outcome, ".ds has hash", "damaged", "genesis data prepare")
+
+
+def test_validation_without_a_checkpoint_is_refused(genesis: Genesis, recipe: Path) -> None:
+    validate = ("validate", "--config", str(recipe))
+    check_is_one_line(genesis(*validate), "needs a checkpoint", "--ckpt_path")
+    check_is_one_line(genesis(*validate, "--ckpt_path", "latest"), "there is none in", "run/checkpoints")
+    check_is_one_line(genesis(*validate, "--ckpt_path", "nowhere"), "checkpoint nowhere does not exist")
+    assert not (recipe.parent / "run" / "metrics.csv").exists()
+
+
+def test_what_a_checkpoint_cannot_give_is_refused(genesis: Genesis, recipe: Path) -> None:
+    fit = ("fit", "--config", str(recipe))
+    assert genesis(*fit).status == 0
+    resume = (*fit, "--ckpt_path", "latest")
+    for change in (("--model.decoder.dim", "64"), ("--data.seq_len", "8")):
+        outcome = genesis(*resume, *change)
+        assert outcome.status == 2
+        assert outcome.err.startswith("genesis: error: ")
+        # The difference is a list, of a line a key.
+        assert f"{change[0][2:]} is {change[1]} and was" in outcome.err
+    checkpoint = recipe.parent / "run/checkpoints/step-00000004"
+    for shard in checkpoint.glob("*.distcp"):
+        shard.write_bytes(bytes(byte ^ 0x55 for byte in shard.read_bytes()))
+    # Asked for by name it is refused; only `latest` falls back.
+    check_is_one_line(genesis(*fit, "--ckpt_path", str(checkpoint)), "step-00000004", "its bytes have changed")
+    check_is_one_line(genesis("generate", str(checkpoint)), "step-00000004", "its bytes have changed")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (("generate", "nowhere"), ("there is no directory nowhere",)),
+        (("generate",), ("checkpoint", "--help")),
+        (("generate", ".", "--temprature", "1"), ("--temprature", "did you mean --temperature?")),
+        (("model", "describe", "--config", "nowhere.yaml"), ("cannot read nowhere.yaml",)),
+        (("data", "inspect", "nowhere"), ("nowhere is not a prepared corpus",)),
+        (("data", "verify", "nowhere"), ("nowhere is not a prepared corpus",)),
+        (("data", "prepare", "--nmae", "x"), ("did you mean name?",)),
+        (("tokenizer", "train", "--vocab_sizes", "10"), ("did you mean vocab_size?",)),
+        (("demo", "--configs", "nowhere"), ("demo.yaml does not exist", "--configs")),
+        (("demo", "--cofnigs", "nowhere"), ("did you mean --configs?",)),
+        (("completion", "basic"), ("basic", "bash")),
+    ],
+)
+def test_the_other_commands_refuse_in_one_line_too(
+    arguments: tuple[str, ...], parts: tuple[str, ...], genesis: Genesis
+) -> None:
+    check_is_one_line(genesis(*arguments), *parts)
+
+
+def test_a_real_process_says_one_line_and_ends_with_status_2(recipe: Path) -> None:
+    command = [sys.executable, "-m", "genesis", "fit", "--config", str(recipe), "--data.corpus", "nowhere"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    check_is_one_line(Outcome(done.returncode, done.stdout, done.stderr), "nowhere is not a prepared corpus")
+    assert done.stdout == ""

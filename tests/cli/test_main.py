@@ -1,0 +1,157 @@
+"""The table of commands: one page, quick, and every command helps."""
+
+import errno
+import json
+import subprocess
+import sys
+
+import pytest
+
+from genesis import __version__
+from genesis.cli import main as main_module
+from genesis.cli.main import main
+from genesis.cli.table import COMMANDS, Command
+from genesis.errors import RunEndedError, UserError
+from tests.cli.conftest import Genesis
+
+OPTIONS = {
+    "tokenizer train": ("--sources", "--out", "--vocab_size"),
+    "tokenizer inspect": ("--tokenizer", "--sources"),
+    "data prepare": ("--sources", "--tokenizer", "--validation_fraction", "--restart"),
+    "data inspect": ("corpus", "--num_samples", "--split"),
+    "data verify": ("corpus",),
+    "model describe": ("--config", "--json"),
+    "fit": ("--config", "--model.decoder.dim", "--data.corpus", "--checkpoint.every_n_steps", "--ckpt_path"),
+    "validate": ("--config", "--data.corpus", "--ckpt_path"),
+    "generate": ("checkpoint", "--prompt", "--temperature", "--top-p"),
+    "demo": ("--configs",),
+    "bench tokenize": ("--out",),
+    "bench loader": ("--out",),
+    "bench step": ("--config", "--out"),
+    "completion": ("bash", "zsh"),
+}
+TRAIN = {"fit", "validate", "bench step"}
+NO_TENSORS = {"tokenizer train", "tokenizer inspect", "data prepare", "data inspect", "data verify", "completion"}
+
+
+def modules_after(statement: str) -> set[str]:
+    """Returns the top-level modules that a new process has imported after `statement`."""
+    program = (
+        f"import json, sys\n{statement}\nprint(json.dumps(sorted({{name.split('.')[0] for name in sys.modules}})))"
+    )
+    out = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+    return set(json.loads(out.splitlines()[-1]))
+
+
+def modules_of(names: set[str]) -> set[str]:
+    targets = [command.target.partition(":")[0] for command in COMMANDS if command.name in names]
+    return modules_after("import importlib\n" + "\n".join(f"importlib.import_module('{name}')" for name in targets))
+
+
+def test_the_help_page_lists_every_command_with_its_summary(genesis: Genesis) -> None:
+    page = genesis("--help")
+    assert page.status == 0
+    assert genesis("-h").out == page.out
+    for command in COMMANDS:
+        assert f"  {command.name} " in page.out
+        assert command.summary in page.out
+
+
+def test_the_help_page_imports_neither_torch_nor_lightning() -> None:
+    heavy = {"torch", "lightning", "numpy", "yaml", "rich", "jsonargparse"}
+    assert not heavy & modules_after("from genesis.cli.main import main\nmain(['--help'])")
+
+
+def test_commands_that_do_not_train_never_import_lightning() -> None:
+    loaded = modules_of({command.name for command in COMMANDS} - TRAIN)
+    assert not {"lightning", "pytorch_lightning", "lightning_fabric"} & loaded
+
+
+def test_commands_that_need_no_tensors_never_import_torch() -> None:
+    assert "torch" not in modules_of(NO_TENSORS)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name.replace(" ", "-"))
+def test_every_command_helps(command: Command, genesis: Genesis) -> None:
+    outcome = genesis(*command.name.split(), "--help")
+    assert (outcome.status, outcome.err) == (0, "")
+    assert outcome.out.startswith("usage: genesis")
+    # What it does, and more than the option that was just given.
+    assert len(outcome.out.splitlines()) > 6
+    for option in OPTIONS.get(command.name, ()):
+        assert option in outcome.out
+
+
+def test_a_group_alone_lists_its_commands_and_is_a_misuse(genesis: Genesis) -> None:
+    page = genesis("data", "--help")
+    assert page.status == 0
+    assert "data prepare" in page.out
+    assert "tokenizer train" not in page.out
+    assert genesis("data").status == 2
+
+
+def test_no_command_at_all_is_a_misuse_that_shows_the_page(genesis: Genesis) -> None:
+    outcome = genesis()
+    assert outcome.status == 2
+    assert outcome.out == genesis("--help").out
+
+
+def test_the_version_is_the_packages(genesis: Genesis) -> None:
+    assert genesis("--version").out == f"genesis {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "near"),
+    [
+        (("fti",), "genesis fit"),
+        (("data", "prepair"), "genesis data prepare"),
+        (("tokenizer-train",), "tokenizer train"),
+    ],
+)
+def test_an_unknown_command_names_the_nearest(words: tuple[str, ...], near: str, genesis: Genesis) -> None:
+    outcome = genesis(*words, "--config", "some.yaml")
+    assert (outcome.status, outcome.out) == (2, "")
+    assert outcome.err.startswith(f"genesis: error: no command {' '.join(words)!r}; did you mean `")
+    assert near in outcome.err
+
+
+def fails_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
+    def fail(argv: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr(Command, "load", lambda command: fail)
+    return main(["demo"])
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (UserError("no such thing"), 2, "no such thing"),
+        (RunEndedError("enough"), 1, "enough"),
+        (OSError(errno.ENOSPC, "No space left on device", "shard"), 2, "shard: No space left on device"),
+        (PermissionError(errno.EACCES, "Permission denied", "run"), 2, "run: Permission denied"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_line_and_a_status(
+    error: Exception, status: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fails_with(error, monkeypatch) == status
+    assert capsys.readouterr().err == f"genesis: error: {line}\n"
+
+
+def test_an_interruption_has_the_shells_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fails_with(KeyboardInterrupt(), monkeypatch) == 130
+
+
+@pytest.mark.parametrize("error", [AssertionError("ours"), OSError(errno.EIO, "Input/output error"), RuntimeError()])
+def test_our_own_mistakes_keep_their_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(type(error)):
+        fails_with(error, monkeypatch)
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, genesis: Genesis) -> None:
+    command = Command("export", "", "genesis.not_there:main", extra="hub")
+    monkeypatch.setattr(main_module, "COMMANDS", (command,))
+    outcome = genesis("export")
+    assert outcome.status == 2
+    assert "pip install 'genesis-lm[hub]'" in outcome.err
