@@ -48,6 +48,11 @@ class Replicated(DDPStrategy):
         """Applies this strategy's wrappers to a freshly built decoder, in place."""
         apply_wrappers(decoder, self.activation_checkpointing, self.compile_blocks)
 
+    def configure_ddp(self) -> None:
+        """Wraps the module in DDP, unless this rank is alone: it would only copy gradients into buckets."""
+        if self.world_size > 1:
+            super().configure_ddp()
+
     @property
     def parameter_device(self) -> torch.device:
         """Where parameters live between steps."""
