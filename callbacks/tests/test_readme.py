@@ -1,0 +1,59 @@
+"""The README: its code runs, and its tables name every option with its default."""
+
+import inspect
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+
+from genesis_callbacks import AsyncProcessCheckpoint, SkipAwareLR, TokenCounters
+from genesis_callbacks.checkpoint import list_committed
+
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def run_blocks(*blocks: str) -> dict[str, object]:
+    """Runs blocks one after another as a reader would, and returns their names."""
+    names: dict[str, object] = {"__name__": "__main__"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning has advice for a toy model
+        for block in blocks:
+            exec(compile(block, "README.md", "exec"), names)
+    return names
+
+
+def test_the_readmes_code_starts_a_run_goes_on_and_reads_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script, reading = BLOCKS
+    run_blocks(script.replace("max_steps=60", "max_steps=30"))
+    assert [manifest.step for _, manifest in list_committed("runs/mine")] == [20, 30]
+    names = run_blocks(script, reading)
+    assert names["checkpoint"].restore_report.step == 30
+    assert [manifest.step for _, manifest in list_committed("runs/mine")] == [30, 40, 60]
+    assert list_committed("runs/mine")[-1][1].counters == {
+        "step": 60,
+        "tokens_seen": 60 * 32,
+        "updates": 60,
+        "tokens_updated": 60 * 32,
+    }
+    assert names["weights"].keys() == {"model.layer.weight", "model.layer.bias"}
+
+
+def test_the_example_is_ten_lines_or_so():
+    lines = [line for line in BLOCKS[0].splitlines() if line and not line.startswith(("import", "from"))]
+    assert len(lines) <= 10
+
+
+@pytest.mark.parametrize("kind", [AsyncProcessCheckpoint, TokenCounters, SkipAwareLR])
+def test_each_option_stands_in_the_table_of_its_callback(kind):
+    section = re.search(rf"### {kind.__name__}\n(.*?)(\n### |\Z)", README, re.DOTALL)
+    assert section is not None
+    rows = [line.split("|") for line in section[1].splitlines() if line.startswith("| `")]
+    cells = {name: row[2].strip() for row in rows for name in re.findall(r"`(\w+)`", row[1])}
+    parameters = inspect.signature(kind).parameters
+    assert cells.keys() == parameters.keys()
+    for name, parameter in parameters.items():
+        if parameter.default not in (None, inspect.Parameter.empty):
+            assert cells[name] == repr(parameter.default).replace("'", '"'), name
