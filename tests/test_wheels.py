@@ -1,0 +1,83 @@
+"""Both distributions install from their wheels into an empty environment, and the callbacks without the application.
+
+Nothing is fetched: the packages that they depend on come from this environment, by a path file. A path file does not
+run the path files of the directory that it names, so what is installed here for development is not to be found there.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from genesis.cli.main import help_text
+
+REPOSITORY = Path(__file__).parents[1]
+QUICK_TESTS = ("test_retention.py", "test_tagged_json.py")
+
+
+def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+
+
+def check(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Returns the wheels of both distributions by their names."""
+    out = tmp_path_factory.mktemp("wheels")
+    options = ("--no-deps", "--no-index", "--no-build-isolation", "--disable-pip-version-check", "--wheel-dir", out)
+    check(run(sys.executable, "-m", "pip", "wheel", *options, REPOSITORY, REPOSITORY / "callbacks", cwd=out))
+    return {wheel.name.partition("-")[0]: wheel for wheel in out.glob("*.whl")}
+
+
+def make_environment(directory: Path, *wheels: Path) -> Path:
+    """Returns the interpreter of a new environment that holds `wheels` and sees this one's packages."""
+    venv.create(directory, with_pip=False, symlinks=True)
+    python = directory / "bin" / "python"
+    options = ("--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check")
+    check(run(sys.executable, "-m", "pip", "--python", python, "install", *options, *wheels, cwd=directory))
+    site_packages = next(directory.glob("lib/python*/site-packages"))
+    (site_packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return python
+
+
+def test_wheels_hold_their_package_and_nothing_else(wheels: dict[str, Path]) -> None:
+    assert wheels.keys() == {"genesis_lm", "genesis_callbacks"}
+    for distribution, package in (("genesis_lm", "genesis"), ("genesis_callbacks", "genesis_callbacks")):
+        with zipfile.ZipFile(wheels[distribution]) as wheel:
+            names = wheel.namelist()
+        folders = {name.split("/")[0] for name in names}
+        assert folders == {package, wheels[distribution].name.removesuffix("-py3-none-any.whl") + ".dist-info"}
+        assert f"{package}/py.typed" in names
+
+
+def test_the_application_runs_from_its_wheel(wheels: dict[str, Path], tmp_path: Path) -> None:
+    python = make_environment(tmp_path / "environment", *wheels.values())
+    assert check(run(python.with_name("genesis"), "--help", cwd=tmp_path)) == help_text() + "\n"
+    program = "import genesis.cli.fit, genesis_callbacks; print(genesis.__file__, genesis_callbacks.__file__)"
+    for file in check(run(python, "-c", program, cwd=tmp_path)).split():
+        assert Path(file).is_relative_to(tmp_path)
+
+
+def test_the_callbacks_run_from_their_wheel_where_genesis_is_absent(wheels: dict[str, Path], tmp_path: Path) -> None:
+    python = make_environment(tmp_path / "environment", wheels["genesis_callbacks"])
+    absent = run(python, "-c", "import genesis", cwd=tmp_path)
+    assert "ModuleNotFoundError: No module named 'genesis'" in absent.stderr
+    program = "import genesis_callbacks as g; print(g.__file__); [getattr(g, name) for name in g.__all__]"
+    assert Path(check(run(python, "-c", program, cwd=tmp_path)).strip()).is_relative_to(tmp_path)
+    shutil.copytree(
+        REPOSITORY / "callbacks" / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    shutil.copy(REPOSITORY / "callbacks" / "pyproject.toml", tmp_path)
+    tests = [Path("tests") / name for name in QUICK_TESTS]
+    check(run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, cwd=tmp_path))
