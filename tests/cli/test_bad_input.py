@@ -24,7 +24,7 @@ def check_is_one_line(outcome: Outcome, *parts: str) -> None:
     ("changes", "near"),
     [
         ({"rundir": "runs/x"}, "run_dir"),
-        ({"chekpoint": {"every_n_steps": 5}}, "checkpoint.every_n_steps"),
+        ({"checkpoints": {"every_n_steps": 5}}, "checkpoint.every_n_steps"),
         ({"checkpoint.every_n_step": 5}, "checkpoint.every_n_steps"),
         ({"data.seq_length": 16}, "data.seq_len"),
         ({"trainer.max_step": 5}, "trainer.max_steps"),

@@ -104,7 +104,7 @@ def test_the_version_is_the_packages(genesis: Genesis) -> None:
     ("words", "near"),
     [
         (("fti",), "genesis fit"),
-        (("data", "prepair"), "genesis data prepare"),
+        (("data", "prepares"), "genesis data prepare"),
         (("tokenizer-train",), "tokenizer train"),
     ],
 )
