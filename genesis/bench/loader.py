@@ -8,7 +8,6 @@ page cache.
 Two rates are given: by the clock, and by the processor time used, which other programs on the machine disturb less.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -26,6 +25,7 @@ import numpy as np
 import torch
 from blake3 import blake3
 
+from genesis.arguments import Parser
 from genesis.data.corpus import open_corpus
 from genesis.data.loader import Ranks, SequenceFormat, TrainWindows, count_train_sequences
 from genesis.data.manifest import CorpusManifest, ShardRecord, SourceRecord, write_manifest
@@ -56,7 +56,7 @@ class Measurement:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints the record and writes it where `--out` says."""
-    parser = argparse.ArgumentParser(prog="genesis bench loader", description=__doc__.split("\n", 1)[0])
+    parser = Parser(prog="genesis bench loader", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--tokens", type=int, default=100_000_000, help="tokens of the corpus (default %(default)s)")
     parser.add_argument("--repeats", type=int, default=15, help="timed runs of each shape (default %(default)s)")
     parser.add_argument("--seconds", type=float, default=1.0, help="length of a timed run (default %(default)s)")

@@ -24,6 +24,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from genesis.arguments import Parser
 from genesis.bench.contenders import OWN, Contender, Worker, choose_contenders
 from genesis.bench.pairs import PairedRatio, compare_pairs, rotate_order
 from genesis.bench.workers.protocol import Burst, Ready, Workload
@@ -129,7 +130,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="genesis bench step", description=(__doc__ or "").split("\n", 1)[0])
+    parser = Parser(prog="genesis bench step", description=(__doc__ or "").split("\n", 1)[0])
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--model", choices=MODELS, default="9m", help="a shape by name (default %(default)s)")
     what.add_argument("--config", type=Path, help="a recipe, as configs/genesis-1b.yaml")

@@ -5,7 +5,6 @@ syncing shards and manifest. SentencePiece is given the same texts as a list in 
 in turn, pair after pair; the record holds the median ratio of the pairs with its interval.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -23,6 +22,7 @@ from typing import Any
 
 import sentencepiece
 
+from genesis.arguments import Parser
 from genesis.data.prepare import PrepareOptions, prepare_corpus
 from genesis.data.sources import SourceOptions, sample_texts
 from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
@@ -32,7 +32,7 @@ _COVERAGE = 0.95
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints the record and writes it where `--out` says; exit status 1 below `--at_least`."""
-    parser = argparse.ArgumentParser(prog="genesis bench tokenize", description=(__doc__ or "").split("\n", 1)[0])
+    parser = Parser(prog="genesis bench tokenize", description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--pairs", type=int, default=10, help="pairs of runs (default %(default)s)")
     parser.add_argument("--text_bytes", type=int, default=60_000_000, help="text to tokenize (default %(default)s)")
     parser.add_argument("--vocab_size", type=int, default=49_152, help="of the tokenizer (default %(default)s)")

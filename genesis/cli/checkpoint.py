@@ -22,8 +22,8 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from genesis.arguments import Parser
 from genesis.cli.options import PLAIN_WIDTH
-from genesis.cli.parser import Parser
 from genesis.errors import UserError
 from genesis.train.recipe_policy import RECIPE_POLICY
 from genesis_callbacks.checkpoint import (

@@ -4,7 +4,7 @@ import argparse
 
 import shtab
 
-from genesis.cli.parser import Parser
+from genesis.arguments import Parser
 from genesis.cli.table import COMMANDS
 
 

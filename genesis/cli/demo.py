@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from genesis.cli.parser import Parser
+from genesis.arguments import Parser
 from genesis.demo.main import run_demo
 
 _DESCRIPTION = """The whole road in minutes on a CPU, each step a command that you could type yourself: text that every

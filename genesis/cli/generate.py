@@ -7,7 +7,7 @@ from typing import TextIO
 
 import torch
 
-from genesis.cli.parser import Parser
+from genesis.arguments import Parser
 from genesis.errors import UserError
 from genesis.generate.load import load_decoder
 from genesis.generate.sample import SamplingOptions

@@ -9,8 +9,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from genesis.arguments import Parser
 from genesis.cli.options import PLAIN_WIDTH
-from genesis.cli.parser import Parser
 from genesis.model.describe import Description, describe
 from genesis.model.recipe import read_decoder_config
 

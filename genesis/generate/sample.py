@@ -38,7 +38,7 @@ class SamplingOptions:
             raise UserError(f"top_p is {self.top_p}: it must be above 0 and at most 1")
 
 
-def token_probabilities(logits: Float[Tensor, "V"], options: SamplingOptions) -> Float[Tensor, "V"]:
+def token_probabilities(logits: Float[Tensor, " V"], options: SamplingOptions) -> Float[Tensor, " V"]:
     """Returns the probability with which each token is drawn: temperature, then top-k, then top-p of what is left.
 
     Top-p keeps the token that crosses the threshold, so that one always remains.
@@ -59,7 +59,7 @@ def token_probabilities(logits: Float[Tensor, "V"], options: SamplingOptions) ->
     return torch.zeros_like(probs).scatter_(0, order, probs)
 
 
-def sample_token(logits: Float[Tensor, "V"], options: SamplingOptions, generator: torch.Generator) -> int:
+def sample_token(logits: Float[Tensor, " V"], options: SamplingOptions, generator: torch.Generator) -> int:
     """Returns one token, drawn on the CPU so that a seed means the same on every device."""
     probs = token_probabilities(logits.float().cpu(), options)
     return int(torch.multinomial(probs, 1, generator=generator))

@@ -146,6 +146,6 @@ def _next_logits(decoder: Decoder, texts: Sequence[Sequence[int]], cache: KVCach
 
 
 def _project_last(
-    hidden: Float[Tensor, "B S D"], weight: Float[Tensor, "V D"], lengths: Int64[Tensor, "B"]
+    hidden: Float[Tensor, "B S D"], weight: Float[Tensor, "V D"], lengths: Int64[Tensor, " B"]
 ) -> Float[Tensor, "B V"]:
     return hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1] @ weight.t()

@@ -119,9 +119,9 @@ class KVCache:
         shape = (config.num_layers, batch_size, max_len, config.num_kv_heads, config.head_dim)
         self.keys: Float[Tensor, "layers B L K E"] = torch.zeros(shape, device=device, dtype=dtype)
         self.values: Float[Tensor, "layers B L K E"] = torch.zeros(shape, device=device, dtype=dtype)
-        self.lengths: Int64[Tensor, "B"] = torch.zeros(batch_size, device=device, dtype=torch.int64)
+        self.lengths: Int64[Tensor, " B"] = torch.zeros(batch_size, device=device, dtype=torch.int64)
 
-    def advance(self, num_tokens: Int64[Tensor, "B"]) -> None:
+    def advance(self, num_tokens: Int64[Tensor, " B"]) -> None:
         """Counts the tokens of each sequence in the forward that just ran as present."""
         self.lengths = self.lengths + num_tokens
 
