@@ -99,7 +99,7 @@ class Layout(NamedTuple):
 
     cos: Float[Tensor, "B S 1 E"]
     sin: Float[Tensor, "B S 1 E"]
-    offsets: Int32[Tensor, "num_documents+1"] | None = None
+    offsets: Int32[Tensor, " num_documents+1"] | None = None
     """Where documents begin in the flattened batch, and its end."""
     mask: Bool[Tensor, "B 1 S L"] | None = None
     slots: Int64[Tensor, "B S"] | None = None
@@ -200,7 +200,7 @@ def document_positions(document_ids: Int32[Tensor, "B S"]) -> Int64[Tensor, "B S
     return index - starts
 
 
-def document_offsets(document_ids: Int32[Tensor, "B S"]) -> Int32[Tensor, "num_documents+1"]:
+def document_offsets(document_ids: Int32[Tensor, "B S"]) -> Int32[Tensor, " num_documents+1"]:
     """Returns where documents begin in the flattened batch, and its end. Waits for the device: the count is data."""
     starts = _is_start(document_ids).flatten().nonzero().flatten()
     return pad(starts, (0, 1), value=document_ids.numel()).to(torch.int32)
