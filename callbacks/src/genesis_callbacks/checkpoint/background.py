@@ -187,9 +187,10 @@ class BackgroundSaver:
             SaveFailedError: On every rank alike: it could not begin.
         """
         assert self._save is None
-        if self._plan is None or (self._ranks.world_size == 1):
-            snapshot = self._take_planned(take_snapshot)
-            failure: Exception | None = None
+        snapshot: Snapshot | None
+        failure: Exception | None
+        if self._plan is None or self._ranks.world_size == 1:
+            snapshot, failure = self._take_planned(take_snapshot), None
         else:
             snapshot, failure = self._take(take_snapshot)
         plan = self._plan
@@ -203,8 +204,8 @@ class BackgroundSaver:
             except (OSError, CheckpointError) as error:
                 failure = error
         if failure is not None or snapshot is None:
-            error = failure or SaveFailedError("no snapshot")
-            save.start(lambda _: failed_outcome(error))
+            outcome = failed_outcome(failure or SaveFailedError("no snapshot"))
+            save.start(lambda _: outcome)
             return
         parts = [
             local if local.part.kind in _OVERLAPPED_KINDS else replace(local, data=local.data.clone())
@@ -369,7 +370,7 @@ class BackgroundSaver:
         device = next(data.device for data in live.values() if data.is_cuda)
         with torch.cuda.device(device):  # a new thread begins with the first one
             buffer.pin()
-            self._side_stream = self._side_stream or torch.cuda.Stream(device)
+            self._side_stream = self._side_stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch: no types
             with torch.cuda.stream(self._side_stream):
                 self._side_stream.wait_event(event)
                 digests = _digest_and_copy(live, placed, buffer)
@@ -408,7 +409,7 @@ def _record_event(parts: Sequence[LocalPart]) -> torch.cuda.Event | None:
     """Marks where the training stream stands, for a copy on another; None where everything is on the CPU."""
     if not any(local.data.is_cuda for local in parts):
         return None
-    event = torch.cuda.Event()
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch gives it no types
     event.record()
     return event
 

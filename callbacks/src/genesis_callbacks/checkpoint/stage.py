@@ -81,7 +81,8 @@ class SharedBuffer:
         """Makes copies from a CUDA device fast and asynchronous; a second call does nothing."""
         if self._pinned_address is None:
             address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
-            code = int(torch.cuda.cudart().cudaHostRegister(address, self.num_bytes, 0))
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch gives it no types
+            code = int(runtime.cudaHostRegister(address, self.num_bytes, 0))
             if code != 0:
                 raise SaveFailedError(f"{self.num_bytes} bytes for staging cannot be pinned: CUDA error {code}")
             self._pinned_address = address
@@ -90,7 +91,8 @@ class SharedBuffer:
         """Gives the memory back once no tensor views it; a second call does nothing."""
         if self.descriptor >= 0:
             if self._pinned_address is not None:
-                torch.cuda.cudart().cudaHostUnregister(self._pinned_address)
+                runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch gives it no types
+                runtime.cudaHostUnregister(self._pinned_address)
             os.close(self.descriptor)
             self.descriptor = -1
             del self._map
