@@ -164,6 +164,7 @@ def train(
         "seen": counting.seen,
         "last_saved": str(checkpoint.last_saved),
         "failed": checkpoint.num_failed_saves,
+        "skipped": checkpoint.num_skipped_saves,
         "training_collectives": (checkpoint.num_training_collectives, _num_collectives() > 0, checkpoint.num_hooks),
         "signal": checkpoint.stopped_by_signal,
     }

@@ -15,6 +15,8 @@ from genesis_callbacks.async_process_checkpoint import _refuse_strategy
 from genesis_callbacks.checkpoint import CheckpointError, find_latest, list_committed
 from genesis_callbacks.testing import run_ranks
 
+MODES = ("sync", "thread", "process")
+
 
 class TwoNets(LightningModule):
     """Manual or automatic, with BatchNorm, extra state, hyperparameters and a validation loop."""
@@ -109,12 +111,13 @@ def fit(run_dir, max_steps, *, is_manual=False, ckpt_path=None, **options):
     return model, data, checkpoint
 
 
-def resume_manually(root, is_manual):
+def resume_manually(root, is_manual, mode):
     # Lightning counts each optimizer's step, so a window of two optimizers counts two.
     total = 12 if is_manual else 6
     straight, _, _ = fit(root / "straight", total, is_manual=is_manual, save_at_end=False)
-    fit(root / "run", total // 2, is_manual=is_manual)
-    resumed, data, checkpoint = fit(root / "run", total, is_manual=is_manual, ckpt_path="latest")
+    options = {"is_manual": is_manual, "mode": mode, "every_n_steps": 2}
+    fit(root / "run", total // 2, **options)
+    resumed, data, checkpoint = fit(root / "run", total, ckpt_path="latest", **options)
     assert resumed.seen_loads == [total // 2]
     assert data.position == 6
     for name, tensor in straight.state_dict().items():
@@ -122,15 +125,16 @@ def resume_manually(root, is_manual):
     return checkpoint.restore_report.text
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("is_manual", [False, True])
-def test_automatic_and_manual_optimization_resume_bit_equal(tmp_path, is_manual):
-    (report,) = run_ranks(resume_manually, 1, tmp_path, is_manual)
+def test_automatic_and_manual_optimization_resume_bit_equal(tmp_path, is_manual, mode):
+    (report,) = run_ranks(resume_manually, 1, tmp_path, is_manual, mode)
     assert ("there was none yet" in report) == (not is_manual)
 
 
-def several_fits(root):
-    checkpoint = AsyncProcessCheckpoint(run_dir=root / "one", every_n_steps=2, keep_last=None)
-    other = AsyncProcessCheckpoint(run_dir=root / "two", every_n_minutes=1e-9, save_at_end=False)
+def several_fits(root, mode):
+    checkpoint = AsyncProcessCheckpoint(run_dir=root / "one", every_n_steps=2, keep_last=None, mode=mode)
+    other = AsyncProcessCheckpoint(run_dir=root / "two", every_n_minutes=1e-9, save_at_end=False, mode=mode)
     model, data = TwoNets(), PositionData()
     trainer = build_trainer(root, 3, checkpoint, other, Advance())
     trainer.fit(model, data)
@@ -150,8 +154,9 @@ def several_fits(root):
     }
 
 
-def test_two_fits_two_callbacks_validate_and_stock_checkpoints(tmp_path):
-    (committed,) = run_ranks(several_fits, 1, tmp_path)
+@pytest.mark.parametrize("mode", MODES)
+def test_two_fits_two_callbacks_validate_and_stock_checkpoints(tmp_path, mode):
+    (committed,) = run_ranks(several_fits, 1, tmp_path, mode)
     assert committed == {
         "one": [("step-00000002", 1), ("step-00000003", 2), ("step-00000004", 3), ("step-00000006", 4)],
         "two": [("step-00000004", 4), ("step-00000005", 5), ("step-00000006", 6)],
@@ -230,8 +235,10 @@ def test_strategies_without_support_are_refused_by_name(strategy, name):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mode": "thread"}, "'thread' is not there yet"),
-        ({"mode": "process"}, "'process' is not there yet"),
+        ({"mode": "threads"}, "mode must be 'sync' or 'thread' or 'process', not 'threads'"),
+        ({"staging": "none"}, "staging must be 'blocking' or 'overlapped', not 'none'"),
+        ({"when_busy": "fail"}, "when_busy must be 'wait' or 'skip', not 'fail'"),
+        ({"save_timeout_seconds": 0.0}, "save_timeout_seconds must be positive"),
         ({"every_n_steps": 0}, "every_n_steps must be positive"),
         ({"every_n_minutes": -1.0}, "every_n_minutes must be positive"),
         ({"keep_last": 0}, "keep_last must be at least 1"),

@@ -13,6 +13,7 @@ from plain_project import run_training
 from genesis_callbacks.checkpoint import find_latest, read_manifest, read_tensors, verify
 
 WORLD_SIZES = {"single": 1, "ddp": 2, "fsdp2": 2, "zero": 2}
+MODES = ("sync", "thread", "process")
 STRATEGIES = ("single", "ddp", "fsdp2")
 
 
@@ -27,12 +28,17 @@ def global_losses(runs):
     return torch.tensor([run["losses"] for run in runs]).mean(dim=0)
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("strategy", WORLD_SIZES)
-def test_four_steps_a_save_and_four_in_a_new_process_equal_eight(tmp_path, strategy):
+def test_four_steps_a_save_and_four_in_a_new_process_equal_eight(tmp_path, strategy, mode):
+    """The first run saves nothing, the others at every step: saving changes no bit of the training."""
     world_size = WORLD_SIZES[strategy]
+    options = {"dropout": 0.3, "mode": mode, "every_n_steps": 1}
     straight = run_training(world_size, tmp_path / "straight", strategy, 8, dropout=0.3, save_at_end=False)
-    run_training(world_size, tmp_path / "run", strategy, 4, dropout=0.3)
-    resumed = run_training(world_size, tmp_path / "run", strategy, 8, dropout=0.3, ckpt_path="callback")
+    run_training(world_size, tmp_path / "run", strategy, 4, **options)
+    resumed = run_training(world_size, tmp_path / "run", strategy, 8, ckpt_path="callback", **options)
+    assert verify(find_latest(tmp_path / "run"), "deep").step == 8
+    assert names_in(tmp_path / "run") == ["step-00000006", "step-00000007", "step-00000008"]
     assert_equal_weights(straight, resumed)
     for run, other in zip(straight, resumed, strict=True):
         assert run["losses"][4:] == other["losses"]
@@ -86,9 +92,10 @@ def test_directory_is_readable_by_stock_dcp_and_by_name(tmp_path, saved_by):
     assert len(manifest.tensors["model.net.embed.weight"].chunks) == 2
 
 
-def test_saves_run_nothing_on_the_training_group(tmp_path):
+@pytest.mark.parametrize("mode", MODES)
+def test_saves_run_nothing_on_the_training_group(tmp_path, mode):
     for strategy in ("ddp", "fsdp2"):
-        for run in run_training(2, tmp_path / strategy, strategy, 4, every_n_steps=1, keep_last=2):
+        for run in run_training(2, tmp_path / strategy, strategy, 4, every_n_steps=1, keep_last=2, mode=mode):
             assert run["training_collectives"] == (0, True, 4)
 
 

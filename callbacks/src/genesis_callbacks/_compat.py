@@ -47,6 +47,16 @@ def local_chunks(tensor: Tensor) -> list[tuple[Offsets, tuple[int, ...], Tensor]
     return [(offsets, sizes, local)]
 
 
+def local_address(tensor: Tensor) -> int:
+    """Returns where in memory this rank's elements lie: it changes when somebody gives a tensor other data."""
+    return tensor._local_tensor.data_ptr() if isinstance(tensor, DTensor) else tensor.data_ptr()
+
+
+def write_count(tensor: Tensor) -> int:
+    """Returns how often a tensor was written in place, through whichever view; 0 where torch does not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def build_dcp_metadata(
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...], list[tuple[Offsets, tuple[int, ...], str, int, int]]]],
     checkpoint_id: str,

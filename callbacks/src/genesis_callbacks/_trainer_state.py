@@ -6,10 +6,12 @@ from typing import Any, Protocol, runtime_checkable
 from lightning.pytorch import LightningModule, Trainer
 
 from .checkpoint.collect import model_parts, name_model, name_optimizer, name_parameters, optimizer_parts
-from .checkpoint.plan import local_parts
+from .checkpoint.plan import PartsCache, local_parts
 from .checkpoint.rng import read_rng_state
 from .checkpoint.save import Snapshot
 from .checkpoint.tagged_json import encode_tagged
+
+_LIGHTNING_VERSION = version("lightning")  # it reads a file each time
 
 
 @runtime_checkable
@@ -38,7 +40,7 @@ def read_trainer_state(trainer: Trainer, module: LightningModule) -> dict[str, A
     state: dict[str, Any] = {
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
-        "pytorch-lightning_version": version("lightning"),
+        "pytorch-lightning_version": _LIGHTNING_VERSION,
         "state_dict": module.state_dict(keep_vars=True),
         "loops": {
             "fit_loop": trainer.fit_loop.state_dict(),
@@ -74,10 +76,10 @@ def read_trainer_state(trainer: Trainer, module: LightningModule) -> dict[str, A
     return state
 
 
-def take_snapshot(trainer: Trainer, module: LightningModule, rank: int) -> Snapshot:
+def take_snapshot(trainer: Trainer, module: LightningModule, rank: int, cache: PartsCache | None = None) -> Snapshot:
     """Returns what this rank gives to a save: live tensors by canonical name, and everything else as plain JSON.
 
-    No communication, and no step of an optimizer.
+    No communication, and no step of an optimizer. `cache` serves one run, from save to save.
 
     Raises:
         UnsupportedStateError: Something cannot be saved without pickle; the message names its key.
@@ -94,9 +96,11 @@ def take_snapshot(trainer: Trainer, module: LightningModule, rank: int) -> Snaps
         "rng": read_rng_state(),
     }
     section, tensors = encode_tagged(content, f"state.{rank}")
-    parts = model_parts(model)
+    cache = cache or PartsCache()
+    parts = model_parts(model, cache)
     for optimizer in optimizers:
-        parts += optimizer_parts(optimizer)
+        parts += optimizer_parts(optimizer, cache)
     for name, tensor in tensors.items():
         parts += local_parts(name, tensor, "state")
+    cache.end_save()
     return Snapshot(trainer.global_step, read_counters(trainer), parts, section)

@@ -4,13 +4,21 @@
     trainer = Trainer(callbacks=[checkpoint], ...)
     trainer.fit(model, ckpt_path=checkpoint.latest())
 
-It logs no metric. It talks over a gloo group of its own, made once for a fit: one small reduction for each step, in the
-background, and three exchanges for each save. Nothing of it runs on the group that trains.
+    logged                      unit and meaning, once for each save that mode `thread` or `process` committed
+    checkpoint/stall_seconds    all time that the training thread spent in these hooks for the save
+    checkpoint/staged_bytes     copied on this rank
+    checkpoint/write_seconds    from the writer's begin to its end, behind the training
+    checkpoint/num_skipped      saves that were due while the one before still ran (`when_busy="skip"`), so far
+
+It talks over a gloo group of its own, made once for a fit: one small reduction for each step, in the background. A save
+in mode `sync` has three exchanges; in the others the first save, and one after a change of the tensors, has one.
+Nothing of it runs on the group that trains.
 """
 
+import contextlib
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -28,29 +36,44 @@ from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
+from torch.optim import Optimizer
 
 from ._compat import LoadCheckpoint, NothingToRestore, route_load_checkpoint, unroute_load_checkpoint
 from ._signals import SignalFlag
+from ._step_watch import StepWatch
 from ._trainer_restore import Restore
 from ._trainer_state import take_snapshot
+from .checkpoint.background import BackgroundSaver, Progress, Staging
+from .checkpoint.collect import MODEL_PREFIX, name_parameters
 from .checkpoint.commit import supersede
 from .checkpoint.drift import DriftPolicy
-from .checkpoint.errors import CheckpointError
+from .checkpoint.errors import CheckpointError, SaveFailedError
+from .checkpoint.job import Outcome
 from .checkpoint.lineage import (
     CHECKPOINTS_NAME,
     DirectoryLock,
     find_latest,
     list_committed,
     remove_abandoned,
+    wait_for_orphans,
 )
-from .checkpoint.manifest import COMMITTED_NAME, MANIFEST_NAME, is_checkpoint_name
+from .checkpoint.manifest import COMMITTED_NAME, MANIFEST_NAME, checkpoint_name, is_checkpoint_name
+from .checkpoint.plan import PartsCache
 from .checkpoint.ranks import Ranks
 from .checkpoint.retain import Retention
-from .checkpoint.save import Origin, Saver
+from .checkpoint.save import Origin, RetentionWarning, Saver, Snapshot
 from .checkpoint.verify import VerifyLevel
+from .checkpoint.writer_process import WriterProcess
 from .restore_report import RestoreReport
 
 LATEST = "latest"
+_STALL = "checkpoint/stall_seconds"
+_STAGED = "checkpoint/staged_bytes"
+_WRITE = "checkpoint/write_seconds"
+_SKIPPED = "checkpoint/num_skipped"
+# How long a run that ends by an exception waits for the save in flight, and a restart for orphaned writers.
+_LEAVE_SECONDS = 10.0
+_ORPHAN_SECONDS = 60.0
 _REFUSED_STRATEGIES: dict[type[Strategy], str] = {
     FSDPStrategy: "FSDP1 (FSDPStrategy): use ModelParallelStrategy with fully_shard",
     DeepSpeedStrategy: "DeepSpeed: use ModelParallelStrategy with fully_shard",
@@ -67,6 +90,14 @@ def _siblings(trainer: Trainer) -> list["AsyncProcessCheckpoint"]:
 
 class SaveFailedWarning(UserWarning):
     """A save failed and training goes on, by `on_save_failure="warn"`; the message says why."""
+
+
+class SaveSkippedWarning(UserWarning):
+    """A save was due while the one before still ran, by `when_busy="skip"`."""
+
+
+class TornSnapshotWarning(UserWarning):
+    """Training changed what was being staged; that save is made again, and staging is blocking from now on."""
 
 
 def _refuse_strategy(strategy: Strategy) -> None:
@@ -113,7 +144,14 @@ class AsyncProcessCheckpoint(Checkpoint):
             (`stopped_by_signal`). A second SIGINT interrupts at once.
         keep_last: How many of the newest checkpoints stay; None keeps all.
         keep_every_n_steps: Those whose step is a multiple of it stay for good; None for none.
-        mode: Only "sync" yet: the training thread writes.
+        mode: Who writes: "sync" the training thread, "thread" a thread beside it, "process" a writer process for each
+            rank, which has started before the first step.
+        staging: In the other modes than "sync": "overlapped" copies while the next forward and backward run, and
+            waits before the optimizer step; "blocking" copies at once. What is staged is compared with what was live;
+            where training changed it, the save is made again and staging stays blocking.
+        when_busy: What a due save does while the one before still runs: "wait" for it, or "skip" with a
+            `SaveSkippedWarning` and a count. A save that ends the run always waits.
+        save_timeout_seconds: After so long a writer that does not answer is killed, and its save has failed.
         on_save_failure: "raise" ends training with the error; "warn" goes on, with a `SaveFailedWarning`. The last good
             checkpoint stays in either case.
         verify_level: How much a restore verifies before it begins; what is placed is always compared by digest.
@@ -128,9 +166,13 @@ class AsyncProcessCheckpoint(Checkpoint):
         restore_report: What the last restore kept, rebuilt and started afresh, or None.
         last_saved: The newest checkpoint that this run has saved or restored, or None.
         num_failed_saves: In the last fit.
+        num_skipped_saves: In the last fit, by `when_busy`.
+        last_stall_seconds: All time that the training thread spent here for the last settled save.
+        last_staged_bytes: What it copied on this rank.
+        last_write_seconds: How long it was written.
 
     Raises:
-        ValueError: An argument has no meaning, or a mode is not there yet.
+        ValueError: An argument has no meaning.
     """
 
     def __init__(
@@ -143,7 +185,10 @@ class AsyncProcessCheckpoint(Checkpoint):
         save_on_signal: bool = True,
         keep_last: int | None = 3,
         keep_every_n_steps: int | None = None,
-        mode: Literal["sync"] = "sync",
+        mode: Literal["sync", "thread", "process"] = "sync",
+        staging: Staging = "overlapped",
+        when_busy: Literal["wait", "skip"] = "wait",
+        save_timeout_seconds: float = 600.0,
         on_save_failure: Literal["raise", "warn"] = "raise",
         verify_level: VerifyLevel = "full",
         recipe: dict[str, Any] | None = None,
@@ -152,13 +197,22 @@ class AsyncProcessCheckpoint(Checkpoint):
         drift_policy: DriftPolicy | None = None,
     ) -> None:
         super().__init__()
-        if mode != "sync":
-            raise ValueError(f"mode {mode!r} is not there yet: this version saves in mode 'sync' only")
-        for name, interval in (("every_n_steps", every_n_steps), ("every_n_minutes", every_n_minutes)):
+        intervals = {
+            "every_n_steps": every_n_steps,
+            "every_n_minutes": every_n_minutes,
+            "save_timeout_seconds": save_timeout_seconds,
+        }
+        for name, interval in intervals.items():
             if interval is not None and interval <= 0:
                 raise ValueError(f"{name} must be positive, or None, not {interval}")
-        if on_save_failure not in ("raise", "warn"):
-            raise ValueError(f"on_save_failure must be 'raise' or 'warn', not {on_save_failure!r}")
+        for name, choice, choices in (
+            ("on_save_failure", on_save_failure, ("raise", "warn")),
+            ("mode", mode, ("sync", "thread", "process")),
+            ("staging", staging, ("blocking", "overlapped")),
+            ("when_busy", when_busy, ("wait", "skip")),
+        ):
+            if choice not in choices:
+                raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, not {choice!r}")
         self.directory = Path(run_dir).resolve() / CHECKPOINTS_NAME
         self.recipe: Mapping[str, Any] = recipe or {}
         self.identity: Mapping[str, Any] = identity or {}
@@ -167,6 +221,14 @@ class AsyncProcessCheckpoint(Checkpoint):
         self.restore_report: RestoreReport | None = None
         self.last_saved: Path | None = None
         self.num_failed_saves = 0
+        self.num_skipped_saves = 0
+        self.last_stall_seconds = 0.0
+        self.last_staged_bytes = 0
+        self.last_write_seconds = 0.0
+        self._mode = mode
+        self._staging: Staging = staging
+        self._when_busy = when_busy
+        self._save_timeout_seconds = save_timeout_seconds
         self._every_n_steps = every_n_steps
         self._every_n_seconds = None if every_n_minutes is None else 60.0 * every_n_minutes
         self._has_save_at_end = save_at_end
@@ -180,6 +242,16 @@ class AsyncProcessCheckpoint(Checkpoint):
         self._ranks_world: Any = None
         self._lock: DirectoryLock | None = None
         self._saver: Saver | None = None
+        self._writer: WriterProcess | None = None
+        self._background: BackgroundSaver | None = None
+        self._watch: StepWatch | None = None
+        self._names: dict[int, str] = {}
+        self._parts = PartsCache()
+        self._updates_at_begin = 0
+        self._updates_at_last = 0
+        self._stall_seconds = 0.0
+        self._stall_mark_seconds = 0.0
+        self._has_told_memory = False
         self._restore: Restore | None = None
         self._started_from: Restore | None = None
         self._verified: Path | None = None
@@ -203,16 +275,21 @@ class AsyncProcessCheckpoint(Checkpoint):
         if dist.is_available() and dist.is_initialized():
             return self._agreed_latest(self._join())
         is_first = getattr(rank_zero_only, "rank", None) in (None, 0)
+        wait_for_orphans(self.directory, _ORPHAN_SECONDS)
         self._verified = find_latest(self.directory, level=self._verify_level, put_aside=is_first)
         return self._verified
 
     def _agreed_latest(self, ranks: Ranks) -> Path | None:
         self._verified = ranks.attempt_and_gather(
             "looking for the latest checkpoint",
-            lambda: find_latest(self.directory, level=self._verify_level) if ranks.is_first else None,
+            lambda: self._find_latest() if ranks.is_first else None,
             error_type=CheckpointError,
         )[0]
         return self._verified
+
+    def _find_latest(self) -> Path | None:
+        wait_for_orphans(self.directory, _ORPHAN_SECONDS)
+        return find_latest(self.directory, level=self._verify_level)
 
     def _join(self) -> Ranks:
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
@@ -228,14 +305,18 @@ class AsyncProcessCheckpoint(Checkpoint):
         self._restore = self._started_from = None
         if stage == TrainerFn.FITTING:
             _refuse_strategy(trainer.strategy)
-            self.stopped_by_signal, self.restore_report, self.num_failed_saves = None, None, 0
+            self.stopped_by_signal, self.restore_report = None, None
+            self.num_failed_saves = self.num_skipped_saves = 0
             self._release()
             ranks.attempt("taking the checkpoint directory", self._take_directory, error_type=CheckpointError)
+            if self._mode == "process" and not trainer.fast_dev_run:  # type: ignore[attr-defined]  # Lightning sets it
+                self._writer = WriterProcess()  # it imports while the rest of the setup runs
         route_load_checkpoint(trainer.strategy, lambda original, path: self._load(trainer, pl_module, original, path))
 
     def _take_directory(self) -> None:
         if self._join().is_first:
             self._lock = DirectoryLock(self.directory)
+            wait_for_orphans(self.directory, _ORPHAN_SECONDS)
 
     def _load(
         self, trainer: Trainer, module: LightningModule, original: LoadCheckpoint, path: str | Path
@@ -280,7 +361,7 @@ class AsyncProcessCheckpoint(Checkpoint):
             lambda: take_snapshot(trainer, pl_module, ranks.rank),
             error_type=CheckpointError,
         )
-        self._start_saver(trainer, ranks)
+        self._start_saver(trainer, pl_module, ranks)
         self._last_step = trainer.global_step
         self._last_save_seconds = time.monotonic()
         self._votes = None
@@ -293,7 +374,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         if self._signals is not None:
             self._signals.install()
 
-    def _start_saver(self, trainer: Trainer, ranks: Ranks) -> None:
+    def _start_saver(self, trainer: Trainer, module: LightningModule, ranks: Ranks) -> None:
         before, start = self._saver, self._started_from
         self._started_from = None
         self._saver = Saver(
@@ -317,6 +398,25 @@ class AsyncProcessCheckpoint(Checkpoint):
         sequence = self._saver.sequence
         ranks.attempt(
             "tidying the directory", lambda: self._tidy(ranks, sequence, last_step), error_type=CheckpointError
+        )
+        self._start_background(trainer, module, ranks)
+
+    def _start_background(self, trainer: Trainer, module: LightningModule, ranks: Ranks) -> None:
+        if self._mode == "sync" or self._saver is None:
+            return
+        writer, self._writer = self._writer, None
+        self._background = BackgroundSaver(
+            self._saver, writer=writer, staging=self._staging, time_limit_seconds=self._save_timeout_seconds
+        )
+        ranks.attempt("starting the writer", self._background.wait_ready)
+        self._names = {parameter: MODEL_PREFIX + name for parameter, name in name_parameters(module).items()}
+        self._parts = PartsCache()
+        self._updates_at_begin = self._updates_at_last = 0
+        self._watch = StepWatch(
+            trainer.optimizers,
+            # In automatic optimization the step begins with its closure; on_before_optimizer_step comes after that.
+            before_step=None if module.automatic_optimization else self._wait_staged,
+            has_scaler=getattr(trainer.precision_plugin, "scaler", None) is not None,
         )
 
     def _tidy(self, ranks: Ranks, sequence: int, last_step: int) -> None:
@@ -344,63 +444,197 @@ class AsyncProcessCheckpoint(Checkpoint):
         if trainer.global_step == self._last_step or self._saver is None:
             return
         self._last_step = trainer.global_step
-        signal_number, is_minute_due = self._vote()
-        if signal_number:
-            self.stopped_by_signal = signal_number
-            # A limit from below would make Lightning train on in spite of should_stop.
-            trainer.fit_loop.min_epochs = None
-            trainer.fit_loop.epoch_loop.min_steps = None
-            trainer.should_stop = True
-        is_step_due = self._every_n_steps is not None and trainer.global_step % self._every_n_steps == 0
-        is_end_due = self._has_save_at_end and _is_last_window(trainer)
-        if signal_number or is_minute_due or is_step_due or is_end_due:
-            self._save(trainer, pl_module)
+        with self._stalling():
+            signal_number, is_minute_due, agreed = self._vote()
+            if signal_number:
+                self.stopped_by_signal = signal_number
+                # A limit from below would make Lightning train on in spite of should_stop.
+                trainer.fit_loop.min_epochs = None
+                trainer.fit_loop.epoch_loop.min_steps = None
+                trainer.should_stop = True
+            if self._background is not None:
+                self._settle(trainer, pl_module, self._background.settle(agreed))
+            is_step_due = self._every_n_steps is not None and trainer.global_step % self._every_n_steps == 0
+            is_end_due = self._has_save_at_end and _is_last_window(trainer)
+            if signal_number or is_minute_due or is_step_due or is_end_due:
+                self._save(trainer, pl_module)
 
-    def _vote(self) -> tuple[int, bool]:
-        """Returns (signal, whether minutes have passed) as all ranks agree: alone at once, else of the step before."""
+    @contextlib.contextmanager
+    def _stalling(self) -> Iterator[None]:
+        """Counts the time of a hook for the save that is in flight."""
+        self._stall_mark_seconds = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._count_stall()
+            if self._background is None or self._background.step_in_flight is None:
+                self._stall_seconds = 0.0
+
+    def _count_stall(self) -> None:
+        now_seconds = time.perf_counter()
+        self._stall_seconds += now_seconds - self._stall_mark_seconds
+        self._stall_mark_seconds = now_seconds
+
+    def _vote(self) -> tuple[int, bool, int]:
+        """Returns (signal, whether minutes have passed, what became of the save in flight) as all ranks agree.
+
+        Alone: as it is now; otherwise as it was at the step before.
+        """
         ranks = self._join()
         assert self._saver is not None
         elapsed_seconds = time.monotonic() - self._last_save_seconds
         is_due = ranks.is_first and self._every_n_seconds is not None and elapsed_seconds >= self._every_n_seconds
-        ours = [self._signals.received if self._signals is not None else 0, int(is_due)]
+        ours = [
+            self._signals.received if self._signals is not None else 0,
+            int(is_due),
+            self._background.poll() if self._background is not None else 0,
+        ]
         if ranks.world_size == 1:
-            signal_number, minutes = ours
+            signal_number, minutes, agreed = ours
         else:
-            signal_number, minutes = self._votes() if self._votes is not None else [0, 0]
+            signal_number, minutes, agreed = self._votes() if self._votes is not None else [0, 0, 0]
             self._votes = ranks.start_maximum(ours)
-        return signal_number, bool(minutes)
+        return signal_number, bool(minutes), agreed
 
     def _save(self, trainer: Trainer, module: LightningModule) -> None:
-        ranks = self._join()
-        assert self._saver is not None
         is_dry = trainer.fast_dev_run  # type: ignore[attr-defined]  # Lightning sets it
         if is_dry or self._last_saved_step == trainer.global_step:
             return
         self._last_save_seconds = time.monotonic()
+        if self._background is None:
+            self._save_now(trainer, module)
+        elif not self._is_busy(trainer, module, self._background):
+            self._begin(trainer, module, self._background)
+
+    def _save_now(self, trainer: Trainer, module: LightningModule) -> None:
+        ranks = self._join()
+        assert self._saver is not None
         try:
             saved = self._saver.save(lambda: take_snapshot(trainer, module, ranks.rank))
         except CheckpointError as error:
-            self.num_failed_saves += 1
-            if self._on_save_failure == "raise":
-                raise
-            message = f"the save at step {trainer.global_step} failed, {self._describe_last()}: {error}"
-            warnings.warn(message, SaveFailedWarning, stacklevel=2)
+            self._fail(trainer.global_step, error)
             return
         self.last_saved = saved.path
         self._last_saved_step = trainer.global_step
 
+    def _is_busy(self, trainer: Trainer, module: LightningModule, background: BackgroundSaver) -> bool:
+        """Says whether there is nothing to begin: this step is on its way, or is skipped. It may wait, by policy."""
+        if background.step_in_flight in (None, trainer.global_step):
+            return background.step_in_flight is not None
+        if self._when_busy == "skip" and not trainer.should_stop and not _is_last_window(trainer):
+            self.num_skipped_saves += 1
+            rank_zero_warn(
+                f"the save at step {trainer.global_step} is skipped: that of step {background.step_in_flight} still "
+                f"runs ({self.num_skipped_saves} skipped so far)",
+                category=SaveSkippedWarning,
+            )
+            return True
+        self._settle(trainer, module, background.finish())
+        return background.step_in_flight is not None  # a save that is made again is one of this step
+
+    def _begin(self, trainer: Trainer, module: LightningModule, background: BackgroundSaver) -> None:
+        watch, ranks = self._watch, self._join()
+        assert watch is not None
+        self._updates_at_begin = watch.num_updates
+        progress = Progress(
+            lambda: watch.num_steps, watch.num_updates - self._updates_at_last, watch.moved(self._names)
+        )
+
+        def take() -> Snapshot:
+            return take_snapshot(trainer, module, ranks.rank, self._parts)
+
+        try:
+            background.begin(trainer.global_step, take, progress)
+        except CheckpointError as error:
+            self._fail(trainer.global_step, error)
+
+    def _settle(self, trainer: Trainer, module: LightningModule, outcome: Outcome | None) -> None:
+        """Takes note of how a save in the background ended, the same on all ranks."""
+        if outcome is None:
+            return
+        background = self._background
+        assert background is not None
+        step = background.settled_step
+        if outcome.kind == "committed":
+            self.last_saved, self._last_saved_step = self.directory / checkpoint_name(step), step
+            self._updates_at_last = self._updates_at_begin
+            if outcome.warning is not None:
+                warnings.warn(outcome.warning, RetentionWarning, stacklevel=2)
+            self._log(trainer, step, background.staged_bytes, outcome.write_seconds)
+        elif outcome.kind == "failed":
+            self._fail(step, SaveFailedError(outcome.text))
+        else:
+            if outcome.kind == "torn":
+                rank_zero_warn(
+                    f"the save at step {step} is made again at step {trainer.global_step}, and staging is blocking "
+                    f"from now on: {outcome.text}",
+                    category=TornSnapshotWarning,
+                )
+            self._begin(trainer, module, background)
+
+    def _log(self, trainer: Trainer, step: int, staged_bytes: int, write_seconds: float) -> None:
+        self._count_stall()
+        self.last_stall_seconds, self._stall_seconds = self._stall_seconds, 0.0
+        self.last_staged_bytes, self.last_write_seconds = staged_bytes, write_seconds
+        if not self._has_told_memory and self._background is not None:
+            self._has_told_memory = True
+            bound = self._background.memory_bytes / 1e6
+            rank_zero_info(f"Saves in the background take at most {bound:,.0f} MB of memory on rank 0.")
+        values = {
+            _STALL: self.last_stall_seconds,
+            _STAGED: float(staged_bytes),
+            _WRITE: write_seconds,
+            _SKIPPED: float(self.num_skipped_saves),
+        }
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=step)
+
+    def _fail(self, step: int, error: CheckpointError) -> None:
+        """Ends training with the error, or warns, by policy."""
+        self.num_failed_saves += 1
+        if self._on_save_failure == "raise":
+            raise error
+        message = f"the save at step {step} failed, {self._describe_last()}: {error}"
+        warnings.warn(message, SaveFailedWarning, stacklevel=2)
+
     def _describe_last(self) -> str:
         return "nothing is saved yet" if self.last_saved is None else f"the last good one is {self.last_saved.name}"
 
+    def _wait_staged(self) -> None:
+        """Holds training back until the save in flight has no more need of the live tensors."""
+        if self._background is not None and self._background.step_in_flight is not None:
+            with self._stalling():
+                self._background.wait_staged()
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Waits for what is left of the copy. No communication."""
+        self._wait_staged()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Waits for the copy: others swap weights here. No communication."""
+        self._wait_staged()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Waits for the copy: others change weights here. No communication."""
+        self._wait_staged()
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Saves if the last step is not saved yet. Communicates."""
+        """Saves if the last step is not saved yet, and waits until it is. Communicates."""
         if self._votes is not None:
             self._votes()
             self._votes = None
         is_untouched = self._last_step == 0 or trainer.global_step == 0
-        if self._saver is not None and self._has_save_at_end and not is_untouched:
-            self._save(trainer, pl_module)
+        with self._stalling():
+            self._finish(trainer, pl_module)
+            if self._saver is not None and self._has_save_at_end and not is_untouched:
+                self._save(trainer, pl_module)
+                self._finish(trainer, pl_module)
         self._remove_signals()
+        self._close_background(wait_seconds=0.0)
+
+    def _finish(self, trainer: Trainer, module: LightningModule) -> None:
+        while self._background is not None and self._background.step_in_flight is not None:
+            self._settle(trainer, module, self._background.finish())
 
     # ---- leaving
 
@@ -408,9 +642,26 @@ class AsyncProcessCheckpoint(Checkpoint):
         """Gives everything back and says what is saved. It does not communicate: other ranks may be gone."""
         self._votes = None
         unroute_load_checkpoint(trainer.strategy)
+        self._close_background(wait_seconds=_LEAVE_SECONDS)
         if self._saver is not None:
             rank_zero_warn(f"training ended with {type(exception).__name__}; {self._describe_last()}")
         self._release()
+
+    def _close_background(self, *, wait_seconds: float) -> None:
+        """Ends the writer, after the save in flight if that ends in time."""
+        background, self._background = self._background, None
+        if background is not None:
+            step = background.step_in_flight
+            outcome = background.close(wait_seconds)
+            if step is not None and outcome is not None and outcome.kind == "committed":
+                self.last_saved, self._last_saved_step = self.directory / checkpoint_name(step), step
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if self._watch is not None:
+            self._watch.remove()
+            self._watch = None
+        self._parts = PartsCache()  # it holds tensors
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Gives everything back. No communication."""
@@ -423,6 +674,7 @@ class AsyncProcessCheckpoint(Checkpoint):
 
     def _release(self) -> None:
         self._remove_signals()
+        self._close_background(wait_seconds=_LEAVE_SECONDS)
         if self._lock is not None:
             self._lock.release()
             self._lock = None

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from .errors import CheckpointError, UnsupportedStateError
 from .manifest import Manifest, TensorRecord
-from .plan import LocalPart, local_parts
+from .plan import LocalPart, PartsCache
 
 MODEL_PREFIX = "model."
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -70,12 +70,13 @@ def name_model(state_dict: Mapping[str, Any]) -> NamedModel:
     return model
 
 
-def model_parts(model: NamedModel) -> list[LocalPart]:
+def model_parts(model: NamedModel, cache: PartsCache | None = None) -> list[LocalPart]:
     """Returns what this rank holds of the model's tensors."""
+    cache = cache or PartsCache()
     return [
         part
         for name, tensor in model.tensors.items()
-        for part in local_parts(
+        for part in cache.local_parts(
             MODEL_PREFIX + name, tensor, "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
         )
     ]
@@ -144,9 +145,10 @@ def name_optimizer(index: int, optimizer: Optimizer, names: Mapping[int, str]) -
     return NamedOptimizer(tensors, {"groups": groups, "values": values, "has_state": bool(holder.state)})
 
 
-def optimizer_parts(optimizer: NamedOptimizer) -> list[LocalPart]:
+def optimizer_parts(optimizer: NamedOptimizer, cache: PartsCache | None = None) -> list[LocalPart]:
     """Returns what this rank holds of an optimizer's state."""
-    return [part for name, tensor in optimizer.tensors.items() for part in local_parts(name, tensor, "optimizer")]
+    cache = cache or PartsCache()
+    return [part for name, tensor in optimizer.tensors.items() for part in cache.local_parts(name, tensor, "optimizer")]
 
 
 def recorded_optimizer_state(manifest: Manifest, index: int) -> dict[str, dict[str, TensorRecord]]:

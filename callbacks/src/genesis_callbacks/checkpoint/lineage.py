@@ -3,6 +3,7 @@
 import fcntl
 import os
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from .verify import VerifyLevel, verify
 
 LOCK_NAME = ".lock"
 CHECKPOINTS_NAME = "checkpoints"
+_ORPHAN_POLL_SECONDS = 0.05
 
 
 class QuarantineWarning(UserWarning):
@@ -105,6 +107,39 @@ def find_latest(directory: Path | str, *, level: VerifyLevel = "full", put_aside
         else:
             return path
     return None
+
+
+def wait_for_orphans(directory: Path, limit_seconds: float) -> list[str]:
+    """Waits for writers whose trainer is gone and that still save into `directory`; returns where some still are.
+
+    A writer holds a lock on its staging directory. After the limit `remove_abandoned` moves that away, so that a late
+    rename finds nothing. No communication.
+    """
+    deadline_seconds = time.monotonic() + limit_seconds
+    held = []
+    for path in sorted(directory.iterdir()) if directory.is_dir() else []:
+        if is_staging_name(path.name) and not _becomes_free(path, deadline_seconds):
+            held.append(path.name)
+    return held
+
+
+def _becomes_free(path: Path, deadline_seconds: float) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True  # committed, or cleared up, in the meantime
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline_seconds:
+                    return False
+                time.sleep(_ORPHAN_POLL_SECONDS)
+            else:
+                return True
+    finally:
+        os.close(descriptor)
 
 
 def remove_abandoned(directory: Path) -> list[str]:

@@ -4,37 +4,25 @@ import contextlib
 import json
 import os
 import platform
-import time
 import uuid
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from .._compat import build_dcp_metadata
-from .commit import commit, discard
+from .assemble import Heading, assemble, collect_records, retain
+from .commit import discard
 from .errors import CheckpointError, SaveFailedError
 from .hashing import HashAlgorithm
-from .manifest import (
-    DCP_METADATA_NAME,
-    STATE_NAME,
-    Ancestor,
-    ChunkRecord,
-    Manifest,
-    TensorRecord,
-    checkpoint_name,
-    dtype_name,
-)
+from .manifest import Ancestor, Manifest, checkpoint_name
 from .plan import LocalPart, Part, SavePlan, merge_digests, plan_save
 from .ranks import Ranks
 from .restore import digest_parts
-from .retain import Retention, apply_retention
+from .retain import Retention
 from .stage import stage_blocking
-from .verify import verify
-from .write import Receipt, write_file, write_shard
+from .write import Receipt, write_shard
 
 _PACKAGES = ("torch", "lightning", "genesis-callbacks", "genesis-lm", "numpy", "blake3")
 
@@ -108,40 +96,6 @@ def read_versions() -> dict[str, str]:
     return versions
 
 
-def _encode_dcp_metadata(tensors: Mapping[str, TensorRecord], name: str) -> bytes:
-    return build_dcp_metadata(
-        {
-            tensor_name: (
-                record.torch_dtype,
-                record.shape,
-                [
-                    (chunk.offsets, chunk.sizes, chunk.file, chunk.byte_offset, chunk.num_bytes)
-                    for chunk in record.chunks
-                ],
-            )
-            for tensor_name, record in tensors.items()
-        },
-        name,
-    )
-
-
-def _collect_records(
-    parts: Iterable[Part], receipts: list[Receipt], digests: dict[str, int]
-) -> dict[str, TensorRecord]:
-    """The manifest's tensors, from what the ranks wrote and what the live tensors said."""
-    chunks: dict[str, list[ChunkRecord]] = defaultdict(list)
-    for receipt in receipts:
-        for name, chunk in receipt.chunks:
-            chunks[name].append(chunk)
-    missing = digests.keys() - chunks.keys()
-    if missing:
-        raise SaveFailedError(f"{len(missing)} tensors were not written, such as {min(missing)}")
-    return {
-        part.name: TensorRecord(part.shape, dtype_name(part.dtype), digests[part.name], tuple(chunks[part.name]))
-        for part in parts
-    }
-
-
 class Saver:
     """Saves one run into one directory.
 
@@ -166,10 +120,10 @@ class Saver:
         hash_algorithm: HashAlgorithm = "blake3",
     ) -> None:
         self.directory = directory
-        self._ranks = ranks
+        self.ranks = ranks
         self._origin = origin or Origin()
-        self._retention = retention or Retention()
-        self._hash_algorithm: HashAlgorithm = hash_algorithm
+        self.retention = retention or Retention()
+        self.hash_algorithm: HashAlgorithm = hash_algorithm
         self._versions = read_versions()
         self._planned: tuple[list[list[Part]], SavePlan] | None = None
         self._staging: Path | None = None
@@ -192,14 +146,14 @@ class Saver:
                 it was.
         """
         try:
-            reports = self._ranks.attempt_and_gather("reporting what to save", lambda: self._report(take_snapshot))
+            reports = self.ranks.attempt_and_gather("reporting what to save", lambda: self._report(take_snapshot))
             staging = reports[0].staging
             assert staging is not None
             # From the same reports every rank comes to the same digests, the same plan, or the same refusal.
             digests = merge_digests([report.digests for report in reports])
             plan = self._plan([list(report.digests) for report in reports])
-            receipts = self._ranks.attempt_and_gather("writing the shards", lambda: self._write(staging, plan))
-            saved = self._ranks.attempt_and_gather(
+            receipts = self.ranks.attempt_and_gather("writing the shards", lambda: self._write(staging, plan))
+            saved = self.ranks.attempt_and_gather(
                 "committing", lambda: self._commit(staging, reports, receipts, digests)
             )[0]
         except BaseException:
@@ -213,7 +167,7 @@ class Saver:
 
     def _report(self, take_snapshot: Callable[[], Snapshot]) -> _Report:
         snapshot = self._snapshot = take_snapshot()
-        if self._ranks.is_first:
+        if self.ranks.is_first:
             name = checkpoint_name(snapshot.step)
             if (self.directory / name).exists():
                 raise SaveFailedError(f"{self.directory / name} is there already: a checkpoint is never written over")
@@ -229,12 +183,27 @@ class Saver:
 
     def _write(self, staging: Path, plan: SavePlan) -> Receipt:
         assert self._snapshot is not None
-        ours = plan.parts_by_writer[self._ranks.rank]
+        ours = plan.parts_by_writer[self.ranks.rank]
         if not ours:
             return Receipt((), ())
         live = {local.part: local for local in self._snapshot.parts}
         staged = stage_blocking(live[part] for part in ours)
-        return write_shard(staging, self._ranks.rank, staged, algorithm=self._hash_algorithm)
+        return write_shard(staging, self.ranks.rank, staged, algorithm=self.hash_algorithm)
+
+    def heading(self, snapshot: Snapshot) -> Heading:
+        """Returns what the manifest of the next save says beside its files and tensors."""
+        return Heading(
+            step=snapshot.step,
+            sequence=self.sequence + 1,
+            counters=snapshot.counters,
+            world_size=self.ranks.world_size,
+            mesh=self._origin.mesh,
+            identity=self._origin.identity,
+            recipe=self._origin.recipe,
+            versions=self._versions,
+            previous=self.previous,
+            hash_algorithm=self.hash_algorithm,
+        )
 
     def _commit(
         self,
@@ -244,49 +213,18 @@ class Saver:
         digests: dict[str, int],
     ) -> Saved | None:
         snapshot = self._snapshot
-        if not self._ranks.is_first or snapshot is None:
+        if not self.ranks.is_first or snapshot is None:
             return None
-        final = self.directory / checkpoint_name(snapshot.step)
-        tensors = _collect_records(
+        tensors = collect_records(
             {part.name: part for report in reports for part in report.digests}.values(), receipts, digests
         )
-        state = json.dumps({"sections": [report.section for report in reports]}, allow_nan=False).encode()
-        files = [
-            *(record for receipt in receipts for record in receipt.files),
-            write_file(staging / STATE_NAME, state, algorithm=self._hash_algorithm),
-            write_file(
-                staging / DCP_METADATA_NAME, _encode_dcp_metadata(tensors, final.name), algorithm=self._hash_algorithm
-            ),
-        ]
-        manifest = Manifest(
-            step=snapshot.step,
-            sequence=self.sequence + 1,
-            counters=dict(snapshot.counters),
-            world_size=self._ranks.world_size,
-            mesh=dict(self._origin.mesh),
-            identity=dict(self._origin.identity),
-            recipe=dict(self._origin.recipe),
-            versions=self._versions,
-            created_seconds=time.time(),
-            previous=self.previous,
-            files=tuple(sorted(files, key=lambda record: record.name)),
-            tensors=tensors,
-            hash_algorithm=self._hash_algorithm,
-        )
-        manifest_hash = commit(staging, final, manifest)
+        sections = [report.section for report in reports]
+        final, manifest, manifest_hash = assemble(staging, self.heading(snapshot), tensors, receipts, sections)
         self._staging = None
-        return Saved(final, manifest, manifest_hash, self._retain(final))
-
-    def _retain(self, newest: Path) -> list[str]:
-        """Retention after the commit: what goes wrong here costs disk space, never the save."""
-        try:
-            verify(newest, "quick")
-            return apply_retention(self.directory, newest.name, self._retention)
-        except (CheckpointError, OSError) as error:
-            warnings.warn(
-                f"{newest.name} is saved, but older checkpoints stay: {error}", RetentionWarning, stacklevel=2
-            )
-            return []
+        removed, problem = retain(final, self.retention)
+        if problem is not None:
+            warnings.warn(problem, RetentionWarning, stacklevel=2)
+        return Saved(final, manifest, manifest_hash, removed)
 
     def _move_aside(self) -> None:
         """Takes what a failed save has left out of the way; where even that fails, the next start does it."""

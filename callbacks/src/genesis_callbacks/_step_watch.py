@@ -1,0 +1,84 @@
+"""Watches optimizers: how many steps they took, which of them changed parameters, and what they moved."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+_SAMPLED_PARAMETERS = 8
+_SAMPLED_ELEMENTS = 1024
+
+
+def _has_signal(gradients: list[Tensor]) -> bool:
+    """Says whether a sample of the gradients is not all zeros; on a device, where looking would wait, it says yes."""
+    stride = max(1, len(gradients) // _SAMPLED_PARAMETERS)
+    for gradient in gradients[::stride]:
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        if local.device.type != "cpu" or bool(local.detach().reshape(-1)[:_SAMPLED_ELEMENTS].any()):
+            return True
+    return False
+
+
+class StepWatch:
+    """Counts the steps of a run's optimizers by hooks on them.
+
+    A step is an update if a parameter of that optimizer still has a gradient after it: a vetoed window has none. A
+    fused optimizer under a gradient scaler decides on the device whether it steps; its steps count as no update.
+
+    Args:
+        optimizers: The run's.
+        before_step: Called before each step of an optimizer; None for nothing.
+        has_scaler: Whether the run scales its gradients.
+    """
+
+    def __init__(
+        self, optimizers: Iterable[Optimizer], *, before_step: Callable[[], None] | None, has_scaler: bool
+    ) -> None:
+        self._has_scaler = has_scaler
+        self._moved_by: dict[int, Optimizer] = {}
+        self._handles: list[RemovableHandle] = []
+        self.num_steps = 0
+        self.num_updates = 0
+        for optimizer in optimizers:
+            self._handles.append(optimizer.register_step_post_hook(self._after_step))
+            if before_step is not None:
+                self._handles.append(optimizer.register_step_pre_hook(lambda *_, act=before_step: act()))
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.num_steps += 1
+        is_hidden = self._has_scaler and getattr(optimizer, "_step_supports_amp_scaling", False)
+        has_gradient = any(
+            parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]
+        )
+        if has_gradient and not is_hidden:
+            self.num_updates += 1
+            self._moved_by[id(optimizer)] = optimizer
+        else:
+            self._moved_by.pop(id(optimizer), None)
+
+    def moved(self, names: Mapping[int, str]) -> frozenset[str]:
+        """Returns the names of the parameters that the last steps moved: they have a gradient and a learning rate.
+
+        Empty if what was sampled of the gradients is all zeros. Call it at a window's end.
+        """
+        moved = [
+            parameter
+            for optimizer in self._moved_by.values()
+            for group in optimizer.param_groups
+            if float(group.get("lr", 1.0)) > 0.0
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        with torch.no_grad():
+            if not _has_signal([parameter.grad for parameter in moved]):
+                return frozenset()
+        return frozenset(names[id(parameter)] for parameter in moved if id(parameter) in names)
+
+    def remove(self) -> None:
+        """Takes the hooks away; a second call does nothing."""
+        while self._handles:
+            self._handles.pop().remove()

@@ -1,0 +1,143 @@
+"""Makes one checkpoint of what all ranks wrote: manifest, other state, DCP's metadata, commit, retention.
+
+One process does it for all: rank 0's trainer, or its writer. It does not communicate.
+"""
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .._compat import build_dcp_metadata
+from .commit import commit
+from .errors import CheckpointError, SaveFailedError
+from .hashing import HashAlgorithm
+from .manifest import (
+    DCP_METADATA_NAME,
+    STATE_NAME,
+    Ancestor,
+    ChunkRecord,
+    Manifest,
+    TensorRecord,
+    checkpoint_name,
+    dtype_name,
+)
+from .plan import Part
+from .retain import Retention, apply_retention
+from .verify import verify
+from .write import Receipt, write_file
+
+
+@dataclass(frozen=True)
+class Heading:
+    """What a manifest says beside its files and tensors; see `Manifest`."""
+
+    step: int
+    sequence: int
+    counters: Mapping[str, int]
+    world_size: int
+    mesh: Mapping[str, int]
+    identity: Mapping[str, Any]
+    recipe: Mapping[str, Any]
+    versions: Mapping[str, str]
+    previous: Ancestor | None
+    hash_algorithm: HashAlgorithm
+
+
+def _encode_dcp_metadata(tensors: Mapping[str, TensorRecord], name: str) -> bytes:
+    return build_dcp_metadata(
+        {
+            tensor_name: (
+                record.torch_dtype,
+                record.shape,
+                [
+                    (chunk.offsets, chunk.sizes, chunk.file, chunk.byte_offset, chunk.num_bytes)
+                    for chunk in record.chunks
+                ],
+            )
+            for tensor_name, record in tensors.items()
+        },
+        name,
+    )
+
+
+def collect_records(
+    parts: Iterable[Part], receipts: Sequence[Receipt], digests: Mapping[str, int]
+) -> dict[str, TensorRecord]:
+    """Returns the manifest's tensors, from what the ranks wrote and what the live tensors said.
+
+    Raises:
+        SaveFailedError: A tensor was not written.
+    """
+    chunks: dict[str, list[ChunkRecord]] = defaultdict(list)
+    for receipt in receipts:
+        for name, chunk in receipt.chunks:
+            chunks[name].append(chunk)
+    missing = digests.keys() - chunks.keys()
+    if missing:
+        raise SaveFailedError(f"{len(missing)} tensors were not written, such as {min(missing)}")
+    return {
+        part.name: TensorRecord(part.shape, dtype_name(part.dtype), digests[part.name], tuple(chunks[part.name]))
+        for part in parts
+    }
+
+
+def assemble(
+    staging: Path,
+    heading: Heading,
+    tensors: Mapping[str, TensorRecord],
+    receipts: Sequence[Receipt],
+    sections: Sequence[Any],
+) -> tuple[Path, Manifest, str]:
+    """Completes the staging directory, commits it, and returns (path, manifest, hash of the manifest).
+
+    Args:
+        staging: Holds the shards of all ranks.
+        heading: What the manifest says beside them.
+        tensors: As `collect_records` gives them.
+        receipts: One for each rank, in rank order.
+        sections: Each rank's other state, already plain JSON, in rank order.
+
+    Raises:
+        SaveFailedError: There is a checkpoint of that step.
+        OSError: The disk is full, or cannot be written.
+    """
+    final = staging.parent / checkpoint_name(heading.step)
+    algorithm = heading.hash_algorithm
+    state = json.dumps({"sections": list(sections)}, allow_nan=False).encode()
+    files = [
+        *(record for receipt in receipts for record in receipt.files),
+        write_file(staging / STATE_NAME, state, algorithm=algorithm),
+        write_file(staging / DCP_METADATA_NAME, _encode_dcp_metadata(tensors, final.name), algorithm=algorithm),
+    ]
+    manifest = Manifest(
+        step=heading.step,
+        sequence=heading.sequence,
+        counters=dict(heading.counters),
+        world_size=heading.world_size,
+        mesh=dict(heading.mesh),
+        identity=dict(heading.identity),
+        recipe=dict(heading.recipe),
+        versions=dict(heading.versions),
+        created_seconds=time.time(),
+        previous=heading.previous,
+        files=tuple(sorted(files, key=lambda record: record.name)),
+        tensors=dict(tensors),
+        hash_algorithm=algorithm,
+    )
+    return final, manifest, commit(staging, final, manifest)
+
+
+def retain(newest: Path, retention: Retention) -> tuple[list[str], str | None]:
+    """Applies retention after the commit of `newest` and returns (what was removed, what went wrong).
+
+    What goes wrong here costs disk space, never the save.
+    """
+    try:
+        verify(newest, "quick")
+        return apply_retention(newest.parent, newest.name, retention), None
+    except (CheckpointError, OSError) as error:
+        return [], f"{newest.name} is saved, but older checkpoints stay: {error}"

@@ -1,0 +1,75 @@
+"""Messages between a trainer and its writer: pickled, over a socket that can carry file descriptors.
+
+Both ends are processes of one run on one machine; nothing of it comes from a checkpoint.
+"""
+
+import pickle
+import select
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+_HEADER = struct.Struct("<Q")
+_MAX_DESCRIPTORS = 1
+
+
+class Channel:
+    """One end of a connection. One thread at a time sends, one receives.
+
+    Args:
+        end: A connected stream socket of the Unix family; it is taken over.
+    """
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+
+    def send(self, message: Any, descriptors: Sequence[int] = (), timeout_seconds: float | None = None) -> None:
+        """Sends a message and copies of descriptors.
+
+        Raises:
+            TimeoutError: The other end takes nothing.
+            OSError: The other end is gone.
+        """
+        data = pickle.dumps(message)
+        self._socket.settimeout(timeout_seconds)
+        socket.send_fds(self._socket, [_HEADER.pack(len(data))], descriptors)
+        self._socket.sendall(data)
+
+    def receive(self, timeout_seconds: float | None = None) -> tuple[Any, list[int]]:
+        """Returns the next message and the descriptors that came with it, which belong to the caller.
+
+        Raises:
+            TimeoutError: Nothing came in time.
+            EOFError: The other end is gone.
+        """
+        self._socket.settimeout(timeout_seconds)
+        try:
+            header, descriptors, _, _ = socket.recv_fds(self._socket, _HEADER.size, _MAX_DESCRIPTORS)
+            header += self._read(_HEADER.size - len(header), is_begun=bool(header))
+            (num_bytes,) = _HEADER.unpack(header)
+            return pickle.loads(self._read(num_bytes, is_begun=True)), descriptors
+        except ConnectionError as error:
+            raise EOFError(str(error)) from error
+
+    def _read(self, num_bytes: int, *, is_begun: bool) -> bytes:
+        data = bytearray()
+        while len(data) < num_bytes:
+            piece = self._socket.recv(num_bytes - len(data)) if is_begun else b""
+            if not piece:
+                raise EOFError("the other end is gone")
+            data += piece
+        return bytes(data)
+
+    def is_ended(self) -> bool:
+        """Says whether the other end is gone and nothing of it is left to be received."""
+        if not select.select([self._socket], [], [], 0)[0]:
+            return False
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK)
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        """Ends the connection; a second call does nothing."""
+        self._socket.close()

@@ -1,0 +1,351 @@
+"""What one rank writes of a save, and what rank 0 makes of it: the same code in a thread and in a writer process.
+
+Ranks meet in the staging directory alone. Each leaves a receipt there, or a note that it failed; rank 0 waits for all
+of them, compares them with the plan, and commits. There is no process group in it.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from .assemble import Heading, assemble, collect_records, retain
+from .commit import discard
+from .digest import digest_chunk
+from .errors import CheckpointError, SaveFailedError
+from .hashing import HashAlgorithm, hash_bytes
+from .manifest import ChunkRecord, FileRecord, TensorRecord, dtype_from_name, dtype_name, read_manifest
+from .plan import Part, merge_digests
+from .retain import Retention
+from .stage import Placed, SharedBuffer
+from .write import Receipt, sync_directory, write_file, write_shard
+
+OutcomeKind = Literal["written", "committed", "failed", "torn", "changed"]
+_NOTE_ALGORITHM: HashAlgorithm = "blake3"
+_POLL_SECONDS = 0.005
+_GATHER_GRACE_SECONDS = 2.0
+_ORPHAN_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a rank's part of a save ended; rank 0's is that of the save.
+
+    Attributes:
+        kind: `written` (other ranks) and `committed` (rank 0) are good; `torn`: training changed what was being
+            staged; `changed`: the rank holds other tensors than were planned.
+        text: The reason, where it is not good.
+        manifest_hash: Where it is committed.
+        warning: What did not go well after the commit.
+        write_seconds: From the job's begin to its end.
+    """
+
+    kind: OutcomeKind
+    text: str = ""
+    manifest_hash: str = ""
+    warning: str | None = None
+    write_seconds: float = 0.0
+
+
+class TornSnapshotError(SaveFailedError):
+    """Training changed a tensor while it was staged."""
+
+
+class ChangedPartsError(SaveFailedError):
+    """A rank holds other tensors than the save was planned for."""
+
+
+_KIND_BY_ERROR: dict[type[Exception], OutcomeKind] = {TornSnapshotError: "torn", ChangedPartsError: "changed"}
+
+
+def failed_outcome(error: BaseException) -> Outcome:
+    """Returns the outcome that an error makes."""
+    kinds = [kind for error_type, kind in _KIND_BY_ERROR.items() if isinstance(error, error_type)]
+    kind: OutcomeKind = kinds[0] if kinds else "failed"
+    return Outcome(kind, str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}")
+
+
+@dataclass(frozen=True)
+class CommitOrder:
+    """What rank 0 needs to make a checkpoint of what all ranks wrote.
+
+    Attributes:
+        heading: For the manifest.
+        parts_by_writer: Which shared parts each rank was to write.
+        retention: What is kept after the commit.
+        num_updates: Optimizer steps that changed parameters since the checkpoint before.
+        moved: Names of the parameters that the last of them changed, by its gradients and learning rates.
+    """
+
+    heading: Heading
+    parts_by_writer: tuple[tuple[Part, ...], ...]
+    retention: Retention
+    num_updates: int
+    moved: frozenset[str]
+
+
+@dataclass(frozen=True)
+class WriteJob:
+    """One rank's part of a save.
+
+    Attributes:
+        staging: The staging directory; rank 0 has made it, or will.
+        rank: This rank.
+        placed: What it writes, and where that lies in the shared buffer.
+        digests: Of all that it holds, taken from the live tensors.
+        section: Its other state, already plain JSON.
+        hash_algorithm: Of every file.
+        time_limit_seconds: For all of it.
+        commit: Rank 0's order; None for the others.
+    """
+
+    staging: Path
+    rank: int
+    placed: tuple[Placed, ...]
+    digests: Mapping[Part, int]
+    section: Any
+    hash_algorithm: HashAlgorithm
+    time_limit_seconds: float
+    commit: CommitOrder | None
+
+
+@dataclass(frozen=True)
+class RankReceipt:
+    """What one rank says in its receipt file: what it wrote, the live digests of all that it holds, its other state."""
+
+    receipt: Receipt
+    digests: dict[Part, int]
+    section: Any
+
+
+# ---- notes in the staging directory
+
+
+def _receipt_path(staging: Path, rank: int) -> Path:
+    return staging / f"receipt-{rank}.json"
+
+
+def _failure_path(staging: Path, rank: int) -> Path:
+    return staging / f"failed-{rank}.json"
+
+
+def _write_note(path: Path, content: Any) -> None:
+    data = json.dumps(content, allow_nan=False).encode()
+    write_file(path, hash_bytes(data, _NOTE_ALGORITHM).encode() + b"\n" + data, algorithm=_NOTE_ALGORITHM)
+
+
+def _read_note(path: Path) -> Any:
+    """Returns what a note says, or None while it is not there in full."""
+    try:
+        expected, _, data = path.read_bytes().partition(b"\n")
+    except FileNotFoundError:
+        return None
+    return json.loads(data) if hash_bytes(data, _NOTE_ALGORITHM).encode() == expected else None
+
+
+def leave_failure(staging: Path, rank: int, outcome: Outcome, *, wait_seconds: float) -> None:
+    """Tells rank 0 that this rank's part failed; where even that cannot be written, rank 0's time limit tells it."""
+    with contextlib.suppress(OSError, SaveFailedError):
+        _wait_for(staging.is_dir, time.monotonic() + wait_seconds, f"{staging} is not there")
+        _write_note(_failure_path(staging, rank), {"kind": outcome.kind, "text": outcome.text})
+
+
+def _encode_receipt(receipt: Receipt, digests: Mapping[Part, int], section: Any) -> Any:
+    parts = [
+        [part.name, part.kind, part.shape, dtype_name(part.dtype), part.offsets, part.sizes, f"{digest:016x}"]
+        for part, digest in digests.items()
+    ]
+    chunks = [[name, dataclasses.asdict(chunk)] for name, chunk in receipt.chunks]
+    files = [dataclasses.asdict(record) for record in receipt.files]
+    return {"files": files, "chunks": chunks, "parts": parts, "section": section}
+
+
+def _decode_receipt(content: Any) -> RankReceipt:
+    chunks = tuple(
+        (name, ChunkRecord(**{**chunk, "offsets": tuple(chunk["offsets"]), "sizes": tuple(chunk["sizes"])}))
+        for name, chunk in content["chunks"]
+    )
+    digests = {
+        Part(name, kind, tuple(shape), dtype_from_name(dtype), tuple(offsets), tuple(sizes)): int(digest, 16)
+        for name, kind, shape, dtype, offsets, sizes, digest in content["parts"]
+    }
+    files = tuple(FileRecord(**record) for record in content["files"])
+    return RankReceipt(Receipt(files, chunks), digests, content["section"])
+
+
+def _wait_for(condition: Callable[[], bool], deadline_seconds: float, reason: str) -> None:
+    while not condition():
+        if time.monotonic() > deadline_seconds:
+            raise SaveFailedError(reason)
+        time.sleep(_POLL_SECONDS)
+
+
+@contextlib.contextmanager
+def _held(staging: Path) -> Iterator[None]:
+    """Holds a shared lock on the staging directory, so that a restart can wait for whoever still writes into it."""
+    descriptor = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+# ---- one rank's part
+
+
+def perform(job: WriteJob, buffer: SharedBuffer, is_orphan: Callable[[], bool]) -> Outcome:
+    """Writes one rank's part and, on rank 0, commits the save. It raises nothing and does not communicate.
+
+    Args:
+        job: What is to be done.
+        buffer: Holds the staged data until this returns.
+        is_orphan: Says whether the trainer is gone: then a wait for other ranks is short.
+    """
+    begin_seconds = time.monotonic()
+    try:
+        limit = "the staging directory did not appear: rank 0 did not begin this save"
+        _wait_for(job.staging.is_dir, begin_seconds + job.time_limit_seconds, limit)
+        with _held(job.staging):
+            receipt = _write(job, buffer)
+            outcome = Outcome("written") if job.commit is None else _finish(job, job.commit, receipt, is_orphan)
+    except Exception as error:
+        outcome = failed_outcome(error)
+        if is_orphan():  # nobody else is there to say so, or to clear up
+            if job.commit is None:
+                leave_failure(job.staging, job.rank, outcome, wait_seconds=0.0)
+            elif job.staging.is_dir():
+                with contextlib.suppress(OSError):
+                    discard(job.staging)
+    return dataclasses.replace(outcome, write_seconds=time.monotonic() - begin_seconds)
+
+
+def _write(job: WriteJob, buffer: SharedBuffer) -> RankReceipt:
+    for placed in job.placed:
+        part = placed.part
+        if digest_chunk(buffer.view(placed), part.shape, part.offsets) != job.digests[part]:
+            raise TornSnapshotError(f"{part.name}: staged and live digests differ: it changed while it was copied")
+    receipt = Receipt((), ())
+    if job.placed:
+        staged = ((placed.part, buffer.view(placed)) for placed in job.placed)
+        receipt = write_shard(job.staging, job.rank, staged, algorithm=job.hash_algorithm)
+    if job.commit is None:
+        _write_note(_receipt_path(job.staging, job.rank), _encode_receipt(receipt, job.digests, job.section))
+        sync_directory(job.staging)
+    return RankReceipt(receipt, dict(job.digests), job.section)
+
+
+# ---- rank 0's
+
+
+def _finish(job: WriteJob, order: CommitOrder, own: RankReceipt, is_orphan: Callable[[], bool]) -> Outcome:
+    receipts = _gather(job, own, order.heading.world_size, is_orphan)
+    for rank, receipt in enumerate(receipts):
+        _check_receipt(job.staging, rank, order.parts_by_writer[rank], receipt)
+    digests = merge_digests([receipt.digests for receipt in receipts])
+    parts = {part.name: part for receipt in receipts for part in receipt.digests}
+    tensors = collect_records(parts.values(), [receipt.receipt for receipt in receipts], digests)
+    _check_moved(job.staging.parent, order, tensors, parts)
+    for rank in range(1, len(receipts)):
+        os.unlink(_receipt_path(job.staging, rank))  # noqa: PTH108 - the syscall by its name: fault tests wrap it
+    final, _, manifest_hash = assemble(
+        job.staging,
+        order.heading,
+        tensors,
+        [receipt.receipt for receipt in receipts],
+        [receipt.section for receipt in receipts],
+    )
+    # An orphan leaves that to the next run, which may be reading already.
+    problem = None if is_orphan() else retain(final, order.retention)[1]
+    return Outcome("committed", manifest_hash=manifest_hash, warning=problem)
+
+
+def _gather(job: WriteJob, own: RankReceipt, world_size: int, is_orphan: Callable[[], bool]) -> list[RankReceipt]:
+    """Returns all receipts in rank order, or raises what the first note of a failure says; it waits bounded."""
+    receipts = {job.rank: own}
+    deadline_seconds = time.monotonic() + job.time_limit_seconds + _GATHER_GRACE_SECONDS
+    has_lost_trainer = False
+    while len(receipts) < world_size:
+        for rank in range(world_size):
+            failure = _read_note(_failure_path(job.staging, rank))
+            if failure is not None:
+                error_type = next(
+                    (error for error, kind in _KIND_BY_ERROR.items() if kind == failure["kind"]), SaveFailedError
+                )
+                raise error_type(f"rank {rank}: {failure['text']}")
+            content = _read_note(_receipt_path(job.staging, rank)) if rank not in receipts else None
+            if content is not None:
+                receipts[rank] = _decode_receipt(content)
+        if not has_lost_trainer and is_orphan():
+            has_lost_trainer = True
+            deadline_seconds = min(deadline_seconds, time.monotonic() + _ORPHAN_SECONDS)
+        if len(receipts) < world_size and time.monotonic() > deadline_seconds:
+            missing = ", ".join(str(rank) for rank in range(world_size) if rank not in receipts)
+            raise SaveFailedError(f"rank {missing}: no receipt within {job.time_limit_seconds:g} s")
+        time.sleep(_POLL_SECONDS)
+    return [receipts[rank] for rank in range(world_size)]
+
+
+def _check_receipt(staging: Path, rank: int, planned: Sequence[Part], receipt: RankReceipt) -> None:
+    """Compares what a rank wrote with what the live model said it must write."""
+    due = [*planned, *(part for part in receipt.digests if part.kind == "state")]
+    expected = {(part.name, part.offsets, part.sizes) for part in due}
+    written = {(name, chunk.offsets, chunk.sizes) for name, chunk in receipt.receipt.chunks}
+    if written != expected:
+        raise SaveFailedError(
+            f"rank {rank}: wrote {len(written)} chunks where {len(expected)} were planned, such as "
+            f"{min(written ^ expected)[0]}"
+        )
+    num_bytes = sum(record.num_bytes for record in receipt.receipt.files)
+    if num_bytes < sum(part.num_bytes for part in due):
+        raise SaveFailedError(f"rank {rank}: wrote {num_bytes} bytes, fewer than its tensors have")
+    for record in receipt.receipt.files:
+        found_bytes = (staging / record.name).stat().st_size
+        if found_bytes != record.num_bytes:
+            raise SaveFailedError(f"rank {rank}: {record.name} has {found_bytes} of {record.num_bytes} bytes")
+
+
+def _check_moved(
+    directory: Path, order: CommitOrder, tensors: Mapping[str, TensorRecord], parts: Mapping[str, Part]
+) -> None:
+    """Refuses a stale snapshot: one that holds what the checkpoint before holds, although updates happened.
+
+    A parameter is judged together with its optimizer state: alone it may stay as it is, where an update is smaller
+    than half a unit in the last place.
+
+    Raises:
+        SaveFailedError: It names what did not move.
+    """
+    previous = order.heading.previous
+    if previous is None or order.num_updates == 0 or not order.moved:
+        return
+    try:
+        before = read_manifest(directory / previous.name).tensors
+    except CheckpointError:
+        return
+    is_same = {name: name in before and before[name].digest == record.digest for name, record in tensors.items()}
+    moving = [name for name, part in parts.items() if part.kind in ("parameter", "optimizer")]
+    if moving and all(is_same[name] for name in moving):
+        raise SaveFailedError(
+            f"a stale snapshot: no parameter and no optimizer state has changed since {previous.name}, although "
+            f"{order.num_updates} updates happened"
+        )
+    states: dict[str, list[str]] = defaultdict(list)
+    for name in tensors:
+        if name.startswith("optimizer."):
+            _, _, rest = name.split(".", 2)
+            states["model." + rest.rpartition(".")[0]].append(name)
+    for name in sorted(order.moved & tensors.keys()):
+        has_step = any(state.endswith(".step") for state in states[name])
+        if has_step and is_same[name] and all(is_same[state] for state in states[name]):
+            raise SaveFailedError(
+                f"a stale snapshot: {name} and its optimizer state have not changed since {previous.name}, although "
+                "the last update moved them"
+            )

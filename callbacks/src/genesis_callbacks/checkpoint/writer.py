@@ -1,0 +1,62 @@
+"""A rank's writer process: `python -m genesis_callbacks.checkpoint.writer DESCRIPTOR`, started by `WriterProcess`.
+
+It holds no process group and sees no accelerator. It ends when the trainer's end of the channel does, after the job
+in hand.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+
+import torch
+
+from .channel import Channel
+from .job import WriteJob, perform
+from .stage import SharedBuffer
+
+READY = "ready"
+_NICENESS = 10
+
+
+def serve(channel: Channel) -> None:
+    """Does one job after the other until the trainer is gone.
+
+    A message is (job, size of a new shared buffer or None); the buffer's descriptor comes with it.
+    """
+    trainer = os.getppid()
+    buffer: SharedBuffer | None = None
+    with contextlib.suppress(OSError):
+        channel.send(READY)
+    while True:
+        try:
+            (job, num_bytes), descriptors = channel.receive()
+        except EOFError:
+            return
+        assert isinstance(job, WriteJob)
+        if num_bytes is not None:
+            if buffer is not None:
+                buffer.close()
+            buffer = SharedBuffer(num_bytes, descriptors[0])
+        assert buffer is not None
+        outcome = perform(job, buffer, lambda: channel.is_ended() or os.getppid() != trainer)
+        try:
+            channel.send(outcome)
+        except OSError:
+            return
+
+
+def main() -> None:
+    """Makes a quiet process of this one and serves."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(_NICENESS)
+    torch.set_num_threads(1)
+    serve(Channel(socket.socket(fileno=int(sys.argv[1]))))
+    sys.stderr.flush()
+    os._exit(0)  # there is nothing to tidy, and torch takes its time
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""The trainer's side of its writer process: start, hand over, wait bounded, end."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from .channel import Channel
+from .errors import SaveFailedError
+from .job import Outcome, WriteJob
+from .stage import SharedBuffer
+
+_WRITER_MODULE = "genesis_callbacks.checkpoint.writer"
+_START_SECONDS = 180.0
+_END_SECONDS = 5.0
+# What torch takes of a process that does nothing else, and the blocks of a write.
+WRITER_OVERHEAD_BYTES = 400 << 20
+
+
+def _environment() -> dict[str, str]:
+    """The trainer's own, without accelerators, with one thread, and with this package where it was found."""
+    root = str(Path(__file__).resolve().parents[2])
+    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
+        "CUDA_VISIBLE_DEVICES": "",
+        "HIP_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+    }
+
+
+class WriterProcess:
+    """One rank's writer: in a session of its own, so that no signal to the trainer's group reaches it.
+
+    Starting takes a moment here and some seconds there; `wait_ready` waits for them. One thread at a time uses it.
+    """
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", _WRITER_MODULE, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env=_environment(),
+            )
+        self._channel = Channel(ours)
+        self._is_ready = False
+        self._buffer: SharedBuffer | None = None
+
+    def wait_ready(self, timeout_seconds: float = _START_SECONDS) -> None:
+        """Waits until it has imported what it needs.
+
+        Raises:
+            SaveFailedError: It ended, or did not come up in time.
+        """
+        if self._is_ready:
+            return
+        try:
+            self._channel.receive(timeout_seconds)
+        except TimeoutError as error:
+            raise SaveFailedError(f"the writer process did not start within {timeout_seconds:g} s") from error
+        except EOFError as error:
+            raise SaveFailedError(f"the writer process ended at its start: {self._describe_end()}") from error
+        self._is_ready = True
+
+    def perform(self, job: WriteJob, buffer: SharedBuffer, timeout_seconds: float) -> Outcome:
+        """Hands a job over and returns what became of it; a writer that does not answer in time is killed.
+
+        Raises:
+            SaveFailedError: The writer died or was killed. It cannot be used again.
+        """
+        self.wait_ready()
+        try:
+            if buffer is not self._buffer:
+                self._channel.send((job, buffer.num_bytes), [buffer.descriptor], timeout_seconds)
+                self._buffer = buffer
+            else:
+                self._channel.send((job, None), timeout_seconds=timeout_seconds)
+            outcome, _ = self._channel.receive(timeout_seconds)
+        except TimeoutError as error:
+            self.kill()
+            raise SaveFailedError(f"the writer process hung: it was killed after {timeout_seconds:g} s") from error
+        except (EOFError, OSError) as error:
+            raise SaveFailedError(f"the writer process died: {self._describe_end()}") from error
+        assert isinstance(outcome, Outcome)
+        return outcome
+
+    def _describe_end(self) -> str:
+        try:
+            code = self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return "it closed its channel"
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can take a job."""
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        self._process.kill()
+        self._process.wait()
+        self._channel.close()
+
+    def close(self) -> None:
+        """Ends it after the job in hand; one that takes too long is killed, and one that has none yet at once."""
+        if not self._is_ready:
+            self.kill()
+            return
+        self._channel.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_SECONDS)
+        if self.is_alive:
+            self._process.kill()
+            self._process.wait()
