@@ -115,6 +115,17 @@ def test_missing_or_truncated_file_is_refused(tmp_path, name):
         assert find_latest(tmp_path) == first
 
 
+def test_where_every_checkpoint_is_bad_none_is_taken_and_none_is_moved(tmp_path):
+    first, second = save_steps(tmp_path, 3, 6)
+    flip_byte(first / "__0_0.distcp")
+    flip_byte(second / "state.json")
+    for _ in range(2):
+        with pytest.raises(CorruptCheckpointError, match="none of the 2 checkpoints"):
+            find_latest(tmp_path)
+    assert first.is_dir()
+    assert second.is_dir()
+
+
 def test_nothing_there_is_none(tmp_path):
     assert find_latest(tmp_path) is None
     assert find_latest(tmp_path / "nowhere") is None

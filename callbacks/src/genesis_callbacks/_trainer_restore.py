@@ -267,6 +267,8 @@ class Restore:
             "loops, schedulers and precision",
         ]
         kept += [f"state of {', '.join(sorted(saved_callbacks))}"] if saved_callbacks else []
+        data = type(trainer.datamodule).__qualname__  # type: ignore[attr-defined]  # Lightning sets it
+        kept += [f"state of {data} (the data's position)"] if data in self._content["trainer"] else []
         kept += ["random number generators of each rank"] if self._has_same_world else []
         rebuilt = []
         afresh = list(self._afresh)

@@ -93,20 +93,36 @@ def find_latest(directory: Path | str, *, level: VerifyLevel = "full", put_aside
         directory: A run's directory, or the one in it that holds the `step-*`.
         level: How much is verified.
         put_aside: False only looks: bad ones are passed over with the same warning and stay where they are.
+
+    Raises:
+        CorruptCheckpointError: There are checkpoints and none verifies. They stay: beginning anew is the user's to say.
     """
     directory = checkpoints_in(directory)
     if not directory.is_dir():
         return None
     candidates = [path for path in directory.iterdir() if is_checkpoint_name(path.name) and path.is_dir()]
+    bad: dict[Path, CorruptCheckpointError] = {}
     for path in sorted(candidates, key=_order, reverse=True):
         try:
             verify(path, level)
         except CorruptCheckpointError as error:
-            where = f"put aside as {quarantine(path).name}" if put_aside else "passed over"
-            warnings.warn(f"{path.name} does not verify and is {where}: {error}", QuarantineWarning, stacklevel=2)
+            bad[path] = error
         else:
+            _put_aside(bad, put_aside)
             return path
+    if bad:
+        newest, error = next(iter(bad.items()))
+        raise CorruptCheckpointError(
+            f"none of the {len(bad)} checkpoints in {directory} verifies ({newest.name}: {error}); bring one back "
+            "from a copy, or begin anew in another directory"
+        )
     return None
+
+
+def _put_aside(bad: dict[Path, CorruptCheckpointError], is_wanted: bool) -> None:
+    for path, error in bad.items():
+        where = f"put aside as {quarantine(path).name}" if is_wanted else "passed over"
+        warnings.warn(f"{path.name} does not verify and is {where}: {error}", QuarantineWarning, stacklevel=3)
 
 
 def wait_for_orphans(directory: Path, limit_seconds: float) -> list[str]:
