@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
 from rich.console import Console
+from rich.markup import escape
 from rich.rule import Rule
 
 from genesis.demo.plot import plot_loss, read_curve
@@ -28,10 +30,11 @@ _POLL_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Kill:
-    """What a kill met: the last step that the log has, and the newest checkpoint that was committed."""
+    """What a kill met: the last step that the log has, the newest committed checkpoint, and the oldest kept one."""
 
     step: int
     checkpoint: Path
+    early_checkpoint: Path
 
 
 class StepFailedError(RuntimeError):
@@ -71,7 +74,7 @@ class Demo:
         last = self._committed()[-1]
         self._genesis("validate", "--config", str(self.recipe), "--ckpt_path", str(last))
         self._title("7/8  Text from an early and from the last checkpoint")
-        for checkpoint in (kill.checkpoint, last):
+        for checkpoint in (kill.early_checkpoint, last):
             self.console.print(f"\n[bold]{checkpoint.name}[/bold]")
             prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
             self._genesis(
@@ -81,17 +84,19 @@ class Demo:
         self._summarise(kill, last, time.monotonic() - began)
 
     def _train_and_kill(self, fit: Sequence[str]) -> Kill:
-        """Starts training, waits until it is a few steps past its second checkpoint, and sends SIGKILL."""
+        """Starts training, waits until it is a few steps past a checkpoint in the middle, and sends SIGKILL."""
+        middle = yaml.safe_load(self.recipe.read_text(encoding="utf-8"))["trainer"]["max_steps"] // 2
         process = subprocess.Popen(self._command(*fit))
         try:
-            while len(self._committed()) < 2 or self._last_step() <= read_manifest(self._committed()[-1]).step + 3:
+            while self._newest_step() < middle or self._last_step() <= self._newest_step() + 3:
                 if process.poll() is not None:
                     raise StepFailedError(self._command(*fit), process.returncode)
                 time.sleep(_POLL_SECONDS)
         finally:
             process.send_signal(signal.SIGKILL)
             process.wait()
-        kill = Kill(self._last_step(), self._committed()[-1])
+        committed = self._committed()
+        kill = Kill(self._last_step(), committed[-1], committed[0])
         self.console.print(
             f"\n[bold red]SIGKILL[/bold red] at step {kill.step}; the newest checkpoint is {kill.checkpoint.name}"
         )
@@ -99,6 +104,10 @@ class Demo:
 
     def _committed(self) -> list[Path]:
         return sorted(marker.parent for marker in self.run_dir.glob("checkpoints/step-????????/COMMITTED"))
+
+    def _newest_step(self) -> int:
+        committed = self._committed()
+        return int(committed[-1].name.removeprefix("step-")) if committed else 0
 
     def _last_step(self) -> int:
         if not self.metrics.exists():
@@ -123,8 +132,8 @@ class Demo:
         print_(f"all of it took    {seconds / 60:.1f} minutes")
         print_("\nNext:")
         print_(f"  genesis generate {self.run_dir} --prompt 'class '")
-        longer = "--trainer.max_steps 1000 --checkpoint.allow_changed '[trainer.max_steps]'"
-        print_(f"  genesis fit --config {self.recipe} --ckpt_path latest {longer}   go on for longer")
+        longer = "--trainer.max_steps 2000 --checkpoint.allow_changed '[trainer.max_steps]'"
+        print_(f"  genesis fit --config {self.recipe} --ckpt_path latest {escape(longer)}   go on for longer")
         print_("  configs/genesis-10m.yaml   a larger model; configs/corpora/ shows how to bring your own text")
 
     def _title(self, text: str) -> None:

@@ -111,9 +111,9 @@ def find_latest(directory: Path | str, *, level: VerifyLevel = "full", put_aside
             _put_aside(bad, put_aside)
             return path
     if bad:
-        newest, error = next(iter(bad.items()))
+        newest, reason = next(iter(bad.items()))
         raise CorruptCheckpointError(
-            f"none of the {len(bad)} checkpoints in {directory} verifies ({newest.name}: {error}); bring one back "
+            f"none of the {len(bad)} checkpoints in {directory} verifies ({newest.name}: {reason}); bring one back "
             "from a copy, or begin anew in another directory"
         )
     return None
