@@ -79,6 +79,8 @@ def build_strategy(name: str) -> Any:
         "hybrid": lambda: Sharded(shard="hybrid", ranks_per_shard_group=2),
         "two_blocks": lambda: Sharded(blocks_per_unit=2, max_gathers_in_flight=1),
         "offload": lambda: Sharded(cpu_offload=True),
+        "compiled": lambda: Replicated(compile_blocks=True),
+        "compiled_shards": lambda: Sharded(compile_blocks=True, activation_checkpointing="block"),
         "checkpointing": lambda: Sharded(activation_checkpointing="block"),
     }[name]()
 
