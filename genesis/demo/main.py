@@ -30,11 +30,15 @@ _POLL_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Kill:
-    """What a kill met: the last step that the log has, the newest committed checkpoint, and the oldest kept one."""
+    """What a kill met: the last step that the log has, and the newest committed checkpoint."""
 
     step: int
     checkpoint: Path
-    early_checkpoint: Path
+
+
+def _step_of(checkpoint: Path) -> int:
+    """Returns the step of a checkpoint by its name: retention may have removed it since."""
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 class StepFailedError(RuntimeError):
@@ -74,7 +78,7 @@ class Demo:
         last = self._committed()[-1]
         self._genesis("validate", "--config", str(self.recipe), "--ckpt_path", str(last))
         self._title("7/8  Text from an early and from the last checkpoint")
-        for checkpoint in (kill.early_checkpoint, last):
+        for checkpoint in (self._committed()[0], last):
             self.console.print(f"\n[bold]{checkpoint.name}[/bold]")
             prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
             self._genesis(
@@ -95,8 +99,7 @@ class Demo:
         finally:
             process.send_signal(signal.SIGKILL)
             process.wait()
-        committed = self._committed()
-        kill = Kill(self._last_step(), committed[-1], committed[0])
+        kill = Kill(self._last_step(), self._committed()[-1])
         self.console.print(
             f"\n[bold red]SIGKILL[/bold red] at step {kill.step}; the newest checkpoint is {kill.checkpoint.name}"
         )
@@ -107,7 +110,7 @@ class Demo:
 
     def _newest_step(self) -> int:
         committed = self._committed()
-        return int(committed[-1].name.removeprefix("step-")) if committed else 0
+        return _step_of(committed[-1]) if committed else 0
 
     def _last_step(self) -> int:
         if not self.metrics.exists():
@@ -117,7 +120,7 @@ class Demo:
 
     def _summarise(self, kill: Kill, last: Path, seconds: float) -> None:
         picture = self.run_dir / "loss.png"
-        plot_loss(self.metrics, picture, kill.step, read_manifest(kill.checkpoint).step)
+        plot_loss(self.metrics, picture, kill.step, _step_of(kill.checkpoint))
         _, held_out = read_curve(self.metrics, "step", "validation/bits_per_byte")
         manifest = read_manifest(last)
         print_ = self.console.print
