@@ -73,7 +73,7 @@ class CSVLog(Logger):
             else:
                 # Validation's metrics come after training's for the same step. The row grows: what it held stays.
                 file.seek(self._row_offset_bytes)
-            csv.DictWriter(file, self._columns).writerow({name: _plain(value) for name, value in self._row.items()})
+            csv.DictWriter(file, self._columns).writerow(self._row)
             file.truncate()
 
     def _read_rows_before(self, step: int) -> list[dict[str, Any]]:
@@ -96,8 +96,3 @@ class CSVLog(Logger):
             writer.writerows(rows)
             self._row_offset_bytes = file.tell()
         staging.replace(self._path)
-
-
-def _plain(value: float) -> float:
-    """Returns a whole number as an int: counters read as they count."""
-    return int(value) if float(value).is_integer() else value
