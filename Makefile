@@ -25,6 +25,8 @@ $(STAMP): pyproject.toml callbacks/pyproject.toml constraints.txt
 demo: $(STAMP)
 	@$(BIN)/genesis demo
 
+# Two workers on two cores: a thread more each would only spin against the other's.
+test: export OMP_NUM_THREADS := 1
 test: $(STAMP)
 	@cd callbacks && ../$(BIN)/python -m pytest -q -n 2
 	@$(BIN)/python -m pytest -q -n 2
