@@ -9,6 +9,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
+from genesis.errors import UserError
 from genesis.model.decoder import Decoder
 from genesis.strategies.wrap import ActivationCheckpointing, apply_wrappers
 
@@ -65,10 +66,16 @@ class Replicated(DDPStrategy):
             self.optimizers = [_spread(optimizer) for optimizer in self.optimizers]
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Returns the optimizer's state; under ZeRO-1 only this rank's part, because nothing gathers it."""
+        """Returns the optimizer's state, for Lightning's own saves.
+
+        Raises:
+            UserError: Under ZeRO-1: one rank's part would pass for the whole.
+        """
         if isinstance(optimizer, ZeroRedundancyOptimizer):
-            state: dict[str, Any] = optimizer.optim.state_dict()
-            return state
+            raise UserError(
+                "optimizer_states is 'sharded': Lightning's own checkpoints would hold one rank's part; "
+                "save with AsyncProcessCheckpoint, which stores every rank's"
+            )
         return super().optimizer_state(optimizer)
 
 
