@@ -13,6 +13,23 @@ from nbformat import NotebookNode
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 NAMES = sorted(path.name for path in NOTEBOOKS.glob("*.ipynb"))
 DEADLINE_SECONDS = 240
+# What a notebook must have said, in this order.
+SAID = {
+    "look_into_a_checkpoint.ipynb": (
+        "step-00000060",
+        "'tokens_seen': 480",
+        "of two parts",
+        "verify: ",
+        "does not have the hash that was saved",
+        "read_tensors: ",
+        "model.net.0.weight has digest",
+        "step 60 is whole",
+        "4 tensors, the same bits",
+        "model.net.2.weight      changed",
+        "state.0.rng.torch       same",
+    ),
+    "train_a_tiny_model.ipynb": ("documents", "tokens to train on", "saved step-00000120", "def loads("),
+}
 
 
 def read(name: str) -> NotebookNode:
@@ -49,9 +66,12 @@ def test_a_notebook_is_committed_without_outputs(name: str) -> None:
 # What Jupyter's own packages warn of is theirs to mend.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", NAMES)
-def test_a_notebook_runs_and_shows_a_picture_and_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_runs_and_shows_a_picture_and_what_it_teaches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Names of sockets must be short, and pytest's directories are not.
     with tempfile.TemporaryDirectory() as directory:
         shown = outputs(execute(name, directory, monkeypatch))
     assert any("image/png" in output.get("data", {}) for output in shown)
-    assert any(output.output_type == "stream" and output.name == "stdout" for output in shown)
+    text = "".join(output.text for output in shown if output.output_type == "stream" and output.name == "stdout")
+    for words in SAID[name]:
+        _, found, text = text.partition(words)
+        assert found, f"{words!r} is not there, or too early"
