@@ -105,8 +105,6 @@ def half_precision() -> MixedPrecision:
 
 
 LIGHTNING_WARNINGS = [
-    # Lightning 2.6.6 asks torch for a name that torch 2.13 wants to drop.
-    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
     # Advice on speed, for loaders of six batches.
     pytest.mark.filterwarnings("ignore:The '.*' does not have many workers"),
 ]

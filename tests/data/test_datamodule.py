@@ -17,9 +17,6 @@ from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
 from genesis_callbacks.testing import run_ranks
 from tests.data.corpora import make_documents, write_corpus
 
-# Lightning 2.6 asks torch's pytree in a way that torch 2.13 deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
-
 GLOBAL_BATCH = 4
 SEQ_LEN = 12
 
