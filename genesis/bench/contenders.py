@@ -1,12 +1,13 @@
-"""Who takes part in `genesis bench step`, and the process in which each one waits for its turn."""
+"""Who takes part in `genesis bench step`, and the process in which a contender of any benchmark waits for its turn."""
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal, Self
+from typing import IO, Any, Literal, Self
 
 from genesis.bench.workers.protocol import Burst, Ready, Workload
 from genesis.errors import UserError
@@ -99,28 +100,37 @@ def choose_contenders(own: str, peers: str) -> list[Contender]:
     return chosen
 
 
-class Worker:
-    """A contender's process. Leaving the context ends it.
+class WorkerProcess:
+    """A process that answers a line with a line. Leaving the context ends it.
 
     Args:
-        contender: Who.
-        workload: What it trains.
+        name: For messages.
+        command: What it runs.
         log_path: Where its output goes, other than what it says to us.
+        num_threads: On the CPU.
+        environment: Beside ours.
     """
 
-    def __init__(self, contender: Contender, workload: Workload, log_path: Path) -> None:
-        self.contender = contender
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        log_path: Path,
+        num_threads: int,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name = name
         self._log_path = log_path
-        threads = {name: str(workload.num_threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+        threads = {name: str(num_threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         with log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                [contender.python, str(contender.script), workload.to_json(), *contender.arguments],
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
                 # The protocol is imported from here; a worker's own directory has names that others use too.
-                env={**os.environ, **threads, "PYTHONPATH": str(_ROOT), "PYTHONSAFEPATH": "1"},
+                env={**os.environ, **threads, "PYTHONPATH": str(_ROOT), "PYTHONSAFEPATH": "1", **(environment or {})},
             )
 
     def __enter__(self) -> Self:
@@ -133,18 +143,29 @@ class Worker:
         for pipe in self._pipes():
             pipe.close()
 
-    def wait_until_ready(self) -> Ready:
-        """Returns what the worker says of itself when it is warmed up."""
-        return Ready(**json.loads(self._read_line()))
+    def say(self, word: str) -> None:
+        """Sends a line."""
+        pipe, _ = self._pipes()
+        try:
+            pipe.write(word + "\n")
+            pipe.flush()
+        except BrokenPipeError:
+            raise self._ended() from None
 
-    def run_burst(self, num_windows: int) -> Burst:
-        """Returns what the worker measures while it trains `num_windows`."""
-        self._say(f"go {num_windows}")
-        return Burst(**json.loads(self._read_line()))
+    def hear(self) -> dict[str, Any]:
+        """Returns the next line, a JSON object.
 
-    def stop(self) -> None:
-        """Asks the worker to end, and waits for it a while."""
-        self._say("quit")
+        Raises:
+            UserError: The process has ended; it has its last words.
+        """
+        line = self._pipes()[1].readline()
+        if not line:
+            raise self._ended()
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def wait(self) -> None:
+        """Waits a while for the process to end."""
         self._process.wait(_STOP_TIMEOUT_SECONDS)
 
     def _pipes(self) -> tuple[IO[str], IO[str]]:
@@ -153,14 +174,42 @@ class Worker:
         assert process.stdout is not None
         return process.stdin, process.stdout
 
-    def _say(self, word: str) -> None:
-        pipe, _ = self._pipes()
-        pipe.write(word + "\n")
-        pipe.flush()
+    def _ended(self) -> UserError:
+        errors = self._log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-_NUM_ERROR_LINES:]
+        return UserError(f"{self.name} ended before its work did; its last lines:\n" + "\n".join(errors))
 
-    def _read_line(self) -> str:
-        line = self._pipes()[1].readline()
-        if not line:
-            errors = self._log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-_NUM_ERROR_LINES:]
-            raise UserError(f"{self.contender.name} ended before its work did; its last lines:\n" + "\n".join(errors))
-        return line
+
+class Worker:
+    """A contender's process. Leaving the context ends it.
+
+    Args:
+        contender: Who.
+        workload: What it trains.
+        log_path: Where its output goes, other than what it says to us.
+    """
+
+    def __init__(self, contender: Contender, workload: Workload, log_path: Path) -> None:
+        self.contender = contender
+        command = [contender.python, str(contender.script), workload.to_json(), *contender.arguments]
+        self._process = WorkerProcess(contender.name, command, log_path, workload.num_threads)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Ends the process."""
+        self._process.__exit__(*exception)
+
+    def wait_until_ready(self) -> Ready:
+        """Returns what the worker says of itself when it is warmed up."""
+        return Ready(**self._process.hear())
+
+    def run_burst(self, num_windows: int) -> Burst:
+        """Returns what the worker measures while it trains `num_windows`."""
+        self._process.say(f"go {num_windows}")
+        return Burst(**self._process.hear())
+
+    def stop(self) -> None:
+        """Asks the worker to end, and waits for it a while."""
+        self._process.say("quit")
+        self._process.wait()

@@ -1,0 +1,281 @@
+"""What `genesis bench checkpoint` and its workers say to each other, and the gate between their windows.
+
+    worker    {"versions": ..., "num_parameters": ...}  when it has trained some short windows and saved nothing
+    parent    go K                                      train K windows, the first of which ends with a save
+    worker    {"step_seconds": [...], ...}              when they are trained and the save has ended
+    parent    quit
+    worker    {"state_bytes": ..., "saves": ...}        what it says of its saves itself
+
+Every rank of a contender is a worker. Contenders take turns: nobody trains while another's save is still written.
+"""
+
+import itertools
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from genesis.bench.workers.protocol import NoMoreStepsError, Workload
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way to save.
+
+    Args:
+        name: As in the report.
+        summary: What it is, in a line.
+        saver: Whose it is; `none` saves nothing.
+        writer: Who writes: the training thread, a thread beside it, or a process.
+        staging: As `AsyncProcessCheckpoint` has it.
+        is_pinned: Whether what is copied from a GPU lands in page-locked memory.
+        has_plan_cache: Whether a plan serves for more than one save.
+        has_own_cores: Whether the trainer leaves one core alone, and the writer process has it for itself.
+    """
+
+    name: str
+    summary: str
+    saver: Literal["none", "genesis", "torch"]
+    writer: Literal["sync", "thread", "process"] = "sync"
+    staging: Literal["blocking", "overlapped"] = "blocking"
+    is_pinned: bool = False
+    has_plan_cache: bool = True
+    has_own_cores: bool = False
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one rank does.
+
+    Args:
+        mode: How it saves.
+        workload: What it trains.
+        strategy: Where parameters live.
+        every_n_steps: Windows of a turn, of which the first ends with a save.
+        run_dir: Of this contender, on all ranks.
+        rank: This one.
+        num_ranks: All of them, on this machine.
+    """
+
+    mode: Mode
+    workload: Workload
+    strategy: Literal["replicated", "sharded"]
+    every_n_steps: int
+    run_dir: str
+    rank: int
+    num_ranks: int
+
+    def to_json(self) -> str:
+        """Returns the one line that `task_from_json` reads."""
+        return json.dumps(asdict(self))
+
+
+def task_from_json(text: str) -> Task:
+    """Returns the task that `Task.to_json` wrote."""
+    content = json.loads(text)
+    return Task(**{**content, "mode": Mode(**content["mode"]), "workload": Workload(**content["workload"])})
+
+
+@dataclass(frozen=True)
+class TrainerReady:
+    """What a worker says when it waits for its first turn."""
+
+    versions: dict[str, str]
+    device_name: str
+    num_parameters: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One rank's turn.
+
+    Args:
+        step_seconds: From each window's boundary to the next; the first window ends with the save.
+        step: Lightning's global step of the save.
+        stall_seconds: All time in the hooks of what saves, measured around them.
+        begin_seconds: Of it in the hook in which the save began.
+        save_seconds: From that hook's begin until the save was complete; None without a save.
+        num_steps_beside: How many of the later windows began before that.
+        wait_seconds: How long after the turn the save went on.
+        file_bytes: Of all files of the checkpoint.
+        peak_resident_bytes: Of the trainer's process, since its start.
+        peak_device_bytes: That tensors took on the GPU, since the start; None on the CPU.
+    """
+
+    step_seconds: list[float]
+    step: int
+    stall_seconds: float
+    begin_seconds: float
+    save_seconds: float | None
+    num_steps_beside: int
+    wait_seconds: float
+    file_bytes: int
+    peak_resident_bytes: int
+    peak_device_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Farewell:
+    """What a worker says when training has ended.
+
+    Args:
+        state_bytes: Of the live parameters and optimizer state, all ranks' together.
+        tensor_bytes: Of the same in its last checkpoint; 0 without one.
+        stall_seconds_by_step: What the callback itself says of each of its saves, where it does.
+    """
+
+    state_bytes: int
+    tensor_bytes: int
+    stall_seconds_by_step: dict[str, float]
+
+
+@dataclass(frozen=True)
+class SaveEnd:
+    """When a save was complete, by the wall clock, and how large its files are together."""
+
+    at_seconds: float
+    file_bytes: int
+
+
+@dataclass
+class SaveClock:
+    """What was measured around the hooks of a callback; the worker's hooks write it and the gate reads it.
+
+    Args:
+        stall_seconds: In all of them, so far.
+        begin_seconds: In the one in which the last save began.
+        began_at_seconds: When it did, by the wall clock.
+    """
+
+    stall_seconds: float = 0.0
+    begin_seconds: float = 0.0
+    began_at_seconds: float = 0.0
+
+
+def count_steps_beside(step_seconds: list[float], save_seconds: float, from_begin_seconds: float) -> int:
+    """Returns how many windows after the first began before the save was complete.
+
+    Args:
+        step_seconds: Of the turn's windows.
+        save_seconds: From the save's begin until it was complete.
+        from_begin_seconds: From the save's begin to the end of the first window.
+
+    Example:
+        >>> count_steps_beside([1.5, 1.0, 1.0, 1.0], save_seconds=1.7, from_begin_seconds=0.5)
+        2
+    """
+    count, begin = 0, from_begin_seconds
+    for seconds in step_seconds[1:]:
+        if begin >= save_seconds:
+            break
+        count += 1
+        begin += seconds
+    return count
+
+
+class TurnGate:
+    """Stands where a window is handed out: lets a turn's windows pass, and waits between turns.
+
+    Only the parent may hear standard output, so the gate takes it for itself: what libraries print there goes to the
+    error stream.
+
+    Args:
+        task: What is done.
+        clock: What is measured around the hooks of what saves.
+        wait_for_end: Returns when the save of a step has ended; None where nothing saves.
+        describe: Says what the worker is, once it is warmed up.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        clock: SaveClock,
+        wait_for_end: Callable[[int], SaveEnd] | None,
+        describe: Callable[[], TrainerReady],
+    ) -> None:
+        self._task = task
+        self._clock = clock
+        self._wait_for_end = wait_for_end
+        self._describe = describe
+        self._to_parent = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        self.num_warmup_steps = task.every_n_steps - 1
+        """Windows before the first turn: after them every turn's first window ends with a save."""
+        self._num_steps_left = self.num_warmup_steps
+        self._num_turns = 0
+        self._boundaries: list[float] = []
+        self._stall_before_seconds = 0.0
+
+    def before_step(self) -> None:
+        """Returns when the next window may begin.
+
+        Raises:
+            NoMoreStepsError: There is none.
+        """
+        if self._num_steps_left == 0:
+            self._end_turn()
+            self._wait()
+        self._boundaries.append(time.perf_counter())
+        self._num_steps_left -= 1
+
+    def say(self, message: TrainerReady | Turn | Farewell) -> None:
+        """Tells the parent."""
+        print(json.dumps(asdict(message)), file=self._to_parent, flush=True)
+
+    def _end_turn(self) -> None:
+        self._synchronize()
+        self._boundaries.append(time.perf_counter())
+        if self._num_turns == 0:
+            self.say(self._describe())
+            return
+        step_seconds = [end - begin for begin, end in itertools.pairwise(self._boundaries)]
+        step = self._num_turns * self._task.every_n_steps
+        ended_at = time.time()
+        save_seconds, file_bytes, num_beside, wait_seconds = None, 0, 0, 0.0
+        if self._wait_for_end is not None:
+            end = self._wait_for_end(step)
+            save_seconds, file_bytes = end.at_seconds - self._clock.began_at_seconds, end.file_bytes
+            first_end = ended_at - sum(step_seconds[1:])
+            num_beside = count_steps_beside(step_seconds, save_seconds, first_end - self._clock.began_at_seconds)
+            wait_seconds = max(0.0, end.at_seconds - ended_at)
+        self.say(
+            Turn(
+                step_seconds,
+                step,
+                self._clock.stall_seconds - self._stall_before_seconds,
+                self._clock.begin_seconds,
+                save_seconds,
+                num_beside,
+                wait_seconds,
+                file_bytes,
+                # In KiB on Linux.
+                resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+                torch.cuda.max_memory_allocated() if self._task.workload.device == "cuda" else None,
+            )
+        )
+
+    def _wait(self) -> None:
+        words = sys.stdin.readline().split()
+        if not words or words[0] == "quit":
+            raise NoMoreStepsError
+        self._num_steps_left = int(words[1])
+        self._num_turns += 1
+        self._boundaries = []
+        self._stall_before_seconds = self._clock.stall_seconds
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        if self._task.workload.device == "cuda":
+            torch.cuda.synchronize()
+
+
+def sum_file_bytes(directory: Path) -> int:
+    """Returns the size of all files in a checkpoint's directory."""
+    return sum(path.stat().st_size for path in directory.iterdir())

@@ -1,0 +1,216 @@
+"""One rank of one contender of `genesis bench checkpoint`: our trainer, and something that saves."""
+
+import csv
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from genesis.bench.workers.checkpoint_protocol import (
+    Farewell,
+    Mode,
+    SaveClock,
+    Task,
+    TrainerReady,
+    TurnGate,
+    task_from_json,
+)
+from genesis.bench.workers.checkpoint_saves import (
+    Committed,
+    Saves,
+    TorchCheckpoint,
+    build_ours,
+    change_engine,
+    time_hooks,
+)
+from genesis.bench.workers.protocol import ENDLESS, NoMoreStepsError
+from genesis.bench.workers.windows import build_windows
+from genesis.data.loader import WindowLoader
+from genesis.data.window import Window
+from genesis.model.decoder import DecoderConfig
+from genesis.optim import OptimizerOptions
+from genesis.strategies import Replicated, Sharded
+from genesis.train.csv_log import CSVLog
+from genesis.train.module import GenesisModule
+from genesis_callbacks import SkipAwareLR, TokenCounters
+
+_LOG_EVERY_N_STEPS = 10
+_SHORT_SEQ_LEN = 16
+_STALL = "checkpoint/stall_seconds"
+
+
+class _GatedLoader:
+    """The windows of a loader, each handed out when the gate lets it pass; they end when the parent says so.
+
+    Args:
+        loader: Makes the windows.
+        gate: Asked before each.
+    """
+
+    def __init__(self, loader: WindowLoader, gate: TurnGate) -> None:
+        self._loader = loader
+        self._gate = gate
+
+    def __len__(self) -> int:
+        return len(self._loader)  # with a length, Lightning takes no window ahead of its step
+
+    def __iter__(self) -> Iterator[Window]:
+        for window in self._loader:
+            try:
+                self._gate.before_step()
+            except NoMoreStepsError:
+                return
+            yield window
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns nothing to save."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what `state_dict` returned."""
+
+
+class _RandomWindows(pl.LightningDataModule):
+    """The workload's windows through the loader of `CorpusDataModule`; those of the warm-up are short."""
+
+    def __init__(self, task: Task, gate: TurnGate) -> None:
+        super().__init__()
+        workload = task.workload
+        self._windows = build_windows(workload)
+        short = replace(workload, seq_len=min(_SHORT_SEQ_LEN, workload.seq_len), micro_batch_size=1)
+        self._short_windows = build_windows(short)[: gate.num_warmup_steps]
+        self._gate = gate
+        self._has_cuda = workload.device == "cuda"
+
+    def _build(self, index: int) -> Window:
+        is_warmup = index < len(self._short_windows)
+        return self._short_windows[index] if is_warmup else self._windows[index % len(self._windows)]
+
+    def train_dataloader(self) -> _GatedLoader:
+        loader = WindowLoader(
+            self._build, lambda: range(ENDLESS), ENDLESS, prefetch_windows=2, pin_memory=self._has_cuda
+        )
+        return _GatedLoader(loader, self._gate)
+
+    def transfer_batch_to_device(self, batch: Window, device: torch.device, dataloader_idx: int) -> Window:
+        return batch.to(device, non_blocking=True)
+
+
+def _share_cores(mode: Mode) -> list[int]:
+    """Leaves the last core to the writer where the mode says so, and returns the writer's cores."""
+    if not mode.has_own_cores:
+        return []
+    *ours, last = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, ours)
+    return [last]
+
+
+def _join_ranks(task: Task) -> None:
+    """Makes the process group before Lightning does: of one rank, too, because `dcp.async_save` wants one."""
+    has_cuda = task.workload.device == "cuda"
+    if has_cuda:
+        torch.cuda.set_device(task.rank)
+    dist.init_process_group(
+        "nccl" if has_cuda else "gloo",
+        init_method=f"file://{Path(task.run_dir) / 'store'}",
+        rank=task.rank,
+        world_size=task.num_ranks,
+    )
+
+
+def _build_saving(task: Task, clock: SaveClock) -> tuple[list[pl.Callback], Saves | None]:
+    """Returns the callback that saves, if the mode has one, with its hooks measured, and what knows its ends."""
+    mode, run_dir = task.mode, Path(task.run_dir)
+    callback: pl.Callback
+    saves: Saves
+    if mode.saver == "none":
+        return [], None
+    if mode.saver == "genesis":
+        callback = ours = build_ours(mode, run_dir, task.every_n_steps)
+        saves = Committed(ours.directory)
+    else:
+        callback = saves = TorchCheckpoint(run_dir / "checkpoints", task.every_n_steps, mode.writer)
+    time_hooks(callback, clock, task.every_n_steps)
+    return [callback], saves
+
+
+def _build_trainer(task: Task, callbacks: list[pl.Callback]) -> pl.Trainer:
+    workload, run_dir = task.workload, Path(task.run_dir)
+    return pl.Trainer(
+        accelerator=workload.device,
+        devices=task.num_ranks,
+        strategy=(Replicated if task.strategy == "replicated" else Sharded)(compile_blocks=workload.is_compiled),
+        precision=workload.precision,
+        max_steps=ENDLESS,
+        max_epochs=1,
+        gradient_clip_val=1.0,
+        log_every_n_steps=_LOG_EVERY_N_STEPS,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        inference_mode=False,
+        enable_checkpointing=task.mode.saver == "genesis",
+        enable_progress_bar=False,
+        default_root_dir=run_dir,
+        logger=CSVLog(run_dir / "metrics.csv"),
+        callbacks=[TokenCounters(), SkipAwareLR(warmup_updates=100), *callbacks],
+    )
+
+
+def _count_bytes(tensors: list[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _count_state_bytes(trainer: pl.Trainer, module: pl.LightningModule) -> int:
+    """Returns the bytes of all parameters and all optimizer state; a sharded tensor counts whole."""
+    states = [state.values() for optimizer in trainer.optimizers for state in optimizer.state.values()]
+    in_optimizer = [value for state in states for value in state if isinstance(value, Tensor)]
+    return _count_bytes(list(module.parameters())) + _count_bytes(in_optimizer)
+
+
+def _read_stalls(log: Path) -> dict[str, float]:
+    """Returns what the callback logged of its stalls, by the save's step."""
+    if not log.exists():
+        return {}
+    with log.open(newline="", encoding="utf-8") as file:
+        return {row["step"]: float(row[_STALL]) for row in csv.DictReader(file) if row.get(_STALL)}
+
+
+def main(arguments: list[str]) -> None:
+    """Trains until the parent has had enough."""
+    task = task_from_json(arguments[0])
+    change_engine(task.mode, _share_cores(task.mode))
+    torch.set_num_threads(task.workload.num_threads)
+    _join_ranks(task)
+    clock = SaveClock()
+    callbacks, saves = _build_saving(task, clock)
+    module = GenesisModule(DecoderConfig(**task.workload.decoder), OptimizerOptions(**task.workload.optimizer))
+
+    def describe() -> TrainerReady:
+        versions = {package: version(package) for package in ("torch", "lightning")}
+        name = torch.cuda.get_device_name() if task.workload.device == "cuda" else "cpu"
+        return TrainerReady(versions, name, sum(parameter.numel() for parameter in module.parameters()))
+
+    gate = TurnGate(task, clock, None if saves is None else saves.wait_for_end, describe)
+    trainer = _build_trainer(task, callbacks)
+    trainer.fit(module, datamodule=_RandomWindows(task, gate))
+    is_first = task.rank == 0
+    gate.say(
+        Farewell(
+            _count_state_bytes(trainer, module),
+            saves.count_tensor_bytes() if saves is not None and is_first else 0,
+            _read_stalls(Path(task.run_dir) / "metrics.csv") if is_first else {},
+        )
+    )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
