@@ -65,6 +65,7 @@ COMMANDS = (
     Command("checkpoint prune", "remove older checkpoints of a run", "genesis.cli.checkpoint:prune_main"),
     Command("checkpoint repair", "what to do about broken checkpoints", "genesis.cli.checkpoint:repair_main"),
     Command("demo", "the whole road on Python's own sources, in minutes", "genesis.cli.demo:main"),
+    Command("rehearse", "kill and restart a recipe before it is trained in earnest", "genesis.cli.rehearse:main"),
     Command("bench tokenize", "data prepare beside SentencePiece's own encode", "genesis.bench.tokenize:main"),
     Command("bench loader", "tokens per second of the data loader alone", "genesis.bench.loader:main"),
     Command("bench step", "the training step beside bare loops and other trainers", "genesis.bench.step:main"),

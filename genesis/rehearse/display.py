@@ -1,0 +1,49 @@
+"""What a rehearsal tells while it runs: lines of what happened, and on a terminal a live bar of the training."""
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from genesis.rehearse.plan import Sight
+
+
+class Display:
+    """A context in which the bar is live.
+
+    Args:
+        console: Where all of it goes.
+        max_steps: Of the run.
+    """
+
+    def __init__(self, console: Console, max_steps: int) -> None:
+        self._console = console
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed}/{task.total} steps"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task: TaskID = self._progress.add_task("", total=max_steps)
+
+    def __enter__(self) -> "Display":
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def say(self, line: str) -> None:
+        """Prints a line, above the bar."""
+        self._console.print(escape(line), highlight=False, soft_wrap=True)
+
+    def show(self, name: str, sight: Sight) -> None:
+        """Moves the bar."""
+        what = name if sight.last_step is not None else f"{name}, starting"
+        self._progress.update(self._task, description=what, completed=sight.last_step or 0)

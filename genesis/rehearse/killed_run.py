@@ -1,0 +1,182 @@
+"""One run that is killed again and again, as planned, and started again until it comes to its end."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from genesis.errors import RunEndedError
+from genesis.rehearse.compare import Losses, compare_losses, compare_runs, find_unlogged, read_losses
+from genesis.rehearse.display import Display
+from genesis.rehearse.launch import Launcher, Start, read_last_words
+from genesis.rehearse.plan import Pace, PlannedKill, Sight, Trigger
+from genesis.rehearse.report import KillRecord, Round
+from genesis.rehearse.watch import read_restored_step
+
+POLL_SECONDS = 0.004
+
+# A rank whose peer is gone notices it by its connection, within seconds; then its save in flight gets some more.
+_OTHERS_END_SECONDS = 60.0
+# A training that logs nothing for longer than so many times what the straight run took, and this, is stuck.
+_STUCK_FACTOR = 10.0
+_STUCK_SECONDS = 120.0
+
+
+class KilledRun:
+    """Carries out a plan of kills on one run.
+
+    Args:
+        run_dir: Of the run; it is new.
+        plan: In the order of their steps.
+        pace: Of the straight run.
+        losses: Of the straight run.
+        launcher: Starts the trainings.
+        display: Is told.
+        kills: Of the rehearsal so far; those that really happen are added.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        plan: Sequence[PlannedKill],
+        pace: Pace,
+        losses: Losses,
+        launcher: Launcher,
+        display: Display,
+        kills: list[KillRecord],
+    ) -> None:
+        self.round = Round(directory=str(run_dir))
+        self._run_dir, self._pace, self._losses = run_dir, pace, losses
+        self._launcher, self._display, self._kills = launcher, display, kills
+        self._triggers = deque(Trigger(kill, pace) for kill in plan)
+        # The kill that ended the training before, until the next one goes on.
+        self._unresumed: KillRecord | None = None
+        self._reached_step = 0
+
+    def run(self, straight: Path) -> None:
+        """Trains to the end of the run, and compares it with the straight one.
+
+        Raises:
+            RunEndedError: A training ended, or hung, without having been killed; or a final checkpoint is not good.
+        """
+        is_over = False
+        while not is_over:
+            self.round.num_starts += 1
+            is_over = self._train()
+        self.round.unlogged_steps = find_unlogged(self._losses, read_losses(self._run_dir))
+        self.round.checkpoints = compare_runs(straight, self._run_dir)
+
+    def _train(self) -> bool:
+        """Starts a training, kills it when a kill is due, and says whether it came to the run's end."""
+        start = self._launcher.launch(self._run_dir, f"{self._run_dir.name}-start-{self.round.num_starts}")
+        struck = self._watch(start)
+        ended_seconds = start.training.wait_ended(_OTHERS_END_SECONDS)
+        if ended_seconds is None:
+            start.training.kill_ranks()
+            start.training.wait_ended(_OTHERS_END_SECONDS)
+        self._take_stock(start)
+        return self._conclude(start, struck, ended_seconds)
+
+    def _watch(self, start: Start) -> list[KillRecord]:
+        """Looks on until the training ends or is killed, and returns the kills that it met."""
+        struck: list[KillRecord] = []
+        while start.training.poll() is None:
+            sight = start.view.look()
+            self._display.show(f"{self._run_dir.name} run, start {self.round.num_starts}", sight)
+            if sight.last_step is not None:
+                self._note_resume(start)
+            self._check_progress(start, sight)
+            if self._triggers and self._triggers[0].is_due(sight):
+                struck.append(self._strike(start, self._triggers.popleft().kill, sight))
+                if struck[-1].victim != "writer":
+                    break
+            time.sleep(POLL_SECONDS)
+        return struck
+
+    def _check_progress(self, start: Start, sight: Sight) -> None:
+        usual_seconds = self._pace.start + self._pace.slowest + self._pace.save
+        idle_seconds = sight.seconds - start.view.progress_seconds
+        if idle_seconds > _STUCK_SECONDS + _STUCK_FACTOR * usual_seconds:
+            raise RunEndedError(
+                f"start {self.round.num_starts} logged nothing for {idle_seconds:.0f} s and was ended (see {start.log})"
+            )
+
+    def _strike(self, start: Start, kill: PlannedKill, sight: Sight) -> KillRecord:
+        """Sends SIGKILL, as planned or, where that process is not there, to all ranks."""
+        training = start.training
+        ranks = training.ranks()
+        victim, who = kill.victim, f"all {len(ranks)} ranks"
+        chosen = {"group": {}, "rank": ranks, "writer": training.writers()}[victim]
+        rank = sorted(chosen)[int(kill.draw * len(chosen))] if chosen else 0
+        if chosen and training.kill_one(chosen[rank]):
+            who = f"rank {rank}" if victim == "rank" else f"writer of rank {rank}"
+        else:
+            victim = "group"
+            training.kill_ranks()
+        record = KillRecord(
+            number=len(self._kills) + 1,
+            victim=victim,
+            who=who,
+            aim=kill.aim,
+            start=self.round.num_starts,
+            at_step=sight.last_step,
+            saving=sight.staging[-1] if sight.staging else None,
+        )
+        self._kills.append(record)
+        where = "before its first step" if sight.last_step is None else f"at step {sight.last_step}"
+        saving = "" if record.saving is None else f", in the save {record.saving.partition('.')[0]}"
+        self._display.say(f"  kill {record.number}: {who}, {where}{saving}")
+        return record
+
+    def _note_resume(self, start: Start) -> None:
+        """Notes from where the training that follows a kill goes on, once that is known."""
+        record, resumed_from = self._unresumed, None
+        if record is not None:
+            resumed_from = read_restored_step(start.log)
+        has_begun = start.view.first_step_seconds is not None
+        if record is None or (resumed_from is None and not has_begun):
+            return
+        self._unresumed = None
+        record.resumed_from = resumed_from or 0
+        record.lost_steps = max(0, self._reached_step - record.resumed_from)
+        record.restart_seconds = start.view.first_step_seconds
+        back = "" if record.restart_seconds is None else f" after {record.restart_seconds:.1f} s"
+        origin = f"step {record.resumed_from}" if record.resumed_from else "the beginning"
+        self._display.say(f"    goes on from {origin}{back}, {record.lost_steps} steps lost")
+
+    def _take_stock(self, start: Start) -> None:
+        """Looks at what a training has left behind when all of its ranks have ended."""
+        last_step = start.view.look().last_step
+        self._note_resume(start)
+        resumed_from = read_restored_step(start.log)
+        if last_step is not None or resumed_from is not None:
+            self._reached_step = last_step or resumed_from or 0
+        if last_step is not None:  # until then the log is that of the training before
+            # Now, because a later start cuts what it repeats.
+            rows = {step: row for step, row in read_losses(self._run_dir).items() if step > (resumed_from or 0)}
+            self.round.num_losses += sum(len(row) for row in rows.values())
+            self.round.losses += compare_losses(self._losses, rows, self.round.num_starts)
+
+    def _conclude(self, start: Start, struck: Sequence[KillRecord], ended_seconds: float | None) -> bool:
+        """Says what became of the training and of the kills that it met."""
+        status = start.training.poll()
+        for record in struck:
+            record.outcome = "training went on"
+        if not struck and (status != 0 or ended_seconds is None):
+            what = f"ended with status {status}" if status else "left ranks behind that did not end"
+            raise RunEndedError(
+                f"start {self.round.num_starts} {what}, without a kill: {read_last_words(start.log)} (see {start.log})"
+            )
+        if status == 0:
+            return True
+        last = struck[-1]
+        if last.victim == "writer":
+            last.outcome = f"training ended with status {status}"
+        elif last.victim == "group":
+            last.outcome = "all ended at once"
+        elif ended_seconds is None:
+            last.outcome = f"the others still ran after {_OTHERS_END_SECONDS:.0f} s: killed"
+        else:
+            last.outcome = f"the others ended after {ended_seconds:.1f} s"
+        self._unresumed = last
+        return False

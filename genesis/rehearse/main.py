@@ -1,0 +1,182 @@
+"""Rehearses a recipe: trains it once straight and once with kills and restarts, and compares where both end.
+
+Every training is a real `genesis fit` in a session of its own. However the rehearsal ends, what it started ends with
+it.
+"""
+
+import contextlib
+import os
+import platform
+import signal
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from rich.console import Console
+
+from genesis.errors import RunEndedError, UserError
+from genesis.rehearse.compare import Losses, read_losses
+from genesis.rehearse.display import Display
+from genesis.rehearse.killed_run import POLL_SECONDS, KilledRun
+from genesis.rehearse.launch import Launcher, Start, read_last_words
+from genesis.rehearse.plan import Pace, Victim, plan_kills
+from genesis.rehearse.processes import check_system, end_all, wait_until_gone
+from genesis.rehearse.recipe import RehearsedRecipe, resolve_recipe
+from genesis.rehearse.report import Report
+from genesis_callbacks.checkpoint import list_committed
+
+_MISUSE = 2
+# Writers that have lost their trainer wait a while for each other's receipts.
+_ORPHANS_END_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is rehearsed, and how.
+
+    Args:
+        fit: Arguments of `genesis`, without the run's directory: `("fit", "--config", ...)`.
+        num_kills: In all.
+        seed: Of the instants.
+        directory: Of both runs; it is new.
+        command: That makes the same rehearsal again.
+    """
+
+    fit: tuple[str, ...]
+    num_kills: int
+    seed: int
+    directory: Path
+    command: str
+
+
+def rehearse(options: Options, console: Console) -> Report:
+    """Rehearses, and returns what it found. It must be called by the main thread.
+
+    Raises:
+        UserError: The recipe cannot be rehearsed.
+    """
+    check_system()
+    recipe = resolve_recipe(options.fit)
+    options.directory.mkdir(parents=True, exist_ok=True)
+    rehearsal = _Rehearsal(options, recipe, Display(console, recipe.max_steps))
+    return rehearsal.run()
+
+
+class _Rehearsal:
+    def __init__(self, options: Options, recipe: RehearsedRecipe, display: Display) -> None:
+        self._options, self._recipe, self._display = options, recipe, display
+        self._mark = uuid.uuid4().hex
+        self._launcher = Launcher(options.fit, options.directory, self._mark)
+        self._straight = options.directory / "straight"
+        self._report = Report(
+            command=options.command,
+            directory=str(options.directory),
+            seed=options.seed,
+            num_wanted=options.num_kills,
+            max_steps=recipe.max_steps,
+            every_n_steps=recipe.every_n_steps,
+            hardware=f"{os.cpu_count()}-core {platform.machine()}",
+        )
+
+    def run(self) -> Report:
+        report, began_seconds = self._report, time.monotonic()
+        try:
+            with _ended_by_signals(), self._display:
+                pace, victims = self._train_straight()
+                self._train_and_kill(pace, victims)
+                left = wait_until_gone(self._mark, _ORPHANS_END_SECONDS)
+                report.left_over = [f"{process.kind} of rank {process.local_rank}" for process in left]
+        except RunEndedError as error:
+            report.failure = str(error)
+        finally:
+            with _deaf_to_interrupts():
+                end_all(self._mark)
+        report.seconds = time.monotonic() - began_seconds
+        return report
+
+    def _train_straight(self) -> tuple[Pace, tuple[Victim, ...]]:
+        """Trains to the end, and returns how long things took and what there is to kill."""
+        self._display.say(f"straight run of {self._recipe.max_steps} steps, in {self._straight}")
+        start = self._launcher.launch(self._straight, "straight")
+        num_ranks, num_writers = self._watch_straight(start)
+        if start.training.poll() != 0 or start.view.first_step_seconds is None:
+            status = start.training.poll()
+            message = f"the straight run ended with status {status}: {read_last_words(start.log)} (see {start.log})"
+            raise UserError(message) if status == _MISUSE else RunEndedError(message)
+        pace = start.view.measure_pace()
+        self._report.pace, self._report.num_ranks = pace, num_ranks
+        manifests = [manifest for _, manifest in list_committed(self._straight)]
+        self._report.versions = {**(manifests[-1].versions if manifests else {}), "python": platform.python_version()}
+        self._display.say(
+            f"  {num_ranks} ranks, {num_writers} writer processes; {pace.start:.1f} s to the first step, then "
+            f"{pace.step:.3f} s a step; a save takes {pace.save:.3f} s"
+        )
+        victims: list[Victim] = ["group"]
+        victims += ["rank"] if num_ranks > 1 else []
+        victims += ["writer"] if num_writers else []
+        return pace, tuple(victims)
+
+    def _watch_straight(self, start: Start) -> tuple[int, int]:
+        """Looks on until all ranks have ended, and returns how many ranks and writers there were."""
+        num_ranks = num_writers = 0
+        while start.training.poll() is None:
+            sight = start.view.look()
+            if sight.last_step is not None and num_ranks == 0:
+                num_ranks, num_writers = len(start.training.ranks()), len(start.training.writers())
+            self._display.show("straight run", sight)
+            time.sleep(POLL_SECONDS)
+        while start.training.ranks():
+            time.sleep(POLL_SECONDS)
+        start.view.look()
+        return num_ranks, num_writers
+
+    def _train_and_kill(self, pace: Pace, victims: tuple[Victim, ...]) -> None:
+        """Makes killed runs until all kills have come: a run may end before the last of them was due."""
+        report = self._report
+        losses: Losses = read_losses(self._straight)
+        while len(report.kills) < report.num_wanted:
+            num_before = len(report.kills)
+            plan = plan_kills(
+                report.seed + len(report.rounds),
+                report.num_wanted - num_before,
+                max_steps=report.max_steps,
+                every_n_steps=report.every_n_steps,
+                victims=victims,
+            )
+            name = f"killed-{len(report.rounds) + 1}" if report.rounds else "killed"
+            self._display.say(f"{name} run, {len(plan)} kills to come")
+            killed = KilledRun(
+                self._options.directory / name, plan, pace, losses, self._launcher, self._display, report.kills
+            )
+            report.rounds.append(killed.round)
+            killed.run(self._straight)
+            if len(report.kills) == num_before:
+                return
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Makes SIGTERM and SIGHUP end the program as an exception does, so that it can tidy up."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    previous = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)

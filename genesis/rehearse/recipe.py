@@ -1,0 +1,85 @@
+"""What a rehearsal must know of the recipe, from the resolved form of it."""
+
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from genesis.errors import UserError
+
+_OWN_OPTIONS = ("--run_dir", "--ckpt_path", "--print_config")
+
+
+@dataclass(frozen=True)
+class RehearsedRecipe:
+    """The part of a resolved recipe that kills are planned from.
+
+    Args:
+        max_steps: Where the run ends.
+        every_n_steps: Steps from one save to the next.
+        mode: Who writes: `process` where each rank has a writer process.
+    """
+
+    max_steps: int
+    every_n_steps: int
+    mode: str
+
+
+def check_extra(extra: Sequence[str]) -> None:
+    """Looks for options that the rehearsal itself gives to its trainings.
+
+    Raises:
+        UserError: There is one.
+    """
+    for word in extra:
+        if word.partition("=")[0] in _OWN_OPTIONS:
+            raise UserError(
+                f"{word}: a rehearsal has its own; leave it out after -- (--dir says where both runs are to lie)"
+            )
+
+
+def resolve_recipe(fit: Sequence[str]) -> RehearsedRecipe:
+    """Returns what `genesis fit` makes of its arguments.
+
+    Raises:
+        UserError: It refuses them, or they make no run that can be rehearsed.
+    """
+    command = [sys.executable, "-m", "genesis", *fit, "--print_config"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(_read_complaint(done))
+    return read_recipe(yaml.safe_load(done.stdout))
+
+
+def read_recipe(resolved: Mapping[str, Any]) -> RehearsedRecipe:
+    """Returns what the rehearsal needs of a resolved recipe.
+
+    Raises:
+        UserError: The run has no end, saves nothing on its way, or keeps no log.
+    """
+    trainer, checkpoint = resolved["trainer"], resolved["checkpoint"]
+    max_steps, every_n_steps = trainer["max_steps"], checkpoint["every_n_steps"]
+    if max_steps < 1:
+        raise UserError(f"trainer.max_steps is {max_steps}: a rehearsal needs an end; add -- --trainer.max_steps 60")
+    if every_n_steps is None:
+        raise UserError(
+            "checkpoint.every_n_steps is not set: nothing would be saved to go on from; add "
+            f"-- --checkpoint.every_n_steps {max(1, max_steps // 6)}"
+        )
+    if every_n_steps >= max_steps:
+        raise UserError(
+            f"checkpoint.every_n_steps is {every_n_steps} and trainer.max_steps {max_steps}: every kill would begin "
+            f"anew; add -- --checkpoint.every_n_steps {max(1, max_steps // 6)}, or more steps"
+        )
+    if trainer.get("logger") is False:
+        raise UserError("trainer.logger is false: a rehearsal follows metrics.csv; add -- --trainer.logger null")
+    return RehearsedRecipe(max_steps, every_n_steps, checkpoint["mode"])
+
+
+def _read_complaint(done: "subprocess.CompletedProcess[str]") -> str:
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    said = lines[-1].removeprefix("genesis: error: ") if lines else "it said nothing"
+    return f"`genesis fit --print_config` ended with status {done.returncode}: {said}"

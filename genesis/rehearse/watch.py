@@ -1,0 +1,100 @@
+"""What a training shows from outside: its log's last step, its saves in flight, and what it said of its restore."""
+
+import os
+import re
+import time
+from pathlib import Path
+
+from genesis.rehearse.plan import Pace, Sight
+from genesis_callbacks.checkpoint.lineage import CHECKPOINTS_NAME
+from genesis_callbacks.checkpoint.manifest import is_staging_name
+
+METRICS_NAME = "metrics.csv"
+_TAIL_BYTES = 1 << 15
+_RESTORED = re.compile(r"Restored step (\d+) from ")
+
+
+class RunView:
+    """Looks at the directory of a run from the launch of one training in it to that training's end.
+
+    What an earlier training has logged there does not count: the log is another file once this one writes.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._metrics = run_dir / METRICS_NAME
+        self._checkpoints = run_dir / CHECKPOINTS_NAME
+        self._launched_seconds = time.monotonic()
+        self._at_launch = self._seen = _sign(self._metrics)
+        self._last_step: int | None = None
+        self._steps: list[tuple[float, int]] = []
+        self._saves: dict[str, tuple[float, float]] = {}
+
+    def look(self) -> Sight:
+        """Returns what is there now."""
+        seconds = time.monotonic() - self._launched_seconds
+        sign = _sign(self._metrics)
+        if sign not in (self._seen, self._at_launch):
+            self._seen = sign
+            step = _read_last_step(self._metrics)
+            if step is not None and (self._last_step is None or step > self._last_step):
+                self._last_step = step
+                self._steps.append((seconds, step))
+        staging = tuple(_list_staging(self._checkpoints))
+        for name in staging:
+            first, _ = self._saves.get(name, (seconds, seconds))
+            self._saves[name] = (first, seconds)
+        return Sight(seconds, self._last_step, staging)
+
+    @property
+    def first_step_seconds(self) -> float | None:
+        """From the launch to the first logged step, if there is one."""
+        return self._steps[0][0] if self._steps else None
+
+    @property
+    def progress_seconds(self) -> float:
+        """From the launch to the newest logged step; 0 before there is one."""
+        return self._steps[-1][0] if self._steps else 0.0
+
+    def measure_pace(self) -> Pace:
+        """Returns how long things took; at least one step must be logged."""
+        (first_seconds, first), (last_seconds, last) = self._steps[0], self._steps[-1]
+        durations = sorted(end - begin for begin, end in self._saves.values())
+        gaps = [now - before for (before, _), (now, _) in zip(self._steps, self._steps[1:], strict=False)]
+        return Pace(
+            start=first_seconds,
+            step=(last_seconds - first_seconds) / max(1, last - first),
+            save=durations[len(durations) // 2] if durations else 0.0,
+            slowest=max(gaps, default=0.0),
+        )
+
+
+def read_restored_step(log: Path) -> int | None:
+    """Returns the step that a training says it goes on from; None: it begins anew, or has not said so yet."""
+    found = _RESTORED.search(log.read_text(encoding="utf-8", errors="replace"))
+    return None if found is None else int(found[1])
+
+
+def _sign(path: Path) -> tuple[int, int, int] | None:
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
+
+
+def _read_last_step(path: Path) -> int | None:
+    """Returns the largest step in the last whole rows."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _TAIL_BYTES))
+        whole, _, _ = file.read().rpartition(b"\n")
+    # The first may be cut; of a short file it is the header.
+    firsts = [line.partition(b",")[0] for line in whole.split(b"\n")[1:]]
+    return max((int(first) for first in firsts if first.isdigit()), default=None)
+
+
+def _list_staging(checkpoints: Path) -> list[str]:
+    try:
+        return sorted(entry.name for entry in os.scandir(checkpoints) if is_staging_name(entry.name))
+    except FileNotFoundError:
+        return []
