@@ -8,6 +8,7 @@ run_dir      where checkpoints, metrics and configs of the run lie
 import argparse
 import difflib
 import logging
+import os
 import re
 import sys
 import warnings
@@ -16,11 +17,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
+from jsonargparse import Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
 
+from genesis.cli.options import check_is_yaml
 from genesis.data.datamodule import CorpusDataModule
 from genesis.data.manifest import read_manifest
 from genesis.errors import UserError
@@ -45,6 +48,11 @@ _SAID_AT_EVERY_START = re.compile("GPU available|TPU available|distributed_backe
 
 class GenesisParser(LightningArgumentParser):
     """Reports a mistake in one line, with the nearest key."""
+
+    def parse_path(self, cfg_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Namespace:
+        """Returns the recipe in the file `cfg_path`."""
+        check_is_yaml(cfg_path)
+        return super().parse_path(cfg_path, *args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Prints one line and exits with status 2."""

@@ -1,11 +1,14 @@
 """Options of a command, read from flags and YAML files into the dataclass that owns them."""
 
 import difflib
+import os
 import re
 from argparse import ArgumentError
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
+import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from genesis.errors import UserError
@@ -16,9 +19,62 @@ PLAIN_WIDTH = 120
 """Columns of a table that goes to a file or a pipe."""
 
 
+class OptionsParser(ArgumentParser):
+    """Reads options; a file of them that is no YAML is refused with its name and the place."""
+
+    def parse_path(self, cfg_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Namespace:
+        """Returns the options in the file `cfg_path`."""
+        check_is_yaml(cfg_path)
+        return super().parse_path(cfg_path, *args, **kwargs)
+
+
+def check_is_yaml(path: str | os.PathLike[str]) -> None:
+    """Refuses a file that is no mapping of options. A pipe, which can be read only once, is left to its reader.
+
+    Raises:
+        UserError: It is not YAML, holds no mapping, or has a key twice, of which the first would silently be lost.
+    """
+    if not Path(path).is_file():
+        return
+    try:
+        node = yaml.compose(Path(path).read_bytes(), yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        raise UserError(f"{path}{_place(error.problem_mark)} is not YAML: {error.problem}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(node, yaml.MappingNode):
+        raise UserError(f"{path} has no options: they are written as 'name: value', one a line")
+    _check_keys_are_unique(path, node)
+
+
+def _check_keys_are_unique(path: str | os.PathLike[str], root: yaml.Node) -> None:
+    waiting, seen_nodes = [root], set()
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, yaml.CollectionNode) or id(node) in seen_nodes:  # an anchor may stand in itself
+            continue
+        seen_nodes.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+            continue
+        keys: set[str] = set()
+        for key, value in node.value:
+            waiting += (key, value)
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in keys and key.value != "<<":
+                    raise UserError(
+                        f"{path}{_place(key.start_mark)} has the key {key.value!r} twice: put both into one"
+                    )
+                keys.add(key.value)
+
+
+def _place(mark: yaml.Mark | None) -> str:
+    return "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1},"
+
+
 def build_parser(name: str, description: str) -> ArgumentParser:
     """Returns a parser for `genesis NAME` that reads YAML files by `--config`."""
-    parser = ArgumentParser(prog=f"genesis {name}", description=description, exit_on_error=False)
+    parser = OptionsParser(prog=f"genesis {name}", description=description, exit_on_error=False)
     parser.add_argument("--config", action="config", help="YAML file of options; may be given more than once")
     return parser
 

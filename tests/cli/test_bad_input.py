@@ -86,12 +86,30 @@ def test_a_recipe_without_a_required_key_names_it(genesis: Genesis, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("text", "part"), [("a: [1,\n", "parsing"), ("only words\n", "only words"), ("", "Unexpected config")]
+    ("data", "parts"),
+    [
+        (b"a: [1,\n", (", line 2, column 1, is not YAML: expected the node content",)),
+        (b"trainer:\n  max_steps: 4\n bad: 1\n", (", line 3, column 2, is not YAML: expected <block end>",)),
+        (b"trainer:\n\tmax_steps: 4\n", (", line 2, column 1, is not YAML: found character '\\t'",)),
+        (b"run_dir: *x\n", (", line 1, column 10, is not YAML: found undefined alias 'x'",)),
+        (b"a: 1\n---\nb: 2\n", (", line 2, column 1, is not YAML: but found another document",)),
+        (b"a: \xff\n", (" is not YAML: ", "position 3")),
+        (b"\x00", (" is not YAML: ", "position 0")),
+        (b"trainer:\n  max_steps: 4\ntrainer:\n  devices: 1\n", (", line 3, column 1, has the key 'trainer' twice",)),
+        (b"data: [{seq_len: 1, seq_len: 2}]\n", (", line 1, column 21, has the key 'seq_len' twice",)),
+        (b"a: &again [*again]\n? [b]\n: 1\na: 2\n", (", line 4, column 1, has the key 'a' twice",)),
+        (b"only words\n", (" has no options", "name: value")),
+        (b"- a\n", (" has no options",)),
+        (b"", (" has no options",)),
+    ],
 )
-def test_a_file_that_is_no_recipe_is_refused(text: str, part: str, genesis: Genesis, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", [("fit",), ("data", "prepare"), ("tokenizer", "train")])
+def test_a_file_that_is_no_yaml_is_refused_with_its_name_and_the_place(
+    command: tuple[str, ...], data: bytes, parts: tuple[str, ...], genesis: Genesis, tmp_path: Path
+) -> None:
     path = tmp_path / "recipe.yaml"
-    path.write_text(text)
-    check_is_one_line(genesis("fit", "--config", str(path)), part)
+    path.write_bytes(data)
+    check_is_one_line(genesis(*command, "--config", str(path)), str(path) + parts[0], *parts[1:])
 
 
 def test_a_tokenizer_that_is_not_the_corpuss_is_refused(genesis: Genesis, recipe: Path, tiny_corpus: Path) -> None:
