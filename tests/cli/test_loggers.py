@@ -1,0 +1,121 @@
+"""What `configs/loggers/` adds: every number of the run's own log, in the run's directory, and nothing left behind."""
+
+import csv
+import os
+import struct
+import subprocess
+import sys
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb.proto.wandb_internal_pb2 import Record
+
+from tests.cli.test_configs import CONFIGS
+
+DEADLINE_SECONDS = 120
+POLL_SECONDS = 0.1
+# Lightning gives W&B an argument that W&B wants to drop; no setting of ours prevents it.
+KNOWN_WARNINGS = ("The anonymous setting has no effect",)
+MARK = "GENESIS_TEST_RUN"
+
+Metrics = dict[int, dict[str, float]]
+
+
+def fit(recipe: Path, logger: str) -> Path:
+    """Trains in a process of its own, in an empty directory and without the user's settings; returns the run's."""
+    run_dir, here, home = recipe.parent / "run", recipe.parent / "here", recipe.parent / "home"
+    here.mkdir()
+    mark = uuid.uuid4().hex
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
+    configs = ("--config", str(recipe), "--config", str(CONFIGS / "loggers" / logger))
+    done = subprocess.run(
+        [sys.executable, "-m", "genesis", "fit", *configs, "--trainer.logger.init_args.save_dir", str(run_dir)],
+        cwd=here,
+        env={**environment, "HOME": str(home), MARK: mark},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    warned = [line for line in done.stderr.splitlines() if "warning" in line.lower()]
+    assert [line for line in warned if not any(known in line for known in KNOWN_WARNINGS)] == []
+    assert list(here.iterdir()) == []
+    assert {path.name for path in recipe.parent.iterdir()} <= {"run", "here", "home", "recipe.yaml"}
+    wait_until_all_ended(mark)
+    return run_dir
+
+
+def wait_until_all_ended(mark: str) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while left := list(processes_with(f"{MARK}={mark}".encode())):
+        assert time.monotonic() < deadline, f"still there: {left}"
+        time.sleep(POLL_SECONDS)
+
+
+def processes_with(variable: bytes) -> Iterator[bytes]:
+    """Yields the command lines of processes that inherited an environment variable, whatever else became of them."""
+    for directory in Path("/proc").glob("[0-9]*"):
+        try:
+            if variable in (directory / "environ").read_bytes().split(b"\0"):
+                yield (directory / "cmdline").read_bytes()
+        except OSError:  # it has ended, or is another user's
+            continue
+
+
+def read_own_log(run_dir: Path) -> Metrics:
+    with (run_dir / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    return {
+        int(row["step"]): {key: float(value) for key, value in row.items() if value and key != "step"} for row in rows
+    }
+
+
+def check_has_all_of(found: Metrics, own: Metrics) -> None:
+    assert own.keys() == {1, 2, 3, 4}
+    assert {"train/loss", "train/tokens_per_second", "counters/tokens_seen", "validation/loss"} <= own[4].keys()
+    for step, metrics in own.items():
+        assert {key: found[step].get(key) for key in metrics} == pytest.approx(metrics, rel=1e-6)
+
+
+def read_wandb(path: Path) -> Iterator[Record]:
+    """Yields what W&B wrote to be uploaded later: protobufs in the blocks of a LevelDB log, after 7 bytes more."""
+    data, at, parts = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        left_in_block = 32768 - at % 32768
+        if left_in_block < 7:
+            at += left_in_block
+            continue
+        _, num_bytes, kind = struct.unpack_from("<IHB", data, at)
+        chunk = data[at + 7 : at + 7 + num_bytes]
+        at += 7 + num_bytes
+        parts = chunk if kind in (1, 2) else parts + chunk  # whole, first, middle, last
+        if kind in (1, 4):
+            yield Record.FromString(parts)
+
+
+def test_wandb_offline_has_every_metric_and_leaves_no_service_behind(recipe: Path) -> None:
+    run_dir = fit(recipe, "wandb-offline.yaml")
+    (file,) = run_dir.glob("wandb/offline-run-*/*.wandb")
+    found: Metrics = defaultdict(dict)
+    for record in read_wandb(file):
+        values = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+        if values:
+            step = int(values["trainer/global_step"])
+            found[step] |= {key: float(value) for key, value in values.items()}
+    check_has_all_of(found, read_own_log(run_dir))
+
+
+def test_tensorboard_has_every_metric(recipe: Path) -> None:
+    run_dir = fit(recipe, "tensorboard.yaml")
+    (file,) = run_dir.rglob("events.out.tfevents.*")
+    events = EventAccumulator(str(file)).Reload()
+    found: Metrics = defaultdict(dict)
+    for key in events.Tags()["scalars"]:
+        for event in events.Scalars(key):
+            found[event.step][key] = event.value
+    check_has_all_of(found, read_own_log(run_dir))
