@@ -11,10 +11,11 @@ __version__ = "0.1.0"
 
 _CALLBACK_MODULES = {
     "AsyncProcessCheckpoint": ".async_process_checkpoint",
+    "CheckpointVerification": ".checkpoint_verification",
     "SkipAwareLR": ".skip_aware_lr",
     "TokenCounters": ".token_counters",
 }
-__all__ = ["AsyncProcessCheckpoint", "SkipAwareLR", "TokenCounters"]
+__all__ = ["AsyncProcessCheckpoint", "CheckpointVerification", "SkipAwareLR", "TokenCounters"]
 
 
 def __getattr__(name: str) -> Any:
