@@ -69,5 +69,6 @@ COMMANDS = (
     Command("bench tokenize", "data prepare beside SentencePiece's own encode", "genesis.bench.tokenize:main"),
     Command("bench loader", "tokens per second of the data loader alone", "genesis.bench.loader:main"),
     Command("bench step", "the training step beside bare loops and other trainers", "genesis.bench.step:main"),
+    Command("bench checkpoint", "training steps around a save, ours and torch's", "genesis.bench.checkpoint:main"),
     Command("completion", "print a completion script for bash or zsh", "genesis.cli.completion:main"),
 )

@@ -1,0 +1,298 @@
+"""Training steps around a save: our modes and torch's, beside a trainer that saves nothing, in one run.
+
+Each mode is a process (or one for each rank) with a real Trainer that trains the same decoder on the same random
+tokens. They take turns, in an order that rotates; a turn is a few windows, the first of which ends with a save, and it
+is only given up when the save is complete. So nobody trains beside another's write, and every overhead is judged
+within a round (`genesis.bench.pairs`).
+"""
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from datetime import date
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from rich.console import Console
+
+from genesis.arguments import Parser
+from genesis.bench.checkpoint_modes import MODES, choose_modes, name_default_modes
+from genesis.bench.checkpoint_plot import plot_steps
+from genesis.bench.checkpoint_report import build_record, build_tables, describe_hardware, format_page, list_findings
+from genesis.bench.checkpoint_results import ModeRun, merge_ranks, summarise
+from genesis.bench.contenders import WorkerProcess
+from genesis.bench.pairs import rotate_order
+from genesis.bench.step import MODELS as STEP_MODELS
+from genesis.bench.step import Recipe, count_flops_per_token, read_recipe
+from genesis.bench.workers.checkpoint_protocol import Farewell, Mode, Task, TrainerReady, Turn
+from genesis.bench.workers.protocol import Workload
+from genesis.errors import UserError
+from genesis.model.decoder import DecoderConfig
+from genesis.model.describe import describe
+from genesis.optim import OptimizerOptions
+
+MODELS = {
+    # Parameters and AdamW's moments in float32 are half a gigabyte, and a step takes about 1.4 s on two cores.
+    "43m": Recipe(
+        DecoderConfig(
+            vocab_size=10240, dim=768, num_layers=5, num_heads=12, num_kv_heads=12, ffn_dim=2048, max_seq_len=256
+        ),
+        OptimizerOptions(),
+        seq_len=256,
+        micro_batch_size=3,
+        precision="32-true",
+    ),
+    "tiny": STEP_MODELS["tiny"],
+}
+
+_WORKER = "genesis.bench.workers.checkpoint_trainer"
+_PAUSE_SECONDS = 0.1  # a contender's threads spin a while after their last work
+_PLAIN_WIDTH = 200  # columns, where no terminal says how many it has
+_STATE_BYTES_PER_PARAMETER = 12
+_CHECKPOINTS_AT_ONCE = 3  # the last, the one that is written, and one that is deleted
+
+
+class Team:
+    """All ranks of one mode. Leaving the context ends them.
+
+    Args:
+        tasks: One for each rank.
+        log_dir: For their output.
+    """
+
+    def __init__(self, tasks: Sequence[Task], log_dir: Path) -> None:
+        self.mode = tasks[0].mode
+        self._tasks = tasks
+        self._log_dir = log_dir
+        self._stack = ExitStack()
+        self._workers: list[WorkerProcess] = []
+
+    def __enter__(self) -> Self:
+        """Starts them; they import and warm up by themselves."""
+        for task in self._tasks:
+            numbers = {"RANK": task.rank, "LOCAL_RANK": task.rank, "WORLD_SIZE": task.num_ranks, "NODE_RANK": 0}
+            worker = WorkerProcess(
+                f"{self.mode.name} (rank {task.rank})",
+                [sys.executable, "-m", _WORKER, task.to_json()],
+                self._log_dir / f"{self.mode.name}-{task.rank}.log",
+                task.workload.num_threads,
+                {name: str(number) for name, number in numbers.items()},
+            )
+            self._workers.append(self._stack.enter_context(worker))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Ends them."""
+        self._stack.close()
+
+    def wait_until_ready(self) -> TrainerReady:
+        """Returns what rank 0 says when all ranks wait for their first turn."""
+        answers = [TrainerReady(**worker.hear()) for worker in self._workers]
+        return answers[0]
+
+    def take_turn(self, num_windows: int) -> Turn:
+        """Returns what all ranks measure while they train `num_windows` and save once."""
+        for worker in self._workers:
+            worker.say(f"go {num_windows}")
+        return merge_ranks([Turn(**worker.hear()) for worker in self._workers])
+
+    def stop(self) -> Farewell:
+        """Ends training, and returns what rank 0 says of it."""
+        for worker in self._workers:
+            worker.say("quit")
+        farewells = [Farewell(**worker.hear()) for worker in self._workers]
+        for worker in self._workers:
+            worker.wait()
+        return farewells[0]
+
+
+def main(argv: list[str]) -> int:
+    """Measures, prints tables and writes the record where `--out` says."""
+    options = _parse(argv)
+    recipe = read_recipe(options.config) if options.config else MODELS[options.model]
+    modes, left_out = choose_modes(options.modes, options.device, options.ranks)
+    console = Console(stderr=True)
+    for name, reason in left_out.items():
+        console.print(f"{name} is left out: it {reason}", highlight=False)
+    workload = _plan_workload(recipe, options)
+    options.dir.mkdir(parents=True, exist_ok=True)
+    _check_disk(options.dir, len(modes), describe(recipe.decoder).num_parameters)
+    ready, runs = _run(modes, workload, options, console)
+    results = summarise(runs, ready.num_parameters, workload.tokens_per_window * options.ranks)
+    title = _title(workload, options, ready.num_parameters)
+    findings = list_findings(runs, results, options.device)
+    out = Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)
+    for table in build_tables(title, results):
+        out.print(table)
+    for finding in findings:
+        out.print(finding, highlight=False)
+    if options.out is not None:
+        settings = _describe_settings(argv, options, workload, ready, left_out)
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        record = build_record(settings, runs, results, findings)
+        options.out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        picture = options.out.with_suffix(".png")
+        plot_steps({run.mode.name: [turn.step_seconds for turn in run.turns] for run in runs}, title, picture)
+        page = format_page(title, settings, results, runs, findings, picture.name)
+        options.out.with_suffix(".md").write_text(page, encoding="utf-8")
+    return 0
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = Parser(prog="genesis bench checkpoint", description=(__doc__ or "").split("\n", 1)[0])
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--model", choices=MODELS, default="43m", help="a shape by name (default %(default)s)")
+    what.add_argument("--config", type=Path, help="a recipe, as configs/genesis-1b.yaml")
+    parser.add_argument(
+        "--modes",
+        type=lambda text: text.split(","),
+        help=f"of {', '.join(mode.name for mode in MODES)}; by default all that differ in how they save, on several "
+        f"ranks {', '.join(name_default_modes(2))}",
+    )
+    parser.add_argument("--pairs", type=int, default=6, help="rounds (default %(default)s)")
+    parser.add_argument("--every-n-steps", type=int, default=5, help="windows of a turn (default %(default)s)")
+    parser.add_argument("--ranks", type=int, default=1, help="processes of each mode (default %(default)s)")
+    parser.add_argument("--strategy", choices=("replicated", "sharded"), default="replicated")
+    parser.add_argument("--micro-batch-size", type=int, help="sequences; by default the recipe's")
+    parser.add_argument("--micro-batches", type=int, default=1, help="of a window (default %(default)s)")
+    parser.add_argument("--threads", type=int, help="of each rank on the CPU (default: all cores, shared by the ranks)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--precision", choices=("32-true", "bf16-mixed"), help="by default the recipe's")
+    parser.add_argument("--compile", action="store_true", help="compile the blocks")
+    parser.add_argument(
+        "--dir", type=Path, default=Path("runs/bench"), help="where checkpoints go for a while (default %(default)s)"
+    )
+    parser.add_argument("--out", type=Path, help="the record, as benchmarks/records/checkpoint-43m-cpu.json")
+    options = parser.parse_args(argv)
+    options.threads = options.threads or max(1, len(os.sched_getaffinity(0)) // max(1, options.ranks))
+    options.modes = options.modes or name_default_modes(options.ranks)
+    for name, least in (("pairs", 1), ("every_n_steps", 2), ("ranks", 1), ("micro_batches", 1), ("threads", 1)):
+        if getattr(options, name) < least:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(options, name)}: it must be at least {least}")
+    _check_device(options)
+    return options
+
+
+def _check_device(options: argparse.Namespace) -> None:
+    if options.device != "cuda":
+        return
+    if not torch.cuda.is_available():
+        raise UserError("--device is cuda and torch finds no GPU: leave it out, or install a CUDA build of torch")
+    if torch.cuda.device_count() < options.ranks:
+        raise UserError(f"--ranks is {options.ranks} and torch finds {torch.cuda.device_count()} GPUs: lower it")
+
+
+# ---- the work
+
+
+def _plan_workload(recipe: Recipe, options: argparse.Namespace) -> Workload:
+    adamw = ("lr", "betas", "eps", "weight_decay")
+    return Workload(
+        decoder=asdict(recipe.decoder),
+        optimizer={name: getattr(recipe.optimizer, name) for name in adamw},
+        seq_len=recipe.seq_len,
+        micro_batch_size=options.micro_batch_size or recipe.micro_batch_size,
+        num_micro_batches=options.micro_batches,
+        documents="one_per_row",
+        flops_per_token=count_flops_per_token(recipe.decoder, recipe.seq_len),
+        device=options.device,
+        precision=options.precision or recipe.precision,
+        is_compiled=options.compile,
+        num_threads=options.threads,
+        num_warmup_steps=options.every_n_steps - 1,
+    )
+
+
+def _check_disk(directory: Path, num_modes: int, num_parameters: int) -> None:
+    needed_bytes = num_modes * _CHECKPOINTS_AT_ONCE * _STATE_BYTES_PER_PARAMETER * num_parameters
+    free_bytes = shutil.disk_usage(directory).free
+    if free_bytes < needed_bytes:
+        raise UserError(
+            f"{directory} has {free_bytes / 1e9:.1f} GB free and the checkpoints of {num_modes} modes take up to "
+            f"{needed_bytes / 1e9:.1f}: name another disk by --dir, or fewer by --modes"
+        )
+
+
+def _run(
+    modes: Sequence[Mode], workload: Workload, options: argparse.Namespace, console: Console
+) -> tuple[TrainerReady, list[ModeRun]]:
+    """Returns what the trainers are, and what each mode measured."""
+    turns: dict[str, list[Turn]] = {mode.name: [] for mode in modes}
+    with ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory(dir=options.dir, ignore_cleanup_errors=True))
+        teams = [
+            stack.enter_context(Team(_plan_tasks(mode, workload, options, Path(directory)), Path(directory)))
+            for mode in modes
+        ]
+        console.print(f"{len(teams)} trainers start", highlight=False)
+        answers = [team.wait_until_ready() for team in teams]
+        firsts = {}
+        for team in teams:
+            firsts[team.mode.name] = first = _take_turn(team, options.every_n_steps)
+            told = "" if first.save_seconds is None else f", first save complete after {first.save_seconds:.1f} s"
+            console.print(f"warmed up {team.mode.name}{told}", highlight=False)
+        for round_index in range(options.pairs):
+            for team in rotate_order(teams, round_index):
+                turns[team.mode.name].append(_take_turn(team, options.every_n_steps))
+            means = [f"{name} {sum(of[-1].step_seconds) / options.every_n_steps:.3f}" for name, of in turns.items()]
+            console.print(f"round {round_index + 1}/{options.pairs}, s per step: {', '.join(means)}", highlight=False)
+        farewells = {team.mode.name: team.stop() for team in teams}
+    return answers[0], [ModeRun(mode, firsts[mode.name], turns[mode.name], farewells[mode.name]) for mode in modes]
+
+
+def _plan_tasks(mode: Mode, workload: Workload, options: argparse.Namespace, directory: Path) -> list[Task]:
+    run_dir = directory / mode.name
+    run_dir.mkdir()
+    strategy: Literal["replicated", "sharded"] = options.strategy
+    if mode.has_own_cores:
+        workload = replace(workload, num_threads=min(workload.num_threads, len(os.sched_getaffinity(0)) - 1))
+    return [
+        Task(mode, workload, strategy, options.every_n_steps, str(run_dir.resolve()), rank, options.ranks)
+        for rank in range(options.ranks)
+    ]
+
+
+def _take_turn(team: Team, num_windows: int) -> Turn:
+    time.sleep(_PAUSE_SECONDS)
+    return team.take_turn(num_windows)
+
+
+# ---- what is said of it
+
+
+def _title(workload: Workload, options: argparse.Namespace, num_parameters: int) -> str:
+    ranks = "1 rank" if options.ranks == 1 else f"{options.ranks} ranks"
+    return (
+        f"{num_parameters:,} parameters, {workload.num_micro_batches} x {workload.micro_batch_size} sequences of "
+        f"{workload.seq_len} on {ranks} ({options.strategy}), {workload.precision}, {workload.device}, "
+        f"a save every {options.every_n_steps} steps"
+    )
+
+
+def _describe_settings(
+    argv: Sequence[str], options: argparse.Namespace, workload: Workload, ready: TrainerReady, left_out: dict[str, str]
+) -> dict[str, Any]:
+    words = [Path(word).name if Path(word).is_absolute() else word for word in argv]
+    return {
+        "command": shlex.join(["genesis", "bench", "checkpoint", *words]),
+        "date": date.today().isoformat(),
+        "hardware": describe_hardware(ready.device_name),
+        "versions": ready.versions,
+        "workload": asdict(workload),
+        "strategy": options.strategy,
+        "ranks": options.ranks,
+        "num_threads": workload.num_threads,
+        "num_parameters": ready.num_parameters,
+        "pairs": options.pairs,
+        "every_n_steps": options.every_n_steps,
+        "left_out": left_out,
+    }

@@ -1,0 +1,94 @@
+"""The ways to save that `genesis bench checkpoint` compares, and which of them a machine can run."""
+
+import os
+from collections.abc import Sequence
+
+from genesis.bench.workers.checkpoint_protocol import Mode
+from genesis.errors import UserError
+
+BASELINE = "baseline"
+BASELINE_SPARING = "baseline-sparing-a-core"
+OVERLAPPED = "process-overlapped"
+PLANNING_ANEW = "process-overlapped-planning-anew"
+OWN_CORE = "process-overlapped-own-core"
+
+MODES = (
+    Mode(BASELINE, "saves nothing", "none"),
+    Mode("sync", "the training thread digests, writes and commits", "genesis"),
+    Mode("thread", "a thread writes what was copied at once", "genesis", "thread"),
+    Mode("process", "a writer process writes what was copied at once", "genesis", "process"),
+    Mode("process-pinned", "the same, copied from the GPU to pinned memory", "genesis", "process", is_pinned=True),
+    Mode(
+        OVERLAPPED,
+        "a writer process writes what was copied while the next forward and backward ran",
+        "genesis",
+        "process",
+        "overlapped",
+        is_pinned=True,
+    ),
+    Mode("torch-sync", "`dcp.save`", "torch"),
+    Mode("torch-thread", "`dcp.async_save`, AsyncCheckpointerType.THREAD", "torch", "thread"),
+    Mode("torch-process", "`dcp.async_save`, AsyncCheckpointerType.PROCESS", "torch", "process"),
+    Mode(
+        PLANNING_ANEW,
+        "process-overlapped, whose ranks agree on a plan at each save",
+        "genesis",
+        "process",
+        "overlapped",
+        is_pinned=True,
+        has_plan_cache=False,
+    ),
+    Mode(BASELINE_SPARING, "saves nothing, and leaves one core alone", "none", has_own_cores=True),
+    Mode(
+        OWN_CORE,
+        "process-overlapped, the writer on a core of its own",
+        "genesis",
+        "process",
+        "overlapped",
+        is_pinned=True,
+        has_own_cores=True,
+    ),
+)
+_EXTRAS = (PLANNING_ANEW, BASELINE_SPARING, OWN_CORE)
+
+
+def name_default_modes(num_ranks: int) -> list[str]:
+    """Returns who takes part where nobody is named: the table on one rank, plan caching on and off on several."""
+    if num_ranks > 1:
+        return [BASELINE, OVERLAPPED, PLANNING_ANEW]
+    return [mode.name for mode in MODES if mode.name not in _EXTRAS]
+
+
+def choose_modes(names: Sequence[str], device: str, num_ranks: int) -> tuple[list[Mode], dict[str, str]]:
+    """Returns who takes part, and the reason for each who cannot.
+
+    Args:
+        names: Of `MODES`.
+        device: `cpu` or `cuda`.
+        num_ranks: Of each.
+
+    Raises:
+        UserError: A name is unknown or twice there, or the baseline is not there.
+    """
+    known = {mode.name: mode for mode in MODES}
+    for name in names:
+        if name not in known:
+            raise UserError(f"--modes has {name!r}; there are {', '.join(known)}")
+        if names.count(name) > 1:
+            raise UserError(f"--modes has {name!r} more than once: name it once")
+    if BASELINE not in names:
+        raise UserError(f"--modes has no {BASELINE!r}, beside which the others are measured: add it")
+    left_out = {name: reason for name in names if (reason := _find_obstacle(known[name], device, num_ranks))}
+    return [known[name] for name in names if name not in left_out], left_out
+
+
+def _find_obstacle(mode: Mode, device: str, num_ranks: int) -> str | None:
+    if mode.name == "process-pinned" and device == "cpu":
+        return "needs CUDA: on the CPU there is nothing to pin"
+    if mode.name == PLANNING_ANEW and num_ranks == 1:
+        return "needs several ranks (--ranks 2): one rank has nothing to agree on"
+    if mode.has_own_cores and num_ranks > 1:
+        return "needs one rank (--ranks 1)"
+    if mode.has_own_cores and len(os.sched_getaffinity(0)) < 2:
+        return "needs two cores"
+    return None

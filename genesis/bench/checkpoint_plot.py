@@ -1,0 +1,48 @@
+"""The time of training steps around a save as a picture."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from genesis.bench.checkpoint_modes import BASELINE
+
+
+def median_by_position(turns: Sequence[Sequence[float]]) -> list[float]:
+    """Returns the median over turns of the first window's seconds, of the second's, and so on.
+
+    Example:
+        >>> median_by_position([[3.0, 1.0], [5.0, 1.0], [4.0, 2.0]])
+        [4.0, 1.0]
+    """
+    return [statistics.median(seconds) for seconds in zip(*turns, strict=True)]
+
+
+def plot_steps(step_seconds: Mapping[str, Sequence[Sequence[float]]], title: str, out: Path) -> None:
+    """Writes the median step time at each place in a turn, a line for each mode, to `out` (PNG).
+
+    Args:
+        step_seconds: Mode to its turns' windows; the first window of a turn ends with the save.
+        title: What was trained.
+        out: The file.
+    """
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for name, turns in step_seconds.items():
+        medians = median_by_position(turns)
+        style = {"color": "black", "linestyle": "--"} if name == BASELINE else {"marker": "o", "markersize": 4}
+        axes.plot(range(len(medians)), medians, label=name, linewidth=1.5, **style)
+    num_windows = len(next(iter(step_seconds.values()))[0])
+    axes.set(
+        xlabel="windows after the one that ends with the save",
+        ylabel="seconds (median over rounds)",
+        title=f"Step time around a save\n{title}",
+        xticks=range(num_windows),
+    )
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(out, dpi=120)
