@@ -5,12 +5,12 @@ import warnings
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, XLAStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
-from genesis_callbacks import AsyncProcessCheckpoint
+from genesis_callbacks import AsyncProcessCheckpoint, CheckpointVerification
 from genesis_callbacks.async_process_checkpoint import _refuse_strategy
 from genesis_callbacks.checkpoint import CheckpointError, find_latest, list_committed
 from genesis_callbacks.testing import run_ranks
@@ -162,6 +162,33 @@ def test_two_fits_two_callbacks_validate_and_stock_checkpoints(tmp_path, mode):
         "two": [("step-00000004", 4), ("step-00000005", 5), ("step-00000006", 6)],
         "three": [("step-00000007", 1)],
     }
+
+
+def verified_fits(root, is_manual):
+    verification = CheckpointVerification(finite=True)
+    savers = [
+        AsyncProcessCheckpoint(run_dir=root / "ours", every_n_steps=2),
+        ModelCheckpoint(dirpath=root / "stock", every_n_train_steps=2, save_top_k=-1),
+    ]
+    model, data = TwoNets(is_manual=is_manual), PositionData()
+    step = 4 if is_manual else 2  # Lightning counts each optimizer's step
+    trainer = build_trainer(root, step, *savers, Advance(), verification)
+    trainer.fit(model, data)
+    counts = [verification.num_verified]
+    assert verification.state_dict() == {}
+    trainer.fit_loop.epoch_loop.max_steps = 2 * step
+    trainer.fit(model, data)
+    trainer.validate(model, data, verbose=False)
+    assert verification.num_bad == 0
+    resumed = build_trainer(root, 3 * step, *savers, Advance(), verification)
+    resumed.fit(TwoNets(is_manual=is_manual), PositionData(), ckpt_path="latest")
+    return [*counts, verification.num_verified, verification.num_bad]
+
+
+@pytest.mark.parametrize("is_manual", [False, True])
+def test_verification_survives_several_fits_and_a_resume(tmp_path, is_manual):
+    ((first, third, num_bad),) = run_ranks(verified_fits, 1, tmp_path, is_manual)
+    assert (first, third, num_bad) == ((4, 4, 0) if is_manual else (2, 2, 0))
 
 
 def resume_with_two(root):

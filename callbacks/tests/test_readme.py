@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from genesis_callbacks import AsyncProcessCheckpoint, SkipAwareLR, TokenCounters
+from genesis_callbacks import AsyncProcessCheckpoint, CheckpointVerification, SkipAwareLR, TokenCounters
 from genesis_callbacks.checkpoint import list_committed
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
@@ -46,7 +46,7 @@ def test_the_example_is_ten_lines_or_so():
     assert len(lines) <= 10
 
 
-@pytest.mark.parametrize("kind", [AsyncProcessCheckpoint, TokenCounters, SkipAwareLR])
+@pytest.mark.parametrize("kind", [AsyncProcessCheckpoint, CheckpointVerification, TokenCounters, SkipAwareLR])
 def test_each_option_stands_in_the_table_of_its_callback(kind):
     section = re.search(rf"### {kind.__name__}\n(.*?)(\n### |\Z)", README, re.DOTALL)
     assert section is not None

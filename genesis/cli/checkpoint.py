@@ -27,6 +27,7 @@ from genesis.cli.options import PLAIN_WIDTH
 from genesis.errors import UserError
 from genesis.train.recipe_policy import RECIPE_POLICY
 from genesis_callbacks.checkpoint import (
+    CheckpointError,
     CorruptCheckpointError,
     Difference,
     DirectoryLock,
@@ -39,6 +40,7 @@ from genesis_callbacks.checkpoint import (
     read_manifest,
 )
 from genesis_callbacks.checkpoint.compare import TensorComparison, compare_tensors
+from genesis_callbacks.checkpoint.contents import Contents, find_format, find_non_finite, read_contents
 from genesis_callbacks.checkpoint.inventory import (
     Entry,
     Repair,
@@ -58,6 +60,7 @@ from genesis_callbacks.checkpoint.retain import apply_retention
 BAD = 1
 _LEVELS = ("quick", "full", "deep")
 _MAX_TENSOR_ROWS = 20
+_MAX_NAMED = 3
 _ON_RESUME = {
     "free": "goes on",
     "allowed": "goes on",
@@ -72,7 +75,9 @@ Example: genesis checkpoint list runs/demo/run"""
 _SHOW_DESCRIPTION = """Shows what a checkpoint is: counters, recipe, versions, files, tensors by part, ancestors.
 Example: genesis checkpoint show runs/demo/run/checkpoints/step-00000800"""
 _VERIFY_DESCRIPTION = """Verifies one checkpoint, or all of a run: quick compares counts, names and sizes, full also the
-hash of every file, deep also the digest of every tensor. Exit status 1 if one does not verify.
+hash of every file, deep also the digest of every tensor. --finite also looks for values that are not finite. Of a
+checkpoint of others (a .ckpt, .pt or .pth file, a safetensors file or directory, a DCP directory) it tells what it
+holds, and whether that is empty or cut off; no code in it runs. Exit status 1 if one does not verify.
 Example: genesis checkpoint verify runs/demo/run --level deep"""
 _DIFF_DESCRIPTION = """Compares two checkpoints: recipe, versions, counters and tensors, one tensor at a time. The last
 column says what becomes of a setting when A is resumed with B's: it goes on, warns, must be allowed
@@ -153,9 +158,12 @@ def show_main(argv: list[str]) -> int:
 def verify_main(argv: list[str]) -> int:
     """Runs `genesis checkpoint verify` and returns its exit status."""
     parser = _build_parser("verify", _VERIFY_DESCRIPTION)
-    parser.add_argument("path", type=Path, help="a checkpoint, or a run's directory (all of its)")
-    parser.add_argument("--level", choices=_LEVELS, default="full", help="how much is verified; default full")
+    parser.add_argument("path", type=Path, help="a checkpoint, ours or of others, or a run's directory (all of its)")
+    parser.add_argument("--level", choices=_LEVELS, default="full", help="how much is verified of ours; default full")
+    parser.add_argument("--finite", action="store_true", help="read every value and look for those not finite")
     arguments = parser.parse_args(argv)
+    if find_format(arguments.path) not in (None, "genesis"):
+        return _verify_foreign(arguments.path, is_finite_asked=arguments.finite, as_json=arguments.json)
     if _is_checkpoint(arguments.path):
         problems = {arguments.path: find_problem(arguments.path, arguments.level)}
     else:
@@ -163,6 +171,8 @@ def verify_main(argv: list[str]) -> int:
         if not problems:
             raise UserError(f"there is no committed checkpoint in {arguments.path}; `genesis fit` writes them")
     outcomes = {path: None if problem is None else str(problem) for path, problem in problems.items()}
+    if arguments.finite:
+        outcomes = {path: problem or _describe_non_finite(read_contents(path)) for path, problem in outcomes.items()}
     bad = [problem for problem in outcomes.values() if problem is not None]
     if arguments.json:
         content = [
@@ -171,9 +181,30 @@ def verify_main(argv: list[str]) -> int:
         ]
         _print_json({"level": arguments.level, "checkpoints": content})
     else:
+        verified = f"verified ({arguments.level}{', finite' if arguments.finite else ''})"
         for path, problem in outcomes.items():
-            print(f"{path}: verified ({arguments.level})" if problem is None else f"{path}: BAD: {problem}")
+            print(f"{path}: {verified}" if problem is None else f"{path}: BAD: {problem}")
     return BAD if bad else 0
+
+
+def _verify_foreign(path: Path, *, is_finite_asked: bool, as_json: bool) -> int:
+    """Tells what a checkpoint of others holds and returns the exit status."""
+    contents: Contents | None = None
+    problem: str | None = None
+    try:
+        contents = read_contents(path)
+        found = list(contents.problems) if contents.model else [*contents.problems, "holds no tensor of a model"]
+        problem = "; ".join(found) or (_describe_non_finite(contents) if is_finite_asked else None)
+    except CheckpointError as error:
+        problem = str(error)
+    if as_json:
+        facts = {} if contents is None else _describe_contents(contents)
+        _print_json({"checkpoints": [{"path": str(path), "is_verified": problem is None, "problem": problem, **facts}]})
+    else:
+        print(f"{path}: {'looks whole' if problem is None else f'BAD: {problem}'}")
+        if contents is not None:
+            _print_contents(contents, is_finite=is_finite_asked and problem is None)
+    return BAD if problem is not None else 0
 
 
 def diff_main(argv: list[str]) -> int:
@@ -300,6 +331,11 @@ def _positive(text: str) -> int:
 
 
 def _is_checkpoint(path: Path) -> bool:
+    if path.is_file():
+        raise UserError(
+            f"{path} is a file: give a run's directory or one of its checkpoints (`genesis checkpoint verify` also "
+            "takes .ckpt, .pt, .pth and .safetensors)"
+        )
     if not path.is_dir():
         raise UserError(f"there is no directory {path}; give a run's directory or one of its checkpoints")
     is_named_so = is_checkpoint_name(path.resolve().name)
@@ -366,6 +402,44 @@ def _describe_comparison(comparison: TensorComparison) -> dict[str, Any]:
     }
 
 
+_FORMATS = {
+    "torch": "a file of torch.save",
+    "dcp": "a directory of torch's distributed checkpoint",
+    "safetensors": "safetensors",
+}
+
+
+def _describe_non_finite(contents: Contents) -> str | None:
+    """Returns which tensors of model and optimizers have values that are not finite, or None; reads all of them."""
+    found = find_non_finite(contents)
+    if not found:
+        return None
+    some = ", ".join(f"{name} ({count:,} values)" for name, count in list(found.items())[:_MAX_NAMED])
+    return f"{len(found):,} tensors hold values that are not finite, such as {some}"
+
+
+def _describe_contents(contents: Contents) -> dict[str, Any]:
+    optimizers = [
+        {
+            "optimizer": index,
+            "num_parameters": len(parameters),
+            "num_tensors": sum(map(len, parameters.values())),
+            "num_bytes": sum(tensor.num_bytes for state in parameters.values() for tensor in state.values()),
+        }
+        for index, parameters in contents.optimizers.items()
+    ]
+    return {
+        "format": contents.format,
+        "step": contents.step,
+        "num_bytes": contents.num_bytes,
+        "model": {
+            "num_tensors": len(contents.model),
+            "num_bytes": sum(tensor.num_bytes for tensor in contents.model.values()),
+        },
+        "optimizers": [optimizer for optimizer in optimizers if optimizer["num_tensors"]],
+    }
+
+
 def _compare_counts(a: Manifest, b: Manifest) -> dict[str, tuple[Any, Any]]:
     """Returns the counters, ranks and mesh of two checkpoints."""
     counts = {
@@ -410,6 +484,24 @@ def _print_manifest(console: Console, path: Path, manifest: Manifest) -> None:
         console.print(Text(f"descends from {ancestor.name} ({state}), manifest {ancestor.manifest_hash[:23]}"))
     if not chain:
         console.print("the first of its run")
+
+
+def _print_contents(contents: Contents, *, is_finite: bool) -> None:
+    facts = _describe_contents(contents)
+    at_step = "" if contents.step is None else f", step {contents.step:,}"
+    print(f"  is         {_FORMATS[contents.format]}, {decimal(contents.num_bytes)}{at_step}")
+    model = facts["model"]
+    print(f"  model      {model['num_tensors']:,} tensors, {decimal(model['num_bytes'])}")
+    for row in facts["optimizers"]:
+        print(
+            f"  optimizer  number {row['optimizer']}: {row['num_tensors']:,} tensors for {row['num_parameters']:,} "
+            f"parameters, {decimal(row['num_bytes'])}"
+        )
+    if not facts["optimizers"]:
+        print("  optimizer  no state: it holds weights alone")
+    if is_finite:
+        print("  finite     every value of these")
+    print("  not shown  that the bytes are those that were saved: this format has no digests to compare with")
 
 
 def _print_diff(

@@ -2,6 +2,7 @@
 
 model        GenesisModule        data        CorpusDataModule        trainer     Lightning's Trainer
 checkpoint   AsyncProcessCheckpoint   counters    TokenCounters       schedule    SkipAwareLR
+verification CheckpointVerification
 run_dir      where checkpoints, metrics and configs of the run lie
 """
 
@@ -31,7 +32,7 @@ from genesis.train.csv_log import CSVLog
 from genesis.train.module import GenesisModule
 from genesis.train.progress import GenesisProgressBar
 from genesis.train.recipe_policy import RECIPE_POLICY
-from genesis_callbacks import AsyncProcessCheckpoint, SkipAwareLR, TokenCounters
+from genesis_callbacks import AsyncProcessCheckpoint, CheckpointVerification, SkipAwareLR, TokenCounters
 from genesis_callbacks.checkpoint.manifest import MANIFEST_NAME
 
 LATEST = "latest"
@@ -146,6 +147,7 @@ class GenesisCLI(LightningCLI):
         parser.add_argument("--run_dir", type=str, default="runs/default", help="directory of the run")
         parser.add_lightning_class_args(TokenCounters, "counters")
         parser.add_lightning_class_args(SkipAwareLR, "schedule")
+        parser.add_lightning_class_args(CheckpointVerification, "verification")
         # The recipe and the corpus's identity are ours to give, not the user's.
         parser.add_class_arguments(
             AsyncProcessCheckpoint, "checkpoint", skip={"recipe", "identity", "drift_policy"}, sub_configs=True

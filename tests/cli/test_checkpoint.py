@@ -5,11 +5,14 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import Tensor
 
 from genesis.cli.main import main
@@ -31,24 +34,27 @@ from genesis_callbacks.checkpoint.hashing import hash_bytes
 RECIPE = {"model": {"decoder": {"dim": 4}, "optimizer": {"lr": 0.1}}, "trainer": {"max_steps": 6, "devices": 1}}
 
 
-def tensors_of(step: int) -> dict[str, Tensor]:
+def tensors_of(step: int, norm: float) -> dict[str, Tensor]:
     weight = torch.arange(12.0).view(3, 4)
     return {
         "model.decoder.blocks.0.weight": weight + step,
-        "model.decoder.norm.weight": torch.ones(4),
+        "model.decoder.norm.weight": torch.full((4,), norm),
         "optimizer.0.decoder.blocks.0.weight.exp_avg": weight * 2,
         "state.0.rng.torch": torch.tensor([step, 255], dtype=torch.uint8),
     }
 
 
-def save_run(run: Path, steps: tuple[int, ...] = (2, 4, 6), recipe: dict[str, Any] | None = None) -> list[Path]:
+def save_run(
+    run: Path, steps: tuple[int, ...] = (2, 4, 6), recipe: dict[str, Any] | None = None, norm: float = 1.0
+) -> list[Path]:
     """Saves tensors that depend on the step, one checkpoint after another."""
     directory = run / "checkpoints"
     directory.mkdir(parents=True)
     saver = Saver(directory, Ranks(), origin=Origin({"tokenizer_hash": "abc"}, recipe or RECIPE))
 
     def save(step: int) -> Path:
-        parts = [part for name, tensor in tensors_of(step).items() for part in local_parts(name, tensor, "parameter")]
+        tensors = tensors_of(step, norm)
+        parts = [part for name, tensor in tensors.items() for part in local_parts(name, tensor, "parameter")]
         return saver.save(lambda: Snapshot(step, {"tokens_seen": 1000 * step}, parts, {"step": step})).path
 
     return [save(step) for step in steps]
@@ -233,6 +239,114 @@ def test_a_newer_schema_is_bad_but_never_put_aside(tmp_path, capsys):
     assert status == 1
     assert [row["action"] for row in content["repairs"]] == ["none"]
     assert paths[2].exists()
+
+
+# ---- verify, of others
+
+
+def write_torch_file(directory: Path, content: dict[str, Any]) -> Path:
+    path = directory / "model.ckpt"
+    torch.save(content, path)
+    return path
+
+
+def lightning_content(weight: Tensor) -> dict[str, Any]:
+    state = {0: {"step": torch.tensor(3.0), "exp_avg": weight * 2, "exp_avg_sq": weight * 3}}
+    return {"state_dict": {"net.weight": weight}, "optimizer_states": [{"state": state}], "global_step": 3}
+
+
+def test_verify_tells_what_a_file_of_torch_save_holds(tmp_path, capsys):
+    path = write_torch_file(tmp_path, lightning_content(torch.ones(8, 4)))
+    status, out = run_command(capsys, "verify", path, "--finite")
+    assert status == 0
+    words = ("looks whole", "step 3", "1 tensors, 128 bytes", "number 0: 3 tensors for 1 parameters, 260 bytes")
+    assert all(word in out for word in (*words, "every value", "this format has no digests to compare with"))
+    status, content = run_json(capsys, "verify", path)
+    assert status == 0
+    (row,) = content["checkpoints"]
+    assert (row["format"], row["step"], row["is_verified"], row["problem"]) == ("torch", 3, True, None)
+
+
+def test_verify_tells_what_a_directory_of_dcp_holds_and_what_it_has_lost(tmp_path, capsys):
+    path = tmp_path / "dcp"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is used to ranks
+        dcp.save({"state_dict": {"weight": torch.ones(8, 4)}}, checkpoint_id=path)
+    status, out = run_command(capsys, "verify", path, "--finite")
+    assert status == 0
+    assert all(word in out for word in ("1 tensors, 128 bytes", "no state: it holds weights alone"))
+    (path / "__0_0.distcp").unlink()
+    status, out = run_command(capsys, "verify", path)
+    assert status == 1
+    assert "BAD: __0_0.distcp is missing, with parts of 1 tensors, such as state_dict.weight" in out
+
+
+def test_verify_tells_what_safetensors_hold_and_where_they_are_cut(tmp_path, capsys):
+    path = tmp_path / "model.safetensors"
+    save_file({"weight": torch.ones(8, 4)}, path)
+    for place in (path, tmp_path):
+        status, content = run_json(capsys, "verify", place)
+        assert status == 0
+        assert content["checkpoints"][0]["model"] == {"num_tensors": 1, "num_bytes": 128}
+    os.truncate(path, path.stat().st_size - 1)
+    status, out = run_command(capsys, "verify", path)
+    assert status == 1
+    assert "model.safetensors is truncated" in out
+
+
+def test_verify_of_an_empty_one_is_bad(tmp_path, capsys):
+    path = write_torch_file(tmp_path, {**lightning_content(torch.ones(2)), "state_dict": {}})
+    status, out = run_command(capsys, "verify", path)
+    assert status == 1
+    assert "BAD: holds no tensor of a model" in out
+
+
+class Payload:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+def test_verify_names_planted_code_and_does_not_run_it(tmp_path, capsys):
+    path = write_torch_file(tmp_path, {"state_dict": {}, "hyper_parameters": Payload(tmp_path / "it-ran")})
+    status, out = run_command(capsys, "verify", path, "--finite")
+    assert status == 1
+    assert len(out.splitlines()) == 1
+    assert "holds a posix.mkdir, which is no plain data" in out
+    assert not (tmp_path / "it-ran").exists()
+
+
+def test_verify_finds_values_that_are_not_finite_only_when_asked(tmp_path, capsys):
+    weight = torch.ones(8, 4)
+    weight[1, 2] = torch.nan
+    path = write_torch_file(tmp_path, lightning_content(weight))
+    assert run_command(capsys, "verify", path)[0] == 0
+    status, out = run_command(capsys, "verify", path, "--finite")
+    assert status == 1
+    assert "3 tensors hold values that are not finite, such as net.weight (1 values)" in out
+
+
+def test_verify_finds_values_that_are_not_finite_in_our_own(tmp_path, capsys):
+    save_run(tmp_path / "good", (2,))
+    status, out = run_command(capsys, "verify", tmp_path / "good", "--finite")
+    assert status == 0
+    assert "verified (full, finite)" in out
+    (path,) = save_run(tmp_path / "bad", (2,), norm=torch.inf)
+    assert run_command(capsys, "verify", path, "--level", "deep")[0] == 0
+    status, out = run_command(capsys, "verify", path, "--finite")
+    assert status == 1
+    assert "BAD: 1 tensors hold values that are not finite, such as decoder.norm.weight (4 values)" in out
+
+
+def test_a_file_that_is_no_checkpoint_is_misuse(tmp_path, capsys):
+    path = tmp_path / "notes.txt"
+    path.write_text("hello")
+    for command in ("verify", "show"):
+        status, out = run_command(capsys, command, path)
+        assert status == 2
+        assert "notes.txt is a file: give a run's directory" in out
 
 
 # ---- diff
