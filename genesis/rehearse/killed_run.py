@@ -105,7 +105,7 @@ class KilledRun:
         """Sends SIGKILL, as planned or, where that process is not there, to all ranks."""
         training = start.training
         ranks = training.ranks()
-        victim, who = kill.victim, f"all {len(ranks)} ranks"
+        victim, who = kill.victim, f"all {len(ranks)} ranks" if len(ranks) > 1 else "the only rank"
         chosen = {"group": {}, "rank": ranks, "writer": training.writers()}[victim]
         rank = sorted(chosen)[int(kill.draw * len(chosen))] if chosen else 0
         if chosen and training.kill_one(chosen[rank]):

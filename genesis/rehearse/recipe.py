@@ -20,12 +20,10 @@ class RehearsedRecipe:
     Args:
         max_steps: Where the run ends.
         every_n_steps: Steps from one save to the next.
-        mode: Who writes: `process` where each rank has a writer process.
     """
 
     max_steps: int
     every_n_steps: int
-    mode: str
 
 
 def check_extra(extra: Sequence[str]) -> None:
@@ -76,7 +74,7 @@ def read_recipe(resolved: Mapping[str, Any]) -> RehearsedRecipe:
         )
     if trainer.get("logger") is False:
         raise UserError("trainer.logger is false: a rehearsal follows metrics.csv; add -- --trainer.logger null")
-    return RehearsedRecipe(max_steps, every_n_steps, checkpoint["mode"])
+    return RehearsedRecipe(max_steps, every_n_steps)
 
 
 def _read_complaint(done: "subprocess.CompletedProcess[str]") -> str:

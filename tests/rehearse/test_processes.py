@@ -1,0 +1,89 @@
+"""A rehearsal finds, kills and ends its own processes wherever they have gone, and nobody else's."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from genesis.rehearse.processes import MARK_NAME, Training, end_all, find_processes, kill_process, wait_until_gone
+
+DEADLINE_SECONDS = 60
+SLEEP = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
+# Goes on when its parent has ended, in another session: as a checkpoint writer does.
+LEAVE_AN_ORPHAN = (
+    "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], "
+    "start_new_session=True)"
+)
+
+
+@pytest.fixture
+def mark() -> Iterator[str]:
+    mark = uuid.uuid4().hex
+    yield mark
+    end_all(mark)
+
+
+def start(command: list[str], mark: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, MARK_NAME: mark})
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_only_marked_processes_are_found_and_ended(mark: str) -> None:
+    ours, other = start(SLEEP, mark), start(SLEEP, uuid.uuid4().hex)
+    try:
+        for process in (ours, other):
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"up\n"
+        assert [process.pid for process in find_processes(mark)] == [ours.pid]
+        assert not kill_process(other.pid, mark)
+        end_all(mark)
+        assert ours.wait(DEADLINE_SECONDS) == -signal.SIGKILL
+        assert other.poll() is None
+    finally:
+        for process in (ours, other):
+            process.kill()
+            process.communicate()
+
+
+def test_an_orphan_in_a_session_of_its_own_is_found_and_ended(mark: str) -> None:
+    subprocess.run([sys.executable, "-c", LEAVE_AN_ORPHAN], check=True, env={**os.environ, MARK_NAME: mark})
+    (orphan,) = find_processes(mark)
+    assert (orphan.pid, orphan.group) == (orphan.pid, orphan.pid)
+    assert wait_until_gone(mark, 0.1) == [orphan]
+    end_all(mark)
+    assert find_processes(mark) == []
+
+
+def test_a_training_is_its_ranks_and_is_killed_as_a_whole(mark: str, tmp_path: Path) -> None:
+    # Stands in for `python -m genesis fit` by its command line alone: rank 0 starts rank 1 as Lightning does.
+    (tmp_path / "genesis.py").write_text(
+        "import os, subprocess, sys, time\n"
+        "if 'LOCAL_RANK' not in os.environ:\n"
+        "    command = [sys.executable, '-m', 'genesis', 'fit']\n"
+        "    subprocess.Popen(command, env={**os.environ, 'LOCAL_RANK': '1'})\n"
+        "time.sleep(600)\n"
+    )
+    command = ["env", "-C", str(tmp_path), sys.executable, "-m", "genesis", "fit"]
+    training = Training(command, tmp_path / "log", mark)
+    wait_for(lambda: set(training.ranks()) == {0, 1})
+    assert training.writers() == {}
+    rank_1 = training.ranks()[1]
+    assert training.kill_one(rank_1)
+    wait_for(lambda: set(training.ranks()) == {0})
+    assert training.poll() is None
+    assert training.wait_ended(0.1) is None
+    training.kill_ranks()
+    assert training.wait_ended(DEADLINE_SECONDS) is not None
+    assert training.poll() == -signal.SIGKILL
