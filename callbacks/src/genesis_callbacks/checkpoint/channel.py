@@ -3,6 +3,7 @@
 Both ends are processes of one run on one machine; nothing of it comes from a checkpoint.
 """
 
+import contextlib
 import pickle
 import select
 import socket
@@ -63,7 +64,9 @@ class Channel:
 
     def is_ended(self) -> bool:
         """Says whether the other end is gone and nothing of it is left to be received."""
-        if not select.select([self._socket], [], [], 0)[0]:
+        poll = select.poll()  # select itself takes no descriptor beyond 1023, and a run may have thousands
+        poll.register(self._socket, select.POLLIN)
+        if not poll.poll(0):
             return False
         try:
             return not self._socket.recv(1, socket.MSG_PEEK)
@@ -71,5 +74,7 @@ class Channel:
             return True
 
     def close(self) -> None:
-        """Ends the connection; a second call does nothing."""
+        """Ends the connection, also where a forked child holds a copy of it; a second call does nothing."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

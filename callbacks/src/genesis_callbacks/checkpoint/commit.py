@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .errors import SaveFailedError
 from .hashing import hash_bytes
-from .manifest import COMMITTED_NAME, MANIFEST_NAME, Manifest, encode_manifest
+from .manifest import COMMITTED_NAME, MANIFEST_NAME, Manifest, encode_manifest, is_staging_name
 from .write import sync_directory, write_file
 
 TRASH_NAME = ".trash"
@@ -19,11 +19,17 @@ QUARANTINE_PREFIX = "quarantined-"
 SUPERSEDED_PREFIX = "superseded-"
 
 
-def _rename_new(source: Path, target: Path) -> None:
+def _rename_new(source: Path, target: Path, *, is_undone: bool = False) -> None:
+    """Renames, durably; `is_undone`: where the disk cannot say that it is, back again."""
     if target.exists():
         raise FileExistsError(f"{target} is there already")
     os.rename(source, target)  # noqa: PTH104 - the syscall by its name: fault tests wrap it
-    sync_directory(target.parent)
+    try:
+        sync_directory(target.parent)
+    except OSError:
+        if is_undone:
+            os.rename(target, source)  # noqa: PTH104 - as above
+        raise
     if source.parent != target.parent:
         sync_directory(source.parent)
 
@@ -52,7 +58,7 @@ def commit(staging: Path, final: Path, manifest: Manifest) -> str:
     sync_directory(staging)
     write_file(staging / COMMITTED_NAME, manifest_hash.encode(), algorithm=manifest.hash_algorithm)
     sync_directory(staging)
-    _rename_new(staging, final)
+    _rename_new(staging, final, is_undone=True)  # what is told to have failed must not be there
     return manifest_hash
 
 
@@ -63,7 +69,15 @@ def discard(path: Path) -> None:
     harm; what it leaves is deleted by the next one.
     """
     trash = path.parent / TRASH_NAME
-    trash.mkdir(exist_ok=True)
+    try:
+        trash.mkdir(exist_ok=True)
+    except OSError:
+        if not is_staging_name(path.name):
+            raise
+        # A full disk has no room for another directory, but what a save left half written is nobody's: it makes room.
+        for file in path.iterdir():
+            file.unlink()
+        trash.mkdir(exist_ok=True)
     _rename_new(path, _free_name(trash, path.name))
     empty_trash(path.parent)
 

@@ -62,11 +62,17 @@ class SharedBuffer:
 
     def __init__(self, num_bytes: int, descriptor: int | None = None) -> None:
         self.num_bytes = max(1, num_bytes)
+        is_new = descriptor is None
         if descriptor is None:
             descriptor = os.memfd_create("genesis-staging", os.MFD_CLOEXEC)
-            os.ftruncate(descriptor, self.num_bytes)
+        try:
+            if is_new:
+                os.ftruncate(descriptor, self.num_bytes)
+            self._map = mmap.mmap(descriptor, self.num_bytes)
+        except OSError:
+            os.close(descriptor)
+            raise
         self.descriptor = descriptor
-        self._map = mmap.mmap(descriptor, self.num_bytes)
         self._pinned_address: int | None = None
 
     def view(self, placed: Placed) -> Tensor:

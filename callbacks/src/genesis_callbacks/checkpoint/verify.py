@@ -35,14 +35,18 @@ def _check_chunks(manifest: Manifest) -> None:
         itemsize = record.torch_dtype.itemsize
         for chunk in record.chunks:
             data_end = chunk.data_offset + math.prod(chunk.sizes) * itemsize
-            if not chunk.byte_offset <= chunk.data_offset <= data_end <= chunk.byte_offset + chunk.num_bytes:
+            if not 0 <= chunk.byte_offset <= chunk.data_offset <= data_end <= chunk.byte_offset + chunk.num_bytes:
                 raise CorruptCheckpointError(f"{name}: a chunk's elements lie outside of its bytes")
             if chunk.byte_offset + chunk.num_bytes > sizes[chunk.file]:
                 raise CorruptCheckpointError(f"{name}: a chunk lies beyond the end of {chunk.file}")
 
 
 def _check_hash(path: Path, record: FileRecord, manifest: Manifest) -> str | None:
-    if hash_file(path / record.name, manifest.hash_algorithm) != record.hash:
+    try:
+        found = hash_file(path / record.name, manifest.hash_algorithm)
+    except OSError as error:
+        return f"{record.name} cannot be read: {error}"
+    if found != record.hash:
         return f"{record.name} does not have the hash that was saved: its bytes have changed"
     return None
 

@@ -17,6 +17,8 @@ from .job import WriteJob, perform
 from .stage import SharedBuffer
 
 READY = "ready"
+# Whoever ends a run by a signal to all of its processes does not end the save in hand.
+IGNORED_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _NICENESS = 10
 
 
@@ -49,7 +51,7 @@ def serve(channel: Channel) -> None:
 
 def main() -> None:
     """Makes a quiet process of this one and serves."""
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICENESS)
     torch.set_num_threads(1)

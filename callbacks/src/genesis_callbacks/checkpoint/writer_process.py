@@ -6,12 +6,14 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from .channel import Channel
 from .errors import SaveFailedError
 from .job import Outcome, WriteJob
 from .stage import SharedBuffer
+from .writer import IGNORED_SIGNALS
 
 _WRITER_MODULE = "genesis_callbacks.checkpoint.writer"
 _START_SECONDS = 180.0
@@ -34,6 +36,16 @@ def _environment() -> dict[str, str]:
     }
 
 
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """What this thread starts is deaf to the signals that a writer ignores, from its first instruction on."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class WriterProcess:
     """One rank's writer: in a session of its own, so that no signal to the trainer's group reaches it.
 
@@ -42,17 +54,22 @@ class WriterProcess:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", _WRITER_MODULE, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                env=_environment(),
-            )
         self._channel = Channel(ours)
         self._is_ready = False
         self._buffer: SharedBuffer | None = None
+        try:
+            with theirs, _signals_blocked():
+                self._process = subprocess.Popen(
+                    # -P: the working directory, which may be a stranger's, gives no modules
+                    [sys.executable, "-P", "-m", _WRITER_MODULE, str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                    env=_environment(),
+                )
+        except OSError:
+            self._channel.close()
+            raise
 
     def wait_ready(self, timeout_seconds: float = _START_SECONDS) -> None:
         """Waits until it has imported what it needs.
@@ -66,7 +83,7 @@ class WriterProcess:
             self._channel.receive(timeout_seconds)
         except TimeoutError as error:
             raise SaveFailedError(f"the writer process did not start within {timeout_seconds:g} s") from error
-        except EOFError as error:
+        except (EOFError, OSError) as error:
             raise SaveFailedError(f"the writer process ended at its start: {self._describe_end()}") from error
         self._is_ready = True
 
@@ -86,7 +103,10 @@ class WriterProcess:
             outcome, _ = self._channel.receive(timeout_seconds)
         except TimeoutError as error:
             self.kill()
-            raise SaveFailedError(f"the writer process hung: it was killed after {timeout_seconds:g} s") from error
+            still = ", and hangs still: its file system does not answer" if self.is_alive else ""
+            raise SaveFailedError(
+                f"the writer process hung: it was killed after {timeout_seconds:g} s{still}"
+            ) from error
         except (EOFError, OSError) as error:
             raise SaveFailedError(f"the writer process died: {self._describe_end()}") from error
         assert isinstance(outcome, Outcome)
@@ -106,19 +126,17 @@ class WriterProcess:
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """Ends it at once."""
+        """Ends it at once; one that the kernel does not let go is left behind after some seconds."""
         self._process.kill()
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_SECONDS)
         self._channel.close()
 
     def close(self) -> None:
         """Ends it after the job in hand; one that takes too long is killed, and one that has none yet at once."""
-        if not self._is_ready:
-            self.kill()
-            return
-        self._channel.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_SECONDS)
+        if self._is_ready:
+            self._channel.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_SECONDS)
         if self.is_alive:
-            self._process.kill()
-            self._process.wait()
+            self.kill()
