@@ -124,8 +124,7 @@ def main(argv: list[str]) -> int:
     for name, reason in left_out.items():
         console.print(f"{name} is left out: it {reason}", highlight=False)
     workload = _plan_workload(recipe, options)
-    options.dir.mkdir(parents=True, exist_ok=True)
-    _check_disk(options.dir, len(modes), describe(recipe.decoder).num_parameters)
+    _prepare_directory(options.dir, len(modes), describe(recipe.decoder).num_parameters)
     ready, runs = _run(modes, workload, options, console)
     results = summarise(runs, ready.num_parameters, workload.tokens_per_window * options.ranks)
     title = _title(workload, options, ready.num_parameters)
@@ -212,7 +211,11 @@ def _plan_workload(recipe: Recipe, options: argparse.Namespace) -> Workload:
     )
 
 
-def _check_disk(directory: Path, num_modes: int, num_parameters: int) -> None:
+def _prepare_directory(directory: Path, num_modes: int, num_parameters: int) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise UserError(f"--dir is {directory}, which is no directory: name another") from error
     needed_bytes = num_modes * _CHECKPOINTS_AT_ONCE * _STATE_BYTES_PER_PARAMETER * num_parameters
     free_bytes = shutil.disk_usage(directory).free
     if free_bytes < needed_bytes:

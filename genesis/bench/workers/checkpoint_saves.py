@@ -124,7 +124,7 @@ class Committed:
         )
 
 
-class _CoreWriter(WriterProcess):
+class CoreWriter(WriterProcess):
     """A writer process on cores of its own, which it inherits from the thread that starts it."""
 
     cores: Sequence[int] = ()
@@ -136,7 +136,7 @@ class _CoreWriter(WriterProcess):
         os.sched_setaffinity(0, before)
 
 
-class _PlanlessSaver(BackgroundSaver):
+class PlanlessSaver(BackgroundSaver):
     """Forgets its plan before every save."""
 
     def begin(self, *arguments: Any, **keywords: Any) -> None:
@@ -145,7 +145,7 @@ class _PlanlessSaver(BackgroundSaver):
         super().begin(*arguments, **keywords)
 
 
-class _PageableBuffer(SharedBuffer):
+class PageableBuffer(SharedBuffer):
     """Staging memory that is not page-locked."""
 
     def pin(self) -> None:
@@ -160,12 +160,12 @@ def change_engine(mode: Mode, writer_cores: Sequence[int]) -> None:
         writer_cores: For the writer process, if it is to have its own.
     """
     if mode.has_own_cores:
-        _CoreWriter.cores = writer_cores
-        vars(async_process_checkpoint)["WriterProcess"] = _CoreWriter
+        CoreWriter.cores = writer_cores
+        vars(async_process_checkpoint)["WriterProcess"] = CoreWriter
     if not mode.has_plan_cache:
-        vars(async_process_checkpoint)["BackgroundSaver"] = _PlanlessSaver
+        vars(async_process_checkpoint)["BackgroundSaver"] = PlanlessSaver
     if not mode.is_pinned:
-        vars(background)["SharedBuffer"] = _PageableBuffer
+        vars(background)["SharedBuffer"] = PageableBuffer
 
 
 # ---- torch's
