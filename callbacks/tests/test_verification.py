@@ -1,17 +1,21 @@
 """Each checkpoint is compared with the live run: stubs, cut files, lost shards, planted code, values not finite."""
 
+import csv
 import json
 import os
 import pickle
 import shutil
+import sys
 import warnings
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import FSDPStrategy
 from plain_project import PlainModel, build_strategy
@@ -123,18 +127,29 @@ class Exporter(Checkpoint):
                 os.truncate(path, path.stat().st_size - 10)
 
 
-def fit(root, kind, strategy, savers, model_type=PlainModel, *, max_steps=6, ckpt_path=None, plugins=None, **options):
+def fit(
+    root,
+    strategy,
+    savers,
+    model_type=PlainModel,
+    *,
+    max_steps=6,
+    ckpt_path=None,
+    plugins=None,
+    logger=False,
+    **options,
+):
     """Returns, as this rank sees it, how a fit ended and what the verification says."""
     warnings.filterwarnings("ignore", message=".*dataloader is not resumable.*")
     world_size = int(os.environ["WORLD_SIZE"])
     torch.manual_seed(1)
-    verification = kind(**options)
+    verification = CheckpointVerification(**options)
     trainer = Trainer(
         accelerator="cpu",
         devices=world_size,
         strategy=build_strategy(strategy, world_size),
         max_steps=max_steps,
-        logger=False,
+        logger=logger,
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[*savers, verification],
@@ -161,7 +176,7 @@ def fit(root, kind, strategy, savers, model_type=PlainModel, *, max_steps=6, ckp
 
 def fit_stock(root, strategy, model_type, trainer_options, options, verification_options):
     saver = ModelCheckpoint(dirpath=root, **{"every_n_train_steps": 2, "save_top_k": -1, **options})
-    return fit(root, CheckpointVerification, strategy, [saver], model_type, **trainer_options, **verification_options)
+    return fit(root, strategy, [saver], model_type, **trainer_options, **verification_options)
 
 
 def run_stock(root, strategy="one", model_type=PlainModel, *, world_size=1, trainer=None, verification=None, **options):
@@ -171,7 +186,7 @@ def run_stock(root, strategy="one", model_type=PlainModel, *, world_size=1, trai
 
 def fit_ours(root, strategy, model_type, options, verification_options, extra):
     saver = AsyncProcessCheckpoint(run_dir=root, **{"every_n_steps": 2, "keep_last": None, **options})
-    return fit(root, CheckpointVerification, strategy, [saver], model_type, **verification_options, **extra)
+    return fit(root, strategy, [saver], model_type, **verification_options, **extra)
 
 
 def run_ours(root, strategy="one", model_type=PlainModel, *, world_size=1, verification=None, extra=None, **options):
@@ -221,7 +236,7 @@ def test_what_is_overwritten_is_verified_again_and_a_link_is_not(tmp_path):
 
 def fit_with_writer_thread(root):
     saver = ModelCheckpoint(dirpath=root, every_n_train_steps=2, save_top_k=-1)
-    return fit(root, CheckpointVerification, "one", [saver], plugins=AsyncCheckpointIO())
+    return fit(root, "one", [saver], plugins=AsyncCheckpointIO())
 
 
 def test_a_file_that_a_thread_writes_later_is_waited_for(tmp_path):
@@ -252,7 +267,7 @@ def fit_with_exports(root, cut_at_step, options):
     directory = root / "exports"
     directory.mkdir(parents=True)
     saver = Exporter(directory, cut_at_step)
-    return fit(root, CheckpointVerification, "one", [saver], max_steps=3, directory=directory, **options)
+    return fit(root, "one", [saver], max_steps=3, directory=directory, **options)
 
 
 def test_exports_of_other_code_pass_in_half_precision_and_without_the_outer_name(tmp_path):
@@ -334,9 +349,73 @@ def test_weights_that_are_no_numbers_are_found_beside_training(tmp_path, world_s
     assert full[0]["verified"] == 1
 
 
+class CountReads(Callback):
+    """Counts what this process opens and lists under a directory, by step."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.step, self.reads = str(root), 0, Counter()
+        sys.addaudithook(self.note)
+
+    def note(self, event, arguments):
+        if event in ("open", "os.listdir", "os.scandir") and str(arguments[0]).startswith(self.root):
+            self.reads[self.step] += 1
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.step = trainer.global_step
+
+
+def fit_and_count_reads(root):
+    reads = CountReads(root)
+    saver = ModelCheckpoint(dirpath=root, every_n_train_steps=4, save_top_k=-1)
+    result = fit(root, "one", [saver, reads], max_steps=7, poll_seconds=1e6, directory=root)
+    return result["verified"], reads.reads
+
+
+def test_the_disk_is_left_alone_while_nothing_is_saved(tmp_path):
+    ((verified, reads),) = run_ranks(fit_and_count_reads, 1, tmp_path)
+    assert verified == 1
+    assert [reads[step] for step in (1, 2, 5)] == [0, 0, 0]
+    assert reads[4] > 0
+
+
+def fit_with_log(root):
+    logger = CSVLogger(root, name="log", version=0)
+    saver = ModelCheckpoint(dirpath=root, every_n_train_steps=2, save_top_k=-1)
+    fit(root, "one", [saver], logger=logger)
+    return (root / "log/version_0/metrics.csv").read_text(encoding="utf-8")
+
+
+def test_each_verdict_is_logged_at_its_step(tmp_path):
+    (text,) = run_ranks(fit_with_log, 1, tmp_path)
+    rows = [row for row in csv.DictReader(text.splitlines()) if row["checkpoint/verified"]]
+    assert [(row["step"], row["checkpoint/verified"], row["checkpoint/bad"]) for row in rows] == [
+        ("2", "1.0", "0.0"),
+        ("4", "2.0", "0.0"),
+        ("6", "3.0", "0.0"),
+    ]
+    assert all(0.0 < float(row["checkpoint/verify_seconds"]) < 60.0 for row in rows)
+
+
+def fit_without_savers(root):
+    with pytest.warns(UserWarning, match="CheckpointVerification has nothing to watch"):
+        Trainer(
+            accelerator="cpu",
+            max_steps=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[CheckpointVerification()],
+        ).fit(PlainModel(), DataLoader(range(100)))
+
+
+def test_a_verification_that_has_nothing_to_watch_says_so(tmp_path):
+    run_ranks(fit_without_savers, 1, tmp_path)
+
+
 def fit_without_files(root):
     saver = ModelCheckpoint(dirpath=root, every_n_train_steps=2)
-    return fit(root, CheckpointVerification, "one", [saver], plugins=WritesNothing())
+    return fit(root, "one", [saver], plugins=WritesNothing())
 
 
 def test_a_save_that_wrote_nothing_is_bad(tmp_path):
@@ -346,7 +425,7 @@ def test_a_save_that_wrote_nothing_is_bad(tmp_path):
 
 def fit_and_lose_a_shard(root):
     saver = ModelCheckpoint(dirpath=root, every_n_train_steps=2, save_top_k=-1)
-    return fit(root, CheckpointVerification, "fsdp2", [saver, LoseShard()], max_steps=50)
+    return fit(root, "fsdp2", [saver, LoseShard()], max_steps=50)
 
 
 def test_a_lost_shard_ends_the_run_on_both_ranks(tmp_path):

@@ -12,15 +12,9 @@ _FREE: Final = (
     # How the same windows are read and cut: the sum over a global batch is the same.
     *("data.micro_batch_size", "data.prefetch_windows", "data.verify_hashes"),
     # What is saved, logged and shown.
-    *(
-        "checkpoint",
-        "verification",
-        "trainer.logger",
-        "trainer.log_every_n_steps",
-        "trainer.enable_*",
-        "trainer.model_registry",
-    ),
-    *("trainer.profiler", "trainer.barebones", "trainer.detect_anomaly", "trainer.fast_dev_run"),
+    *("checkpoint", "verification", "trainer.logger", "trainer.log_every_n_steps", "trainer.enable_*"),
+    *("trainer.model_registry", "trainer.profiler", "trainer.barebones", "trainer.detect_anomaly"),
+    *("trainer.fast_dev_run",),
     # What is validated.
     *("data.validation_micro_batch_size", "data.limit_validation_sequences", "trainer.limit_*_batches"),
     *("trainer.val_check_interval", "trainer.check_val_every_n_epoch", "trainer.num_sanity_val_steps"),

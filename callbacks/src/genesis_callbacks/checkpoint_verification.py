@@ -129,8 +129,8 @@ class _Watch:
 
         Looks at the disk when something new is announced, and otherwise every `poll_seconds`.
         """
+        is_due = is_last or self.is_due
         now_seconds = time.monotonic()
-        is_due = is_last or now_seconds - self._look_seconds >= self._poll_seconds
         if is_due:
             self._look_seconds = now_seconds
         for saved in dict.fromkeys(announced):
@@ -197,6 +197,11 @@ class _Watch:
     def forget(self, path: Path) -> None:
         """Looks at it again: it was written while it was read."""
         self._known[path] = ()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the disk was not looked at for `poll_seconds`."""
+        return time.monotonic() - self._look_seconds >= self._poll_seconds
 
     @property
     def growing(self) -> list[str]:
@@ -309,6 +314,7 @@ class CheckpointVerification(Callback):
         self._signature: tuple[int, ...] | None = None
         self._own: tuple[int, Expectation] | None = None
         self._history: list[tuple[int, Expectation]] = []
+        self._newest: tuple[Any, ...] = ()
         self._waiting: list[tuple[_Saved, str | None]] = []
         self._verdict = ""
         self._verify_seconds = 0.0
@@ -331,6 +337,7 @@ class CheckpointVerification(Callback):
         )
         self.num_verified = self.num_bad = 0
         self.last_verified, self.last_problems = None, ()
+        self._verdict = ""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Says so where there is nothing to watch. No communication."""
@@ -346,6 +353,7 @@ class CheckpointVerification(Callback):
         assert self._watch is not None
         if self._own is None:
             self._watch.ignore_present(list(_find_announced(trainer)))
+            self._newest = _find_newest(trainer)
         self._advance(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -442,7 +450,10 @@ class CheckpointVerification(Callback):
 
     def _look(self, trainer: Trainer, *, is_last: bool) -> None:
         assert self._watch is not None
-        self._waiting += self._watch.find_new(list(_find_announced(trainer)), is_last=is_last)
+        newest = _find_newest(trainer)
+        if is_last or newest != self._newest or self._watch.is_due:
+            self._newest = newest
+            self._waiting += self._watch.find_new(list(_find_announced(trainer)), is_last=is_last)
         if self._reader is not None:
             for contents, problems in self._reader.take_done(wait=is_last):
                 self._conclude(trainer, contents.path, _Verdict(problems, contents.step))
@@ -537,6 +548,16 @@ def _find_savers(trainer: Trainer) -> Iterator[AsyncProcessCheckpoint | ModelChe
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning sets it
         if isinstance(callback, AsyncProcessCheckpoint | ModelCheckpoint):
             yield callback
+
+
+def _find_newest(trainer: Trainer) -> tuple[Any, ...]:
+    """Returns what changes when one of the callbacks has saved, in no time."""
+    return tuple(
+        saver.last_saved
+        if isinstance(saver, AsyncProcessCheckpoint)
+        else (saver.best_model_path, saver.last_model_path, next(reversed(saver.best_k_models), None))
+        for saver in _find_savers(trainer)
+    )
 
 
 def _find_announced(trainer: Trainer) -> Iterator[_Saved]:
