@@ -509,3 +509,20 @@ def test_a_buffer_that_is_used_again_holds_each_save_s_own_values(tmp_path):
         tensors = read_tensors(tmp_path / "run/checkpoints" / name)
         expected = read_tensors(tmp_path / "straight/checkpoints" / name)
         assert all(torch.equal(tensor, tensors[key]) for key, tensor in expected.items() if not key.startswith("state"))
+
+
+def test_an_optimizer_that_lost_its_state_is_not_saved(tmp_path):
+    saver = Saver(tmp_path, Ranks())
+    background = BackgroundSaver(saver, writer=None, staging="overlapped", time_limit_seconds=60.0)
+    weight, moment = torch.ones(5), torch.ones(5)
+    model = local_parts("model.x", weight, "parameter")
+    progress = Progress(lambda: 0, num_updates=1, moved=frozenset({"model.x"}))
+    parts = model + local_parts("optimizer.0.x.exp_avg", moment, "optimizer")
+    background.begin(1, lambda: Snapshot(1, {}, parts, {}), progress)
+    assert background.finish().kind == "committed"
+    weight += 1
+    background.begin(2, lambda: Snapshot(2, {}, model, {}), progress)
+    outcome = background.finish()
+    assert outcome.text == "optimizer 0 has been emptied: step-00000001 has its state, this save would have none"
+    assert find_latest(tmp_path).name == "step-00000001"
+    background.close(0.0)

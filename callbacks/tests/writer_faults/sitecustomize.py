@@ -1,7 +1,7 @@
 """What a bad disk does to a writer process; its interpreter loads this at its start, being on its PYTHONPATH.
 
-WRITER_FAULTS is a JSON list of [pattern of a path, operation, fault]: the operation ("open", "write", "fsync") on such a
-file fails with that errno ("EIO", "ENOSPC"), or never returns ("hang").
+WRITER_FAULTS is a JSON list of [pattern of a path, operation, fault]: the operation ("open", "write", "fsync") on such
+a file fails with that errno ("EIO", "ENOSPC"), or never returns ("hang").
 """
 
 import errno

@@ -21,7 +21,7 @@ from .commit import discard
 from .digest import digest_chunk
 from .errors import CheckpointError, SaveFailedError
 from .hashing import HashAlgorithm, hash_bytes
-from .manifest import ChunkRecord, FileRecord, TensorRecord, dtype_from_name, dtype_name, read_manifest
+from .manifest import Ancestor, ChunkRecord, FileRecord, TensorRecord, dtype_from_name, dtype_name, read_manifest
 from .plan import Part, merge_digests
 from .retain import Retention
 from .stage import Placed, SharedBuffer
@@ -180,8 +180,16 @@ def _decode_receipt(content: Any) -> RankReceipt:
     return RankReceipt(Receipt(files, chunks), digests, content["section"])
 
 
-def _wait_for(condition: Callable[[], bool], deadline_seconds: float, reason: str) -> None:
+def _never() -> bool:
+    return False
+
+
+def _wait_for(
+    condition: Callable[[], bool], deadline_seconds: float, reason: str, is_orphan: Callable[[], bool] = _never
+) -> None:
     while not condition():
+        if is_orphan():
+            deadline_seconds = min(deadline_seconds, time.monotonic() + _ORPHAN_SECONDS)
         if time.monotonic() > deadline_seconds:
             raise SaveFailedError(reason)
         time.sleep(_POLL_SECONDS)
@@ -212,7 +220,7 @@ def perform(job: WriteJob, buffer: SharedBuffer, is_orphan: Callable[[], bool]) 
     begin_seconds = time.monotonic()
     try:
         limit = "the staging directory did not appear: rank 0 did not begin this save"
-        _wait_for(job.staging.is_dir, begin_seconds + job.time_limit_seconds, limit)
+        _wait_for(job.staging.is_dir, begin_seconds + job.time_limit_seconds, limit, is_orphan)
         with _held(job.staging):
             receipt = _write(job, buffer)
             outcome = Outcome("written") if job.commit is None else _finish(job, job.commit, receipt, is_orphan)
@@ -252,7 +260,7 @@ def _finish(job: WriteJob, order: CommitOrder, own: RankReceipt, is_orphan: Call
     digests = merge_digests([receipt.digests for receipt in receipts])
     parts = {part.name: part for receipt in receipts for part in receipt.digests}
     tensors = collect_records(parts.values(), [receipt.receipt for receipt in receipts], digests)
-    _check_moved(job.staging.parent, order, tensors, parts)
+    _check_against_previous(job.staging.parent, order, tensors, parts)
     for rank in range(1, len(receipts)):
         os.unlink(_receipt_path(job.staging, rank))  # noqa: PTH108 - the syscall by its name: fault tests wrap it
     final, _, manifest_hash = assemble(
@@ -312,8 +320,44 @@ def _check_receipt(staging: Path, rank: int, planned: Sequence[Part], receipt: R
             raise SaveFailedError(f"rank {rank}: {record.name} has {found_bytes} of {record.num_bytes} bytes")
 
 
-def _check_moved(
+def _check_against_previous(
     directory: Path, order: CommitOrder, tensors: Mapping[str, TensorRecord], parts: Mapping[str, Part]
+) -> None:
+    previous = order.heading.previous
+    if previous is None or order.num_updates == 0:
+        return
+    try:
+        before = read_manifest(directory / previous.name).tensors
+    except CheckpointError:
+        return
+    _check_not_emptied(previous, before, tensors)
+    if order.moved:
+        _check_moved(previous, before, order, tensors, parts)
+
+
+def _check_not_emptied(
+    previous: Ancestor, before: Mapping[str, TensorRecord], tensors: Mapping[str, TensorRecord]
+) -> None:
+    """Refuses an optimizer that had state in the checkpoint before, and has none although updates happened.
+
+    Raises:
+        SaveFailedError: It names the optimizer.
+    """
+    had, has = (
+        {name.split(".", 2)[1] for name in names if name.startswith("optimizer.")} for names in (before, tensors)
+    )
+    for index in sorted(had - has):
+        raise SaveFailedError(
+            f"optimizer {index} has been emptied: {previous.name} has its state, this save would have none"
+        )
+
+
+def _check_moved(
+    previous: Ancestor,
+    before: Mapping[str, TensorRecord],
+    order: CommitOrder,
+    tensors: Mapping[str, TensorRecord],
+    parts: Mapping[str, Part],
 ) -> None:
     """Refuses a stale snapshot: one that holds what the checkpoint before holds, although updates happened.
 
@@ -323,13 +367,6 @@ def _check_moved(
     Raises:
         SaveFailedError: It names what did not move.
     """
-    previous = order.heading.previous
-    if previous is None or order.num_updates == 0 or not order.moved:
-        return
-    try:
-        before = read_manifest(directory / previous.name).tensors
-    except CheckpointError:
-        return
     is_same = {name: name in before and before[name].digest == record.digest for name, record in tensors.items()}
     moving = [name for name, part in parts.items() if part.kind in ("parameter", "optimizer")]
     if moving and all(is_same[name] for name in moving):

@@ -219,7 +219,7 @@ def read_state(path: Path, manifest: Manifest) -> list[Any]:
     """Returns the encoded state sections, one per saving rank, after comparing the file's hash. No communication.
 
     Raises:
-        CorruptCheckpointError: The file is not what was saved.
+        CorruptCheckpointError: The file is not what was saved, or an optimizer's state is gone.
     """
     record = next((file for file in manifest.files if file.name == STATE_NAME), None)
     if record is None:
@@ -233,4 +233,14 @@ def read_state(path: Path, manifest: Manifest) -> list[Any]:
             f"{path / STATE_NAME} does not have the hash that was saved: its bytes have changed"
         )
     sections: list[Any] = json.loads(data)["sections"]
+    _check_optimizers(path, manifest, sections)
     return sections
+
+
+def _check_optimizers(path: Path, manifest: Manifest, sections: Sequence[Any]) -> None:
+    """Refuses an emptied optimizer: one that had state, of which neither tensors nor values are there."""
+    filled = {name.split(".", 2)[1] for name in manifest.tensors if name.startswith("optimizer.")}
+    for section in sections:
+        for index, optimizer in enumerate((section or {}).get("optimizers", ())):
+            if optimizer["has_state"] and not optimizer["values"] and str(index) not in filled:
+                raise CorruptCheckpointError(f"{path}: optimizer {index} had state, and none of it is there")
