@@ -27,7 +27,7 @@ class KilledRun:
 
     Args:
         run_dir: Of the run; it is new.
-        plan: In the order of their steps.
+        triggers: Of the kills, in the order of their steps.
         pace: Of the straight run.
         losses: Of the straight run.
         launcher: Starts the trainings.
@@ -38,7 +38,7 @@ class KilledRun:
     def __init__(
         self,
         run_dir: Path,
-        plan: Sequence[PlannedKill],
+        triggers: Sequence[Trigger],
         pace: Pace,
         losses: Losses,
         launcher: Launcher,
@@ -48,7 +48,7 @@ class KilledRun:
         self.round = Round(directory=str(run_dir))
         self._run_dir, self._pace, self._losses = run_dir, pace, losses
         self._launcher, self._display, self._kills = launcher, display, kills
-        self._triggers = deque(Trigger(kill, pace) for kill in plan)
+        self._triggers = deque(triggers)
         # The kill that ended the training before, until the next one goes on.
         self._unresumed: KillRecord | None = None
         self._reached_step = 0

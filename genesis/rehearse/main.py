@@ -19,14 +19,15 @@ from typing import NoReturn
 from rich.console import Console
 
 from genesis.errors import RunEndedError, UserError
-from genesis.rehearse.compare import Losses, read_losses
+from genesis.rehearse.compare import read_losses
 from genesis.rehearse.display import Display
 from genesis.rehearse.killed_run import POLL_SECONDS, KilledRun
 from genesis.rehearse.launch import Launcher, Start, read_last_words
-from genesis.rehearse.plan import Pace, Victim, plan_kills
+from genesis.rehearse.plan import Trigger, Victim, plan_kills
 from genesis.rehearse.processes import check_system, end_all, wait_until_gone
 from genesis.rehearse.recipe import RehearsedRecipe, resolve_recipe
 from genesis.rehearse.report import Report
+from genesis.rehearse.watch import RunView
 from genesis_callbacks.checkpoint import list_committed
 
 _MISUSE = 2
@@ -86,8 +87,8 @@ class _Rehearsal:
         report, began_seconds = self._report, time.monotonic()
         try:
             with _ended_by_signals(), self._display:
-                pace, victims = self._train_straight()
-                self._train_and_kill(pace, victims)
+                view, victims = self._train_straight()
+                self._train_and_kill(view, victims)
                 left = wait_until_gone(self._mark, _ORPHANS_END_SECONDS)
                 report.left_over = [f"{process.kind} of rank {process.local_rank}" for process in left]
         except RunEndedError as error:
@@ -98,8 +99,8 @@ class _Rehearsal:
         report.seconds = time.monotonic() - began_seconds
         return report
 
-    def _train_straight(self) -> tuple[Pace, tuple[Victim, ...]]:
-        """Trains to the end, and returns how long things took and what there is to kill."""
+    def _train_straight(self) -> tuple[RunView, tuple[Victim, ...]]:
+        """Trains to the end, and returns what was seen of it and what there is to kill."""
         self._display.say(f"straight run of {self._recipe.max_steps} steps, in {self._straight}")
         start = self._launcher.launch(self._straight, "straight")
         num_ranks, num_writers = self._watch_straight(start)
@@ -118,7 +119,7 @@ class _Rehearsal:
         victims: list[Victim] = ["group"]
         victims += ["rank"] if num_ranks > 1 else []
         victims += ["writer"] if num_writers else []
-        return pace, tuple(victims)
+        return start.view, tuple(victims)
 
     def _watch_straight(self, start: Start) -> tuple[int, int]:
         """Looks on until all ranks have ended, and returns how many ranks and writers there were."""
@@ -134,10 +135,10 @@ class _Rehearsal:
         start.view.look()
         return num_ranks, num_writers
 
-    def _train_and_kill(self, pace: Pace, victims: tuple[Victim, ...]) -> None:
+    def _train_and_kill(self, straight: RunView, victims: tuple[Victim, ...]) -> None:
         """Makes killed runs until all kills have come: a run may end before the last of them was due."""
         report = self._report
-        losses: Losses = read_losses(self._straight)
+        losses, pace, seconds_by_step = read_losses(self._straight), straight.measure_pace(), straight.seconds_by_step
         while len(report.kills) < report.num_wanted:
             num_before = len(report.kills)
             plan = plan_kills(
@@ -149,8 +150,9 @@ class _Rehearsal:
             )
             name = f"killed-{len(report.rounds) + 1}" if report.rounds else "killed"
             self._display.say(f"{name} run, {len(plan)} kills to come")
+            triggers = [Trigger(kill, pace, seconds_by_step) for kill in plan]
             killed = KilledRun(
-                self._options.directory / name, plan, pace, losses, self._launcher, self._display, report.kills
+                self._options.directory / name, triggers, pace, losses, self._launcher, self._display, report.kills
             )
             report.rounds.append(killed.round)
             killed.run(self._straight)

@@ -1,7 +1,7 @@
 """Which kills a rehearsal makes, and when each of them is due: decided purely, from a seed and from what is seen."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Literal
@@ -41,7 +41,7 @@ class Pace:
 
     Args:
         start: From the launch to the first logged step.
-        step: A step, saves and validation included; the mean.
+        step: From a logged step to the next; the median.
         save: A save's staging directory is there; the median.
         slowest: The longest time without a newly logged step.
     """
@@ -103,11 +103,14 @@ class Trigger:
     Args:
         kill: The plan.
         pace: Of the straight run.
+        seconds_by_step: From each logged step to the next, in the straight run, as far as they were seen: a step with
+            validation is longer than others, and its kill may fall into that.
     """
 
-    def __init__(self, kill: PlannedKill, pace: Pace) -> None:
+    def __init__(self, kill: PlannedKill, pace: Pace, seconds_by_step: Mapping[int, float]) -> None:
         self.kill = kill
-        self._delay_seconds = kill.fraction * {"step": pace.step, "save": pace.save, "start": pace.start}[kill.aim]
+        step_seconds = seconds_by_step.get(kill.step, pace.step)
+        self._delay_seconds = kill.fraction * {"step": step_seconds, "save": pace.save, "start": pace.start}[kill.aim]
         self._due_seconds: float | None = None
 
     def is_due(self, sight: Sight) -> bool:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import statistics
 import time
 from pathlib import Path
 
@@ -57,15 +58,20 @@ class RunView:
 
     def measure_pace(self) -> Pace:
         """Returns how long things took; at least one step must be logged."""
-        (first_seconds, first), (last_seconds, last) = self._steps[0], self._steps[-1]
-        durations = sorted(end - begin for begin, end in self._saves.values())
-        gaps = [now - before for (before, _), (now, _) in zip(self._steps, self._steps[1:], strict=False)]
+        gaps = self.seconds_by_step.values()
+        saves = [end - begin for begin, end in self._saves.values()]
         return Pace(
-            start=first_seconds,
-            step=(last_seconds - first_seconds) / max(1, last - first),
-            save=durations[len(durations) // 2] if durations else 0.0,
+            start=self._steps[0][0],
+            step=statistics.median(gaps) if gaps else 0.0,
+            save=statistics.median(saves) if saves else 0.0,
             slowest=max(gaps, default=0.0),
         )
+
+    @property
+    def seconds_by_step(self) -> dict[int, float]:
+        """From each logged step to the next that was seen; of steps that went by between two looks, the last alone."""
+        pairs = zip(self._steps, self._steps[1:], strict=False)
+        return {step: later - seconds for (seconds, step), (later, _) in pairs}
 
 
 def read_restored_step(log: Path) -> int | None:

@@ -49,7 +49,7 @@ def test_every_kind_of_victim_takes_its_turn() -> None:
 
 
 def trigger(aim: Aim, fraction: float = 0.5) -> Trigger:
-    return Trigger(PlannedKill("group", aim, step=30, fraction=fraction, draw=0.0), PACE)
+    return Trigger(PlannedKill("group", aim, step=30, fraction=fraction, draw=0.0), PACE, {})
 
 
 def test_a_kill_within_a_step_is_due_its_fraction_of_a_step_after_the_step_is_logged() -> None:
@@ -59,6 +59,14 @@ def test_a_kill_within_a_step_is_due_its_fraction_of_a_step_after_the_step_is_lo
     assert not step.is_due(Sight(101.0, 30))
     assert not step.is_due(Sight(101.9, 30))
     assert step.is_due(Sight(102.0, 30))
+
+
+def test_a_kill_within_a_step_that_takes_longer_than_others_may_fall_anywhere_in_it() -> None:
+    # Validation, say.
+    step = Trigger(PlannedKill("group", "step", step=30, fraction=0.5, draw=0.0), PACE, {30: 40.0})
+    assert not step.is_due(Sight(100.0, 30))
+    assert not step.is_due(Sight(119.0, 30))
+    assert step.is_due(Sight(120.0, 30))
 
 
 def test_a_kill_within_a_step_that_was_overrun_is_due_still() -> None:

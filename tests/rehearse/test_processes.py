@@ -70,6 +70,7 @@ def test_a_training_is_its_ranks_and_is_killed_as_a_whole(mark: str, tmp_path: P
     # Stands in for `python -m genesis fit` by its command line alone: rank 0 starts rank 1 as Lightning does.
     (tmp_path / "genesis.py").write_text(
         "import os, subprocess, sys, time\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
         "if 'LOCAL_RANK' not in os.environ:\n"
         "    command = [sys.executable, '-m', 'genesis', 'fit']\n"
         "    subprocess.Popen(command, env={**os.environ, 'LOCAL_RANK': '1'})\n"
@@ -87,3 +88,5 @@ def test_a_training_is_its_ranks_and_is_killed_as_a_whole(mark: str, tmp_path: P
     training.kill_ranks()
     assert training.wait_ended(DEADLINE_SECONDS) is not None
     assert training.poll() == -signal.SIGKILL
+    # What ranks have started beside them was in their group.
+    assert wait_until_gone(mark, DEADLINE_SECONDS) == []

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from genesis.rehearse.watch import RunView, read_restored_step
 
 HEADER = "step,train/loss\n"
@@ -36,6 +38,9 @@ def test_rows_that_come_late_for_an_earlier_step_do_not_turn_it_back(tmp_path: P
     view = RunView(tmp_path)
     write_log(tmp_path, "1,5.0\n2,4.0\n3,3.0\n2,\n")
     assert view.look().last_step == 3
+    # The last row is being written anew.
+    write_log(tmp_path, "1,5.0\n2,4.0\n3")
+    assert view.look().last_step == 3
 
 
 def test_what_a_training_before_has_logged_does_not_count(tmp_path: Path) -> None:
@@ -60,6 +65,24 @@ def test_saves_in_flight_are_seen_and_committed_ones_are_not(tmp_path: Path) -> 
     for name in ("step-00000010", "step-00000020.staging-ab12_1", ".trash"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert view.look().staging == ("step-00000020.staging-ab12_1",)
+
+
+def test_the_pace_is_what_was_seen(tmp_path: Path) -> None:
+    view = RunView(tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    write_log(tmp_path, "1,5.0\n")
+    begin = view.look().seconds
+    for step in (2, 3, 4):
+        append(tmp_path, f"{step},4.0\n")
+        (tmp_path / "checkpoints" / f"step-0000000{step}.staging-a_1").mkdir()
+        end = view.look().seconds
+    view.look()
+    pace, gaps = view.measure_pace(), view.seconds_by_step
+    assert pace.start == begin
+    assert list(gaps) == [1, 2, 3]
+    assert sum(gaps.values()) == pytest.approx(end - begin)
+    assert (pace.step, pace.slowest) == (sorted(gaps.values())[1], max(gaps.values()))
+    assert pace.save > 0
 
 
 def test_the_restored_step_is_the_one_that_the_training_names(tmp_path: Path) -> None:
