@@ -140,7 +140,7 @@ def train(
     world_size = int(os.environ["WORLD_SIZE"])
     torch.manual_seed(1)
     model = PlainModel(dropout=dropout, has_zero=strategy == "zero", num_groups=num_groups)
-    options = {"every_n_steps": None, **options}
+    options = {"every_n_steps": None, "mode": "sync", **options}
     checkpoint = CountedCheckpoint(run_dir=run_dir, **options)
     counting = CountingCallback()
     trainer = Trainer(

@@ -85,7 +85,7 @@ def test_a_killed_writer_ends_training_by_policy(tmp_path):
 def test_a_hung_writer_fails_its_save_after_the_limit(tmp_path, strategy, rank):
     world_size = 1 if strategy == "single" else 2
     hung = (SignalWriter(rank, {2: signal.SIGSTOP}),)
-    options = {"mode": "process", "every_n_steps": 2, "save_timeout_seconds": 2.0, "callbacks": hung}
+    options = {"mode": "process", "every_n_steps": 2, "save_timeout_seconds": 10.0, "callbacks": hung}
     runs = run_training(world_size, tmp_path, strategy, 8, on_save_failure="warn", keep_last=None, **options)
     assert [run["failed"] for run in runs] == [1] * world_size
     assert committed(tmp_path) == ["step-00000004", "step-00000006", "step-00000008"]

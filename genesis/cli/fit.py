@@ -4,6 +4,7 @@ model        GenesisModule        data        CorpusDataModule        trainer   
 checkpoint   AsyncProcessCheckpoint   counters    TokenCounters       schedule    SkipAwareLR
 verification CheckpointVerification
 run_dir      where checkpoints, metrics and configs of the run lie
+fork         of `fit`: a name; the run goes on from --ckpt_path in a directory of that name beside run_dir
 """
 
 import argparse
@@ -33,10 +34,14 @@ from genesis.train.module import GenesisModule
 from genesis.train.progress import GenesisProgressBar
 from genesis.train.recipe_policy import RECIPE_POLICY
 from genesis_callbacks import AsyncProcessCheckpoint, CheckpointVerification, SkipAwareLR, TokenCounters
+from genesis_callbacks.checkpoint import find_latest, list_committed
 from genesis_callbacks.checkpoint.manifest import MANIFEST_NAME
 
 LATEST = "latest"
 """The value of --ckpt_path that means: the newest good checkpoint of this run, or none."""
+
+BEST = "best"
+"""The value of --ckpt_path that means: the checkpoint of this run that `checkpoint.monitor` marked as the best."""
 
 _REFUSED_OPTION = re.compile(
     r"(?:Group '(?P<group>[^']*)' )?does not accept (?:nested )?(?:option|key) '(?P<key>[^']+)'"
@@ -145,6 +150,12 @@ class GenesisCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds our callbacks and the run's directory."""
         parser.add_argument("--run_dir", type=str, default="runs/default", help="directory of the run")
+        parser.add_argument(
+            "--fork",
+            type=str | None,
+            default=None,
+            help="name of a new run beside run_dir that goes on from --ckpt_path; run_dir stays as it is",
+        )
         parser.add_lightning_class_args(TokenCounters, "counters")
         parser.add_lightning_class_args(SkipAwareLR, "schedule")
         parser.add_lightning_class_args(CheckpointVerification, "verification")
@@ -153,7 +164,7 @@ class GenesisCLI(LightningCLI):
             AsyncProcessCheckpoint, "checkpoint", skip={"recipe", "identity", "drift_policy"}, sub_configs=True
         )
         parser.callback_keys.append("checkpoint")
-        parser.link_arguments("run_dir", "checkpoint.run_dir")
+        parser.link_arguments(("run_dir", "fork"), "checkpoint.run_dir", compute_fn=_place_run)
 
     def _parse_ckpt_path(self) -> None:
         """Leaves the configuration alone: a checkpoint's hyperparameters must not override what the user wrote."""
@@ -169,7 +180,12 @@ class GenesisCLI(LightningCLI):
         """Builds the Trainer with the run's own log and progress bar."""
         self._dump_config()
         config = self._get(self.config_init, "trainer")
-        run_dir = Path(self._get(self.config_init, "run_dir"))
+        fork = self._get(self.config_init, "fork")
+        run_dir = Path(_place_run(self._get(self.config_init, "run_dir"), fork))
+        if fork is not None:
+            self._check_fork(run_dir)
+        # What is written into the fork describes the fork, which goes on by its own directory.
+        self.config_dump.update(run_dir=str(run_dir), fork=None)
         self.checkpoint: AsyncProcessCheckpoint = self._get(self.config_init, "checkpoint")
         self.checkpoint.recipe = self.config_dump
         self.checkpoint.drift_policy = RECIPE_POLICY
@@ -187,14 +203,44 @@ class GenesisCLI(LightningCLI):
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         arguments = super()._prepare_subcommand_kwargs(subcommand)
         wanted = arguments.get("ckpt_path")
-        if wanted == LATEST:
-            arguments["ckpt_path"] = self.checkpoint.latest()
+        if wanted in (LATEST, BEST):
+            arguments["ckpt_path"] = self._find(wanted)
         elif wanted is not None:
             _check_is_checkpoint(Path(wanted))
         if subcommand == "validate" and arguments["ckpt_path"] is None:
             place = f"there is none in {self.checkpoint.directory}" if wanted == LATEST else "none is given"
             raise UserError(f"validation needs a checkpoint, {place}; give one by --ckpt_path")
         return arguments
+
+    def _find(self, wanted: str) -> Path | None:
+        """Returns the latest or the best checkpoint of `run_dir`, which is not this run's own where it is a fork."""
+        if self._get(self.config_init, "fork") is not None:
+            origin = AsyncProcessCheckpoint(run_dir=self._get(self.config_init, "run_dir"))
+            found = find_latest(origin.directory, put_aside=False) if wanted == LATEST else origin.best()
+        else:
+            found = self.checkpoint.latest() if wanted == LATEST else self.checkpoint.best()
+        if found is None and (wanted == BEST or self._get(self.config_init, "fork") is not None):
+            run_dir = self._get(self.config_init, "run_dir")
+            raise UserError(
+                f"{run_dir} has no {wanted} checkpoint; `genesis checkpoint list {run_dir}` shows what it has"
+            )
+        return found
+
+    def _check_fork(self, run_dir: Path) -> None:
+        if self._get(self.config_init, "ckpt_path") is None:
+            raise UserError("--fork needs the checkpoint to go on from; give one by --ckpt_path, or latest")
+        if list_committed(run_dir):
+            raise UserError(
+                f"{run_dir} has checkpoints already, so that it is no new fork; to go on with it, leave --fork out and "
+                f"say --run_dir {run_dir} --ckpt_path latest"
+            )
+
+
+def _place_run(run_dir: str, fork: str | None) -> str:
+    """Returns where a run lies: in `run_dir`, or beside it under the name of the fork."""
+    if fork is not None and Path(fork).name != fork:
+        raise UserError(f"--fork is {fork!r}: give a name, without a directory; it comes to lie beside {run_dir}")
+    return run_dir if fork is None else str(Path(run_dir).parent / fork)
 
 
 def _check_is_checkpoint(path: Path) -> None:

@@ -6,7 +6,7 @@ from genesis_callbacks.checkpoint import DriftPolicy
 
 _FREE: Final = (
     # Where it runs, and where its things lie.
-    *("run_dir", "ckpt_path", "weights_only", "config", "data.corpus", "data.tokenizer_hash"),
+    *("run_dir", "fork", "ckpt_path", "weights_only", "config", "data.corpus", "data.tokenizer_hash"),
     *("trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.strategy"),
     *("trainer.default_root_dir", "trainer.use_distributed_sampler", "trainer.sync_batchnorm"),
     # How the same windows are read and cut: the sum over a global batch is the same.

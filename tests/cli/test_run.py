@@ -1,6 +1,7 @@
 """A run by the command line: what it leaves behind, a signal in its middle, and going on."""
 
 import csv
+import json
 import signal
 import subprocess
 import sys
@@ -95,3 +96,59 @@ def wait_for_steps(process: subprocess.Popen[bytes], run_dir: Path) -> None:
         assert process.poll() is None, (run_dir.parent / "output").read_text()
         assert time.monotonic() < deadline, "training did not begin"
         time.sleep(POLL_SECONDS)
+
+
+def test_a_fork_goes_on_beside_the_run_and_leaves_it_as_it_is(genesis: Genesis, recipe: Path, tmp_path: Path) -> None:
+    assert genesis("fit", "--config", str(recipe)).status == 0
+    run_dir, fork_dir = tmp_path / "run", tmp_path / "longer"
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    forking = ("fit", "--config", str(recipe), "--fork", "longer", "--ckpt_path", "latest")
+    longer = ("--trainer.max_steps", "6", "--schedule.shape", "linear")
+    refused = genesis(*forking, *longer)
+    assert refused.status == 2
+    assert "--checkpoint.allow_changed '[schedule,trainer]'" in refused.err or "trainer.max_steps" in refused.err
+    allowed = ("--checkpoint.allow_changed", "[trainer.max_steps,schedule]")
+    forked = genesis(*forking, *longer, *allowed)
+    assert forked.status == 0, forked.err
+    assert committed_steps(fork_dir) == [6]
+    assert logged_steps(fork_dir) == [5, 6]
+    assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
+    shown = genesis("checkpoint", "show", str(fork_dir / "checkpoints/step-00000006"), "--json")
+    assert json.loads(shown.out)["lineage"][0]["directory"] == "../../run/checkpoints"
+    again = genesis(*forking, *longer, *allowed)
+    assert again.status == 2
+    assert f"--run_dir {fork_dir} --ckpt_path latest" in again.err
+    left = yaml.safe_load((fork_dir / "config.yaml").read_text())
+    assert (left["run_dir"], left["fork"]) == (str(fork_dir), None)
+
+
+def test_a_fork_needs_a_checkpoint_and_a_plain_name(genesis: Genesis, recipe: Path) -> None:
+    for arguments, said in (
+        (("--fork", "b"), "--fork needs the checkpoint to go on from"),
+        (("--fork", "../b", "--ckpt_path", "latest"), "--fork is '../b': give a name"),
+        (("--fork", "b", "--ckpt_path", "latest"), "has no latest checkpoint"),
+    ):
+        outcome = genesis("fit", "--config", str(recipe), *arguments)
+        assert outcome.status == 2
+        assert said in outcome.err
+        assert outcome.err.count("\n") == 1, outcome.err
+
+
+def test_the_best_by_a_metric_is_validated_by_its_name(genesis: Genesis, recipe: Path) -> None:
+    monitored = ("--checkpoint.monitor", "validation/loss", "--checkpoint.keep_last", "1")
+    assert genesis("fit", "--config", str(recipe), *monitored).status == 0
+    outcome = genesis("validate", "--config", str(recipe), *monitored, "--ckpt_path", "best")
+    assert outcome.status == 0, outcome.err
+    none = genesis("validate", "--config", str(recipe), "--run_dir", str(recipe.parent / "x"), "--ckpt_path", "best")
+    assert none.status == 2
+    assert "has no best checkpoint" in none.err
+
+
+def test_weights_of_another_run_begin_a_new_one(genesis: Genesis, recipe: Path, tmp_path: Path) -> None:
+    assert genesis("fit", "--config", str(recipe)).status == 0
+    source = str(tmp_path / "run/checkpoints/step-00000004")
+    begun = ("--run_dir", str(tmp_path / "tuned"), "--checkpoint.restore", "weights", "--model.optimizer.lr", "1e-4")
+    outcome = genesis("fit", "--config", str(recipe), "--ckpt_path", source, *begun)
+    assert outcome.status == 0, outcome.err
+    assert logged_steps(tmp_path / "tuned") == [1, 2, 3, 4]
+    assert float(losses(tmp_path / "tuned")[0]) < float(losses(tmp_path / "run")[0])

@@ -49,7 +49,7 @@ def train(directory: str, corpus: str, strategy: str, max_steps: int, optimizer:
         OptimizerOptions(name=optimizer, lr=3e-3),  # type: ignore[arg-type]
     )
     data = CorpusDataModule(corpus, seq_len=16, micro_batch_size=2, global_batch_size=8)
-    checkpoint = AsyncProcessCheckpoint(run_dir=directory, every_n_steps=max_steps)
+    checkpoint = AsyncProcessCheckpoint(run_dir=directory, every_n_steps=max_steps, mode="sync")
     record = Record()
     callbacks = [TokenCounters(), SkipAwareLR(total_updates=STEPS, warmup_updates=5), checkpoint, record]
     log = CSVLog(Path(directory) / "metrics.csv")

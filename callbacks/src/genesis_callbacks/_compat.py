@@ -7,6 +7,7 @@ arguments.
 import io
 import pickle
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,9 @@ def local_address(tensor: Tensor) -> int:
 
 
 def write_count(tensor: Tensor) -> int:
-    """Returns how often a tensor was written in place, through whichever view; 0 where torch does not count."""
-    return 0 if tensor.is_inference() else tensor._version
+    """Returns how often a tensor's data was written in place, through whichever view; 0 where torch does not count."""
+    data = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return 0 if data.is_inference() else data._version
 
 
 def build_dcp_metadata(
@@ -112,3 +114,30 @@ def route_load_checkpoint(strategy: Any, load: Callable[[LoadCheckpoint, str | P
 def unroute_load_checkpoint(strategy: Any) -> None:
     """Gives the strategy its own `load_checkpoint` back; nothing happens where it was not routed."""
     vars(strategy).pop("load_checkpoint", None)
+
+
+_VALIDATES = ("run", "increment_progress_to_evaluation_end")
+
+
+def shield_validation(trainer: Any, shield: Callable[[], AbstractContextManager[None]]) -> None:
+    """Makes a fit's validation run within `shield()`, by attributes on its loop.
+
+    So does what Lightning does in its place when a run goes on from a save that lay before a validation: it draws, too.
+    """
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    for name in _VALIDATES:
+        setattr(loop, name, _within(getattr(loop, name), shield))
+
+
+def _within(function: Callable[[], Any], shield: Callable[[], AbstractContextManager[None]]) -> Callable[[], Any]:
+    def shielded() -> Any:
+        with shield():
+            return function()
+
+    return shielded
+
+
+def unshield_validation(trainer: Any) -> None:
+    """Gives the loop its own methods back; nothing happens where they were not shielded."""
+    for name in _VALIDATES:
+        vars(trainer.fit_loop.epoch_loop.val_loop).pop(name, None)

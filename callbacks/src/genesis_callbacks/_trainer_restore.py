@@ -71,6 +71,8 @@ class Restore:
         assert manifest is not None
         self.manifest: Manifest = manifest
         self.ancestor = Ancestor(path.name, read_committed_hash(path))
+        self.has_weights_alone = False
+        """Whether the run takes the weights and begins everything else anew."""
         self._has_same_world = manifest.world_size == ranks.world_size
         self._afresh: list[str] = []
         self._changed: tuple[str, ...] = ()
@@ -117,6 +119,18 @@ class Restore:
                 f"{self.path.name} was saved with other packages, so that this run need not go on bit for bit: "
                 f"{'; '.join(warned)}",
                 category=DriftWarning,
+            )
+
+    def check_has_optimizer(self) -> None:
+        """Refuses to go on from what was saved without the optimizers' state. No communication.
+
+        Raises:
+            CheckpointError: It was, and more than the weights is wanted.
+        """
+        if not (self.manifest.has_optimizer or self.has_weights_alone):
+            raise CheckpointError(
+                f"{self.path} was saved without the optimizers' state, so that no run can go on from it; to begin a "
+                "new one from its weights, give that another run_dir, and restore='weights'"
             )
 
     def _read_content(self) -> Any:
@@ -200,6 +214,8 @@ class Restore:
             live = name_model(module.state_dict(keep_vars=True))
             return parts + [part for part in self._recorded(live) if part.part.kind == "parameter"]
 
+        if self.has_weights_alone:
+            optimizers = []
         parts = self._ranks.attempt("restoring the optimizer", settle, error_type=CheckpointError)
         check_restored(self.manifest, parts, self._ranks)
 
@@ -252,14 +268,26 @@ class Restore:
         return settled
 
     def apply_rng(self) -> None:
-        """Sets this rank's generators to what it saved; nothing happens where another number of ranks saved."""
-        if self._rng is not None:
+        """Sets this rank's generators to what it saved; nothing happens where another number of ranks saved.
+
+        Nor where the weights alone are taken.
+        """
+        if self._rng is not None and not self.has_weights_alone:
             apply_rng_state(self._decode(self._rng))
 
     def build_report(self, trainer: Trainer) -> RestoreReport:
         """Returns what was kept, rebuilt and started afresh. No communication."""
         manifest = self.manifest
         num_model = sum(name.startswith(MODEL_PREFIX) for name in manifest.tensors)
+        if self.has_weights_alone:
+            anew = "all but the weights: clocks, optimizers, schedulers, data, generators"
+            return RestoreReport(
+                self.path,
+                manifest.step,
+                kept=(f"{num_model} model tensors, compared by digest",),
+                afresh=(*self._afresh, anew),
+                changed=self._changed,
+            )
         num_optimizer = sum(name.startswith("optimizer.") for name in manifest.tensors)
         saved_callbacks = set(self._content["trainer"]["callbacks"])
         kept = [

@@ -76,10 +76,26 @@ def read_trainer_state(trainer: Trainer, module: LightningModule) -> dict[str, A
     return state
 
 
-def take_snapshot(trainer: Trainer, module: LightningModule, rank: int, cache: PartsCache | None = None) -> Snapshot:
+def take_snapshot(
+    trainer: Trainer,
+    module: LightningModule,
+    rank: int,
+    cache: PartsCache | None = None,
+    *,
+    has_optimizer: bool = True,
+    rng_state: Any = None,
+) -> Snapshot:
     """Returns what this rank gives to a save: live tensors by canonical name, and everything else as plain JSON.
 
-    No communication, and no step of an optimizer. `cache` serves one run, from save to save.
+    No communication, and no step of an optimizer.
+
+    Args:
+        trainer: The run's.
+        module: The run's.
+        rank: This rank.
+        cache: Serves one run, from save to save.
+        has_optimizer: Whether the optimizers' state is saved.
+        rng_state: Of an earlier moment, as `read_rng_state` gave it; None: of now.
 
     Raises:
         UnsupportedStateError: Something cannot be saved without pickle; the message names its key.
@@ -88,12 +104,13 @@ def take_snapshot(trainer: Trainer, module: LightningModule, rank: int, cache: P
     model = name_model(state.pop("state_dict"))
     del state["optimizer_states"]
     names = name_parameters(module)
-    optimizers = [name_optimizer(index, optimizer, names) for index, optimizer in enumerate(trainer.optimizers)]
+    saved_optimizers = trainer.optimizers if has_optimizer else []
+    optimizers = [name_optimizer(index, optimizer, names) for index, optimizer in enumerate(saved_optimizers)]
     content = {
         "trainer": state,
         "model_extras": model.extras,
         "optimizers": [optimizer.section for optimizer in optimizers],
-        "rng": read_rng_state(),
+        "rng": read_rng_state() if rng_state is None else rng_state,
     }
     section, tensors = encode_tagged(content, f"state.{rank}")
     cache = cache or PartsCache()
@@ -103,4 +120,4 @@ def take_snapshot(trainer: Trainer, module: LightningModule, rank: int, cache: P
     for name, tensor in tensors.items():
         parts += local_parts(name, tensor, "state")
     cache.end_save()
-    return Snapshot(trainer.global_step, read_counters(trainer), parts, section)
+    return Snapshot(trainer.global_step, read_counters(trainer), parts, section, has_optimizer)

@@ -16,9 +16,11 @@ Nothing of it runs on the group that trains.
 """
 
 import contextlib
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -38,12 +40,23 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
 from torch.optim import Optimizer
 
-from ._compat import LoadCheckpoint, NothingToRestore, route_load_checkpoint, unroute_load_checkpoint
+from ._best_watch import BestWatch
+from ._boundary import Boundary
+from ._compat import (
+    LoadCheckpoint,
+    NothingToRestore,
+    route_load_checkpoint,
+    shield_validation,
+    unroute_load_checkpoint,
+    unshield_validation,
+)
+from ._rank_watch import RankWatch
 from ._signals import SignalFlag
 from ._step_watch import StepWatch
 from ._trainer_restore import Restore
 from ._trainer_state import take_snapshot
 from .checkpoint.background import BackgroundSaver, Progress, Staging
+from .checkpoint.best import MonitorMode, read_best
 from .checkpoint.collect import MODEL_PREFIX, name_parameters
 from .checkpoint.commit import supersede
 from .checkpoint.drift import DriftPolicy
@@ -57,10 +70,11 @@ from .checkpoint.lineage import (
     remove_abandoned,
     wait_for_orphans,
 )
-from .checkpoint.manifest import COMMITTED_NAME, MANIFEST_NAME, checkpoint_name, is_checkpoint_name
+from .checkpoint.manifest import COMMITTED_NAME, MANIFEST_NAME, Ancestor, checkpoint_name, is_checkpoint_name
 from .checkpoint.plan import PartsCache
 from .checkpoint.ranks import Ranks
 from .checkpoint.retain import Retention
+from .checkpoint.rng import apply_rng_state, read_rng_state
 from .checkpoint.save import Origin, RetentionWarning, Saver, Snapshot
 from .checkpoint.verify import VerifyLevel
 from .checkpoint.writer_process import WriterProcess
@@ -74,6 +88,8 @@ _SKIPPED = "checkpoint/num_skipped"
 # How long a run that ends by an exception waits for the save in flight, and a restart for orphaned writers.
 _LEAVE_SECONDS = 10.0
 _ORPHAN_SECONDS = 60.0
+# How long ranks that end by an exception wait for one another's part of a save: who has not ended has none.
+_ALONE_SECONDS = 60.0
 _REFUSED_STRATEGIES: dict[type[Strategy], str] = {
     FSDPStrategy: "FSDP1 (FSDPStrategy): use ModelParallelStrategy with fully_shard",
     DeepSpeedStrategy: "DeepSpeed: use ModelParallelStrategy with fully_shard",
@@ -96,6 +112,10 @@ class SaveSkippedWarning(UserWarning):
     """A save was due while the one before still ran, by `when_busy="skip"`."""
 
 
+class LostRankWarning(UserWarning):
+    """Training ended because the process of another rank is gone."""
+
+
 class TornSnapshotWarning(UserWarning):
     """Training changed what was being staged; that save is made again, and staging is blocking from now on."""
 
@@ -115,6 +135,13 @@ def _read_mesh(strategy: Strategy) -> dict[str, int]:
         return {}
     mesh = strategy.device_mesh
     return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+
+
+def _name_ancestor(start: Restore, directory: Path) -> Ancestor:
+    """Returns the checkpoint that a run in `directory` goes on from, and where it lies if that is elsewhere."""
+    if start.path.parent == directory:
+        return start.ancestor
+    return replace(start.ancestor, directory=os.path.relpath(start.path.parent, directory))
 
 
 def _is_last_window(trainer: Trainer) -> bool:
@@ -142,8 +169,16 @@ class AsyncProcessCheckpoint(Checkpoint):
         save_at_end: Save when training ends, if the last step is not saved yet.
         save_on_signal: On SIGTERM or SIGINT on any rank: all ranks save at the next step's end and stop
             (`stopped_by_signal`). A second SIGINT interrupts at once.
-        keep_last: How many of the newest checkpoints stay; None keeps all.
+        save_on_exception: When training ends by an exception and nothing has been written since the last window's end,
+            save that. With several ranks every rank must have met it, and `mode` must not be "sync".
+        save_optimizer: Whether the optimizers' state is saved. Without it a checkpoint can only give its weights.
+        monitor: Key of a metric that validation logs: after a validation that is the best so far, save (this never
+            skips) and mark the checkpoint as the best, which stays. None for no best.
+        monitor_mode: Whether a smaller ("min") or a larger value ("max") of it is better.
+        keep_last: How many of the newest checkpoints stay, beside the best; None keeps all.
         keep_every_n_steps: Those whose step is a multiple of it stay for good; None for none.
+        restore: What a checkpoint of another directory gives: "all", or its "weights" alone, so that a new run begins
+            at step 0. One of this run's own always gives all.
         mode: Who writes: "sync" the training thread, "thread" a thread beside it, "process" a writer process for each
             rank, which has started before the first step.
         staging: In the other modes than "sync": "overlapped" copies while the next forward and backward run, and
@@ -152,6 +187,8 @@ class AsyncProcessCheckpoint(Checkpoint):
         when_busy: What a due save does while the one before still runs: "wait" for it, or "skip" with a
             `SaveSkippedWarning` and a count. A save that ends the run always waits.
         save_timeout_seconds: After so long a writer that does not answer is killed, and its save has failed.
+        lost_rank_seconds: When another rank's process is gone, this one is ended so long after, with the name of the
+            lost one, if its process group has not noticed by itself; None never.
         on_save_failure: "raise" ends training with the error; "warn" goes on, with a `SaveFailedWarning`. The last good
             checkpoint stays in either case.
         verify_level: How much a restore verifies before it begins; what is placed is always compared by digest.
@@ -162,6 +199,7 @@ class AsyncProcessCheckpoint(Checkpoint):
             allowed by its key. It may be set like `recipe`. Other package versions only warn.
 
     Attributes:
+        save_optimizer: As given.
         stopped_by_signal: Number of the signal that ended the last fit, or None. The caller makes the exit status.
         restore_report: What the last restore kept, rebuilt and started afresh, or None.
         last_saved: The newest checkpoint that this run has saved or restored, or None.
@@ -183,12 +221,18 @@ class AsyncProcessCheckpoint(Checkpoint):
         every_n_minutes: float | None = None,
         save_at_end: bool = True,
         save_on_signal: bool = True,
+        save_on_exception: bool = False,
+        save_optimizer: bool = True,
+        monitor: str | None = None,
+        monitor_mode: MonitorMode = "min",
         keep_last: int | None = 3,
         keep_every_n_steps: int | None = None,
-        mode: Literal["sync", "thread", "process"] = "sync",
+        restore: Literal["all", "weights"] = "all",
+        mode: Literal["sync", "thread", "process"] = "process",
         staging: Staging = "overlapped",
         when_busy: Literal["wait", "skip"] = "wait",
         save_timeout_seconds: float = 600.0,
+        lost_rank_seconds: float | None = 10.0,
         on_save_failure: Literal["raise", "warn"] = "raise",
         verify_level: VerifyLevel = "full",
         recipe: dict[str, Any] | None = None,
@@ -201,6 +245,7 @@ class AsyncProcessCheckpoint(Checkpoint):
             "every_n_steps": every_n_steps,
             "every_n_minutes": every_n_minutes,
             "save_timeout_seconds": save_timeout_seconds,
+            "lost_rank_seconds": lost_rank_seconds,
         }
         for name, interval in intervals.items():
             if interval is not None and interval <= 0:
@@ -210,11 +255,14 @@ class AsyncProcessCheckpoint(Checkpoint):
             ("mode", mode, ("sync", "thread", "process")),
             ("staging", staging, ("blocking", "overlapped")),
             ("when_busy", when_busy, ("wait", "skip")),
+            ("monitor_mode", monitor_mode, ("min", "max")),
+            ("restore", restore, ("all", "weights")),
         ):
             if choice not in choices:
                 raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, not {choice!r}")
         self.directory = Path(run_dir).resolve() / CHECKPOINTS_NAME
         self.recipe: Mapping[str, Any] = recipe or {}
+        self.save_optimizer = save_optimizer
         self.identity: Mapping[str, Any] = identity or {}
         self.drift_policy = drift_policy or DriftPolicy()
         self.stopped_by_signal: int | None = None
@@ -237,6 +285,10 @@ class AsyncProcessCheckpoint(Checkpoint):
         self._verify_level: VerifyLevel = verify_level
         self._allow_changed = tuple(allow_changed)
         self._signals = SignalFlag() if save_on_signal else None
+        self._has_save_on_exception = save_on_exception
+        self._best = None if monitor is None else BestWatch(monitor, monitor_mode)
+        self._restore_what = restore
+        self._lost_rank_seconds = lost_rank_seconds
         # What follows lives from one fit's start to its end.
         self._ranks: Ranks | None = None
         self._ranks_world: Any = None
@@ -245,6 +297,9 @@ class AsyncProcessCheckpoint(Checkpoint):
         self._writer: WriterProcess | None = None
         self._background: BackgroundSaver | None = None
         self._watch: StepWatch | None = None
+        self._rank_watch: RankWatch | None = None
+        self._boundary: Boundary | None = None
+        self._rng_of_training: dict[str, Any] | None = None
         self._names: dict[int, str] = {}
         self._parts = PartsCache()
         self._updates_at_begin = 0
@@ -279,6 +334,24 @@ class AsyncProcessCheckpoint(Checkpoint):
         self._verified = find_latest(self.directory, level=self._verify_level, put_aside=is_first)
         return self._verified
 
+    def best(self) -> Path | None:
+        """Returns the checkpoint that is marked as the best by `monitor`, or None. It does not verify, nor communicate.
+
+        Raises:
+            CorruptCheckpointError: The mark cannot be read.
+        """
+        best = read_best(self.directory)
+        return None if best is None else self.directory / best.name
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns plain values: which step is the best."""
+        return {} if self._best is None else {"best": self._best.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes what `state_dict` returned."""
+        if self._best is not None and "best" in state_dict:
+            self._best.load_state_dict(state_dict["best"])
+
     def _agreed_latest(self, ranks: Ranks) -> Path | None:
         self._verified = ranks.attempt_and_gather(
             "looking for the latest checkpoint",
@@ -309,6 +382,8 @@ class AsyncProcessCheckpoint(Checkpoint):
             self.num_failed_saves = self.num_skipped_saves = 0
             self._release()
             ranks.attempt("taking the checkpoint directory", self._take_directory, error_type=CheckpointError)
+            if self._lost_rank_seconds is not None and ranks.world_size > 1:
+                self._rank_watch = RankWatch(self.directory, ranks.rank, ranks.world_size, self._lost_rank_seconds)
             if self._mode == "process" and not trainer.fast_dev_run:  # type: ignore[attr-defined]  # Lightning sets it
                 self._writer = WriterProcess()  # it imports while the rest of the setup runs
         route_load_checkpoint(trainer.strategy, lambda original, path: self._load(trainer, pl_module, original, path))
@@ -317,6 +392,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         if self._join().is_first:
             self._lock = DirectoryLock(self.directory)
             wait_for_orphans(self.directory, _ORPHAN_SECONDS)
+            RankWatch.clear(self.directory)
 
     def _load(
         self, trainer: Trainer, module: LightningModule, original: LoadCheckpoint, path: str | Path
@@ -336,16 +412,20 @@ class AsyncProcessCheckpoint(Checkpoint):
         restore = Restore(found, ranks, level="quick" if found == self._verified else self._verify_level)
         self._verified = None
         is_fit = trainer.state.fn == TrainerFn.FITTING
+        restore.has_weights_alone = is_fit and self._restore_what == "weights" and found.parent != self.directory
         restore.check_drift(
             identity=self.identity,
-            recipe=self.recipe if is_fit else {},
+            recipe=self.recipe if is_fit and not restore.has_weights_alone else {},
             policy=self.drift_policy,
             allow_changed=self._allow_changed,
         )
         if is_fit:
+            restore.check_has_optimizer()
             self._restore = restore
             for sibling in _siblings(trainer):
                 sibling._started_from = restore
+        if restore.has_weights_alone:
+            return NothingToRestore(restore.load_in_place(module, []))
         if trainer.strategy.restore_checkpoint_after_setup:
             return restore.load_in_place(module, trainer.optimizers if is_fit else [])
         return restore.build_lightning_checkpoint(module, with_optimizers=is_fit)
@@ -358,7 +438,7 @@ class AsyncProcessCheckpoint(Checkpoint):
             restore.check_after_lightning(pl_module, trainer.optimizers)
         ranks.attempt(
             "trying to encode the state",
-            lambda: take_snapshot(trainer, pl_module, ranks.rank),
+            lambda: self._take_snapshot(trainer, pl_module),
             error_type=CheckpointError,
         )
         self._start_saver(trainer, pl_module, ranks)
@@ -373,6 +453,21 @@ class AsyncProcessCheckpoint(Checkpoint):
             self._restore = None
         if self._signals is not None:
             self._signals.install()
+        if self._rank_watch is not None:
+            self._rank_watch.start()
+        unshield_validation(trainer)  # another one of these may stand in the Trainer
+        shield_validation(trainer, self._keep_generators)
+        self._remember_boundary(trainer, pl_module)
+
+    def _take_snapshot(
+        self, trainer: Trainer, module: LightningModule, cache: PartsCache | None = None, rng: Any = None
+    ) -> Snapshot:
+        return take_snapshot(
+            trainer, module, self._join().rank, cache, has_optimizer=self.save_optimizer, rng_state=rng
+        )
+
+    def _remember_boundary(self, trainer: Trainer, module: LightningModule) -> None:
+        self._boundary = Boundary(trainer.global_step, module) if self._has_save_on_exception else None
 
     def _start_saver(self, trainer: Trainer, module: LightningModule, ranks: Ranks) -> None:
         before, start = self._saver, self._started_from
@@ -385,7 +480,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         )
         last_step = -1
         if start is not None:
-            self._saver.continue_from(start.ancestor, start.manifest.sequence)
+            self._saver.continue_from(_name_ancestor(start, self.directory), start.manifest.sequence)
             self._last_saved_step = start.manifest.step if start.path.parent == self.directory else None
             # The checkpoints of this run up to there, in whichever of its directories, are what it goes on from.
             is_this_run = any(start.path.parent == sibling.directory for sibling in _siblings(trainer))
@@ -434,6 +529,8 @@ class AsyncProcessCheckpoint(Checkpoint):
             rank_zero_warn(
                 f"{len(others)} checkpoints in {self.directory} are no ancestors of this run: see {target.name}"
             )
+        if self._best is not None:
+            self._best.agree_with(self.directory)
 
     # ---- saving
 
@@ -458,6 +555,7 @@ class AsyncProcessCheckpoint(Checkpoint):
             is_end_due = self._has_save_at_end and _is_last_window(trainer)
             if signal_number or is_minute_due or is_step_due or is_end_due:
                 self._save(trainer, pl_module)
+        self._remember_boundary(trainer, pl_module)
 
     @contextlib.contextmanager
     def _stalling(self) -> Iterator[None]:
@@ -496,32 +594,38 @@ class AsyncProcessCheckpoint(Checkpoint):
             self._votes = ranks.start_maximum(ours)
         return signal_number, bool(minutes), agreed
 
-    def _save(self, trainer: Trainer, module: LightningModule) -> None:
+    def _save(self, trainer: Trainer, module: LightningModule, *, may_skip: bool = True) -> None:
         is_dry = trainer.fast_dev_run  # type: ignore[attr-defined]  # Lightning sets it
         if is_dry or self._last_saved_step == trainer.global_step:
             return
         self._last_save_seconds = time.monotonic()
         if self._background is None:
             self._save_now(trainer, module)
-        elif not self._is_busy(trainer, module, self._background):
+        elif not self._is_busy(trainer, module, self._background, may_skip=may_skip):
             self._begin(trainer, module, self._background)
 
     def _save_now(self, trainer: Trainer, module: LightningModule) -> None:
-        ranks = self._join()
         assert self._saver is not None
         try:
-            saved = self._saver.save(lambda: take_snapshot(trainer, module, ranks.rank))
+            saved = self._saver.save(lambda: self._take_snapshot(trainer, module))
         except CheckpointError as error:
             self._fail(trainer.global_step, error)
             return
-        self.last_saved = saved.path
-        self._last_saved_step = trainer.global_step
+        self._note_saved(saved.manifest.step)
 
-    def _is_busy(self, trainer: Trainer, module: LightningModule, background: BackgroundSaver) -> bool:
+    def _note_saved(self, step: int) -> None:
+        self.last_saved, self._last_saved_step = self.directory / checkpoint_name(step), step
+        if self._best is not None and self._join().is_first:
+            self._best.mark(self.directory, step)
+
+    def _is_busy(
+        self, trainer: Trainer, module: LightningModule, background: BackgroundSaver, *, may_skip: bool
+    ) -> bool:
         """Says whether there is nothing to begin: this step is on its way, or is skipped. It may wait, by policy."""
         if background.step_in_flight in (None, trainer.global_step):
             return background.step_in_flight is not None
-        if self._when_busy == "skip" and not trainer.should_stop and not _is_last_window(trainer):
+        may_skip = may_skip and self._when_busy == "skip"
+        if may_skip and not trainer.should_stop and not _is_last_window(trainer):
             self.num_skipped_saves += 1
             rank_zero_warn(
                 f"the save at step {trainer.global_step} is skipped: that of step {background.step_in_flight} still "
@@ -533,20 +637,18 @@ class AsyncProcessCheckpoint(Checkpoint):
         return background.step_in_flight is not None  # a save that is made again is one of this step
 
     def _begin(self, trainer: Trainer, module: LightningModule, background: BackgroundSaver) -> None:
-        watch, ranks = self._watch, self._join()
-        assert watch is not None
-        self._updates_at_begin = watch.num_updates
-        progress = Progress(
-            lambda: watch.num_steps, watch.num_updates - self._updates_at_last, watch.moved(self._names)
-        )
-
-        def take() -> Snapshot:
-            return take_snapshot(trainer, module, ranks.rank, self._parts)
-
         try:
-            background.begin(trainer.global_step, take, progress)
+            background.begin(
+                trainer.global_step, lambda: self._take_snapshot(trainer, module, self._parts), self._progress()
+            )
         except CheckpointError as error:
             self._fail(trainer.global_step, error)
+
+    def _progress(self) -> Progress:
+        watch = self._watch
+        assert watch is not None
+        self._updates_at_begin = watch.num_updates
+        return Progress(lambda: watch.num_steps, watch.num_updates - self._updates_at_last, watch.moved(self._names))
 
     def _settle(self, trainer: Trainer, module: LightningModule, outcome: Outcome | None) -> None:
         """Takes note of how a save in the background ended, the same on all ranks."""
@@ -556,7 +658,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         assert background is not None
         step = background.settled_step
         if outcome.kind == "committed":
-            self.last_saved, self._last_saved_step = self.directory / checkpoint_name(step), step
+            self._note_saved(step)
             self._updates_at_last = self._updates_at_begin
             if outcome.warning is not None:
                 warnings.warn(outcome.warning, RetentionWarning, stacklevel=2)
@@ -564,6 +666,8 @@ class AsyncProcessCheckpoint(Checkpoint):
         elif outcome.kind == "failed":
             self._fail(step, SaveFailedError(outcome.text))
         else:
+            if self._best is not None:
+                self._best.drop(step)
             if outcome.kind == "torn":
                 rank_zero_warn(
                     f"the save at step {step} is made again at step {trainer.global_step}, and staging is blocking "
@@ -592,6 +696,8 @@ class AsyncProcessCheckpoint(Checkpoint):
     def _fail(self, step: int, error: CheckpointError) -> None:
         """Ends training with the error, or warns, by policy."""
         self.num_failed_saves += 1
+        if self._best is not None:
+            self._best.drop(step)
         if self._on_save_failure == "raise":
             raise error
         message = f"the save at step {step} failed, {self._describe_last()}: {error}"
@@ -613,6 +719,34 @@ class AsyncProcessCheckpoint(Checkpoint):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Waits for the copy: others swap weights here. No communication."""
         self._wait_staged()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Saves, and marks what it saves, if the monitored metric is the best. Communicates if one is monitored."""
+        is_dry = trainer.fast_dev_run  # type: ignore[attr-defined]  # Lightning sets it
+        if self._rng_of_training is None or self._best is None or self._saver is None or is_dry:
+            return
+        apply_rng_state(self._rng_of_training)
+        with self._stalling():
+            self._save_if_best(trainer, pl_module, self._best)
+
+    @contextlib.contextmanager
+    def _keep_generators(self) -> Iterator[None]:
+        """Gives training the generators that it had: who goes on from a step's save does not validate it again."""
+        self._rng_of_training = read_rng_state()
+        try:
+            yield
+        finally:
+            apply_rng_state(self._rng_of_training)
+            self._rng_of_training = None
+
+    def _save_if_best(self, trainer: Trainer, module: LightningModule, best: BestWatch) -> None:
+        ranks = self._join()
+        value = best.read(trainer.callback_metrics)
+        if ranks.broadcast(best.is_best(value)):
+            best.take(trainer.global_step, value)
+            self._save(trainer, module, may_skip=False)
+            if self._last_saved_step == trainer.global_step and ranks.is_first:  # it was there before the validation
+                best.mark(self.directory, trainer.global_step)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Waits for the copy: others change weights here. No communication."""
@@ -639,13 +773,60 @@ class AsyncProcessCheckpoint(Checkpoint):
     # ---- leaving
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Gives everything back and says what is saved. It does not communicate: other ranks may be gone."""
+        """Saves by choice, gives everything back and says what is saved. It does not communicate.
+
+        Other ranks may be gone: which, is said.
+        """
         self._votes = None
         unroute_load_checkpoint(trainer.strategy)
-        self._close_background(wait_seconds=_LEAVE_SECONDS)
+        unshield_validation(trainer)
+        if self._rank_watch is not None:
+            self._rank_watch.stop(exception)
+        wait_seconds = _LEAVE_SECONDS
+        if self._has_save_on_exception and self._begin_alone(trainer, pl_module, exception):
+            wait_seconds = self._save_timeout_seconds if self._join().world_size == 1 else _ALONE_SECONDS
+        self._close_background(wait_seconds=wait_seconds)
+        lost = None if self._rank_watch is None else self._rank_watch.describe_lost()
+        if lost is not None:
+            warnings.warn(f"{lost} is gone: without it no rank can go on", LostRankWarning, stacklevel=2)
         if self._saver is not None:
             rank_zero_warn(f"training ended with {type(exception).__name__}; {self._describe_last()}")
         self._release()
+
+    def _begin_alone(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> bool:
+        """Saves the last window's end without the other ranks, if it is still there, and says whether it began."""
+        boundary, saver = self._boundary, self._saver
+        if boundary is None or saver is None or boundary.step in (0, self._last_saved_step):
+            return False
+        reason = self._why_not_alone(trainer, boundary, exception)
+        if reason is not None:
+            rank_zero_warn(f"step {boundary.step} is not saved: {reason}", category=SaveFailedWarning)
+            return False
+
+        def take() -> Snapshot:
+            return self._take_snapshot(trainer, module, rng=boundary.rng)
+
+        try:
+            if self._background is None:
+                self._note_saved(saver.save(take).manifest.step)
+                return False
+            self._background.settle_alone(_LEAVE_SECONDS)
+            self._background.begin(boundary.step, take, self._progress())
+        except CheckpointError as error:
+            warnings.warn(f"step {boundary.step} is not saved: {error}", SaveFailedWarning, stacklevel=2)
+            return False
+        return True
+
+    def _why_not_alone(self, trainer: Trainer, boundary: Boundary, exception: BaseException) -> str | None:
+        if isinstance(exception, CheckpointError):
+            return "it was a save that failed"
+        if trainer.global_step != boundary.step or not boundary.is_untouched:
+            return "parameters or buffers have been written since its end"
+        if self._rank_watch is not None and self._rank_watch.has_lost_process():
+            return "another rank's process is gone"
+        if self._join().world_size > 1 and (self._background is None or not self._background.has_plan):
+            return "several ranks cannot save without talking to one another before the first save in the background"
+        return None
 
     def _close_background(self, *, wait_seconds: float) -> None:
         """Ends the writer, after the save in flight if that ends in time."""
@@ -654,7 +835,7 @@ class AsyncProcessCheckpoint(Checkpoint):
             step = background.step_in_flight
             outcome = background.close(wait_seconds)
             if step is not None and outcome is not None and outcome.kind == "committed":
-                self.last_saved, self._last_saved_step = self.directory / checkpoint_name(step), step
+                self._note_saved(step)
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -666,6 +847,7 @@ class AsyncProcessCheckpoint(Checkpoint):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Gives everything back. No communication."""
         unroute_load_checkpoint(trainer.strategy)
+        unshield_validation(trainer)
         self._release()
 
     def _remove_signals(self) -> None:
@@ -673,6 +855,10 @@ class AsyncProcessCheckpoint(Checkpoint):
             self._signals.remove()
 
     def _release(self) -> None:
+        self._boundary = None
+        if self._rank_watch is not None:
+            self._rank_watch.stop()
+            self._rank_watch = None
         self._remove_signals()
         self._close_background(wait_seconds=_LEAVE_SECONDS)
         if self._lock is not None:

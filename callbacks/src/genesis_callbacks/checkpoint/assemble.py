@@ -44,6 +44,7 @@ class Heading:
     recipe: Mapping[str, Any]
     versions: Mapping[str, str]
     previous: Ancestor | None
+    has_optimizer: bool
     hash_algorithm: HashAlgorithm
 
 
@@ -126,6 +127,7 @@ def assemble(
         previous=heading.previous,
         files=tuple(sorted(files, key=lambda record: record.name)),
         tensors=dict(tensors),
+        has_optimizer=heading.has_optimizer,
         hash_algorithm=algorithm,
     )
     return final, manifest, commit(staging, final, manifest)

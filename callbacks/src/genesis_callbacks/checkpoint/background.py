@@ -170,6 +170,11 @@ class BackgroundSaver:
         return None if self._save is None else self._save.step
 
     @property
+    def has_plan(self) -> bool:
+        """Whether the next save can begin without talking to the other ranks."""
+        return self._plan is not None
+
+    @property
     def memory_bytes(self) -> int:
         """A bound on what a save takes on this rank beyond its buffers' copies: shared memory, and the writer's own."""
         shared = 0 if self._buffer is None else self._buffer.num_bytes
@@ -307,6 +312,22 @@ class BackgroundSaver:
             elif outcome.kind == "torn":
                 self.staging = "blocking"
         return outcome
+
+    def settle_alone(self, wait_seconds: float) -> Outcome | None:
+        """Waits so long for the save in flight and returns this rank's own outcome, if it has one. No communication.
+
+        For a rank that leaves: what the others know is not asked.
+
+        Raises:
+            SaveFailedError: It did not end in time.
+        """
+        save = self._save
+        if save is None:
+            return None
+        if not save.finished.wait(wait_seconds):
+            raise SaveFailedError(f"the save of step {save.step} still runs")
+        outcome = save.outcome
+        return self._settled(save, outcome if self._ranks.is_first else Outcome("committed"))
 
     def close(self, wait_seconds: float) -> Outcome | None:
         """Lets the save in flight end, for so long, gives everything back, and returns this rank's outcome, if any.

@@ -1,8 +1,8 @@
 """Makes a save visible, and takes directories out of the way: the only module that renames.
 
 A staging directory becomes a checkpoint by one rename, after everything in it is on the disk; the rename is then
-forced to the disk as well. Nothing is ever renamed over something that is there. Only rank 0 calls what is here; it
-does not communicate.
+forced to the disk as well. No directory is ever renamed over something that is there. Only rank 0 calls what is here;
+it does not communicate.
 """
 
 import os
@@ -60,6 +60,15 @@ def commit(staging: Path, final: Path, manifest: Manifest) -> str:
     sync_directory(staging)
     _rename_new(staging, final, is_undone=True)  # what is told to have failed must not be there
     return manifest_hash
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Makes `path` a file that holds `data`, all at once: who reads it finds what was there before, or this."""
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.unlink(missing_ok=True)
+    write_file(fresh, data, algorithm="blake3")
+    os.replace(fresh, path)  # noqa: PTH105 - the syscall by its name: fault tests wrap it
+    sync_directory(path.parent)
 
 
 def discard(path: Path) -> None:

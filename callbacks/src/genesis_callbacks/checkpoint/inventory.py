@@ -205,16 +205,19 @@ def apply_repair(repair: Repair) -> Path | None:
 def trace_ancestors(path: Path, manifest: Manifest) -> list[tuple[Ancestor, AncestorState]]:
     """Returns the checkpoints that one descends from, the nearest first, as far as they are there.
 
-    The last is the first that is gone, or that is another one of the same name.
+    A fork's lead into the run that it came from. The last is the first that is gone, or that is another one of the same
+    name.
     """
     chain: list[tuple[Ancestor, AncestorState]] = []
-    ancestor, seen = manifest.previous, {path.name}
-    while ancestor is not None and ancestor.name not in seen:
-        seen.add(ancestor.name)
-        where = path.parent / ancestor.name
+    ancestor, place, seen = manifest.previous, path.resolve(), {path.resolve()}
+    while ancestor is not None:
+        place = ancestor.locate(place.parent).resolve()
+        if place in seen:
+            break
+        seen.add(place)
         try:
-            is_same = read_committed_hash(where) == ancestor.manifest_hash
-            parent = read_manifest(where)
+            is_same = read_committed_hash(place) == ancestor.manifest_hash
+            parent = read_manifest(place)
         except CheckpointError:
             return [*chain, (ancestor, "gone")]
         if not is_same:

@@ -327,10 +327,11 @@ def _check_against_previous(
     if previous is None or order.num_updates == 0:
         return
     try:
-        before = read_manifest(directory / previous.name).tensors
+        before = read_manifest(previous.locate(directory)).tensors
     except CheckpointError:
         return
-    _check_not_emptied(previous, before, tensors)
+    if order.heading.has_optimizer:
+        _check_not_emptied(previous, before, tensors)
     if order.moved:
         _check_moved(previous, before, order, tensors, parts)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .commit import discard, quarantine
 from .errors import CheckpointError, CorruptCheckpointError, DirectoryInUseError
-from .manifest import Manifest, is_checkpoint_name, is_staging_name, read_manifest
+from .manifest import Manifest, is_checkpoint_name, is_staging_name, read_manifest, step_of
 from .verify import VerifyLevel, verify
 
 LOCK_NAME = ".lock"
@@ -76,7 +76,7 @@ def list_committed(directory: Path | str) -> list[tuple[Path, Manifest]]:
 
 def _order(path: Path) -> tuple[int, int]:
     """Where a checkpoint stands in the lineage; one whose manifest cannot be read comes newest, to be named."""
-    step = int(path.name.removeprefix("step-"))
+    step = step_of(path.name)
     try:
         return read_manifest(path).sequence, step
     except CheckpointError:

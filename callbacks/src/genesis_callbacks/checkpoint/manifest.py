@@ -16,7 +16,8 @@ import torch
 from .errors import CheckpointError, CorruptCheckpointError
 from .hashing import HashAlgorithm, hash_bytes
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""1 had no `has_optimizer` (it always was true) and no `directory` of an ancestor (it always was the same)."""
 MANIFEST_NAME = "manifest.json"
 COMMITTED_NAME = "COMMITTED"
 STATE_NAME = "state.json"
@@ -33,6 +34,11 @@ def checkpoint_name(step: int) -> str:
 def is_checkpoint_name(name: str) -> bool:
     """Says whether `name` is that of a committed checkpoint; anything else in the directory is foreign or in flight."""
     return _CHECKPOINT_NAME.fullmatch(name) is not None
+
+
+def step_of(name: str) -> int:
+    """Returns the step of a committed checkpoint, by its name."""
+    return int(name.removeprefix("step-"))
 
 
 def is_staging_name(name: str) -> bool:
@@ -84,10 +90,18 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class Ancestor:
-    """The checkpoint before, by name and hash of its manifest."""
+    """The checkpoint before, by name and hash of its manifest.
+
+    `directory` is where it lies, where that is another one (a fork's origin): relative to this checkpoint's.
+    """
 
     name: str
     manifest_hash: str
+    directory: str | None = None
+
+    def locate(self, directory: Path) -> Path:
+        """Returns where it lies, for a checkpoint in `directory` that descends from it."""
+        return directory / (self.directory or "") / self.name
 
 
 @dataclass(frozen=True)
@@ -105,6 +119,7 @@ class Manifest:
         versions: Package to version.
         created_seconds: Unix time of the commit.
         previous: The checkpoint before in the lineage; None for the first.
+        has_optimizer: Whether the run's optimizers were saved; without them a restore can give weights alone.
     """
 
     step: int
@@ -119,6 +134,7 @@ class Manifest:
     previous: Ancestor | None
     files: tuple[FileRecord, ...]
     tensors: dict[str, TensorRecord]
+    has_optimizer: bool = True
     hash_algorithm: HashAlgorithm = "blake3"
     schema_version: int = field(default=SCHEMA_VERSION)
 

@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .best import read_best
 from .commit import discard
 from .lineage import list_committed
 
 
 @dataclass(frozen=True)
 class Retention:
-    """What is kept, beside the newest verified checkpoint, which always is.
+    """What is kept, beside the newest verified checkpoint and the best, which always are.
 
     Args:
         keep_last: How many of the newest; None keeps all.
@@ -36,13 +37,16 @@ class Kept:
     sequence: int
 
 
-def plan_removals(committed: Sequence[Kept], newest_verified: str | None, retention: Retention) -> list[str]:
+def plan_removals(
+    committed: Sequence[Kept], newest_verified: str | None, retention: Retention, *, best: str | None = None
+) -> list[str]:
     """Returns the names to remove, oldest first: never the newest verified, never anything where none is verified.
 
     Args:
         committed: All committed checkpoints of the directory; others are nobody's business here.
         newest_verified: The newest that is known to be whole.
         retention: What is kept.
+        best: The one that is marked as the best, which stays too.
     """
     if retention.keep_last is None or newest_verified not in {kept.name for kept in committed}:
         return []
@@ -52,7 +56,7 @@ def plan_removals(committed: Sequence[Kept], newest_verified: str | None, retent
     return [
         kept.name
         for kept in older
-        if kept.name != newest_verified and not (every is not None and kept.step % every == 0)
+        if kept.name not in (newest_verified, best) and not (every is not None and kept.step % every == 0)
     ]
 
 
@@ -60,10 +64,12 @@ def apply_retention(directory: Path, newest_verified: str, retention: Retention)
     """Removes what `plan_removals` says and returns its names. Rank 0 calls it after a commit; no communication.
 
     Raises:
+        CorruptCheckpointError: It is not known which is the best.
         OSError: A directory cannot be moved to the trash.
     """
+    best = read_best(directory)
     committed = [Kept(path.name, manifest.step, manifest.sequence) for path, manifest in list_committed(directory)]
-    removals = plan_removals(committed, newest_verified, retention)
+    removals = plan_removals(committed, newest_verified, retention, best=None if best is None else best.name)
     for name in removals:
         discard(directory / name)
     return removals

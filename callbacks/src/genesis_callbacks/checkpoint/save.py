@@ -40,12 +40,14 @@ class Snapshot:
         counters: Exact clocks for the manifest; rank 0's count.
         parts: What this rank holds of every tensor, live.
         section: This rank's other state, already plain JSON.
+        has_optimizer: Whether the optimizers' state is in it.
     """
 
     step: int
     counters: Mapping[str, int]
     parts: list[LocalPart]
     section: Any
+    has_optimizer: bool = True
 
 
 @dataclass(frozen=True)
@@ -202,6 +204,7 @@ class Saver:
             recipe=self._origin.recipe,
             versions=self._versions,
             previous=self.previous,
+            has_optimizer=snapshot.has_optimizer,
             hash_algorithm=self.hash_algorithm,
         )
 

@@ -1,0 +1,32 @@
+"""The end of the last accumulation window, and whether the live state is still the one of that moment."""
+
+from typing import Any
+
+from lightning.pytorch import LightningModule
+
+from ._compat import write_count
+from .checkpoint.rng import read_rng_state
+
+
+class Boundary:
+    """Remembers a window's end: the random generators, and how often each parameter and buffer had been written.
+
+    Args:
+        step: Windows attempted.
+        module: Holds the live tensors.
+    """
+
+    def __init__(self, step: int, module: LightningModule) -> None:
+        self.step = step
+        self.rng: dict[str, Any] = read_rng_state()
+        self._module = module
+        self._writes = self._count_writes()
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether no parameter and no buffer was written since."""
+        return self._count_writes() == self._writes
+
+    def _count_writes(self) -> list[tuple[int, int]]:
+        tensors = [*self._module.parameters(), *self._module.buffers()]
+        return [(id(tensor), write_count(tensor)) for tensor in tensors]

@@ -1,0 +1,128 @@
+"""Names a rank that is gone, and ends the others, instead of letting them wait for it.
+
+Each rank holds a lock on a small file of its own in the run's directory, and the operating system lets go of it when
+the process ends, however it ends. A thread of each rank looks whether the next one's lock is still held; what it finds
+it tells the others through a file. No communication: a process group that has lost a rank is not to be asked.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import sys
+import threading
+from pathlib import Path
+
+EXIT_STATUS = 70
+"""sysexits' EX_SOFTWARE, as a forward that one rank enters alone ends with."""
+
+_INTERVAL_SECONDS = 0.5
+_DIRECTORY_NAME = ".ranks"
+_VERDICT_NAME = "lost"
+_ENDED = "ended"
+_FAILED = "failed with"
+
+
+class RankWatch:
+    """Watches the other ranks of a run, from construction to `stop`.
+
+    Rank 0 clears the directory before (`clear`), then every rank makes one; between the two, and before `start`, the
+    ranks meet.
+
+    Args:
+        directory: The directory of the run's checkpoints, the same on all ranks.
+        rank: This rank.
+        world_size: Number of ranks.
+        grace_seconds: How long this process may go on after a rank is found gone: most groups notice by themselves.
+    """
+
+    def __init__(self, directory: Path, rank: int, world_size: int, grace_seconds: float) -> None:
+        self._directory = directory / _DIRECTORY_NAME
+        self._rank, self._world_size, self._grace_seconds = rank, world_size, grace_seconds
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
+        self._directory.mkdir(exist_ok=True)
+        self._descriptor = os.open(self._path(rank), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        # A lock of the process, not of the descriptor: a forked data worker that outlives it does not hold it.
+        fcntl.lockf(self._descriptor, fcntl.LOCK_EX)
+        self._say(f"process {os.getpid()}")
+
+    @staticmethod
+    def clear(directory: Path) -> None:
+        """Removes what an earlier run left. The holder of the directory calls it, before any rank makes a watch."""
+        shutil.rmtree(directory / _DIRECTORY_NAME, ignore_errors=True)
+
+    def start(self) -> None:
+        """Starts watching; all ranks have made theirs."""
+        self._thread.start()
+
+    def describe_lost(self) -> str | None:
+        """Returns which ranks ended before the run did, as "rank 1 (process 42)" or "(failed with ...)", or None."""
+        with contextlib.suppress(OSError):
+            return (self._directory / _VERDICT_NAME).read_text(encoding="utf-8")
+        return ", ".join(f"rank {rank} ({said})" for rank, said in self._find_all_lost().items()) or None
+
+    def has_lost_process(self) -> bool:
+        """Says whether a rank ended without a word, so that it has no part in anything any more."""
+        return any(not said.startswith(_FAILED) for said in self._find_all_lost().values())
+
+    def _find_all_lost(self) -> dict[int, str]:
+        lost = {rank: self._find_lost(rank) for rank in range(self._world_size) if rank != self._rank}
+        return {rank: said for rank, said in lost.items() if said is not None}
+
+    def stop(self, failure: BaseException | None = None) -> None:
+        """Stops watching; `failure` tells the others why this rank ends before the run does. Waits for nobody."""
+        if self._descriptor < 0:
+            return
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=10 * _INTERVAL_SECONDS)
+        with contextlib.suppress(OSError):
+            self._say(_ENDED if failure is None else f"{_FAILED} {type(failure).__name__}")
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+    def _path(self, rank: int) -> Path:
+        return self._directory / str(rank)
+
+    def _say(self, text: str) -> None:
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, text.encode(), 0)
+
+    def _find_lost(self, rank: int) -> str | None:
+        """Returns what a rank said last whose lock is free although it has not ended; None where all is well."""
+        try:
+            descriptor = os.open(self._path(rank), os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            said = os.pread(descriptor, 500, 0).decode(errors="replace")
+        except OSError:
+            return None
+        finally:
+            os.close(descriptor)
+        return None if said == _ENDED else said
+
+    def _watch(self) -> None:
+        neighbour = (self._rank + 1) % self._world_size
+        while not self._stopped.wait(_INTERVAL_SECONDS):
+            if (self._directory / _VERDICT_NAME).exists() or self._find_lost(neighbour) is not None:
+                self._end()
+                return
+
+    def _end(self) -> None:
+        """Tells the others, gives the main thread its time, then ends this process."""
+        verdict = self.describe_lost()
+        if verdict is None:
+            return
+        with contextlib.suppress(OSError):
+            (self._directory / _VERDICT_NAME).write_text(verdict, encoding="utf-8")
+        if self._stopped.wait(self._grace_seconds):
+            return
+        sys.stderr.write(
+            f"genesis-callbacks: error: [rank {self._rank}] {verdict} is gone; this rank ends, too, "
+            f"{self._grace_seconds:g} s after. The last checkpoint is good: start the run again\n"
+        )
+        sys.stderr.flush()
+        os._exit(EXIT_STATUS)

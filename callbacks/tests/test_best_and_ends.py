@@ -1,0 +1,327 @@
+"""The best by a metric, saves on an exception, weights alone, forks, and ranks that are gone."""
+
+import os
+import re
+import signal
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from plain_project import CountedCheckpoint, PlainModel, build_strategy, full, run_training
+from torch.utils.data import DataLoader
+
+from genesis_callbacks.checkpoint import CheckpointError, find_latest, read_manifest, read_tensors, verify
+from genesis_callbacks.checkpoint.best import read_best
+from genesis_callbacks.checkpoint.inventory import trace_ancestors
+from genesis_callbacks.testing import run_ranks
+
+METRIC = {1: 5.0, 2: 3.0, 3: 4.0, 4: 2.0, 5: 2.5, 6: 2.5, 7: 9.0, 8: float("nan")}
+
+
+class ValidatedModel(PlainModel):
+    """Logs a metric whose value is a function of the step, and uses random numbers in validation."""
+
+    def validation_step(self, batch, batch_idx):
+        torch.rand(3)
+        self.log("validation/loss", METRIC[self.global_step], sync_dist=True)
+
+
+class FailsAt(Callback):
+    """Raises at a place of the loop, after so many steps."""
+
+    def __init__(self, hook: str, step: int, ranks: tuple[int, ...] = (0, 1)) -> None:
+        self.step, self.ranks = step, ranks
+        setattr(self, hook, self.fail)
+
+    def fail(self, trainer, *_) -> None:
+        if trainer.global_step == self.step and trainer.global_rank in self.ranks:
+            raise ValueError("on purpose")
+
+
+def fit(run_dir, strategy, max_steps, *, ckpt_path=None, callbacks=(), is_failing=False, **options):
+    """Trains with a validation at every step and returns losses, weights and the callback's view of this rank."""
+    warnings.filterwarnings("ignore", message=".*dataloader is not resumable.*")
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    torch.manual_seed(1)
+    model = ValidatedModel(dropout=0.3)
+    checkpoint = CountedCheckpoint(run_dir=run_dir, **{"mode": "sync", **options})
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=world_size,
+        strategy=build_strategy(strategy, world_size),
+        max_steps=max_steps,
+        val_check_interval=1,
+        num_sanity_val_steps=0,
+        inference_mode=False,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[checkpoint, *callbacks],
+        default_root_dir=run_dir,
+    )
+    try:
+        trainer.fit(model, DataLoader(range(100)), DataLoader(range(2)), ckpt_path=ckpt_path)
+    except ValueError:
+        if not is_failing:
+            raise
+    else:
+        assert not is_failing
+    return {
+        "losses": model.losses,
+        "weights": {} if is_failing else {name: full(tensor) for name, tensor in model.state_dict().items()},
+        "best": checkpoint.best(),
+        "last_saved": checkpoint.last_saved,
+        "report": checkpoint.restore_report.text if checkpoint.restore_report else None,
+    }
+
+
+def call(arguments, keywords):
+    return fit(*arguments, **keywords)
+
+
+def fit_on(world_size, *arguments, **keywords):
+    return run_ranks(call, world_size, arguments, keywords)
+
+
+def names_in(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir() if path.name.startswith("step"))
+
+
+# ---- the best
+
+
+@pytest.mark.parametrize(("strategy", "mode"), [("single", "sync"), ("ddp", "process"), ("fsdp2", "thread")])
+def test_the_best_is_saved_marked_and_outlives_retention(tmp_path, strategy, mode):
+    world_size = 1 if strategy == "single" else 2
+    options = {"monitor": "validation/loss", "every_n_steps": 3, "keep_last": 1, "mode": mode}
+    runs = fit_on(world_size, tmp_path, strategy, 8, **options)
+    best = read_best(tmp_path)
+    assert (best.name, best.value, best.monitor) == ("step-00000004", 2.0, "validation/loss")
+    assert {run["best"] for run in runs} == {tmp_path / "checkpoints/step-00000004"}
+    assert names_in(tmp_path) == ["step-00000004", "step-00000008"]
+    for name in names_in(tmp_path):
+        verify(tmp_path / "checkpoints" / name, "deep")
+
+
+def test_a_best_at_a_step_that_is_saved_already_only_marks_it(tmp_path):
+    fit_on(1, tmp_path, "single", 4, monitor="validation/loss", every_n_steps=1, keep_last=None)
+    assert names_in(tmp_path) == [f"step-{step:08d}" for step in (1, 2, 3, 4)]
+    assert read_best(tmp_path).name == "step-00000004"
+
+
+def test_the_largest_is_the_best_by_choice(tmp_path):
+    fit_on(1, tmp_path, "single", 8, monitor="validation/loss", monitor_mode="max", keep_last=1)
+    assert read_best(tmp_path).value == 9.0
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_a_run_goes_on_from_the_best_bit_for_bit(tmp_path, strategy):
+    """The save after a validation holds generators and loops as they are there."""
+    world_size = 1 if strategy == "single" else 2
+    straight = fit_on(world_size, tmp_path / "straight", strategy, 8, save_at_end=False)
+    fit_on(world_size, tmp_path / "run", strategy, 6, monitor="validation/loss", save_at_end=False)
+    path = tmp_path / "run/checkpoints/step-00000004"
+    assert find_latest(tmp_path / "run") == path
+    resumed = fit_on(world_size, tmp_path / "run", strategy, 8, ckpt_path="latest", monitor="validation/loss")
+    for run, other in zip(straight, resumed, strict=True):
+        assert run["losses"][4:] == other["losses"]
+        for name, tensor in run["weights"].items():
+            assert torch.equal(tensor, other["weights"][name]), name
+    assert read_best(tmp_path / "run").name == "step-00000004"  # it remembers: 2.5 is no best
+
+
+def test_a_run_that_goes_on_from_before_the_best_marks_its_own(tmp_path):
+    options = {"monitor": "validation/loss", "every_n_steps": 1, "keep_last": None}
+    fit_on(1, tmp_path, "single", 4, **options)
+    older = tmp_path / "checkpoints/step-00000002"
+    fit_on(1, tmp_path, "single", 3, ckpt_path=str(older), **options)
+    assert names_in(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
+    # Marked is step 4, which is another's future now; what step 2 knows is of before its validation.
+    assert read_best(tmp_path).name == "step-00000003"
+
+
+def test_a_mark_that_is_newer_than_what_was_restored_stays(tmp_path):
+    options = {"monitor": "validation/loss", "every_n_steps": 1, "keep_last": None}
+    fit_on(1, tmp_path, "single", 2, **options)
+    fit_on(1, tmp_path, "single", 3, ckpt_path="latest", **options)  # saved before the validation of step 2
+    assert read_best(tmp_path).name == "step-00000002"
+    (tmp_path / "checkpoints/best.json").unlink()  # as after a kill between commit and mark
+    fit_on(1, tmp_path, "single", 3, ckpt_path="latest", **options)
+    fit_on(1, tmp_path, "single", 5, ckpt_path="latest", **options)
+    assert read_best(tmp_path).name == "step-00000004"
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp2"])
+def test_a_save_before_a_validation_that_draws_random_numbers_resumes_bit_for_bit(tmp_path, strategy):
+    world_size = 1 if strategy == "single" else 2
+    straight = fit_on(world_size, tmp_path / "straight", strategy, 6, save_at_end=False)
+    fit_on(world_size, tmp_path / "run", strategy, 4)
+    resumed = fit_on(world_size, tmp_path / "run", strategy, 6, ckpt_path="latest")
+    for run, other in zip(straight, resumed, strict=True):
+        assert run["losses"][4:] == other["losses"]
+
+
+def test_a_metric_that_is_not_logged_is_refused_with_those_that_are(tmp_path):
+    with pytest.raises(AssertionError, match=r"monitor is 'loss', and validation logged validation/loss"):
+        fit_on(1, tmp_path, "single", 2, monitor="loss")
+
+
+def test_a_damaged_mark_stops_retention_and_says_so(tmp_path):
+    fit_on(1, tmp_path, "single", 2, monitor="validation/loss", every_n_steps=1)
+    mark = tmp_path / "checkpoints/best.json"
+    mark.write_text(mark.read_text()[:10])
+    with pytest.raises(CheckpointError, match=r"best\.json is no mark of a best checkpoint"):
+        read_best(tmp_path)
+
+
+# ---- an exception
+
+
+@pytest.mark.parametrize("mode", ["sync", "process"])
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_validation_start"])
+def test_an_exception_saves_the_last_window_and_the_run_goes_on_bit_for_bit(tmp_path, hook, mode):
+    straight = fit_on(1, tmp_path / "straight", "single", 6, save_at_end=False)
+    fail = (FailsAt(hook, 4),)
+    options = {"mode": mode, "save_on_exception": True}
+    (failed,) = fit_on(1, tmp_path / "run", "single", 6, callbacks=fail, is_failing=True, **options)
+    assert failed["last_saved"] == tmp_path / "run/checkpoints/step-00000004"
+    verify(failed["last_saved"], "deep")
+    (resumed,) = fit_on(1, tmp_path / "run", "single", 6, ckpt_path="latest", **options)
+    assert straight[0]["losses"][4:] == resumed["losses"]
+    for name, tensor in straight[0]["weights"].items():
+        assert torch.equal(tensor, resumed["weights"][name]), name
+
+
+def test_ranks_that_fail_together_save_without_talking(tmp_path):
+    fail = (FailsAt("on_train_batch_start", 4),)
+    options = {"mode": "process", "save_on_exception": True, "every_n_steps": 2}
+    fit_on(2, tmp_path, "fsdp2", 6, callbacks=fail, is_failing=True, save_at_end=False, **options)
+    assert find_latest(tmp_path, level="deep").name == "step-00000004"
+    late = (FailsAt("on_train_batch_start", 5),)
+    fit_on(
+        2, tmp_path, "fsdp2", 6, ckpt_path="latest", callbacks=late, is_failing=True, **{**options, "every_n_steps": 5}
+    )
+    assert find_latest(tmp_path, level="deep").name == "step-00000005"
+
+
+def test_a_window_after_which_a_forward_wrote_a_buffer_is_not_saved(tmp_path):
+    fail = (FailsAt("on_before_backward", 4),)
+    (failed,) = fit_on(1, tmp_path, "single", 6, callbacks=fail, is_failing=True, save_on_exception=True)
+    assert failed["last_saved"] is None
+
+
+class WritesThenFails(Callback):
+    def on_before_zero_grad(self, trainer, pl_module, optimizer) -> None:
+        if trainer.global_step == 4:
+            with torch.no_grad():
+                pl_module.net.embed.weight.mul_(1.5)
+            raise ValueError("on purpose")
+
+
+def test_a_window_that_was_written_into_is_not_saved(tmp_path):
+    options = {"save_on_exception": True, "every_n_steps": 2}
+    (failed,) = fit_on(1, tmp_path, "single", 6, callbacks=(WritesThenFails(),), is_failing=True, **options)
+    assert failed["last_saved"].name == "step-00000004"  # which is the save of the step itself
+    options["every_n_steps"] = 3
+    (failed,) = fit_on(1, tmp_path / "b", "single", 6, callbacks=(WritesThenFails(),), is_failing=True, **options)
+    assert failed["last_saved"].name == "step-00000003"
+
+
+# ---- weights alone, and forks
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), [("single", 1), ("fsdp2", 2)])
+def test_a_run_starts_from_weights_alone(tmp_path, strategy, world_size):
+    run_training(1, tmp_path / "a", "single", 4)
+    source = tmp_path / "a/checkpoints/step-00000004"
+    options = {"restore": "weights", "every_n_steps": 1, "keep_last": None}
+    runs = run_training(world_size, tmp_path / "b", strategy, 2, ckpt_path=str(source), **options)
+    assert len(runs[0]["losses"]) == 2  # it began at step 0
+    assert "all but the weights" in runs[0]["report"]
+    first = read_manifest(tmp_path / "b/checkpoints/step-00000001")
+    assert (first.previous.name, first.previous.directory) == ("step-00000004", "../../a/checkpoints")
+    # Without an update the weights are those of the source: the first loss is of them.
+    (other,) = run_training(1, tmp_path / "a", "single", 5, ckpt_path=str(source))
+    assert runs[0]["losses"][0] != other["losses"][0]  # other data: its step is 0, not 4
+    resumed = run_training(world_size, tmp_path / "b", strategy, 3, ckpt_path="latest", **options)
+    assert len(resumed[0]["losses"]) == 1  # its own checkpoints give all
+
+
+def test_what_was_saved_without_optimizers_gives_weights_alone(tmp_path):
+    run_training(1, tmp_path / "a", "single", 4, save_optimizer=False)
+    source = find_latest(tmp_path / "a", level="deep")
+    assert not read_manifest(source).has_optimizer
+    assert all(name.startswith(("model.", "state.")) for name in read_tensors(source))
+    with pytest.raises(AssertionError, match=r"was saved without the optimizers' state.*restore='weights'"):
+        run_training(1, tmp_path / "a", "single", 6, ckpt_path="latest")
+    (begun,) = run_training(1, tmp_path / "b", "single", 2, ckpt_path=str(source), restore="weights")
+    assert len(begun["losses"]) == 2
+
+
+def test_a_fork_names_where_it_came_from_and_leaves_that_alone(tmp_path):
+    run_training(1, tmp_path / "a", "single", 6, every_n_steps=2, keep_last=None)
+    before = {path: path.read_bytes() for path in (tmp_path / "a").rglob("*") if path.is_file()}
+    source = tmp_path / "a/checkpoints/step-00000004"
+    (forked,) = run_training(1, tmp_path / "b", "single", 8, ckpt_path=str(source), every_n_steps=2)
+    assert len(forked["losses"]) == 4
+    after = {path: path.read_bytes() for path in (tmp_path / "a").rglob("*") if path.is_file()}
+    assert before == after
+    newest = find_latest(tmp_path / "b")
+    chain = trace_ancestors(newest, read_manifest(newest))
+    assert [(ancestor.name, state) for ancestor, state in chain] == [
+        ("step-00000006", "there"),
+        ("step-00000004", "there"),
+        ("step-00000002", "there"),
+    ]
+    assert [ancestor.directory for ancestor, _ in chain] == [None, "../../a/checkpoints", None]
+
+
+# ---- a rank that is gone
+
+
+class Trouble(Callback):
+    """At step 3 rank 1 ends in some way, and rank 0 waits for it as in a process group that never notices."""
+
+    def __init__(self, kind: str, *, is_stuck: bool) -> None:
+        self.kind, self.is_stuck = kind, is_stuck
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        if trainer.global_step != 3:
+            return
+        if trainer.global_rank == 1:
+            if self.kind == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("on purpose")
+        if self.is_stuck:
+            time.sleep(100)
+
+
+def fit_with_a_log(run_dir, kind, is_stuck):
+    """Trains with what this rank writes to standard error in a file."""
+    log = os.open(run_dir / f"rank-{os.environ['RANK']}.log", os.O_CREAT | os.O_WRONLY)
+    os.dup2(log, 2)
+    warnings.simplefilter("default")
+    trouble = (Trouble(kind, is_stuck=is_stuck),)
+    fit(run_dir / "run", "ddp", 6, every_n_steps=1, lost_rank_seconds=1.0, callbacks=trouble)
+
+
+@pytest.mark.parametrize("is_stuck", [False, True])
+@pytest.mark.parametrize(("kind", "said"), [("kill", r"process \d+"), ("raise", "failed with RuntimeError")])
+def test_a_rank_that_is_gone_ends_the_others_by_name(tmp_path, kind, said, is_stuck):
+    with pytest.raises(AssertionError, match="rank 1"):
+        run_ranks(fit_with_a_log, 2, tmp_path, kind, is_stuck)
+    log = (tmp_path / "rank-0.log").read_text()
+    assert re.search(rf"rank 1 \({said}\) is gone", log), log
+    assert find_latest(tmp_path / "run", level="deep").name == "step-00000003"
+    (resumed,) = fit_on(1, tmp_path / "run", "single", 5, ckpt_path="latest")
+    assert len(resumed["losses"]) == 2
+
+
+def test_ranks_that_end_well_miss_nobody(tmp_path):
+    for _ in range(2):
+        runs = fit_on(2, tmp_path, "ddp", 2, lost_rank_seconds=0.1)
+    assert [run["last_saved"].name for run in runs] == ["step-00000002"] * 2
