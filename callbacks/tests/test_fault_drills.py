@@ -7,10 +7,9 @@ import os
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -51,13 +50,6 @@ def wait_until(condition: Callable[[], bool], limit_seconds: float = 30.0) -> No
     while not condition():
         assert time.monotonic() < deadline_seconds, "it did not come to pass"
         time.sleep(0.005)
-
-
-@pytest.fixture
-def memory_path(tmp_path: Path) -> Iterator[Path]:
-    """A directory in memory where there is such a thing: hundreds of saves whose faults are made need no real disk."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path) as directory:
-        yield Path(directory)
 
 
 # ---- a fault at every operation
