@@ -152,3 +152,15 @@ def test_weights_of_another_run_begin_a_new_one(genesis: Genesis, recipe: Path, 
     assert outcome.status == 0, outcome.err
     assert logged_steps(tmp_path / "tuned") == [1, 2, 3, 4]
     assert float(losses(tmp_path / "tuned")[0]) < float(losses(tmp_path / "run")[0])
+
+
+def test_a_save_in_the_background_logs_itself_and_leaves_the_log_whole(genesis: Genesis, recipe: Path) -> None:
+    background = ("--checkpoint.mode", "process", "--checkpoint.every_n_steps", "3", "--trainer.max_steps", "12")
+    assert genesis("fit", "--config", str(recipe), *background).status == 0
+    assert logged_steps(recipe.parent / "run") == list(range(1, 13))
+    with (recipe.parent / "run" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert all(row["train/loss"] for row in rows)
+    saved = {int(float(row["checkpoint/step"])): int(row["step"]) for row in rows if row["checkpoint/step"]}
+    assert set(saved) == {3, 6, 9, 12}
+    assert all(at >= step for step, at in saved.items())

@@ -9,6 +9,7 @@
     checkpoint/staged_bytes     copied on this rank
     checkpoint/write_seconds    from the writer's begin to its end, behind the training
     checkpoint/num_skipped      saves that were due while the one before still ran (`when_busy="skip"`), so far
+    checkpoint/step             of the save; the row is that of the step at which it was known to be committed
 
 It talks over a gloo group of its own, made once for a fit: one small reduction for each step, in the background. A save
 in mode `sync` has three exchanges; in the others the first save, and one after a change of the tensors, has one.
@@ -85,6 +86,7 @@ _STALL = "checkpoint/stall_seconds"
 _STAGED = "checkpoint/staged_bytes"
 _WRITE = "checkpoint/write_seconds"
 _SKIPPED = "checkpoint/num_skipped"
+_STEP = "checkpoint/step"
 # How long a run that ends by an exception waits for the save in flight, and a restart for orphaned writers.
 _LEAVE_SECONDS = 10.0
 _ORPHAN_SECONDS = 60.0
@@ -689,9 +691,11 @@ class AsyncProcessCheckpoint(Checkpoint):
             _STAGED: float(staged_bytes),
             _WRITE: write_seconds,
             _SKIPPED: float(self.num_skipped_saves),
+            _STEP: float(step),
         }
+        # Under the step of now: a logger need not take a row of the past.
         for logger in trainer.loggers:
-            logger.log_metrics(values, step=step)
+            logger.log_metrics(values, step=trainer.global_step)
 
     def _fail(self, step: int, error: CheckpointError) -> None:
         """Ends training with the error, or warns, by policy."""
