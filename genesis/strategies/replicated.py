@@ -5,7 +5,9 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
@@ -15,12 +17,11 @@ from genesis.strategies.wrap import ActivationCheckpointing, apply_wrappers
 
 
 class Replicated(DDPStrategy):
-    """DDP over all ranks, one or many.
+    """DDP over all ranks. One that is alone has no process group: it opens no port and wraps nothing.
 
     Args:
         optimizer_states: `replicated`, or `sharded` (ZeRO-1): each rank keeps and updates the optimizer state of its
-            part of
-            the parameters, and broadcasts them after the step.
+            part of the parameters, and broadcasts them after the step.
         activation_checkpointing: `none`, `block`, or n for every n-th block.
         compile_blocks: Whether each block is compiled by torch.compile.
         process_group_backend: `gloo` or `nccl`; by default the one of the device.
@@ -49,10 +50,30 @@ class Replicated(DDPStrategy):
         """Applies this strategy's wrappers to a freshly built decoder, in place."""
         apply_wrappers(decoder, self.activation_checkpointing, self.compile_blocks)
 
-    def configure_ddp(self) -> None:
-        """Wraps the module in DDP, unless this rank is alone: it would only copy gradients into buckets."""
-        if self.world_size > 1:
-            super().configure_ddp()
+    @property
+    def is_alone(self) -> bool:
+        """Whether this is the only rank."""
+        return self.num_nodes * self.num_processes == 1
+
+    def setup_distributed(self) -> None:
+        """Joins the process group, unless this rank is alone."""
+        if not self.is_alone:
+            super().setup_distributed()
+            return
+        # What a rank of many does beside.
+        reset_seed()
+        self.set_world_ranks()
+
+    def setup(self, trainer: "pl.Trainer") -> None:
+        """Moves the module to its device and builds its optimizers; with several ranks, wraps it in DDP."""
+        if self.is_alone:
+            # DDP's own asks the process group.
+            super(DDPStrategy, self).setup(trainer)
+        else:
+            super().setup(trainer)
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:  # type: ignore[override]  # as the base of all strategies
+        return model if self.is_alone else super()._setup_model(model)
 
     @property
     def parameter_device(self) -> torch.device:
@@ -62,7 +83,7 @@ class Replicated(DDPStrategy):
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
         """Builds the module's optimizers and, under ZeRO-1, spreads their state over the ranks."""
         super().setup_optimizers(trainer)
-        if self.optimizer_states == "sharded":
+        if self.optimizer_states == "sharded" and not self.is_alone:
             self.optimizers = [_spread(optimizer) for optimizer in self.optimizers]
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

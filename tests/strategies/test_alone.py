@@ -1,0 +1,44 @@
+"""One device needs nobody: no process group, and no port that another program could have or reach."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+DEADLINE_SECONDS = 120
+
+
+def run_alone(strategy: str, run_dir: Path) -> list[dict[str, Any]]:
+    """Runs `alone.py` in a process that no test has given a process group."""
+    run_dir.mkdir()
+    command = [sys.executable, "-m", "tests.strategies.alone", strategy, str(run_dir)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
+    assert done.returncode == 0, done.stderr
+    return json.loads((run_dir / "seen.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What Lightning's own strategy for one device does."""
+    return run_alone("single", tmp_path_factory.mktemp("alone") / "single")
+
+
+@pytest.mark.parametrize("strategy", ["replicated", "zero1"])
+def test_one_device_listens_on_no_port_and_trains_bit_for_bit_as_lightnings_own_strategy(
+    strategy: str, expected: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    seen = run_alone(strategy, tmp_path / "run")
+    assert [run["step"] for run in seen] == [2, 4]
+    assert [run["ports"] for run in seen] == [[], []]
+    assert not any(run["has_group"] for run in seen)
+    assert seen == expected
+
+
+def test_the_program_sees_the_ports_of_a_process_group(tmp_path: Path) -> None:
+    seen = run_alone("full", tmp_path / "run")
+    assert all(run["has_group"] for run in seen)
+    assert all(run["ports"] for run in seen)
