@@ -1,5 +1,6 @@
 """Who takes part in `genesis bench step`, and the process in which a contender of any benchmark waits for its turn."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -165,8 +166,9 @@ class WorkerProcess:
         return answer
 
     def wait(self) -> None:
-        """Waits a while for the process to end."""
-        self._process.wait(_STOP_TIMEOUT_SECONDS)
+        """Waits a while for the process to end; one that takes longer is killed when the context ends."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_STOP_TIMEOUT_SECONDS)
 
     def _pipes(self) -> tuple[IO[str], IO[str]]:
         process = self._process

@@ -79,20 +79,23 @@ class _GatedLoader:
 
 
 class _RandomWindows(pl.LightningDataModule):
-    """The workload's windows through the loader of `CorpusDataModule`; those of the warm-up are short."""
+    """The workload's windows through the loader of `CorpusDataModule`; those of the warm-up are short.
+
+    Compiled blocks would be compiled anew for another length, so there the warm-up has windows like all others.
+    """
 
     def __init__(self, task: Task, gate: TurnGate) -> None:
         super().__init__()
         workload = task.workload
         self._windows = build_windows(workload)
         short = replace(workload, seq_len=min(_SHORT_SEQ_LEN, workload.seq_len), micro_batch_size=1)
-        self._short_windows = build_windows(short)[: gate.num_warmup_steps]
+        self._warmup_windows = build_windows(workload if workload.is_compiled else short)[: gate.num_warmup_steps]
         self._gate = gate
         self._has_cuda = workload.device == "cuda"
 
     def _build(self, index: int) -> Window:
-        is_warmup = index < len(self._short_windows)
-        return self._short_windows[index] if is_warmup else self._windows[index % len(self._windows)]
+        is_warmup = index < len(self._warmup_windows)
+        return self._warmup_windows[index] if is_warmup else self._windows[index % len(self._windows)]
 
     def train_dataloader(self) -> _GatedLoader:
         loader = WindowLoader(
