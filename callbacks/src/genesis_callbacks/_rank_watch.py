@@ -30,7 +30,7 @@ class RankWatch:
     ranks meet.
 
     Args:
-        directory: The directory of the run's checkpoints, the same on all ranks.
+        directory: The run's, the same on all ranks.
         rank: This rank.
         world_size: Number of ranks.
         grace_seconds: How long this process may go on after a rank is found gone: most groups notice by themselves.
@@ -49,7 +49,7 @@ class RankWatch:
 
     @staticmethod
     def clear(directory: Path) -> None:
-        """Removes what an earlier run left. The holder of the directory calls it, before any rank makes a watch."""
+        """Removes what an earlier run left. The holder of the run's directory calls it, before any rank makes a watch."""
         shutil.rmtree(directory / _DIRECTORY_NAME, ignore_errors=True)
 
     def start(self) -> None:

@@ -385,7 +385,9 @@ class AsyncProcessCheckpoint(Checkpoint):
             self._release()
             ranks.attempt("taking the checkpoint directory", self._take_directory, error_type=CheckpointError)
             if self._lost_rank_seconds is not None and ranks.world_size > 1:
-                self._rank_watch = RankWatch(self.directory, ranks.rank, ranks.world_size, self._lost_rank_seconds)
+                self._rank_watch = RankWatch(
+                    self.directory.parent, ranks.rank, ranks.world_size, self._lost_rank_seconds
+                )
             if self._mode == "process" and not trainer.fast_dev_run:  # type: ignore[attr-defined]  # Lightning sets it
                 self._writer = WriterProcess()  # it imports while the rest of the setup runs
         route_load_checkpoint(trainer.strategy, lambda original, path: self._load(trainer, pl_module, original, path))
@@ -394,7 +396,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         if self._join().is_first:
             self._lock = DirectoryLock(self.directory)
             wait_for_orphans(self.directory, _ORPHAN_SECONDS)
-            RankWatch.clear(self.directory)
+            RankWatch.clear(self.directory.parent)
 
     def _load(
         self, trainer: Trainer, module: LightningModule, original: LoadCheckpoint, path: str | Path

@@ -8,6 +8,7 @@ outcome is the save's; the ranks agree about it through a number that the caller
 
 import contextlib
 import os
+import queue
 import threading
 import time
 import uuid
@@ -93,12 +94,8 @@ class _BackgroundSave:
         self.is_begun = False
         self.staged_bytes = 0
 
-    def start(self, act: Callable[["_BackgroundSave"], Outcome]) -> None:
-        """Begins to run `act` in a thread."""
-        thread = threading.Thread(target=self._run, args=(act,), name="genesis-save", daemon=True)
-        thread.start()
-
-    def _run(self, act: Callable[["_BackgroundSave"], Outcome]) -> None:
+    def run(self, act: Callable[["_BackgroundSave"], Outcome]) -> None:
+        """Runs `act`, whatever it raises, to an outcome."""
         try:
             outcome = act(self)
         except BaseException as error:  # whatever it was, the training thread must hear of it
@@ -126,6 +123,27 @@ class _BackgroundSave:
         return self.staging.parent / checkpoint_name(self.step)
 
 
+class _Worker:
+    """One thread for all saves of a run: to start one for each would make training wait until it is scheduled."""
+
+    def __init__(self) -> None:
+        self._acts: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="genesis-save", daemon=True).start()
+
+    def submit(self, act: Callable[[], None]) -> None:
+        """Runs `act`, which raises nothing, after those before it."""
+        self._acts.put(act)
+
+    def close(self) -> None:
+        """Ends the thread after what it has; does not wait for it."""
+        self._acts.put(None)
+
+    def _work(self) -> None:
+        while (act := self._acts.get()) is not None:
+            act()
+            del act  # it holds tensors
+
+
 class BackgroundSaver:
     """Saves one run in the background. Every rank has one and calls its methods at the same steps; one save at a time.
 
@@ -146,6 +164,7 @@ class BackgroundSaver:
         self._writer = writer
         self._buffer: SharedBuffer | None = None
         self._plan: _Plan | None = None
+        self._worker = _Worker()
         self._number = 0
         self._save: _BackgroundSave | None = None
         self._side_stream: torch.cuda.Stream | None = None
@@ -210,7 +229,7 @@ class BackgroundSaver:
                 failure = error
         if failure is not None or snapshot is None:
             outcome = failed_outcome(failure or SaveFailedError("no snapshot"))
-            save.start(lambda _: outcome)
+            self._worker.submit(lambda: save.run(lambda _: outcome))
             return
         parts = [
             local if local.part.kind in _OVERLAPPED_KINDS else replace(local, data=local.data.clone())
@@ -221,7 +240,7 @@ class BackgroundSaver:
         event = _record_event(parts)
 
         def act(save: _BackgroundSave) -> Outcome:
-            # A new thread starts with the GIL in hand: let the training thread get out of its hook first.
+            # Let the training thread get out of its hook before this one wants the GIL.
             time.sleep(_YIELD_SECONDS)
             job = self._stage(save, plan, snapshot, parts, progress, event)
             if before != (progress.num_steps(), _versions(overlapped)):
@@ -229,7 +248,7 @@ class BackgroundSaver:
             save.staged.set()
             return self._write(job)
 
-        save.start(act)
+        self._worker.submit(lambda: save.run(act))
         if self.staging == "blocking":
             save.staged.wait()
 
@@ -335,6 +354,7 @@ class BackgroundSaver:
         No communication.
         """
         self._is_closed = True
+        self._worker.close()
         save, self._save = self._save, None
         if save is not None:
             save.staged.wait()
@@ -408,9 +428,7 @@ class BackgroundSaver:
     def _write(self, job: WriteJob) -> Outcome:
         assert self._buffer is not None
         if self._writer is None:
-            # On Linux niceness is a thread's own.
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _THREAD_NICENESS)
-            return perform(job, self._buffer, lambda: False)
+            return _perform_nicely(job, self._buffer)
         limit_seconds = self._time_limit_seconds + _ANSWER_GRACE_SECONDS * (job.commit is not None)
         try:
             return self._writer.perform(job, self._buffer, limit_seconds)
@@ -419,6 +437,20 @@ class BackgroundSaver:
             if not self._is_closed:
                 self._writer = WriterProcess()
             raise
+
+
+def _perform_nicely(job: WriteJob, buffer: SharedBuffer) -> Outcome:
+    """Writes in a thread of its own: on Linux niceness is a thread's, and cannot be taken back for the next staging."""
+    outcomes: list[Outcome] = []
+
+    def write() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _THREAD_NICENESS)
+        outcomes.append(perform(job, buffer, lambda: False))
+
+    thread = threading.Thread(target=write, name="genesis-write", daemon=True)
+    thread.start()
+    thread.join()
+    return outcomes[0]
 
 
 def _shared(snapshot: Snapshot) -> tuple[Part, ...]:

@@ -8,6 +8,7 @@ communicates or takes a step.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ MODEL_PREFIX = "model."
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
+@lru_cache(maxsize=1 << 16)  # the same names at every save, while training waits
 def canonical_name(fqn: str) -> str:
     """Returns `fqn` without the traces of torch.compile and activation checkpointing.
 
