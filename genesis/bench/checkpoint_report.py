@@ -20,7 +20,7 @@ TRAINING_COLUMNS = (
     "mean step s",
     "median step s",
     "overhead (95%)",
-    "of the median step",
+    "of the median",
     "tokens/s",
     "stall ms: median, longest",
     "windows beside a write",
@@ -43,6 +43,8 @@ SAVE_COLUMNS = (
 def build_tables(title: str, results: Mapping[str, ModeResult]) -> list[Table]:
     """Returns what training pays and what is saved, as tables for a terminal."""
     training, saves = Table(*TRAINING_COLUMNS, title=title), Table(*SAVE_COLUMNS)
+    for table in (training, saves):
+        table.columns[0].no_wrap = True
     for name, result in results.items():
         training.add_row(*_training_row(name, result))
         saves.add_row(*_save_row(name, result))

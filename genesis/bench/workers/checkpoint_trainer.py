@@ -44,7 +44,7 @@ from genesis_callbacks import SkipAwareLR, TokenCounters
 
 _LOG_EVERY_N_STEPS = 10
 _SHORT_SEQ_LEN = 16
-_STALL = "checkpoint/stall_seconds"
+_STALL, _STEP = "checkpoint/stall_seconds", "checkpoint/step"
 
 
 class _GatedLoader:
@@ -117,7 +117,9 @@ def _share_cores(mode: Mode) -> list[int]:
 
 
 def _join_ranks(task: Task) -> None:
-    """Makes the process group before Lightning does: of one rank, too, because `dcp.async_save` wants one."""
+    """Makes the process group before Lightning does, without a port; alone only for those who cannot do without."""
+    if task.num_ranks == 1 and task.strategy == "replicated" and task.mode.saver != "torch":
+        return
     has_cuda = task.workload.device == "cuda"
     if has_cuda:
         torch.cuda.set_device(task.rank)
@@ -183,7 +185,8 @@ def _read_stalls(log: Path) -> dict[str, float]:
     if not log.exists():
         return {}
     with log.open(newline="", encoding="utf-8") as file:
-        return {row["step"]: float(row[_STALL]) for row in csv.DictReader(file) if row.get(_STALL)}
+        rows = [row for row in csv.DictReader(file) if row.get(_STALL)]
+    return {str(int(float(row[_STEP]))): float(row[_STALL]) for row in rows}
 
 
 def main(arguments: list[str]) -> None:
@@ -212,7 +215,8 @@ def main(arguments: list[str]) -> None:
             _read_stalls(Path(task.run_dir) / "metrics.csv") if is_first else {},
         )
     )
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
