@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import pickle
+import re
 import shutil
 import sys
 import warnings
@@ -57,6 +58,20 @@ class HalfForgetfulModel(PlainModel):
             number: {key: value for key, value in state.items() if key != "exp_avg_sq"}
             for number, state in saved["state"].items()
         }
+
+
+class OneRanksPartModel(PlainModel):
+    """Saves of a spread optimizer what the first rank holds."""
+
+    def on_save_checkpoint(self, checkpoint):
+        (optimizer,) = self.trainer.optimizers
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for saved in checkpoint["optimizer_states"]:
+            saved["state"] = {
+                number: state
+                for number, state in saved.get("state", {}).items()
+                if parameters[number] in optimizer.optim.state
+            }
 
 
 class HalfPrecisionModel(PlainModel):
@@ -185,7 +200,8 @@ def run_stock(root, strategy="one", model_type=PlainModel, *, world_size=1, trai
 
 
 def fit_ours(root, strategy, model_type, options, verification_options, extra):
-    saver = AsyncProcessCheckpoint(run_dir=root, **{"every_n_steps": 2, "keep_last": None, **options})
+    options = {"every_n_steps": 2, "keep_last": None, "mode": "sync", **options}
+    saver = AsyncProcessCheckpoint(run_dir=root, **options)
     return fit(root, strategy, [saver], model_type, **verification_options, **extra)
 
 
@@ -201,6 +217,12 @@ def test_our_checkpoints_pass(tmp_path, mode):
     (result,) = run_ours(tmp_path, mode=mode, verification={"finite": True})
     assert (result["error"], result["step"], result["verified"]) == (None, 6, 3)
     assert result["last_verified"] == tmp_path / "checkpoints/step-00000006"
+
+
+def test_our_checkpoints_of_weights_alone_pass(tmp_path):
+    (result,) = run_ours(tmp_path, save_optimizer=False)
+    assert (result["error"], result["verified"]) == (None, 3)
+    assert read_contents(tmp_path / "checkpoints/step-00000006").optimizers == {}
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero"])
@@ -326,6 +348,14 @@ def test_warn_goes_on_and_counts(tmp_path):
 def test_a_checkpoint_that_lacks_or_changes_something_is_named(tmp_path, model_type, words):
     (result,) = run_stock(tmp_path, "one", model_type)
     assert words in result["error"]
+
+
+def test_one_ranks_part_of_an_optimizer_does_not_pass_for_the_whole(tmp_path):
+    results = run_stock(tmp_path, "zero", OneRanksPartModel, world_size=2)
+    for result in results:
+        found = re.search(r"holds the state of optimizer 0 for (\d) of 7 parameters", result["error"])
+        assert found is not None
+        assert 0 < int(found[1]) < NUM_PARAMETERS
 
 
 def test_what_is_left_out_on_purpose_can_be_ignored(tmp_path):

@@ -53,7 +53,7 @@ from genesis_callbacks.checkpoint.inventory import (
     summarise_parts,
     trace_ancestors,
 )
-from genesis_callbacks.checkpoint.lineage import checkpoints_in
+from genesis_callbacks.checkpoint.lineage import CHECKPOINTS_NAME, checkpoints_in
 from genesis_callbacks.checkpoint.manifest import COMMITTED_NAME, MANIFEST_NAME, encode_manifest, is_checkpoint_name
 from genesis_callbacks.checkpoint.retain import apply_retention
 
@@ -162,7 +162,8 @@ def verify_main(argv: list[str]) -> int:
     parser.add_argument("--level", choices=_LEVELS, default="full", help="how much is verified of ours; default full")
     parser.add_argument("--finite", action="store_true", help="read every value and look for those not finite")
     arguments = parser.parse_args(argv)
-    if find_format(arguments.path) not in (None, "genesis"):
+    is_run = (arguments.path / CHECKPOINTS_NAME).is_dir()
+    if not is_run and find_format(arguments.path) not in (None, "genesis"):
         return _verify_foreign(arguments.path, is_finite_asked=arguments.finite, as_json=arguments.json)
     if _is_checkpoint(arguments.path):
         problems = {arguments.path: find_problem(arguments.path, arguments.level)}

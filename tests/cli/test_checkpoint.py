@@ -5,6 +5,8 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from genesis_callbacks.checkpoint import (
 )
 from genesis_callbacks.checkpoint.compare import max_abs_difference
 from genesis_callbacks.checkpoint.hashing import hash_bytes
+from tests.cli.conftest import Genesis
 
 RECIPE = {"model": {"decoder": {"dim": 4}, "optimizer": {"lr": 0.1}}, "trainer": {"max_steps": 6, "devices": 1}}
 
@@ -338,6 +341,35 @@ def test_verify_finds_values_that_are_not_finite_in_our_own(tmp_path, capsys):
     status, out = run_command(capsys, "verify", path, "--finite")
     assert status == 1
     assert "BAD: 1 tensors hold values that are not finite, such as decoder.norm.weight (4 values)" in out
+
+
+def test_an_export_in_a_runs_directory_does_not_hide_its_checkpoints(tmp_path, capsys):
+    save_run(tmp_path, (2,))
+    save_file({"weight": torch.ones(2)}, tmp_path / "export.safetensors")
+    status, out = run_command(capsys, "verify", tmp_path)
+    assert status == 0
+    assert out.endswith("step-00000002: verified (full)\n")
+
+
+@pytest.mark.filterwarnings("ignore:training ended with BadCheckpointError")
+def test_a_stub_that_other_code_writes_ends_a_fit_with_status_1(genesis: Genesis, recipe: Path, tmp_path: Path):
+    exports = tmp_path / "exports"
+    exports.mkdir()
+
+    def write_stub() -> None:
+        deadline_seconds = time.monotonic() + 120
+        while not (tmp_path / "run/checkpoints/step-00000002").exists() and time.monotonic() < deadline_seconds:
+            time.sleep(0.01)
+        save_file({"nothing": torch.ones(1)}, exports / "model.safetensors")
+
+    writer = threading.Thread(target=write_stub)
+    writer.start()
+    options = {"--verification.directory": exports, "--verification.poll_seconds": 0.05, "--trainer.max_steps": 50_000}
+    outcome = genesis("fit", "--config", str(recipe), *(f"{name}={value}" for name, value in options.items()))
+    writer.join()
+    assert outcome.status == 1
+    assert outcome.err.count("genesis: error: ") == 1
+    assert "exports/model.safetensors is not what this run must save: holds 0 of " in outcome.err
 
 
 def test_a_file_that_is_no_checkpoint_is_misuse(tmp_path, capsys):
