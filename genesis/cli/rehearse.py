@@ -22,6 +22,7 @@ Killed are all ranks at once, one rank alone, and the processes that write check
 What stands after -- goes to every `genesis fit`. Both runs log every step and are kept.
 Example: genesis rehearse --config configs/genesis-10m.yaml -- --trainer.max_steps 60 --checkpoint.every_n_steps 10
 Exit status: 0 bit-equal, 1 different or not all kills happened, 2 misuse."""
+_USAGE = "genesis rehearse --config RECIPE [--kills N] [--seed N] [--dir DIR] [--json FILE] [-- OPTIONS OF FIT]"
 _ROOT = Path("runs/rehearsals")
 _SEEDS = 1 << 31
 
@@ -29,7 +30,9 @@ _SEEDS = 1 << 31
 def main(argv: list[str]) -> int:
     """Runs `genesis rehearse` and returns its exit status."""
     own, extra = _split(argv)
-    parser = Parser("genesis rehearse", description=_DESCRIPTION, formatter_class=argparse.RawTextHelpFormatter)
+    parser = Parser(
+        "genesis rehearse", usage=_USAGE, description=_DESCRIPTION, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument(
         "--config", type=Path, action="append", required=True, help="a recipe; may be given several times"
     )

@@ -106,24 +106,25 @@ class KilledRun:
         training = start.training
         ranks = training.ranks()
         victim, who = kill.victim, f"all {len(ranks)} ranks" if len(ranks) > 1 else "the only rank"
-        chosen = {"group": {}, "rank": ranks, "writer": training.writers()}[victim]
+        chosen = training.writers() if victim == "writer" else ranks if victim == "rank" else {}
         rank = sorted(chosen)[int(kill.draw * len(chosen))] if chosen else 0
         if chosen and training.kill_one(chosen[rank]):
             who = f"rank {rank}" if victim == "rank" else f"writer of rank {rank}"
         else:
             victim = "group"
             training.kill_ranks()
+        last_step = start.view.look().last_step
         record = KillRecord(
             number=len(self._kills) + 1,
             victim=victim,
             who=who,
             aim=kill.aim,
             start=self.round.num_starts,
-            at_step=sight.last_step,
+            at_step=last_step,
             saving=sight.staging[-1] if sight.staging else None,
         )
         self._kills.append(record)
-        where = "before its first step" if sight.last_step is None else f"at step {sight.last_step}"
+        where = "before its first step" if last_step is None else f"at step {last_step}"
         saving = "" if record.saving is None else f", in the save {record.saving.partition('.')[0]}"
         self._display.say(f"  kill {record.number}: {who}, {where}{saving}")
         return record
@@ -168,15 +169,19 @@ class KilledRun:
                 f"start {self.round.num_starts} {what}, without a kill: {read_last_words(start.log)} (see {start.log})"
             )
         if status == 0:
+            if struck and struck[-1].victim == "group":
+                self._kills.pop()  # it came when the run had just ended: it killed nothing
             return True
-        last = struck[-1]
+        last = self._unresumed = struck[-1]
         if last.victim == "writer":
             last.outcome = f"training ended with status {status}"
-        elif last.victim == "group":
+            return False
+        # The others may have come to the end of a step.
+        last.at_step = start.view.look().last_step
+        if last.victim == "group":
             last.outcome = "all ended at once"
         elif ended_seconds is None:
             last.outcome = f"the others still ran after {_OTHERS_END_SECONDS:.0f} s: killed"
         else:
             last.outcome = f"the others ended after {ended_seconds:.1f} s"
-        self._unresumed = last
         return False

@@ -79,5 +79,8 @@ def read_recipe(resolved: Mapping[str, Any]) -> RehearsedRecipe:
 
 def _read_complaint(done: "subprocess.CompletedProcess[str]") -> str:
     lines = [line for line in done.stderr.splitlines() if line.strip()]
-    said = lines[-1].removeprefix("genesis: error: ") if lines else "it said nothing"
+    said = lines[-1] if lines else "it said nothing"
+    prefix = "genesis: error: "
+    if said.startswith(prefix):
+        return said.removeprefix(prefix)
     return f"`genesis fit --print_config` ended with status {done.returncode}: {said}"

@@ -33,7 +33,7 @@ class KillRecord:
         outcome: What became of the training.
         resumed_from: Step of the checkpoint that the next training took; 0 for the beginning, None where it went on
             or never came so far.
-        lost_steps: Those after it that had been trained, and were trained again.
+        lost_steps: Those after it that were logged before the end, and were trained again.
         restart_seconds: From the launch of the next training to its first logged step, if it came to one.
     """
 

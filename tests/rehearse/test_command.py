@@ -87,6 +87,7 @@ def test_two_sharded_ranks_end_bit_equal_after_kills_of_all_one_and_a_writer(tmp
     assert "bit for bit" in output
 
     ended = [kill for kill in found["kills"] if kill["resumed_from"] is not None]
+    assert [kill["victim"] for kill in found["kills"] if kill not in ended] == ["writer"]
     for kill in ended:
         assert kill["resumed_from"] % 10 == 0
         assert kill["lost_steps"] == max(0, kill["at_step"] - kill["resumed_from"])
@@ -129,6 +130,7 @@ def test_a_recipe_that_does_not_repeat_is_found_different_by_tensor_and_by_loss(
     assert all(tensor["max_abs_difference"] > 0 for tensor in differing if tensor["verdict"] == "changed")
     assert "model.decoder.embedding.weight" in {tensor["name"] for tensor in differing}
     assert "the recipe does not repeat" in output
+    assert found["rounds"][0]["unlogged_steps"] == []
     assert found["rounds"][0]["losses"][0]["step"] < 40
 
 
