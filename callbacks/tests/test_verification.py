@@ -564,6 +564,28 @@ def test_a_damaged_shard_is_named(sharded, tmp_path, damage, problem):
     assert problem in found
 
 
+def test_a_tensor_of_which_a_block_is_missing_is_named(sharded, tmp_path):
+    path = Path(shutil.copytree(sharded, tmp_path / "copy"))
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    name = "state_dict.net.embed.weight"
+    del metadata.state_dict_metadata[name].chunks[1]
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert read_contents(path).problems == (f"{name}: 36 of its 66 elements are there",)
+    metadata.storage_data = {index: info for index, info in metadata.storage_data.items() if index.fqn != name}
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert read_contents(path).problems[1] == f"{name}: 0 of its 1 blocks were written"
+
+
+def test_a_file_outside_of_the_directory_is_never_read(sharded, tmp_path):
+    path = Path(shutil.copytree(sharded, tmp_path / "copy"))
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = "../secret"
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    (tmp_path / "secret").write_bytes(bytes(1 << 20))
+    assert read_contents(path).problems == ("'../secret' is not in the checkpoint's own directory",)
+
+
 def test_a_value_that_is_no_number_is_found_in_a_shard(sharded, tmp_path):
     path = Path(shutil.copytree(sharded, tmp_path / "copy"))
     contents = read_contents(path)

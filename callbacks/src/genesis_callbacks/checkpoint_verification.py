@@ -534,7 +534,8 @@ class CheckpointVerification(Callback):
             if not self._waiting and not self._watch.growing:
                 return
             if time.monotonic() > deadline_seconds:
-                rank_zero_warn(f"not verified, because it still changes: {', '.join(self._watch.growing)}")
+                names = [*self._watch.growing, *(saved.path.name for saved, _ in self._waiting)]
+                rank_zero_warn(f"not verified, because it still changes: {', '.join(names)}")
                 return
             self._judge_waiting(trainer)
             if self._watch.growing:

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from .errors import CheckpointError, CorruptCheckpointError
 from .manifest import COMMITTED_NAME, DCP_METADATA_NAME, MANIFEST_NAME, is_checkpoint_name
-from .plan import check_tiling
 from .verify import verify
 
 CheckpointFormat = Literal["genesis", "torch", "dcp", "safetensors"]
@@ -345,10 +344,10 @@ def _read_dcp_tensors(metadata: _Record) -> tuple[dict[str, StoredTensor], list[
             StoredBlock(info.relative_path, info.offset, info.length, is_archive=True) for info in infos[name]
         )
         tensors[name] = StoredTensor(shape, record.properties.arguments[0], blocks)
-        try:
-            check_tiling(name, shape, [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in record.chunks])
-        except CorruptCheckpointError as error:
-            problems.append(str(error))
+        # Whether blocks overlap is the planner's to see to: to compare each with each takes seconds for many ranks.
+        num_elements = sum(math.prod(chunk.sizes) for chunk in record.chunks)
+        if num_elements != math.prod(shape):
+            problems.append(f"{name}: {num_elements} of its {math.prod(shape)} elements are there")
         if len(blocks) < len(record.chunks):
             problems.append(f"{name}: {len(blocks)} of its {len(record.chunks)} blocks were written")
     return tensors, problems
