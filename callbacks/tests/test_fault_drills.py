@@ -16,10 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from file_faults import FaultyWriter, OperationFault
-from lightning.pytorch import Callback
-from plain_project import run_training, train
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from plain_project import build_strategy, run_training, train
 from test_background import SignalWriter, committed, find_writers
 
+from genesis_callbacks import AsyncProcessCheckpoint
 from genesis_callbacks.checkpoint import (
     CheckpointError,
     DirectoryLock,
@@ -518,3 +520,98 @@ def test_an_optimizer_that_lost_its_state_is_not_saved(tmp_path):
     assert outcome.text == "optimizer 0 has been emptied: step-00000001 has its state, this save would have none"
     assert find_latest(tmp_path).name == "step-00000001"
     background.close(0.0)
+
+
+class SignalInValidation(BoringModel):
+    """Sends SIGTERM to its last rank in the middle of validation; validates after every second step."""
+
+    def validation_step(self, batch, batch_idx):
+        is_last_rank = self.trainer.global_rank == self.trainer.world_size - 1
+        if self.trainer.global_step == 2 and batch_idx == 1 and is_last_rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fit_with_validation(run_dir: Path, strategy: str) -> tuple[int | None, int]:
+    world_size = dist.get_world_size()
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    checkpoint = AsyncProcessCheckpoint(run_dir=run_dir)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=world_size,
+        strategy=build_strategy(strategy, world_size),
+        max_steps=20,
+        val_check_interval=2,
+        limit_val_batches=3,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[checkpoint],
+        default_root_dir=run_dir,
+    )
+    trainer.fit(SignalInValidation())
+    return checkpoint.stopped_by_signal, trainer.global_step
+
+
+@pytest.mark.parametrize(("strategy", "world_size", "stopped_after"), [("single", 1, 3), ("ddp", 2, 4)])
+def test_a_signal_in_validation_saves_at_the_next_step_and_stops_all(tmp_path, strategy, world_size, stopped_after):
+    stops = run_ranks(fit_with_validation, world_size, tmp_path, strategy)
+    assert stops == [(signal.SIGTERM, stopped_after)] * world_size
+    assert committed(tmp_path) == [f"step-{stopped_after:08d}"]
+
+
+# ---- what is told late, or never
+
+
+def fail_at_once_on_rank_0(directory: Path, limit_seconds: float) -> float:
+    """Returns how long a save takes to be over on this rank, which rank 0 gives up at its first file operation."""
+    ranks = Ranks()
+    saver = Saver(directory, ranks)
+    writer = FaultyWriter(1 if ranks.is_first else NO_FAULT, "EIO")
+    background = BackgroundSaver(saver, writer=writer, staging="overlapped", time_limit_seconds=limit_seconds)
+    if ranks.rank == 1:
+        writer_pid = writer._process.pid
+        os.kill(writer_pid, signal.SIGSTOP)  # it comes to the job when rank 0 has given up already
+    background.begin(1, lambda: snapshot(1, filled(1.0)), Progress(lambda: 0))
+    if ranks.is_first:
+        wait_until(lambda: background.poll() != 0)
+    ranks.gather(None)
+    if ranks.rank == 1:
+        os.kill(writer_pid, signal.SIGCONT)
+    begin_seconds = time.monotonic()
+    outcome = background.finish()
+    assert outcome.kind == "failed"
+    assert "Input/output error" in outcome.text
+    seconds = time.monotonic() - begin_seconds
+    background.close(0.0)
+    return seconds
+
+
+@pytest.mark.xfail(strict=True, reason="other ranks wait for rank 0's staging directory until their time limit")
+def test_a_save_that_rank_0_gives_up_is_over_on_all_ranks_at_once(tmp_path):
+    seconds = run_ranks(fail_at_once_on_rank_0, 2, tmp_path, 8.0)
+    assert max(seconds) < 4
+
+
+def save_on_a_dying_disk(root: Path) -> list[str]:
+    """Returns how the save of step 2 in a thread ended on a disk that is dead from its operation 1, 2, ... on."""
+    endings: list[str] = []
+    while True:
+        directory = root / f"operation-{len(endings) + 1}"
+        directory.mkdir()
+        background = BackgroundSaver(Saver(directory, Ranks()), writer=None, staging="blocking", time_limit_seconds=5.0)
+        with OperationFault(len(endings) + 1, "dead") as fault:
+            background.begin(2, lambda: snapshot(2, filled(2.0)), Progress(lambda: 0))
+            save = background._save
+            if not save.finished.wait(5.0):
+                return [*endings, "never told"]
+        outcome = background.finish()
+        background.close(0.0)
+        if not fault.is_met:
+            return endings
+        endings.append(outcome.kind)
+
+
+@pytest.mark.xfail(strict=True, reason="what clears up after a failed save may fail itself, and then nobody is told")
+def test_a_save_on_a_dying_disk_is_always_told(memory_path):
+    (endings,) = run_ranks(save_on_a_dying_disk, 1, memory_path)
+    assert "never told" not in endings
