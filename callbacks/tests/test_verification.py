@@ -79,6 +79,13 @@ class HalfPrecisionModel(PlainModel):
         checkpoint["state_dict"] = {name: value.bfloat16() for name, value in checkpoint["state_dict"].items()}
 
 
+class PathModel(PlainModel):
+    """Has a hyperparameter with which Lightning, by default, cannot go on from its own checkpoint."""
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["hyper_parameters"] = {"where": Path("somewhere")}
+
+
 class FrozenPartModel(PlainModel):
     """Leaves a part out on purpose."""
 
@@ -343,6 +350,7 @@ def test_warn_goes_on_and_counts(tmp_path):
         (HalfForgetfulModel, f"lacks {NUM_PARAMETERS} tensors of optimizer 0: net.embed.weight's exp_avg_sq"),
         (HalfPrecisionModel, "net.embed.weight (bfloat16 [11, 6], live float32 [11, 6])"),
         (FrozenPartModel, "missing: teacher.weight, teacher.bias"),
+        (PathModel, "holds a pathlib.PosixPath, which is no plain data, and was not loaded"),
     ],
 )
 def test_a_checkpoint_that_lacks_or_changes_something_is_named(tmp_path, model_type, words):
