@@ -17,7 +17,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 from tests.cli.test_configs import CONFIGS
 
-DEADLINE_SECONDS = 120
+DEADLINE_SECONDS = 240
 POLL_SECONDS = 0.1
 # Lightning gives W&B an argument that W&B wants to drop; no setting of ours prevents it.
 KNOWN_WARNINGS = ("The anonymous setting has no effect",)
