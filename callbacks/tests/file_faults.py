@@ -66,10 +66,12 @@ class ForkedProcess:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.code: int | None = None
+        self._lock = threading.Lock()
 
     def wait(self, timeout: float | None = None) -> int:
-        if self.code is None:
-            self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        with self._lock:
+            if self.code is None:
+                self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.code
 
     def poll(self) -> int | None:
