@@ -113,7 +113,7 @@ class _Rehearsal:
         manifests = [manifest for _, manifest in list_committed(self._straight)]
         self._report.versions = {**(manifests[-1].versions if manifests else {}), "python": platform.python_version()}
         self._display.say(
-            f"  {num_ranks} ranks, {num_writers} writer processes; {pace.start:.1f} s to the first step, then "
+            f"  ranks: {num_ranks}, writer processes: {num_writers}; {pace.start:.1f} s to the first step, then "
             f"{pace.step:.3f} s a step; a save takes {pace.save:.3f} s"
         )
         victims: list[Victim] = ["group"]
@@ -149,7 +149,7 @@ class _Rehearsal:
                 victims=victims,
             )
             name = f"killed-{len(report.rounds) + 1}" if report.rounds else "killed"
-            self._display.say(f"{name} run, {len(plan)} kills to come")
+            self._display.say(f"{name} run, kills to come: {len(plan)}")
             triggers = [Trigger(kill, pace, seconds_by_step) for kill in plan]
             killed = KilledRun(
                 self._options.directory / name, triggers, pace, losses, self._launcher, self._display, report.kills

@@ -163,7 +163,7 @@ def summarise(report: Report) -> list[str]:
     in_saves = sum(kill.saving is not None for kill in report.kills)
     restarts = [kill.restart_seconds for kill in report.kills if kill.restart_seconds is not None]
     lines = [
-        f"{len(report.kills)} kills, {in_saves} of them in a save; {report.lost_steps} steps trained again; "
+        f"kills: {len(report.kills)}, in a save {in_saves}; steps trained again: {report.lost_steps}; "
         f"all of it took {report.seconds / 60:.1f} minutes"
     ]
     if restarts:
@@ -198,7 +198,7 @@ def _describe_round(each: Round) -> list[str]:
         steps = ", ".join(str(step) for step in each.unlogged_steps[:_MAX_TENSORS])
         lines.append(f"  only one of the two logs has the loss of {len(each.unlogged_steps)} steps, such as {steps}")
     if found.others:
-        lines.append(f"  other state that differs and changes nothing: {len(found.others)} values (--json lists them)")
+        lines.append(f"  other state that differs, and does not decide: {len(found.others)} values (--json lists them)")
     return lines
 
 
