@@ -232,7 +232,8 @@ def test_what_may_not_be_read_is_bad_but_not_called_corrupt(tmp_path, capsys):
 
 def test_a_newer_schema_is_bad_but_never_put_aside(tmp_path, capsys):
     paths = save_run(tmp_path)
-    data = (paths[2] / "manifest.json").read_bytes().replace(b'"schema_version": 1', b'"schema_version": 99')
+    content = json.loads((paths[2] / "manifest.json").read_bytes())
+    data = json.dumps({**content, "schema_version": 99}).encode()
     (paths[2] / "manifest.json").write_bytes(data)
     (paths[2] / "COMMITTED").write_bytes(b"blake3:" + hash_bytes(data, "blake3").encode())
     status, out = run_command(capsys, "verify", tmp_path)
