@@ -95,6 +95,7 @@ def test_two_sharded_ranks_end_bit_equal_after_kills_of_all_one_and_a_writer(tmp
     assert killed["num_starts"] == len(ended) + 1
     # What was trained again was compared, too: 60 training losses and 6 of validation once, and then some.
     assert killed["num_losses"] >= 66
+    assert killed["unlogged_steps"] == []
 
     straight, other = (
         read_tensors(tmp_path / "out" / name / "checkpoints" / "step-00000060") for name in ("straight", "killed")
