@@ -49,7 +49,7 @@ class RankWatch:
 
     @staticmethod
     def clear(directory: Path) -> None:
-        """Removes what an earlier run left. The holder of the run's directory calls it, before any rank makes a watch."""
+        """Removes what an earlier run left. The holder of the directory calls it, before any rank makes a watch."""
         shutil.rmtree(directory / _DIRECTORY_NAME, ignore_errors=True)
 
     def start(self) -> None:

@@ -51,6 +51,7 @@ _ANSWER_GRACE_SECONDS = 5.0
 _NOTE_WAIT_SECONDS = 5.0
 _THREAD_NICENESS = 10
 _YIELD_SECONDS = 0.001
+_BEGIN_POLL_SECONDS = 0.002
 # Only an optimizer step writes these; everything else may change in the next forward and is copied at once.
 _OVERLAPPED_KINDS = ("parameter", "optimizer")
 
@@ -90,6 +91,7 @@ class _BackgroundSave:
         self.number, self.step, self.staging, self.rank = number, step, staging, rank
         self.staged = threading.Event()
         self.finished = threading.Event()
+        self.given_up = threading.Event()
         self.outcome: Outcome | None = None
         self.is_begun = False
         self.staged_bytes = 0
@@ -102,13 +104,30 @@ class _BackgroundSave:
             outcome = failed_outcome(error)
         self.staged.set()
         if outcome.kind not in ("written", "committed"):
-            outcome = self._clear_up(outcome)
+            # A disk that failed the save may fail this, too; the outcome is told in any case.
+            with contextlib.suppress(OSError, CheckpointError):
+                outcome = self._clear_up(outcome)
         self.outcome = outcome
         self.finished.set()
 
+    def wait_begun(self, limit_seconds: float) -> None:
+        """Waits until rank 0 has made the staging directory.
+
+        Raises:
+            SaveFailedError: Rank 0 gave the save up, or did not begin it in time.
+        """
+        deadline_seconds = time.monotonic() + limit_seconds
+        while not self.staging.is_dir():
+            if self.given_up.wait(_BEGIN_POLL_SECONDS):
+                raise SaveFailedError("rank 0 gave the save up")
+            if time.monotonic() > deadline_seconds:
+                raise SaveFailedError("the staging directory did not appear: rank 0 did not begin this save")
+
     def _clear_up(self, outcome: Outcome) -> Outcome:
         if self.rank != 0:
-            leave_failure(self.staging, self.rank, outcome, wait_seconds=_NOTE_WAIT_SECONDS)
+            with contextlib.suppress(SaveFailedError):
+                self.wait_begun(_NOTE_WAIT_SECONDS)
+            leave_failure(self.staging, self.rank, outcome)
         elif self.staging.is_dir():
             with contextlib.suppress(OSError):
                 discard(self.staging)
@@ -246,6 +265,7 @@ class BackgroundSaver:
             if before != (progress.num_steps(), _versions(overlapped)):
                 raise TornSnapshotError("training changed what was being staged: an optimizer step came before its end")
             save.staged.set()
+            save.wait_begun(self._time_limit_seconds)
             return self._write(job)
 
         self._worker.submit(lambda: save.run(act))
@@ -304,18 +324,23 @@ class BackgroundSaver:
         save = self._save
         if save is None or agreed // _CODE_BASE != save.number:
             return None
-        save.finished.wait()
         if agreed % _CODE_BASE == _CODES["committed"]:
+            save.finished.wait()
             return self._settled(save, save.outcome if self._ranks.is_first else Outcome("committed"))
-        return self._settled(save, self._ranks.broadcast(save.outcome))
+        return self.finish()
 
     def finish(self) -> Outcome | None:
         """Waits for the save in flight and returns its outcome; None where there is none. Communicates."""
         save = self._save
         if save is None:
             return None
+        if self._ranks.is_first:
+            save.finished.wait()
+        outcome = self._ranks.broadcast(save.outcome)
+        if outcome is not None and outcome.kind != "committed":
+            save.given_up.set()
         save.finished.wait()
-        return self._settled(save, self._ranks.broadcast(save.outcome))
+        return self._settled(save, outcome)
 
     def _settled(self, save: _BackgroundSave, outcome: Outcome | None) -> Outcome:
         assert outcome is not None

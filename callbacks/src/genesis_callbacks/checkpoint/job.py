@@ -96,7 +96,7 @@ class WriteJob:
     """One rank's part of a save.
 
     Attributes:
-        staging: The staging directory; rank 0 has made it, or will.
+        staging: The staging directory, which rank 0 has made.
         rank: This rank.
         placed: What it writes, and where that lies in the shared buffer.
         digests: Of all that it holds, taken from the live tensors.
@@ -150,10 +150,9 @@ def _read_note(path: Path) -> Any:
     return json.loads(data) if hash_bytes(data, _NOTE_ALGORITHM).encode() == expected else None
 
 
-def leave_failure(staging: Path, rank: int, outcome: Outcome, *, wait_seconds: float) -> None:
-    """Tells rank 0 that this rank's part failed; where even that cannot be written, rank 0's time limit tells it."""
-    with contextlib.suppress(OSError, SaveFailedError):
-        _wait_for(staging.is_dir, time.monotonic() + wait_seconds, f"{staging} is not there")
+def leave_failure(staging: Path, rank: int, outcome: Outcome) -> None:
+    """Tells rank 0 that this rank's part failed; where that cannot be written, rank 0's time limit tells it."""
+    with contextlib.suppress(OSError):
         _write_note(_failure_path(staging, rank), {"kind": outcome.kind, "text": outcome.text})
 
 
@@ -184,17 +183,6 @@ def _never() -> bool:
     return False
 
 
-def _wait_for(
-    condition: Callable[[], bool], deadline_seconds: float, reason: str, is_orphan: Callable[[], bool] = _never
-) -> None:
-    while not condition():
-        if is_orphan():
-            deadline_seconds = min(deadline_seconds, time.monotonic() + _ORPHAN_SECONDS)
-        if time.monotonic() > deadline_seconds:
-            raise SaveFailedError(reason)
-        time.sleep(_POLL_SECONDS)
-
-
 @contextlib.contextmanager
 def _held(staging: Path) -> Iterator[None]:
     """Holds a shared lock on the staging directory, so that a restart can wait for whoever still writes into it."""
@@ -219,8 +207,8 @@ def perform(job: WriteJob, buffer: SharedBuffer, is_orphan: Callable[[], bool]) 
     """
     begin_seconds = time.monotonic()
     try:
-        limit = "the staging directory did not appear: rank 0 did not begin this save"
-        _wait_for(job.staging.is_dir, begin_seconds + job.time_limit_seconds, limit, is_orphan)
+        if not job.staging.is_dir():
+            raise SaveFailedError(f"{job.staging.name} is gone: rank 0 gave the save up")
         with _held(job.staging):
             receipt = _write(job, buffer)
             outcome = Outcome("written") if job.commit is None else _finish(job, job.commit, receipt, is_orphan)
@@ -228,7 +216,7 @@ def perform(job: WriteJob, buffer: SharedBuffer, is_orphan: Callable[[], bool]) 
         outcome = failed_outcome(error)
         if is_orphan():  # nobody else is there to say so, or to clear up
             if job.commit is None:
-                leave_failure(job.staging, job.rank, outcome, wait_seconds=0.0)
+                leave_failure(job.staging, job.rank, outcome)
             elif job.staging.is_dir():
                 with contextlib.suppress(OSError):
                     discard(job.staging)
