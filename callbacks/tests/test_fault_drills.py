@@ -316,7 +316,7 @@ def train_on_a_read_only_disk(root: Path) -> str:
     if not mount("--bind", str(root), str(root)) or not mount("-o", "remount,bind,ro", str(root)):
         return "not allowed"
     with pytest.raises(CheckpointError) as caught:
-        train(root / "run", "single", 2)
+        train(root / "run", "single", 2, mode="sync")
     return str(caught.value)
 
 
@@ -411,14 +411,14 @@ class SignalGroup(Callback):
 @pytest.mark.parametrize("strategy", ["single", "fsdp2"])
 def test_a_signal_to_all_processes_in_mid_save_loses_nothing(tmp_path, strategy):
     world_size = 1 if strategy == "single" else 2
-    straight = run_training(world_size, tmp_path / "straight", strategy, 6, save_at_end=False)
+    straight = run_training(world_size, tmp_path / "straight", strategy, 6, save_at_end=False, mode="sync")
     options = {"mode": "process", "every_n_steps": 2}
     runs = run_training(world_size, tmp_path / "run", strategy, 6, callbacks=(SignalGroup(),), **options)
     stopped_after = 3 if strategy == "single" else 4
     assert [run["signal"] for run in runs] == [signal.SIGTERM] * world_size
     assert [run["failed"] for run in runs] == [0] * world_size
     assert committed(tmp_path / "run") == ["step-00000002", f"step-{stopped_after:08d}"]
-    resumed = run_training(world_size, tmp_path / "run", strategy, 6, ckpt_path="latest")
+    resumed = run_training(world_size, tmp_path / "run", strategy, 6, ckpt_path="latest", mode="sync")
     for run, other in zip(straight, resumed, strict=True):
         assert run["losses"][stopped_after:] == other["losses"]
         assert all(torch.equal(tensor, other["weights"][name]) for name, tensor in run["weights"].items())
@@ -459,14 +459,14 @@ class RaiseOnce(Callback):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_an_exception_on_one_rank_ends_all_and_the_run_goes_on(tmp_path, strategy):
-    straight = run_training(2, tmp_path / "straight", strategy, 4, save_at_end=False)
+    straight = run_training(2, tmp_path / "straight", strategy, 4, save_at_end=False, mode="sync")
     options = {"mode": "process", "every_n_steps": 2}
     with pytest.raises(AssertionError) as caught:
         run_training(2, tmp_path / "run", strategy, 4, callbacks=(RaiseOnce(),), **options)
     assert "rank 1: Traceback" in str(caught.value)
     assert "RuntimeError: one rank only" in str(caught.value)
     assert "did not answer" not in str(caught.value)
-    resumed = run_training(2, tmp_path / "run", strategy, 4, ckpt_path="latest")
+    resumed = run_training(2, tmp_path / "run", strategy, 4, ckpt_path="latest", mode="sync")
     assert resumed[0]["losses"] == straight[0]["losses"][-len(resumed[0]["losses"]) :]
     for run, other in zip(straight, resumed, strict=True):
         assert all(torch.equal(tensor, other["weights"][name]) for name, tensor in run["weights"].items())
@@ -482,7 +482,7 @@ class SlowRank(Callback):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_saves_add_no_collective_to_the_training_group_whoever_is_slow_or_stopped(tmp_path, strategy):
-    plain = run_ranks(listen, 2, (tmp_path / "plain", strategy, 6), {"save_at_end": False})
+    plain = run_ranks(listen, 2, (tmp_path / "plain", strategy, 6), {"save_at_end": False, "mode": "sync"})
     stopped = SignalWriter(1, {2: signal.SIGSTOP, 4: signal.SIGCONT})
     options = {"mode": "process", "every_n_steps": 1, "when_busy": "skip", "callbacks": (stopped, SlowRank())}
     saved = run_ranks(listen, 2, (tmp_path / "run", strategy, 6), options)
@@ -494,7 +494,7 @@ def test_saves_add_no_collective_to_the_training_group_whoever_is_slow_or_stoppe
 
 
 def test_a_buffer_that_is_used_again_holds_each_save_s_own_values(tmp_path):
-    run_training(1, tmp_path / "straight", "single", 6, every_n_steps=1, keep_last=None)
+    run_training(1, tmp_path / "straight", "single", 6, every_n_steps=1, keep_last=None, mode="sync")
     stopped = (SignalWriter(0, {1: signal.SIGSTOP, 4: signal.SIGCONT}),)
     options = {"mode": "process", "every_n_steps": 1, "keep_last": None, "when_busy": "skip"}
     run_training(1, tmp_path / "run", "single", 6, callbacks=stopped, **options)
@@ -535,7 +535,7 @@ class SignalInValidation(BoringModel):
 def fit_with_validation(run_dir: Path, strategy: str) -> tuple[int | None, int]:
     world_size = dist.get_world_size()
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    checkpoint = AsyncProcessCheckpoint(run_dir=run_dir)
+    checkpoint = AsyncProcessCheckpoint(run_dir=run_dir, mode="thread")
     trainer = Trainer(
         accelerator="cpu",
         devices=world_size,

@@ -32,7 +32,7 @@ FILES = ("COMMITTED", "manifest.json", "state.json", ".metadata", "__0_0.distcp"
 def saved_run(tmp_path_factory) -> Path:
     """A run on two ranks with the checkpoints of steps 2 and 4."""
     root = tmp_path_factory.mktemp("flips") / "run"
-    run_training(2, root, "fsdp2", 4, every_n_steps=2)
+    run_training(2, root, "fsdp2", 4, every_n_steps=2, mode="sync")
     return root
 
 
@@ -167,7 +167,7 @@ def test_a_restore_of_vouched_for_damage_names_the_tensors_on_every_rank(run_dir
     take_a_stale_shard(old, new)
     vouch(new)
     with pytest.raises(AssertionError) as caught:
-        run_training(world_size, run_dir, strategy, 6, ckpt_path="latest")
+        run_training(world_size, run_dir, strategy, 6, ckpt_path="latest", mode="sync")
     assert str(caught.value).count("CorruptCheckpointError: ") >= world_size
     assert "digest" in str(caught.value)
     assert "model.net." in str(caught.value)
@@ -206,7 +206,7 @@ REAL_RESTORE_PARTS = _trainer_restore.restore_parts
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_a_local_shard_that_one_rank_maps_wrongly_is_named_on_every_rank(run_dir, strategy):
     with pytest.raises(AssertionError) as caught:
-        run_training(2, run_dir, strategy, 6, ckpt_path="latest", callbacks=(SwapAfterReading(),))
+        run_training(2, run_dir, strategy, 6, ckpt_path="latest", mode="sync", callbacks=(SwapAfterReading(),))
     text = str(caught.value)
     assert text.count("CorruptCheckpointError: 2 tensors are not what was saved at step 4") == 2
     assert ".exp_avg: " in text
@@ -224,7 +224,7 @@ def test_an_emptied_optimizer_is_refused(run_dir, strategy, world_size):
     new = run_dir / "checkpoints/step-00000004"
     vouch(new, drop_optimizer)
     with pytest.raises(AssertionError, match="optimizer 0 had state, and none of it is there"):
-        run_training(world_size, run_dir, strategy, 6, ckpt_path="latest")
+        run_training(world_size, run_dir, strategy, 6, ckpt_path="latest", mode="sync")
 
 
 @pytest.mark.parametrize(

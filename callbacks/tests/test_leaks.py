@@ -1,5 +1,6 @@
 """What saves leave behind in the process that made them: nothing, counted over hundreds; and what they do without."""
 
+import contextlib
 import os
 import resource
 import signal
@@ -32,15 +33,20 @@ NUM_SAVES = 300
 WARM_UP_SAVES = 30
 
 
+def list_children() -> list[int]:
+    """Returns the process ids of this process's children; a thread that ends meanwhile leaves its own to another."""
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            tasks = Path("/proc/self/task").iterdir()
+            return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
 def count_everything() -> dict[str, int]:
     """Counts what this process holds."""
-    children = [
-        child for task in Path("/proc/self/task").iterdir() for child in (task / "children").read_text().split()
-    ]
     return {
         "descriptors": len(list_descriptors()),
         "maps": Path("/proc/self/maps").read_text().count("genesis-staging"),
-        "children": len(children),
+        "children": len(list_children()),
         "threads": threading.active_count(),
         "named shared memory": Path("/proc/self/maps").read_text().count("/dev/shm/"),
     }
@@ -73,9 +79,9 @@ def save_three_hundred_times(directory: Path, mode: str) -> dict[str, object]:
         live += 1
         save(background, step, {"model.x": live, "model.y": torch.zeros(step % 7 + 1)})
         if step in (WARM_UP_SAVES, NUM_SAVES):
-            wait_until(lambda: threading.active_count() == before["threads"])
+            wait_until(lambda: "genesis-write" not in {thread.name for thread in threading.enumerate()})
             during[step], resident[step] = count_everything(), resident_bytes()
-            writer_resident[step] = [resident_bytes(writer) for writer in find_writers()]
+            writer_resident[step] = [resident_bytes(child) for child in list_children()]
     background.close(0.0)
     wait_until(lambda: threading.active_count() == before["threads"])
     return {
