@@ -63,7 +63,10 @@ class KilledRun:
         while not is_over:
             self.round.num_starts += 1
             is_over = self._train()
-        self.round.unlogged_steps = find_unlogged(self._losses, read_losses(self._run_dir))
+        # A kill may come between a step's save and its row in the log: what resumes there never logs that step.
+        resumed = {kill.resumed_from for kill in self._kills}
+        unlogged = find_unlogged(self._losses, read_losses(self._run_dir))
+        self.round.unlogged_steps = [step for step in unlogged if step not in resumed]
         self.round.checkpoints = compare_runs(straight, self._run_dir)
 
     def _train(self) -> bool:

@@ -60,7 +60,7 @@ class Round:
         checkpoints: The final ones, compared.
         num_losses: That were compared, over all starts.
         losses: Those that differ.
-        unlogged_steps: That only one of the two logs has.
+        unlogged_steps: That only one of the two logs has; but for those resumed from, which a kill may have cut off.
     """
 
     directory: str
