@@ -44,6 +44,7 @@ format: $(STAMP)
 
 golden: $(STAMP)
 	@GENESIS_UPDATE_GOLDEN=1 $(BIN)/python -m pytest -q -n 2 -k golden
+	@cd callbacks && GENESIS_UPDATE_GOLDEN=1 ../$(BIN)/python -m pytest -q tests/test_schemas.py -k current
 
 clean:
 	rm -rf .venv build dist

@@ -39,6 +39,7 @@ from genesis_callbacks.checkpoint import (
     plan_removals,
     read_manifest,
 )
+from genesis_callbacks.checkpoint.best import read_best
 from genesis_callbacks.checkpoint.compare import TensorComparison, compare_tensors
 from genesis_callbacks.checkpoint.contents import Contents, find_format, find_non_finite, read_contents
 from genesis_callbacks.checkpoint.inventory import (
@@ -102,20 +103,29 @@ def list_main(argv: list[str]) -> int:
     parser.add_argument("--level", choices=_LEVELS, default="quick", help="how much is verified; default quick")
     arguments = parser.parse_args(argv)
     entries = read_inventory(arguments.run)
+    if not entries:
+        raise UserError(f"there is no checkpoint in {arguments.run}; give a run's directory")
     problems = find_problems(entries, arguments.level)
     entries = [entry for entry in entries if entry.state != "committed" or entry.path in problems]
     directory = checkpoints_in(arguments.run)
-    rows = [_describe_entry(directory, entry, problems, arguments.level) for entry in entries]
+    best = read_best(directory)
+    rows = [
+        {
+            **_describe_entry(directory, entry, problems, arguments.level),
+            "is_best": best is not None and entry.path == directory / best.name,
+        }
+        for entry in entries
+    ]
     bad = [(path, problem) for path, problem in problems.items() if problem is not None]
     if arguments.json:
-        _print_json({"directory": str(directory), "checkpoints": rows})
+        _print_json({"directory": str(directory), "best": best and asdict(best), "checkpoints": rows})
         return BAD if bad else 0
     console = _console()
     now_seconds = time.time()
     console.print(
         _table(
             str(directory),
-            ("checkpoint", "step", "tokens", "age", "size", "state", "verified"),
+            ("checkpoint", "step", "tokens", "age", "size", "state", "verified", "best"),
             (
                 (
                     row["name"],
@@ -125,6 +135,7 @@ def list_main(argv: list[str]) -> int:
                     decimal(row["num_bytes"]),
                     row["state"],
                     "no" if row["problem"] else row["verified"] or "",
+                    f"{best.monitor} {best.value:.6g}" if best is not None and row["is_best"] else "",
                 )
                 for row in rows
             ),
@@ -132,7 +143,7 @@ def list_main(argv: list[str]) -> int:
         )
     )
     for path, problem in bad:
-        console.print(Text(f"{path.name}: {problem}"))
+        console.print(Text(f"{path.name}: {_without_path(path, problem)}"))
     return BAD if bad else 0
 
 
@@ -184,7 +195,7 @@ def verify_main(argv: list[str]) -> int:
     else:
         verified = f"verified ({arguments.level}{', finite' if arguments.finite else ''})"
         for path, problem in outcomes.items():
-            print(f"{path}: {verified}" if problem is None else f"{path}: BAD: {problem}")
+            print(f"{path}: {verified}" if problem is None else f"{path}: BAD: {_without_path(path, problem)}")
     return BAD if bad else 0
 
 
@@ -261,7 +272,8 @@ def prune_main(argv: list[str]) -> int:
         newest, bad = newest_whole(list(entries.values()))
         kept = [Kept(path.name, manifest.step, manifest.sequence) for path, manifest in list_committed(directory)]
         newest_name = None if newest is None else newest.path.name
-        removals = plan_removals(kept, newest_name, retention)
+        best = read_best(directory)
+        removals = plan_removals(kept, newest_name, retention, best=None if best is None else best.name)
         if newest_name is not None and not arguments.dry_run:
             removals = apply_retention(directory, newest_name, retention)
     num_bytes = sum(entries[name].num_bytes for name in removals)
@@ -371,6 +383,11 @@ def _held(directory: Path, *, is_needed: bool) -> Iterator[None]:
 # ---- telling
 
 
+def _without_path(path: Path, problem: object) -> str:
+    """Returns what is wrong with the checkpoint at `path`, whose name stands before it already."""
+    return str(problem).removeprefix(f"{path}: ")
+
+
 def _describe_entry(
     directory: Path, entry: Entry, problems: Mapping[Path, Exception | None], level: str
 ) -> dict[str, Any]:
@@ -459,15 +476,13 @@ def _print_manifest(console: Console, path: Path, manifest: Manifest) -> None:
         "step": _number(manifest.step),
         **{name: _number(value) for name, value in manifest.counters.items() if name != "step"},
         "saved": f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(manifest.created_seconds))}, {age} ago",
+        "optimizers": "saved" if manifest.has_optimizer else "not saved: it gives weights alone",
         "ranks": f"{manifest.world_size} {manifest.mesh or ''}".strip(),
         "number in its lineage": str(manifest.sequence),
         **{name: str(value) for name, value in manifest.identity.items()},
         **{f"version of {package}": version for package, version in manifest.versions.items()},
     }
     console.print(_table(str(path), ("", ""), facts.items()))
-    console.rule("recipe", align="left")
-    recipe = yaml.safe_dump(dict(manifest.recipe), sort_keys=False).rstrip() if manifest.recipe else "none was given"
-    console.print(Text(recipe))
     console.rule("files", align="left")
     files = ((file.name, f"{file.num_bytes:,}", str(file.rank), file.hash[:16]) for file in manifest.files)
     columns = ("file", "bytes", "rank", manifest.hash_algorithm)
@@ -482,9 +497,13 @@ def _print_manifest(console: Console, path: Path, manifest: Manifest) -> None:
     console.rule("lineage", align="left")
     chain = trace_ancestors(path, manifest)
     for ancestor, state in chain:
-        console.print(Text(f"descends from {ancestor.name} ({state}), manifest {ancestor.manifest_hash[:23]}"))
+        where = "" if ancestor.directory is None else f" of {ancestor.directory}"
+        console.print(Text(f"descends from {ancestor.name}{where} ({state}), manifest {ancestor.manifest_hash[:23]}"))
     if not chain:
         console.print("the first of its run")
+    console.rule("recipe", align="left")
+    recipe = yaml.safe_dump(dict(manifest.recipe), sort_keys=False).rstrip() if manifest.recipe else "none was given"
+    console.print(Text(recipe))
 
 
 def _print_contents(contents: Contents, *, is_finite: bool) -> None:
@@ -551,7 +570,7 @@ def _print_repairs(
     repairs: Sequence[Repair], places: Sequence[Path | None], latest: str | None, *, is_applied: bool
 ) -> None:
     for repair, place in zip(repairs, places, strict=True):
-        print(f"{repair.path}\n  what    {repair.reason}")
+        print(f"{repair.path}\n  what    {_without_path(repair.path, repair.reason)}")
         if not is_applied or repair.action == "none":
             print(f"  to do   {repair.advice}")
         else:

@@ -12,6 +12,7 @@ import difflib
 import logging
 import os
 import re
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -92,21 +93,30 @@ def _known_keys(parser: argparse.ArgumentParser) -> set[str]:
 
 
 class SaveRecipe(Callback):
-    """Writes the resolved recipe into the run's directory: config.yaml, then config.resume-1.yaml for a resumed run."""
+    """Writes the resolved recipe into the run's directory: config.yaml, then config.resume-1.yaml for a resumed run.
 
-    def __init__(self, run_dir: Path, recipe_yaml: str) -> None:
-        self._run_dir, self._recipe_yaml = run_dir, recipe_yaml
+    The run's loggers get it as hyperparameters.
+    """
+
+    def __init__(self, run_dir: Path, recipe: dict[str, Any]) -> None:
+        self._run_dir, self._recipe = run_dir, recipe
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Writes, on rank 0."""
-        if stage != "fit" or not trainer.is_global_zero:
+        """Tells the loggers, before Lightning closes their list of hyperparameters."""
+        if stage == "fit":
+            for logger in trainer.loggers:
+                logger.log_hyperparams(self._recipe)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Writes, on rank 0, when nothing more can be refused."""
+        if not trainer.is_global_zero:
             return
         self._run_dir.mkdir(parents=True, exist_ok=True)
         path, number = self._run_dir / "config.yaml", 0
         while path.exists():
             number += 1
             path = self._run_dir / f"config.resume-{number}.yaml"
-        path.write_text(self._recipe_yaml, encoding="utf-8")
+        path.write_text(yaml.safe_dump(self._recipe, sort_keys=False), encoding="utf-8")
 
 
 class GenesisCLI(LightningCLI):
@@ -165,6 +175,8 @@ class GenesisCLI(LightningCLI):
         )
         parser.callback_keys.append("checkpoint")
         parser.link_arguments(("run_dir", "fork"), "checkpoint.run_dir", compute_fn=_place_run)
+        # What a logger writes belongs to the run; in a list of loggers each names its own place.
+        parser.link_arguments(("run_dir", "fork"), "trainer.logger.init_args.save_dir", compute_fn=_place_run)
 
     def _parse_ckpt_path(self) -> None:
         """Leaves the configuration alone: a checkpoint's hyperparameters must not override what the user wrote."""
@@ -193,7 +205,7 @@ class GenesisCLI(LightningCLI):
         self.checkpoint.identity = {"tokenizer_hash": manifest.tokenizer_hash, "corpus": manifest.name}
         # A validation of some checkpoint must not write into the log of the run that goes on.
         loggers = _loggers(config.get("logger"), run_dir) if self.subcommand == "fit" else False
-        callbacks: list[Callback] = [SaveRecipe(run_dir, yaml.safe_dump(self.config_dump, sort_keys=False))]
+        callbacks: list[Callback] = [SaveRecipe(run_dir, self.config_dump)]
         if config.get("enable_progress_bar") is not False:
             callbacks.append(GenesisProgressBar())
         # After the user's and our own: the bar shows what the counters have counted.
@@ -205,6 +217,8 @@ class GenesisCLI(LightningCLI):
         wanted = arguments.get("ckpt_path")
         if wanted in (LATEST, BEST):
             arguments["ckpt_path"] = self._find(wanted)
+        elif wanted is None and subcommand == "fit":
+            self._check_is_new()
         elif wanted is not None:
             _check_is_checkpoint(Path(wanted))
         if subcommand == "validate" and arguments["ckpt_path"] is None:
@@ -225,6 +239,14 @@ class GenesisCLI(LightningCLI):
                 f"{run_dir} has no {wanted} checkpoint; `genesis checkpoint list {run_dir}` shows what it has"
             )
         return found
+
+    def _check_is_new(self) -> None:
+        run_dir = self.checkpoint.directory.parent
+        if list_committed(run_dir):
+            raise UserError(
+                f"{run_dir} has the checkpoints of a run; to go on with it say --ckpt_path latest, to begin another "
+                "give it its own --run_dir"
+            )
 
     def _check_fork(self, run_dir: Path) -> None:
         if self._get(self.config_init, "ckpt_path") is None:
@@ -283,6 +305,10 @@ def fit_main(argv: list[str]) -> int:
     _quieten()
     cli = GenesisCLI("fit", ["fit", *argv])
     signal_number = cli.checkpoint.stopped_by_signal
+    if signal_number and cli.trainer.is_global_zero:
+        saved = cli.checkpoint.last_saved
+        name = signal.Signals(signal_number).name
+        print(f"genesis: stopped by {name}; go on from {saved} with --ckpt_path latest", file=sys.stderr)
     return 128 + signal_number if signal_number else 0
 
 

@@ -14,6 +14,14 @@ _REFRESH_SECONDS = 0.5
 _LOG_LINE_SECONDS = 15.0
 
 
+def _duration_text(seconds: float) -> str:
+    minutes, whole_seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {whole_seconds:02d} s" if minutes else f"{whole_seconds} s"
+
+
 def _tokens_text(num_tokens: float) -> str:
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if num_tokens >= size:
@@ -95,7 +103,7 @@ class GenesisProgressBar(ProgressBar):
                 left = trainer.max_steps - trainer.global_step
                 if trainer.max_steps > 0 and self._progress is None and counters.step:
                     seconds = left * (counters.tokens_seen / counters.step) / self._rate
-                    words.append(f"{seconds:.0f} s left")
+                    words.append(f"{_duration_text(seconds)} left")
         metrics = trainer.logged_metrics
         if "train/loss" in metrics:
             words.append(f"loss {float(metrics['train/loss']):.4f}")

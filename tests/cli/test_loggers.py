@@ -1,6 +1,7 @@
 """What `configs/loggers/` adds: every number of the run's own log, in the run's directory, and nothing left behind."""
 
 import csv
+import json
 import os
 import struct
 import subprocess
@@ -10,8 +11,10 @@ import uuid
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto.wandb_internal_pb2 import Record
 
@@ -34,7 +37,7 @@ def fit(recipe: Path, logger: str) -> Path:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
     configs = ("--config", str(recipe), "--config", str(CONFIGS / "loggers" / logger))
     done = subprocess.run(
-        [sys.executable, "-m", "genesis", "fit", *configs, "--trainer.logger.init_args.save_dir", str(run_dir)],
+        [sys.executable, "-m", "genesis", "fit", *configs],
         cwd=here,
         env={**environment, "HOME": str(home), MARK: mark},
         capture_output=True,
@@ -102,12 +105,15 @@ def test_wandb_offline_has_every_metric_and_leaves_no_service_behind(recipe: Pat
     run_dir = fit(recipe, "wandb-offline.yaml")
     (file,) = run_dir.glob("wandb/offline-run-*/*.wandb")
     found: Metrics = defaultdict(dict)
+    settings: dict[str, Any] = {}
     for record in read_wandb(file):
+        settings |= {item.key: json.loads(item.value_json) for item in record.config.update}
         values = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
         if values:
             step = int(values["trainer/global_step"])
             found[step] |= {key: float(value) for key, value in values.items()}
     check_has_all_of(found, read_own_log(run_dir))
+    assert settings["model"]["decoder"]["dim"] == 32
 
 
 def test_tensorboard_has_every_metric(recipe: Path) -> None:
@@ -119,3 +125,5 @@ def test_tensorboard_has_every_metric(recipe: Path) -> None:
         for event in events.Scalars(key):
             found[event.step][key] = event.value
     check_has_all_of(found, read_own_log(run_dir))
+    settings = yaml.safe_load((file.parent / "hparams.yaml").read_text())
+    assert settings["model"]["decoder"]["dim"] == 32

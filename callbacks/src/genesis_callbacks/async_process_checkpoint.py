@@ -682,7 +682,7 @@ class AsyncProcessCheckpoint(Checkpoint):
 
     def _log(self, trainer: Trainer, step: int, staged_bytes: int, write_seconds: float) -> None:
         self._count_stall()
-        self.last_stall_seconds, self._stall_seconds = self._stall_seconds, 0.0
+        self.last_stall_seconds = self._stall_seconds
         self.last_staged_bytes, self.last_write_seconds = staged_bytes, write_seconds
         if not self._has_told_memory and self._background is not None:
             self._has_told_memory = True
@@ -698,6 +698,8 @@ class AsyncProcessCheckpoint(Checkpoint):
         # Under the step of now: a logger need not take a row of the past.
         for logger in trainer.loggers:
             logger.log_metrics(values, step=trainer.global_step)
+        self._count_stall()  # the loggers' own time, which a figure that they write cannot hold
+        self.last_stall_seconds, self._stall_seconds = self._stall_seconds, 0.0
 
     def _fail(self, step: int, error: CheckpointError) -> None:
         """Ends training with the error, or warns, by policy."""

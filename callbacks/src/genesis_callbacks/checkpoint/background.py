@@ -241,11 +241,6 @@ class BackgroundSaver:
         self._number += 1
         name = f"{checkpoint_name(step)}.staging-{plan.token}_{self._number}"
         save = self._save = _BackgroundSave(self._number, step, self._saver.directory / name, self._ranks.rank)
-        if failure is None and self._ranks.is_first:
-            try:
-                self._make_staging(save)
-            except (OSError, CheckpointError) as error:
-                failure = error
         if failure is not None or snapshot is None:
             outcome = failed_outcome(failure or SaveFailedError("no snapshot"))
             self._worker.submit(lambda: save.run(lambda _: outcome))
@@ -261,6 +256,8 @@ class BackgroundSaver:
         def act(save: _BackgroundSave) -> Outcome:
             # Let the training thread get out of its hook before this one wants the GIL.
             time.sleep(_YIELD_SECONDS)
+            if self._ranks.is_first:
+                self._make_staging(save)
             job = self._stage(save, plan, snapshot, parts, progress, event)
             if before != (progress.num_steps(), _versions(overlapped)):
                 raise TornSnapshotError("training changed what was being staged: an optimizer step came before its end")
