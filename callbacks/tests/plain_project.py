@@ -1,7 +1,9 @@
 """Somebody's Lightning project, without genesis: a small model whose data is a function of the step and the dp rank."""
 
 import os
+import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -112,6 +114,13 @@ class CountingCallback(Callback):
 
     def load_state_dict(self, state_dict) -> None:
         self.seen = state_dict["seen"]
+
+
+def wait_until(condition: Callable[[], bool], limit_seconds: float = 30.0) -> None:
+    deadline_seconds = time.monotonic() + limit_seconds
+    while not condition():
+        assert time.monotonic() < deadline_seconds, "it did not come to pass"
+        time.sleep(0.005)
 
 
 def build_strategy(name: str, world_size: int):

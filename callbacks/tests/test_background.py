@@ -1,5 +1,6 @@
 """Saves in the background: real writer processes, stopped, killed and starved; torn and stale snapshots; leaks."""
 
+import contextlib
 import os
 import resource
 import shutil
@@ -10,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import Callback
-from plain_project import run_training
+from plain_project import run_training, wait_until
 from test_faults import KilledBefore
 
+from genesis_callbacks import AsyncProcessCheckpoint
 from genesis_callbacks.checkpoint import (
     Ranks,
     Retention,
@@ -34,12 +36,16 @@ from genesis_callbacks.testing import run_ranks
 
 def find_writers() -> list[int]:
     """Returns the process ids of this process's writers."""
-    return [
-        int(child)
-        for task in Path("/proc/self/task").iterdir()
-        for child in (task / "children").read_text().split()
-        if b"genesis_callbacks.checkpoint.writer" in Path(f"/proc/{child}/cmdline").read_bytes()
-    ]
+    writers = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # threads and processes end meanwhile
+            children = (task / "children").read_text().split()
+            writers += [
+                int(child)
+                for child in children
+                if b"genesis_callbacks.checkpoint.writer" in Path(f"/proc/{child}/cmdline").read_bytes()
+            ]
+    return writers
 
 
 class SignalWriter(Callback):
@@ -71,6 +77,31 @@ def test_a_killed_writer_fails_its_save_loudly_and_is_started_again(tmp_path, st
     assert [run["failed"] for run in runs] == [1] * world_size
     assert len(runs[0]["losses"]) == 12
     assert committed(tmp_path / "warn") == ["step-00000008", "step-00000010", "step-00000012"]
+
+
+class KillIdleWriter(Callback):
+    """Kills its rank's writer when it has nothing in hand: what it was given before is committed."""
+
+    def __init__(self, rank: int, step: int) -> None:
+        self.rank, self.step = rank, step
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        if trainer.global_step == self.step:
+            (checkpoint,) = [one for one in trainer.callbacks if isinstance(one, AsyncProcessCheckpoint)]
+            wait_until(lambda: (checkpoint.directory / f"step-{self.step:08d}/COMMITTED").exists())
+            if trainer.global_rank == self.rank:
+                (writer,) = find_writers()
+                os.kill(writer, signal.SIGKILL)
+                wait_until(lambda: not find_writers())  # a process takes a moment to die
+
+
+@pytest.mark.parametrize(("strategy", "rank"), [("single", 0), ("ddp", 1)])
+def test_a_writer_that_dies_between_two_saves_costs_none(tmp_path, strategy, rank):
+    world_size = 1 if strategy == "single" else 2
+    options = {"mode": "process", "every_n_steps": 2, "callbacks": (KillIdleWriter(rank, 2),), "keep_last": None}
+    runs = run_training(world_size, tmp_path, strategy, 6, **options)
+    assert [run["failed"] for run in runs] == [0] * world_size
+    assert committed(tmp_path) == ["step-00000002", "step-00000004", "step-00000006"]
 
 
 def test_a_killed_writer_ends_training_by_policy(tmp_path):

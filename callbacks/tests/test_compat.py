@@ -1,8 +1,10 @@
 """The private API of torch and Lightning that the package leans on is as it was."""
 
+import contextlib
 import pickle
 
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -11,8 +13,11 @@ from genesis_callbacks._compat import (
     NothingToRestore,
     build_dcp_metadata,
     local_chunks,
+    offset_in_file,
     route_load_checkpoint,
+    shield_validation,
     unroute_load_checkpoint,
+    unshield_validation,
 )
 
 
@@ -56,3 +61,30 @@ def test_two_routes_come_off_in_one_go():
 def test_nothing_to_restore_passes_lightnings_migration_and_is_false():
     checkpoint, _ = migrate_checkpoint(NothingToRestore({"pytorch-lightning_version": "2.6.0"}))
     assert not checkpoint
+
+
+def test_a_storages_place_in_its_file_is_where_its_bytes_are(tmp_path):
+    torch.save({"a": torch.arange(5.0), "b": torch.full((3,), 7.0)}, tmp_path / "x.ckpt")
+    loaded = torch.load(tmp_path / "x.ckpt", map_location="meta", weights_only=True)
+    start = offset_in_file(loaded["b"])
+    data = (tmp_path / "x.ckpt").read_bytes()[start : start + 12]
+    assert torch.frombuffer(bytearray(data), dtype=torch.float32).tolist() == [7.0, 7.0, 7.0]
+
+
+def test_a_validation_is_shielded_and_given_back():
+    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    entered = []
+
+    @contextlib.contextmanager
+    def shield():
+        entered.append(loop)
+        yield
+
+    loop.run = lambda: "ran"  # as the loop's own would
+    shield_validation(trainer, shield)
+    assert loop.run() == "ran"
+    assert entered == [loop]
+    unshield_validation(trainer)
+    unshield_validation(trainer)
+    assert loop.run.__func__ is type(loop).run

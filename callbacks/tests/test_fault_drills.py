@@ -9,7 +9,6 @@ import signal
 import subprocess
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from file_faults import FaultyWriter, OperationFault
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
-from plain_project import build_strategy, run_training, train
+from plain_project import build_strategy, run_training, train, wait_until
 from test_background import SignalWriter, committed, find_writers
 
 from genesis_callbacks import AsyncProcessCheckpoint
@@ -45,13 +44,6 @@ from genesis_callbacks.testing import run_ranks
 
 WRITER_FAULTS = Path(__file__).parent / "writer_faults"
 NO_FAULT = 1 << 30
-
-
-def wait_until(condition: Callable[[], bool], limit_seconds: float = 30.0) -> None:
-    deadline_seconds = time.monotonic() + limit_seconds
-    while not condition():
-        assert time.monotonic() < deadline_seconds, "it did not come to pass"
-        time.sleep(0.005)
 
 
 # ---- a fault at every operation

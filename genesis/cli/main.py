@@ -56,10 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         command, rest = find_command(arguments)
         return command.load()(rest)
-    except UserError as error:
-        return _complain(str(error), MISUSE)
-    except RunEndedError as error:
-        return _complain(str(error), 1)
+    except (UserError, RunEndedError) as error:
+        return _complain(str(error), error.exit_status)
     except OSError as error:
         if error.errno not in _USERS_ERRORS:
             raise

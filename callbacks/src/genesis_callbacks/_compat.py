@@ -59,6 +59,14 @@ def write_count(tensor: Tensor) -> int:
     return 0 if data.is_inference() else data._version
 
 
+def offset_in_file(tensor: Tensor) -> int:
+    """Returns where the storage of a tensor that `torch.load` put on the meta device begins in its file, in bytes."""
+    # torch's notes on serialization tell of this attribute.
+    offset = tensor.untyped_storage()._checkpoint_offset
+    assert offset is not None
+    return offset
+
+
 def build_dcp_metadata(
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...], list[tuple[Offsets, tuple[int, ...], str, int, int]]]],
     checkpoint_id: str,

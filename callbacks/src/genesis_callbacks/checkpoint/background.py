@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -451,6 +452,10 @@ class BackgroundSaver:
         assert self._buffer is not None
         if self._writer is None:
             return _perform_nicely(job, self._buffer)
+        if not self._writer.is_alive:
+            self._writer.kill()  # which gives back what it still holds
+            warnings.warn("a writer process died between two saves; it is started again", stacklevel=2)
+            self._writer = WriterProcess()
         limit_seconds = self._time_limit_seconds + _ANSWER_GRACE_SECONDS * (job.commit is not None)
         try:
             return self._writer.perform(job, self._buffer, limit_seconds)

@@ -89,7 +89,7 @@ def name_parameters(module: nn.Module) -> dict[int, str]:
     return {id(parameter): canonical_name(name) for name, parameter in module.named_parameters()}
 
 
-def _holder(optimizer: Optimizer) -> Optimizer:
+def state_holder(optimizer: Optimizer) -> Optimizer:
     """Returns whose state this rank really holds: under ZeRO-1 the inner optimizer, with this rank's parameters."""
     # By what ZeroRedundancyOptimizer offers: its package compiles TorchScript at import, with warnings.
     inner = getattr(optimizer, "optim", None)
@@ -128,7 +128,7 @@ def name_optimizer(index: int, optimizer: Optimizer, names: Mapping[int, str]) -
     """
     tensors: dict[str, Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
-    holder = _holder(optimizer)
+    holder = state_holder(optimizer)
     for parameter, state in holder.state.items():
         name = _name_of(parameter, names, index)
         for key, value in state.items():
@@ -221,7 +221,7 @@ def prepare_optimizer(
     """
     recorded = recorded_optimizer_state(manifest, index)
     made: set[str] = set()
-    holder = _holder(optimizer)
+    holder = state_holder(optimizer)
     for group in holder.param_groups:
         for parameter in group["params"]:
             name = _name_of(parameter, names, index)

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .._compat import offset_in_file
 from .errors import CheckpointError, CorruptCheckpointError
 from .manifest import COMMITTED_NAME, DCP_METADATA_NAME, MANIFEST_NAME, is_checkpoint_name
 from .verify import verify
@@ -221,9 +222,7 @@ def _locate_tensor(tensor: Tensor, file: str) -> StoredTensor:
     if tensor.layout != torch.strided or not tensor.numel():
         return StoredTensor(shape, tensor.dtype, ())
     itemsize = tensor.dtype.itemsize
-    # torch's notes on serialization tell of this attribute: where in the file a storage's bytes begin.
-    start = tensor.untyped_storage()._checkpoint_offset
-    assert start is not None
+    start = offset_in_file(tensor)
     # Of a view with gaps all between its first and its last element.
     num_elements = 1 + sum((size - 1) * int(stride) for size, stride in zip(shape, tensor.stride(), strict=True))
     block = StoredBlock(file, start + int(tensor.storage_offset()) * itemsize, num_elements * itemsize)

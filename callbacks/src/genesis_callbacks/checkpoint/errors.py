@@ -14,6 +14,8 @@ class CorruptCheckpointError(CheckpointError):
 class SaveFailedError(CheckpointError):
     """A save that did not become a checkpoint; every rank raises it, and earlier checkpoints are untouched."""
 
+    exit_status = 1  # the disk's or the machine's doing: starting again may help
+
 
 class UnsupportedStateError(CheckpointError):
     """A state that cannot be written without pickle; the message names its key."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .collect import _holder, canonical_name, name_optimizer, name_parameters
+from .collect import canonical_name, name_optimizer, name_parameters, state_holder
 from .contents import Contents, StoredTensor
 from .manifest import dtype_name
 
@@ -97,7 +97,7 @@ def _expect_optimizer(index: int, optimizer: Optimizer, names: Mapping[int, str]
 
 def count_state(optimizer: Optimizer) -> int:
     """Returns how many values of state this rank holds for an optimizer: a number that is quickly had."""
-    return sum(map(len, _holder(optimizer).state.values()))
+    return sum(map(len, state_holder(optimizer).state.values()))
 
 
 def build_expectation(module: nn.Module, optimizers: Sequence[Optimizer]) -> Expectation:
