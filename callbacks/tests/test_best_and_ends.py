@@ -134,6 +134,12 @@ def test_a_run_goes_on_from_the_best_bit_for_bit(tmp_path, strategy):
     assert read_best(tmp_path / "run").name == "step-00000004"  # it remembers: 2.5 is no best
 
 
+def test_each_of_two_callbacks_has_its_own_best(tmp_path):
+    other = CountedCheckpoint(run_dir=tmp_path / "b", mode="sync", monitor="validation/loss", monitor_mode="max")
+    fit_on(1, tmp_path / "a", "single", 8, monitor="validation/loss", callbacks=(other,))
+    assert (read_best(tmp_path / "a").value, read_best(tmp_path / "b").value) == (2.0, 9.0)
+
+
 def test_a_run_that_goes_on_from_before_the_best_marks_its_own(tmp_path):
     options = {"monitor": "validation/loss", "every_n_steps": 1, "keep_last": None}
     fit_on(1, tmp_path, "single", 4, **options)

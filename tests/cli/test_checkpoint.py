@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -642,3 +643,45 @@ def test_genesis_tells_free_from_what_must_be_allowed_and_what_never_changes(tmp
         "trainer.strategy",
         "trainer.logger",
     }
+
+
+# ---- a stranger's checkpoint
+
+
+def plant_pickles(path: Path, proof: Path) -> None:
+    """Puts pickles that run code into `.metadata` and at the head of each chunk of the shard; all hashes are right."""
+    payload = pickle.dumps(Payload(proof))
+    (path / ".metadata").write_bytes(payload)
+    manifest = json.loads((path / "manifest.json").read_bytes())
+    for name, record in manifest["tensors"].items():
+        for chunk in record["chunks"]:
+            shard = bytearray((path / chunk["file"]).read_bytes())
+            assert chunk["data_offset"] - chunk["byte_offset"] >= len(payload), name
+            shard[chunk["byte_offset"] : chunk["byte_offset"] + len(payload)] = payload
+            (path / chunk["file"]).write_bytes(shard)
+    for record in manifest["files"]:
+        data = (path / record["name"]).read_bytes()
+        record["num_bytes"], record["hash"] = len(data), hash_bytes(data, "blake3")
+    data = json.dumps(manifest).encode()
+    (path / "manifest.json").write_bytes(data)
+    (path / "COMMITTED").write_bytes(b"blake3:" + hash_bytes(data, "blake3").encode())
+
+
+def test_looking_into_a_strangers_checkpoint_runs_nothing_of_it(tmp_path, capsys):
+    older, newer = save_run(tmp_path / "run", steps=(2, 4))
+    proof = tmp_path / "proof"
+    for path in (older, newer):
+        plant_pickles(path, proof)
+    for arguments in (
+        ("list", tmp_path / "run", "--level", "deep"),
+        ("show", newer),
+        ("verify", tmp_path / "run", "--level", "deep", "--finite"),
+        ("diff", older, newer),
+        ("prune", tmp_path / "run", "--keep_last", "1", "--dry_run"),
+        ("repair", tmp_path / "run", "--apply"),
+    ):
+        status, out = run_command(capsys, *arguments)
+        assert status == 0, out
+    assert not proof.exists()
+    pickle.loads((newer / ".metadata").read_bytes())  # the payload does work, where somebody unpickles
+    assert proof.exists()

@@ -97,7 +97,9 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize(("strategy", "world_size"), [("replicated", 1), ("replicated", 2), ("zero1", 2), ("full", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "world_size"), [("replicated", 1), ("replicated", 2), ("zero1", 2), ("full", 2), ("offload", 2)]
+)
 def test_twenty_and_twenty_steps_are_bit_equal_to_forty(
     tmp_path: Path, tiny_corpus: Path, straight: Straight, strategy: str, world_size: int, optimizer: str
 ) -> None:

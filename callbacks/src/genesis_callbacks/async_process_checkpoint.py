@@ -459,7 +459,6 @@ class AsyncProcessCheckpoint(Checkpoint):
             self._signals.install()
         if self._rank_watch is not None:
             self._rank_watch.start()
-        unshield_validation(trainer)  # another one of these may stand in the Trainer
         shield_validation(trainer, self._keep_generators)
         self._remember_boundary(trainer, pl_module)
 

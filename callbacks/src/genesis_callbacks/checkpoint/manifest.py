@@ -174,7 +174,7 @@ def _decode_tensor(content: dict[str, Any]) -> TensorRecord:
 
 def _check_names(files: set[str], tensors: dict[str, TensorRecord]) -> None:
     for name in files:
-        if Path(name).name != name:
+        if Path(name).name != name or name in ("", ".", ".."):
             raise ValueError(f"file {name!r} is not in the checkpoint's own directory")
     for name, record in tensors.items():
         for chunk in record.chunks:
