@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+from pathlib import Path
 
 import torch
 
@@ -20,6 +21,7 @@ READY = "ready"
 # Whoever ends a run by a signal to all of its processes does not end the save in hand.
 IGNORED_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _NICENESS = 10
+_AUTOGROUP = Path("/proc/self/autogroup")
 
 
 def serve(channel: Channel) -> None:
@@ -49,11 +51,22 @@ def serve(channel: Channel) -> None:
             return
 
 
+def _give_way() -> None:
+    """Lowers this process's priority against the trainer's.
+
+    Where Linux groups processes by session (autogroup), niceness counts within a session alone, and this process has
+    one of its own: then the group must be nice.
+    """
+    os.nice(_NICENESS)
+    with contextlib.suppress(OSError):
+        _AUTOGROUP.write_text(str(_NICENESS))
+
+
 def main() -> None:
     """Makes a quiet process of this one and serves."""
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    os.nice(_NICENESS)
+    _give_way()
     torch.set_num_threads(1)
     serve(Channel(socket.socket(fileno=int(sys.argv[1]))))
     sys.stderr.flush()
