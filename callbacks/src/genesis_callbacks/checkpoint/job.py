@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from torch import Tensor
+
 from .assemble import Heading, assemble, collect_records, retain
 from .commit import discard
 from .digest import digest_chunk
@@ -224,18 +226,26 @@ def perform(job: WriteJob, buffer: SharedBuffer, is_orphan: Callable[[], bool]) 
 
 
 def _write(job: WriteJob, buffer: SharedBuffer) -> RankReceipt:
-    for placed in job.placed:
-        part = placed.part
-        if digest_chunk(buffer.view(placed), part.shape, part.offsets) != job.digests[part]:
-            raise TornSnapshotError(f"{part.name}: staged and live digests differ: it changed while it was copied")
     receipt = Receipt((), ())
     if job.placed:
-        staged = ((placed.part, buffer.view(placed)) for placed in job.placed)
-        receipt = write_shard(job.staging, job.rank, staged, algorithm=job.hash_algorithm)
+        receipt = write_shard(job.staging, job.rank, _read_staged(job, buffer), algorithm=job.hash_algorithm)
     if job.commit is None:
         _write_note(_receipt_path(job.staging, job.rank), _encode_receipt(receipt, job.digests, job.section))
         sync_directory(job.staging)
     return RankReceipt(receipt, dict(job.digests), job.section)
+
+
+def _read_staged(job: WriteJob, buffer: SharedBuffer) -> Iterator[tuple[Part, Tensor]]:
+    """Yields each part with its staged data, just compared with what was live: while it is in the processor's cache.
+
+    Raises:
+        TornSnapshotError: It is not what was live.
+    """
+    for placed in job.placed:
+        part, data = placed.part, buffer.view(placed)
+        if digest_chunk(data, part.shape, part.offsets) != job.digests[part]:
+            raise TornSnapshotError(f"{part.name}: staged and live digests differ: it changed while it was copied")
+        yield part, data
 
 
 # ---- rank 0's
