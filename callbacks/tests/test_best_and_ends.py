@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, Trainer
 from plain_project import CountedCheckpoint, PlainModel, build_strategy, full, run_training
 from torch.utils.data import DataLoader
 
+from genesis_callbacks._rank_watch import RankWatch
 from genesis_callbacks.checkpoint import CheckpointError, find_latest, read_manifest, read_tensors, verify
 from genesis_callbacks.checkpoint.best import read_best
 from genesis_callbacks.checkpoint.inventory import trace_ancestors
@@ -331,3 +332,17 @@ def test_ranks_that_end_well_miss_nobody(tmp_path):
     for _ in range(2):
         runs = fit_on(2, tmp_path, "ddp", 2, lost_rank_seconds=0.1)
     assert [run["last_saved"].name for run in runs] == ["step-00000002"] * 2
+
+
+def test_ranks_whose_locks_cannot_be_seen_are_not_taken_for_lost(tmp_path):
+    """As on a file system that keeps the locks of each node to itself."""
+    one, other = (
+        RankWatch(tmp_path, 0, 2, 0.1),
+        RankWatch(tmp_path, 1, 2, 0.1),
+    )  # one process: its locks do not conflict
+    with pytest.warns(UserWarning, match="carries no locks between the ranks"):
+        one.start()
+    assert one.describe_lost() is None
+    assert not one.has_lost_process()
+    one.stop()
+    other.stop()

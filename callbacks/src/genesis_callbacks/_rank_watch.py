@@ -2,7 +2,8 @@
 
 Each rank holds a lock on a small file of its own in the run's directory, and the operating system lets go of it when
 the process ends, however it ends. A thread of each rank looks whether the next one's lock is still held; what it finds
-it tells the others through a file. No communication: a process group that has lost a rank is not to be asked.
+it tells the others through a file. No communication: a process group that has lost a rank is not to be asked. Where
+the file system does not carry locks from node to node nobody is watched, and that is said.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import os
 import shutil
 import sys
 import threading
+import warnings
 from pathlib import Path
 
 EXIT_STATUS = 70
@@ -43,9 +45,14 @@ class RankWatch:
         self._thread = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
         self._directory.mkdir(exist_ok=True)
         self._descriptor = os.open(self._path(rank), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
-        # A lock of the process, not of the descriptor: a forked data worker that outlives it does not hold it.
-        fcntl.lockf(self._descriptor, fcntl.LOCK_EX)
-        self._say(f"process {os.getpid()}")
+        self._is_watching = True
+        try:
+            # A lock of the process, not of the descriptor: a forked data worker that outlives it does not hold it.
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX)
+            self._say(f"process {os.getpid()}")
+        except OSError:  # no locks here: nobody must take this rank for lost
+            self._is_watching = False
+            self._say(_ENDED)
 
     @staticmethod
     def clear(directory: Path) -> None:
@@ -53,18 +60,27 @@ class RankWatch:
         shutil.rmtree(directory / _DIRECTORY_NAME, ignore_errors=True)
 
     def start(self) -> None:
-        """Starts watching; all ranks have made theirs."""
+        """Starts watching, if the locks of all ranks, which have made theirs, can be seen from here."""
+        if not self._is_watching or self._find_all_lost():
+            self._is_watching = False
+            warnings.warn(
+                f"the file system of {self._directory} carries no locks between the ranks: a lost one is not named",
+                stacklevel=2,
+            )
+            return
         self._thread.start()
 
     def describe_lost(self) -> str | None:
         """Returns which ranks ended before the run did, as "rank 1 (process 42)" or "(failed with ...)", or None."""
+        if not self._is_watching:
+            return None
         with contextlib.suppress(OSError):
             return (self._directory / _VERDICT_NAME).read_text(encoding="utf-8")
         return ", ".join(f"rank {rank} ({said})" for rank, said in self._find_all_lost().items()) or None
 
     def has_lost_process(self) -> bool:
         """Says whether a rank ended without a word, so that it has no part in anything any more."""
-        return any(not said.startswith(_FAILED) for said in self._find_all_lost().values())
+        return self._is_watching and any(not said.startswith(_FAILED) for said in self._find_all_lost().values())
 
     def _find_all_lost(self) -> dict[int, str]:
         lost = {rank: self._find_lost(rank) for rank in range(self._world_size) if rank != self._rank}

@@ -817,7 +817,11 @@ class AsyncProcessCheckpoint(Checkpoint):
             if self._background is None:
                 self._note_saved(saver.save(take).manifest.step)
                 return False
-            self._background.settle_alone(_LEAVE_SECONDS)
+            outcome = self._background.settle_alone(_LEAVE_SECONDS)
+            if outcome is not None and outcome.kind == "committed":
+                self._note_saved(self._background.settled_step)
+            if boundary.step == self._last_saved_step:
+                return False
             self._background.begin(boundary.step, take, self._progress())
         except CheckpointError as error:
             warnings.warn(f"step {boundary.step} is not saved: {error}", SaveFailedWarning, stacklevel=2)

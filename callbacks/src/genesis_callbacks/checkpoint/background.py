@@ -50,6 +50,8 @@ _CODES: dict[OutcomeKind, int] = {"committed": 1, "failed": 2, "torn": 3, "chang
 _CODE_BASE = 8
 _ANSWER_GRACE_SECONDS = 5.0
 _NOTE_WAIT_SECONDS = 5.0
+# How long a save may take to end that has been given up, its writer killed.
+_END_SECONDS = 5.0
 _THREAD_NICENESS = 10
 _YIELD_SECONDS = 0.001
 _BEGIN_POLL_SECONDS = 0.002
@@ -381,9 +383,11 @@ class BackgroundSaver:
         save, self._save = self._save, None
         if save is not None:
             save.staged.wait()
-            if not save.finished.wait(wait_seconds) and self._writer is not None:
-                self._writer.kill()
-                save.finished.wait(wait_seconds)
+            if not save.finished.wait(wait_seconds):
+                save.given_up.set()
+                if self._writer is not None:
+                    self._writer.kill()
+                save.finished.wait(_END_SECONDS)
         if self._writer is not None:
             self._writer.close()
             self._writer = None
