@@ -27,12 +27,13 @@ from rich.console import Console
 from genesis.arguments import Parser
 from genesis.bench.checkpoint_modes import MODES, choose_modes, name_default_modes
 from genesis.bench.checkpoint_plot import plot_steps
-from genesis.bench.checkpoint_report import build_record, build_tables, describe_hardware, format_page, list_findings
+from genesis.bench.checkpoint_report import build_record, build_tables, format_page, list_findings
 from genesis.bench.checkpoint_results import ModeRun, merge_ranks, summarise
 from genesis.bench.contenders import WorkerProcess
 from genesis.bench.pairs import rotate_order
+from genesis.bench.record import anonymise, describe_hardware
 from genesis.bench.step import MODELS as STEP_MODELS
-from genesis.bench.step import Recipe, count_flops_per_token, read_recipe
+from genesis.bench.step import Recipe, plan_workload, read_recipe
 from genesis.bench.workers.checkpoint_protocol import Farewell, Mode, Task, TrainerReady, Turn
 from genesis.bench.workers.protocol import Workload
 from genesis.errors import UserError
@@ -123,7 +124,7 @@ def main(argv: list[str]) -> int:
     console = Console(stderr=True)
     for name, reason in left_out.items():
         console.print(f"{name} is left out: it {reason}", highlight=False)
-    workload = _plan_workload(recipe, options)
+    workload = plan_workload(recipe, options, num_warmup_steps=options.every_n_steps - 1)
     _prepare_directory(options.dir, len(modes), describe(recipe.decoder).num_parameters)
     ready, runs = _run(modes, workload, options, console)
     results = summarise(runs, ready.num_parameters, workload.tokens_per_window * options.ranks)
@@ -191,24 +192,6 @@ def _check_device(options: argparse.Namespace) -> None:
 
 
 # ---- the work
-
-
-def _plan_workload(recipe: Recipe, options: argparse.Namespace) -> Workload:
-    adamw = ("lr", "betas", "eps", "weight_decay")
-    return Workload(
-        decoder=asdict(recipe.decoder),
-        optimizer={name: getattr(recipe.optimizer, name) for name in adamw},
-        seq_len=recipe.seq_len,
-        micro_batch_size=options.micro_batch_size or recipe.micro_batch_size,
-        num_micro_batches=options.micro_batches,
-        documents="one_per_row",
-        flops_per_token=count_flops_per_token(recipe.decoder, recipe.seq_len),
-        device=options.device,
-        precision=options.precision or recipe.precision,
-        is_compiled=options.compile,
-        num_threads=options.threads,
-        num_warmup_steps=options.every_n_steps - 1,
-    )
 
 
 def _prepare_directory(directory: Path, num_modes: int, num_parameters: int) -> None:
@@ -284,9 +267,8 @@ def _title(workload: Workload, options: argparse.Namespace, num_parameters: int)
 def _describe_settings(
     argv: Sequence[str], options: argparse.Namespace, workload: Workload, ready: TrainerReady, left_out: dict[str, str]
 ) -> dict[str, Any]:
-    words = [Path(word).name if Path(word).is_absolute() else word for word in argv]
     return {
-        "command": shlex.join(["genesis", "bench", "checkpoint", *words]),
+        "command": shlex.join(["genesis", "bench", "checkpoint", *anonymise(argv)]),
         "date": date.today().isoformat(),
         "hardware": describe_hardware(ready.device_name),
         "versions": ready.versions,

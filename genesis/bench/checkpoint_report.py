@@ -205,10 +205,3 @@ def _format_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list
         "|" + "---|" * len(columns),
         *("| " + " | ".join(row) + " |" for row in rows),
     ]
-
-
-def describe_hardware(device_name: str) -> str:
-    """Returns cores, memory and GPU of this machine, without its name."""
-    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    gpu = "" if device_name == "cpu" else f", {device_name}"
-    return f"{os.cpu_count()}-core {platform.machine()}, {memory_gib:.0f} GiB{gpu}"

@@ -27,6 +27,7 @@ from rich.table import Table
 from genesis.arguments import Parser
 from genesis.bench.contenders import OWN, Contender, Worker, choose_contenders
 from genesis.bench.pairs import PairedRatio, compare_pairs, rotate_order
+from genesis.bench.record import anonymise, describe_hardware
 from genesis.bench.workers.protocol import Burst, Ready, Workload
 from genesis.errors import UserError
 from genesis.model.decoder import DecoderConfig
@@ -116,7 +117,7 @@ def main(argv: list[str]) -> int:
     """Measures, prints a table and writes the record where `--out` says."""
     options = _parse(argv)
     recipe = read_recipe(options.config) if options.config else MODELS[options.model]
-    workload = _plan_workload(recipe, options)
+    workload = plan_workload(recipe, options, options.warmup_steps)
     contenders = choose_contenders(options.contenders, options.peers)
     readies, bursts = _run(contenders, workload, options.pairs, options.burst_steps)
     results = summarise(bursts, workload)
@@ -179,7 +180,8 @@ def read_recipe(path: Path) -> Recipe:
         raise UserError(f"{path} is no recipe of `genesis fit`: {error}") from error
 
 
-def _plan_workload(recipe: Recipe, options: argparse.Namespace) -> Workload:
+def plan_workload(recipe: Recipe, options: argparse.Namespace, num_warmup_steps: int) -> Workload:
+    """Returns the work of a contender, by the recipe and the options that the benches of training have in common."""
     adamw = ("lr", "betas", "eps", "weight_decay")
     return Workload(
         decoder=asdict(recipe.decoder),
@@ -193,7 +195,7 @@ def _plan_workload(recipe: Recipe, options: argparse.Namespace) -> Workload:
         precision=options.precision or recipe.precision,
         is_compiled=options.compile,
         num_threads=options.threads,
-        num_warmup_steps=options.warmup_steps,
+        num_warmup_steps=num_warmup_steps,
     )
 
 
@@ -319,9 +321,9 @@ def _build_record(
     peak = results.get(PEAK)
     return {
         "what": "tokens per second of training steps, in interleaved bursts",
-        "command": f"genesis bench step {shlex.join(_anonymise(argv))}",
+        "command": f"genesis bench step {shlex.join(anonymise(argv))}",
         "date": date.today().isoformat(),
-        "hardware": _describe_hardware(next(iter(readies.values())).device_name),
+        "hardware": describe_hardware(next(iter(readies.values())).device_name),
         "python": platform.python_version(),
         "workload": asdict(workload),
         "load_average_after": round(os.getloadavg()[0], 1),
@@ -341,21 +343,6 @@ def _build_record(
             for contender in contenders
         },
     }
-
-
-def _anonymise(argv: Sequence[str]) -> list[str]:
-    """Returns the arguments with names of files in place of this machine's paths."""
-    words = []
-    for word in argv:
-        peers = [peer.partition("=") for peer in word.split(",")]
-        words.append(",".join(name + equals + (equals and Path(path).name) for name, equals, path in peers))
-    return [Path(word).name if Path(word).is_absolute() else word for word in words]
-
-
-def _describe_hardware(device_name: str) -> str:
-    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    gpu = "" if device_name == "cpu" else f", {device_name}"
-    return f"{os.cpu_count()}-core {platform.machine()}, {memory_gib:.0f} GiB{gpu}"
 
 
 def format_record(record: Mapping[str, Any]) -> str:

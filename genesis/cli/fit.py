@@ -35,7 +35,7 @@ from genesis.train.module import GenesisModule
 from genesis.train.progress import GenesisProgressBar
 from genesis.train.recipe_policy import RECIPE_POLICY
 from genesis_callbacks import AsyncProcessCheckpoint, CheckpointVerification, SkipAwareLR, TokenCounters
-from genesis_callbacks.checkpoint import find_latest, list_committed
+from genesis_callbacks.checkpoint import find_best, find_latest, list_committed
 from genesis_callbacks.checkpoint.manifest import MANIFEST_NAME
 
 LATEST = "latest"
@@ -229,8 +229,8 @@ class GenesisCLI(LightningCLI):
     def _find(self, wanted: str) -> Path | None:
         """Returns the latest or the best checkpoint of `run_dir`, which is not this run's own where it is a fork."""
         if self._get(self.config_init, "fork") is not None:
-            origin = AsyncProcessCheckpoint(run_dir=self._get(self.config_init, "run_dir"))
-            found = find_latest(origin.directory, put_aside=False) if wanted == LATEST else origin.best()
+            origin = Path(self._get(self.config_init, "run_dir"))
+            found = find_latest(origin, put_aside=False) if wanted == LATEST else find_best(origin)
         else:
             found = self.checkpoint.latest() if wanted == LATEST else self.checkpoint.best()
         if found is None and (wanted == BEST or self._get(self.config_init, "fork") is not None):

@@ -57,7 +57,7 @@ from ._step_watch import StepWatch
 from ._trainer_restore import Restore
 from ._trainer_state import take_snapshot
 from .checkpoint.background import BackgroundSaver, Progress, Staging
-from .checkpoint.best import MonitorMode, read_best
+from .checkpoint.best import MonitorMode, find_best
 from .checkpoint.collect import MODEL_PREFIX, name_parameters
 from .checkpoint.commit import supersede
 from .checkpoint.drift import DriftPolicy
@@ -342,8 +342,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         Raises:
             CorruptCheckpointError: The mark cannot be read.
         """
-        best = read_best(self.directory)
-        return None if best is None else self.directory / best.name
+        return find_best(self.directory)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns plain values: which step is the best."""

@@ -4,6 +4,7 @@ It knows torch, not Lightning. A directory of checkpoints holds one `step-XXXXXX
 that the engine did not give is never counted nor touched.
 """
 
+from .best import find_best
 from .digest import digest_chunk, digest_tensor
 from .drift import Difference, DriftPolicy, DriftWarning, check_drift, find_drift, format_differences
 from .errors import (
@@ -54,6 +55,7 @@ __all__ = [
     "check_restored",
     "digest_chunk",
     "digest_tensor",
+    "find_best",
     "find_drift",
     "find_latest",
     "format_differences",

@@ -76,6 +76,16 @@ def read_best(directory: Path | str) -> Best | None:
         return None
 
 
+def find_best(directory: Path | str) -> Path | None:
+    """Returns where a run's best checkpoint lies, or None; it does not verify.
+
+    Raises:
+        CorruptCheckpointError: The mark is there and cannot be read.
+    """
+    best = read_best(directory)
+    return None if best is None else checkpoints_in(directory) / best.name
+
+
 def mark_best(directory: Path, step: int, monitor: str, mode: MonitorMode, value: float) -> bool:
     """Marks the committed checkpoint of `step` and says whether it is there to be marked.
 

@@ -181,10 +181,6 @@ def _decode_receipt(content: Any) -> RankReceipt:
     return RankReceipt(Receipt(files, chunks), digests, content["section"])
 
 
-def _never() -> bool:
-    return False
-
-
 @contextlib.contextmanager
 def _held(staging: Path) -> Iterator[None]:
     """Holds a shared lock on the staging directory, so that a restart can wait for whoever still writes into it."""

@@ -1,0 +1,22 @@
+"""What every record says of where it was made, without a path or a name of this machine."""
+
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def describe_hardware(device_name: str) -> str:
+    """Returns cores, memory and GPU; `device_name` is that of the GPU, or "cpu"."""
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    gpu = "" if device_name == "cpu" else f", {device_name}"
+    return f"{os.cpu_count()}-core {platform.machine()}, {memory_gib:.0f} GiB{gpu}"
+
+
+def anonymise(argv: Sequence[str]) -> list[str]:
+    """Returns arguments with names of files in place of this machine's paths, also in lists of NAME=PATH."""
+    words = []
+    for word in argv:
+        peers = [peer.partition("=") for peer in word.split(",")]
+        words.append(",".join(name + equals + (equals and Path(path).name) for name, equals, path in peers))
+    return [Path(word).name if Path(word).is_absolute() else word for word in words]
