@@ -20,6 +20,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -110,7 +111,7 @@ def _fit_longest_first(lengths: Int64[ndarray, " pieces"], seq_len: int) -> Int6
 
     num_sequences = 0
     firsts = np.flatnonzero(np.diff(lengths, prepend=seq_len + 1)).tolist()
-    for first, last in zip(firsts, [*firsts[1:], len(lengths)], strict=True):
+    for first, last in pairwise([*firsts, len(lengths)]):
         length = int(lengths[first])
         while first < last:
             at = bisect_left(rooms, length)
