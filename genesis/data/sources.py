@@ -11,6 +11,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
 
@@ -475,3 +476,134 @@ def _read_parquet(source: SourceOptions, span: Span) -> Iterator[Document]:
 
 def _place_in_row(span: Span, row: int) -> Callable[[int], str]:
     return lambda index: f"{span.file.path}, row {row}, offset {index} of its text"
+
+
+# Entries: the same documents, from any of them on
+
+
+class DamagedFileError(UserError):
+    """A file is cut short or damaged: nothing after that place in its span can be read."""
+
+
+class Entry(NamedTuple):
+    """One record of a span, not understood yet: where it begins, where the next one does, and how to read it.
+
+    `read(True)` raises `UserError` with the record's place if it is bad; `read(False)` may name a wrong line, which
+    saves the pass over the file that counts them.
+    """
+
+    start: int
+    end: int
+    read: Callable[[bool], Document]
+
+
+def read_entries(source: SourceOptions, span: Span, start: int = 0) -> Iterator[Entry]:
+    """Yields the records of a span in order, from the one at `start` on: 0, or where an entry ends.
+
+    A bad record raises when it is read, not here. An uncompressed file of records is read from `start` on, a parquet
+    file from the row group that holds it, a compressed file from its beginning.
+
+    Raises:
+        DamagedFileError: The file is cut short or damaged.
+        UserError: The file has changed or cannot be read.
+    """
+    check_unchanged(source, span.file)
+    kind, _ = _kind_of(span.file.path, source)
+    try:
+        yield from (_row_entries if kind == "parquet" else _record_entries)(source, span, start)
+    except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError, pa.ArrowException) as error:
+        raise DamagedFileError(
+            f"{span.file.path} is cut short or damaged ({_one_line(error)}); fetch it again"
+        ) from None
+    except OSError as error:
+        if error.errno is None:  # pyarrow's, of data that does not decompress
+            raise DamagedFileError(f"{span.file.path} is damaged ({_one_line(error)}); fetch it again") from None
+        raise _unreadable(span.file.path, source, error) from None
+    check_unchanged(source, span.file)
+
+
+def check_unchanged(source: SourceOptions, file: InputFile) -> None:
+    """Refuses a file that is no longer what it was when it was found.
+
+    Raises:
+        UserError: See above.
+    """
+    if _stat(file.path, source) != file:
+        raise UserError(
+            f"{file.path} has changed since the run began (its size or time of modification); put it back as it was, "
+            "or begin a new run"
+        )
+
+
+def is_cheap_to_reopen(source: SourceOptions, span: Span) -> bool:
+    """Whether `read_entries` begins at any entry without reading what is before it."""
+    kind, compression = _kind_of(span.file.path, source)
+    return kind != "parquet" and compression is None
+
+
+def _record_entries(source: SourceOptions, span: Span, start: int) -> Iterator[Entry]:
+    kind, compression = _kind_of(span.file.path, source)
+    delimiter = _delimiter(kind, source)
+    if delimiter is None:
+        if start == 0:
+            data = b"".join(block for block, _ in _read_blocks(span.file.path))
+            yield Entry(0, 1, partial(_read_record, source, span, kind, 0, data, span.num_bytes))
+        return
+    first = max(span.start, start)
+    if compression is None:
+        if first >= span.end:
+            return
+        span = Span(span.file, first, span.end, span.num_bytes)
+    for offset, record, position in _read_records(span, delimiter):
+        if offset >= first:
+            yield Entry(
+                offset,
+                offset + len(record) + len(delimiter),
+                partial(_read_record, source, span, kind, offset, record, position),
+            )
+
+
+def _read_record(
+    source: SourceOptions, span: Span, kind: Format, offset: int, record: bytes, position: int, is_located: bool
+) -> Document:
+    if kind == "text":
+        return _decode(source, record, position, _place_in_file(span, offset))
+    line = record.removeprefix(_BYTE_ORDER_MARK) if offset == 0 else record
+    if not line.strip():
+        return Document("", b"", position)
+    decoded = _decode(source, line, position, _place_in_file(span, offset + len(record) - len(line)))
+    shown = offset if is_located else 0
+    try:
+        fields = json.loads(decoded.text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"{_line(span, shown)} is not JSON ({_one_line(error)}); mend or remove it") from None
+    return _encode(source, span, shown, _text_of(source, span, shown, fields), position)
+
+
+def _row_entries(source: SourceOptions, span: Span, start: int) -> Iterator[Entry]:
+    with pq.ParquetFile(span.file.path) as parquet:
+        first = sum(parquet.metadata.row_group(index).num_rows for index in range(span.start))
+        row = 0
+        for group in range(span.start, span.end):
+            num_rows = parquet.metadata.row_group(group).num_rows
+            if row + num_rows <= start:
+                row += num_rows
+                continue
+            for batch in parquet.iter_batches(_ROWS_PER_BATCH, row_groups=[group], columns=[source.text_field]):
+                column = batch.column(0)
+                if pa.types.is_dictionary(column.type):
+                    column = column.dictionary_decode()
+                skipped = min(max(start - row, 0), len(column))
+                row += skipped
+                for data in column.slice(skipped).cast(pa.large_binary()).to_pylist():
+                    yield Entry(row, row + 1, partial(_read_row, source, span, first + row, data))
+                    row += 1
+
+
+def _read_row(source: SourceOptions, span: Span, row: int, data: bytes | None, is_located: bool) -> Document:
+    if data is None:
+        raise UserError(
+            f"{span.file.path}, row {row} has no {source.text_field!r} (null); remove it or set another text_field for "
+            f"source {source.name}"
+        )
+    return _decode(source, data, 0, _place_in_row(span, row))
