@@ -8,6 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
+from ._trainer_state import HasRankState
 from .checkpoint.collect import (
     MODEL_PREFIX,
     NamedModel,
@@ -79,6 +80,7 @@ class Restore:
         self._sections: list[Any] = []
         self._rng: Any = None
         self._content: Any = ranks.attempt("reading the state", self._read_content, error_type=CheckpointError)
+        self._has_combined = False
 
     def check_drift(
         self,
@@ -140,6 +142,14 @@ class Restore:
         rng = own.pop("rng")
         self._rng = rng if self._has_same_world else None
         return self._decode(own)
+
+    def combine_rank_states(self, datamodule: Any) -> None:
+        """Gives a data module that keeps a state by rank what all of them saved. No communication."""
+        key = type(datamodule).__qualname__
+        if isinstance(datamodule, HasRankState) and key in self._content["trainer"]:
+            states = [self._decode(section["trainer"][key]) for section in self._sections]
+            self._content["trainer"][key] = datamodule.combine_rank_states(states)
+            self._has_combined = True
 
     def _decode(self, content: Any) -> Any:
         return decode_tagged(content, read_recorded_tensors(self.path, self.manifest, sorted(named_tensors(content))))
@@ -302,7 +312,8 @@ class Restore:
         afresh = list(self._afresh)
         if not self._has_same_world:
             change = f"{manifest.world_size} ranks saved, {self._ranks.world_size} restore"
-            rebuilt.append(f"placement of tensors ({change}); other state is rank 0's")
+            owner = "rank 0's, the data's of all ranks" if self._has_combined else "rank 0's"
+            rebuilt.append(f"placement of tensors ({change}); other state is {owner}")
             afresh.append(f"random number generators ({change})")
         if not num_optimizer:
             afresh.append("optimizer state (there was none yet)")

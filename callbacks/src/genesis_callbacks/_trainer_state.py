@@ -22,6 +22,18 @@ class HasCheckpointCounters(Protocol):
         """Returns clock name to its value, the same on every rank."""
 
 
+@runtime_checkable
+class HasRankState(Protocol):
+    """A data module whose `state_dict` holds what this rank alone knows, such as where its share of the data stands.
+
+    A restore gives `load_state_dict` what `combine_rank_states` makes of all ranks' states, on every rank and at any
+    world size; other data modules get the state that their own rank saved, or rank 0's.
+    """
+
+    def combine_rank_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        """Returns one state for `load_state_dict` from those of all ranks that saved, in their order."""
+
+
 def read_counters(trainer: Trainer) -> dict[str, int]:
     """Returns the clocks of all callbacks that keep some, and `step`, Lightning's global step. No communication."""
     counters: dict[str, int] = {}

@@ -429,6 +429,7 @@ class AsyncProcessCheckpoint(Checkpoint):
                 sibling._started_from = restore
         if restore.has_weights_alone:
             return NothingToRestore(restore.load_in_place(module, []))
+        restore.combine_rank_states(trainer.datamodule)  # type: ignore[attr-defined]  # Lightning sets it
         if trainer.strategy.restore_checkpoint_after_setup:
             return restore.load_in_place(module, trainer.optimizers if is_fit else [])
         return restore.build_lightning_checkpoint(module, with_optimizers=is_fit)
