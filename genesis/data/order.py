@@ -8,8 +8,10 @@ A *position* counts the sequences that all ranks have consumed. Two steps lead f
    shuffle, which needs no memory), each sequence once per epoch.
 
 The mix may change at a position. What an order consists of is therefore the list of its mixes, each with the position
-where it starts and what had been drawn by then. `state` holds it in plain types, with a hash of the first sequences:
-a saved run is never continued in another order without a word.
+where it starts and what had been drawn by then. A limit of epochs is one more such change, at a position that follows
+from mix and limit: there the source's weight becomes 0 and the others go on in proportion; when none is left, the order
+ends. `state` holds the list in plain types, with a hash of the first sequences: a saved run is never continued in
+another order without a word.
 """
 
 import difflib
@@ -59,7 +61,10 @@ _SMALL_SOURCE: Final = 4_096
 
 @dataclass(frozen=True)
 class Mix:
-    """Weights in force from `start_position` on, and the sequences of each source drawn before; both by source."""
+    """Weights in force from `start_position` on, and the sequences of each source drawn before; both by source.
+
+    Where all weights are 0, the order ends.
+    """
 
     start_position: int
     weights: tuple[int, ...]
@@ -74,16 +79,24 @@ class SequenceOrder:
         seed: Of the shuffle; any integer.
         names: The sources.
         num_sequences: Of each source.
-        mixes: By start position, the first at 0.
+        mixes: By start position, the first at 0; those that limits bring are among them from the beginning.
+        max_epochs: How often each source is drawn at most; None for one without limit.
     """
 
     seed: int
     names: tuple[str, ...]
     num_sequences: tuple[int, ...]
     mixes: tuple[Mix, ...]
+    max_epochs: tuple[int | None, ...]
+
+    @property
+    def end(self) -> int | None:
+        """Returns the position at which every source has reached its limit; None if the order goes on for ever."""
+        return None if any(self.mixes[-1].weights) else self.mixes[-1].start_position
 
     def sequences(self, position: int, count: int) -> tuple[Int64[ndarray, " count"], Int64[ndarray, " count"]]:
         """Returns (index into `names`, sequence of that source) for `count` positions from `position` on."""
+        assert self.end is None or position + count <= self.end, "read beyond the end of the order"
         parts = [self._draws(mix, first, last) for mix, first, last in self._spans(position, position + count)]
         source_ids = np.concatenate([sources for sources, _ in parts])
         draws = np.concatenate([draws for _, draws in parts])
@@ -95,23 +108,26 @@ class SequenceOrder:
 
     def sequences_drawn(self, position: int) -> tuple[int, ...]:
         """Returns how many sequences of each source stand before `position`."""
-        mix = next(mix for mix in reversed(self.mixes) if mix.start_position <= position)
-        num_periods, rest = divmod(position - mix.start_position, sum(mix.weights))
-        in_rest = np.bincount(_selection_map(mix.weights)[0][:rest], minlength=len(self.names))
-        return tuple(
-            drawn + num_periods * weight + int(extra)
-            for drawn, weight, extra in zip(mix.sequences_drawn, mix.weights, in_rest, strict=True)
-        )
+        return _drawn_before(self.mix_at(position), position)
 
-    def with_mix(self, position: int, weights: Mapping[str, int]) -> Self:
-        """Returns the same order up to `position`, drawn with `weights` from there on."""
-        new_weights = _checked_weights(self.names, weights)
-        if new_weights == self.mixes[-1].weights:
-            return self
-        assert position >= self.mixes[-1].start_position, "a mix changes in the future, not in the past"
-        kept = tuple(mix for mix in self.mixes if mix.start_position < position)
-        mix = Mix(position, new_weights, self.sequences_drawn(position))
-        return type(self)(self.seed, self.names, self.num_sequences, (*kept, mix))
+    def mix_at(self, position: int) -> Mix:
+        """Returns the mix in force at `position`."""
+        return next(mix for mix in reversed(self.mixes) if mix.start_position <= position)
+
+    def with_mix(self, position: int, weights: Mapping[str, int], max_epochs: Mapping[str, int] | None = None) -> Self:
+        """Returns the same order up to `position`, drawn with `weights` and limits from there on.
+
+        Limits count what was drawn before. It is the same order where nothing changes.
+        """
+        checked = _checked_weights(self.names, weights)
+        limits = _checked_limits(self.names, max_epochs or {})
+        drawn = self.sequences_drawn(position)
+        now = Mix(position, _weights_left(checked, drawn, self.num_sequences, limits), drawn)
+        past = [mix for mix in self.mixes if mix.start_position <= position]
+        if past[-1].weights != now.weights:
+            past = [*(mix for mix in past if mix.start_position < position), now]
+        mixes = (*past[:-1], *_plan_mixes(past[-1], checked, self.num_sequences, limits))
+        return type(self)(self.seed, self.names, self.num_sequences, mixes, limits)
 
     def state(self) -> dict[str, Any]:
         """Returns the order in plain types."""
@@ -134,12 +150,12 @@ class SequenceOrder:
     def hash(self) -> str:
         """Returns a hash of the first sequences, which tells this order from any other in practice."""
         digest = blake2b("\0".join(self.names).encode(), digest_size=16)
-        for ids in self.sequences(0, NUM_HASHED):
+        for ids in self.sequences(0, NUM_HASHED if self.end is None else min(NUM_HASHED, self.end)):
             digest.update(ids.astype("<i8").tobytes())
         return digest.hexdigest()
 
     def continued(self, state: Mapping[str, Any], position: int) -> Self:
-        """Returns the order of a saved run, which goes on at `position` with this order's mix.
+        """Returns the order of a saved run, which goes on at `position` with this order's mix and limits.
 
         Raises:
             UserError: The saved run had another order: another version of it, seed or corpus, or the packages here
@@ -160,14 +176,15 @@ class SequenceOrder:
             )
             for mix in state["mixes"]
         )
-        saved = type(self)(self.seed, self.names, self.num_sequences, mixes)
+        saved = type(self)(self.seed, self.names, self.num_sequences, mixes, self.max_epochs)
         if saved.hash() != state["hash"]:
             raise UserError(
                 f"the checkpoint's order of data (grain {state['grain']}) can't be made again with grain "
                 f"{here['grain']}; install grain=={state['grain']}"
             )
-        weights = dict(zip(self.names, self.mixes[-1].weights, strict=True))
-        return saved.with_mix(position, weights)
+        weights = dict(zip(self.names, self.mixes[0].weights, strict=True))
+        limits = {name: limit for name, limit in zip(self.names, self.max_epochs, strict=True) if limit is not None}
+        return saved.with_mix(position, weights, limits)
 
     def _spans(self, first: int, last: int) -> Iterator[tuple[Mix, int, int]]:
         """Yields the mixes in force within [first, last), each with its part of it."""
@@ -203,13 +220,16 @@ _REMEDIES: Final = {
 }
 
 
-def build_order(num_sequences: Mapping[str, int], weights: Mapping[str, int], seed: int) -> SequenceOrder:
+def build_order(
+    num_sequences: Mapping[str, int], weights: Mapping[str, int], seed: int, max_epochs: Mapping[str, int] | None = None
+) -> SequenceOrder:
     """Returns the order over sources that hold `num_sequences` each, drawn with `weights`.
 
-    A source without a weight, or with weight 0, is not drawn.
+    A source without a weight, or with weight 0, is not drawn; one without a limit in `max_epochs` is drawn for ever.
 
     Raises:
-        UserError: A weight names no source, is negative or too large; none is positive; a source to be drawn is empty.
+        UserError: A weight names no source, is negative or too large; none is positive; a source to be drawn is empty;
+            a limit names no source or is below 1.
 
     Example:
         >>> order = build_order({"web": 1_000, "code": 100}, {"web": 3, "code": 1}, seed=0)
@@ -221,16 +241,15 @@ def build_order(num_sequences: Mapping[str, int], weights: Mapping[str, int], se
     for name, weight in zip(names, checked, strict=True):
         if weight and not num_sequences[name]:
             raise UserError(f"source {name!r} has no sequence to draw; give it weight 0, or lower data.seq_len")
-    return SequenceOrder(seed, names, tuple(num_sequences.values()), (Mix(0, checked, (0,) * len(names)),))
+    counts, limits = tuple(num_sequences.values()), _checked_limits(names, max_epochs or {})
+    mixes = _plan_mixes(Mix(0, checked, (0,) * len(names)), checked, counts, limits)
+    return SequenceOrder(seed, names, counts, mixes, limits)
 
 
 def _checked_weights(names: tuple[str, ...], weights: Mapping[str, int]) -> tuple[int, ...]:
     """Returns the weight of each source, without common divisor."""
+    _check_names("mix", names, weights)
     for name, weight in weights.items():
-        if name not in names:
-            near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"the corpus has {', '.join(names)}"
-            raise UserError(f"data.mix names the source {name!r}, which the corpus lacks; {hint}")
         if weight < 0:
             raise UserError(f"data.mix gives the source {name!r} weight {weight}; weights are integers from 0 up")
     divisor = gcd(*weights.values())
@@ -242,6 +261,82 @@ def _checked_weights(names: tuple[str, ...], weights: Mapping[str, int]) -> tupl
             f"data.mix has weights that sum to {sum(reduced):,}; round them to a sum of at most {MAX_PERIOD:,}"
         )
     return reduced
+
+
+def _checked_limits(names: tuple[str, ...], max_epochs: Mapping[str, int]) -> tuple[int | None, ...]:
+    """Returns the limit of each source."""
+    _check_names("max_epochs", names, max_epochs)
+    for name, limit in max_epochs.items():
+        if limit < 1:
+            raise UserError(
+                f"data.max_epochs gives the source {name!r} {limit} epochs; give at least 1, or the source weight 0 in "
+                "data.mix"
+            )
+    return tuple(max_epochs.get(name) for name in names)
+
+
+def _check_names(option: str, names: tuple[str, ...], given: Mapping[str, int]) -> None:
+    for name in given:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"the corpus has {', '.join(names)}"
+            raise UserError(f"data.{option} names the source {name!r}, which the corpus lacks; {hint}")
+
+
+def _plan_mixes(
+    first: Mix, weights: tuple[int, ...], num_sequences: tuple[int, ...], max_epochs: tuple[int | None, ...]
+) -> tuple[Mix, ...]:
+    """Returns the mix and those that follow it, one for each source that reaches its limit."""
+    mixes = [first]
+    while True:
+        mix = mixes[-1]
+        last_draws = [
+            _position_of_draw(mix, source, limit * length - drawn - 1)
+            for source, (limit, length, drawn) in enumerate(
+                zip(max_epochs, num_sequences, mix.sequences_drawn, strict=True)
+            )
+            if limit is not None and mix.weights[source]
+        ]
+        if not last_draws:
+            return tuple(mixes)
+        position = min(last_draws) + 1
+        drawn_before = _drawn_before(mix, position)
+        mixes.append(Mix(position, _weights_left(weights, drawn_before, num_sequences, max_epochs), drawn_before))
+
+
+def _weights_left(
+    weights: tuple[int, ...],
+    sequences_drawn: tuple[int, ...],
+    num_sequences: tuple[int, ...],
+    max_epochs: tuple[int | None, ...],
+) -> tuple[int, ...]:
+    """Returns the weights of the sources below their limits, without common divisor; 0 for the others."""
+    left = tuple(
+        0 if limit is not None and drawn >= limit * length else weight
+        for weight, drawn, length, limit in zip(weights, sequences_drawn, num_sequences, max_epochs, strict=True)
+    )
+    divisor = gcd(*left) or 1
+    return tuple(weight // divisor for weight in left)
+
+
+def _drawn_before(mix: Mix, position: int) -> tuple[int, ...]:
+    """Returns how many sequences of each source stand before `position`, where `mix` is in force."""
+    if position == mix.start_position or not any(mix.weights):
+        return mix.sequences_drawn
+    num_periods, rest = divmod(position - mix.start_position, sum(mix.weights))
+    in_rest = np.bincount(_selection_map(mix.weights)[0][:rest], minlength=len(mix.weights))
+    return tuple(
+        drawn + num_periods * weight + int(extra)
+        for drawn, weight, extra in zip(mix.sequences_drawn, mix.weights, in_rest, strict=True)
+    )
+
+
+def _position_of_draw(mix: Mix, source: int, number: int) -> int:
+    """Returns where a source is drawn under `mix`, for the first time if `number` is 0."""
+    selected, _ = _selection_map(mix.weights)
+    num_periods, in_period = divmod(number, mix.weights[source])
+    slot = int(np.flatnonzero(selected == source)[in_period])
+    return mix.start_position + num_periods * len(selected) + slot
 
 
 @lru_cache(maxsize=8)

@@ -125,6 +125,115 @@ def test_a_changed_mix_leaves_the_past_alone_and_no_source_skips_a_sequence(
         assert np.array_equal(own, expected[: len(own)])
 
 
+# ---- limits of epochs
+
+
+@st.composite
+def limited_orders(draw: st.DrawFn) -> tuple[SequenceOrder, dict[str, int]]:
+    """An order of which some or all sources have limits, and its weights."""
+    names = [f"s{number}" for number in range(draw(st.integers(1, 4)))]
+    counts = {name: draw(st.integers(1, 40)) for name in names}
+    weights = {name: draw(st.integers(1, 9)) for name in names}
+    limits = {name: draw(st.integers(1, 3)) for name in names if draw(st.booleans())}
+    return build_order(counts, weights, draw(st.integers(0, 9)), limits), weights
+
+
+def length_of(order: SequenceOrder, at_most: int = 400) -> int:
+    return at_most if order.end is None else min(at_most, order.end)
+
+
+@settings(deadline=None, max_examples=100)
+@given(limited=limited_orders())
+def test_a_source_is_drawn_to_its_limit_and_the_others_go_on_in_proportion(
+    limited: tuple[SequenceOrder, dict[str, int]],
+) -> None:
+    """Counted draw by draw: a source is in the mix until its last allowed sequence, and out of it from the next on."""
+    order, weights = limited
+    drawn, drawn_in_mix, in_mix = dict.fromkeys(order.names, 0), dict.fromkeys(order.names, 0), 0
+    limits = {
+        name: limit * length if limit else None
+        for name, limit, length in zip(order.names, order.max_epochs, order.num_sequences, strict=True)
+    }
+    left = dict(weights)
+    for source, _ in read(order, 0, length_of(order)):
+        name = order.names[source]
+        assert name in left
+        drawn[name], drawn_in_mix[name], in_mix = drawn[name] + 1, drawn_in_mix[name] + 1, in_mix + 1
+        total = sum(left.values())
+        assert all(abs(drawn_in_mix[other] * total - in_mix * left[other]) < total for other in left)
+        if drawn[name] == limits[name]:
+            del left[name]
+            drawn_in_mix, in_mix = dict.fromkeys(order.names, 0), 0
+    if order.end is not None:
+        assert not left or order.end > 400
+        assert order.sequences_drawn(order.end) == tuple(limits.values())
+    elif all(limits.values()):
+        pytest.fail("all sources have a limit, and the order has no end")
+
+
+@settings(deadline=None, max_examples=50)
+@given(limited=limited_orders(), data=st.data())
+def test_a_limited_order_is_the_same_after_a_resume_at_any_position(
+    limited: tuple[SequenceOrder, dict[str, int]], data: st.DataObject
+) -> None:
+    order, weights = limited
+    state = json.loads(json.dumps(order.state()))
+    limits = {name: limit for name, limit in zip(order.names, order.max_epochs, strict=True) if limit}
+    fresh = build_order(dict(zip(order.names, order.num_sequences, strict=True)), weights, order.seed, limits)
+    assert fresh.continued(state, data.draw(st.integers(0, length_of(order)))) == order
+    for mix in order.mixes:
+        assert fresh.continued(state, mix.start_position) == order
+
+
+@settings(deadline=None, max_examples=50)
+@given(limited=limited_orders(), data=st.data())
+def test_limits_and_weights_that_change_at_a_position_hold_from_there_on(
+    limited: tuple[SequenceOrder, dict[str, int]], data: st.DataObject
+) -> None:
+    order, _ = limited
+    counts = dict(zip(order.names, order.num_sequences, strict=True))
+    position = data.draw(st.integers(0, length_of(order)))
+    weights = {name: data.draw(st.integers(1, 9)) for name in order.names}
+    limits = {name: data.draw(st.integers(1, 5)) for name in order.names}
+    changed = build_order(counts, weights, order.seed, limits).continued(order.state(), position)
+    assert position == 0 or read(changed, 0, position) == read(order, 0, position)
+    already = order.sequences_drawn(position)
+    assert changed.end is not None
+    assert changed.sequences_drawn(changed.end) == tuple(
+        max(drawn, limits[name] * counts[name]) for name, drawn in zip(order.names, already, strict=True)
+    )
+    own = {source: [sequence for of, sequence in read(changed, 0, changed.end) if of == source] for source in range(4)}
+    for source, (name, length) in enumerate(counts.items()):
+        plain = build_order({name: length}, {name: 1}, order.seed).sequences(0, 400)[1].tolist()
+        assert own[source] == plain[: len(own[source])], "no sequence is skipped or doubled"
+    again = build_order(counts, weights, order.seed, limits).continued(changed.state(), position)
+    assert again == changed
+
+
+def test_a_limit_adds_one_mix_whose_position_is_computed() -> None:
+    order = build_order({"web": 10**9, "code": 100}, {"web": 3, "code": 1}, 0, {"code": 2})
+    assert [(mix.start_position, mix.weights, mix.sequences_drawn) for mix in order.mixes] == [
+        (0, (3, 1), (0, 0)),
+        (800, (1, 0), (600, 200)),
+    ]
+    assert order.end is None
+
+
+def test_an_order_without_limits_is_the_one_it_was() -> None:
+    counts, weights = {"a": 10, "b": 10}, {"a": 2, "b": 1}
+    late = build_order(counts, weights, 0, {"a": 100})
+    assert late.hash() == build_order(counts, weights, 0).hash()
+    assert read(late, 0, 1_000) == read(build_order(counts, weights, 0), 0, 1_000)
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"), [({"wbe": 1}, "data.max_epochs names the source 'wbe'"), ({"web": 0}, "'web' 0 epochs")]
+)
+def test_a_bad_limit_is_refused_with_the_remedy(limits: dict[str, int], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        build_order({"web": 10}, {"web": 1}, 0, limits)
+
+
 @settings(deadline=None, max_examples=20)
 @given(order=orders, position=st.integers(0, 400), weight=st.integers(1, 9))
 def test_an_order_comes_back_from_its_state_in_json(order: SequenceOrder, position: int, weight: int) -> None:
