@@ -1,33 +1,74 @@
-"""Reads a prepared corpus: each source of a split as one stream of tokens.
+"""Reads a corpus: each source of a split as one stream of tokens.
 
-Opening looks at the manifest, the tokenizer and the size of every file. A shard is mapped into memory, and its hash
-compared, when one of its tokens is first read; the least recently read maps are closed beyond a limit, so that a corpus
-may have any number of shards.
+Opening looks at the manifest, the tokenizer and the size of every file of tokens. A shard is mapped into memory, and
+its hash compared, when one of its tokens is first read; the least recently read maps are closed beyond a limit, so that
+a corpus may have any number of shards. An index of documents' ends is looked at when it is read.
 """
 
-import mmap
+import os
+import resource
 from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from threading import Lock
 from typing import Final, Literal
 
 import numpy as np
-from blake3 import blake3
-from jaxtyping import Integer
+from jaxtyping import Int64, Integer
 from numpy import ndarray
 
-from genesis.data.manifest import CorpusManifest, ShardRecord, SourceRecord, Split, read_manifest
-from genesis.data.shards import HASH_ALGORITHM, hash_file, little_endian, shard_files
+from genesis.data.manifest import CorpusManifest, ShardRecord, ShardTable, SourceRecord, read_manifest
+from genesis.data.shards import (
+    HASH_ALGORITHM,
+    find_token_fault,
+    hash_file,
+    hash_index,
+    hash_tokens,
+    index_path,
+    map_tokens,
+    read_added,
+    read_index,
+    remedy,
+    stored_dtype,
+)
 from genesis.errors import UserError
+from genesis.tokenizer.tokenizer import Tokenizer
 from genesis.tokenizer.train import MODEL_NAME
 
 MAX_OPEN_MAPS: Final = 1_000
-INDEX_ENTRY_BYTES: Final = 8
 
 VerifyHashes = Literal["first_touch", "never"]
+
+
+@dataclass(frozen=True)
+class StoredTokens:
+    """The tokens of a shard as they lie on disk, and where documents' ends are added to them.
+
+    Args:
+        stored: What the file holds.
+        added: Places of the shard, in their order, at which the file lacks a document's end.
+        eos_id: What stands there.
+    """
+
+    stored: Integer[ndarray, " stored"]
+    added: Int64[ndarray, " added"]
+    eos_id: int
+
+    def read(self, start: int, out: Integer[ndarray, " count"]) -> None:
+        """Fills `out` with the shard's tokens from `start` on."""
+        stop = start + len(out)
+        if not len(self.added):
+            out[:] = self.stored[start:stop]
+            return
+        first, last = np.searchsorted(self.added, (start, stop)).tolist()
+        is_stored = np.ones(len(out), np.bool_)
+        is_stored[self.added[first:last] - start] = False
+        out[is_stored] = self.stored[start - first : stop - last]
+        out[~is_stored] = self.eos_id
 
 
 class ShardMaps:
@@ -36,19 +77,18 @@ class ShardMaps:
     Args:
         corpus: The corpus's directory.
         manifest: What it holds.
-        verify_hashes: Whether to compare a shard's hash with the manifest's when it is first read.
+        verify_hashes: Whether to compare a shard's hash with the manifest's when it is first read; where it has none,
+            its tokens are looked at instead.
         max_open: Maps that stay open at the same time.
     """
 
-    def __init__(
-        self, corpus: Path, manifest: CorpusManifest, verify_hashes: VerifyHashes, max_open: int = MAX_OPEN_MAPS
-    ) -> None:
+    def __init__(self, corpus: Path, manifest: CorpusManifest, verify_hashes: VerifyHashes, max_open: int) -> None:
         self._corpus = corpus
-        self._dtype = little_endian(manifest.token_dtype)
+        self._manifest = manifest
         self._verify_hashes = verify_hashes
         self._max_open = max_open
-        self._verified: set[str] = set()
-        self._open: OrderedDict[str, Integer[ndarray, " tokens"]] = OrderedDict()
+        self._verified: set[tuple[str, int]] = set()
+        self._open: OrderedDict[tuple[int, int], StoredTokens] = OrderedDict()
         self._lock = Lock()
 
     @property
@@ -56,35 +96,53 @@ class ShardMaps:
         """Returns how many shards are mapped now."""
         return len(self._open)
 
-    def tokens(self, shard: ShardRecord) -> Integer[ndarray, " tokens"]:
-        """Returns the tokens of a shard as they lie on disk.
+    def tokens(self, shards: ShardTable, number: int) -> StoredTokens:
+        """Returns the tokens of one shard of a source.
 
         Raises:
-            UserError: Its hash is not the manifest's.
+            UserError: Its hash is not the manifest's, or it has none and its tokens are not what they should be.
         """
+        key = (id(shards), number)
         with self._lock:
-            tokens = self._open.get(shard.path)
+            tokens = self._open.get(key)
             if tokens is None:
-                tokens = self._open[shard.path] = self._map(shard)
+                tokens = self._open[key] = self._map(shards[number])
                 if len(self._open) > self._max_open:
                     self._open.popitem(last=False)
             else:
-                self._open.move_to_end(shard.path)
+                self._open.move_to_end(key)
             return tokens
 
-    def _map(self, shard: ShardRecord) -> Integer[ndarray, " tokens"]:
+    def ends(self, shard: ShardRecord) -> Int64[ndarray, " documents"]:
+        """Returns the ends of a shard's documents, counted from its beginning.
+
+        Raises:
+            UserError: The index is missing or too short.
+        """
+        return read_index(self._corpus, shard)
+
+    def _map(self, shard: ShardRecord) -> StoredTokens:
+        key = (shard.path, shard.byte_offset)
+        if self._verify_hashes == "first_touch" and key not in self._verified:
+            # By a map of its own: the pages that it touches count as this process's memory for as long as it is open.
+            self._verify(shard, map_tokens(self._corpus, self._manifest.token_dtype, shard))
+            self._verified.add(key)
+        stored = map_tokens(self._corpus, self._manifest.token_dtype, shard)
+        return StoredTokens(stored, read_added(self._corpus, shard), self._manifest.eos_id)
+
+    def _verify(self, shard: ShardRecord, stored: Integer[ndarray, " stored"]) -> None:
         path = self._corpus / shard.path
-        with path.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        if self._verify_hashes == "first_touch" and shard.path not in self._verified:
-            found = blake3(mapped, max_threads=blake3.AUTO).hexdigest()
-            if found != shard.hash:
-                raise UserError(
-                    f"{path} has hash {found[:16]}, the manifest says {shard.hash[:16]}: the shard is damaged or was "
-                    "changed; run `genesis data prepare` again"
-                )
-            self._verified.add(shard.path)
-        return np.frombuffer(mapped, self._dtype)
+        if not shard.hash:
+            fault = find_token_fault(stored, self._manifest.vocab_size, self._manifest.eos_id, self.ends(shard))
+            if fault is not None:
+                raise UserError(f"{path} {fault}")
+            return
+        found = hash_tokens(stored)
+        if found != shard.hash:
+            raise UserError(
+                f"{path} has hash {found[:16]}, the manifest says {shard.hash[:16]}: the shard is damaged or was "
+                f"changed; {remedy(shard.path)}"
+            )
 
 
 class TokenSource:
@@ -93,10 +151,16 @@ class TokenSource:
     def __init__(self, record: SourceRecord, maps: ShardMaps) -> None:
         self.name = record.name
         self.weight = record.weight
+        self.num_documents = record.num_documents
         self._maps = maps
-        self._shards = tuple(shard for shard in record.shards if shard.num_tokens)
-        self._starts = [0, *accumulate(shard.num_tokens for shard in self._shards)]
+        self._shards = record.table
+        self._starts: list[int] = [0, *accumulate(self._shards.column("num_tokens"))]
         self.num_tokens = self._starts[-1]
+
+    @property
+    def num_shards(self) -> int:
+        """Returns how many shards the source has."""
+        return len(self._shards)
 
     def read(self, start: int, out: Integer[ndarray, " count"]) -> None:
         """Fills `out` with the tokens from `start` on; the stream must hold as many."""
@@ -105,10 +169,32 @@ class TokenSource:
         shard = bisect_right(self._starts, start) - 1
         while num_read < len(out):
             offset = start + num_read - self._starts[shard]
-            part = self._maps.tokens(self._shards[shard])[offset : offset + len(out) - num_read]
-            out[num_read : num_read + len(part)] = part
-            num_read += len(part)
+            count = min(len(out) - num_read, self._starts[shard + 1] - self._starts[shard] - offset)
+            if count:  # a shard may be empty
+                self._maps.tokens(self._shards, shard).read(offset, out[num_read : num_read + count])
+            num_read += count
             shard += 1
+
+    def shard_ends(self, number: int) -> Int64[ndarray, " documents"]:
+        """Returns where the documents that end in shard `number` do, counted from the source's beginning.
+
+        Raises:
+            UserError: The index is missing or has another size than the manifest says.
+        """
+        return self._maps.ends(self._shards[number]) + self._starts[number]
+
+    def document_ends(self) -> Iterator[Int64[ndarray, " documents"]]:
+        """Yields the ends of all documents, counted from the source's beginning, an array for each shard.
+
+        The last is `num_tokens`, even where the last document's end was cut off.
+        """
+        last = 0
+        for number in range(self.num_shards):
+            ends = self.shard_ends(number)
+            last = int(ends[-1]) if len(ends) else last
+            yield ends
+        if last < self.num_tokens:
+            yield np.array([self.num_tokens], np.int64)
 
 
 @dataclass(frozen=True)
@@ -125,21 +211,28 @@ class Corpus:
         """Returns the tokenizer that made the tokens."""
         return self.path / MODEL_NAME
 
+    def piece_num_bytes(self) -> Integer[ndarray, " vocab"]:
+        """Returns the UTF-8 bytes of text behind each id; all are 0 where no tokenizer is known."""
+        if not self.manifest.tokenizer_hash:
+            return np.zeros(self.manifest.vocab_size, np.int32)
+        return Tokenizer.load(self.tokenizer_path).piece_num_bytes
+
 
 def open_corpus(
     path: Path,
     *,
     tokenizer_hash: str | None = None,
     verify_hashes: VerifyHashes = "first_touch",
-    max_open_maps: int = MAX_OPEN_MAPS,
+    max_open_maps: int | None = None,
 ) -> Corpus:
     """Opens the corpus in the directory `path`.
 
     Args:
-        path: Where `genesis data prepare` wrote it.
+        path: Where `genesis data prepare` or `genesis data adopt` wrote it.
         tokenizer_hash: The tokenizer that it must have been made with; by default any.
         verify_hashes: When to compare the shards' hashes with the manifest's.
-        max_open_maps: Shards that stay mapped at the same time.
+        max_open_maps: Shards that stay mapped at the same time; by default `MAX_OPEN_MAPS`, or half of the files that
+            this process may open.
 
     Raises:
         UserError: There is no corpus, a file is missing or has another size than the manifest says, or the tokenizer is
@@ -152,9 +245,9 @@ def open_corpus(
             "prepare the corpus again"
         )
     _check_tokenizer(path, manifest, tokenizer_hash)
-    for split in ("train", "validation"):
-        _check_sizes(path, manifest, split)
-    maps = ShardMaps(path, manifest, verify_hashes, max_open_maps)
+    for source in (*manifest.train, *manifest.validation):
+        _check_sizes(path, manifest, source.table)
+    maps = ShardMaps(path, manifest, verify_hashes, max_open_maps or _limit_maps())
     return Corpus(
         path,
         manifest,
@@ -163,44 +256,98 @@ def open_corpus(
     )
 
 
+def find_fault(corpus: Path, manifest: CorpusManifest, shard: ShardRecord) -> str | None:
+    """Returns how a shard's tokens or index differ from its record, None if they do not."""
+    try:
+        _check_sizes(corpus, manifest, ShardTable.of([shard]))
+        stored = map_tokens(corpus, manifest.token_dtype, shard)
+        ends = read_index(corpus, shard)
+    except UserError as error:
+        return str(error)
+    index, index_hash = index_path(corpus, shard), hash_index(corpus, shard)
+    if index_hash != shard.index_hash:
+        return f"{index} has hash {index_hash[:16]}, the manifest says {shard.index_hash[:16]}"
+    if not shard.hash:
+        fault = find_token_fault(stored, manifest.vocab_size, manifest.eos_id, ends)
+        return fault and f"{corpus / shard.path} {fault}"
+    found = hash_tokens(stored)
+    return (
+        None
+        if found == shard.hash
+        else f"{corpus / shard.path} has hash {found[:16]}, the manifest says {shard.hash[:16]}"
+    )
+
+
 def _check_tokenizer(path: Path, manifest: CorpusManifest, expected: str | None) -> None:
-    if expected is not None and expected != manifest.tokenizer_hash:
+    here = manifest.tokenizer_hash
+    if expected is not None and expected != here:
+        made_with = f"was made with the tokenizer {here[:16]}" if here else "holds ids of an unknown tokenizer"
         raise UserError(
-            f"{path} was made with the tokenizer {manifest.tokenizer_hash[:16]}, this run's is {expected[:16]}; "
-            "prepare the corpus again with this run's tokenizer"
+            f"{path} {made_with}, this run's is {expected[:16]}; prepare the corpus again with this run's tokenizer"
         )
+    if not here:
+        return
     model = path / MODEL_NAME
     if not model.is_file():
-        raise UserError(
-            f"{model} is missing; copy the tokenizer {manifest.tokenizer_hash[:16]} there, or prepare again"
-        )
+        raise UserError(f"{model} is missing; copy the tokenizer {here[:16]} there, or prepare again")
     found = hash_file(model)
-    if found != manifest.tokenizer_hash:
+    if found != here:
         raise UserError(
-            f"{model} is the tokenizer {found[:16]}, the corpus was made with {manifest.tokenizer_hash[:16]}; put that "
+            f"{model} is the tokenizer {found[:16]}, the corpus was made with {here[:16]}; put that "
             "one back, or prepare the corpus again"
         )
 
 
-def _check_sizes(path: Path, manifest: CorpusManifest, split: Split) -> None:
-    token_bytes = little_endian(manifest.token_dtype).itemsize
-    for source in manifest.split(split):
-        for shard in source.shards:
-            tokens, index, _ = shard_files(path / shard.path)
-            _check_size(tokens, shard.file_bytes)
-            _check_size(index, shard.num_documents * INDEX_ENTRY_BYTES)
-            if shard.num_tokens * token_bytes != shard.file_bytes:
-                raise UserError(
-                    f"{path} has a manifest that says {shard.num_tokens} tokens of {token_bytes} bytes and "
-                    f"{shard.file_bytes} bytes for {shard.path}; prepare the corpus again"
-                )
+def _check_sizes(corpus: Path, manifest: CorpusManifest, shards: ShardTable) -> None:
+    """Compares the files of tokens with the manifest: their sizes and, without a hash, when they were written."""
+    found_bytes, found_mtimes = _stat_files(corpus, shards.column("path"))
+    expected_bytes = np.array(shards.column("file_bytes"), np.int64)
+    wrong = np.flatnonzero(found_bytes != expected_bytes)
+    if len(wrong):
+        shard = shards[wrong[0]]
+        raise UserError(
+            f"{corpus / shard.path} has {found_bytes[wrong[0]]} bytes, the manifest says {shard.file_bytes}; "
+            f"{remedy(shard.path)}"
+        )
+    for number, mtime_ns in enumerate(shards.columns.get("mtime_ns", ())):
+        if mtime_ns is not None and mtime_ns != found_mtimes[number]:
+            path = corpus / shards[number].path
+            raise UserError(f"{path} was written after it was adopted; {remedy(shards[number].path)}")
+    token_bytes = np.array([_item_bytes(dtype or manifest.token_dtype) for dtype in shards.column("dtype")], np.int64)
+    num_stored = np.array(shards.column("num_tokens"), np.int64) - np.array(shards.column("num_added"), np.int64)
+    ends = np.array(shards.column("byte_offset"), np.int64) + num_stored * token_bytes
+    is_whole = np.array([index is None for index in shards.column("index")], np.bool_)
+    wrong = np.flatnonzero((ends > expected_bytes) | is_whole & (ends != expected_bytes))
+    if len(wrong):
+        shard = shards[wrong[0]]
+        raise UserError(
+            f"{corpus} has a manifest that says {shard.num_tokens} tokens of {token_bytes[wrong[0]]} bytes and "
+            f"{shard.file_bytes} bytes for {shard.path}; {remedy(shard.path)}"
+        )
 
 
-def _check_size(file: Path, expected_bytes: int) -> None:
-    remedy = "run `genesis data prepare` again"
+def _stat_files(corpus: Path, paths: Sequence[str]) -> tuple[Int64[ndarray, " files"], Int64[ndarray, " files"]]:
+    """Returns size and time of modification of each file, each looked at once, seen from an open directory."""
+    directory = os.open(corpus, os.O_RDONLY)
+    found: dict[str, tuple[int, int]] = {}
     try:
-        found_bytes = file.stat().st_size
+        for path in dict.fromkeys(paths):
+            status = os.stat(path, dir_fd=directory)  # a Path is built and resolved in twice the time
+            found[path] = status.st_size, status.st_mtime_ns
     except OSError as error:
-        raise UserError(f"{file} can't be read ({error.strerror}); {remedy}") from None
-    if found_bytes != expected_bytes:
-        raise UserError(f"{file} has {found_bytes} bytes, the manifest says {expected_bytes}; {remedy}")
+        raise UserError(f"{corpus / path} can't be read ({error.strerror}); {remedy(path)}") from None
+    finally:
+        os.close(directory)
+    status_of = np.array([found[path] for path in paths], np.int64).reshape(-1, 2)
+    return status_of[:, 0], status_of[:, 1]
+
+
+@cache
+def _item_bytes(dtype: str) -> int:
+    return stored_dtype(dtype).itemsize
+
+
+def _limit_maps() -> int:
+    """Returns how many shards may be mapped: each map holds one of the files that this process may open."""
+    soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_OPEN_MAPS if soft_limit == resource.RLIM_INFINITY else max(1, min(MAX_OPEN_MAPS, soft_limit // 2))

@@ -1,25 +1,45 @@
-"""The corpus manifest: what a prepared corpus holds, with the hash of everything.
+"""The corpus manifest: what a corpus holds, with the hash of everything.
 
-`genesis data prepare` writes it last and atomically; whoever opens a corpus starts here.
+`genesis data prepare` and `genesis data adopt` write it last and atomically; whoever opens a corpus starts here. The
+shards of a source are a table by columns, here and on disk, because a large corpus has a hundred thousand of them.
 """
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal, Self, overload
 
 from genesis.errors import UserError
 
-SCHEMA_VERSION = 1
-MANIFEST_NAME = "manifest.json"
+SCHEMA_VERSION: Final = 2
+MANIFEST_NAME: Final = "manifest.json"
 
 Split = Literal["train", "validation"]
 
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """One token shard: `path` is relative to the corpus; `index_hash` is that of its `.ds.index`."""
+    """One token shard: a run of tokens in a file, and where its documents end.
+
+    Args:
+        path: The file, as seen from the corpus; absolute where tokens are read where somebody else put them.
+        num_tokens: With those that are added.
+        num_documents: That end in the shard.
+        num_text_bytes: UTF-8 bytes of their text; 0 where unknown.
+        file_bytes: Of the whole file.
+        hash: Of the run's bytes; empty where unknown.
+        index_hash: Of the shard's entries in the index.
+        dtype: Of the tokens on disk, as numpy names it; None for the corpus's `token_dtype`.
+        byte_offset: Where the run begins in the file.
+        index: The file of document ends; None for `path` with ".index".
+        index_start: The shard's first entry in the index.
+        index_base: Tokens that the index counts before the shard.
+        num_added: Documents' ends (eos) that the file lacks; they are added when it is read. Where they stand is in the
+            file `index` with the suffix ".added".
+        mtime_ns: The file's time of modification, where there is no hash to know a change by.
+    """
 
     path: str
     num_tokens: int
@@ -28,6 +48,75 @@ class ShardRecord:
     file_bytes: int
     hash: str
     index_hash: str
+    dtype: str | None = None
+    byte_offset: int = 0
+    index: str | None = None
+    index_start: int = 0
+    index_base: int = 0
+    num_added: int = 0
+    mtime_ns: int | None = None
+
+
+_DEFAULTS: Final = {field.name: field.default for field in fields(ShardRecord)}
+
+
+class ShardTable(Sequence[ShardRecord]):
+    """The shards of a source, kept by column: `column` gives one without making a record for each shard.
+
+    Raises:
+        TypeError: A column is unknown, missing or of another length than the others.
+    """
+
+    def __init__(self, columns: Mapping[str, Sequence[Any]]) -> None:
+        unknown = columns.keys() - _DEFAULTS.keys()
+        missing = [name for name, default in _DEFAULTS.items() if default is MISSING and name not in columns]
+        lengths = {len(column) for column in columns.values()}
+        if unknown or missing or len(lengths) != 1:
+            raise TypeError(f"shards have columns {', '.join(columns)} of lengths {sorted(lengths)}")
+        self._columns = columns
+        (self._length,) = lengths
+
+    @classmethod
+    def of(cls, shards: Sequence[ShardRecord]) -> Self:
+        """Returns the table of `shards`; a column that has its default everywhere is left out."""
+        columns = {name: [getattr(shard, name) for shard in shards] for name in _DEFAULTS}
+        return cls(
+            {
+                name: column
+                for name, column in columns.items()
+                if _DEFAULTS[name] is MISSING or any(value != _DEFAULTS[name] for value in column)
+            }
+        )
+
+    @property
+    def columns(self) -> Mapping[str, Sequence[Any]]:
+        """Returns the columns that are not at their default everywhere."""
+        return self._columns
+
+    def column(self, name: str) -> Sequence[Any]:
+        """Returns one field of all shards."""
+        return self._columns[name] if name in self._columns else [_DEFAULTS[name]] * self._length
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> ShardRecord: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[ShardRecord, ...]: ...
+    def __getitem__(self, index: int | slice) -> ShardRecord | tuple[ShardRecord, ...]:
+        if isinstance(index, slice):
+            return tuple(self[number] for number in range(*index.indices(self._length)))
+        return ShardRecord(**{name: column[index] for name, column in self._columns.items()})
+
+    def __iter__(self) -> Iterator[ShardRecord]:
+        return (self[number] for number in range(self._length))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
 
 
 @dataclass(frozen=True)
@@ -39,18 +128,32 @@ class SourceRecord:
     num_documents: int
     num_text_bytes: int
     num_tokens: int
-    shards: tuple[ShardRecord, ...]
+    shards: Sequence[ShardRecord]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.shards, ShardTable):
+            object.__setattr__(self, "shards", ShardTable.of(self.shards))
+
+    @property
+    def table(self) -> ShardTable:
+        """Returns the shards by column."""
+        assert isinstance(self.shards, ShardTable)
+        return self.shards
 
 
 @dataclass(frozen=True)
 class CorpusManifest:
-    """Everything about a prepared corpus. Hashes are hex digests made with `hash_algorithm`."""
+    """Everything about a corpus. Hashes are hex digests made with `hash_algorithm`.
+
+    A corpus that was adopted may have no tokenizer (`tokenizer_hash` is empty) and no `bos_id`. `token_dtype` is the
+    type that tokens are read as, and that of every shard that names no other.
+    """
 
     name: str
     hash_algorithm: str
     tokenizer_hash: str
     vocab_size: int
-    bos_id: int
+    bos_id: int | None
     eos_id: int
     token_dtype: Literal["uint16", "uint32"]
     train: tuple[SourceRecord, ...]
@@ -64,9 +167,13 @@ class CorpusManifest:
 
 def write_manifest(corpus: Path, manifest: CorpusManifest) -> None:
     """Writes `manifest` into `corpus`, whole or not at all, durable when this returns."""
+    raw = vars(manifest) | {
+        split: [vars(source) | {"shards": source.table.columns} for source in manifest.split(split)]
+        for split in ("train", "validation")
+    }
     staging = corpus / (MANIFEST_NAME + ".staging")
     with staging.open("w", encoding="utf-8") as file:
-        json.dump(asdict(manifest), file, indent=2)
+        file.write(json.dumps(raw))
         file.flush()
         os.fsync(file.fileno())
     staging.replace(corpus / MANIFEST_NAME)
@@ -78,27 +185,32 @@ def write_manifest(corpus: Path, manifest: CorpusManifest) -> None:
 
 
 def read_manifest(corpus: Path) -> CorpusManifest:
-    """Returns the manifest of the corpus in the directory `corpus`.
+    """Returns the manifest of the corpus in the directory `corpus`, in today's schema.
 
     Raises:
         UserError: There is none, it is not JSON, or its schema is newer than this version reads.
     """
     path = corpus / MANIFEST_NAME
     try:
-        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        raw: dict[str, Any] = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{corpus} is not a prepared corpus (no {MANIFEST_NAME}); run `genesis data prepare`") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is damaged ({error}); prepare the corpus again") from None
     schema = raw.get("schema_version") if isinstance(raw, dict) else None
-    if schema != SCHEMA_VERSION:
-        raise UserError(f"{path} has schema {schema}, this version reads {SCHEMA_VERSION}; upgrade genesis")
+    if schema not in _SHARD_READERS:
+        raise UserError(f"{path} has schema {schema}, this version reads 1 to {SCHEMA_VERSION}; upgrade genesis")
     try:
         for split in ("train", "validation"):
             raw[split] = tuple(
-                SourceRecord(**{**source, "shards": tuple(ShardRecord(**shard) for shard in source["shards"])})
-                for source in raw[split]
+                SourceRecord(**{**source, "shards": _SHARD_READERS[schema](source["shards"])}) for source in raw[split]
             )
-        return CorpusManifest(**raw)
-    except (KeyError, TypeError) as error:
+        return replace(CorpusManifest(**raw), schema_version=SCHEMA_VERSION)
+    except (AttributeError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}); prepare the corpus again") from None
+
+
+_SHARD_READERS: Final[dict[int, Callable[[Any], ShardTable]]] = {
+    1: lambda shards: ShardTable.of([ShardRecord(**shard) for shard in shards]),
+    2: ShardTable,
+}

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genesis.data.corpus import TokenSource, open_corpus
-from genesis.data.manifest import MANIFEST_NAME
+from genesis.data.manifest import MANIFEST_NAME, read_manifest, write_manifest
 from genesis.errors import UserError
 from tests.data.corpora import FAKE_TOKENIZER, make_documents, write_corpus
+from tests.golden.files import GOLDEN
 
 DOCUMENTS = make_documents(20, 8)
 STREAM = [token for document in DOCUMENTS for token in document]
@@ -94,13 +96,65 @@ def test_a_flipped_bit_is_refused_when_its_shard_is_first_read(corpus: Path) -> 
     assert len(read(trusting, 0, len(STREAM))) == len(STREAM)
 
 
-@pytest.mark.parametrize("name", [SHARD, f"{SHARD}.index"])
-def test_a_file_of_another_size_is_refused_at_open(corpus: Path, name: str) -> None:
-    data = (corpus / name).read_bytes()
-    (corpus / name).write_bytes(data[:-2])
+def test_a_shard_of_another_size_is_refused_at_open(corpus: Path) -> None:
+    data = (corpus / SHARD).read_bytes()
+    (corpus / SHARD).write_bytes(data[:-2])
     with pytest.raises(UserError) as error:
         open_corpus(corpus)
-    assert f"{name} has {len(data) - 2} bytes, the manifest says {len(data)}" in one_line(error)
+    assert f"{SHARD} has {len(data) - 2} bytes, the manifest says {len(data)}" in one_line(error)
+
+
+@pytest.mark.parametrize("change", [-2, -8, 8])
+def test_an_index_of_another_size_is_refused_when_it_is_read(corpus: Path, change: int) -> None:
+    index = corpus / f"{SHARD}.index"
+    data = index.read_bytes()
+    index.write_bytes((data + bytes(8))[: len(data) + change])
+    (source,) = open_corpus(corpus).train
+    with pytest.raises(UserError) as error:
+        list(source.document_ends())
+    assert f"{SHARD}.index has {len(data) + change} bytes, the manifest says {len(data)}" in one_line(error)
+
+
+def test_documents_ends_are_those_of_the_documents_in_the_stream(corpus: Path) -> None:
+    (source,) = open_corpus(corpus).train
+    ends = np.concatenate(list(source.document_ends()))
+    assert ends.tolist() == np.cumsum([len(document) for document in DOCUMENTS]).tolist()
+
+
+def test_a_shard_that_vanishes_or_is_cut_in_mid_run_is_named(corpus: Path) -> None:
+    (source,) = open_corpus(corpus, max_open_maps=1).train
+    data = (corpus / SHARD).read_bytes()
+    (corpus / SHARD).write_bytes(data[:4])
+    with pytest.raises(UserError) as error:
+        read(source, 0, len(STREAM))
+    assert f"{SHARD} was cut short: it has 4 bytes of {len(data)}" in one_line(error)
+    (corpus / SHARD).unlink()
+    with pytest.raises(UserError) as error:
+        read(source, 0, len(STREAM))
+    assert f"{SHARD} can't be read (No such file or directory)" in one_line(error)
+
+
+def test_a_corpus_of_schema_1_reads_as_it_did() -> None:
+    corpus = open_corpus(GOLDEN / "corpus-schema-1")
+    web, code = corpus.train
+    (held_out,) = corpus.validation
+    for source, documents in (
+        (web, make_documents(5, 4)),
+        (code, make_documents(4, 3, seed=1)),
+        (held_out, make_documents(2, 4, seed=2)),
+    ):
+        assert read(source, 0, source.num_tokens) == [token for document in documents for token in document]
+        assert np.concatenate(list(source.document_ends())).tolist() == np.cumsum(list(map(len, documents))).tolist()
+    assert (web.weight, code.weight) == (3, 1)
+
+
+def test_a_manifest_comes_back_as_it_was_written(corpus: Path) -> None:
+    manifest = read_manifest(corpus)
+    first = replace(manifest.train[0].shards[0], path="/data/a.bin", dtype="int32", byte_offset=1024, num_added=2)
+    source = replace(manifest.train[0], shards=(first, *manifest.train[0].shards[1:]))
+    changed = replace(manifest, train=(source,), bos_id=None)
+    write_manifest(corpus, changed)
+    assert read_manifest(corpus) == changed != manifest
 
 
 def test_a_missing_shard_is_refused_at_open(corpus: Path) -> None:
@@ -136,9 +190,9 @@ def test_a_tokenizer_that_did_not_make_the_tokens_is_refused(corpus: Path) -> No
 
 def test_hashes_of_an_unknown_kind_and_a_manifest_that_contradicts_itself_are_refused(corpus: Path) -> None:
     manifest = json.loads((corpus / MANIFEST_NAME).read_text())
-    manifest["train"][0]["shards"][0]["num_tokens"] += 1
+    manifest["train"][0]["shards"]["num_tokens"][0] += 1
     (corpus / MANIFEST_NAME).write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match="prepare the corpus again"):
+    with pytest.raises(UserError, match="a manifest that says 39 tokens of 2 bytes and 76 bytes for"):
         open_corpus(corpus)
     manifest["hash_algorithm"] = "crc32"
     (corpus / MANIFEST_NAME).write_text(json.dumps(manifest))
