@@ -1,0 +1,149 @@
+"""Opening a corpus of any size: how long until the first window, and how much memory it takes.
+
+What is measured is what a run does before its first step: reading the manifest, looking at every file, the order, and
+the first window with its shards hashed. The corpus is made of sparse files, so that one of 60 billion tokens fits on a
+small disk. Each measurement is a process of its own, because a peak of memory is a process's.
+"""
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from blake3 import blake3
+
+from genesis.data.corpus import open_corpus
+from genesis.data.loader import Ranks, SequenceFormat, TrainWindows
+from genesis.data.manifest import CorpusManifest, ShardRecord, SourceRecord, write_manifest
+from genesis.data.order import build_order
+from genesis.data.shards import INDEX_ENTRY, hash_file, little_endian, shard_files
+from genesis.tokenizer.train import BOS_ID, EOS_ID, MODEL_NAME
+
+VOCAB_SIZE: Final = 49_152
+SEQ_LEN: Final = 2048
+GLOBAL_BATCH_SIZE: Final = 32
+_SHARDS_PER_DIRECTORY: Final = 10_000
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What one process took to open a corpus and build windows of it.
+
+    Args:
+        num_tokens: Of the corpus.
+        num_shards: Of the corpus.
+        open_seconds: `open_corpus` alone.
+        first_window_seconds: From before `open_corpus` until the first window is ready.
+        start_bytes: Resident before the corpus was opened: Python, torch and numpy.
+        first_window_peak_bytes: Largest resident memory until the first window was ready, the start included.
+        peak_bytes: Largest resident memory after all windows.
+        num_windows: That were built.
+    """
+
+    num_tokens: int
+    num_shards: int
+    open_seconds: float
+    first_window_seconds: float
+    start_bytes: int
+    first_window_peak_bytes: int
+    peak_bytes: int
+    num_windows: int
+
+
+def write_sparse_corpus(path: Path, num_tokens: int, num_shards: int) -> None:
+    """Writes a corpus of one source whose shards are files without blocks; each is one document, all of its tokens 0.
+
+    Args:
+        path: A directory that is empty or not there.
+        num_tokens: Of all shards, which hold equally many.
+        num_shards: How many files of tokens.
+    """
+    model = b"not a tokenizer: nothing is decoded here"
+    path.mkdir(parents=True, exist_ok=True)
+    (path / MODEL_NAME).write_bytes(model)
+    shard_tokens = num_tokens // num_shards
+    num_bytes = shard_tokens * little_endian("uint16").itemsize
+    index = np.array([shard_tokens], INDEX_ENTRY).tobytes()
+    paths = [f"train/web/{number // _SHARDS_PER_DIRECTORY:03d}/{number:06d}.ds" for number in range(num_shards)]
+    for directory in sorted({(path / shard).parent for shard in paths}):
+        directory.mkdir(parents=True)
+    for shard in paths:
+        tokens_path, index_path, _ = shard_files(path / shard)
+        with tokens_path.open("wb") as file:
+            file.truncate(num_bytes)
+        index_path.write_bytes(index)
+    token_hash, index_hash = hash_file(path / paths[0]), blake3(index).hexdigest()
+    shards = [ShardRecord(shard, shard_tokens, 1, 0, num_bytes, token_hash, index_hash) for shard in paths]
+    source = SourceRecord("web", 1, num_shards, 0, shard_tokens * num_shards, shards)
+    write_manifest(
+        path,
+        CorpusManifest(
+            name=path.name,
+            hash_algorithm="blake3",
+            tokenizer_hash=blake3(model).hexdigest(),
+            vocab_size=VOCAB_SIZE,
+            bos_id=BOS_ID,
+            eos_id=EOS_ID,
+            token_dtype="uint16",
+            train=(source,),
+            validation=(),
+        ),
+    )
+
+
+def measure_opening(path: Path, num_windows: int = 1) -> Opening:
+    """Returns what a fresh process takes to open the corpus at `path` and to build `num_windows` windows of it."""
+    command = [sys.executable, "-m", __name__, str(path), str(num_windows)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return Opening(**json.loads(done.stdout))
+
+
+def open_and_read(path: Path, num_windows: int) -> Opening:
+    """Opens the corpus at `path` in this process and builds its first windows."""
+    start_bytes = _peak_bytes()
+    begin = time.perf_counter()
+    corpus = open_corpus(path)
+    open_seconds = time.perf_counter() - begin
+    (source,) = corpus.train
+    windows = TrainWindows(
+        build_order({source.name: (source.num_tokens - 1) // SEQ_LEN}, {source.name: 1}, seed=0),
+        corpus.train,
+        SequenceFormat(SEQ_LEN, EOS_ID, np.ones(VOCAB_SIZE, np.int32), little_endian("uint16")),
+        GLOBAL_BATCH_SIZE,
+        GLOBAL_BATCH_SIZE,
+        Ranks(),
+    )
+    windows.window(0)
+    first_window_seconds = time.perf_counter() - begin
+    first_window_peak_bytes = _peak_bytes()
+    for number in range(1, num_windows):
+        windows.window(number * GLOBAL_BATCH_SIZE)
+    return Opening(
+        source.num_tokens,
+        source.num_shards,
+        open_seconds,
+        first_window_seconds,
+        start_bytes,
+        first_window_peak_bytes,
+        _peak_bytes(),
+        num_windows,
+    )
+
+
+def _peak_bytes() -> int:
+    # Not getrusage's ru_maxrss: that of a new process begins with what the process that started it had.
+    status = Path("/proc/self/status")
+    if status.exists():
+        (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+if __name__ == "__main__":
+    json.dump(asdict(open_and_read(Path(sys.argv[1]), int(sys.argv[2]))), sys.stdout)
