@@ -1,0 +1,150 @@
+"""`genesis data clean`."""
+
+import difflib
+import sys
+from argparse import ArgumentError
+from dataclasses import MISSING, fields
+from typing import Any
+
+from jsonargparse import ArgumentParser
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from genesis.cli.options import PLAIN_WIDTH, build_parser, make, parse
+from genesis.data.clean.clean import Submitted, clean_corpus
+from genesis.data.clean.execute import Phase
+from genesis.data.clean.plan import STAGES, CleanOptions, StageOptions
+from genesis.data.clean.report import Amount, CleanReport
+from genesis.errors import UserError
+
+_DESCRIPTION = """Filters, deduplicates and decontaminates text, and tells what was dropped, how much and why.
+It can be killed at any moment: the same command goes on at its unfinished tasks, to the same result. A recipe is a YAML
+file, genesis data clean --config clean.yaml:
+  sources: [{name: web, paths: [raw/web]}]
+  out: cleaned
+  stages: [{filter: length, min_words: 20}, {filter: repetition}, {filter: near_duplicates}]
+The result is OUT/text/SOURCE/*.jsonl.zst, which `genesis data prepare` reads. Filters and their options:"""
+_MANY_REASONS = 4
+
+
+def clean_main(argv: list[str]) -> int:
+    """Runs `genesis data clean` and returns its exit status."""
+    parser = build_parser("data clean", _DESCRIPTION + " " + "; ".join(map(_describe, STAGES.values())) + ".")
+    parser.add_class_arguments(CleanOptions, skip={"stages"})
+    parser.add_argument("--stages", type=list[dict[str, Any]], required=True, help="filters, in the order given")
+    parser.add_argument("--restart", action="store_true", help="throw away what an earlier attempt made in OUT")
+    arguments = parse(parser, argv, CleanOptions)
+    arguments.stages = tuple(build_stage(number, stage) for number, stage in enumerate(arguments.stages, 1))
+    options = make(CleanOptions, arguments)
+    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+
+    def tell(phase: Phase, number: int, num_phases: int) -> None:
+        console.print(f"phase {number} of {num_phases}: {phase.name}, {phase.num_tasks} tasks", highlight=False)
+
+    result = clean_corpus(options, restart=arguments.restart, report=tell)
+    if isinstance(result, Submitted):
+        jobs = ", ".join(result.jobs)
+        print(f"submitted Slurm jobs {jobs}; when they are done, the same command shows the result")
+        return 0
+    _print_report(console, options, result)
+    return 0
+
+
+def build_stage(number: int, given: dict[str, Any]) -> StageOptions:
+    """Returns the stage `number` (from 1) of a recipe.
+
+    Raises:
+        UserError: The filter or an option is not known, missing or of a wrong type.
+    """
+    wanted = given.get("filter")
+    if wanted is None:
+        raise UserError(f"stage {number} names no filter; give `filter:` one of {', '.join(STAGES)}")
+    if wanted not in STAGES:
+        raise UserError(f"stage {number}: no filter {wanted!r}{_nearest(str(wanted), list(STAGES))}")
+    stage, rest = STAGES[wanted], {key: value for key, value in given.items() if key != "filter"}
+    names = [field.name for field in fields(stage)]
+    for key in rest:
+        if key not in names:
+            raise UserError(f"stage {number} ({wanted}) has no option {key!r}{_nearest(str(key), names)}")
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(stage)
+    try:
+        arguments = parser.instantiate_classes(parser.parse_object(rest))
+    except UserError:
+        raise
+    except (ArgumentError, ValueError) as error:
+        raise UserError(f"stage {number} ({wanted}): {' '.join(str(error).split())}") from None
+    try:
+        return make(stage, arguments)
+    except UserError as error:
+        raise UserError(f"stage {number}: {error}") from None
+
+
+def _nearest(wanted: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(wanted, names, n=1)
+    return f"; did you mean {near[0]}?" if near else f"; it is one of {', '.join(names)}"
+
+
+def _describe(stage: type[StageOptions]) -> str:
+    options = [
+        f"{field.name}={_default(field.default)}"
+        for field in fields(stage)
+        if field.name not in ("sources", "languages")
+    ]
+    return f"{stage.name} ({', '.join(options)})" if options else stage.name
+
+
+def _default(value: object) -> str:
+    if value is MISSING or value is None or value in ((), ""):
+        return "-"
+    return str(value).replace(" ", "")
+
+
+def _print_report(console: Console, options: CleanOptions, report: CleanReport) -> None:
+    console.print(_stage_table(options, report))
+    console.print(_source_table(report))
+    for each in report.evaluation:
+        if each.num_too_short:
+            short = f"{each.num_too_short:,} of {each.num_texts:,} evaluation texts are too short to be found"
+            console.print(f"{each.label}: {short}", highlight=False)
+    console.print(f"Examples of what was dropped: {options.out / 'dropped'}", highlight=False, soft_wrap=True)
+
+
+def _stage_table(options: CleanOptions, report: CleanReport) -> Table:
+    unit = "characters" if options.tokenizer is None else "tokens"
+    table = Table(box=box.SIMPLE_HEAD, title=f"{options.out}", title_justify="left")
+    for column in ("filter", "documents in", "dropped", "kept", f"{unit} kept", "share"):
+        table.add_column(column, justify="left" if column == "filter" else "right")
+    table.add_column("dropped because", overflow="fold")
+    table.add_row("(read)", "", "", *_cells(report.read, report.read), "")
+    for stage in report.stages:
+        dropped = stage.entered.documents - stage.kept.documents
+        cells = _cells(stage.kept, report.read)
+        table.add_row(stage.label, f"{stage.entered.documents:,}", f"{dropped:,}", *cells, _reasons(stage.dropped))
+    return table
+
+
+def _cells(amount: Amount, whole: Amount) -> tuple[str, str, str]:
+    size, all_of_it = _size(amount), _size(whole)
+    return f"{amount.documents:,}", f"{size:,}", f"{100 * size / max(1, all_of_it):.1f}%"
+
+
+def _size(amount: Amount) -> int:
+    return amount.characters if amount.tokens is None else amount.tokens
+
+
+def _reasons(dropped: dict[str, int]) -> str:
+    parts = [f"{reason} {count:,}" for reason, count in list(dropped.items())[:_MANY_REASONS]]
+    if len(dropped) > _MANY_REASONS:
+        parts.append(f"{len(dropped) - _MANY_REASONS} more")
+    return ", ".join(parts)
+
+
+def _source_table(report: CleanReport) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in ("source", "documents read", "kept", "size kept", "share"):
+        table.add_column(column, justify="left" if column == "source" else "right")
+    for source in report.sources:
+        table.add_row(source.name, f"{source.read.documents:,}", *_cells(source.kept, source.read))
+    return table

@@ -1,0 +1,241 @@
+"""Cleans text: from raw sources to shards that `genesis data prepare` reads, with the account of what was dropped.
+
+What is done is a function of the options and the files found, the *plan*. Each phase of it is a pipeline of
+datatrove's, cut into tasks; a task writes files that appear whole, and then leaves a mark. So a killed run goes on at
+its unfinished tasks, and the result is the same, byte for byte, as that of a run that was never killed.
+
+    OUT/.clean/plan.json        what was asked for; a later attempt must ask for the same
+    OUT/.clean/lock             held while a cleaning works here
+    OUT/.clean/logs/PHASE/      datatrove's marks, statistics and logs of each task
+    OUT/.clean/work/            documents, signatures and indexes between phases; removed when the result is there
+    OUT/.clean/jobs.json        the Slurm jobs that were submitted
+"""
+
+import fcntl
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from genesis.data.clean.decontaminate import Decontamination
+from genesis.data.clean.execute import (
+    Phase,
+    check_ray,
+    check_slurm,
+    find_running_jobs,
+    run_locally,
+    run_on_ray,
+    submit_to_slurm,
+)
+from genesis.data.clean.plan import CLEAN_DIRECTORY, CleanOptions, evaluation_key, plan_phases
+from genesis.data.clean.report import MANIFEST_NAME, CleanReport, Finish, read_report, read_versions, write_json
+from genesis.data.sources import InputFile, find_files
+from genesis.errors import UserError
+from genesis.tokenizer.tokenizer import Tokenizer
+
+_PLAN_NAME = "plan.json"
+_JOBS_NAME = "jobs.json"
+_PLAN_VERSION = 1
+_EXECUTION = ("executor", "local", "slurm", "ray")
+"""Options that do not change the result."""
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """The Slurm jobs that will make the result."""
+
+    jobs: tuple[str, ...]
+
+
+def clean_corpus(
+    options: CleanOptions,
+    *,
+    restart: bool = False,
+    report: Callable[[Phase, int, int], None] = lambda phase, number, num_phases: None,
+) -> CleanReport | Submitted:
+    """Cleans, or finishes what was begun before, and returns the account; a finished result is left as it is.
+
+    Args:
+        options: What to clean and how.
+        restart: Throw away what an earlier attempt made.
+        report: Called when a phase begins, with its number (from 1) and how many there are.
+
+    Returns:
+        The account, or with Slurm the jobs that were submitted: the same call gives the account when they are done.
+
+    Raises:
+        UserError: The input, the disk or a changed plan stands in the way; the line says what to do. Finished tasks
+            stay.
+    """
+    _check_executor(options)
+    files = _find_all_files(options)
+    if options.tokenizer is not None:
+        Tokenizer.load(options.tokenizer)
+    try:
+        with _locked(options):
+            _refuse_running_jobs(options)
+            if restart:
+                _remove_attempt(options)
+            plan = _describe_plan(options, files)
+            _begin(options, plan)
+            if not (options.out / MANIFEST_NAME).exists():
+                submitted = _execute(options, files, plan, report)
+                if submitted is not None:
+                    return submitted
+            _remove_left_overs(options)
+            return read_report(options.out)
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {options.out} ({error.strerror or error}); mend that (make room) and run the same "
+            "command again: finished tasks are kept"
+        ) from None
+
+
+def _check_executor(options: CleanOptions) -> None:
+    if options.executor == "slurm":
+        check_slurm(options.slurm)
+    elif options.executor == "ray":
+        check_ray()
+
+
+def _find_all_files(options: CleanOptions) -> dict[str, tuple[InputFile, ...]]:
+    files = {source.name: find_files(source) for source in options.sources}
+    for number, stage in enumerate(options.stages):
+        if isinstance(stage, Decontamination):
+            for source in stage.evaluation:
+                files[evaluation_key(options.label(number), source.name)] = find_files(source)
+    return files
+
+
+def _execute(
+    options: CleanOptions,
+    files: dict[str, tuple[InputFile, ...]],
+    plan: dict[str, Any],
+    report: Callable[[Phase, int, int], None],
+) -> Submitted | None:
+    logs = options.work / "logs"
+    phases = plan_phases(options, files)
+    finish = Finish(
+        out=options.out,
+        work=options.work,
+        logs=logs,
+        plan=plan,
+        sources=[source.name for source in options.sources],
+        stages=[options.label(number) for number in range(len(options.stages))],
+        indices=[phase.name for phase in phases if phase.name.endswith("-index")],
+        has_tokens=options.tokenizer is not None,
+    )
+    phases.append(Phase("finish", (finish,), 1))
+    numbers = {phase.name: number for number, phase in enumerate(phases, 1)}
+
+    def tell(phase: Phase) -> None:
+        report(phase, numbers[phase.name], len(phases))
+
+    if options.executor == "slurm":
+        return _submit(options, phases, logs)
+    if options.executor == "ray":
+        run_on_ray(phases, logs, options.ray, tell)
+    else:
+        run_locally(phases, logs, options.local, tell)
+    return None
+
+
+def _submit(options: CleanOptions, phases: list[Phase], logs: Path) -> Submitted:
+    jobs = submit_to_slurm(phases, logs, options.slurm)
+    write_json(options.work / _JOBS_NAME, jobs)
+    return Submitted(tuple(jobs))
+
+
+# The directory of an attempt
+
+
+@contextmanager
+def _locked(options: CleanOptions) -> Iterator[None]:
+    out = options.out
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} is a file; choose another out")
+    if out.is_dir() and not options.work.is_dir() and any(out.iterdir()):
+        raise UserError(f"{out} is not empty and was not made by `genesis data clean`; choose another out")
+    options.work.mkdir(parents=True, exist_ok=True)
+    with (options.work / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another `genesis data clean` is at work in {out}; wait for it or end it") from None
+        yield
+
+
+def _refuse_running_jobs(options: CleanOptions) -> None:
+    path = options.work / _JOBS_NAME
+    if path.exists():
+        running = find_running_jobs(json.loads(path.read_text(encoding="utf-8")))
+        if running:
+            raise UserError(
+                f"Slurm jobs {', '.join(running)} are at work in {options.out}; wait for them or scancel them"
+            )
+
+
+def _remove_left_overs(options: CleanOptions) -> None:
+    """Removes what only the way to the result needed, and files that a killed task was writing."""
+    shutil.rmtree(options.work / "work", ignore_errors=True)
+    for staging in options.out.rglob("*.staging"):
+        staging.unlink()
+
+
+def _remove_attempt(options: CleanOptions) -> None:
+    # The plan goes last: without it, marks of finished tasks would be taken for those of the next plan.
+    (options.out / MANIFEST_NAME).unlink(missing_ok=True)
+    (options.out / "report.json").unlink(missing_ok=True)
+    for path in ("text", "dropped", *(f"{CLEAN_DIRECTORY}/{name}" for name in ("logs", "work", "shards", "examples"))):
+        if (options.out / path).exists():
+            shutil.rmtree(options.out / path)
+    (options.work / _JOBS_NAME).unlink(missing_ok=True)
+    (options.work / _PLAN_NAME).unlink(missing_ok=True)
+
+
+def _begin(options: CleanOptions, plan: dict[str, Any]) -> None:
+    """Writes the plan, or compares it with that of an earlier attempt."""
+    path = options.work / _PLAN_NAME
+    if not path.exists():
+        if (options.out / MANIFEST_NAME).exists():
+            raise UserError(f"{options.out} is a result without its plan; begin again with --restart")
+        write_json(path, plan)
+        return
+    old, new = (dict(_flatten("", each)) for each in (json.loads(path.read_text(encoding="utf-8")), plan))
+    for place in dict.fromkeys((*old, *new)):
+        if old.get(place) != new.get(place):
+            raise UserError(
+                f"{options.out} was begun differently: {place} was {old.get(place)!r} and is {new.get(place)!r}; take "
+                "that back, give another out, or begin again with --restart"
+            )
+
+
+def _describe_plan(options: CleanOptions, files: dict[str, tuple[InputFile, ...]]) -> dict[str, Any]:
+    described = {key: value for key, value in asdict(options).items() if key not in _EXECUTION}
+    described["stages"] = [{"filter": stage.name, **asdict(stage)} for stage in options.stages]
+    plan = {
+        "version": _PLAN_VERSION,
+        "datatrove": read_versions()["datatrove"],
+        "options": described,
+        "files": {
+            f"{name}: {file.path}": {"bytes": file.num_bytes, "mtime_ns": file.mtime_ns}
+            for name, found in files.items()
+            for file in found
+        },
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(plan, default=str))
+    return plain
+
+
+def _flatten(place: str, value: object) -> Iterator[tuple[str, object]]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _flatten(f"{place}.{key}" if place else str(key), inner)
+    elif isinstance(value, list) and value:
+        for index, inner in enumerate(value):
+            yield from _flatten(f"{place}[{index}]", inner)
+    else:
+        yield place, value

@@ -1,0 +1,98 @@
+"""Decontamination: documents that share a run of words with an evaluation set are dropped.
+
+datatrove's filter does it. Its own indexer takes evaluation sets from a framework that fetches them from the network,
+so the index is made here, from files.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+from datatrove.data import Document, DocumentsPipeline
+from datatrove.pipeline.base import PipelineStep
+from datatrove.pipeline.decont import NGramsDecontConfig, NGramsDecontFilter
+from datatrove.utils.hashing import create_hash_func
+from datatrove.utils.text import ngrams, simplify_text
+
+from genesis.data.clean.words import HASH, Words
+from genesis.data.sources import SourceOptions, Span, check_sources, read_documents
+from genesis.errors import UserError
+
+_INDEX_SUFFIX = ".index.hashes"
+"""What datatrove's filter looks for."""
+
+
+@dataclass(frozen=True)
+class Decontamination:
+    """Drops documents that share `n_grams` words in a row with a text of an evaluation set.
+
+    Case, punctuation, accents and the values of numbers do not count. An evaluation text of fewer words is matched as
+    a whole by nothing; how many there are is reported.
+
+    Args:
+        evaluation: Named evaluation sets, each with paths, format and text_field as a source has them.
+        n_grams: Words in a row.
+        sources: Names of the sources whose documents are looked at; others pass. All if not given.
+        languages: Codes of the languages whose documents are looked at; others pass. All if not given.
+    """
+
+    name: ClassVar[str] = "decontamination"
+    evaluation: tuple[SourceOptions, ...] = ()
+    n_grams: int = 12
+    sources: tuple[str, ...] = ()
+    languages: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.evaluation:
+            raise UserError("decontamination has no evaluation sets; list at least one under `evaluation`")
+        if self.n_grams < 1:
+            raise UserError(f"n_grams {self.n_grams} of decontamination must be at least 1")
+        check_sources(self.evaluation)
+
+    def build_filter(self, index: Path) -> NGramsDecontFilter:
+        """Returns the filter that reads the index in the directory `index`."""
+        return NGramsDecontFilter(str(index), self.config, language=Words())
+
+    @property
+    def config(self) -> NGramsDecontConfig:
+        """Returns datatrove's form of the options."""
+        return NGramsDecontConfig(n_grams=self.n_grams, hash_config=HASH)
+
+
+class EvaluationIndex(PipelineStep):  # type: ignore[misc]
+    """Writes the hashes of all runs of words in evaluation sets; a task for each set."""
+
+    name = "evaluation index"
+    type = "decontamination"
+
+    def __init__(self, options: Decontamination, spans: dict[str, tuple[Span, ...]], folder: Path) -> None:
+        super().__init__()
+        self._options = options
+        self._spans = spans
+        self._folder = folder
+
+    def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Writes the index of the evaluation set number `rank`."""
+        assert data is None
+        source = self._options.evaluation[rank]
+        config = self._options.config
+        hash_of = create_hash_func(config.hash_config)
+        words = Words()
+        hashes: set[int] = set()
+        for span in self._spans[source.name]:
+            for document in read_documents(source, span):
+                runs = list(ngrams(words.word_tokenize(simplify_text(document.text)), config.n_grams))
+                self.stat_update("texts")
+                if not runs:
+                    self.stat_update("texts_too_short")
+                hashes.update(hash_of(" ".join(run)) for run in runs)
+        if not hashes:
+            raise UserError(
+                f"evaluation set {source.name} has no text of {config.n_grams} words; mend its paths or lower n_grams"
+            )
+        self._folder.mkdir(parents=True, exist_ok=True)
+        data_of_hashes = np.array(sorted(hashes), dtype=config.hash_config.np_descr)
+        (self._folder / f"{source.name}{_INDEX_SUFFIX}").write_bytes(data_of_hashes.tobytes())
+        yield from ()

@@ -1,0 +1,293 @@
+"""Documents on their way: read from sources, set down between two passes, written as shards.
+
+datatrove's own readers leave out a line that is no JSON with a word in a log, and its writer makes no file for a task
+without documents, so that the tasks after it read the wrong ones. These are as strict as `genesis data prepare`, and
+every file appears whole or not at all.
+"""
+
+import gzip
+import io
+import json
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, Protocol
+
+import pyarrow.parquet as pq
+import zstandard
+from datatrove.data import Document, DocumentsPipeline
+from datatrove.pipeline.base import PipelineStep
+
+from genesis.data.clean.filters import FIELDS, LANGUAGE
+from genesis.data.shards import hash_file, sync_directory
+from genesis.data.sources import SourceOptions, Span, read_documents
+from genesis.tokenizer.tokenizer import Tokenizer
+
+SOURCE = "source"
+"""Where a document's source stands in its metadata and in what is written."""
+NUM_TOKENS = "num_tokens"
+Compression = Literal["zst", "gz"]
+
+_BYTE_ORDER_MARK = "\ufeff"
+_ZSTD_LEVEL = 3
+_GZIP_LEVEL = 6
+
+
+@dataclass(frozen=True)
+class WrittenShard:
+    """A shard of the result: `path` is relative to the result's directory; `hash` is BLAKE3."""
+
+    path: str
+    source: str
+    num_documents: int
+    num_characters: int
+    num_tokens: int | None
+    file_bytes: int
+    hash: str
+
+
+@dataclass(frozen=True)
+class TokenCounter:
+    """Counts the tokens of a text with the tokenizer in a model file; with none, there is nothing to count."""
+
+    tokenizer: Path | None
+
+    def count(self, text: str) -> int | None:
+        """Returns the tokens of `text`, without bos and eos."""
+        return None if self.tokenizer is None else len(_load(self.tokenizer).encode(text))
+
+
+@lru_cache(maxsize=1)
+def _load(path: Path) -> Tokenizer:
+    return Tokenizer.load(path)
+
+
+class SourceReader(PipelineStep):  # type: ignore[misc]
+    """Reads the documents of a task's spans, with the fields that score filters ask for."""
+
+    name = "sources"
+    type = "reader"
+
+    def __init__(
+        self,
+        sources: Sequence[SourceOptions],
+        spans: Sequence[Sequence[tuple[str, Span]]],
+        fields: Sequence[str],
+        counter: TokenCounter,
+    ) -> None:
+        super().__init__()
+        self._sources = {source.name: source for source in sources}
+        self._spans = spans
+        self._fields = tuple(fields)
+        self._counter = counter
+
+    def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Yields the documents of the task `rank`."""
+        assert data is None
+        for name, span in self._spans[rank]:
+            for number, (text, fields) in enumerate(_read(self._sources[name], span, self._fields)):
+                metadata: dict[str, Any] = {SOURCE: name}
+                if fields:
+                    metadata[FIELDS] = fields
+                num_tokens = self._counter.count(text)
+                if num_tokens is not None:
+                    metadata[NUM_TOKENS] = num_tokens
+                self.stat_update(f"documents.{name}")
+                self.stat_update(f"characters.{name}", value=len(text))
+                self.stat_update(f"tokens.{name}", value=num_tokens or 0)
+                yield Document(text, f"{span.file.path}:{span.start}:{number}", metadata=metadata)
+
+
+class PassWriter(PipelineStep):  # type: ignore[misc]
+    """Sets a task's documents down for the next pass over them, and passes them on."""
+
+    name = "pass"
+    type = "writer"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Writes and yields the documents of `data`."""
+        with _written_whole(_pass_file(self._folder, rank), "zst") as file:
+            for document in data:
+                file.write(_line([document.text, document.id, document.metadata]))
+                yield document
+
+
+class PassReader(PipelineStep):  # type: ignore[misc]
+    """Reads what the `PassWriter` of the same task set down, in that order."""
+
+    name = "pass"
+    type = "reader"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Yields the documents of the task `rank`."""
+        assert data is None
+        with (
+            _pass_file(self._folder, rank).open("rb") as file,
+            zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True) as stream,
+        ):
+            for line in io.BufferedReader(stream):
+                text, identifier, metadata = json.loads(line)
+                yield Document(text, identifier, metadata=metadata)
+
+
+class TextWriter(PipelineStep):  # type: ignore[misc]
+    """Writes a task's documents as shards of the result, one for each source, and a record of them."""
+
+    name = "text"
+    type = "writer"
+
+    def __init__(self, out: Path, records: Path, compression: Compression) -> None:
+        super().__init__()
+        self._out = out
+        self._records = records
+        self._compression: Compression = compression
+
+    def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Writes the documents of `data` and yields them. Documents of a source follow each other."""
+        shards = []
+        document = next(data, None)
+        while document is not None:
+            source = document.metadata[SOURCE]
+            path = f"text/{source}/{rank:05d}.jsonl.{self._compression}"
+            counts = [0, 0, 0]
+            with _written_whole(self._out / path, self._compression) as file:
+                while document is not None and document.metadata[SOURCE] == source:
+                    file.write(_line(_published(document)))
+                    counts[0] += 1
+                    counts[1] += len(document.text)
+                    counts[2] += document.metadata.get(NUM_TOKENS, 0)
+                    num_tokens = counts[2] if NUM_TOKENS in document.metadata else None
+                    yield document
+                    document = next(data, None)
+            file_bytes = (self._out / path).stat().st_size
+            shards.append(
+                WrittenShard(path, source, counts[0], counts[1], num_tokens, file_bytes, hash_file(self._out / path))
+            )
+        self._records.mkdir(parents=True, exist_ok=True)
+        record = json.dumps([asdict(shard) for shard in shards])
+        write_durably(self._records / f"{rank:05d}.json", record.encode())
+
+
+def read_shard_records(records: Path) -> list[WrittenShard]:
+    """Returns what all tasks wrote, in their order."""
+    return [
+        WrittenShard(**shard)
+        for path in sorted(records.glob("*.json"))
+        for shard in json.loads(path.read_text(encoding="utf-8"))
+    ]
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Writes a file, whole or not at all."""
+    with _staged(path) as file:
+        file.write(data)
+
+
+# Reading with fields
+
+
+def _read(source: SourceOptions, span: Span, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the texts of a span, and of each record the fields `names` that it has."""
+    texts = read_documents(source, span)
+    if not names:
+        yield from ((document.text, {}) for document in texts)
+    elif _is_kind(source, span, "parquet"):
+        yield from _with_fields(texts, _parquet_rows(source, span, names), source.text_field, names)
+    elif _is_kind(source, span, "jsonl"):
+        yield from _with_fields(texts, _json_rows(source, span), source.text_field, names)
+    else:
+        yield from ((document.text, {}) for document in texts)
+
+
+def _is_kind(source: SourceOptions, span: Span, kind: str) -> bool:
+    stem = span.file.path.removesuffix(".gz").removesuffix(".zst")
+    endings = {"jsonl": (".jsonl", ".ndjson"), "parquet": (".parquet",)}[kind]
+    return source.format == kind or (source.format == "auto" and stem.endswith(endings))
+
+
+def _with_fields(
+    texts: Iterator[Any], rows: Iterator[dict[str, Any]], text_field: str, names: Sequence[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    # `texts` refuses a bad record, by its place; it leaves out a record whose text is empty.
+    for row in rows:
+        if row.get(text_field) not in ("", b""):
+            yield next(texts).text, {name: row[name] for name in names if row.get(name) is not None}
+
+
+def _json_rows(source: SourceOptions, span: Span) -> Iterator[dict[str, Any]]:
+    for line in read_documents(replace(source, format="text", separator="\n"), span):
+        if line.text.strip(_BYTE_ORDER_MARK).strip():
+            try:
+                row = json.loads(line.text.removeprefix(_BYTE_ORDER_MARK))
+            except (json.JSONDecodeError, RecursionError):
+                row = None
+            yield row if isinstance(row, dict) else {}
+
+
+def _parquet_rows(source: SourceOptions, span: Span, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    with pq.ParquetFile(span.file.path) as parquet:
+        columns = [source.text_field, *(name for name in names if name in parquet.schema_arrow.names)]
+        for batch in parquet.iter_batches(row_groups=list(range(span.start, span.end)), columns=columns):
+            yield from batch.to_pylist()
+
+
+# Writing
+
+
+def _pass_file(folder: Path, rank: int) -> Path:
+    return folder / f"{rank:05d}.documents.zst"
+
+
+def _line(value: object) -> bytes:
+    return json.dumps(value, ensure_ascii=False).encode() + b"\n"
+
+
+def _published(document: Document) -> dict[str, Any]:
+    known = {key: document.metadata[key] for key in (SOURCE, LANGUAGE) if key in document.metadata}
+    return {**document.metadata.get(FIELDS, {}), "text": document.text, "id": document.id, **known}
+
+
+class _Writable(Protocol):
+    """What takes bytes."""
+
+    def write(self, data: bytes, /) -> int:
+        """Takes `data`."""
+
+
+@contextmanager
+def _written_whole(path: Path, compression: Compression) -> Iterator[_Writable]:
+    with _staged(path) as file:
+        if compression == "zst":
+            with zstandard.ZstdCompressor(level=_ZSTD_LEVEL).stream_writer(file, closefd=False) as stream:
+                yield stream
+        else:
+            with gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0, compresslevel=_GZIP_LEVEL) as stream:
+                yield stream
+
+
+@contextmanager
+def _staged(path: Path) -> Iterator[BinaryIO]:
+    """Gives a file that gets its name once it is whole and durable."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = path.with_name(f"{path.name}.{secrets.token_hex(4)}.staging")
+    try:
+        with staging.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        staging.replace(path)
+        sync_directory(path.parent)
+    finally:
+        staging.unlink(missing_ok=True)

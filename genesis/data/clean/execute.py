@@ -1,0 +1,340 @@
+"""Runs the phases of a cleaning on datatrove's executors.
+
+datatrove keeps a mark for each finished task, and a task that has one is not run again. Its local pool of processes
+waits for ever when one of them is killed, so the processes here are our own; each task in them is run by datatrove's
+executor.
+"""
+
+import contextlib
+import fcntl
+import importlib.util
+import multiprocessing
+import os
+import subprocess
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Literal
+
+from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, SlurmPipelineExecutor
+from datatrove.executor.base import PipelineExecutor
+from datatrove.pipeline.base import PipelineStep
+from loguru import logger
+from tqdm import tqdm
+
+from genesis.errors import UserError
+
+Executor = Literal["local", "slurm", "ray"]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A pipeline, the number of its tasks, and its name, which no other phase of the cleaning has."""
+
+    name: str
+    pipeline: tuple[PipelineStep, ...]
+    num_tasks: int
+
+
+@dataclass(frozen=True)
+class LocalOptions:
+    """Processes on this machine.
+
+    Args:
+        workers: How many; 0 takes one for each core. It does not change the result.
+    """
+
+    workers: int = 0
+
+    def __post_init__(self) -> None:
+        if self.workers < 0:
+            raise UserError(f"local.workers {self.workers} must be at least 0 (0: one for each core)")
+
+    @property
+    def num_workers(self) -> int:
+        """Returns the number of processes."""
+        return self.workers or len(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True)
+class SlurmOptions:
+    """Jobs of a Slurm cluster, one array for each phase; each waits until the one before has succeeded.
+
+    Args:
+        partition: The partition.
+        time: Limit of a job, as "04:00:00".
+        workers: Tasks that run at the same time; -1 for no limit.
+        cpus_per_task: Cores of a task.
+        mem_per_cpu_gb: Memory of each.
+        tasks_per_job: Tasks that one job of the array runs, one after another.
+        qos: Quality of service.
+        env_command: Shell command that makes `genesis` and datatrove's commands available on a node, as
+            "source /shared/venv/bin/activate".
+        sbatch_args: Further options of sbatch, as {account: name}.
+    """
+
+    partition: str = ""
+    time: str = ""
+    workers: int = -1
+    cpus_per_task: int = 1
+    mem_per_cpu_gb: int = 2
+    tasks_per_job: int = 1
+    qos: str = "normal"
+    env_command: str | None = None
+    sbatch_args: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RayOptions:
+    """Tasks of a Ray cluster: the one that the environment variable RAY_ADDRESS names, or one of this machine.
+
+    Args:
+        workers: Tasks that run at the same time; -1 for no limit.
+        cpus_per_task: Cores of a task.
+        mem_per_cpu_gb: Memory of each.
+    """
+
+    workers: int = -1
+    cpus_per_task: int = 1
+    mem_per_cpu_gb: float = 2
+
+
+def check_slurm(options: SlurmOptions) -> None:
+    """Refuses what Slurm would refuse later.
+
+    Raises:
+        UserError: No partition or no time is given.
+    """
+    for name in ("partition", "time"):
+        if not getattr(options, name):
+            raise UserError(f"executor slurm needs slurm.{name}")
+
+
+def check_ray() -> None:
+    """Refuses to go on without Ray.
+
+    Raises:
+        UserError: It is not installed.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise UserError("executor ray needs ray; pip install 'genesis-lm[ray]'")
+
+
+def run_locally(phases: Sequence[Phase], logs: Path, options: LocalOptions, report: Callable[[Phase], None]) -> None:
+    """Runs what is left of the phases, one after another; returns when all is done.
+
+    Raises:
+        UserError: A task refused its input, or a process was killed. Finished tasks are kept.
+        OSError: A task could not write.
+    """
+    with _Workers(options.num_workers, logs.with_name("workers.lock")) as workers:
+        for phase in phases:
+            executor = LocalPipelineExecutor(
+                list(phase.pipeline), tasks=phase.num_tasks, workers=1, logging_dir=str(logs / phase.name)
+            )
+            ranks = executor.get_incomplete_ranks()
+            if ranks:
+                report(phase)
+                executor.save_executor_as_json()
+                workers.run(executor, ranks)
+
+
+def run_on_ray(phases: Sequence[Phase], logs: Path, options: RayOptions, report: Callable[[Phase], None]) -> None:
+    """Runs what is left of the phases, one after another; returns when all is done.
+
+    Raises:
+        UserError: A task failed; the line names its log. Finished tasks are kept.
+    """
+    for phase in phases:
+        executor = RayPipelineExecutor(
+            list(phase.pipeline),
+            tasks=phase.num_tasks,
+            workers=options.workers,
+            cpus_per_task=options.cpus_per_task,
+            mem_per_cpu_gb=options.mem_per_cpu_gb,
+            logging_dir=str(logs / phase.name),
+        )
+        if executor.get_incomplete_ranks():
+            report(phase)
+            executor.run()
+            check_complete(executor, logs / phase.name)
+
+
+def check_complete(executor: PipelineExecutor, folder: Path) -> None:
+    """Refuses to go on when tasks have failed.
+
+    Raises:
+        UserError: It tells the last line of the first such task's log, which is its error.
+    """
+    failed = executor.get_incomplete_ranks()
+    if failed:
+        log = folder / "logs" / f"task_{failed[0]:05d}.log"
+        lines = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()] if log.exists() else []
+        raise UserError(
+            f"{len(failed)} of {executor.world_size} tasks of {folder.name} failed: "
+            f"{lines[-1] if lines else 'they left no log'} ({log}); mend that and run the same command again: finished "
+            "tasks are kept"
+        )
+
+
+def submit_to_slurm(phases: Sequence[Phase], logs: Path, options: SlurmOptions) -> list[str]:
+    """Submits what is left of the phases and returns the numbers of the jobs; none when nothing is left.
+
+    Raises:
+        UserError: sbatch is not there or refuses a job.
+    """
+    executors: list[SlurmPipelineExecutor] = []
+    for phase in phases:
+        executor = SlurmPipelineExecutor(
+            list(phase.pipeline),
+            tasks=phase.num_tasks,
+            time=options.time,
+            partition=options.partition,
+            workers=options.workers,
+            cpus_per_task=options.cpus_per_task,
+            mem_per_cpu_gb=options.mem_per_cpu_gb,
+            tasks_per_job=options.tasks_per_job,
+            qos=options.qos,
+            env_command=options.env_command,
+            sbatch_args=dict(options.sbatch_args),
+            job_name=f"clean-{phase.name}",
+            logging_dir=str(logs / phase.name),
+            depends=executors[-1] if executors else None,
+        )
+        executors.append(executor)
+    try:
+        executors[-1].run()
+    except FileNotFoundError as error:
+        raise UserError(
+            f"executor slurm needs the command {error.filename}; run this where jobs are submitted"
+        ) from None
+    except subprocess.CalledProcessError as error:
+        raise UserError(f"sbatch refused a job (status {error.returncode}); its message stands above") from None
+    return [str(executor.job_id) for executor in executors if executor.job_id != -1]
+
+
+def find_running_jobs(jobs: Sequence[str]) -> list[str]:
+    """Returns those of the Slurm jobs that wait or run."""
+    # squeue fails for numbers that it has forgotten, which are those of jobs that have ended.
+    found = [
+        subprocess.run(
+            ["squeue", "--noheader", "--format=%A", f"--jobs={job}"], capture_output=True, text=True, check=False
+        )
+        for job in jobs
+    ]
+    return [job for job, result in zip(jobs, found, strict=True) if result.returncode == 0 and result.stdout.strip()]
+
+
+# Processes
+
+
+@dataclass(frozen=True)
+class _Worker:
+    process: BaseProcess
+    connection: "Connection[object, object]"
+
+
+class _Workers:
+    """Processes that run tasks. A context: at its end they are gone, whatever they did."""
+
+    def __init__(self, num_workers: int, lock: Path) -> None:
+        self._num_workers = num_workers
+        self._lock = lock
+        self._workers: dict[Connection[object, object], _Worker] = {}
+
+    def __enter__(self) -> "_Workers":
+        # Workers of a run that was killed end at once; until they have, they may still write.
+        with _held(self._lock, fcntl.LOCK_EX):
+            return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self._workers.values():
+            worker.connection.close()
+            worker.process.kill()
+            worker.process.join()
+
+    def run(self, executor: PipelineExecutor, ranks: Sequence[int]) -> None:
+        """Runs the tasks `ranks`; raises the first error."""
+        waiting = iter(ranks)
+        busy: set[Connection[object, object]] = set()
+        for worker, rank in zip(self._start(min(self._num_workers, len(ranks))), waiting, strict=False):
+            worker.connection.send((executor, rank))
+            busy.add(worker.connection)
+        while busy:
+            for connection in wait(list(busy)):
+                assert isinstance(connection, Connection)
+                _receive(self._workers[connection])
+                rank_or_none = next(waiting, None)
+                if rank_or_none is None:
+                    busy.remove(connection)
+                else:
+                    connection.send((executor, rank_or_none))
+
+    def _start(self, num_workers: int) -> Iterator[_Worker]:
+        context = multiprocessing.get_context("spawn")  # nothing is forked from a process that may hold threads
+        while len(self._workers) < num_workers:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, self._lock), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers[ours] = _Worker(process, ours)
+        yield from self._workers.values()
+
+
+def _receive(worker: _Worker) -> None:
+    try:
+        error = worker.connection.recv()
+    except (EOFError, ConnectionResetError):
+        worker.process.join()
+        status = worker.process.exitcode or 0
+        cause = f"by signal {-status} (out of memory?)" if status < 0 else f"with status {status}"
+        raise UserError(
+            f"a worker of data clean ended {cause}; run the same command again (with fewer local.workers if memory is "
+            "short): finished tasks are kept"
+        ) from None
+    if error is not None:
+        assert isinstance(error, Exception)
+        raise error
+
+
+def _serve(connection: "Connection[object, object]", lock: Path) -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+    tqdm.set_lock(threading.RLock())  # its default is a semaphore, which a killed process leaves behind
+    with _held(lock, fcntl.LOCK_SH), contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while True:
+            task = connection.recv()
+            assert isinstance(task, tuple)
+            connection.send(_run_task(*task))
+
+
+def _end_with(sentinel: int) -> None:
+    wait([sentinel])
+    os._exit(1)
+
+
+def _run_task(executor: PipelineExecutor, rank: int) -> Exception | None:
+    # datatrove tells all that a task does on stderr too; its log has it.
+    with Path(os.devnull).open("w") as null, contextlib.redirect_stderr(null):
+        try:
+            executor._run_for_rank(rank)  # datatrove asks its executors to call this
+        except (UserError, OSError) as error:
+            return error
+        except Exception as error:
+            return RuntimeError("".join(traceback.format_exception(error)))
+        finally:
+            logger.remove()
+    return None
+
+
+@contextlib.contextmanager
+def _held(path: Path, kind: int) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, kind)
+        yield

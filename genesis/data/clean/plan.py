@@ -1,0 +1,167 @@
+"""What is to be done: options, and the passes over the documents that they ask for.
+
+A stage that looks at one document runs in the same pass as its neighbours. A deduplication ends a pass, since it must
+have seen all documents, and its removal begins the next one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from datatrove.pipeline.base import PipelineStep
+
+from genesis.data.clean.decontaminate import Decontamination, EvaluationIndex
+from genesis.data.clean.dedup import ExactDuplicates, NearDuplicates
+from genesis.data.clean.documents import Compression, PassReader, PassWriter, SourceReader, TextWriter, TokenCounter
+from genesis.data.clean.execute import Executor, LocalOptions, Phase, RayOptions, SlurmOptions
+from genesis.data.clean.filters import (
+    C4Quality,
+    FilterOptions,
+    GopherQuality,
+    Language,
+    Length,
+    Repetition,
+    Score,
+)
+from genesis.data.clean.stages import Account, FilterStage, RemovalStage
+from genesis.data.sources import InputFile, SourceOptions, Span, check_sources, plan_spans
+from genesis.errors import UserError
+
+CLEAN_DIRECTORY = ".clean"
+_MIN_SPAN_BYTES = 1 << 16
+_MAX_SPAN_BYTES = 64 << 20
+_SPANS_PER_TASK = 8
+
+StageOptions = FilterOptions | Decontamination | ExactDuplicates | NearDuplicates
+STAGES: dict[str, type[StageOptions]] = {
+    stage.name: stage
+    for stage in (
+        Length,
+        Language,
+        Repetition,
+        GopherQuality,
+        C4Quality,
+        Score,
+        ExactDuplicates,
+        NearDuplicates,
+        Decontamination,
+    )
+}
+"""The stages by the names that a recipe gives them."""
+
+
+@dataclass(frozen=True)
+class CleanOptions:
+    """What to clean and how.
+
+    Args:
+        sources: Named sources of text, each with paths and format, as `genesis data prepare` takes them.
+        out: The directory of the result: text/SOURCE/*.jsonl.zst, report.json, dropped/ and manifest.json.
+        stages: What is done, in this order: a list of filters by name, each with its options.
+        tasks: Parts that the work is cut into; a killed run goes on at its unfinished tasks. It orders the output.
+        tokenizer: A model file or directory of `genesis tokenizer train`, to count tokens; characters if not given.
+        compression: Of the shards: zst or gz.
+        num_examples: Dropped documents to set down, of each filter and reason.
+        executor: What runs the tasks: processes here (local), or datatrove's executors for Slurm and Ray.
+        local: Options of that executor.
+        slurm: Options of that executor.
+        ray: Options of that executor.
+    """
+
+    sources: tuple[SourceOptions, ...]
+    out: Path
+    stages: tuple[StageOptions, ...]
+    tasks: int = 16
+    tokenizer: Path | None = None
+    compression: Compression = "zst"
+    num_examples: int = 3
+    executor: Executor = "local"
+    local: LocalOptions = field(default_factory=LocalOptions)
+    slurm: SlurmOptions = field(default_factory=SlurmOptions)
+    ray: RayOptions = field(default_factory=RayOptions)
+
+    def __post_init__(self) -> None:
+        check_sources(self.sources)
+        if self.tasks < 1:
+            raise UserError(f"tasks {self.tasks} must be at least 1")
+        if self.num_examples < 0:
+            raise UserError(f"num_examples {self.num_examples} must be at least 0")
+        names = [source.name for source in self.sources]
+        has_language = False
+        for number, stage in enumerate(self.stages, 1):
+            for name in getattr(stage, "sources", ()):
+                if name not in names:
+                    raise UserError(f"stage {number} ({stage.name}): no source is named {name!r}; it is one of {names}")
+            if getattr(stage, "languages", ()) and not has_language:
+                raise UserError(
+                    f"stage {number} ({stage.name}) asks for languages, which no language filter before it has found; "
+                    "put `- filter: language` above it"
+                )
+            has_language = has_language or isinstance(stage, Language)
+
+    @property
+    def work(self) -> Path:
+        """Returns the directory of what is needed until the result is there."""
+        return self.out / CLEAN_DIRECTORY
+
+    def label(self, number: int) -> str:
+        """Returns the name of stage `number` (from 0) in reports and paths."""
+        return f"{number + 1:02d}-{self.stages[number].name}"
+
+
+def plan_tasks(
+    sources: Sequence[SourceOptions], files: dict[str, tuple[InputFile, ...]], num_tasks: int
+) -> tuple[tuple[tuple[str, Span], ...], ...]:
+    """Returns the spans of each task: all spans in order, cut into tasks of about equal bytes."""
+    num_bytes = sum(file.num_bytes for found in files.values() for file in found)
+    target_bytes = min(_MAX_SPAN_BYTES, max(_MIN_SPAN_BYTES, num_bytes // (num_tasks * _SPANS_PER_TASK)))
+    spans = [(source.name, span) for source in sources for span in plan_spans(source, files[source.name], target_bytes)]
+    total = max(1, sum(span.num_bytes for _, span in spans))
+    tasks: list[list[tuple[str, Span]]] = [[] for _ in range(num_tasks)]
+    num_before = 0
+    for name, span in spans:
+        tasks[min(num_tasks - 1, num_before * num_tasks // total)].append((name, span))
+        num_before += span.num_bytes
+    return tuple(tuple(task) for task in tasks)
+
+
+def plan_phases(options: CleanOptions, files: dict[str, tuple[InputFile, ...]]) -> list[Phase]:
+    """Returns the pipelines that make the text, in the order in which they must run."""
+    counter = TokenCounter(options.tokenizer)
+    account = Account(options.work / "examples", options.num_examples, counter)
+    fields = sorted({stage.field for stage in options.stages if isinstance(stage, Score)})
+    tasks = plan_tasks(options.sources, files, options.tasks)
+    sources = [source.name for source in options.sources]
+    phases: list[Phase] = []
+    steps: list[PipelineStep] = [SourceReader(options.sources, tasks, fields, counter)]
+    for number, stage in enumerate(options.stages):
+        label = options.label(number)
+        work = options.work / "work" / label
+        if isinstance(stage, ExactDuplicates | NearDuplicates):
+            steps += [PassWriter(work / "documents"), stage.build_signature(work, sources)]
+            phases.append(Phase(f"{label}-signatures", tuple(steps), options.tasks))
+            for search in stage.build_searches(work):
+                phases.append(Phase(f"{label}-{search.name}", search.pipeline, search.num_tasks))
+            steps = [PassReader(work / "documents"), RemovalStage(label, account, stage.build_removal(work))]
+        elif isinstance(stage, Decontamination):
+            phases.insert(0, _index_phase(stage, label, files, work))
+            inner = stage.build_filter(work)
+            steps.append(FilterStage(label, account, inner, stage.sources, stage.languages))
+        else:
+            steps.append(FilterStage(label, account, stage.build(), stage.sources, stage.languages))
+    steps.append(TextWriter(options.out, options.work / "shards", options.compression))
+    phases.append(Phase("text", tuple(steps), options.tasks))
+    return phases
+
+
+def evaluation_key(label: str, name: str) -> str:
+    """Returns the name under which an evaluation set's files stand beside those of the sources."""
+    return f"{label}/{name}"
+
+
+def _index_phase(stage: Decontamination, label: str, files: dict[str, tuple[InputFile, ...]], work: Path) -> Phase:
+    spans = {
+        source.name: tuple(plan_spans(source, files[evaluation_key(label, source.name)], _MAX_SPAN_BYTES))
+        for source in stage.evaluation
+    }
+    return Phase(f"{label}-index", (EvaluationIndex(stage, spans, work),), len(stage.evaluation))

@@ -1,0 +1,248 @@
+"""The account of a cleaning: what each stage kept and dropped, examples of what it dropped, and the manifest.
+
+OUT/report.json             documents, characters and tokens of each source and stage
+OUT/dropped/STAGE.json      examples of what the stage dropped, with the reason
+OUT/manifest.json           inputs, options, versions, shards with sizes and hashes, and the report; written last
+"""
+
+import importlib.metadata
+import json
+import platform
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from datatrove.data import Document, DocumentsPipeline
+from datatrove.pipeline.base import PipelineStep
+
+from genesis.data.clean.documents import WrittenShard, read_shard_records, write_durably
+from genesis.errors import UserError
+
+MANIFEST_NAME = "manifest.json"
+_REPORT_NAME = "report.json"
+_SCHEMA_VERSION = 1
+_PACKAGES = ("genesis-lm", "datatrove", "py3langid", "pyarrow", "regex", "zstandard")
+"""Those whose version may change the result."""
+
+
+@dataclass(frozen=True)
+class Amount:
+    """How much text; `tokens` is None where no tokenizer was given."""
+
+    documents: int
+    characters: int
+    tokens: int | None
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """What entered a stage, what it kept, and how many documents it dropped for each reason, most first.
+
+    What was kept may be shorter than when it entered: a stage may take lines out of a document.
+    """
+
+    label: str
+    entered: Amount
+    kept: Amount
+    dropped: dict[str, int]
+
+
+@dataclass(frozen=True)
+class SourceReport:
+    """What was read of a source, and what is left of it."""
+
+    name: str
+    read: Amount
+    kept: Amount
+
+
+@dataclass(frozen=True)
+class EvaluationReport:
+    """An evaluation set: its texts, and those too short to be found."""
+
+    label: str
+    num_texts: int
+    num_too_short: int
+
+
+@dataclass(frozen=True)
+class CleanReport:
+    """The account of a whole cleaning."""
+
+    sources: tuple[SourceReport, ...]
+    stages: tuple[StageReport, ...]
+    evaluation: tuple[EvaluationReport, ...]
+
+    @property
+    def kept(self) -> Amount:
+        """Returns what is left in all."""
+        return _sum([source.kept for source in self.sources])
+
+    @property
+    def read(self) -> Amount:
+        """Returns what was read in all."""
+        return _sum([source.read for source in self.sources])
+
+
+class Finish(PipelineStep):  # type: ignore[misc]
+    """Writes the report, the examples and at last the manifest.
+
+    Args:
+        out: The result's directory.
+        work: The directory of what was needed on the way.
+        logs: Where datatrove left its statistics, a directory for each phase.
+        plan: What was asked for, and the input files.
+        sources: Names of the sources.
+        stages: Labels of the stages.
+        indices: Names of the phases that made an index of evaluation sets.
+        has_tokens: Whether tokens were counted.
+    """
+
+    name = "finish"
+    type = "report"
+
+    def __init__(
+        self,
+        out: Path,
+        work: Path,
+        logs: Path,
+        plan: dict[str, Any],
+        sources: Sequence[str],
+        stages: Sequence[str],
+        indices: Sequence[str],
+        has_tokens: bool,
+    ) -> None:
+        super().__init__()
+        self._out = out
+        self._work = work
+        self._logs = logs
+        self._plan = plan
+        self._sources = tuple(sources)
+        self._stages = tuple(stages)
+        self._indices = tuple(indices)
+        self._has_tokens = has_tokens
+
+    def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Writes the files."""
+        assert data is None
+        assert world_size == 1
+        shards = read_shard_records(self._work / "shards")
+        report = self._build_report(shards)
+        _check_sums(report)
+        for label in self._stages:
+            write_json(self._out / "dropped" / f"{label}.json", self._gather_examples(label))
+        write_json(self._out / _REPORT_NAME, asdict(report))
+        manifest = {
+            "schema_version": _SCHEMA_VERSION,
+            "plan": self._plan,
+            "versions": read_versions(),
+            "hash_algorithm": "blake3",
+            "shards": [asdict(shard) for shard in shards],
+            "report": asdict(report),
+        }
+        write_json(self._out / MANIFEST_NAME, manifest)
+        yield from ()
+
+    def _build_report(self, shards: Sequence[WrittenShard]) -> CleanReport:
+        totals = _read_totals(self._logs)
+        read = totals["reader: sources"]
+        sources = []
+        for name in self._sources:
+            own = [shard for shard in shards if shard.source == name]
+            kept = Counter(
+                documents=sum(shard.num_documents for shard in own),
+                characters=sum(shard.num_characters for shard in own),
+                tokens=sum(shard.num_tokens or 0 for shard in own),
+            )
+            sources.append(SourceReport(name, self._amount(read, f".{name}"), self._amount(kept, "")))
+        stages = []
+        for label in self._stages:
+            counts = totals[f"stage: {label}"]
+            dropped = {key.removeprefix("dropped."): n for key, n in counts.most_common() if key.startswith("dropped.")}
+            stages.append(StageReport(label, self._amount(counts, "_in"), self._amount(counts, "_kept"), dropped))
+        return CleanReport(tuple(sources), tuple(stages), tuple(self._evaluation_reports()))
+
+    def _evaluation_reports(self) -> Iterator[EvaluationReport]:
+        for phase in self._indices:
+            counts = _read_totals(self._logs, phase)["decontamination: evaluation index"]
+            yield EvaluationReport(phase, counts["texts"], counts["texts_too_short"])
+
+    def _amount(self, counts: Counter[str], ending: str) -> Amount:
+        tokens = counts[f"tokens{ending}"] if self._has_tokens else None
+        return Amount(counts[f"documents{ending}"], counts[f"characters{ending}"], tokens)
+
+    def _gather_examples(self, label: str) -> list[dict[str, Any]]:
+        """Returns the first examples of each reason over all tasks."""
+        num_by_reason: Counter[str] = Counter()
+        chosen = []
+        for path in sorted((self._work / "examples" / label).glob("*.json")):
+            for example in json.loads(path.read_text(encoding="utf-8")):
+                num_by_reason[example["reason"]] += 1
+                if num_by_reason[example["reason"]] <= self._plan["options"]["num_examples"]:
+                    chosen.append(example)
+        return sorted(chosen, key=lambda example: str(example["reason"]))
+
+
+def read_report(out: Path) -> CleanReport:
+    """Returns the report of the finished cleaning in `out`.
+
+    Raises:
+        UserError: There is none, or it is damaged.
+    """
+    path = out / MANIFEST_NAME
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))["report"]
+        return CleanReport(
+            tuple(
+                SourceReport(each["name"], Amount(**each["read"]), Amount(**each["kept"])) for each in raw["sources"]
+            ),
+            tuple(
+                StageReport(each["label"], Amount(**each["entered"]), Amount(**each["kept"]), each["dropped"])
+                for each in raw["stages"]
+            ),
+            tuple(EvaluationReport(**each) for each in raw["evaluation"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} cannot be read ({' '.join(str(error).split())}); begin again with --restart") from None
+
+
+def read_versions() -> dict[str, str]:
+    """Returns the versions of what may change the result."""
+    return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in _PACKAGES}}
+
+
+def write_json(path: Path, value: object) -> None:
+    """Writes `value`, whole or not at all."""
+    write_durably(path, json.dumps(value, indent=1, ensure_ascii=False).encode())
+
+
+def _read_totals(logs: Path, phase: str = "*") -> defaultdict[str, Counter[str]]:
+    """Returns what datatrove's steps counted over all tasks, by the step."""
+    totals: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for path in sorted(logs.glob(f"{phase}/stats/*.json")):
+        for step in json.loads(path.read_text(encoding="utf-8")):
+            for key, value in step["stats"].items():
+                totals[step["name"]][key] += value["total"] if isinstance(value, dict) else value
+    return totals
+
+
+def _sum(amounts: Sequence[Amount]) -> Amount:
+    tokens = [amount.tokens for amount in amounts if amount.tokens is not None]
+    return Amount(
+        sum(amount.documents for amount in amounts),
+        sum(amount.characters for amount in amounts),
+        sum(tokens) if tokens else None,
+    )
+
+
+def _check_sums(report: CleanReport) -> None:
+    """Makes sure that each document is accounted for once."""
+    before = report.read
+    for stage in report.stages:
+        assert stage.entered == before, f"{before} came to {stage.label}, which counted {stage.entered}"
+        num_dropped = sum(stage.dropped.values())
+        assert stage.entered.documents == stage.kept.documents + num_dropped, f"{stage.label} lost a document"
+        before = stage.kept
+    assert report.kept == before, f"{before} came to the shards, which hold {report.kept}"

@@ -1,0 +1,167 @@
+"""A stage of the pipeline: one of datatrove's filters or removals, with account of what it drops.
+
+Each stage counts what enters and what it keeps in datatrove's statistics of its task, and sets a few of the documents
+down that it dropped, with the reason.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from datatrove.data import Document, DocumentsPipeline
+from datatrove.pipeline.base import PipelineStep
+from datatrove.pipeline.filters.base_filter import BaseFilter, get_filter_result
+
+from genesis.data.clean.documents import NUM_TOKENS, SOURCE, TokenCounter, write_durably
+from genesis.data.clean.filters import LANGUAGE
+
+_EXAMPLE_CHARACTERS = 600
+
+
+@dataclass(frozen=True)
+class Example:
+    """A document that a stage dropped, its beginning and why."""
+
+    reason: str
+    id: str
+    source: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Account:
+    """Where a stage sets examples down, how many of each reason, and what counts tokens."""
+
+    folder: Path
+    num_examples: int
+    counter: TokenCounter
+
+
+class Stage(PipelineStep):  # type: ignore[misc]
+    """What all stages share: `label` names the stage in reports and paths."""
+
+    type = "stage"
+
+    def __init__(self, label: str, account: Account) -> None:
+        self.name = label
+        super().__init__()
+        self._account = account
+        self._examples: list[Example] = []
+        self._num_by_reason: Counter[str] = Counter()
+
+    def enter(self, document: Document) -> None:
+        """Counts a document before the stage."""
+        self._count("in", document)
+
+    def keep(self, document: Document) -> None:
+        """Counts a document after the stage."""
+        self._count("kept", document)
+
+    def drop(self, document: Document, reason: str) -> None:
+        """Counts a dropped document and takes it for an example if there are few of its reason."""
+        self.stat_update(f"dropped.{reason}")
+        self._num_by_reason[reason] += 1
+        if self._num_by_reason[reason] <= self._account.num_examples:
+            text = document.text[:_EXAMPLE_CHARACTERS]
+            self._examples.append(Example(reason, document.id, document.metadata[SOURCE], text))
+
+    def write_examples(self, rank: int) -> None:
+        """Sets the examples of the task `rank` down."""
+        data = json.dumps([asdict(example) for example in self._examples], ensure_ascii=False).encode()
+        write_durably(self._account.folder / self.name / f"{rank:05d}.json", data)
+
+    def _count(self, moment: str, document: Document) -> None:
+        self.stat_update(f"documents_{moment}")
+        self.stat_update(f"characters_{moment}", value=len(document.text))
+        self.stat_update(f"tokens_{moment}", value=document.metadata.get(NUM_TOKENS, 0))
+
+
+class FilterStage(Stage):
+    """Puts documents of some sources and languages through a filter; others pass."""
+
+    def __init__(
+        self, label: str, account: Account, inner: BaseFilter, sources: Sequence[str], languages: Sequence[str]
+    ) -> None:
+        super().__init__(label, account)
+        self._inner = inner
+        self._sources = frozenset(sources)
+        self._languages = frozenset(languages)
+
+    def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Yields the documents that pass."""
+        for document in data:
+            self.enter(document)
+            is_kept, reason = self._judge(document) if self._concerns(document) else (True, "")
+            if is_kept:
+                self.keep(document)
+                yield document
+            else:
+                self.drop(document, reason)
+        self.write_examples(rank)
+
+    def _concerns(self, document: Document) -> bool:
+        metadata = document.metadata
+        return (not self._sources or metadata[SOURCE] in self._sources) and (
+            not self._languages or metadata.get(LANGUAGE) in self._languages
+        )
+
+    def _judge(self, document: Document) -> tuple[bool, str]:
+        if not document.text.strip():
+            return False, "blank"  # datatrove's filters divide by the number of words
+        before = document.text
+        with self.track_time():
+            is_kept, reason = get_filter_result(self._inner.filter(document))
+        if is_kept and document.text != before:
+            return self._take_new_text(document)
+        return bool(is_kept), reason or "dropped"
+
+    def _take_new_text(self, document: Document) -> tuple[bool, str]:
+        if not document.text:
+            return False, "nothing_left"
+        num_tokens = self._account.counter.count(document.text)
+        if num_tokens is not None:
+            document.metadata[NUM_TOKENS] = num_tokens
+        return True, ""
+
+
+class RemovalStage(Stage):
+    """Puts documents through the last act of a deduplication."""
+
+    def __init__(self, label: str, account: Account, inner: PipelineStep) -> None:
+        super().__init__(label, account)
+        self._inner = inner
+
+    def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        """Yields the documents that are not removed."""
+        self._inner.exclusion_writer = _Excluded(self)
+        for document in self._inner.run(self._entering(data), rank, world_size):
+            self.keep(document)
+            yield document
+        self.write_examples(rank)
+
+    def _entering(self, data: DocumentsPipeline) -> Iterator[Document]:
+        for document in data:
+            self.enter(document)
+            yield document
+
+
+class _Excluded:
+    """Stands where datatrove has a writer of what was excluded."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def write(self, document: Document, rank: int = 0, **_: Any) -> None:
+        self._stage.drop(document, "duplicate")
