@@ -1,6 +1,7 @@
 """The run's own log: one CSV file that a resumed run continues instead of deleting."""
 
 import csv
+import io
 import os
 from argparse import Namespace
 from collections.abc import Mapping
@@ -67,14 +68,20 @@ class CSVLog(Logger):
         self._write_last_row(is_new_row)
 
     def _write_last_row(self, is_new_row: bool) -> None:
-        with self._path.open("r+", newline="", encoding="utf-8") as file:
+        line = io.StringIO()
+        csv.DictWriter(line, self._columns).writerow(self._row)
+        data = line.getvalue().encode()
+        # Training waits for this: a descriptor is opened in a fraction of a file object's time.
+        descriptor = os.open(self._path, os.O_RDWR)
+        try:
             if is_new_row:
-                self._row_offset_bytes = file.seek(0, os.SEEK_END)
-            else:
-                # Validation's metrics come after training's for the same step. The row grows: what it held stays.
-                file.seek(self._row_offset_bytes)
-            csv.DictWriter(file, self._columns).writerow(self._row)
-            file.truncate()
+                self._row_offset_bytes = os.lseek(descriptor, 0, os.SEEK_END)
+            # Validation's metrics come after training's for the same step. The row grows: what it held stays.
+            os.pwrite(descriptor, data, self._row_offset_bytes)
+            if not is_new_row:
+                os.ftruncate(descriptor, self._row_offset_bytes + len(data))
+        finally:
+            os.close(descriptor)
 
     def _read_rows_before(self, step: int) -> list[dict[str, Any]]:
         if not self._path.exists():

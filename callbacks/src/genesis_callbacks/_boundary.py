@@ -4,7 +4,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
-from ._compat import write_count
+from ._compat import write_counts
 from .checkpoint.rng import read_rng_state
 
 
@@ -29,4 +29,4 @@ class Boundary:
 
     def _count_writes(self) -> list[tuple[int, int]]:
         tensors = [*self._module.parameters(), *self._module.buffers()]
-        return [(id(tensor), write_count(tensor)) for tensor in tensors]
+        return list(zip(map(id, tensors), write_counts(tensors), strict=True))

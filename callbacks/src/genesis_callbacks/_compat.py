@@ -6,7 +6,7 @@ arguments.
 
 import io
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -53,10 +53,16 @@ def local_address(tensor: Tensor) -> int:
     return tensor._local_tensor.data_ptr() if isinstance(tensor, DTensor) else tensor.data_ptr()
 
 
-def write_count(tensor: Tensor) -> int:
-    """Returns how often a tensor's data was written in place, through whichever view; 0 where torch does not count."""
-    data = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return 0 if data.is_inference() else data._version
+def write_counts(tensors: Sequence[Tensor]) -> list[int]:
+    """Returns how often the data of each tensor was written in place, through whichever view.
+
+    0 where torch does not count.
+    """
+    local = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    try:
+        return [tensor._version for tensor in local]
+    except RuntimeError:  # made under inference mode
+        return [0 if tensor.is_inference() else tensor._version for tensor in local]
 
 
 def offset_in_file(tensor: Tensor) -> int:

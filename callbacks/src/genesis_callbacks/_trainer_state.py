@@ -1,11 +1,13 @@
 """What a Lightning Trainer holds beside tensors, through its public getters: to be saved, and to be given back."""
 
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch import LightningModule, Trainer
+from torch.optim import Optimizer
 
-from .checkpoint.collect import model_parts, name_model, name_optimizer, name_parameters, optimizer_parts
+from .checkpoint.collect import NamedModel, model_parts, name_model, name_optimizer, name_parameters, optimizer_parts
 from .checkpoint.plan import PartsCache, local_parts
 from .checkpoint.rng import read_rng_state
 from .checkpoint.save import Snapshot
@@ -88,6 +90,18 @@ def read_trainer_state(trainer: Trainer, module: LightningModule) -> dict[str, A
     return state
 
 
+def _name_parameters(module: LightningModule, model: NamedModel, optimizers: Sequence[Optimizer]) -> dict[int, str]:
+    """Returns the canonical names of at least the optimizers' parameters, by `id`: walking the module costs more."""
+    names = {id(tensor): name for name, tensor in model.tensors.items()}
+    is_named = all(
+        id(parameter) in names
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )
+    return names if is_named else name_parameters(module)
+
+
 def take_snapshot(
     trainer: Trainer,
     module: LightningModule,
@@ -115,8 +129,8 @@ def take_snapshot(
     state = read_trainer_state(trainer, module)
     model = name_model(state.pop("state_dict"))
     del state["optimizer_states"]
-    names = name_parameters(module)
     saved_optimizers = trainer.optimizers if has_optimizer else []
+    names = _name_parameters(module, model, saved_optimizers)
     optimizers = [name_optimizer(index, optimizer, names) for index, optimizer in enumerate(saved_optimizers)]
     content = {
         "trainer": state,

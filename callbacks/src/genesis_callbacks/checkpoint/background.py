@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .._compat import write_count
+from .._compat import write_counts
 from .commit import discard
 from .digest import digest_chunk
 from .errors import CheckpointError, SaveFailedError
@@ -84,7 +84,7 @@ class _Plan:
 
 
 def _versions(parts: Sequence[LocalPart]) -> list[int]:
-    return [write_count(local.data) for local in parts]
+    return write_counts([local.data for local in parts])
 
 
 class _BackgroundSave:

@@ -25,6 +25,8 @@ from .manifest import dtype_from_name, dtype_name
 
 TAG = "!"
 Json = dict[str, Any] | list[Any] | str | int | float | bool | None
+_PLAIN = frozenset({type(None), bool, int, str})
+"""Types that stand for themselves: nothing is asked or called for them, because training waits for an encoding."""
 _FACTORIES: dict[str, Callable[[], Any]] = {
     "int": int,
     "float": float,
@@ -41,12 +43,14 @@ class _Encoder:
 
     def encode(self, value: Any, path: str) -> Json:
         kind = type(value)
-        if value is None or kind in (bool, int, str):
+        if kind in _PLAIN:
             return value  # type: ignore[no-any-return]
         if kind is float:
             return value if math.isfinite(value) else {TAG: "float", "value": repr(value)}
         if kind is dict and all(type(key) is str for key in value) and TAG not in value:
-            return {key: self.encode(item, f"{path}.{key}") for key, item in value.items()}
+            return {
+                key: item if type(item) in _PLAIN else self.encode(item, f"{path}.{key}") for key, item in value.items()
+            }
         encode = _ENCODERS.get(kind, _Encoder._encode_by_base)
         return encode(self, value, path)
 
@@ -66,6 +70,8 @@ class _Encoder:
         )
 
     def _items(self, values: Any, path: str) -> list[Any]:
+        if _PLAIN.issuperset(map(type, values)):
+            return list(values)
         return [self.encode(item, f"{path}.{index}") for index, item in enumerate(values)]
 
     def _pairs(self, value: Mapping[Any, Any], path: str) -> list[Any]:
