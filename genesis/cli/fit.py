@@ -31,6 +31,7 @@ from genesis.data.datamodule import CorpusDataModule
 from genesis.data.manifest import read_manifest
 from genesis.errors import UserError
 from genesis.train.csv_log import CSVLog
+from genesis.train.data_telemetry import DataTelemetry
 from genesis.train.module import GenesisModule
 from genesis.train.progress import GenesisProgressBar
 from genesis.train.recipe_policy import RECIPE_POLICY
@@ -205,7 +206,7 @@ class GenesisCLI(LightningCLI):
         self.checkpoint.identity = {"tokenizer_hash": manifest.tokenizer_hash, "corpus": manifest.name}
         # A validation of some checkpoint must not write into the log of the run that goes on.
         loggers = _loggers(config.get("logger"), run_dir) if self.subcommand == "fit" else False
-        callbacks: list[Callback] = [SaveRecipe(run_dir, self.config_dump)]
+        callbacks: list[Callback] = [SaveRecipe(run_dir, self.config_dump), DataTelemetry()]
         if config.get("enable_progress_bar") is not False:
             callbacks.append(GenesisProgressBar())
         # After the user's and our own: the bar shows what the counters have counted.

@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info
 
+from genesis.data.clock import CopyClock
 from genesis.data.corpus import Corpus, VerifyHashes, open_corpus
 from genesis.data.loader import (
     Ranks,
@@ -80,6 +81,7 @@ class CorpusDataModule(pl.LightningDataModule):
         self.verify_hashes: VerifyHashes = verify_hashes
         self.tokenizer_hash = tokenizer_hash
         self.data_position = 0
+        self.copy_clock = CopyClock()
         self._corpus: Corpus | None = None
         self._format: SequenceFormat | None = None
         self._order: SequenceOrder | None = None
@@ -148,7 +150,7 @@ class CorpusDataModule(pl.LightningDataModule):
 
     def transfer_batch_to_device(self, batch: Window, device: torch.device, dataloader_idx: int) -> Window:
         """Returns the window on `device`; from page-locked memory the copy overlaps what the device is doing."""
-        return batch.to(device, non_blocking=True)
+        return self.copy_clock.copy(batch, device)
 
     def teardown(self, stage: str) -> None:
         """Takes the callback away that `setup` added."""

@@ -7,6 +7,7 @@ B of them, and rank r of R takes the r-th of R consecutive runs of micro-batches
 micro-batch in it, is the same for any number of ranks.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +19,7 @@ import torch
 from jaxtyping import Int64, Integer
 from numpy import ndarray
 
+from genesis.data.clock import LoaderClock
 from genesis.data.corpus import TokenSource
 from genesis.data.order import SequenceOrder
 from genesis.data.window import IGNORE_INDEX, MicroBatch, Window
@@ -218,6 +220,9 @@ class WindowLoader:
         num_windows: Length of one iteration.
         prefetch_windows: How many are built ahead; 0 builds each when it is asked for.
         pin_memory: Whether windows lie in page-locked memory, for copies to a GPU that overlap its work.
+
+    Attributes:
+        clock: What the making of windows took, and the waiting for them.
     """
 
     def __init__(
@@ -233,6 +238,7 @@ class WindowLoader:
         self._num_windows = num_windows
         self._prefetch_windows = prefetch_windows
         self._pin_memory = pin_memory
+        self.clock = LoaderClock()
 
     def __len__(self) -> int:
         return self._num_windows
@@ -240,7 +246,10 @@ class WindowLoader:
     def __iter__(self) -> Iterator[Window]:
         indices = self._indices()
         assert len(indices) == self._num_windows
-        yield from compute_ahead(self._ready, indices, self._prefetch_windows)
+        self.clock.begin()
+        ahead = compute_ahead(self._ready, indices, self._prefetch_windows)
+        while (window := self.clock.wait_for(ahead)) is not None:
+            yield window
 
     def state_dict(self) -> dict[str, Any]:
         """Returns nothing to save."""
@@ -250,8 +259,11 @@ class WindowLoader:
         """Takes what `state_dict` returned."""
 
     def _ready(self, index: int) -> Window:
+        begin_seconds = time.perf_counter()
         window = self._build(index)
-        return window.pin_memory() if self._pin_memory else window
+        window = window.pin_memory() if self._pin_memory else window
+        self.clock.made(window, time.perf_counter() - begin_seconds)
+        return window
 
 
 def compute_ahead(function: Callable[[int], Item], indices: Iterable[int], depth: int) -> Iterator[Item]:

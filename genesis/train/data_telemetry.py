@@ -1,0 +1,111 @@
+"""Whether the data keep up with training.
+
+    logged                     unit and meaning
+    data/tokens_per_second     valid tokens over the time spent on making their windows: what the data could give
+    data/headroom              that over the tokens per second that this rank trained; below 1 training waits
+    data/wait_ms               that training waited for a window, mean over the steps
+    data/wait_share            of the time, a fraction 0..1
+    data/host_to_device_ms     of copying a window to the GPU, mean (CUDA only)
+    data/packer_fill           valid labels over places for them, a fraction 0..1
+    data/queue_depth           windows that lie ready
+
+All of them speak of the time since the last log line, on rank 0. Nothing waits for the device, and ranks do not talk to
+one another: each warns for itself.
+"""
+
+import time
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from genesis.data.clock import LoaderTimes
+from genesis.data.datamodule import CorpusDataModule
+from genesis.data.loader import WindowLoader
+from genesis.data.window import Window
+
+WAIT_SHARE_LIMIT = 0.05
+_JUDGED_STEPS = 20
+_REMEDY = "raise data.prefetch_windows, put the corpus on a faster disk, or leave the loader a core"
+
+
+class DataWaitWarning(UserWarning):
+    """Training waits for its data."""
+
+
+def rate_data(times: LoaderTimes, seconds: float) -> dict[str, float]:
+    """Returns the metrics of a stretch of training, those that are known, by key.
+
+    Args:
+        times: What the loader did in it.
+        seconds: How long it was.
+    """
+    values: dict[str, float] = {}
+    if times.num_given:
+        values["data/wait_ms"] = 1e3 * times.wait_seconds / times.num_given
+        values["data/wait_share"] = times.wait_seconds / seconds
+    if times.num_places:
+        values["data/packer_fill"] = times.num_tokens / times.num_places
+    if times.num_tokens and times.num_given:
+        values["data/tokens_per_second"] = times.num_tokens / times.make_seconds
+        trained_per_second = times.num_tokens / times.num_made * times.num_given / seconds
+        values["data/headroom"] = values["data/tokens_per_second"] / trained_per_second
+    return values
+
+
+class DataTelemetry(pl.Callback):
+    """Logs how the data keep up, every `log_every_n_steps`, and warns when more than 5% of the time is waiting.
+
+    The first steps are not judged: caches are cold and workers start. It has no state and does not communicate.
+    """
+
+    def __init__(self) -> None:
+        self._log_from_seconds = 0.0
+        self._judge_from_seconds = 0.0
+        self._num_steps = 0
+        self._wait_seconds = 0.0
+        self._has_warned = False
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begins to measure."""
+        self._log_from_seconds = self._judge_from_seconds = time.perf_counter()
+        self._num_steps, self._wait_seconds, self._has_warned = -_JUDGED_STEPS, 0.0, False
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Window, batch_idx: int
+    ) -> None:
+        """Logs and judges, where it is time for it."""
+        loader, data = trainer.train_dataloader, vars(trainer).get("datamodule")
+        if not isinstance(loader, WindowLoader) or trainer.global_step % vars(trainer)["log_every_n_steps"]:
+            return
+        now_seconds = time.perf_counter()
+        times = loader.clock.take()
+        values = rate_data(times, now_seconds - self._log_from_seconds)
+        values["data/queue_depth"] = float(loader.clock.num_ready)
+        copy_ms = data.copy_clock.take_mean_ms() if isinstance(data, CorpusDataModule) else None
+        if copy_ms is not None:
+            values["data/host_to_device_ms"] = copy_ms
+        # In float64, as the module logs its own: Lightning would make a number a float32.
+        pl_module.log_dict({key: torch.tensor(value, dtype=torch.float64) for key, value in values.items()})
+        self._judge(times, now_seconds, trainer.global_rank)
+        self._log_from_seconds = time.perf_counter()
+
+    def _judge(self, times: LoaderTimes, now_seconds: float, rank: int) -> None:
+        self._num_steps += times.num_given
+        if self._num_steps <= 0:  # the run's first steps
+            self._judge_from_seconds = now_seconds
+            return
+        self._wait_seconds += times.wait_seconds
+        if self._num_steps < _JUDGED_STEPS:
+            return
+        share = self._wait_seconds / (now_seconds - self._judge_from_seconds)
+        is_late = share > WAIT_SHARE_LIMIT
+        if is_late and not self._has_warned:
+            warnings.warn(
+                f"rank {rank} waits for data {share:.0%} of the time (over {self._num_steps} steps): {_REMEDY}",
+                DataWaitWarning,
+                stacklevel=2,
+            )
+        self._has_warned = is_late
+        self._num_steps, self._wait_seconds, self._judge_from_seconds = 0, 0.0, now_seconds
