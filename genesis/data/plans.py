@@ -147,7 +147,7 @@ def write_plan(corpus: Corpus, packing: PlannedPacking, seq_len: int) -> Plan:
     try:
         with _locked(directory.parent):
             if directory.exists():
-                if (found := _read_plan(directory)) is not None and _find_misfit(found, corpus) is None:
+                if (found := _read_plan(directory)) is not None and plan_fits(found, corpus):
                     return found
                 shutil.rmtree(directory)
             return _write_plan(corpus, packing, seq_len, directory)
@@ -180,6 +180,11 @@ def list_plans(corpus: Path) -> list[Plan]:
     """Returns the plans that lie in a corpus, by name."""
     plans = (_read_plan(path) for path in sorted((corpus / PLANS_DIRECTORY).glob("[!.]*-*")) if path.is_dir())
     return [plan for plan in plans if plan is not None]
+
+
+def plan_fits(plan: Plan, corpus: Corpus) -> bool:
+    """Returns whether a plan was made for this corpus's shards."""
+    return _find_misfit(plan, corpus) is None
 
 
 def find_plan_fault(corpus: Corpus, plan: Plan) -> str | None:
