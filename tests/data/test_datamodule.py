@@ -478,27 +478,45 @@ def test_a_corpus_without_a_validation_set_trains_and_validates_nothing(corpus: 
 # ---- ranks
 
 
-def _run_rank(corpus: Path, folder: Path, strategy: str, ckpt: Path | None) -> tuple[list[Any], list[Any]]:
-    data, module = data_module(corpus), Recorder()
+def _run_rank(
+    corpus: Path, folder: Path, packing: Packing, num_ranks: int, max_steps: int, ckpt: Path | None
+) -> tuple[list[Any], list[Any], dict[str, Any]]:
+    data, module = data_module(corpus, packing=packing, max_epochs={"code": 1}), Recorder()
     running = trainer(
         folder,
-        6,
-        devices=2,
-        strategy=strategy,
+        max_steps,
+        devices=num_ranks,
+        strategy="ddp",
         limit_val_batches=1.0,
         val_check_interval=3,
         check_val_every_n_epoch=None,
+        callbacks=[SaveEveryStep(folder)],
     )
     running.fit(module, data, ckpt_path=ckpt)
-    return module.trained, module.validated
+    return module.trained, module.validated, data.state_dict()
 
 
-def test_two_ranks_go_on_where_one_stopped_with_the_same_global_batches(corpus: Path, tmp_path: Path) -> None:
-    alone = fit(tmp_path, data_module(corpus), 6, callbacks=[SaveEveryStep(tmp_path)])
+def _run_ranks(corpus: Path, folder: Path, packing: Packing, num_ranks: int, max_steps: int, ckpt: Path | None) -> Any:
+    """Trains in processes of their own; returns the global batches, all ranks' counts of validation and their state."""
     run: Callable[..., Any] = run_ranks
-    (first, first_validated), (second, second_validated) = run(
-        _run_rank, 2, corpus, tmp_path, "ddp", tmp_path / "step=2.ckpt", timeout_seconds=200
-    )
-    joined = [(position, rows + other_rows) for (position, rows), (_, other_rows) in zip(first, second, strict=True)]
-    assert joined == alone.trained[2:]
-    assert len(first_validated) == len(second_validated)
+    ranks = run(_run_rank, num_ranks, corpus, folder, packing, num_ranks, max_steps, ckpt, timeout_seconds=200)
+    steps = zip(*(trained for trained, _, _ in ranks), strict=True)
+    batches = [(of_ranks[0][0], [row for _, rows in of_ranks for row in rows]) for of_ranks in steps]
+    (state,) = {json.dumps(state) for _, _, state in ranks}
+    return batches, [validated for _, validated, _ in ranks], json.loads(state)
+
+
+@pytest.mark.parametrize("packing", ["chunk", "best_fit"])
+def test_two_then_four_ranks_then_one_train_the_same_global_batches(
+    corpus: Path, tmp_path: Path, packing: Packing
+) -> None:
+    alone_data = data_module(corpus, packing=packing, max_epochs={"code": 1})
+    alone = fit(tmp_path / "alone", alone_data, 9)
+    two, validated, _ = _run_ranks(corpus, tmp_path, packing, 2, 3, None)
+    assert len({len(of_rank) for of_rank in validated}) == 1
+    four, _, state = _run_ranks(corpus, tmp_path, packing, 4, 6, tmp_path / "step=3.ckpt")
+    assert state["data_position"] == 6 * GLOBAL_BATCH
+    data = data_module(corpus, packing=packing, max_epochs={"code": 1})
+    one = fit(tmp_path, data, 9, tmp_path / "step=6.ckpt")
+    assert two + four + one.trained == alone.trained
+    assert data.state_dict() == alone_data.state_dict()
