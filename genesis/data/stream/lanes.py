@@ -67,7 +67,7 @@ def lanes_at(position: int, count: int, num_lanes: int, seed: int) -> Int64[ndar
 
     Example:
         >>> lanes_at(0, 8, 4, seed=1).tolist()
-        [0, 1, 2, 3, 1, 2, 3, 0]
+        [2, 3, 0, 1, 0, 1, 2, 3]
     """
     positions = np.arange(position, position + count)
     rounds = positions // num_lanes
