@@ -74,7 +74,7 @@ def build_stage(number: int, given: dict[str, Any]) -> StageOptions:
     wanted = given.get("filter")
     if wanted is None:
         raise UserError(f"stage {number} names no filter; give `filter:` one of {', '.join(STAGES)}")
-    if wanted not in STAGES:
+    if not isinstance(wanted, str) or wanted not in STAGES:
         raise UserError(f"stage {number}: no filter {wanted!r}{_nearest(str(wanted), list(STAGES))}")
     stage, rest = STAGES[wanted], {key: value for key, value in given.items() if key != "filter"}
     names = [field.name for field in fields(stage)]

@@ -33,24 +33,7 @@ from genesis.errors import UserError
 from tests.data.corpus_support import make_tokenizer, read_tree, write_jsonl
 
 DEADLINE_SECONDS = 120
-NOUNS = [
-    "river",
-    "mill",
-    "village",
-    "church",
-    "hill",
-    "miller",
-    "flood",
-    "spring",
-    "summer",
-    "road",
-    "boat",
-    "street",
-    "window",
-    "bread",
-    "morning",
-    "wall",
-]
+NOUNS = ("river", "mill", "village", "church", "hill", "flood", "spring", "road", "boat", "street", "bread", "wall")
 VERBS = ["rises", "falls", "stands", "burns", "waits", "turns", "follows", "crosses", "leaves", "reaches"]
 ADJECTIVES = ["old", "low", "high", "cold", "long", "grey", "quiet", "empty", "narrow", "early"]
 PASSAGE = "which of these rivers rises in the black forest and leaves the continent at the far end of it"
