@@ -98,8 +98,8 @@ def rows_of(window: Window) -> list[Row]:
     ]
 
 
-def read_to_the_end(windows: StreamWindows) -> list[Row]:
-    """Returns all rows until a round of the lanes was empty."""
+def read_to_the_end(windows: StreamWindows) -> tuple[list[Row], int]:
+    """Returns all rows until a round of the lanes was empty, and the position then."""
     rows: list[Row] = []
     empty = position = 0
     while empty < windows.stream.num_lanes:
@@ -107,7 +107,7 @@ def read_to_the_end(windows: StreamWindows) -> list[Row]:
         position = window.data_position
         empty = 0 if window.num_valid_tokens else empty + GLOBAL_BATCH
         rows.extend(rows_of(window))
-    return rows
+    return rows, position
 
 
 def count_pairs(rows: list[Row]) -> Counter[tuple[int, int]]:
