@@ -1,12 +1,14 @@
 """`genesis data clean`."""
 
 import difflib
+import re
 import sys
-from argparse import ArgumentError
+from argparse import ArgumentError, RawDescriptionHelpFormatter
 from dataclasses import MISSING, fields
-from typing import Any
+from textwrap import fill
+from typing import Any, get_type_hints
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, DefaultHelpFormatter
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -19,18 +21,30 @@ from genesis.data.clean.report import Amount, CleanReport
 from genesis.errors import UserError
 
 _DESCRIPTION = """Filters, deduplicates and decontaminates text, and tells what was dropped, how much and why.
-It can be killed at any moment: the same command goes on at its unfinished tasks, to the same result. A recipe is a YAML
-file, genesis data clean --config clean.yaml:
+It can be killed at any moment: the same command goes on at its unfinished tasks, to the same result. The result is
+OUT/text/SOURCE/*.jsonl.zst, which `genesis data prepare` reads.
+
+A recipe is a YAML file, as for `genesis data clean --config clean.yaml`:
+
   sources: [{name: web, paths: [raw/web]}]
   out: cleaned
   stages: [{filter: length, min_words: 20}, {filter: repetition}, {filter: near_duplicates}]
-The result is OUT/text/SOURCE/*.jsonl.zst, which `genesis data prepare` reads. Filters and their options:"""
+
+The filters, which run in the order given. All but exact_duplicates and near_duplicates take `sources` and `languages`,
+too: the documents that they look at; others pass.
+
+"""
 _MANY_REASONS = 4
+
+
+class _HelpFormatter(DefaultHelpFormatter, RawDescriptionHelpFormatter):
+    """Leaves the description's lines as they are."""
 
 
 def clean_main(argv: list[str]) -> int:
     """Runs `genesis data clean` and returns its exit status."""
-    parser = build_parser("data clean", _DESCRIPTION + " " + "; ".join(map(_describe, STAGES.values())) + ".")
+    parser = build_parser("data clean", _DESCRIPTION + "\n".join(map(_describe, STAGES.values())))
+    parser.formatter_class = _HelpFormatter
     parser.add_class_arguments(CleanOptions, skip={"stages"})
     parser.add_argument("--stages", type=list[dict[str, Any]], required=True, help="filters, in the order given")
     parser.add_argument("--restart", action="store_true", help="throw away what an earlier attempt made in OUT")
@@ -60,7 +74,7 @@ def build_stage(number: int, given: dict[str, Any]) -> StageOptions:
     wanted = given.get("filter")
     if wanted is None:
         raise UserError(f"stage {number} names no filter; give `filter:` one of {', '.join(STAGES)}")
-    if wanted not in STAGES:
+    if not isinstance(wanted, str) or wanted not in STAGES:
         raise UserError(f"stage {number}: no filter {wanted!r}{_nearest(str(wanted), list(STAGES))}")
     stage, rest = STAGES[wanted], {key: value for key, value in given.items() if key != "filter"}
     names = [field.name for field in fields(stage)]
@@ -74,11 +88,20 @@ def build_stage(number: int, given: dict[str, Any]) -> StageOptions:
     except UserError:
         raise
     except (ArgumentError, ValueError) as error:
-        raise UserError(f"stage {number} ({wanted}): {' '.join(str(error).split())}") from None
+        raise UserError(f"stage {number} ({wanted}): {_explain(str(error), stage, rest)}") from None
     try:
         return make(stage, arguments)
     except UserError as error:
         raise UserError(f"stage {number}: {error}") from None
+
+
+def _explain(message: str, stage: type[StageOptions], given: dict[str, Any]) -> str:
+    """Returns a parser's message in one line; of an option that is one of many types, without the story of each."""
+    key = re.search(r'Parser key "(\w+)"', message)
+    if key and "Union" in message and key[1] in given:
+        kind = str(get_type_hints(stage)[key[1]]).removeprefix("<class '").removesuffix("'>")
+        return f"{key[1]} is {given[key[1]]!r}, not {kind}"
+    return " ".join(message.split())
 
 
 def _nearest(wanted: str, names: list[str]) -> str:
@@ -92,7 +115,8 @@ def _describe(stage: type[StageOptions]) -> str:
         for field in fields(stage)
         if field.name not in ("sources", "languages")
     ]
-    return f"{stage.name} ({', '.join(options)})" if options else stage.name
+    line = f"{stage.name}: {', '.join(options)}" if options else stage.name
+    return fill(line, 116, initial_indent="  ", subsequent_indent="      ", break_long_words=False)
 
 
 def _default(value: object) -> str:

@@ -1,8 +1,8 @@
-"""`genesis data prepare`, `genesis data inspect` and `genesis data verify`."""
+"""`genesis data prepare`, `genesis data plan`, `genesis data inspect` and `genesis data verify`."""
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +15,17 @@ from rich.table import Table
 from rich.text import Text
 
 from genesis.cli.options import PLAIN_WIDTH, build_parser, make, parse
-from genesis.data.inspect import Sample, draw_samples, verify_corpus
+from genesis.data.corpus import open_corpus
+from genesis.data.inspect import (
+    PackingReport,
+    Sample,
+    draw_samples,
+    report_packings,
+    verify_corpus,
+    verify_plans,
+)
 from genesis.data.manifest import CorpusManifest, SourceRecord, Split, read_manifest
+from genesis.data.plans import PlannedPacking, write_plan
 from genesis.data.prepare import PrepareOptions, PrepareProgress, prepare_corpus
 from genesis.errors import UserError
 
@@ -25,10 +34,17 @@ Reads .txt and source code (a file is a document), .jsonl, all of these as .gz a
 documents is held out for validation. It can be killed at any moment: the same command goes on where it was, to the same
 result. Sources are best given in a YAML file: genesis data prepare --config configs/data.yaml"""
 
-_INSPECT_DESCRIPTION = """Shows what a corpus holds and some decoded samples, a rule at each document's end.
-Example: genesis data inspect corpora/demo --num_samples 5"""
+_PLAN_DESCRIPTION = """Makes the plan of a packing: which documents stand in which sequence. Shards stay as they are.
+best_fit keeps documents whole where they fit, pad has one document a sequence; chunk, the default of training, needs no
+plan. Training finds it by data.packing and data.seq_len.
+Example: genesis data plan corpora/demo --packing best_fit --seq_len 2048"""
 
-_VERIFY_DESCRIPTION = """Reads every shard of a corpus and compares its size and hash with the manifest.
+_INSPECT_DESCRIPTION = """Shows what a corpus holds and some decoded samples, a rule at each document's end.
+With --seq_len it tells what each packing makes of it: fill is the share of all places that have a label, truncated the
+share of labels whose document's beginning is cut off, dropped the number of labels that no sequence holds.
+Example: genesis data inspect corpora/demo --num_samples 5 --seq_len 2048"""
+
+_VERIFY_DESCRIPTION = """Reads every shard and plan of a corpus and compares its size and hash with what is recorded.
 Exit status 2 if one differs. Example: genesis data verify corpora/demo"""
 
 
@@ -41,14 +57,19 @@ class InspectOptions:
         num_samples: Stretches of tokens to show, drawn evenly over all documents.
         sample_tokens: Length of each.
         seed: Chooses them.
+        seq_len: Tokens of a sequence, to tell what each packing makes of the training set; plans that are there are
+            told of without it.
     """
 
     split: Literal["train", "validation"] = "train"
     num_samples: int = 3
     sample_tokens: int = 200
     seed: int = 0
+    seq_len: int | None = None
 
     def __post_init__(self) -> None:
+        if self.seq_len is not None and self.seq_len < 1:
+            raise UserError(f"seq_len {self.seq_len} must be at least 1")
         if self.num_samples < 0 or self.sample_tokens < 1:
             raise UserError(
                 f"cannot show {self.num_samples} samples of {self.sample_tokens} tokens; give at least 0 and 1"
@@ -71,6 +92,23 @@ def prepare_main(argv: list[str]) -> int:
     return 0
 
 
+def plan_main(argv: list[str]) -> int:
+    """Runs `genesis data plan` and returns its exit status."""
+    parser = build_parser("data plan", _PLAN_DESCRIPTION)
+    parser.add_argument("corpus", type=Path, help="directory of a corpus")
+    parser.add_argument("--packing", type=PlannedPacking, default="best_fit", help="how documents are put together")
+    parser.add_argument("--seq_len", type=int, required=True, help="tokens of a sequence, as data.seq_len has it")
+    arguments = parse(parser, argv)
+    corpus = open_corpus(arguments.corpus, verify_hashes="never")
+    plan = write_plan(corpus, arguments.packing, arguments.seq_len)
+    reports = [
+        PackingReport(source, plan.packing, plan.seq_len, record.figures, "ready")
+        for source, record in plan.sources.items()
+    ]
+    Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH).print(_packing_table(reports))
+    return 0
+
+
 def inspect_main(argv: list[str]) -> int:
     """Runs `genesis data inspect` and returns its exit status."""
     parser = build_parser("data inspect", _INSPECT_DESCRIPTION)
@@ -81,6 +119,9 @@ def inspect_main(argv: list[str]) -> int:
     manifest = read_manifest(arguments.corpus)
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     console.print(_manifest_table(arguments.corpus, manifest))
+    reports = report_packings(open_corpus(arguments.corpus, verify_hashes="never"), options.seq_len)
+    if reports:
+        console.print(_packing_table(reports))
     for sample in draw_samples(
         arguments.corpus, manifest, options.split, options.num_samples, options.sample_tokens, options.seed
     ):
@@ -95,7 +136,9 @@ def verify_main(argv: list[str]) -> int:
     corpus: Path = parse(parser, argv).corpus
     shards = list(verify_corpus(corpus))
     num_bytes = sum(shard.file_bytes for shard in shards)
-    print(f"{corpus}: {len(shards):,} shards, {num_bytes:,} bytes, all as the manifest says")
+    plans = verify_plans(open_corpus(corpus, verify_hashes="never"))
+    told = "".join(f", {plan.packing} at seq_len {plan.seq_len}" for plan in plans)
+    print(f"{corpus}: {len(shards):,} shards, {num_bytes:,} bytes, all as the manifest says; plans{told or ': none'}")
     return 0
 
 
@@ -157,6 +200,27 @@ def _source_cells(source: SourceRecord) -> tuple[str, ...]:
         f"{source.num_text_bytes / max(1, source.num_tokens):.3f}",
         f"{len(source.shards):,}",
     )
+
+
+def _packing_table(reports: Sequence[PackingReport]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title="training set in sequences")
+    left = ("packing", "source", "plan")
+    for column in (*left[:2], "seq_len", "sequences", "fill", "truncated", "documents cut", "dropped", left[2]):
+        table.add_column(column, justify="left" if column in left else "right")
+    for report in reports:
+        figures = report.figures
+        table.add_row(
+            report.packing,
+            report.source,
+            f"{report.seq_len:,}",
+            f"{figures.num_sequences:,}",
+            f"{figures.fill(report.seq_len):.2%}",
+            f"{figures.num_truncated_tokens / max(1, figures.num_valid_tokens):.2%}",
+            f"{figures.num_documents_cut:,} ({figures.num_documents_cut / max(1, figures.num_documents):.2%})",
+            f"{figures.num_labels - figures.num_valid_tokens:,}",
+            report.plan,
+        )
+    return table
 
 
 def _print_sample(console: Console, sample: Sample) -> None:

@@ -51,7 +51,9 @@ COMMANDS = (
     Command("tokenizer inspect", "bytes per token, round trip and unused pieces", "genesis.cli.tokenizer:inspect_main"),
     Command("data clean", "filter and deduplicate raw text, with account", "genesis.cli.clean:clean_main", "clean"),
     Command("data prepare", "turn text into token shards with a manifest", "genesis.cli.data:prepare_main"),
-    Command("data inspect", "show a corpus: its manifest and decoded samples", "genesis.cli.data:inspect_main"),
+    Command("data adopt", "a corpus of tokens that other tools wrote, not copied", "genesis.cli.adopt:main"),
+    Command("data plan", "put the documents of a corpus into sequences", "genesis.cli.data:plan_main"),
+    Command("data inspect", "show a corpus: manifest, packings, decoded samples", "genesis.cli.data:inspect_main"),
     Command("data verify", "check every shard of a corpus against its manifest", "genesis.cli.data:verify_main"),
     Command(
         "model describe", "parameters by part, FLOPs and memory; builds nothing", "genesis.cli.model:describe_main"

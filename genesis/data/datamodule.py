@@ -5,16 +5,24 @@ read ahead. A callback that the module puts before all others moves it, so that 
 saves the position after the window.
 
 An epoch, in Lightning's sense, is as many windows as the corpus has sequences for, whatever the mix; it ends nothing:
-position and order go on. So `max_steps` is the natural length of a run, `max_epochs` counts corpus sizes.
+position and order go on. So `max_steps` is the natural length of a run, `trainer.max_epochs` counts corpus sizes. Only
+limits on all sources (`data.max_epochs`) make the data end, and the run with them.
+
+    logged                unit and meaning
+    data/epochs_SOURCE    how often the source was drawn: its sequences drawn over those that it has
+    data/tokens_SOURCE    tokens drawn from it, padding not counted
 """
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
 
 from genesis.data.clock import CopyClock
 from genesis.data.corpus import Corpus, VerifyHashes, open_corpus
@@ -24,14 +32,14 @@ from genesis.data.loader import (
     TrainWindows,
     ValidationWindows,
     WindowLoader,
-    count_train_sequences,
     plan_micro_batches,
 )
-from genesis.data.order import SequenceOrder, build_order
+from genesis.data.order import Mix, SequenceOrder, build_order
+from genesis.data.packing import Packing, count_train_sequences
+from genesis.data.plans import SourcePlan, open_plan
 from genesis.data.shards import little_endian
 from genesis.data.window import Window
 from genesis.errors import UserError
-from genesis.tokenizer.tokenizer import Tokenizer
 
 
 class CorpusDataModule(pl.LightningDataModule):
@@ -47,6 +55,8 @@ class CorpusDataModule(pl.LightningDataModule):
         global_batch_size: Sequences of one step, over all ranks.
         seed: Of the order.
         mix: Integer weights of sources; by default those that the corpus was prepared with.
+        max_epochs: How often a source is drawn at most; one that it does not name has no limit.
+        packing: How documents are put into sequences. `best_fit` and `pad` need the plan of `genesis data plan`.
         validation_micro_batch_size: Sequences of one validation forward; by default `micro_batch_size`.
         limit_validation_sequences: Validates on so many sequences, evenly spread, instead of on all.
         prefetch_windows: How many windows a thread makes ahead of the training step.
@@ -62,6 +72,8 @@ class CorpusDataModule(pl.LightningDataModule):
         global_batch_size: int,
         seed: int = 0,
         mix: dict[str, int] | None = None,
+        max_epochs: dict[str, int] | None = None,
+        packing: Packing = "chunk",
         validation_micro_batch_size: int | None = None,
         limit_validation_sequences: int | None = None,
         prefetch_windows: int = 2,
@@ -75,6 +87,8 @@ class CorpusDataModule(pl.LightningDataModule):
         self.global_batch_size = global_batch_size
         self.seed = seed
         self.mix = mix
+        self.max_epochs = max_epochs
+        self.packing: Packing = packing
         self.validation_micro_batch_size = validation_micro_batch_size or micro_batch_size
         self.limit_validation_sequences = limit_validation_sequences
         self.prefetch_windows = prefetch_windows
@@ -85,6 +99,8 @@ class CorpusDataModule(pl.LightningDataModule):
         self._corpus: Corpus | None = None
         self._format: SequenceFormat | None = None
         self._order: SequenceOrder | None = None
+        self._plans: tuple[SourcePlan, ...] | None = None
+        self._packed_tokens: dict[str, int] = {}
 
     @property
     def corpus(self) -> Corpus:
@@ -99,6 +115,29 @@ class CorpusDataModule(pl.LightningDataModule):
         if self._order is None:
             self._order = self._build_order()
         return self._order
+
+    @property
+    def plans(self) -> tuple[SourcePlan, ...] | None:
+        """Returns the packing's plan of each source; None under `chunk`, which needs none."""
+        if self._plans is None and self.packing != "chunk":
+            self._plans = open_plan(self.corpus, self.packing, self.seq_len, self.verify_hashes)
+        return self._plans
+
+    @property
+    def ledger(self) -> dict[str, dict[Literal["tokens", "epochs"], float]]:
+        """Returns what was drawn of each source up to the position."""
+        drawn = self.order.sequences_drawn(self.data_position)
+        return {
+            name: {"tokens": self._packed_tokens.get(name, count * self.seq_len), "epochs": count / max(1, length)}
+            for name, count, length in zip(self.order.names, drawn, self.order.num_sequences, strict=True)
+        }
+
+    @property
+    def last_position(self) -> int | None:
+        """Returns the position after the last window; None if the data do not end."""
+        if self.order.end is None:
+            return None
+        return self.order.end - max(0, self.order.end - self.data_position) % self.global_batch_size
 
     # ---- Lightning's hooks
 
@@ -127,9 +166,11 @@ class CorpusDataModule(pl.LightningDataModule):
             self.global_batch_size,
             self.micro_batch_size,
             self._ranks(),
+            self.plans,
         )
-        weights = self.order.mixes[-1].weights
-        num_sequences = sum(count for count, weight in zip(self.order.num_sequences, weights, strict=True) if weight)
+        weights = self._weights()
+        counts = zip(self.order.names, self.order.num_sequences, strict=True)
+        num_sequences = sum(count for name, count in counts if weights.get(name))
         num_windows = max(1, num_sequences // self.global_batch_size)
         return WindowLoader(
             windows.window, lambda: self._positions(num_windows), num_windows, self.prefetch_windows, self._has_cuda()
@@ -163,15 +204,18 @@ class CorpusDataModule(pl.LightningDataModule):
         """Says that `window` has been trained; once more of the same window changes nothing."""
         expected = self.data_position + self.global_batch_size
         assert window.data_position in (self.data_position, expected), "windows are trained in their order, each once"
-        self.data_position = window.data_position
+        if window.data_position == expected:
+            self._count_packed_tokens()
+            self.data_position = expected
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position after the last trained window, and the order, in plain types."""
-        drawn = self.order.sequences_drawn(self.data_position)
+        """Returns the position after the last trained window, the order and the ledger, in plain types."""
+        ledger = self.ledger
         return {
             "data_position": self.data_position,
-            "seq_len": self.seq_len,
-            "tokens_drawn": {name: count * self.seq_len for name, count in zip(self.order.names, drawn, strict=True)},
+            **self._state_of_sequences(),
+            "tokens_drawn": {name: drawn["tokens"] for name, drawn in ledger.items()},
+            "epochs_drawn": {name: drawn["epochs"] for name, drawn in ledger.items()},
             "order": self.order.state(),
         }
 
@@ -181,35 +225,64 @@ class CorpusDataModule(pl.LightningDataModule):
         Raises:
             UserError: The saved run's order can't be continued here.
         """
-        if state_dict["seq_len"] != self.seq_len:
-            raise UserError(
-                f"the checkpoint was trained with seq_len {state_dict['seq_len']}, this run has {self.seq_len}; "
-                "positions would name other sequences: set data.seq_len to the checkpoint's"
-            )
+        for key, here in self._state_of_sequences().items():
+            saved = state_dict.get(key, _BEFORE_PACKING.get(key))
+            if saved != here:
+                raise UserError(
+                    f"the checkpoint was trained with {key} {saved}, this run has {here}; positions would name other "
+                    f"sequences: {_REMEDIES[key]}"
+                )
         position: int = state_dict["data_position"]
         order = self._build_order().continued(state_dict["order"], position)
-        if len(order.mixes) > len(state_dict["order"]["mixes"]):
-            weights = ", ".join(f"{k} {v}" for k, v in zip(order.names, order.mixes[-1].weights, strict=True))
-            rank_zero_info(f"the mix of sources changes at position {position} to: {weights}")
+        before, now = state_dict["order"]["mixes"], order.state()["mixes"]
+        if now != before:
+            ahead = (mix for mix in order.mixes if mix.start_position > position)
+            rank_zero_info(_tell_changes(order, [replace(order.mix_at(position), start_position=position), *ahead]))
         self._order, self.data_position = order, position
+        if self.plans is not None:
+            self._packed_tokens = dict(state_dict["tokens_drawn"])
 
     # ---- parts
 
     def _positions(self, num_windows: int) -> range:
         end = self.data_position + num_windows * self.global_batch_size
+        if self.last_position is not None:
+            end = min(end, self.last_position)
         return range(self.data_position, end, self.global_batch_size)
 
     def _build_order(self) -> SequenceOrder:
-        sources = self.corpus.train
-        weights = self.mix if self.mix is not None else {source.name: source.weight for source in sources}
+        return build_order(self._count_sequences(), self._weights(), self.seed, self.max_epochs)
+
+    def _weights(self) -> Mapping[str, int]:
+        return self.mix if self.mix is not None else {source.name: source.weight for source in self.corpus.train}
+
+    def _count_sequences(self) -> dict[str, int]:
+        sources, weights = self.corpus.train, self._weights()
+        if self.plans is not None:
+            return {source.name: plan.num_sequences for source, plan in zip(sources, self.plans, strict=True)}
         for source in sources:
             if weights.get(source.name) and source.num_tokens <= self.seq_len:
                 raise UserError(
                     f"source {source.name!r} has {source.num_tokens} tokens, a sequence of data.seq_len "
                     f"{self.seq_len} reads {self.seq_len + 1}; lower data.seq_len, or give the source weight 0"
                 )
-        counts = {source.name: count_train_sequences(source.num_tokens, self.seq_len) for source in sources}
-        return build_order(counts, weights, self.seed)
+        return {source.name: count_train_sequences(source.num_tokens, self.seq_len) for source in sources}
+
+    def _state_of_sequences(self) -> dict[str, Any]:
+        """Returns what decides which tokens a sequence holds, beside the order."""
+        hashes = [] if self.plans is None else [plan.hash for plan in self.plans]
+        plans = {source.name: plan for source, plan in zip(self.corpus.train, hashes, strict=False)}
+        return {"seq_len": self.seq_len, "packing": self.packing, "plans": plans}
+
+    def _count_packed_tokens(self) -> None:
+        """Enters the global batch at the position into the ledger: packed sequences differ in length."""
+        if self.plans is None:
+            return
+        source_ids, sequence_ids = self.order.sequences(self.data_position, self.global_batch_size)
+        for number, name in enumerate(self.order.names):
+            own = sequence_ids[source_ids == number]
+            num_tokens = self.plans[number].num_tokens(own) if len(own) else 0
+            self._packed_tokens[name] = self._packed_tokens.get(name, 0) + num_tokens
 
     def _sequence_format(self) -> SequenceFormat:
         if self._format is None:
@@ -217,7 +290,7 @@ class CorpusDataModule(pl.LightningDataModule):
             self._format = SequenceFormat(
                 self.seq_len,
                 manifest.eos_id,
-                Tokenizer.load(self.corpus.tokenizer_path).piece_num_bytes,
+                self.corpus.piece_num_bytes(),
                 little_endian(manifest.token_dtype),
             )
         return self._format
@@ -248,15 +321,80 @@ class CorpusDataModule(pl.LightningDataModule):
 
 
 class _PositionCallback(pl.Callback):
-    """Moves the data module's position when a window has been trained. It has no state and does not communicate."""
+    """Moves the data module's position when a window has been trained, logs, and ends the run with the data.
+
+    It has no state and does not communicate: all ranks come to the same by themselves.
+    """
 
     def __init__(self, data: CorpusDataModule) -> None:
         self.data = data
 
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuses a length of training that the data do not have; ends a run whose data ended before."""
+        last = self.data.last_position
+        if last is not None:
+            num_steps = trainer.global_step + max(0, last - self.data.data_position) // self.data.global_batch_size
+            if trainer.min_steps and trainer.min_steps > num_steps:
+                raise UserError(
+                    f"trainer.min_steps is {trainer.min_steps}, data.max_epochs ends the data after {num_steps} steps; "
+                    "lower the one or raise the other"
+                )
+        self._stop_at_the_end(trainer)
+
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Window, batch_idx: int
     ) -> None:
+        """Moves the position."""
+        before, order = self.data.data_position, self.data.order
         self.data.advance(batch)
+        passed = (mix for mix in order.mixes if before < mix.start_position <= self.data.data_position)
+        if changes := [mix for mix in passed if any(mix.weights)]:
+            rank_zero_info(_tell_changes(order, changes))
+        self._stop_at_the_end(trainer)
+        if trainer.global_step % vars(trainer)["log_every_n_steps"] == 0 or trainer.should_stop:
+            pl_module.log_dict(self._metrics(), on_step=True, on_epoch=False, batch_size=1)
+
+    def _stop_at_the_end(self, trainer: pl.Trainer) -> None:
+        data, order = self.data, self.data.order
+        if data.last_position is None or data.data_position < data.last_position:
+            return
+        assert order.end is not None
+        drawn = zip(
+            order.names, order.sequences_drawn(data.data_position), order.sequences_drawn(order.end), strict=True
+        )
+        dropped = ", ".join(f"{name} {last - first}" for name, first, last in drawn if last > first)
+        rank_zero_info(
+            f"every source has reached its limit of epochs: training ends at position {data.data_position}; "
+            + (f"dropped, too few for a global batch: sequences of {dropped}" if dropped else "nothing is dropped")
+        )
+        trainer.should_stop = True
+
+    def _metrics(self) -> dict[str, Tensor]:
+        # As float64 on the CPU: Lightning would move a number to the device, as a float32.
+        return {
+            f"data/{what}_{name}": torch.tensor(value, dtype=torch.float64)
+            for name, drawn in self.data.ledger.items()
+            for what, value in drawn.items()
+        }
+
+
+_BEFORE_PACKING: Final[dict[str, Any]] = {"packing": "chunk", "plans": {}}
+"""What a checkpoint means that does not say how its documents were packed."""
+_REMEDIES: Final = {
+    "seq_len": "set data.seq_len to the checkpoint's",
+    "packing": "set data.packing to the checkpoint's",
+    "plans": "train with the plan that the checkpoint was trained with",
+}
+
+
+def _tell_changes(order: SequenceOrder, mixes: Sequence[Mix]) -> str:
+    """Returns a line that names mixes and where they begin."""
+
+    def tell(mix: Mix) -> str:
+        weights = ", ".join(f"{name} {weight}" for name, weight in zip(order.names, mix.weights, strict=True) if weight)
+        return f"{weights or 'none, every source has reached its limit'} from position {mix.start_position} on"
+
+    return "the mix of sources changes: " + "; ".join(map(tell, mixes))
 
 
 def _check_counts(**counts: int | None) -> None:

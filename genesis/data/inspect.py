@@ -1,13 +1,17 @@
-"""Looks into a corpus: checks it against its manifest and draws samples of what training will see."""
+"""Looks into a corpus: checks it against its manifest, tells what packings make of it, and draws samples of it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
+from genesis.data.corpus import Corpus
 from genesis.data.manifest import CorpusManifest, ShardRecord, Split, read_manifest
+from genesis.data.packing import Packing, PackingFigures
+from genesis.data.plans import Plan, find_plan_fault, list_plans, measure_source, plan_fits
 from genesis.data.shards import TokenDtype, hash_file, iterate_documents, shard_files
 from genesis.errors import UserError
 from genesis.tokenizer.tokenizer import Tokenizer
@@ -27,6 +31,64 @@ class Sample:
     texts: tuple[str, ...]
     num_tokens: tuple[int, ...]
     is_cut: bool
+
+
+@dataclass(frozen=True)
+class PackingReport:
+    """What a packing makes of a source of the training set, and whether its plan is there."""
+
+    source: str
+    packing: Packing
+    seq_len: int
+    figures: PackingFigures
+    plan: Literal["ready", "of other shards", "none", "not needed"]
+
+
+def report_packings(corpus: Corpus, seq_len: int | None) -> list[PackingReport]:
+    """Returns the figures of every plan that a corpus has, and of every packing at `seq_len` where it is given."""
+    plans = list_plans(corpus.path)
+    reports = [
+        PackingReport(
+            source,
+            plan.packing,
+            plan.seq_len,
+            record.figures,
+            "ready" if plan_fits(plan, corpus) else "of other shards",
+        )
+        for plan in plans
+        for source, record in plan.sources.items()
+    ]
+    if seq_len is None:
+        return reports
+    ready = {(plan.packing, plan.seq_len) for plan in plans if plan_fits(plan, corpus)}
+    packings: tuple[Packing, ...] = ("chunk", "best_fit", "pad")
+    for packing in packings:
+        if (packing, seq_len) not in ready:
+            reports += [
+                PackingReport(
+                    source.name,
+                    packing,
+                    seq_len,
+                    measure_source(source, seq_len, packing),
+                    "not needed" if packing == "chunk" else "none",
+                )
+                for source in corpus.train
+            ]
+    return reports
+
+
+def verify_plans(corpus: Corpus) -> list[Plan]:
+    """Checks every plan of a corpus and returns them.
+
+    Raises:
+        UserError: One is damaged or was made for other shards.
+    """
+    plans = list_plans(corpus.path)
+    for plan in plans:
+        fault = find_plan_fault(corpus, plan)
+        if fault is not None:
+            raise UserError(f"{fault}; remove the plan's directory and make it again with `genesis data plan`")
+    return plans
 
 
 def read_corpus_tokenizer(corpus: Path, manifest: CorpusManifest) -> Tokenizer:

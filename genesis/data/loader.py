@@ -16,12 +16,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from jaxtyping import Int64, Integer
+from jaxtyping import Bool, Int64, Integer
 from numpy import ndarray
 
 from genesis.data.clock import LoaderClock
 from genesis.data.corpus import TokenSource
 from genesis.data.order import SequenceOrder
+from genesis.data.packing import count_train_sequences as count_train_sequences
+from genesis.data.packing import fill_row
+from genesis.data.plans import SourcePlan
 from genesis.data.window import IGNORE_INDEX, MicroBatch, Window
 from genesis.errors import UserError
 
@@ -53,11 +56,6 @@ class SequenceFormat:
     token_dtype: np.dtype[Any]
 
 
-def count_train_sequences(num_tokens: int, seq_len: int) -> int:
-    """Returns how many sequences of `seq_len` tokens, each with the label of its last, a source holds."""
-    return max(0, num_tokens - 1) // seq_len
-
-
 def plan_micro_batches(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
     """Returns how many micro-batches one rank runs in one window.
 
@@ -86,6 +84,7 @@ def build_window(
     micro_batch_size: int,
     data_position: int,
     lengths: Int64[ndarray, " N"] | None = None,
+    has_label: Bool[ndarray, "N S"] | None = None,
 ) -> Window:
     """Returns the window of rows that hold the tokens of each sequence and the one after it.
 
@@ -95,6 +94,8 @@ def build_window(
         micro_batch_size: B; N is a multiple of it.
         data_position: What the window says of itself.
         lengths: Labels of each row, where some have fewer than S; by default all have S.
+        has_label: Which tokens are to be followed by a label, where not all are: fine-tuning learns the answers and not
+            the questions. Inputs and documents are the same whatever it says.
     """
     inputs, labels = rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
     ends = rows[:, :-1] == sequence_format.eos_id
@@ -103,6 +104,8 @@ def build_window(
         columns = np.arange(sequence_format.seq_len)
         ignored = ends | (columns >= lengths[:, None])
         ends &= columns <= lengths[:, None]  # all padding is one document, however many ends it is made of
+    if has_label is not None:
+        ignored = ignored | ~has_label
     label_num_bytes = sequence_format.piece_num_bytes[labels]
     num_bytes = int(label_num_bytes.sum(dtype=np.int64)) - int(label_num_bytes[ignored].sum(dtype=np.int64))
     labels[ignored] = IGNORE_INDEX
@@ -131,6 +134,7 @@ class TrainWindows:
         global_batch_size: Sequences of one step, over all ranks.
         micro_batch_size: Sequences of one micro-batch.
         ranks: This rank.
+        plans: Of the sources, in their order; None cuts their streams into sequences (`chunk`).
     """
 
     order: SequenceOrder
@@ -139,6 +143,7 @@ class TrainWindows:
     global_batch_size: int
     micro_batch_size: int
     ranks: Ranks
+    plans: Sequence[SourcePlan] | None = None
 
     def window(self, position: int) -> Window:
         """Returns this rank's window of the global batch that begins at `position`."""
@@ -146,16 +151,24 @@ class TrainWindows:
         source_ids, sequence_ids = self.order.sequences(position + self.ranks.rank * num_rows, num_rows)
         seq_len = self.sequence_format.seq_len
         rows = np.empty((num_rows, seq_len + 1), self.sequence_format.token_dtype)
-        for row, source, sequence in zip(rows, source_ids.tolist(), sequence_ids.tolist(), strict=True):
-            self.sources[source].read(sequence * seq_len, row)
-        return build_window(rows, self.sequence_format, self.micro_batch_size, position + self.global_batch_size)
+        lengths = None if self.plans is None else np.empty(num_rows, np.int64)
+        for number, (source, sequence) in enumerate(zip(source_ids.tolist(), sequence_ids.tolist(), strict=True)):
+            read = self.sources[source].read
+            if self.plans is None or lengths is None:
+                read(sequence * seq_len, rows[number])
+            else:
+                starts, piece_lengths = self.plans[source].pieces(sequence)
+                lengths[number] = fill_row(rows[number], starts, piece_lengths, read, self.sequence_format.eos_id)
+        end = position + self.global_batch_size
+        return build_window(rows, self.sequence_format, self.micro_batch_size, end, lengths)
 
 
 class ValidationWindows:
     """One rank's windows, of one micro-batch each, of a whole validation set. Deterministic and thread-safe.
 
-    Every label of the set counts once. A source's last sequence may be short and the last windows may be empty; they
-    are padded with labels that do not count, so that all ranks have equally many windows, whatever the set.
+    Every label of the set counts once: whatever the packing of the training set, each source's stream is cut every S
+    tokens. Its last sequence may be short and the last windows may be empty; they are padded with labels that do not
+    count, so that all ranks have equally many windows, whatever the set.
 
     Args:
         sources: The validation set.
@@ -216,7 +229,7 @@ class WindowLoader:
 
     Args:
         build: Makes the window of an index.
-        indices: Asked at the start of each iteration; always `num_windows` long.
+        indices: Asked at the start of each iteration; `num_windows` long, or shorter where the data end.
         num_windows: Length of one iteration.
         prefetch_windows: How many are built ahead; 0 builds each when it is asked for.
         pin_memory: Whether windows lie in page-locked memory, for copies to a GPU that overlap its work.
@@ -245,7 +258,7 @@ class WindowLoader:
 
     def __iter__(self) -> Iterator[Window]:
         indices = self._indices()
-        assert len(indices) == self._num_windows
+        assert len(indices) <= self._num_windows
         self.clock.begin()
         ahead = compute_ahead(self._ready, indices, self._prefetch_windows)
         while (window := self.clock.wait_for(ahead)) is not None:

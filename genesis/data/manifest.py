@@ -17,6 +17,7 @@ SCHEMA_VERSION: Final = 2
 MANIFEST_NAME: Final = "manifest.json"
 
 Split = Literal["train", "validation"]
+SPLITS: Final[tuple[Split, ...]] = ("train", "validation")
 
 
 @dataclass(frozen=True)
@@ -168,8 +169,7 @@ class CorpusManifest:
 def write_manifest(corpus: Path, manifest: CorpusManifest) -> None:
     """Writes `manifest` into `corpus`, whole or not at all, durable when this returns."""
     raw = vars(manifest) | {
-        split: [vars(source) | {"shards": source.table.columns} for source in manifest.split(split)]
-        for split in ("train", "validation")
+        split: [vars(source) | {"shards": source.table.columns} for source in manifest.split(split)] for split in SPLITS
     }
     staging = corpus / (MANIFEST_NAME + ".staging")
     with staging.open("w", encoding="utf-8") as file:
@@ -201,7 +201,7 @@ def read_manifest(corpus: Path) -> CorpusManifest:
     if schema not in _SHARD_READERS:
         raise UserError(f"{path} has schema {schema}, this version reads 1 to {SCHEMA_VERSION}; upgrade genesis")
     try:
-        for split in ("train", "validation"):
+        for split in SPLITS:
             raw[split] = tuple(
                 SourceRecord(**{**source, "shards": _SHARD_READERS[schema](source["shards"])}) for source in raw[split]
             )

@@ -195,8 +195,8 @@ class PackingFigures:
         return self.num_valid_tokens / max(1, self.num_sequences * seq_len)
 
 
-def count_chunks(num_tokens: int, seq_len: int) -> int:
-    """Returns how many sequences `chunk` makes of a stream: whole ones, each with the label of its last token."""
+def count_train_sequences(num_tokens: int, seq_len: int) -> int:
+    """Returns how many sequences `chunk` makes of a source: whole ones, each with the label of its last token."""
     return max(0, num_tokens - 1) // seq_len
 
 

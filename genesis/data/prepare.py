@@ -9,6 +9,8 @@ next one makes the rest: the result is the same, byte for byte, as that of a run
     CORPUS/.prepare/parts/….json         one record for each finished part
     CORPUS/.prepare/lock                 held while a prepare works here
     CORPUS/.prepare/staging-…/           shards in the making, thrown away by the next attempt
+
+Where a packing is asked for, its plan is made from the finished shards (`genesis.data.plans`).
 """
 
 import fcntl
@@ -25,6 +27,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
+from genesis.data.corpus import open_corpus
 from genesis.data.manifest import (
     MANIFEST_NAME,
     CorpusManifest,
@@ -34,6 +37,7 @@ from genesis.data.manifest import (
     read_manifest,
     write_manifest,
 )
+from genesis.data.plans import PLANS_DIRECTORY, PlannedPacking, write_plan
 from genesis.data.shards import HASH_ALGORITHM, hash_file, publish_shard, sync_directory, token_dtype
 from genesis.data.sources import InputFile, SourceOptions, Span, check_sources, find_files, plan_spans
 from genesis.data.tokenize_worker import (
@@ -72,6 +76,9 @@ class PrepareOptions:
         shard_tokens: Size at which a shard is closed.
         seed: Chooses which documents are held out.
         num_workers: Processes that tokenize; 0 takes one for each core. It does not change the result.
+        packing: Makes the plan of this packing, too, for sequences of `seq_len` tokens. A finished corpus gets one more
+            plan, and its shards stay as they are.
+        seq_len: Tokens of a sequence; training takes plan and packing by the same two options.
     """
 
     name: str
@@ -82,8 +89,16 @@ class PrepareOptions:
     shard_tokens: int = 100_000_000
     seed: int = 0
     num_workers: int = 0
+    packing: PlannedPacking | None = None
+    seq_len: int | None = None
 
     def __post_init__(self) -> None:
+        if (self.packing is None) != (self.seq_len is None):
+            raise UserError(
+                f"packing is {self.packing} and seq_len {self.seq_len}; a plan needs both, a corpus without one neither"
+            )
+        if self.seq_len is not None and self.seq_len < 1:
+            raise UserError(f"seq_len {self.seq_len} must be at least 1")
         if not self.name or Path(self.name).name != self.name:
             raise UserError(f"corpus name {self.name!r} is not the name of one directory; leave '/' to `out`")
         if not 0 <= self.validation_fraction <= 0.5:
@@ -135,8 +150,12 @@ def prepare_corpus(
                 _remove_attempt(options.corpus)
             _begin(options, tokenizer, files)
             if (options.corpus / MANIFEST_NAME).exists():
-                return read_manifest(options.corpus)
-            return _prepare(options, tokenizer, files, report)
+                manifest = read_manifest(options.corpus)
+            else:
+                manifest = _prepare(options, tokenizer, files, report)
+            if options.packing is not None and options.seq_len is not None:
+                write_plan(open_corpus(options.corpus, verify_hashes="never"), options.packing, options.seq_len)
+            return manifest
     except OSError as error:
         raise UserError(explain_write_error(error, options.corpus)) from None
 
@@ -293,7 +312,7 @@ def _locked(corpus: Path) -> Iterator[None]:
 def _remove_attempt(corpus: Path) -> None:
     # The plan goes last: without it the records of parts would be taken for those of the next plan.
     (corpus / MANIFEST_NAME).unlink(missing_ok=True)
-    for directory in (f"{PREPARE_DIRECTORY}/parts", "train", "validation"):
+    for directory in (f"{PREPARE_DIRECTORY}/parts", PLANS_DIRECTORY, "train", "validation"):
         if (corpus / directory).exists():
             shutil.rmtree(corpus / directory)
     (corpus / PREPARE_DIRECTORY / _PLAN_NAME).unlink(missing_ok=True)

@@ -58,6 +58,12 @@ def hash_file(path: Path) -> str:
     return digest.hexdigest()
 
 
+def sync_file(file: BinaryIO) -> None:
+    """Makes what was written to `file` durable."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
 def sync_directory(directory: Path) -> None:
     """Makes the names in `directory` durable."""
     descriptor = os.open(directory, os.O_RDONLY)
@@ -106,7 +112,7 @@ class ShardWriter:
         """Completes the three files, durable when this returns, and returns the record of the shard at `final_path`."""
         _, index_path, metadata_path = shard_files(self.path)
         with self._file:
-            _flush(self._file)
+            sync_file(self._file)
         index = np.array(self._ends, dtype="<u8").tobytes()
         _write(index_path, index)
         lines = (f"{self._tokenizer_name}|{self._dtype.itemsize}", str(self.num_tokens), _readable(self.num_tokens))
@@ -207,11 +213,13 @@ def find_token_fault(
         return None
     lacking = np.flatnonzero(tokens[ends - 1] != eos_id)
     if len(lacking):
-        first = f"the first is document {lacking[0]:,} of the shard"
-        return f"has {len(lacking):,} of {len(ends):,} documents that do not end with eos_id {eos_id}; {first}"
+        return (
+            f"has {len(lacking):,} of {len(ends):,} documents that do not end with eos_id {eos_id} (from document "
+            f"{lacking[0]:,} of a shard on); name the id that ends them, or adopt with add_eos"
+        )
     within = int(np.count_nonzero(tokens == eos_id)) - len(ends)
     if within:
-        return f"holds eos_id {eos_id} {within:,} times within documents"
+        return f"holds eos_id {eos_id} {within:,} times within documents; adopt with documents eos if it ends them"
     return None
 
 
@@ -270,12 +278,7 @@ def _file_bytes(path: Path) -> int:
 def _write(path: Path, data: bytes) -> None:
     with path.open("wb") as file:
         file.write(data)
-        _flush(file)
-
-
-def _flush(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+        sync_file(file)
 
 
 def _readable(count: int) -> str:

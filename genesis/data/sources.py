@@ -2,6 +2,9 @@
 
 A source's files are cut into *spans*, each of which can be read alone: a range of bytes of an uncompressed file of
 records, a range of row groups of a parquet file, or a whole file. Reading all spans in order gives every document once.
+
+A file may lie in a store (`genesis.data.remote`): it is then listed there and read from its copy in the local cache
+(`genesis.data.cache`), which is made when a span of it is first read.
 """
 
 import gzip
@@ -10,6 +13,7 @@ import random
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +23,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
+from genesis.data.cache import open_copy
+from genesis.data.remote import RemoteFile, file_name, is_url, list_files, strip_local
 from genesis.errors import UserError
 
 Format = Literal["auto", "text", "jsonl", "parquet"]
@@ -30,6 +36,7 @@ _BLOCK_BYTES = 1 << 20
 _COMPRESSED_BLOCK_BYTES = 1 << 16
 _ROWS_PER_BATCH = 256
 _TRAINING_SPAN_BYTES = 4 << 20
+_DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError, pa.ArrowException)
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -39,7 +46,8 @@ class SourceOptions:
 
     Args:
         name: Its name, also of its directory in the corpus: letters, digits, ".", "_" and "-".
-        paths: Files, directories (searched through all levels) or globs ("**" crosses levels).
+        paths: Files, directories (searched through all levels) or globs ("**" crosses levels); also URLs of them, as
+            s3://bucket/web/*.jsonl.zst, https://host/a.parquet or whatever else fsspec knows.
         format: How files hold documents: text (a file is one document; also source code), jsonl, parquet; auto goes by
             the name of each file. Text and jsonl files may be compressed (.gz, .zst).
         suffixes: Endings of the files taken from directories, as [.py, .md]; [.txt, .jsonl, .parquet] if not given.
@@ -73,11 +81,16 @@ class SourceOptions:
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file as it was found; a later change of size or time of modification is refused."""
+    """A file as it was found; a later change of it is refused.
+
+    Of a file in a store `path` is the URL, and `identity` stands for the time of modification: what the store says that
+    changes with the file, as its ETag.
+    """
 
     path: str
     num_bytes: int
     mtime_ns: int
+    identity: str = ""
 
 
 @dataclass(frozen=True)
@@ -119,7 +132,11 @@ def find_files(source: SourceOptions) -> tuple[InputFile, ...]:
         UserError: A path leads to nothing or cannot be read, or a directory holds no file of the suffixes.
     """
     found: set[str] = set()
-    for pattern in source.paths:
+    remote: dict[str, InputFile] = {}
+    for pattern in map(strip_local, source.paths):
+        if is_url(pattern):
+            remote.update({file.path: file for file in _find_remote(source, pattern)})
+            continue
         matches = [Path(pattern)] if Path(pattern).exists() else _glob(pattern)
         if not matches:
             raise UserError(
@@ -127,20 +144,23 @@ def find_files(source: SourceOptions) -> tuple[InputFile, ...]:
             )
         for match in matches:
             found.update(_files_under(match, source) if match.is_dir() else [str(match)])
-    return tuple(_stat(path, source) for path in sorted(found))
+    local = {path: _stat(path, source) for path in found}
+    return tuple(file for _, file in sorted({**local, **remote}.items()))
 
 
 def plan_spans(source: SourceOptions, files: Sequence[InputFile], target_bytes: int) -> Iterator[Span]:
     """Yields the spans of a source's files in order, of about `target_bytes` where a file can be cut.
+
+    A parquet file in a store is one span: to cut it, it would have to be opened.
 
     Raises:
         UserError: A parquet file is damaged, or has no text in `text_field`.
     """
     for file in files:
         kind, compression = _kind_of(file.path, source)
-        if kind == "parquet":
+        if kind == "parquet" and not is_url(file.path):
             yield from _plan_row_groups(source, file, target_bytes)
-        elif compression is None and _can_cut(_delimiter(kind, source)):
+        elif kind != "parquet" and compression is None and _can_cut(_delimiter(kind, source)):
             for start in range(0, file.num_bytes, target_bytes):
                 end = min(start + target_bytes, file.num_bytes)
                 yield Span(file, start, end, end - start)
@@ -166,7 +186,7 @@ def read_documents(source: SourceOptions, span: Span) -> Iterator[Document]:
     }[kind]
     try:
         yield from (document for document in reader(source, span) if document.utf8)
-    except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError, pa.ArrowException) as error:
+    except _DAMAGE as error:
         raise UserError(f"{span.file.path} is cut short or damaged ({_one_line(error)}); fetch it again") from None
     except OSError as error:
         raise _unreadable(span.file.path, source, error) from None
@@ -187,6 +207,9 @@ def sample_texts(sources: Sequence[SourceOptions], budget_bytes: int, seed: int 
 def _sample_source(source: SourceOptions, budget_bytes: int, seed: int) -> Iterator[str]:
     spans = list(plan_spans(source, find_files(source), _TRAINING_SPAN_BYTES))
     random.Random(seed).shuffle(spans)
+    if any(is_url(span.file.path) for span in spans):  # each file is downloaded once, however few the cache holds
+        place = {span.file: index for index, span in reversed(list(enumerate(spans)))}
+        spans.sort(key=lambda span: place[span.file])
     for index, span in enumerate(spans):
         quota = budget_bytes // (len(spans) - index)
         for document in read_documents(source, span):
@@ -200,6 +223,22 @@ def _sample_source(source: SourceOptions, budget_bytes: int, seed: int) -> Itera
 # Files
 
 
+def _find_remote(source: SourceOptions, url: str) -> list[InputFile]:
+    endings = _endings(source)
+    files = list_files(url, endings)
+    if not files:
+        raise UserError(
+            f"source {source.name}: {url} leads to no file (of a directory those are taken that end in "
+            f"{', '.join(source.suffixes or _DIRECTORY_SUFFIXES)}); mend the URL or give other `suffixes`"
+        )
+    return [InputFile(file.url, file.num_bytes, 0, file.identity) for file in files]
+
+
+def _endings(source: SourceOptions) -> tuple[str, ...]:
+    suffixes = source.suffixes or _DIRECTORY_SUFFIXES
+    return tuple(suffix + ending for suffix in suffixes for ending in ("", *_COMPRESSED_SUFFIXES))
+
+
 def _glob(pattern: str) -> list[Path]:
     root = Path(pattern).anchor
     try:
@@ -209,10 +248,10 @@ def _glob(pattern: str) -> list[Path]:
 
 
 def _files_under(directory: Path, source: SourceOptions) -> list[str]:
-    suffixes = source.suffixes or _DIRECTORY_SUFFIXES
-    endings = tuple(suffix + ending for suffix in suffixes for ending in ("", *_COMPRESSED_SUFFIXES))
+    endings = _endings(source)
     files = [str(path) for path in directory.rglob("*") if path.name.endswith(endings) and path.is_file()]
     if not files:
+        suffixes = source.suffixes or _DIRECTORY_SUFFIXES
         raise UserError(
             f"source {source.name}: {directory} holds no file that ends in {', '.join(suffixes)}; give other `suffixes`"
         )
@@ -229,8 +268,13 @@ def _stat(path: str, source: SourceOptions) -> InputFile:
 
 
 def _check_unchanged(source: SourceOptions, file: InputFile) -> None:
-    if _stat(file.path, source) != file:
+    if _has_changed(source, file):
         raise UserError(f"{file.path} has changed since it was found; begin again with --restart")
+
+
+def _has_changed(source: SourceOptions, file: InputFile) -> bool:
+    # A copy in the cache never changes, and none is made of a file that has.
+    return not is_url(file.path) and _stat(file.path, source) != file
 
 
 def _unreadable(path: str, source: SourceOptions, error: OSError) -> UserError:
@@ -239,10 +283,11 @@ def _unreadable(path: str, source: SourceOptions, error: OSError) -> UserError:
 
 def _kind_of(path: str, source: SourceOptions) -> tuple[Literal["text", "jsonl", "parquet"], str | None]:
     """Returns how a file holds documents, and its compression."""
-    stem, compression = path, None
+    stem, compression = file_name(path), None
     for ending in _COMPRESSED_SUFFIXES:
-        if path.endswith(ending):
-            stem, compression = path.removesuffix(ending), ending
+        if stem.endswith(ending):
+            stem, compression = stem.removesuffix(ending), ending
+            break
     if source.format != "auto":
         return source.format, compression
     if stem.endswith((".jsonl", ".ndjson")):
@@ -257,15 +302,30 @@ def _one_line(error: Exception) -> str:
 # Blocks and records
 
 
-def _read_blocks(path: str, start: int = 0) -> Iterator[tuple[bytes, int]]:
+@contextmanager
+def _open_local(found: InputFile) -> Iterator[Path]:
+    """Gives the path of the file on the local disk; a copy that turns out to be damaged is not read again."""
+    if not is_url(found.path):
+        yield Path(found.path)
+        return
+    with open_copy(RemoteFile(found.path, found.num_bytes, found.identity)) as path:
+        try:
+            yield path
+        except (*_DAMAGE, OSError):
+            path.unlink(missing_ok=True)
+            raise
+
+
+def _read_blocks(found: InputFile, start: int = 0) -> Iterator[tuple[bytes, int]]:
     """Yields the file's decompressed bytes from `start` on, and how much of the file itself has been read."""
-    with Path(path).open("rb") as file:
+    name = file_name(found.path)
+    with _open_local(found) as path, path.open("rb") as file:
         file.seek(start)
-        if path.endswith(".gz"):
+        if name.endswith(".gz"):
             with gzip.open(file) as stream:
                 while block := stream.read(_BLOCK_BYTES):
                     yield block, file.tell()
-        elif path.endswith(".zst"):
+        elif name.endswith(".zst"):
             yield from _read_zst_blocks(file)
         else:
             while block := file.read(_BLOCK_BYTES):
@@ -303,10 +363,10 @@ def _delimiter(kind: Format, source: SourceOptions) -> bytes | None:
 def _read_records(span: Span, delimiter: bytes) -> Iterator[tuple[int, bytes, int]]:
     """Yields (offset, record, position) of the records that begin within the span; the delimiter is left out."""
     begin = max(0, span.start - len(delimiter))
-    records = _split(_read_blocks(span.file.path, begin), delimiter, begin)
+    records = _split(_read_blocks(span.file, begin), delimiter, begin)
     if span.start:
         next(records)  # it began before the span
-    is_compressed = span.file.path.endswith(_COMPRESSED_SUFFIXES)
+    is_compressed = file_name(span.file.path).endswith(_COMPRESSED_SUFFIXES)
     for offset, record, position in records:
         if offset >= span.end and not is_compressed:
             return
@@ -339,7 +399,7 @@ def _split(blocks: Iterator[tuple[bytes, int]], delimiter: bytes, offset: int) -
 def _read_text(source: SourceOptions, span: Span) -> Iterator[Document]:
     delimiter = _delimiter("text", source)
     if delimiter is None:
-        data = b"".join(block for block, _ in _read_blocks(span.file.path))
+        data = b"".join(block for block, _ in _read_blocks(span.file))
         yield _decode(source, data, span.num_bytes, _place_in_file(span, 0))
         return
     for offset, record, position in _read_records(span, delimiter):
@@ -361,7 +421,7 @@ def _decode(source: SourceOptions, data: bytes, position: int, place: Callable[[
 
 
 def _place_in_file(span: Span, offset: int) -> Callable[[int], str]:
-    text = " of its decompressed text" if span.file.path.endswith(_COMPRESSED_SUFFIXES) else ""
+    text = " of its decompressed text" if file_name(span.file.path).endswith(_COMPRESSED_SUFFIXES) else ""
     return lambda index: f"{span.file.path}, offset {offset + index}{text}"
 
 
@@ -412,7 +472,7 @@ def _encode(source: SourceOptions, span: Span, offset: int, text: str, position:
 
 def _line(span: Span, offset: int) -> str:
     number = 1
-    for block, _ in _read_blocks(span.file.path):
+    for block, _ in _read_blocks(span.file):
         number += block[:offset].count(b"\n")
         offset -= len(block)
         if offset <= 0:
@@ -453,11 +513,19 @@ def _check_column(source: SourceOptions, path: str, schema: pa.Schema) -> None:
         )
 
 
+@contextmanager
+def _open_parquet(source: SourceOptions, span: Span) -> Iterator[tuple[pq.ParquetFile, range]]:
+    """Gives the file and the span's row groups."""
+    with _open_local(span.file) as path, pq.ParquetFile(path) as parquet:
+        _check_column(source, span.file.path, parquet.schema_arrow)
+        yield parquet, range(span.start, min(span.end, parquet.num_row_groups))
+
+
 def _read_parquet(source: SourceOptions, span: Span) -> Iterator[Document]:
-    with pq.ParquetFile(span.file.path) as parquet:
+    with _open_parquet(source, span) as (parquet, groups):
         row = sum(parquet.metadata.row_group(index).num_rows for index in range(span.start))
         position = 0
-        for group in range(span.start, span.end):
+        for group in groups:
             batches = parquet.iter_batches(_ROWS_PER_BATCH, row_groups=[group], columns=[source.text_field])
             for batch in batches:
                 column = batch.column(0)
@@ -471,7 +539,8 @@ def _read_parquet(source: SourceOptions, span: Span) -> Iterator[Document]:
                         )
                     yield _decode(source, data, position, _place_in_row(span, row))
                     row += 1
-            position += parquet.metadata.row_group(group).total_byte_size
+            # Of a file that is one span, `num_bytes` is the compressed size.
+            position = min(position + parquet.metadata.row_group(group).total_byte_size, span.num_bytes)
 
 
 def _place_in_row(span: Span, row: int) -> Callable[[int], str]:
@@ -511,7 +580,7 @@ def read_entries(source: SourceOptions, span: Span, start: int = 0) -> Iterator[
     kind, _ = _kind_of(span.file.path, source)
     try:
         yield from (_row_entries if kind == "parquet" else _record_entries)(source, span, start)
-    except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError, pa.ArrowException) as error:
+    except _DAMAGE as error:
         raise DamagedFileError(
             f"{span.file.path} is cut short or damaged ({_one_line(error)}); fetch it again"
         ) from None
@@ -528,7 +597,7 @@ def check_unchanged(source: SourceOptions, file: InputFile) -> None:
     Raises:
         UserError: See above.
     """
-    if _stat(file.path, source) != file:
+    if _has_changed(source, file):
         raise UserError(
             f"{file.path} has changed since the run began (its size or time of modification); put it back as it was, "
             "or begin a new run"
@@ -546,7 +615,7 @@ def _record_entries(source: SourceOptions, span: Span, start: int) -> Iterator[E
     delimiter = _delimiter(kind, source)
     if delimiter is None:
         if start == 0:
-            data = b"".join(block for block, _ in _read_blocks(span.file.path))
+            data = b"".join(block for block, _ in _read_blocks(span.file))
             yield Entry(0, 1, partial(_read_record, source, span, kind, 0, data, span.num_bytes))
         return
     first = max(span.start, start)
@@ -581,10 +650,10 @@ def _read_record(
 
 
 def _row_entries(source: SourceOptions, span: Span, start: int) -> Iterator[Entry]:
-    with pq.ParquetFile(span.file.path) as parquet:
+    with _open_parquet(source, span) as (parquet, groups):
         first = sum(parquet.metadata.row_group(index).num_rows for index in range(span.start))
         row = 0
-        for group in range(span.start, span.end):
+        for group in groups:
             num_rows = parquet.metadata.row_group(group).num_rows
             if row + num_rows <= start:
                 row += num_rows

@@ -23,6 +23,8 @@ def command_of(name: str) -> list[str]:
             return ["fit", "--config", str(CONFIGS / "demo.yaml"), "--config", file, PRINT]
         case "model":
             return ["model", "describe", "--config", file, "--json"]
+        case "clean":
+            return ["data", "clean", "--config", file, PRINT]
         case "corpora":
             return ["data", "prepare", "--config", file, PRINT]
         case "tokenizers":

@@ -1,5 +1,10 @@
+import csv
 import json
-from collections.abc import Callable
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -7,18 +12,27 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
+from genesis.data.corpus import open_corpus
 from genesis.data.datamodule import CorpusDataModule
+from genesis.data.loader import Ranks, TrainWindows
+from genesis.data.packing import Packing
+from genesis.data.plans import measure_source, write_plan
 from genesis.data.window import IGNORE_INDEX, Window
 from genesis.errors import UserError
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
+from genesis.train.recipe_policy import RECIPE_POLICY
+from genesis_callbacks import checkpoint
 from genesis_callbacks.testing import run_ranks
-from tests.data.corpora import make_documents, write_corpus
+from tests.data.corpora import EOS, Documents, make_documents, write_corpus
 
 GLOBAL_BATCH = 4
 SEQ_LEN = 12
+WEB, CODE = make_documents(40, 6, seed=1), make_documents(12, 6, seed=2)
+PACKINGS: tuple[Packing, ...] = ("chunk", "best_fit", "pad")
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +41,16 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"line {number}: the quick brown fox jumps over {number * number} lazy dogs\n" for number in range(200)
     )
     model = train_tokenizer([text], TokenizerOptions(vocab_size=320), tmp_path_factory.mktemp("tokenizer"))
-    return write_corpus(
+    path = write_corpus(
         tmp_path_factory.mktemp("corpus"),
-        {"web": make_documents(40, 6, seed=1), "code": make_documents(12, 6, seed=2)},
+        {"web": WEB, "code": CODE},
         {"web": make_documents(9, 6, seed=3)},
         weights={"web": 2, "code": 1},
         tokenizer=model.read_bytes(),
     )
+    for packing in ("best_fit", "pad"):
+        write_plan(open_corpus(path), packing, SEQ_LEN)
+    return path
 
 
 class Recorder(pl.LightningModule):
@@ -119,14 +136,23 @@ def test_an_epoch_is_as_many_windows_as_the_corpus_has_and_max_epochs_counts_the
     assert len(alone.train_dataloader()) == alone.order.num_sequences[1] // GLOBAL_BATCH
 
 
-def test_a_resume_at_every_step_goes_on_with_the_next_window(corpus: Path, tmp_path: Path) -> None:
-    """Saved by a callback in `on_train_batch_end`, with windows read ahead, within and at the end of an epoch."""
-    num_steps = 2 * len(data_module(corpus).train_dataloader()) + 1
-    straight = fit(tmp_path, data_module(corpus, prefetch_windows=3), num_steps, callbacks=[SaveEveryStep(tmp_path)])
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_a_resume_at_every_step_goes_on_with_the_next_window(corpus: Path, tmp_path: Path, packing: Packing) -> None:
+    """Saved by a callback in `on_train_batch_end`, with windows read ahead, within and at the end of an epoch.
+
+    The source "code" reaches its limit on the way.
+    """
+    options: dict[str, Any] = {"packing": packing, "max_epochs": {"code": 1}}
+    data = data_module(corpus, **options, prefetch_windows=3)
+    num_steps = len(data.train_dataloader()) + 3
+    straight = fit(tmp_path, data, num_steps, callbacks=[SaveEveryStep(tmp_path)])
     assert len(straight.trained) == num_steps
+    assert data.ledger["code"]["epochs"] == 1.0
     for step in range(1, num_steps):
-        resumed = fit(tmp_path, data_module(corpus), num_steps, tmp_path / f"step={step}.ckpt")
+        resumed_data = data_module(corpus, **options)
+        resumed = fit(tmp_path, resumed_data, num_steps, tmp_path / f"step={step}.ckpt")
         assert resumed.trained == straight.trained[step:], f"resumed after step {step}"
+        assert resumed_data.state_dict() == data.state_dict()
 
 
 def test_validation_in_the_middle_does_not_move_the_position(corpus: Path, tmp_path: Path) -> None:
@@ -207,7 +233,11 @@ def test_a_changed_mix_holds_from_the_restored_position_on(corpus: Path) -> None
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [({"seq_len": 8}, "seq_len 12, this run has 8"), ({"seed": 4}, "seed 0, this run's 4; set data.seed")],
+    [
+        ({"seq_len": 8}, "seq_len 12, this run has 8"),
+        ({"seed": 4}, "seed 0, this run's 4; set data.seed"),
+        ({"packing": "pad"}, "packing chunk, this run has pad"),
+    ],
 )
 def test_a_state_of_another_order_is_refused(corpus: Path, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError) as error:
@@ -227,6 +257,149 @@ def test_windows_are_advanced_in_order_and_each_once(corpus: Path) -> None:
     assert data.data_position == 3 * GLOBAL_BATCH
 
 
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_the_ledger_counts_the_tokens_that_were_drawn(corpus: Path, packing: Packing) -> None:
+    """As the windows show them: places that a document's token fills, by source."""
+    data = data_module(corpus, packing=packing, mix={"code": 1})
+    num_tokens = 0
+    for window in list(data.train_dataloader()):
+        data.advance(window)
+        for batch in window.micro_batches:
+            is_padding = (batch.input_ids == EOS) & (batch.input_ids.roll(1, dims=1) == EOS)
+            is_padding[:, 0] = False
+            num_tokens += int((~is_padding).sum())
+    assert data.ledger["web"] == {"tokens": 0, "epochs": 0.0}
+    assert data.ledger["code"]["tokens"] == num_tokens
+    assert data.ledger["code"]["epochs"] == data.data_position / data.order.num_sequences[1]
+    state = json.loads(json.dumps(data.state_dict()))
+    assert (state["tokens_drawn"]["code"], state["epochs_drawn"]["code"]) == tuple(data.ledger["code"].values())
+    again = data_module(corpus, packing=packing, mix={"code": 1})
+    again.load_state_dict(state)
+    assert again.ledger == data.ledger
+
+
+def test_what_was_drawn_is_logged_by_source(corpus: Path, tmp_path: Path) -> None:
+    data = data_module(corpus, packing="best_fit")
+    logger = CSVLogger(tmp_path)
+    fit(tmp_path, data, 4, logger=logger, log_every_n_steps=2)
+    logger.save()
+    rows = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").read_text().splitlines()))
+    last = {name: float(value) for name, value in rows[-1].items() if name.startswith("data/")}
+    assert len(rows) == 2
+    assert last == pytest.approx(
+        {f"data/{what}_{name}": value for name, drawn in data.ledger.items() for what, value in drawn.items()}
+    )
+
+
+# ---- every token once, and the end of the data
+
+
+def pairs_of_windows(windows: Iterable[Window]) -> Counter[tuple[int, int]]:
+    """How often each token with the label after it counts."""
+    pairs: Counter[tuple[int, int]] = Counter()
+    for window in windows:
+        for batch in window.micro_batches:
+            valid = batch.labels != IGNORE_INDEX
+            pairs.update(zip(batch.input_ids[valid].tolist(), batch.labels[valid].tolist(), strict=True))
+    return pairs
+
+
+def pairs_of(documents: Documents) -> Counter[tuple[int, int]]:
+    return Counter((token, label) for document in documents for token, label in pairwise(document))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_one_epoch_shows_every_token_once_or_says_what_it_dropped(
+    corpus: Path, packing: Packing, world_size: int
+) -> None:
+    data = data_module(corpus, packing=packing, max_epochs={"web": 1, "code": 1})
+    last, end = data.last_position, data.order.end
+    assert last is not None
+    assert end is not None
+    assert end == sum(data.order.num_sequences)
+    assert last == end - end % GLOBAL_BATCH
+    data_windows = [
+        TrainWindows(
+            data.order, data.corpus.train, data._sequence_format(), GLOBAL_BATCH, 1, Ranks(rank, world_size), data.plans
+        )
+        for rank in range(world_size)
+    ]
+    trained = [windows.window(at) for at in range(0, last, GLOBAL_BATCH) for windows in data_windows]
+    alone = replace(data_windows[0], global_batch_size=1, ranks=Ranks())
+    dropped = [alone.window(at) for at in range(last, end)]
+    expected = pairs_of(WEB) + pairs_of(CODE)
+    if packing == "chunk":  # a source's last, incomplete sequence
+        for documents, source in zip((WEB, CODE), data.corpus.train, strict=True):
+            figures = measure_source(source, SEQ_LEN, "chunk")
+            rest = [token for document in documents for token in document][figures.num_sequences * SEQ_LEN :]
+            lost = Counter((token, label) for token, label in pairwise(rest) if token != EOS)
+            assert lost.total() == figures.num_labels - figures.num_valid_tokens
+            expected -= lost
+    assert pairs_of_windows(trained + dropped) == expected
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_the_run_ends_with_the_data_and_says_what_is_left(
+    corpus: Path, tmp_path: Path, packing: Packing, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    data = data_module(corpus, packing=packing, max_epochs={"web": 1, "code": 2}, global_batch_size=7)
+    last, end = data.last_position, data.order.end
+    assert last is not None
+    assert end is not None
+    module = fit(tmp_path, data, 10_000, callbacks=[SaveEveryStep(tmp_path)])
+    assert len(module.trained) * 7 == data.data_position == last
+    (message,) = [record.message for record in caplog.records if "training ends" in record.message]
+    left = [b - a for a, b in zip(data.order.sequences_drawn(last), data.order.sequences_drawn(end), strict=True)]
+    assert sum(left) == (end - last) > 0
+    told = [f"{name} {count}" for name, count in zip(("web", "code"), left, strict=True) if count]
+    assert f"at position {last}; dropped, too few for a global batch: sequences of {', '.join(told)}" in message
+    again = data_module(corpus, packing=packing, max_epochs={"web": 1, "code": 2}, global_batch_size=7)
+    ended = fit(tmp_path, again, 10_000, tmp_path / f"step={len(module.trained)}.ckpt")
+    assert ended.trained == []
+    more = data_module(corpus, packing=packing, max_epochs={"web": 2, "code": 2}, global_batch_size=7)
+    longer = fit(tmp_path, more, 10_000, tmp_path / f"step={len(module.trained)}.ckpt")
+    assert longer.trained[0][0] == last + 7
+    assert more.order.end is not None
+    assert more.order.end - more.data_position < 7
+
+
+def test_more_steps_than_the_data_have_are_refused_where_they_are_a_must(corpus: Path, tmp_path: Path) -> None:
+    data = data_module(corpus, max_epochs={"web": 1, "code": 1})
+    with pytest.raises(UserError, match=r"trainer.min_steps is 999, data.max_epochs ends the data after \d+ steps"):
+        fit(tmp_path, data, 1_000, min_steps=999)
+
+
+def test_a_change_of_the_mix_is_named_when_it_comes_and_when_a_run_goes_on_with_another(
+    corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    data = data_module(corpus, max_epochs={"code": 1})
+    (_, mix) = data.order.mixes
+    num_steps = mix.start_position // GLOBAL_BATCH + 1
+    fit(tmp_path, data, num_steps, callbacks=[SaveEveryStep(tmp_path)])
+    told = [record.message for record in caplog.records if "mix of sources" in record.message]
+    assert told == [f"the mix of sources changes: web 1 from position {mix.start_position} on"]
+    caplog.clear()
+    fit(tmp_path, data_module(corpus, max_epochs={"code": 1}), num_steps, tmp_path / "step=2.ckpt")
+    fit(tmp_path, data_module(corpus, mix={"web": 1, "code": 3}), 3, tmp_path / "step=2.ckpt")
+    told = [record.message for record in caplog.records if "mix of sources" in record.message]
+    assert told[1:] == [f"the mix of sources changes: web 1, code 3 from position {2 * GLOBAL_BATCH} on"]
+
+
+def test_a_changed_mix_is_in_the_difference_of_recipes(tmp_path: Path) -> None:
+    before = {"data": {"mix": {"web": 2}, "max_epochs": None}}
+    now = {"data": {"mix": {"web": 1}, "max_epochs": {"code": 2}}}
+    saver = checkpoint.Saver(tmp_path, checkpoint.Ranks(), origin=checkpoint.Origin({}, before))
+    manifest = checkpoint.read_manifest(saver.save(lambda: checkpoint.Snapshot(1, {}, [], {})).path)
+    found = checkpoint.find_drift(manifest, identity={}, recipe=now, versions=manifest.versions, policy=RECIPE_POLICY)
+    assert [(difference.area, difference.text, difference.verdict) for difference in found] == [
+        ("data", "data.max_epochs is {'code': 2} and was None", "refused"),
+        ("data", "data.mix.web is 1 and was 2", "refused"),
+    ]
+
+
 # ---- refusals
 
 
@@ -237,6 +410,9 @@ def test_windows_are_advanced_in_order_and_each_once(corpus: Path) -> None:
         ({"seq_len": 0}, "data.seq_len is 0"),
         ({"micro_batch_size": 3}, "values of data.micro_batch_size that do: 1, 2, 4"),
         ({"mix": {"wbe": 1}}, "did you mean 'web'?"),
+        ({"max_epochs": {"wbe": 1}}, "did you mean 'web'?"),
+        ({"max_epochs": {"web": 0}}, "'web' 0 epochs"),
+        ({"packing": "pad", "seq_len": 20}, "--packing pad --seq_len 20`"),
         ({"limit_validation_sequences": 0}, "data.limit_validation_sequences is 0"),
         ({"prefetch_windows": -1}, "data.prefetch_windows is -1"),
         ({"tokenizer_hash": "e" * 64}, "this run's is eeee"),
@@ -302,27 +478,45 @@ def test_a_corpus_without_a_validation_set_trains_and_validates_nothing(corpus: 
 # ---- ranks
 
 
-def _run_rank(corpus: Path, folder: Path, strategy: str, ckpt: Path | None) -> tuple[list[Any], list[Any]]:
-    data, module = data_module(corpus), Recorder()
+def _run_rank(
+    corpus: Path, folder: Path, packing: Packing, num_ranks: int, max_steps: int, ckpt: Path | None
+) -> tuple[list[Any], list[Any], dict[str, Any]]:
+    data, module = data_module(corpus, packing=packing, max_epochs={"code": 1}), Recorder()
     running = trainer(
         folder,
-        6,
-        devices=2,
-        strategy=strategy,
+        max_steps,
+        devices=num_ranks,
+        strategy="ddp",
         limit_val_batches=1.0,
         val_check_interval=3,
         check_val_every_n_epoch=None,
+        callbacks=[SaveEveryStep(folder)],
     )
     running.fit(module, data, ckpt_path=ckpt)
-    return module.trained, module.validated
+    return module.trained, module.validated, data.state_dict()
 
 
-def test_two_ranks_go_on_where_one_stopped_with_the_same_global_batches(corpus: Path, tmp_path: Path) -> None:
-    alone = fit(tmp_path, data_module(corpus), 6, callbacks=[SaveEveryStep(tmp_path)])
+def _run_ranks(corpus: Path, folder: Path, packing: Packing, num_ranks: int, max_steps: int, ckpt: Path | None) -> Any:
+    """Trains in processes of their own; returns the global batches, all ranks' counts of validation and their state."""
     run: Callable[..., Any] = run_ranks
-    (first, first_validated), (second, second_validated) = run(
-        _run_rank, 2, corpus, tmp_path, "ddp", tmp_path / "step=2.ckpt", timeout_seconds=200
-    )
-    joined = [(position, rows + other_rows) for (position, rows), (_, other_rows) in zip(first, second, strict=True)]
-    assert joined == alone.trained[2:]
-    assert len(first_validated) == len(second_validated)
+    ranks = run(_run_rank, num_ranks, corpus, folder, packing, num_ranks, max_steps, ckpt, timeout_seconds=200)
+    steps = zip(*(trained for trained, _, _ in ranks), strict=True)
+    batches = [(of_ranks[0][0], [row for _, rows in of_ranks for row in rows]) for of_ranks in steps]
+    (state,) = {json.dumps(state) for _, _, state in ranks}
+    return batches, [validated for _, validated, _ in ranks], json.loads(state)
+
+
+@pytest.mark.parametrize("packing", ["chunk", "best_fit"])
+def test_two_then_four_ranks_then_one_train_the_same_global_batches(
+    corpus: Path, tmp_path: Path, packing: Packing
+) -> None:
+    alone_data = data_module(corpus, packing=packing, max_epochs={"code": 1})
+    alone = fit(tmp_path / "alone", alone_data, 9)
+    two, validated, _ = _run_ranks(corpus, tmp_path, packing, 2, 3, None)
+    assert len({len(of_rank) for of_rank in validated}) == 1
+    four, _, state = _run_ranks(corpus, tmp_path, packing, 4, 6, tmp_path / "step=3.ckpt")
+    assert state["data_position"] == 6 * GLOBAL_BATCH
+    data = data_module(corpus, packing=packing, max_epochs={"code": 1})
+    one = fit(tmp_path, data, 9, tmp_path / "step=6.ckpt")
+    assert two + four + one.trained == alone.trained
+    assert data.state_dict() == alone_data.state_dict()

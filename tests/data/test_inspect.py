@@ -1,11 +1,14 @@
 import os
+import re
 from dataclasses import replace
 
 import pytest
 
 from genesis.cli.main import main
+from genesis.data.corpus import open_corpus
 from genesis.data.inspect import draw_samples, find_fault, verify_corpus
 from genesis.data.manifest import read_manifest, write_manifest
+from genesis.data.plans import measure_source
 from genesis.data.prepare import prepare_corpus
 from genesis.errors import UserError
 from tests.data.corpus_support import make_options, make_texts, make_tokenizer
@@ -103,8 +106,72 @@ def test_the_commands_show_and_verify_a_corpus(corpus, capsys):
     assert line.startswith("genesis: error: ")
 
 
+def rows_of_packings(page, seq_len):
+    """Packing and source to the other cells, of the lines that have this seq_len."""
+    lines = [re.split(r"\s{2,}", line.strip()) for line in page.splitlines()]
+    return {tuple(cells[:2]): cells[3:] for cells in lines if cells[2:3] == [str(seq_len)]}
+
+
+def test_inspect_tells_what_each_packing_makes_of_each_source(corpus, capsys):
+    assert main(["data", "inspect", str(corpus), "--num_samples", "0"]) == 0
+    assert "best_fit" not in capsys.readouterr().out
+    assert main(["data", "plan", str(corpus), "--packing", "best_fit", "--seq_len", "48"]) == 0
+    planned = rows_of_packings(capsys.readouterr().out, 48)
+    assert main(["data", "inspect", str(corpus), "--num_samples", "0", "--seq_len", "48"]) == 0
+    rows = rows_of_packings(capsys.readouterr().out, 48)
+    assert set(rows) == {(p, s) for p in ("chunk", "best_fit", "pad") for s in ("web", "book", "table")}
+    assert {key: cells for key, cells in rows.items() if key[0] == "best_fit"} == planned
+    for source in open_corpus(corpus).train:
+        for packing, plan in (("chunk", "not needed"), ("best_fit", "ready"), ("pad", "none")):
+            figures = measure_source(source, 48, packing)
+            assert rows[packing, source.name] == [
+                str(figures.num_sequences),
+                f"{figures.fill(48):.2%}",
+                f"{figures.num_truncated_tokens / figures.num_valid_tokens:.2%}",
+                f"{figures.num_documents_cut} ({figures.num_documents_cut / figures.num_documents:.2%})",
+                str(figures.num_labels - figures.num_valid_tokens),
+                plan,
+            ]
+        fills = [measure_source(source, 48, packing).fill(48) for packing in ("chunk", "best_fit", "pad")]
+        assert fills == sorted(fills, reverse=True)
+
+
+def test_a_plan_of_other_shards_is_shown_as_such(corpus, capsys):
+    assert main(["data", "plan", str(corpus), "--seq_len", "32"]) == 0
+    manifest = read_manifest(corpus)
+    first, *others = manifest.train
+    write_manifest(corpus, replace(manifest, train=(replace(first, shards=first.shards[:-1]), *others)))
+    capsys.readouterr()
+    assert main(["data", "inspect", str(corpus), "--num_samples", "0"]) == 0
+    assert all(cells[-1] == "of other shards" for cells in rows_of_packings(capsys.readouterr().out, 32).values())
+
+
+def test_verify_reads_plans_too(corpus, capsys):
+    assert main(["data", "plan", str(corpus), "--packing", "pad", "--seq_len", "32"]) == 0
+    assert main(["data", "verify", str(corpus)]) == 0
+    assert "plans, pad at seq_len 32" in capsys.readouterr().out
+    flip_bit(corpus / "packing/pad-32/web.lengths", 0)
+    assert main(["data", "verify", str(corpus)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "web.lengths has hash" in line
+
+
 @pytest.mark.parametrize(
-    "command", ["data prepare", "data inspect", "data verify", "tokenizer train", "tokenizer inspect"]
+    ("arguments", "message"),
+    [
+        (["--seq_len", "0"], "seq_len is 0"),
+        (["--packing", "chunk", "--seq_len", "8"], "chunk"),
+        (["--packing", "pad"], "seq_len"),
+    ],
+)
+def test_a_plan_that_makes_no_sense_is_refused(corpus, arguments, message, capsys):
+    assert main(["data", "plan", str(corpus), *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    "command", ["data prepare", "data plan", "data inspect", "data verify", "tokenizer train", "tokenizer inspect"]
 )
 def test_help_tells_every_option(command, capsys):
     with pytest.raises(SystemExit) as ended:

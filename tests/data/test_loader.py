@@ -1,3 +1,6 @@
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -5,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from genesis.bench.loader import main as bench_loader
@@ -16,11 +19,13 @@ from genesis.data.loader import (
     TrainWindows,
     ValidationWindows,
     WindowLoader,
+    build_window,
     compute_ahead,
-    count_train_sequences,
     plan_micro_batches,
 )
 from genesis.data.order import build_order
+from genesis.data.packing import Packing, count_train_sequences
+from genesis.data.plans import SourcePlan, measure_source, open_plan, write_plan
 from genesis.data.window import IGNORE_INDEX, Window
 from genesis.errors import UserError
 from tests.data.corpora import BOS, EOS, VOCAB_SIZE, Documents, make_documents, write_corpus
@@ -33,18 +38,32 @@ PIECE_NUM_BYTES = np.random.default_rng(0).integers(1, 9, VOCAB_SIZE, dtype=np.i
 PIECE_NUM_BYTES[:16] = 0
 FORMAT = SequenceFormat(SEQ_LEN, EOS, PIECE_NUM_BYTES, np.dtype("<u2"))
 
+PACKINGS: tuple[Packing, ...] = ("chunk", "best_fit", "pad")
+
 Row = tuple[list[int], list[int], list[int]]
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    return open_corpus(write_corpus(tmp_path_factory.mktemp("corpus"), SOURCES, VALIDATION, documents_per_shard=7))
+    corpus = open_corpus(write_corpus(tmp_path_factory.mktemp("corpus"), SOURCES, VALIDATION, documents_per_shard=7))
+    write_plan(corpus, "best_fit", SEQ_LEN)
+    write_plan(corpus, "pad", SEQ_LEN)
+    return corpus
 
 
-def train_windows(corpus: Corpus, micro_batch_size: int = 2, rank: int = 0, world_size: int = 1) -> TrainWindows:
-    counts = {source.name: count_train_sequences(source.num_tokens, SEQ_LEN) for source in corpus.train}
-    order = build_order(counts, {"web": 2, "code": 1}, seed=3)
-    return TrainWindows(order, corpus.train, FORMAT, GLOBAL_BATCH, micro_batch_size, Ranks(rank, world_size))
+def train_windows(
+    corpus: Corpus, micro_batch_size: int = 2, rank: int = 0, world_size: int = 1, packing: Packing = "chunk"
+) -> TrainWindows:
+    plans = None if packing == "chunk" else open_plan(corpus, packing, SEQ_LEN, "first_touch")
+    order = build_order(count_sequences(corpus, SEQ_LEN, plans), {"web": 2, "code": 1}, seed=3)
+    ranks = Ranks(rank, world_size)
+    return TrainWindows(order, corpus.train, FORMAT, GLOBAL_BATCH, micro_batch_size, ranks, plans)
+
+
+def count_sequences(corpus: Corpus, seq_len: int, plans: Sequence[SourcePlan] | None) -> dict[str, int]:
+    if plans is None:
+        return {source.name: count_train_sequences(source.num_tokens, seq_len) for source in corpus.train}
+    return {source.name: plan.num_sequences for source, plan in zip(corpus.train, plans, strict=True)}
 
 
 def rows_of(window: Window) -> list[Row]:
@@ -122,13 +141,14 @@ def test_sequences_of_a_source_tile_its_stream(corpus: Corpus) -> None:
     assert len(stream) - len(inputs) <= SEQ_LEN
 
 
+@pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("micro_batch_size", [1, 2])
 def test_a_global_batch_and_each_micro_batch_are_the_same_on_any_number_of_ranks(
-    corpus: Corpus, world_size: int, micro_batch_size: int
+    corpus: Corpus, world_size: int, micro_batch_size: int, packing: Packing
 ) -> None:
-    alone = train_windows(corpus, micro_batch_size)
-    ranks = [train_windows(corpus, micro_batch_size, rank, world_size) for rank in range(world_size)]
+    alone = train_windows(corpus, micro_batch_size, packing=packing)
+    ranks = [train_windows(corpus, micro_batch_size, rank, world_size, packing) for rank in range(world_size)]
     for position in range(0, 10 * GLOBAL_BATCH, GLOBAL_BATCH):
         whole, parts = alone.window(position), [rank.window(position) for rank in ranks]
         assert [row for part in parts for row in rows_of(part)] == rows_of(whole)
@@ -149,9 +169,10 @@ def test_a_window_depends_on_its_position_alone(corpus: Corpus, position: int, w
     assert equal_windows(windows.window(position), fresh.window(position))
 
 
+@pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("prefetch_windows", [0, 1, 3])
-def test_a_resume_at_every_step_equals_going_straight(corpus: Corpus, prefetch_windows: int) -> None:
-    windows = train_windows(corpus)
+def test_a_resume_at_every_step_equals_going_straight(corpus: Corpus, prefetch_windows: int, packing: Packing) -> None:
+    windows = train_windows(corpus, packing=packing)
     position = 0
 
     def loader() -> WindowLoader:
@@ -217,6 +238,90 @@ def test_a_window_that_does_not_divide_is_refused_with_what_does(
 
 def test_a_window_that_divides_is_planned() -> None:
     assert plan_micro_batches(48, 4, 3) == 4
+
+
+def pairs_of(windows: Iterable[Window]) -> Counter[tuple[int, int]]:
+    """How often each token with the label after it counts."""
+    rows = (row for window in windows for row in rows_of(window))
+    return Counter(
+        (token, label)
+        for inputs, labels, _ in rows
+        for token, label in zip(inputs, labels, strict=True)
+        if label != IGNORE_INDEX
+    )
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    lengths=st.lists(st.lists(st.integers(2, 50), min_size=1, max_size=12), min_size=1, max_size=3),
+    seq_len=st.integers(1, 20),
+    packing=st.sampled_from(["chunk", "best_fit", "pad"]),
+    seed=st.integers(0, 2**20),
+)
+def test_one_epoch_of_any_documents_holds_every_label_once_on_any_number_of_ranks(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[list[int]], seq_len: int, packing: Packing, seed: int
+) -> None:
+    """But for what `chunk` leaves at a source's end, which its figures count."""
+    rng = np.random.default_rng(seed)
+    documents = {
+        f"s{number}": [[BOS, *rng.integers(16, VOCAB_SIZE, length - 2).tolist(), EOS] for length in of_source]
+        for number, of_source in enumerate(lengths)
+    }
+    corpus = open_corpus(write_corpus(tmp_path_factory.mktemp("any"), documents))
+    plans = None
+    if packing != "chunk":
+        write_plan(corpus, packing, seq_len)
+        plans = open_plan(corpus, packing, seq_len, "first_touch")
+    counts = count_sequences(corpus, seq_len, plans)
+    assume(any(counts.values()))
+    weights = {name: 1 + number for number, (name, count) in enumerate(counts.items()) if count}
+    order = build_order(counts, weights, seed, dict.fromkeys(weights, 1))
+    assert order.end == sum(counts.values())
+    sequence_format = replace(FORMAT, seq_len=seq_len)
+    last = order.end - order.end % 4
+    by_world_size = [
+        [
+            TrainWindows(order, corpus.train, sequence_format, 4, 1, Ranks(rank, world_size), plans).window(position)
+            for position in range(0, last, 4)
+            for rank in range(world_size)
+        ]
+        for world_size in (1, 2, 4)
+    ]
+    rows = [[row for window in windows for row in rows_of(window)] for windows in by_world_size]
+    assert rows[0] == rows[1] == rows[2]
+    single = TrainWindows(order, corpus.train, sequence_format, 1, 1, Ranks(), plans)
+    rest = [single.window(position) for position in range(last, order.end)]
+    expected: Counter[tuple[int, int]] = Counter()
+    for source, of_source in zip(corpus.train, documents.values(), strict=True):
+        own = Counter((token, label) for document in of_source for token, label in pairwise(document))
+        if packing == "chunk":
+            stream = [token for document in of_source for token in document][counts[source.name] * seq_len :]
+            lost = Counter(pair for pair in pairwise(stream) if pair[0] != EOS)
+            figures = measure_source(source, seq_len, "chunk")
+            assert lost.total() == figures.num_labels - figures.num_valid_tokens
+            own -= lost
+        expected += own
+    assert pairs_of([*by_world_size[0], *rest]) == expected
+
+
+# ---- labels
+
+
+def test_labels_are_masked_apart_from_inputs_and_documents(corpus: Corpus) -> None:
+    """Nothing else in a window follows from labels; those that a row's length leaves out stay out."""
+    rng = np.random.default_rng(0)
+    rows = np.stack([rng.permutation([BOS, EOS, *range(20, 20 + SEQ_LEN - 1)]) for _ in range(8)])
+    lengths, has_label = rng.integers(0, SEQ_LEN + 1, 8), rng.random((8, SEQ_LEN)) < 0.5
+    plain, masked = build_window(rows, FORMAT, 2, 0, lengths), build_window(rows, FORMAT, 2, 0, lengths, has_label)
+    for number, (one, other) in enumerate(zip(plain.micro_batches, masked.micro_batches, strict=True)):
+        assert torch.equal(one.input_ids, other.input_ids)
+        assert torch.equal(one.document_ids, other.document_ids)
+        kept = torch.from_numpy(has_label[2 * number : 2 * number + 2])
+        assert torch.equal(other.labels, one.labels.where(kept, IGNORE_INDEX))
+    labels = torch.cat([batch.labels for batch in masked.micro_batches])
+    valid = labels[labels != IGNORE_INDEX]
+    assert 0 < len(valid) < plain.num_valid_tokens
+    assert (masked.num_valid_tokens, masked.num_bytes) == (len(valid), int(PIECE_NUM_BYTES[valid.numpy()].sum()))
 
 
 # ---- validation

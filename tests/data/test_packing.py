@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 from genesis.data import packing as packing_module
 from genesis.data.loader import SequenceFormat, build_window
-from genesis.data.packing import PackedSequences, Packing, count_chunks, fill_row, measure_packing, pack_documents
+from genesis.data.packing import (
+    PackedSequences,
+    Packing,
+    count_train_sequences,
+    fill_row,
+    measure_packing,
+    pack_documents,
+)
 from genesis.data.window import IGNORE_INDEX
 from tests.data.corpora import BOS, EOS, FIRST_PIECE
 
@@ -127,7 +134,7 @@ def test_document_ids_tell_the_pieces_of_a_row_apart(lengths: list[int], seq_len
 @given(lengths=lengths_of_documents, seq_len=seq_lens)
 def test_figures_are_those_that_counting_gives(lengths: list[int], seq_len: int) -> None:
     ends = np.cumsum(lengths)
-    num_chunks = count_chunks(sum(lengths), seq_len)
+    num_chunks = count_train_sequences(sum(lengths), seq_len)
     sequence_pieces: dict[Packing, list[list[tuple[int, int]]]] = {
         "chunk": [[(number * seq_len, seq_len)] for number in range(num_chunks)],
         "best_fit": pieces_of(pack(lengths, seq_len, "best_fit")),

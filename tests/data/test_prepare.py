@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from genesis.data.manifest import read_manifest
+from genesis.data.plans import list_plans
 from genesis.data.prepare import PrepareProgress, plan_units, prepare_corpus
 from genesis.data.shards import hash_file, iterate_documents
 from genesis.data.sources import InputFile, SourceOptions
@@ -314,10 +315,30 @@ def test_bad_input_met_by_a_worker_is_one_line_and_good_shards_stay(tmp_path):
     assert not (options.corpus / "manifest.json").exists()
 
 
+def test_a_finished_corpus_gets_a_plan_and_keeps_its_shards(tmp_path):
+    prepare_corpus(make_options(tmp_path))
+    options = make_options(tmp_path, packing="best_fit", seq_len=32)
+    before = read_tree(options.corpus)
+    prepare_corpus(options)
+    after = read_tree(options.corpus)
+    assert {path: data for path, data in after.items() if not path.startswith("packing/")} == before
+    assert [plan.sources.keys() for plan in list_plans(options.corpus)] == [{"web", "book", "table"}]
+    prepare_corpus(make_options(tmp_path, packing="pad", seq_len=16))
+    assert [(plan.packing, plan.seq_len) for plan in list_plans(options.corpus)] == [("best_fit", 32), ("pad", 16)]
+    at_once = make_options(tmp_path, name="at_once", packing="best_fit", seq_len=32)
+    prepare_corpus(at_once)
+    assert list_plans(at_once.corpus) == list_plans(options.corpus)[:1]
+    prepare_corpus(make_options(tmp_path, name="at_once", seed=1), restart=True)
+    assert list_plans(at_once.corpus) == []
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"name": "a/b"}, "corpus name 'a/b'"),
+        ({"packing": "pad"}, "packing is pad and seq_len None; a plan needs both"),
+        ({"seq_len": 8}, "packing is None and seq_len 8"),
+        ({"packing": "pad", "seq_len": 0}, "seq_len 0 must be at least 1"),
         ({"validation_fraction": 0.6}, "validation_fraction 0.6 is not between 0 and 0.5"),
         ({"shard_tokens": 0}, "shard_tokens 0"),
         ({"num_workers": -1}, "num_workers -1"),

@@ -206,10 +206,11 @@ def _begin(options: CleanOptions, plan: dict[str, Any]) -> None:
         return
     old, new = (dict(_flatten("", each)) for each in (json.loads(path.read_text(encoding="utf-8")), plan))
     for place in dict.fromkeys((*old, *new)):
-        if old.get(place) != new.get(place):
+        if place not in old or place not in new or old[place] != new[place]:
+            before, now = (repr(each[place]) if place in each else "not there" for each in (old, new))
             raise UserError(
-                f"{options.out} was begun differently: {place} was {old.get(place)!r} and is {new.get(place)!r}; take "
-                "that back, give another out, or begin again with --restart"
+                f"{options.out} was begun differently: {place} was {before} and is {now}; take that back, give another "
+                "out, or begin again with --restart"
             )
 
 

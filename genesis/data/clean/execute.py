@@ -10,10 +10,12 @@ import fcntl
 import importlib.util
 import multiprocessing
 import os
+import signal
 import subprocess
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -45,7 +47,7 @@ class LocalOptions:
     """Processes on this machine.
 
     Args:
-        workers: How many; 0 takes one for each core. It does not change the result.
+        workers: How many; 0 takes one for each core, 1 runs in the command's own. It does not change the result.
     """
 
     workers: int = 0
@@ -160,7 +162,8 @@ def run_on_ray(phases: Sequence[Phase], logs: Path, options: RayOptions, report:
         )
         if executor.get_incomplete_ranks():
             report(phase)
-            executor.run()
+            with _quiet():
+                executor.run()
             check_complete(executor, logs / phase.name)
 
 
@@ -207,7 +210,8 @@ def submit_to_slurm(phases: Sequence[Phase], logs: Path, options: SlurmOptions) 
         )
         executors.append(executor)
     try:
-        executors[-1].run()
+        with _quiet():
+            executors[-1].run()
     except FileNotFoundError as error:
         raise UserError(
             f"executor slurm needs the command {error.filename}; run this where jobs are submitted"
@@ -227,6 +231,16 @@ def find_running_jobs(jobs: Sequence[str]) -> list[str]:
         for job in jobs
     ]
     return [job for job, result in zip(jobs, found, strict=True) if result.returncode == 0 and result.stdout.strip()]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps datatrove's log of this process from the terminal; tasks have logs of their own."""
+    logger.disable("datatrove")
+    try:
+        yield
+    finally:
+        logger.enable("datatrove")
 
 
 # Processes
@@ -258,7 +272,11 @@ class _Workers:
             worker.process.join()
 
     def run(self, executor: PipelineExecutor, ranks: Sequence[int]) -> None:
-        """Runs the tasks `ranks`; raises the first error."""
+        """Runs the tasks `ranks`, in this process if one is enough; raises the first error."""
+        if self._num_workers == 1:
+            for rank in ranks:
+                _raise(_run_task(deepcopy(executor), rank))
+            return
         waiting = iter(ranks)
         busy: set[Connection[object, object]] = set()
         for worker, rank in zip(self._start(min(self._num_workers, len(ranks))), waiting, strict=False):
@@ -296,12 +314,17 @@ def _receive(worker: _Worker) -> None:
             f"a worker of data clean ended {cause}; run the same command again (with fewer local.workers if memory is "
             "short): finished tasks are kept"
         ) from None
+    _raise(error)
+
+
+def _raise(error: object) -> None:
     if error is not None:
         assert isinstance(error, Exception)
         raise error
 
 
 def _serve(connection: "Connection[object, object]", lock: Path) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent decides
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()

@@ -205,8 +205,7 @@ class Language(FilterOptions):
         unknown = sorted({*self.keep, *self.languages} - set(_identifier().labels))
         if unknown:
             raise UserError(
-                f"language knows no {', '.join(unknown)}; it has codes of two letters: "
-                f"{' '.join(sorted(_identifier().labels))}"
+                f"language knows no {', '.join(unknown)}; its codes are {' '.join(sorted(_identifier().labels))}"
             )
         if not 0 <= self.min_score <= 1:
             raise UserError(f"min_score {self.min_score} of language is not between 0 and 1")

@@ -1,0 +1,41 @@
+"""mosaicml-streaming's reader of `genesis bench data`: MDS shards of sequences, shuffled, through its dataset."""
+
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from streaming import MDSWriter, StreamingDataset
+from torch.utils.data import DataLoader
+
+from genesis.bench.workers.data_protocol import ReadTask, serve, task_from_json
+
+
+def write(task: ReadTask) -> None:
+    """Writes each sequence, with the label of its last token, as one sample."""
+    tokens = np.memmap(task.tokens_path, np.uint16, mode="r")
+    block = task.seq_len + 1
+    rows = np.asarray(tokens[: len(tokens) // block * block]).reshape(-1, block)
+    with MDSWriter(out=task.directory, columns={"tokens": f"ndarray:uint16:{block}"}) as writer:
+        for row in rows:
+            writer.write({"tokens": row})
+
+
+def read(task: ReadTask) -> Iterator[int]:
+    """Yields the tokens of one batch after another, without end."""
+    dataset = StreamingDataset(local=task.directory, shuffle=True, batch_size=task.micro_batch_size)
+
+    def collate(samples: list[dict[str, np.ndarray]]) -> torch.Tensor:
+        return torch.from_numpy(np.stack([sample["tokens"] for sample in samples]).astype(np.int64))
+
+    loader = DataLoader(dataset, batch_size=task.micro_batch_size, num_workers=0, collate_fn=collate, drop_last=True)
+    while True:
+        for rows in loader:
+            yield rows[:, :-1].numel()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    task = task_from_json(sys.argv[1])
+    write(task)
+    serve(read(task), ("mosaicml-streaming", "torch", "numpy"))

@@ -1,0 +1,85 @@
+"""What `genesis bench data` and its readers say to each other, and the tokens that all of them read.
+
+    reader    {"versions": {...}}                         when it has read a first time
+    parent    go SECONDS                                  read on for so long
+    reader    {"tokens": ..., "seconds": ..., "cpu_seconds": ...}
+    parent    quit
+
+Readers take turns on one core. It needs numpy and nothing else: readers of other projects import it in environments of
+their own.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+
+
+@dataclass(frozen=True)
+class ReadTask:
+    """What a reader reads, and how.
+
+    Args:
+        tokens_path: All tokens, flat, uint16.
+        corpus_path: The same as a corpus.
+        directory: Empty, for what the reader's own format takes.
+        seq_len: Tokens of a sequence; the label of its last one is read, too.
+        micro_batch_size: Sequences of a batch.
+    """
+
+    tokens_path: str
+    corpus_path: str
+    directory: str
+    seq_len: int
+    micro_batch_size: int
+
+    def to_json(self) -> str:
+        """Returns the one line that `task_from_json` reads."""
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What was read in a turn."""
+
+    tokens: int
+    seconds: float
+    cpu_seconds: float
+
+
+def task_from_json(text: str) -> ReadTask:
+    """Returns what `ReadTask.to_json` wrote."""
+    return ReadTask(**json.loads(text))
+
+
+def serve(batches: Iterator[int], packages: tuple[str, ...]) -> None:
+    """Reads in turns until the parent says quit.
+
+    Args:
+        batches: Reads a batch and gives the number of its tokens; endless.
+        packages: Whose versions the record names.
+    """
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    next(batches)
+    _say({"versions": {package: version(package) for package in packages}})
+    for line in sys.stdin:
+        word, _, seconds = line.strip().partition(" ")
+        if word == "quit":
+            return
+        _say(asdict(_read(batches, float(seconds))))
+
+
+def _read(batches: Iterator[int], limit_seconds: float) -> Reading:
+    num_tokens = 0
+    begin_seconds, begin_cpu_seconds = time.perf_counter(), time.process_time()
+    while (elapsed_seconds := time.perf_counter() - begin_seconds) < limit_seconds:
+        num_tokens += next(batches)
+    return Reading(num_tokens, elapsed_seconds, time.process_time() - begin_cpu_seconds)
+
+
+def _say(answer: object) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,224 @@
+"""Copies of remote files on the local disk: bounded in bytes, shared by all processes of the machine.
+
+    CACHE/lock        held while copies are counted and removed, and while room is taken
+    CACHE/KEY.lock    held by each who reads a copy, and by the one who downloads or removes it alone
+    CACHE/KEY.part    a download that goes on, from the beginning as large as it will be
+    CACHE/KEY.copy    a whole copy; its time of modification is that of its last use
+
+KEY is a hash of URL, size and identity: a copy never changes, and a file that changes in its store gets another. Locks
+are flocks: they end with their process, however it ends. CACHE belongs on a disk of the machine.
+"""
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from blake3 import blake3
+
+from genesis.data.remote import RemoteFile, StoreOptions, WriteError, download
+from genesis.data.shards import sync_directory
+from genesis.errors import UserError
+
+_POLL_SECONDS = 0.1
+_DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """Where copies are kept, and how much of them.
+
+    Args:
+        directory: Where; GENESIS_CACHE_DIR, or `genesis` in the user's directory of caches.
+        max_bytes: Size of all copies together; GENESIS_CACHE_BYTES.
+    """
+
+    directory: Path
+    max_bytes: int = 50_000_000_000
+
+    @classmethod
+    def from_environment(cls) -> "CacheOptions":
+        """Returns what the environment says, the defaults where it says nothing.
+
+        Raises:
+            UserError: GENESIS_CACHE_BYTES is no number of bytes.
+        """
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        directory = Path(os.environ.get("GENESIS_CACHE_DIR") or caches / "genesis")
+        text = os.environ.get("GENESIS_CACHE_BYTES") or str(cls.max_bytes)
+        try:
+            max_bytes = int(text)
+        except ValueError:
+            max_bytes = 0
+        if max_bytes < 1:
+            raise UserError(f"GENESIS_CACHE_BYTES is {text!r}; give a whole number of bytes above 0")
+        return cls(directory, max_bytes)
+
+
+@contextmanager
+def open_copy(file: RemoteFile) -> Iterator[Path]:
+    """Gives the path of a copy of `file`, downloaded if there is none; nobody removes it within the `with`.
+
+    Processes that want the same file at once download it once.
+
+    Raises:
+        UserError: It cannot be downloaded, or there is no room for it.
+    """
+    entry = _Entry(file, CacheOptions.from_environment())
+    try:
+        lock = entry.acquire()
+    except OSError as error:
+        raise UserError(
+            f"the cache {entry.options.directory} cannot be used ({error.strerror or error}); mend that or set "
+            "GENESIS_CACHE_DIR to another directory"
+        ) from None
+    try:
+        yield entry.copy
+    finally:
+        os.close(lock)
+
+
+class _Entry:
+    """What the cache has of one file."""
+
+    def __init__(self, file: RemoteFile, options: CacheOptions) -> None:
+        self.file = file
+        self.options = options
+        key = blake3("\0".join(map(str, file)).encode()).hexdigest(length=16)
+        self.copy = options.directory / f"{key}.copy"
+
+    def acquire(self) -> int:
+        """Returns the descriptor that holds the copy."""
+        self.options.directory.mkdir(parents=True, exist_ok=True)
+        while True:
+            lock = _lock(self.copy.with_suffix(".lock"), fcntl.LOCK_SH)
+            if self._is_whole():
+                os.utime(self.copy)
+                return lock
+            os.close(lock)
+            self._download_alone()
+
+    def _is_whole(self) -> bool:
+        try:
+            return self.copy.stat().st_size == self.file.num_bytes
+        except FileNotFoundError:
+            return False
+
+    def _download_alone(self) -> None:
+        path = self.copy.with_suffix(".lock")
+        lock = _lock(path, fcntl.LOCK_EX)
+        try:
+            if not self._is_whole():
+                self._download()
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(lock)
+
+    def _download(self) -> None:
+        part = self.copy.with_suffix(".part")
+        for left_over in (part, self.copy):
+            left_over.unlink(missing_ok=True)
+        try:
+            self._take_room(part)
+            with part.open("r+b", buffering=0) as destination:
+                download(self.file, destination)
+                # Without it a loss of power could leave a copy of the right size and no content.
+                os.fsync(destination.fileno())
+            part.replace(self.copy)
+            sync_directory(self.copy.parent)
+        except WriteError as error:
+            raise self._explain_disk(error.reason) from None
+        except OSError as error:
+            raise self._explain_disk(error) from None
+        finally:
+            part.unlink(missing_ok=True)
+
+    def _take_room(self, part: Path) -> None:
+        """Makes the file `part`, which stands for the room, once there is enough."""
+        options, num_bytes = self.options, self.file.num_bytes
+        if num_bytes > options.max_bytes:
+            raise UserError(
+                f"{self.file.url} has {num_bytes} bytes, the cache {options.directory} holds {options.max_bytes}; "
+                f"set GENESIS_CACHE_BYTES to {num_bytes} or more"
+            )
+        end = time.monotonic() + StoreOptions.from_environment().seconds
+        while (num_bytes_used := _make_room(options, num_bytes, part)) is not None:
+            if time.monotonic() > end:
+                raise UserError(
+                    f"the cache {options.directory} has no room for {self.file.url}: files in use take "
+                    f"{num_bytes_used} of its {options.max_bytes} bytes; set GENESIS_CACHE_BYTES to "
+                    f"{num_bytes_used + num_bytes} or more"
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def _explain_disk(self, error: OSError) -> UserError:
+        if error.errno not in _DISK_IS_FULL:
+            return UserError(f"cannot write to the cache {self.options.directory} ({error.strerror}); mend that")
+        return UserError(
+            f"the disk of the cache {self.options.directory} is full ({error.strerror}) with {self.file.url}, "
+            f"{self.file.num_bytes} bytes; make room, set GENESIS_CACHE_DIR to another disk, or lower "
+            f"GENESIS_CACHE_BYTES ({self.options.max_bytes})"
+        )
+
+
+def _make_room(options: CacheOptions, num_bytes: int, part: Path) -> int | None:
+    """Takes room for `num_bytes` as the file `part`; returns the bytes in use instead if there is too little."""
+    lock = _lock(options.directory / "lock", fcntl.LOCK_EX)
+    try:
+        _remove_left_overs(options.directory)
+        sizes = {path: path.stat() for ending in ("copy", "part") for path in options.directory.glob(f"*.{ending}")}
+        num_bytes_used = sum(status.st_size for status in sizes.values())
+        for path in sorted(sizes, key=lambda path: sizes[path].st_mtime_ns):
+            if num_bytes_used + num_bytes <= options.max_bytes:
+                break
+            if path.suffix == ".copy" and _remove_unused(path):
+                num_bytes_used -= sizes[path].st_size
+        if num_bytes_used + num_bytes > options.max_bytes:
+            return num_bytes_used
+        with part.open("wb") as file:
+            file.truncate(num_bytes)
+        return None
+    finally:
+        os.close(lock)
+
+
+def _remove_left_overs(directory: Path) -> None:
+    """Removes downloads whose process is gone, and locks of nothing."""
+    for path in directory.glob("*.lock"):
+        if not path.with_suffix(".copy").exists():
+            _remove_unused(path.with_suffix(".part"))
+
+
+def _remove_unused(path: Path) -> bool:
+    """Removes a copy or a part, and its lock, unless a process holds it."""
+    lock_path = path.with_suffix(".lock")
+    lock = _try_lock(lock_path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if lock is None:
+        return False
+    path.unlink(missing_ok=True)
+    lock_path.unlink(missing_ok=True)
+    os.close(lock)
+    return True
+
+
+def _lock(path: Path, operation: int) -> int:
+    while (lock := _try_lock(path, operation)) is None:
+        pass
+    return lock
+
+
+def _try_lock(path: Path, operation: int) -> int | None:
+    """Returns the descriptor that holds the lock, or None if another has it or its file was removed meanwhile."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    with suppress(BlockingIOError, FileNotFoundError):
+        fcntl.flock(lock, operation)
+        if os.path.samestat(os.fstat(lock), path.stat()):
+            return lock
+    os.close(lock)
+    return None

@@ -1,0 +1,401 @@
+"""Makes a corpus of tokens that other tools wrote: a manifest and indices, while the tokens stay where they lie.
+
+Each file is cut into shards of moderate size, so that a first touch need not hash a file of a hundred gigabytes. Where
+documents end is taken from the file's own index, or found by the end-of-document id, and written beside the manifest:
+
+    CORPUS/manifest.json
+    CORPUS/tokenizer.model           where there is one
+    CORPUS/train/SOURCE/00000.index  for each file: uint64, the cumulative end of each document that has tokens
+    CORPUS/train/SOURCE/00000.added  where documents' ends are added: uint64, their places, counted with those added
+
+Memory is bounded by a shard. The corpus gets its name when all of it is on disk.
+"""
+
+import re
+import secrets
+import shutil
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import BinaryIO, Final, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from genesis.data.foreign.find import ForeignFormat, find_token_files, reader_of
+from genesis.data.foreign.token_file import TokenFile, map_array
+from genesis.data.manifest import CorpusManifest, ShardRecord, SourceRecord, Split, write_manifest
+from genesis.data.shards import (
+    ADDED_SUFFIX,
+    HASH_ALGORITHM,
+    INDEX_ENTRY,
+    INDEX_SUFFIX,
+    find_token_fault,
+    hash_tokens,
+    stored_dtype,
+    sync_directory,
+    sync_file,
+    token_dtype,
+)
+from genesis.errors import UserError
+from genesis.tokenizer.tokenizer import Tokenizer
+from genesis.tokenizer.train import MODEL_NAME
+
+SHARD_TOKENS: Final = 1 << 24
+_TOKENS_PER_BLOCK: Final = 1 << 20
+
+
+@dataclass(frozen=True)
+class ForeignSource:
+    """One named source of tokens that another tool wrote.
+
+    Args:
+        name: Its name: letters, digits, ".", "_" and "-".
+        paths: Files or directories of the training set, in their order.
+        validation_paths: Those of the validation set.
+        weight: Share in the training mix, an integer in proportion to the other sources' weights.
+        format: datatrove (.ds), megatron (.bin and .idx), flat (.npy, .bin) or huggingface (a saved dataset); auto goes
+            by the names of the files.
+        documents: Where they end: index (as the files say: each document, each row) or eos (after each `eos_id`, across
+            rows and files); auto takes the index of a format that has one.
+        column: Of a Hugging Face dataset: where the ids are.
+        dtype: Of the tokens of a flat file that does not say it, as uint16.
+    """
+
+    name: str
+    paths: tuple[str, ...]
+    validation_paths: tuple[str, ...] = ()
+    weight: int = 1
+    format: ForeignFormat | Literal["auto"] = "auto"
+    documents: Literal["auto", "index", "eos"] = "auto"
+    column: str = "input_ids"
+    dtype: Literal["uint16", "uint32", "int32", "int64"] | None = None
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", self.name):
+            raise UserError(
+                f"source name {self.name!r} is not usable for a directory; use letters, digits, '.', '_', '-'"
+            )
+        if not self.paths:
+            raise UserError(f"source {self.name} has no paths; name files or directories")
+        if self.weight < 1:
+            raise UserError(f"source {self.name} has weight {self.weight}; give a whole number of at least 1")
+
+
+@dataclass(frozen=True)
+class AdoptOptions:
+    """What to adopt.
+
+    Args:
+        name: The corpus's name; it is made in the directory OUT/NAME.
+        sources: Named sources of tokens.
+        out: The directory that corpora are made in.
+        tokenizer: The SentencePiece model that made the tokens; without one, bits per byte are unknown and samples are
+            shown as ids.
+        vocab_size: No id reaches it; by default the tokenizer's.
+        eos_id: The token that ends a document; by default the tokenizer's.
+        bos_id: The token that begins one, if any does; by default the tokenizer's.
+        add_eos: Add `eos_id`, where they are read, to documents that lack it.
+        check: all reads every token once, for hashes, ids and documents' ends; sizes looks at the files' sizes and
+            indices alone, and the rest is looked at when a shard is first read.
+    """
+
+    name: str
+    sources: tuple[ForeignSource, ...]
+    out: Path = Path("corpora")
+    tokenizer: Path | None = None
+    vocab_size: int | None = None
+    eos_id: int | None = None
+    bos_id: int | None = None
+    add_eos: bool = False
+    check: Literal["all", "sizes"] = "all"
+
+    def __post_init__(self) -> None:
+        if not self.name or Path(self.name).name != self.name:
+            raise UserError(f"corpus name {self.name!r} is not the name of one directory; leave '/' to `out`")
+        names = [source.name for source in self.sources]
+        if not names:
+            raise UserError("no sources are given; name files of tokens")
+        if len(set(names)) < len(names):
+            raise UserError(f"two sources have the same name: {', '.join(names)}; give each its own")
+        if self.check == "sizes" and self.add_eos:
+            raise UserError("add_eos needs check all: whether a document lacks its end is seen by reading it")
+
+    @property
+    def corpus(self) -> Path:
+        """Returns the directory of the corpus."""
+        return self.out / self.name
+
+
+@dataclass(frozen=True)
+class Adoption:
+    """What became of it.
+
+    Args:
+        manifest: Of the corpus.
+        num_files: Of tokens.
+        num_added: Documents' ends that are added where they are read.
+        num_unfinished: Files that do not end with a document's end: their last document goes on in the next file.
+    """
+
+    manifest: CorpusManifest
+    num_files: int
+    num_added: int
+    num_unfinished: int
+
+
+def adopt_corpus(options: AdoptOptions, report: Callable[[int], None] = lambda num_tokens: None) -> Adoption:
+    """Makes the corpus; no token is copied.
+
+    Args:
+        options: What to adopt.
+        report: Called as the work goes on, with the tokens done so far.
+
+    Raises:
+        UserError: The corpus is there already, or the files are not what the options say; nothing is left behind.
+    """
+    vocabulary = _read_vocabulary(options)
+    if options.corpus.exists() and any(options.corpus.iterdir()):
+        raise UserError(f"{options.corpus} is not empty; choose another name, or remove it")
+    staging = options.out / f".{options.name}-{secrets.token_hex(4)}"
+    try:
+        staging.mkdir(parents=True)
+        adoption = _Adopter(options, vocabulary, staging, report).adopt()
+        if vocabulary.tokenizer is not None:
+            with (staging / MODEL_NAME).open("wb") as file:
+                file.write(vocabulary.tokenizer.model)
+                sync_file(file)
+        write_manifest(staging, adoption.manifest)
+        staging.replace(options.corpus)
+        sync_directory(options.out)
+    except OSError as error:
+        raise UserError(f"cannot make {options.corpus} ({error}); mend that and begin again") from None
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return adoption
+
+
+# What the ids mean
+
+
+@dataclass(frozen=True)
+class _Vocabulary:
+    size: int
+    eos_id: int
+    bos_id: int | None
+    tokenizer: Tokenizer | None
+
+
+def _read_vocabulary(options: AdoptOptions) -> _Vocabulary:
+    given = {"vocab_size": options.vocab_size, "eos_id": options.eos_id, "bos_id": options.bos_id}
+    tokenizer = None if options.tokenizer is None else Tokenizer.load(options.tokenizer)
+    if tokenizer is not None:
+        for key, wanted in given.items():
+            given[key] = getattr(tokenizer, key)
+            if wanted not in (None, given[key]):
+                raise UserError(f"{key} is {wanted}, the tokenizer's is {given[key]}; leave one of them out")
+    size, eos_id, bos_id = given.values()
+    if size is None or eos_id is None:
+        missing = "vocab_size" if size is None else "eos_id"
+        raise UserError(f"nothing tells {missing}; give it, or the tokenizer (a SentencePiece model)")
+    for key, value in (("eos_id", eos_id), ("bos_id", bos_id)):
+        if value is not None and not 0 <= value < size:
+            raise UserError(f"{key} {value} is not within vocab_size {size:,}; mend one of them")
+    return _Vocabulary(size, eos_id, bos_id, tokenizer)
+
+
+# Shards
+
+
+class _Piece(NamedTuple):
+    """Tokens of a file that become a shard: where they begin, and documents' ends among them if the file says them."""
+
+    start: int
+    num_tokens: int
+    ends: NDArray[np.int64] | None
+
+
+class _Contents(NamedTuple):
+    """What a shard holds: documents' ends, and which of them are added; its text; the hash of what is stored."""
+
+    ends: NDArray[np.int64]
+    is_added: NDArray[np.bool_]
+    num_text_bytes: int
+    hash: str
+
+
+class _Adopter:
+    """Makes the records of all shards, and writes their indices."""
+
+    def __init__(
+        self, options: AdoptOptions, vocabulary: _Vocabulary, staging: Path, report: Callable[[int], None]
+    ) -> None:
+        self._options = options
+        self._vocabulary = vocabulary
+        self._staging = staging
+        self._report = report
+        self._num_files = self._num_tokens = self._num_added = self._num_unfinished = 0
+
+    def adopt(self) -> Adoption:
+        sources = self._options.sources
+        manifest = CorpusManifest(
+            name=self._options.name,
+            hash_algorithm=HASH_ALGORITHM,
+            tokenizer_hash="" if self._vocabulary.tokenizer is None else self._vocabulary.tokenizer.hash,
+            vocab_size=self._vocabulary.size,
+            bos_id=self._vocabulary.bos_id,
+            eos_id=self._vocabulary.eos_id,
+            token_dtype=token_dtype(self._vocabulary.size),
+            train=tuple(self._adopt_source("train", source, source.paths) for source in sources),
+            validation=tuple(
+                self._adopt_source("validation", source, source.validation_paths)
+                for source in sources
+                if source.validation_paths
+            ),
+        )
+        return Adoption(manifest, self._num_files, self._num_added, self._num_unfinished)
+
+    def _adopt_source(self, split: Split, source: ForeignSource, paths: tuple[str, ...]) -> SourceRecord:
+        directory = self._staging / split / source.name
+        directory.mkdir(parents=True)
+        shards: list[ShardRecord] = []
+        for number, found in enumerate(find_token_files(paths, source.format)):
+            before = found.path.stat()
+            file = reader_of(found, source.column, source.dtype)()
+            shards += self._adopt_file(file, source, directory / f"{number:05d}{INDEX_SUFFIX}", before.st_mtime_ns)
+            after = found.path.stat()
+            if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+                raise UserError(f"{found.path} changed while it was read; begin again when it is finished")
+            self._num_files += 1
+        sync_directory(directory)
+        record = SourceRecord(
+            name=source.name,
+            weight=source.weight,
+            num_documents=sum(shard.num_documents for shard in shards),
+            num_text_bytes=sum(shard.num_text_bytes for shard in shards),
+            num_tokens=sum(shard.num_tokens for shard in shards),
+            shards=shards,
+        )
+        if not record.num_tokens:
+            raise UserError(f"source {source.name}: {', '.join(paths)} holds no tokens; leave it out")
+        if not record.num_documents:
+            raise UserError(
+                f"source {source.name}: {', '.join(paths)} holds no eos_id {self._vocabulary.eos_id}; give the id that "
+                "ends documents, or add_eos where each file is one document"
+            )
+        return record
+
+    def _adopt_file(self, file: TokenFile, source: ForeignSource, index: Path, mtime_ns: int) -> list[ShardRecord]:
+        by_eos = source.documents == "eos" or (source.documents == "auto" and file.read_ends is None)
+        if not by_eos and file.read_ends is None:
+            raise UserError(f"{file.path} does not say where documents end; give documents eos")
+        if by_eos and self._options.check == "sizes":
+            raise UserError(f"{file.path}: documents end at eos_id, so all is read; give check all")
+        starts = list(accumulate((run.num_tokens for run in file.runs), initial=0))
+        shards: list[ShardRecord] = []
+        num_documents = num_tokens = 0
+        added_path = index.with_suffix(ADDED_SUFFIX)
+        with index.open("wb") as index_file, added_path.open("wb") as added_file:
+            for piece in _cut_evenly(starts) if by_eos else _cut_at_documents(file, starts):
+                run = bisect_right(starts, piece.start) - 1
+                place = piece.start - starts[run]
+                byte_offset = file.runs[run].byte_offset + place * stored_dtype(file.dtype).itemsize
+                is_last = piece.start + piece.num_tokens == starts[-1]
+                contents = self._look_into(file, piece, byte_offset, is_last)
+                ends = contents.ends + np.cumsum(contents.is_added)
+                num_added = int(np.count_nonzero(contents.is_added))
+                entries = _write_places(index_file, ends + num_tokens)
+                _write_places(added_file, ends[contents.is_added] - 1 + num_tokens)
+                shards.append(
+                    ShardRecord(
+                        path=str(file.path),
+                        num_tokens=piece.num_tokens + num_added,
+                        num_documents=len(ends),
+                        num_text_bytes=contents.num_text_bytes,
+                        file_bytes=file.file_bytes,
+                        hash=contents.hash,
+                        index_hash=hash_tokens(entries),
+                        dtype=file.dtype,
+                        byte_offset=byte_offset,
+                        index=index.relative_to(self._staging).as_posix(),
+                        index_start=num_documents,
+                        index_base=num_tokens,
+                        num_added=num_added,
+                        mtime_ns=None if contents.hash else mtime_ns,
+                    )
+                )
+                num_documents += len(ends)
+                num_tokens += piece.num_tokens + num_added
+                self._num_added += num_added
+                self._num_unfinished += is_last and (not len(ends) or int(ends[-1]) < piece.num_tokens)
+                self._num_tokens += piece.num_tokens
+                self._report(self._num_tokens)
+            sync_file(index_file)
+            sync_file(added_file)
+        if not added_path.stat().st_size:
+            added_path.unlink()
+        return shards
+
+    def _look_into(self, file: TokenFile, piece: _Piece, byte_offset: int, is_last: bool) -> _Contents:
+        """Returns what is in a piece; all that can be wrong with its tokens is refused."""
+        if self._options.check == "sizes":
+            assert piece.ends is not None
+            return _Contents(piece.ends, np.zeros(len(piece.ends), np.bool_), 0, "")
+        eos_id = self._vocabulary.eos_id
+        dtype = stored_dtype(file.dtype)
+        tokens: NDArray[np.unsignedinteger] = map_array(file.path, dtype.str, byte_offset, piece.num_tokens)  # type: ignore[assignment]
+        if piece.ends is None:
+            ends = np.flatnonzero(tokens == eos_id) + 1
+            if self._options.add_eos and is_last and (not len(ends) or ends[-1] < len(tokens)):
+                ends = np.append(ends, len(tokens))
+        else:
+            ends = piece.ends
+        is_added = (tokens[ends - 1] != eos_id) if self._options.add_eos else np.zeros(len(ends), np.bool_)
+        fault = find_token_fault(tokens, self._vocabulary.size, eos_id, ends[~is_added])
+        if fault is not None:
+            raise UserError(f"{file.path} {fault}")
+        return _Contents(ends, is_added, self._count_text_bytes(tokens), hash_tokens(tokens))
+
+    def _count_text_bytes(self, tokens: NDArray[np.unsignedinteger]) -> int:
+        if self._vocabulary.tokenizer is None:
+            return 0
+        piece_num_bytes = self._vocabulary.tokenizer.piece_num_bytes
+        blocks = (tokens[first : first + _TOKENS_PER_BLOCK] for first in range(0, len(tokens), _TOKENS_PER_BLOCK))
+        return sum(int(piece_num_bytes[block].sum(dtype=np.int64)) for block in blocks)
+
+
+def _cut_evenly(starts: list[int]) -> Iterator[_Piece]:
+    """Yields pieces of at most `SHARD_TOKENS` within the runs that begin at `starts`, of which the last is the end."""
+    for begin, end in pairwise(starts):
+        for start in range(begin, end, SHARD_TOKENS):
+            yield _Piece(start, min(SHARD_TOKENS, end - start), None)
+
+
+def _cut_at_documents(file: TokenFile, starts: list[int]) -> Iterator[_Piece]:
+    """Yields pieces of about `SHARD_TOKENS`, of whole documents; those without tokens are left out."""
+    assert file.read_ends is not None
+    start = last = 0
+    waiting = np.empty(0, np.int64)
+    for block in file.read_ends():
+        lengths = np.diff(block, prepend=last)
+        if len(block) and (lengths.min() < 0 or block[-1] > starts[-1]):
+            raise UserError(f"{file.path} has an index whose documents do not follow one another; make it again")
+        waiting = np.concatenate((waiting, block[lengths > 0]))
+        last = int(waiting[-1]) if len(waiting) else last
+        while len(waiting):
+            run_end = starts[bisect_right(starts, start)]
+            cut = int(np.searchsorted(waiting, min(start + SHARD_TOKENS, run_end)))
+            if cut == len(waiting):
+                break
+            yield _Piece(start, int(waiting[cut]) - start, waiting[: cut + 1] - start)
+            start, waiting = int(waiting[cut]), waiting[cut + 1 :]
+    if start != starts[-1]:
+        raise UserError(f"{file.path} holds {starts[-1]:,} tokens, its index ends at {last:,}; make it again")
+
+
+def _write_places(file: BinaryIO, places: NDArray[np.int64]) -> NDArray[np.unsignedinteger]:
+    entries = places.astype(INDEX_ENTRY)
+    file.write(entries.tobytes())
+    return entries

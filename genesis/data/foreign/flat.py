@@ -1,0 +1,80 @@
+"""Reads flat files of tokens: numpy's `.npy`, and `.bin` as nanoGPT (no header) and llm.c (a header) write them.
+
+No flat file says where documents end: an end-of-document id does.
+"""
+
+import struct
+from math import prod
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from genesis.data.foreign.token_file import TOKEN_DTYPES, TokenFile, file_size, one_run
+from genesis.errors import UserError
+
+_LLMC_HEADER: Final = struct.Struct("<256i")
+_LLMC_DTYPES: Final = {20240520: "uint16", 20240801: "uint32"}
+"""By the magic number, the first of the header's; the third is the number of tokens."""
+
+
+def read_flat(path: Path, dtype: str | None) -> TokenFile:
+    """Returns what a `.npy` or `.bin` file holds.
+
+    Args:
+        path: The file.
+        dtype: Of the tokens of a file that does not say it.
+
+    Raises:
+        UserError: The file is cut short, its type is not one of tokens, or unknown.
+    """
+    return _read_npy(path) if path.suffix == ".npy" else _read_bin(path, dtype)
+
+
+def _read_npy(path: Path) -> TokenFile:
+    num_bytes = file_size(path)
+    with path.open("rb") as file:
+        try:
+            version = np.lib.format.read_magic(file)
+            read_header = (
+                np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            )
+            shape, is_fortran, dtype = read_header(file)
+        except ValueError as error:
+            raise UserError(f"{path} is no .npy file ({str(error).splitlines()[0]}); write it again") from None
+        byte_offset = file.tell()
+    if dtype.name not in TOKEN_DTYPES or dtype.byteorder == ">":
+        wanted = "little-endian integers, best uint16 or uint32"
+        raise UserError(f"{path} holds {dtype.str} ({dtype.name}), tokens are {wanted}; convert it")
+    if is_fortran and len(shape) > 1:
+        raise UserError(f"{path} lies column by column (Fortran order); write it again row by row")
+    num_tokens = prod(shape)
+    expected_bytes = byte_offset + num_tokens * dtype.itemsize
+    if num_bytes != expected_bytes:
+        raise UserError(f"{path} has {num_bytes} bytes, its header says {expected_bytes}; it was cut short")
+    return TokenFile(path, num_bytes, dtype.name, one_run(byte_offset, num_tokens), None)
+
+
+def _read_bin(path: Path, dtype: str | None) -> TokenFile:
+    num_bytes = file_size(path)
+    with path.open("rb") as file:
+        header = file.read(_LLMC_HEADER.size)
+    if len(header) == _LLMC_HEADER.size:
+        magic, _, num_tokens, *rest = _LLMC_HEADER.unpack(header)
+        if magic in _LLMC_DTYPES and not any(rest):
+            return _with_header(path, num_bytes, num_tokens, _LLMC_DTYPES[magic])
+    if dtype is None:
+        raise UserError(f"{path} does not say how wide its tokens are; give dtype (uint16 for nanoGPT's, or uint32)")
+    item_bytes = np.dtype(dtype).itemsize
+    if num_bytes % item_bytes:
+        raise UserError(
+            f"{path} has {num_bytes} bytes, not a multiple of {item_bytes} ({dtype}); mend dtype or the file"
+        )
+    return TokenFile(path, num_bytes, dtype, one_run(0, num_bytes // item_bytes), None)
+
+
+def _with_header(path: Path, num_bytes: int, num_tokens: int, dtype: str) -> TokenFile:
+    expected_bytes = _LLMC_HEADER.size + num_tokens * np.dtype(dtype).itemsize
+    if num_bytes != expected_bytes:
+        raise UserError(f"{path} has {num_bytes} bytes, its header says {expected_bytes}; it was cut short")
+    return TokenFile(path, num_bytes, dtype, one_run(_LLMC_HEADER.size, num_tokens), None)

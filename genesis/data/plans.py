@@ -1,0 +1,380 @@
+"""The plan of a packing: which pieces of documents stand in which sequence of a corpus, worked out once.
+
+    CORPUS/packing/best_fit-2048/
+        plan.json          what it was made from, and for each source of the training set how much it holds
+        SOURCE.starts      int64, where each piece begins in the source
+        SOURCE.lengths     int32, its tokens
+        SOURCE.ends        int64, the number of pieces up to each sequence's end
+        SOURCE.tokens      int32, the tokens of each sequence
+
+All is little-endian. A plan is whole or not there: it gets its name when it is on disk. Training maps it into memory.
+"""
+
+import fcntl
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import reduce
+from operator import add
+from pathlib import Path
+from threading import Lock
+from typing import Any, Final, Literal
+
+import numpy as np
+from blake3 import blake3
+from jaxtyping import Int64, Integer
+from numpy import ndarray
+
+from genesis.data.corpus import Corpus, TokenSource, VerifyHashes
+from genesis.data.manifest import SourceRecord
+from genesis.data.packing import (
+    PackedSequences,
+    Packing,
+    PackingFigures,
+    count_train_sequences,
+    measure_packing,
+    pack_documents,
+)
+from genesis.data.shards import hash_file, hash_index, index_path, remedy, sync_directory
+from genesis.errors import UserError
+
+PLANS_DIRECTORY: Final = "packing"
+BLOCK_DOCUMENTS: Final = 1 << 21
+"""Documents that are packed at a time, so that memory does not grow with the corpus."""
+
+PlannedPacking = Literal["best_fit", "pad"]
+
+_PLAN_NAME: Final = "plan.json"
+_PLAN_VERSION: Final = 1
+_DTYPES: Final = {"starts": "<i8", "lengths": "<i4", "ends": "<i8", "tokens": "<i4"}
+
+
+@dataclass(frozen=True)
+class PlanRecord:
+    """What a plan says of one source.
+
+    Args:
+        made_from: A hash of the hashes of the source's shards.
+        num_pieces: In all sequences.
+        figures: What the packing makes of the source.
+        hashes: Of each file.
+    """
+
+    made_from: str
+    num_pieces: int
+    figures: PackingFigures
+    hashes: dict[str, str]
+
+    @property
+    def hash(self) -> str:
+        """Returns a hash of all that the plan says of the source."""
+        return blake3("".join(self.hashes[name] for name in _DTYPES).encode()).hexdigest()
+
+    def file_bytes(self, name: str) -> int:
+        """Returns the size of one of its files."""
+        count = self.num_pieces if name in ("starts", "lengths") else self.figures.num_sequences
+        return count * np.dtype(_DTYPES[name]).itemsize
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan as `plan.json` has it; `sources` are those of the training set by name."""
+
+    packing: PlannedPacking
+    seq_len: int
+    sources: dict[str, PlanRecord]
+
+
+class SourcePlan:
+    """The sequences of one source. Its files are mapped, and compared with their hashes, at the first reading.
+
+    Several threads may read at once.
+    """
+
+    def __init__(self, directory: Path, name: str, record: PlanRecord, verify_hashes: VerifyHashes) -> None:
+        self.num_sequences = record.figures.num_sequences
+        self.hash = record.hash
+        self._directory, self._name, self._record = directory, name, record
+        self._verify_hashes = verify_hashes
+        self._maps: dict[str, Integer[ndarray, " entries"]] = {}
+        self._lock = Lock()
+
+    def pieces(self, sequence: int) -> tuple[Int64[ndarray, " pieces"], Integer[ndarray, " pieces"]]:
+        """Returns start and length of each piece of a sequence.
+
+        Raises:
+            UserError: The plan is damaged.
+        """
+        maps = self._mapped()
+        first, last = int(maps["ends"][sequence - 1]) if sequence else 0, int(maps["ends"][sequence])
+        return maps["starts"][first:last], maps["lengths"][first:last]
+
+    def num_tokens(self, sequences: Int64[ndarray, " count"]) -> int:
+        """Returns how many tokens these sequences hold, padding not counted.
+
+        Raises:
+            UserError: The plan is damaged.
+        """
+        return int(self._mapped()["tokens"][sequences].sum(dtype=np.int64))
+
+    def _mapped(self) -> dict[str, Integer[ndarray, " entries"]]:
+        with self._lock:
+            if not self._maps:
+                self._maps = {name: self._map(name) for name in _DTYPES}
+            return self._maps
+
+    def _map(self, name: str) -> Integer[ndarray, " entries"]:
+        path = _file(self._directory, self._name, name)
+        fault = _find_fault(path, self._record, name, with_hash=self._verify_hashes == "first_touch")
+        if fault is not None:
+            raise UserError(f"{fault}; remove {self._directory} and make the plan again")
+        return np.memmap(path, _DTYPES[name], mode="r") if path.stat().st_size else np.empty(0, _DTYPES[name])
+
+
+def write_plan(corpus: Corpus, packing: PlannedPacking, seq_len: int) -> Plan:
+    """Makes the plan of a corpus, or leaves one that fits as it is; returns it.
+
+    Raises:
+        UserError: An index of documents is damaged, or the disk stands in the way.
+    """
+    if seq_len < 1:
+        raise UserError(f"seq_len is {seq_len}; it counts from 1 up")
+    directory = _plan_directory(corpus.path, packing, seq_len)
+    try:
+        with _locked(directory.parent):
+            if directory.exists():
+                if (found := _read_plan(directory)) is not None and plan_fits(found, corpus):
+                    return found
+                shutil.rmtree(directory)
+            return _write_plan(corpus, packing, seq_len, directory)
+    except OSError as error:
+        raise UserError(f"{directory} can't be written ({error.strerror}); make room, or mend the directory") from None
+
+
+def open_plan(
+    corpus: Corpus, packing: PlannedPacking, seq_len: int, verify_hashes: VerifyHashes
+) -> tuple[SourcePlan, ...]:
+    """Returns the plan of each source of the training set, in their order.
+
+    Raises:
+        UserError: There is none, or it was made for other shards.
+    """
+    directory = _plan_directory(corpus.path, packing, seq_len)
+    command = f"run `genesis data plan {corpus.path} --packing {packing} --seq_len {seq_len}`"
+    plan = _read_plan(directory)
+    if plan is None:
+        raise UserError(f"{corpus.path} has no plan for {packing} at seq_len {seq_len}; {command}")
+    misfit = _find_misfit(plan, corpus)
+    if misfit is not None:
+        raise UserError(f"{directory} was made for {misfit}; {command}")
+    return tuple(
+        SourcePlan(directory, source.name, plan.sources[source.name], verify_hashes) for source in corpus.train
+    )
+
+
+def list_plans(corpus: Path) -> list[Plan]:
+    """Returns the plans that lie in a corpus, by name."""
+    plans = (_read_plan(path) for path in sorted((corpus / PLANS_DIRECTORY).glob("[!.]*-*")) if path.is_dir())
+    return [plan for plan in plans if plan is not None]
+
+
+def plan_fits(plan: Plan, corpus: Corpus) -> bool:
+    """Returns whether a plan was made for this corpus's shards."""
+    return _find_misfit(plan, corpus) is None
+
+
+def find_plan_fault(corpus: Corpus, plan: Plan) -> str | None:
+    """Returns how a plan's files differ from what it says, or it from the corpus; None if they do not."""
+    directory = _plan_directory(corpus.path, plan.packing, plan.seq_len)
+    misfit = _find_misfit(plan, corpus)
+    if misfit is not None:
+        return f"{directory} was made for {misfit}"
+    faults = (
+        _find_fault(_file(directory, source, name), record, name, with_hash=True)
+        for source, record in plan.sources.items()
+        for name in _DTYPES
+    )
+    return next((fault for fault in faults if fault is not None), None)
+
+
+def measure_source(source: TokenSource, seq_len: int, packing: Packing) -> PackingFigures:
+    """Returns what a packing would make of a source."""
+    if packing == "chunk":
+        num_chunks = count_train_sequences(source.num_tokens, seq_len)
+        blocks = (measure_packing(*block, seq_len, packing, num_chunks) for block in _blocks(source.document_ends()))
+        total = reduce(add, blocks, PackingFigures())
+        return PackingFigures(**{**asdict(total), "num_sequences": num_chunks})
+    return reduce(add, (figures for _, figures in _pack(source, seq_len, packing)), PackingFigures())
+
+
+# Making a plan
+
+
+def _write_plan(corpus: Corpus, packing: PlannedPacking, seq_len: int, directory: Path) -> Plan:
+    staging = directory.with_name(f".staging-{secrets.token_hex(8)}")
+    staging.mkdir()
+    try:
+        sources = {
+            source.name: _write_source(staging, corpus, source, record, packing, seq_len)
+            for source, record in zip(corpus.train, corpus.manifest.train, strict=True)
+        }
+        plan = Plan(packing, seq_len, sources)
+        with (staging / _PLAN_NAME).open("w", encoding="utf-8") as file:
+            json.dump({"plan_version": _PLAN_VERSION, **asdict(plan)}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        sync_directory(staging)
+        staging.rename(directory)
+        sync_directory(directory.parent)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return plan
+
+
+def _write_source(
+    staging: Path, corpus: Corpus, source: TokenSource, record: SourceRecord, packing: PlannedPacking, seq_len: int
+) -> PlanRecord:
+    _check_index(corpus, record)
+    paths = {name: _file(staging, source.name, name) for name in _DTYPES}
+    files = {name: path.open("wb") for name, path in paths.items()}
+    figures, num_pieces = PackingFigures(), 0
+    try:
+        for packed, of_block in _pack(source, seq_len, packing):
+            firsts = packed.sequence_ends - np.diff(packed.sequence_ends, prepend=0)
+            arrays = {
+                "starts": packed.starts,
+                "lengths": packed.lengths,
+                "ends": packed.sequence_ends + num_pieces,
+                "tokens": np.add.reduceat(packed.lengths, firsts) if len(packed) else packed.lengths,
+            }
+            for name, array in arrays.items():
+                files[name].write(array.astype(_DTYPES[name]).tobytes())
+            figures, num_pieces = figures + of_block, num_pieces + len(packed.starts)
+        for file in files.values():
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        for file in files.values():
+            file.close()
+    hashes = {name: hash_file(path) for name, path in paths.items()}
+    return PlanRecord(_hash_shards(record), num_pieces, figures, hashes)
+
+
+def _pack(
+    source: TokenSource, seq_len: int, packing: PlannedPacking
+) -> Iterator[tuple[PackedSequences, PackingFigures]]:
+    """Yields the packed documents of a source, block by block.
+
+    A last document whose end was cut off is left out: nothing would keep what follows in its row apart from it.
+    """
+    last = 0
+    for starts, ends in _blocks(source.shard_ends(number) for number in range(source.num_shards)):
+        packed = pack_documents(ends - starts[0], seq_len, packing)
+        moved = PackedSequences(packed.starts + starts[0], packed.lengths, packed.sequence_ends)
+        yield moved, measure_packing(starts, ends, seq_len, packing, len(packed))
+        last = int(ends[-1])
+    if last < source.num_tokens:
+        nothing = pack_documents(np.empty(0, np.int64), seq_len, packing)
+        yield nothing, PackingFigures(num_documents=1, num_labels=source.num_tokens - last - 1)
+
+
+def _blocks(
+    document_ends: Iterable[Int64[ndarray, " documents"]],
+) -> Iterator[tuple[Int64[ndarray, " documents"], Int64[ndarray, " documents"]]]:
+    """Yields start and end of `BLOCK_DOCUMENTS` documents at a time, however they lie in shards."""
+    waiting: list[Int64[ndarray, " documents"]] = []
+    num_waiting, start = 0, 0
+    for ends in document_ends:
+        waiting.append(ends)
+        num_waiting += len(ends)
+        while num_waiting >= BLOCK_DOCUMENTS:
+            joined = np.concatenate(waiting)
+            block, rest = joined[:BLOCK_DOCUMENTS], joined[BLOCK_DOCUMENTS:]
+            yield np.concatenate(([start], block[:-1])), block
+            waiting, num_waiting, start = [rest], len(rest), int(block[-1])
+    if num_waiting:
+        block = np.concatenate(waiting)
+        yield np.concatenate(([start], block[:-1])), block
+
+
+def _check_index(corpus: Corpus, record: SourceRecord) -> None:
+    for shard in record.shards:
+        found = hash_index(corpus.path, shard)
+        if found != shard.index_hash:
+            raise UserError(
+                f"{index_path(corpus.path, shard)} has hash {found[:16]}, the manifest says {shard.index_hash[:16]}; "
+                f"{remedy(shard.path)}"
+            )
+
+
+@contextmanager
+def _locked(plans: Path) -> Iterator[None]:
+    plans.mkdir(exist_ok=True)
+    with (plans / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another process makes a plan in {plans}; wait for it or end it") from None
+        for left_over in plans.glob(".staging-*"):
+            shutil.rmtree(left_over, ignore_errors=True)
+        yield
+
+
+# Reading a plan
+
+
+def _plan_directory(corpus: Path, packing: PlannedPacking, seq_len: int) -> Path:
+    return corpus / PLANS_DIRECTORY / f"{packing}-{seq_len}"
+
+
+def _file(directory: Path, source: str, name: str) -> Path:
+    return directory / f"{source}.{name}"
+
+
+def _read_plan(directory: Path) -> Plan | None:
+    """Returns the plan in a directory, None if there is no such directory."""
+    path = directory / _PLAN_NAME
+    if not directory.exists():
+        return None
+    try:
+        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        is_known = raw.pop("plan_version") == _PLAN_VERSION
+        for name, record in raw["sources"].items() if is_known else ():
+            raw["sources"][name] = PlanRecord(**{**record, "figures": PackingFigures(**record["figures"])})
+        if is_known:
+            return Plan(**raw)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is damaged ({error}); remove {directory} and make the plan again") from None
+    raise UserError(f"{path} was made by another version of genesis; remove {directory} and make the plan again")
+
+
+def _find_misfit(plan: Plan, corpus: Corpus) -> str | None:
+    """Returns what a plan was made for instead of this corpus's training set, None if it was made for that."""
+    names = [record.name for record in corpus.manifest.train]
+    if list(plan.sources) != names:
+        return f"the sources {', '.join(plan.sources)}, the corpus has {', '.join(names)}"
+    other = next((r.name for r in corpus.manifest.train if plan.sources[r.name].made_from != _hash_shards(r)), None)
+    return None if other is None else f"other shards of the source {other!r}"
+
+
+def _find_fault(path: Path, record: PlanRecord, name: str, *, with_hash: bool) -> str | None:
+    if not path.exists():
+        return f"{path} is missing"
+    found_bytes, expected_bytes = path.stat().st_size, record.file_bytes(name)
+    if found_bytes != expected_bytes:
+        return f"{path} has {found_bytes:,} bytes, its plan says {expected_bytes:,}"
+    found = hash_file(path) if with_hash else record.hashes[name]
+    return (
+        None
+        if found == record.hashes[name]
+        else f"{path} has hash {found[:16]}, its plan says {record.hashes[name][:16]}"
+    )
+
+
+def _hash_shards(record: SourceRecord) -> str:
+    columns = [list(record.table.column(name)) for name in ("num_tokens", "num_documents", "hash", "index_hash")]
+    return blake3(json.dumps(columns).encode()).hexdigest()

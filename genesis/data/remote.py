@@ -1,0 +1,410 @@
+"""Files in stores: whatever URL fsspec knows, listed and downloaded with bounded retries.
+
+A request that fails or gets no answer in time is made again after a growing, random wait; at the end of its attempts
+or of its time a `StoreError` says what happened last. The retries of the stores' own packages are turned off, so that
+they do not multiply. What no further attempt can mend (a file that is not there, no permission) is refused at once.
+"""
+
+import asyncio
+import base64
+import hashlib
+import itertools
+import math
+import os
+import random
+import re
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from dataclasses import dataclass, fields
+from io import FileIO
+from typing import Any, NamedTuple, TypeVar
+
+import aiohttp
+import fsspec
+from fsspec.asyn import get_loop
+from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
+from fsspec.implementations.http import HTTPFileSystem
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.utils import glob_translate
+
+from genesis.errors import UserError
+
+T = TypeVar("T")
+
+_BLOCK_BYTES = 16 << 20
+_CHUNK_BYTES = 1 << 20
+_FIRST_WAIT_SECONDS = 0.5
+_LONGEST_WAIT_SECONDS = 30.0
+_CONTENT_KEYS = ("ETag", "etag", "generation", "md5Hash", "blob_id", "Content-MD5", "Digest")
+"""What stores call that which changes with an object's content, in listings and of a single object alike."""
+_TIME_KEYS = ("Last-Modified", "LastModified", "last_modified", "mtime", "modified", "modify", "updated", "created")
+_ANEW = "or begin anew (data prepare: --restart)"
+
+
+@dataclass(frozen=True)
+class StoreOptions:
+    """How long a store is asked; each field is read from the environment as GENESIS_STORE_ and its name.
+
+    Args:
+        attempts: How often a request is made at most.
+        attempt_seconds: Time limit of each: to an answer, and for each 16 MiB of a download.
+        seconds: Time limit of a request with all its attempts and the waits between them.
+    """
+
+    attempts: int = 6
+    attempt_seconds: float = 60.0
+    seconds: float = 300.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not 0 < value < math.inf:
+                raise UserError(f"GENESIS_STORE_{field.name.upper()} is {value}; give a number above 0")
+
+    @classmethod
+    def from_environment(cls) -> "StoreOptions":
+        """Returns what the environment says, the defaults where it says nothing.
+
+        Raises:
+            UserError: A value is no number.
+        """
+        values: dict[str, Any] = {}
+        for field in fields(cls):
+            name = f"GENESIS_STORE_{field.name.upper()}"
+            if text := os.environ.get(name):
+                try:
+                    values[field.name] = int(text) if field.name == "attempts" else float(text)
+                except ValueError:
+                    raise UserError(f"{name} is {text!r}; give a number above 0") from None
+        return cls(**values)
+
+
+class StoreError(UserError):
+    """A store gave no answer, or none that is of use, in all attempts."""
+
+
+class WriteError(Exception):
+    """What was downloaded cannot be written; `reason` is the disk's error."""
+
+    def __init__(self, reason: OSError) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class RemoteFile(NamedTuple):
+    """A file as it was found in its store; `identity` ("ETag: ...") changes with it, and is empty if it has none."""
+
+    url: str
+    num_bytes: int
+    identity: str
+
+
+def is_url(path: str) -> bool:
+    """Whether `path` leads to a store: a URL that is not of a local file."""
+    return re.match(r"(?!file:|local:)[A-Za-z][A-Za-z0-9+.-]*(://|::)", path) is not None
+
+
+def strip_local(path: str) -> str:
+    """Returns the path in a `file://` URL; any other path as it is."""
+    return str(LocalFileSystem._strip_protocol(path)) if re.match("(file|local)://", path) else path
+
+
+def file_name(path: str) -> str:
+    """Returns the part of a path or URL that tells a file's format: that before a web address's query."""
+    return re.split("[?#]", path)[0] if re.match("https?://", path) else path
+
+
+def list_files(url: str, endings: tuple[str, ...]) -> list[RemoteFile]:
+    """Returns the files that `url` leads to: one file, those that match a glob, or those of a directory.
+
+    Of a directory (all its levels) those are taken whose name ends in one of `endings`.
+
+    Raises:
+        StoreError: The store does not answer.
+        UserError: The store is not known or may not be read.
+    """
+    store = _Store(url, StoreOptions.from_environment())
+    infos = [] if "*" in store.path else store.find(endings)
+    return sorted(store.describe(info) for info in infos or store.glob())
+
+
+def download(file: RemoteFile, destination: FileIO) -> None:
+    """Writes the file to `destination`, whole and as it was found.
+
+    Raises:
+        StoreError: The store does not give it.
+        UserError: It is gone or has changed since it was found, or came with another hash than its store says.
+        WriteError: `destination` cannot be written.
+    """
+    store = _Store(file.url, StoreOptions.from_environment())
+    try:
+        store.check_unchanged(file)
+        while destination.tell() < file.num_bytes:
+            store.read_on(file, destination)
+        _check_hash(file, store.check_unchanged(file), store, destination)
+    except FileNotFoundError:
+        raise UserError(f"{file.url} is gone since it was found; put it back as it was, {_ANEW}") from None
+
+
+def plan_wait_seconds(num_failures: int, draw: float) -> float:
+    """Returns how long to wait after so many failures: at most twice as long each time; `draw` is from 0 to 1."""
+    longest = min(_LONGEST_WAIT_SECONDS, _FIRST_WAIT_SECONDS * 2.0 ** (num_failures - 1))
+    return longest * (1 + draw) / 2
+
+
+class _Store:
+    """A file system of fsspec and the path in it that a URL means, asked with retries."""
+
+    def __init__(self, url: str, options: StoreOptions) -> None:
+        self.url = url
+        self.options = options
+        try:
+            self._plain, self.path = fsspec.url_to_fs(url, **_own_options(url, options))
+        except ImportError as error:
+            remedy = "pip install 'genesis-lm[s3]'" if _is_s3(url) else "install it with pip"
+            raise UserError(f"{url} needs a package that is not installed ({_one_line(error)}): {remedy}") from None
+        except ValueError as error:
+            raise UserError(f"{url} cannot be read ({_one_line(error)}); mend the URL") from None
+        if _is_s3(url):
+            self._plain.retries = 1
+        self._plain.invalidate_cache()  # a listing kept from before would hide a change
+        self._is_http = isinstance(self._plain, HTTPFileSystem)
+        self.files: Any = self._plain if self._plain.async_impl else AsyncFileSystemWrapper(self._plain)
+
+    def describe(self, info: Mapping[str, Any]) -> RemoteFile:
+        """Returns the file that one entry of a listing is of."""
+        _, chain, rest = self.url.partition("::")
+        url = str(self._plain.unstrip_protocol(info["name"])) + chain + rest
+        if info.get("size") is None or not any(info.get(key) for key in _CONTENT_KEYS):
+            info = self._info(info["name"])  # times are spelled differently in a listing
+        if info.get("size") is None:
+            raise UserError(f"{url}: its store does not tell its size; download it and give the local file")
+        key = next((key for key in (*_CONTENT_KEYS, *_TIME_KEYS) if info.get(key)), None)
+        return RemoteFile(url, int(info["size"]), f"{key}: {info[key]}" if key else "")
+
+    def find(self, endings: tuple[str, ...]) -> list[Mapping[str, Any]]:
+        """Returns the file at the path, or those under it."""
+        try:
+            info = None if self.path.endswith("/") else self._info(self.path)
+        except FileNotFoundError:
+            return []
+        if info is not None and info["type"] != "directory":
+            return [info]
+        return [info for info in self._walk(self.path, None) if file_name(info["name"]).endswith(endings)]
+
+    def glob(self) -> list[Mapping[str, Any]]:
+        """Returns the files that match the path."""
+        # In a web address "?" begins the query.
+        wildcard = re.search(r"[*\[]" if self._is_http else r"[*?\[]", self.path)
+        if wildcard is None:
+            return []
+        root = self.path[: self.path.rfind("/", 0, wildcard.start()) + 1]
+        pattern = self.path[len(root) :]
+        depth = None if "**" in pattern else pattern.count("/") + 1
+        matches = re.compile(glob_translate(self.path)).match
+        return [info for info in self._walk(root, depth) if matches(info["name"])]
+
+    def check_unchanged(self, file: RemoteFile) -> Mapping[str, Any]:
+        """Returns what the store says of the file now, if it is the one that was found."""
+        info = self._info(self.path)
+        key, _, value = file.identity.partition(": ")
+        if info.get("size") != file.num_bytes:
+            raise UserError(_changed(file, f"it had {file.num_bytes} bytes and has {info.get('size')}"))
+        if key and info.get(key) and str(info[key]) != value:
+            raise UserError(_changed(file, f"its {key} was {value} and is {info[key]}"))
+        return info
+
+    def read_on(self, file: RemoteFile, destination: FileIO) -> None:
+        """Writes at least the next block of the file."""
+        read = self._read_http if self._is_http else self._read_block
+        self._persist(lambda seconds: read(file, destination, seconds))
+
+    def is_encrypted_by_key(self) -> bool:
+        """Whether an S3 object is encrypted with a key of its own; its ETag is no hash of its text then."""
+        bucket, key, _ = self._plain.split_path(self.path)
+        head = self._ask(lambda: self.files._call_s3("head_object", Bucket=bucket, Key=key))
+        return head.get("ServerSideEncryption", "AES256") != "AES256" or "SSECustomerAlgorithm" in head
+
+    def _info(self, path: str) -> Mapping[str, Any]:
+        self._plain.invalidate_cache()
+        info: Mapping[str, Any] = self._ask(lambda: self.files._info(path))
+        return info
+
+    def _walk(self, root: str, depth: int | None) -> Iterator[Mapping[str, Any]]:
+        # fsspec's own walk leaves out what fails to be listed.
+        waiting, seen = [(root, 1)], set()
+        while waiting:
+            directory, level = waiting.pop()
+            seen.add(directory.rstrip("/"))
+            for info in self._list(directory):
+                if info["type"] != "directory":
+                    yield info
+                elif (depth is None or level < depth) and info["name"].rstrip("/") not in seen:
+                    waiting.append((info["name"], level + 1))
+
+    def _list(self, directory: str) -> list[Mapping[str, Any]]:
+        try:
+            return list(self._ask(lambda: self.files._ls(directory, detail=True)))
+        except FileNotFoundError:
+            return []
+
+    def _ask(self, request: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        return self._persist(lambda seconds: _run(request(), seconds))
+
+    def _persist(self, attempt: Callable[[float], T]) -> T:
+        """Returns what `attempt`, given its time limit, returns at last."""
+        end = time.monotonic() + self.options.seconds
+        for number in itertools.count(1):
+            try:
+                return attempt(max(0.001, min(self.options.attempt_seconds, end - time.monotonic())))
+            except Exception as error:  # each store has its own kinds
+                _raise_if_final(self.url, error)
+                wait_seconds = plan_wait_seconds(number, random.random())
+                if number >= self.options.attempts or time.monotonic() + wait_seconds > end:
+                    raise StoreError(
+                        f"{self.url}: {number} attempts failed, the last with {_describe_error(error)}; see to the "
+                        "store, the endpoint and the credentials and start again"
+                    ) from None
+            time.sleep(wait_seconds)
+        raise AssertionError
+
+    def _read_block(self, file: RemoteFile, destination: FileIO, seconds: float) -> None:
+        start = destination.tell()
+        end = min(start + _BLOCK_BYTES, file.num_bytes)
+        data = _run(self.files._cat_file(self.path, start=start, end=end), seconds)
+        if len(data) != end - start:
+            raise OSError(f"{len(data)} bytes came of {end - start}")
+        _write(destination, data)
+
+    def _read_http(self, file: RemoteFile, destination: FileIO, seconds: float) -> None:
+        wanted = min(destination.tell() + _BLOCK_BYTES, file.num_bytes)
+        try:
+            _run(self._stream_http(file, destination, seconds), None)
+        except (aiohttp.ClientError, OSError):
+            if destination.tell() < wanted:
+                raise
+        # It went on far enough: the rest is asked for anew, by range.
+        if destination.tell() < wanted:
+            raise OSError(f"the answer ended after {destination.tell()} of {file.num_bytes} bytes")
+
+    async def _stream_http(self, file: RemoteFile, destination: FileIO, seconds: float) -> None:
+        # Many web servers ignore ranges and give all of the file: it must not be held in memory.
+        headers = {
+            **self.files.kwargs.get("headers", {}),
+            "Accept-Encoding": "identity",
+            "Range": f"bytes={destination.tell()}-",
+        }
+        no_limit = aiohttp.ClientTimeout(total=None)
+        options = {**self.files.kwargs, "headers": headers, "timeout": no_limit}
+        async with asyncio.timeout(seconds) as limit:
+            session = await self.files.set_session()
+            async with session.get(self.files.encode_url(self.path), **options) as answer:
+                self.files._raise_not_found_for_status(answer, self.path)
+                if answer.status != 206:
+                    destination.seek(0)
+                mark = destination.tell() + _BLOCK_BYTES
+                async for chunk in answer.content.iter_chunked(_CHUNK_BYTES):
+                    if destination.tell() + len(chunk) > file.num_bytes:
+                        raise UserError(_changed(file, f"it had {file.num_bytes} bytes and now gives more"))
+                    _write(destination, chunk)
+                    if destination.tell() >= mark:
+                        mark += _BLOCK_BYTES
+                        limit.reschedule(asyncio.get_running_loop().time() + seconds)
+
+
+def _run(request: Coroutine[Any, Any, T], seconds: float | None) -> T:
+    """Returns what `request` returns on fsspec's own event loop; it is cancelled when its time is over."""
+    future = asyncio.run_coroutine_threadsafe(request, get_loop())
+    try:
+        return future.result(seconds)
+    finally:
+        future.cancel()
+
+
+def _is_s3(url: str) -> bool:
+    return url.startswith(("s3://", "s3a://"))
+
+
+def _own_options(url: str, options: StoreOptions) -> dict[str, Any]:
+    """Returns what a store is opened with beside the user's own settings: one attempt, as long as ours."""
+    if not _is_s3(url):
+        return {}
+    given = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
+    limits = {"connect_timeout": options.attempt_seconds, "read_timeout": options.attempt_seconds}
+    return {"config_kwargs": {**given, **limits, "retries": {"total_max_attempts": 1}}}
+
+
+def _raise_if_final(url: str, error: Exception) -> None:
+    """Raises what no further attempt can mend."""
+    if isinstance(error, UserError | WriteError):
+        raise error
+    status = _status(error)
+    if isinstance(error, FileNotFoundError) and status in (None, 404, 410):
+        raise FileNotFoundError(url) from None
+    if isinstance(error, PermissionError) or status in (401, 403):
+        raise UserError(
+            f"{url} may not be read ({_describe_error(error)}); give credentials that may, by the store's environment "
+            "variables or fsspec's configuration"
+        ) from None
+    if status is not None and 400 <= status < 500 and status not in (404, 408, 410, 425, 429):
+        raise UserError(f"{url} is refused by its store ({_describe_error(error)}); mend the URL") from None
+
+
+def _status(error: BaseException) -> int | None:
+    """Returns the HTTP status behind an error of aiohttp or botocore; 0 where there was no answer at all."""
+    if isinstance(error, aiohttp.ClientResponseError):
+        return error.status
+    if isinstance(error, aiohttp.ClientError | TimeoutError):
+        return 0
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        status: int | None = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        return status
+    # fsspec's HTTP calls whatever goes wrong a file that is not found, and tells by the cause.
+    return None if error.__cause__ is None else _status(error.__cause__)
+
+
+def _describe_error(error: BaseException) -> str:
+    if isinstance(error, FileNotFoundError) and error.__cause__ is not None:
+        return _describe_error(error.__cause__)
+    if isinstance(error, TimeoutError) and not str(error):
+        return "no answer in time"
+    return f"{type(error).__name__}: {_one_line(error)}"
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def _changed(file: RemoteFile, how: str) -> str:
+    return f"{file.url} has changed since it was found: {how}; put it back as it was, {_ANEW}"
+
+
+def _write(destination: FileIO, data: bytes) -> None:
+    view = memoryview(data)
+    try:
+        while view:
+            view = view[destination.write(view) :]
+    except OSError as error:
+        raise WriteError(error) from None
+
+
+def _check_hash(file: RemoteFile, info: Mapping[str, Any], store: _Store, destination: FileIO) -> None:
+    wanted = _md5_of(file, info)
+    if wanted is None:
+        return
+    destination.seek(0)
+    found = hashlib.file_digest(destination, "md5").hexdigest()
+    if found != wanted and not (_is_s3(file.url) and store.is_encrypted_by_key()):
+        raise UserError(
+            f"{file.url} came with MD5 {found}, its store says {wanted}; start again, or mend it in its store"
+        )
+
+
+def _md5_of(file: RemoteFile, info: Mapping[str, Any]) -> str | None:
+    """Returns the hexadecimal MD5 that a store gives; an ETag of S3 is one unless it is of several parts."""
+    text = str(info.get("md5Hash") or info.get("Content-MD5"))
+    if re.fullmatch("[A-Za-z0-9+/]{22}==", text):
+        return base64.b64decode(text).hex()
+    etag = str(info.get("ETag", "")).strip('"')
+    return etag if _is_s3(file.url) and re.fullmatch("[0-9a-f]{32}", etag) else None

@@ -1,0 +1,1 @@
+"""Training straight from raw shards: lanes, blocks of sequences, the workers that make them, and a rank's windows."""

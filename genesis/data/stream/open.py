@@ -1,0 +1,105 @@
+"""A stream as it is found on disk: its files, the spans that they are cut into, and what each lane reads of them."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import PurePath
+from typing import Any, Final
+
+from genesis.data.packing import Packing
+from genesis.data.sources import InputFile, SourceOptions, Span, find_files, plan_spans
+from genesis.data.stream.block import BlockRecipe, LanePart
+from genesis.data.stream.lanes import choose_num_lanes, deal_spans
+from genesis.data.stream.options import StreamOptions
+from genesis.data.stream.worker import LaneSource
+from genesis.errors import UserError
+from genesis.tokenizer.tokenizer import Tokenizer
+
+_MAX_SPAN_BYTES: Final = 4 << 20
+_MIN_SPAN_BYTES: Final = 16 << 10
+_SPANS_PER_SOURCE: Final = 256
+
+
+@dataclass(frozen=True)
+class Stream:
+    """An opened stream; `open_stream` makes one.
+
+    Args:
+        options: What was asked for.
+        tokenizer: What tokens mean.
+        recipe: What blocks are made by.
+        num_lanes: L.
+        parts: What each lane reads of each source.
+        file_hashes: Of each source's files: their names and sizes, and how documents are found in them.
+    """
+
+    options: StreamOptions
+    tokenizer: Tokenizer
+    recipe: BlockRecipe
+    num_lanes: int
+    parts: dict[LaneSource, LanePart]
+    file_hashes: dict[str, str]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Returns the sources' names."""
+        return tuple(source.name for source in self.options.sources)
+
+    def hash(self) -> str:
+        """Returns a hash of all the stream's files."""
+        return blake2b(repr(sorted(self.file_hashes.items())).encode(), digest_size=16).hexdigest()
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what a saved run must have had to be continued by this one, in plain types."""
+        return {
+            "seed": self.recipe.seed,
+            "seq_len": self.recipe.seq_len,
+            "packing": self.recipe.packing,
+            "block_tokens": self.recipe.block_tokens,
+            "num_lanes": self.num_lanes,
+            "tokenizer": self.tokenizer.hash,
+            "max_epochs": {name: self.options.epochs_of(name) for name in self.names},
+            "files": self.file_hashes,
+        }
+
+
+def open_stream(options: StreamOptions, tokenizer: Tokenizer, seed: int, seq_len: int, packing: Packing) -> Stream:
+    """Finds the files of a stream and deals them to lanes; reads nothing but parquet files' tables of contents.
+
+    Raises:
+        UserError: A path leads to nothing, a parquet file has no such column, or the files can't be cut for the lanes.
+    """
+    if options.block_tokens <= seq_len:
+        raise UserError(
+            f"data.stream.block_tokens is {options.block_tokens}, less than a sequence of data.seq_len {seq_len}; "
+            f"give at least {seq_len + 1}, better a hundred times that"
+        )
+    files = {source.name: find_files(source) for source in options.sources}
+    spans = {source.name: _cut(source, files[source.name]) for source in options.sources}
+    num_lanes = choose_num_lanes({name: len(found) for name, found in spans.items()}, options.num_lanes)
+    parts = {
+        LaneSource(lane, index): LanePart(source, lane, dealt, options.epochs_of(source.name))
+        for index, source in enumerate(options.sources)
+        for lane, dealt in enumerate(deal_spans(spans[source.name], num_lanes))
+    }
+    recipe = BlockRecipe(seed, seq_len, packing, options.block_tokens, options.on_bad_document)
+    hashes = {source.name: _hash_files(source, files[source.name]) for source in options.sources}
+    return Stream(options, tokenizer, recipe, num_lanes, parts, hashes)
+
+
+def _cut(source: SourceOptions, files: Sequence[InputFile]) -> list[Span]:
+    """Returns spans small enough for many lanes, and large enough to be read at a stretch."""
+    num_bytes = sum(file.num_bytes for file in files)
+    target_bytes = min(max(num_bytes // _SPANS_PER_SOURCE, _MIN_SPAN_BYTES), _MAX_SPAN_BYTES)
+    return list(plan_spans(source, files, target_bytes))
+
+
+def _hash_files(source: SourceOptions, files: Sequence[InputFile]) -> str:
+    """Returns a hash of the files' names and sizes: the same where all of them were moved to another directory."""
+    root = os.path.commonpath([str(PurePath(file.path).parent) for file in files])
+    described = (
+        *(source.format, source.text_field, source.separator, source.on_undecodable),
+        *((file.path.removeprefix(root), file.num_bytes) for file in files),
+    )
+    return blake2b(repr(described).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,127 @@
+"""Where the lanes of a stream stand: small, in plain types, and refused where it does not fit."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple, Self
+
+from genesis.data.stream.block import Block, Cursor
+from genesis.data.stream.open import Stream
+from genesis.data.stream.worker import LaneSource
+from genesis.errors import UserError
+
+STATE_VERSION: Final = 1
+"""Raised whenever the same state would lead to other sequences."""
+
+
+class PartState(NamedTuple):
+    """Where one lane stands in one source.
+
+    Args:
+        cursor: Where its block begins; None when it has read all of its part.
+        num_given: Sequences of the block that were given out.
+        num_sequences: Sequences given out in all.
+        num_tokens: Labels of those.
+        num_documents: Documents begun in the blocks begun so far.
+        num_bad_documents: Documents skipped there.
+        num_damaged_spans: Spans whose rest was skipped there.
+    """
+
+    cursor: Cursor | None = Cursor()
+    num_given: int = 0
+    num_sequences: int = 0
+    num_tokens: int = 0
+    num_documents: int = 0
+    num_bad_documents: int = 0
+    num_damaged_spans: int = 0
+
+    def begin(self, block: Block) -> Self:
+        """Returns the state with the documents of a block counted of which nothing was given out before."""
+        assert self.num_given == 0
+        return self._replace(
+            num_documents=self.num_documents + block.num_documents,
+            num_bad_documents=self.num_bad_documents + block.num_bad_documents,
+            num_damaged_spans=self.num_damaged_spans + block.num_damaged_spans,
+        )
+
+    def give(self, block: Block) -> Self:
+        """Returns the state after the next sequence of the block."""
+        return self._replace(
+            num_given=self.num_given + 1,
+            num_sequences=self.num_sequences + 1,
+            num_tokens=self.num_tokens + int(block.lengths[self.num_given]),
+        )
+
+    def end(self, block: Block) -> Self:
+        """Returns the state at the beginning of the next block."""
+        return self._replace(cursor=block.next, num_given=0)
+
+
+LaneStates = dict[LaneSource, PartState]
+
+_REMEDIES: Final = {
+    "seed": "set data.seed to the checkpoint's",
+    "seq_len": "set data.seq_len to the checkpoint's",
+    "packing": "set data.packing to the checkpoint's",
+    "block_tokens": "set data.stream.block_tokens to the checkpoint's",
+    "num_lanes": "set data.stream.num_lanes to the checkpoint's",
+    "tokenizer": "set data.stream.tokenizer to the one of the checkpoint",
+    "max_epochs": "set data.stream.max_epochs to the checkpoint's",
+    "files": "stream the same files (names and sizes), read in the same way, or begin a new run",
+}
+
+
+def write_states(stream: Stream, states: LaneStates) -> dict[str, Any]:
+    """Returns the states of some lanes in plain types."""
+    lanes: dict[str, dict[str, Any]] = {}
+    for key, state in sorted(states.items()):
+        cursor = None if state.cursor is None else list(state.cursor)
+        lanes.setdefault(str(key.lane), {})[stream.names[key.source]] = {**state._asdict(), "cursor": cursor}
+    return {"version": STATE_VERSION, **stream.describe(), "lanes": lanes}
+
+
+def combine_states(written: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the state of all lanes from those that ranks wrote."""
+    first, *_ = written
+    return {**first, "lanes": {lane: parts for state in written for lane, parts in state["lanes"].items()}}
+
+
+def read_states(stream: Stream, written: Mapping[str, Any]) -> LaneStates:
+    """Returns the states of all lanes.
+
+    Raises:
+        UserError: They were saved by a run that this one can't continue, or some are missing.
+    """
+    if written["version"] != STATE_VERSION:
+        raise UserError(
+            f"the checkpoint's stream has version {written['version']}, this genesis reads {STATE_VERSION}; go on with "
+            "the version of genesis that wrote it"
+        )
+    here = stream.describe()
+    for key, remedy in _REMEDIES.items():
+        if written[key] != here[key]:
+            found, wanted = _differing(written[key], here[key])
+            raise UserError(f"the checkpoint's stream has {key} {found}, this run's {wanted}; {remedy}")
+    missing = [lane for lane in range(stream.num_lanes) if str(lane) not in written["lanes"]]
+    if missing:
+        raise UserError(
+            f"the checkpoint lacks lanes {', '.join(map(str, missing))} of its stream; go on from another checkpoint"
+        )
+    return {key: _read_part(written["lanes"][str(key.lane)][stream.names[key.source]]) for key in stream.parts}
+
+
+def _read_part(written: Mapping[str, Any]) -> PartState:
+    cursor = None if written["cursor"] is None else Cursor(*written["cursor"])
+    return PartState(**{**written, "cursor": cursor})
+
+
+def _differing(saved: object, here: object) -> tuple[str, str]:
+    """Returns the two values for a message; of mappings, the first entry that differs."""
+    if isinstance(saved, Mapping) and isinstance(here, Mapping):
+        for name in dict.fromkeys((*saved, *here)):
+            if saved.get(name) != here.get(name):
+                return f"{name}: {_short(saved.get(name))}", f"{name}: {_short(here.get(name))}"
+    return _short(saved), _short(here)
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 16 else text[:16]

@@ -1,0 +1,312 @@
+"""One rank's windows of a stream.
+
+position -> (lane, source)      pure functions; rank r of R takes the lanes whose number is r modulo R
+(lane, source) -> sequence      the next of its block; then the next block
+"""
+
+import logging
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from jaxtyping import Int64, Integer
+from numpy import ndarray
+
+from genesis.data.loader import Ranks, SequenceFormat, build_window
+from genesis.data.order import SequenceOrder
+from genesis.data.stream.block import Block
+from genesis.data.stream.lanes import check_world_size, choose_other, lanes_at
+from genesis.data.stream.open import Stream
+from genesis.data.stream.pool import BlockSupply, InlineSupply, WorkerPool
+from genesis.data.stream.state import LaneStates, PartState, read_states, write_states
+from genesis.data.stream.worker import Job, LaneSource, Setup
+from genesis.data.window import Window
+
+_MAX_NOTES: Final = 5
+_ROUNDS_LOOKED_AHEAD: Final = 8
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LedgerEntry:
+    """What was drawn of one source, by the lanes that are looked at.
+
+    Args:
+        num_sequences: Sequences given out.
+        num_tokens: Labels of those.
+        num_documents: Documents begun.
+        num_bad_documents: Documents skipped because they could not be read.
+        num_damaged_spans: Parts of shards whose rest was skipped.
+        num_epochs: How often the source was read, the mean over the lanes; in steps of a span.
+    """
+
+    num_sequences: int
+    num_tokens: int
+    num_documents: int
+    num_bad_documents: int
+    num_damaged_spans: int
+    num_epochs: float
+
+
+class StreamWindows:
+    """One rank's windows of a stream, one after another. No communication.
+
+    `window` is called by one thread; all else may be called from another meanwhile. What was read ahead of training
+    does not count: `state` and `ledger` tell of a position, and `window` goes back to any that was not released.
+
+    Args:
+        stream: What is read.
+        order: Which source stands at each position; a sequence of it is never asked for.
+        sequence_format: How a sequence is made of tokens.
+        global_batch_size: Sequences of one step, over all ranks.
+        micro_batch_size: Sequences of one micro-batch.
+        ranks: This rank.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        order: SequenceOrder,
+        sequence_format: SequenceFormat,
+        global_batch_size: int,
+        micro_batch_size: int,
+        ranks: Ranks,
+    ) -> None:
+        check_world_size(stream.num_lanes, global_batch_size, ranks.world_size)
+        self.stream = stream
+        self.order = order
+        self._format = sequence_format
+        self._global_batch_size = global_batch_size
+        self._micro_batch_size = micro_batch_size
+        self._ranks = ranks
+        self._position = 0
+        self._states: LaneStates = {key: PartState() for key in stream.parts if self._is_own(key.lane)}
+        self._blocks: dict[LaneSource, Block] = {}
+        self._snapshots: dict[int, LaneStates] = {0: dict(self._states)}
+        self._lock = threading.Lock()
+        self._supply: BlockSupply | None = None
+        self._num_noted = 0
+
+    # ---- windows
+
+    def window(self, position: int) -> Window:
+        """Returns this rank's window of the global batch that begins at `position`.
+
+        Raises:
+            UserError: The input is not what its source says, or workers died too often.
+        """
+        if self._supply is None or position != self._position:
+            self._go_to(position)
+        rows, lengths = self._draw_batch(position)
+        self._position = position + self._global_batch_size
+        with self._lock:
+            self._snapshots[self._position] = dict(self._states)
+        return build_window(rows, self._format, self._micro_batch_size, self._position, lengths)
+
+    def release(self, position: int) -> None:
+        """Says that no window before `position` is asked for again."""
+        with self._lock:
+            for past in [known for known in self._snapshots if known < position]:
+                del self._snapshots[past]
+
+    def close(self) -> None:
+        """Ends the workers; a further window starts new ones."""
+        if self._supply is not None:
+            self._supply.close()
+            self._supply = None
+            self._blocks.clear()
+
+    # ---- state
+
+    def state(self, position: int) -> dict[str, Any]:
+        """Returns where this rank's lanes stand before the window at `position`, in plain types."""
+        return write_states(self.stream, self._snapshot(position))
+
+    def load_state(self, state: Mapping[str, Any], position: int) -> None:
+        """Goes on at `position` where all lanes of a saved run stood, on any number of ranks.
+
+        Raises:
+            UserError: The saved run can't be continued here.
+        """
+        states = read_states(self.stream, state)
+        self.close()
+        self._position = position
+        self._states = {key: part for key, part in states.items() if self._is_own(key.lane)}
+        with self._lock:
+            self._snapshots = {position: dict(self._states)}
+
+    def ledger(self, position: int) -> dict[str, LedgerEntry]:
+        """Returns what this rank's lanes had drawn of each source before the window at `position`."""
+        return build_ledger(self.stream, self._snapshot(position))
+
+    # ---- telemetry
+
+    @property
+    def queue_depths(self) -> tuple[int, ...]:
+        """Returns how many blocks each worker still has to make."""
+        return self._supply.queue_depths if self._supply is not None else ()
+
+    @property
+    def wait_seconds(self) -> float:
+        """Returns how long windows have waited for blocks since the workers were started."""
+        return self._supply.wait_seconds if self._supply is not None else 0.0
+
+    @property
+    def num_restarts(self) -> int:
+        """Returns how many workers were replaced since they were started."""
+        return self._supply.num_restarts if self._supply is not None else 0
+
+    @property
+    def fill(self) -> float:
+        """Returns the share of the sequences' places whose labels count, of all that were drawn."""
+        num_sequences = sum(state.num_sequences for state in self._states.values())
+        num_tokens = sum(state.num_tokens for state in self._states.values())
+        return num_tokens / max(1, num_sequences * self._format.seq_len)
+
+    # ---- drawing
+
+    def _draw_batch(self, position: int) -> tuple[Integer[ndarray, "N S+1"], Int64[ndarray, " N"]]:
+        num_rows = self._global_batch_size // self._ranks.world_size
+        rows = np.full((num_rows, self._format.seq_len + 1), self._format.eos_id, self._format.token_dtype)
+        lengths = np.zeros(num_rows, np.int64)
+        for number, key in enumerate(self._own_keys(position, self._global_batch_size)):
+            chosen = self._with_data(key)
+            if chosen is not None:
+                rows[number], lengths[number] = self._draw(chosen)
+        return rows, lengths
+
+    def _own_keys(self, position: int, count: int) -> Iterator[LaneSource]:
+        """Yields lane and source of each position from `position` on that is this rank's."""
+        lanes = lanes_at(position, count, self.stream.num_lanes, self.stream.recipe.seed).tolist()
+        sources = self.order.sequences(position, count)[0].tolist()
+        for lane, source in zip(lanes, sources, strict=True):
+            if self._is_own(lane):
+                yield LaneSource(lane, source)
+
+    def _is_own(self, lane: int) -> bool:
+        return lane % self._ranks.world_size == self._ranks.rank
+
+    def _with_data(self, key: LaneSource) -> LaneSource | None:
+        """Returns `key`, or what stands in for it in its lane when it is exhausted; None when the lane is."""
+        while not self._has_sequence(key):
+            states = [self._states[LaneSource(key.lane, source)] for source in range(len(self.stream.names))]
+            other = choose_other(
+                self.order.mixes[-1].weights,
+                [state.num_sequences for state in states],
+                [state.cursor is not None for state in states],
+            )
+            if other is None:
+                return None
+            key = LaneSource(key.lane, other)
+        return key
+
+    def _has_sequence(self, key: LaneSource) -> bool:
+        """Whether there is a sequence left, at the place where the state then points to."""
+        while self._states[key].cursor is not None:
+            block = self._block(key)
+            if self._states[key].num_given < len(block.rows):
+                return True
+            if self._states[key].num_given == 0:  # it is empty
+                self._states[key] = self._states[key].begin(block)
+            self._end_block(key, block)
+        return False
+
+    def _draw(self, key: LaneSource) -> tuple[Integer[ndarray, " S+1"], int]:
+        block, state = self._block(key), self._states[key]
+        if state.num_given == 0:
+            state = state.begin(block)
+        row, length = block.rows[state.num_given], int(block.lengths[state.num_given])
+        self._states[key] = state.give(block)
+        if self._states[key].num_given == len(block.rows):
+            self._end_block(key, block)
+        return row, length
+
+    # ---- blocks
+
+    def _block(self, key: LaneSource) -> Block:
+        """Returns the block that the lane stands in; asks for the one after it when it is first looked at."""
+        if key not in self._blocks:
+            assert self._supply is not None
+            cursor = self._states[key].cursor
+            assert cursor is not None
+            block = self._blocks[key] = self._supply.take(Job(key, cursor))
+            self._tell(block)
+            if block.next is not None:
+                self._supply.request(Job(key, block.next))
+        return self._blocks[key]
+
+    def _end_block(self, key: LaneSource, block: Block) -> None:
+        self._states[key] = self._states[key].end(block)
+        del self._blocks[key]
+
+    def _tell(self, block: Block) -> None:
+        for note in block.notes:
+            if self._num_noted < _MAX_NOTES:
+                self._num_noted += 1
+                _logger.warning("skipped: %s", note)
+
+    def _start_supply(self) -> BlockSupply:
+        stream = self.stream
+        model, num_workers = stream.tokenizer.model, stream.options.num_workers
+        own_lanes = sorted({key.lane for key in self._states})
+        if not num_workers:
+            return InlineSupply(Setup(model, stream.recipe, {key: stream.parts[key] for key in self._states}))
+        setups = [
+            Setup(
+                model,
+                stream.recipe,
+                {key: stream.parts[key] for key in self._states if own_lanes.index(key.lane) % num_workers == number},
+            )
+            for number in range(num_workers)
+        ]
+        return WorkerPool(setups, stream.options.max_worker_restarts)
+
+    def _request_first_blocks(self, supply: BlockSupply, position: int) -> None:
+        """Asks for the block of each lane and source, in the order in which positions will need them."""
+        weights = self.order.mixes[-1].weights
+        needed = self._own_keys(position, _ROUNDS_LOOKED_AHEAD * self.stream.num_lanes)
+        for key in dict.fromkeys((*needed, *(key for key in self._states if weights[key.source]))):
+            cursor = self._states[key].cursor
+            if cursor is not None:
+                supply.request(Job(key, cursor))
+
+    def _go_to(self, position: int) -> None:
+        """Begins at a position, or goes back to one that windows were read ahead of."""
+        self._states = self._snapshot(position)
+        self._position = position
+        self._blocks.clear()
+        if self._supply is None:
+            self._supply = self._start_supply()
+        self._supply.forget()
+        self._request_first_blocks(self._supply, position)
+
+    def _snapshot(self, position: int) -> LaneStates:
+        with self._lock:
+            assert position in self._snapshots, f"no window ends at position {position}, or it was released"
+            return dict(self._snapshots[position])
+
+
+def build_ledger(stream: Stream, states: LaneStates) -> dict[str, LedgerEntry]:
+    """Returns what the lanes of `states` have drawn of each source."""
+    ledger = {}
+    for index, name in enumerate(stream.names):
+        parts = {key: state for key, state in states.items() if key.source == index}
+        ledger[name] = LedgerEntry(
+            num_sequences=sum(state.num_sequences for state in parts.values()),
+            num_tokens=sum(state.num_tokens for state in parts.values()),
+            num_documents=sum(state.num_documents for state in parts.values()),
+            num_bad_documents=sum(state.num_bad_documents for state in parts.values()),
+            num_damaged_spans=sum(state.num_damaged_spans for state in parts.values()),
+            num_epochs=sum(_count_epochs(stream, key, state) for key, state in parts.items()) / max(1, len(parts)),
+        )
+    return ledger
+
+
+def _count_epochs(stream: Stream, key: LaneSource, state: PartState) -> float:
+    part = stream.parts[key]
+    if state.cursor is None:
+        return float(part.max_epochs or 0)
+    return state.cursor.epoch + state.cursor.span / len(part.spans)

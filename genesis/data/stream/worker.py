@@ -1,0 +1,92 @@
+"""One process that reads and tokenizes for a rank: a job names a lane, a source and a cursor, the answer is the block.
+
+It is started by `subprocess` on `main`, takes a `Setup` and then `Job`s from its connection, and answers each with a
+`Made` or a `Failure`, in their order. When its rank is gone, the connection ends and so does it. It has no state that
+counts: any worker gives the same block for the same job.
+"""
+
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+from genesis.data.stream.block import Block, BlockReader, BlockRecipe, Cursor, LanePart
+from genesis.errors import UserError
+from genesis.tokenizer.tokenizer import Tokenizer
+
+
+class LaneSource(NamedTuple):
+    """One source in one lane."""
+
+    lane: int
+    source: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """The block of a lane and source that begins at a cursor."""
+
+    key: LaneSource
+    cursor: Cursor
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What holds for all jobs; `tokenizer_model` is the content of the model file."""
+
+    tokenizer_model: bytes
+    recipe: BlockRecipe
+    parts: Mapping[LaneSource, LanePart]
+
+
+@dataclass(frozen=True)
+class Made:
+    """The block of a job."""
+
+    job: Job
+    block: Block
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A user's mistake or a shard's damage, in one line."""
+
+    job: Job
+    message: str
+
+
+class BlockMaker:
+    """Does jobs, with a reader for each lane and source."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._tokenizer = Tokenizer(setup.tokenizer_model)
+        self._readers: dict[LaneSource, BlockReader] = {}
+
+    def make(self, job: Job) -> Made | Failure:
+        """Returns the block, or why there is none."""
+        if job.key not in self._readers:
+            part = self._setup.parts[job.key]
+            self._readers[job.key] = BlockReader(part, self._setup.recipe, self._tokenizer)
+        try:
+            return Made(job, self._readers[job.key].read(job.cursor))
+        except UserError as error:
+            return Failure(job, str(error))
+
+
+def main(descriptor: int) -> None:
+    """Serves the connection that `descriptor` is until its other end is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the rank decides
+    connection: Connection[object, object] = Connection(descriptor)
+    try:
+        setup = connection.recv()
+        assert isinstance(setup, Setup)
+        maker = BlockMaker(setup)
+        while True:
+            job = connection.recv()
+            assert isinstance(job, Job)
+            connection.send(maker.make(job))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        sys.exit(1)
