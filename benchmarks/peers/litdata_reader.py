@@ -18,7 +18,9 @@ def write(task: ReadTask) -> None:
     """Writes the tokens as litdata's `optimize` does for a `TokensLoader`."""
     tokens = np.memmap(task.tokens_path, np.uint16, mode="r")
     block = task.seq_len + 1
-    writer = BinaryWriter(task.directory, chunk_size=block * max(1, 64_000_000 // 2 // block), item_loader=TokensLoader())
+    writer = BinaryWriter(
+        task.directory, chunk_size=block * max(1, 64_000_000 // 2 // block), item_loader=TokensLoader()
+    )
     usable = len(tokens) // block * block
     step = _TOKENS_PER_WRITE // block * block or block
     for index, start in enumerate(range(0, usable, step)):

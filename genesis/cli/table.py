@@ -70,7 +70,7 @@ COMMANDS = (
     Command("demo", "the whole road on Python's own sources, in minutes", "genesis.cli.demo:main"),
     Command("rehearse", "kill and restart a recipe before it is trained in earnest", "genesis.cli.rehearse:main"),
     Command("bench tokenize", "data prepare beside SentencePiece's own encode", "genesis.bench.tokenize:main"),
-    Command("bench loader", "tokens per second of the data loader alone", "genesis.bench.loader:main"),
+    Command("bench data", "tokens per second of the data alone, prepared and streamed", "genesis.bench.data:main"),
     Command("bench step", "the training step beside bare loops and other trainers", "genesis.bench.step:main"),
     Command("bench checkpoint", "training steps around a save, ours and torch's", "genesis.bench.checkpoint:main"),
     Command("completion", "print a completion script for bash or zsh", "genesis.cli.completion:main"),

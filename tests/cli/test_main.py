@@ -26,7 +26,7 @@ OPTIONS = {
     "generate": ("checkpoint", "--prompt", "--temperature", "--top-p"),
     "demo": ("--configs",),
     "bench tokenize": ("--out",),
-    "bench loader": ("--out",),
+    "bench data": ("--parts", "--peers", "--out"),
     "bench step": ("--config", "--out"),
     "completion": ("bash", "zsh"),
 }

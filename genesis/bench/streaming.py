@@ -1,0 +1,158 @@
+"""A stream from raw text, timed from its start to its last window, and watched for the memory that it takes."""
+
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Final
+
+import sentencepiece
+import zstandard
+from rich.console import Console
+
+from genesis.bench.pairs import compare_pairs
+from genesis.bench.tokenize import read_texts
+from genesis.data.loader import Ranks, SequenceFormat
+from genesis.data.order import build_order
+from genesis.data.shards import little_endian, token_dtype
+from genesis.data.sources import SourceOptions
+from genesis.data.stream.open import open_stream
+from genesis.data.stream.options import StreamOptions
+from genesis.data.stream.windows import StreamWindows
+from genesis.tokenizer.tokenizer import Tokenizer
+from genesis.tokenizer.train import MODEL_NAME, TokenizerOptions, train_tokenizer
+
+SEQ_LEN: Final = 2048
+GLOBAL_BATCH_SIZE: Final = 8
+_NUM_FILES: Final = 32
+_NUM_SAMPLES: Final = 10
+_SOURCE: Final = "library"
+
+
+@dataclass(frozen=True)
+class TextTask:
+    """What is streamed, and how.
+
+    Args:
+        directory: Where text and tokenizer go.
+        text_bytes: Of the text.
+        vocab_size: Of the tokenizer.
+        num_workers: Processes that stream, and threads that encode.
+    """
+
+    directory: Path
+    text_bytes: int
+    vocab_size: int
+    num_workers: int
+
+
+def measure_streaming(task: TextTask, num_pairs: int, console: Console) -> dict[str, Any]:
+    """Returns the speed of streaming a text once, beside that of encoding it from memory, in plain types."""
+    texts = read_texts(task.text_bytes)
+    model = train_tokenizer(texts, TokenizerOptions(task.vocab_size), task.directory)
+    paths = write_shards(task.directory / "text", texts)
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    rates: dict[str, list[float]] = {"genesis": [], "encode": []}
+    for round_index in range(num_pairs):
+        for name in sorted(rates, reverse=bool(round_index % 2)):
+            begin_seconds = time.perf_counter()
+            if name == "genesis":
+                num_tokens = sum(stream_tokens(paths, model, task.num_workers, max_epochs=1))
+            else:
+                ids = processor.encode(texts, num_threads=task.num_workers)
+                num_tokens = sum(map(len, ids)) + 2 * len(ids)
+            rates[name].append(num_tokens / (time.perf_counter() - begin_seconds))
+        speeds = ", ".join(f"{name} {of_one[-1]:,.0f}" for name, of_one in rates.items())
+        console.print(f"round {round_index + 1}/{num_pairs}, tokens/s: {speeds}", highlight=False)
+    return {
+        "text": "Python's standard library",
+        "text_bytes": sum(len(text.encode()) for text in texts),
+        "documents": len(texts),
+        "workers": task.num_workers,
+        "seq_len": SEQ_LEN,
+        "tokens_per_second": {name: sorted(of_one)[len(of_one) // 2] for name, of_one in rates.items()},
+        "speed_over_encode": asdict(compare_pairs(rates["genesis"], rates["encode"])),
+        "tokens_per_second_by_round": {name: [round(rate) for rate in of_one] for name, of_one in rates.items()},
+    }
+
+
+def measure_memory(task: TextTask, num_tokens: int) -> dict[str, Any]:
+    """Returns how much memory a process that streams takes with its workers, at tenths of `num_tokens`.
+
+    It reads what `measure_streaming` wrote, over and over.
+    """
+    paths = tuple(map(str, sorted((task.directory / "text").iterdir())))
+    model = task.directory / MODEL_NAME
+    here, there = multiprocessing.get_context("spawn").Pipe(duplex=False)
+    process = multiprocessing.get_context("spawn").Process(
+        target=_watch_memory, args=(there, paths, model, num_tokens, task.num_workers)
+    )
+    process.start()
+    there.close()
+    samples = [here.recv() for _ in range(_NUM_SAMPLES)]
+    process.join()
+    return {"tokens": num_tokens, "resident_bytes": samples}
+
+
+def write_shards(directory: Path, texts: list[str]) -> tuple[str, ...]:
+    """Writes the texts as compressed jsonl, in files of equal numbers of documents, and returns their paths."""
+    directory.mkdir()
+    paths = []
+    for number in range(min(_NUM_FILES, len(texts))):
+        lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts[number::_NUM_FILES])
+        path = directory / f"{number:03d}.jsonl.zst"
+        path.write_bytes(zstandard.compress(lines.encode()))
+        paths.append(str(path))
+    return tuple(paths)
+
+
+def stream_tokens(paths: tuple[str, ...], model: Path, num_workers: int, max_epochs: int | None) -> Iterator[int]:
+    """Yields how many tokens each window holds, from the opening of the stream to its end."""
+    tokenizer = Tokenizer.load(model)
+    options = StreamOptions((SourceOptions(_SOURCE, paths),), num_workers=num_workers, max_epochs=max_epochs)
+    stream = open_stream(options, tokenizer, seed=0, seq_len=SEQ_LEN, packing="chunk")
+    dtype = little_endian(token_dtype(tokenizer.vocab_size))
+    windows = StreamWindows(
+        stream,
+        build_order({_SOURCE: 1 << 40}, {_SOURCE: 1}, seed=0),
+        SequenceFormat(SEQ_LEN, tokenizer.eos_id, tokenizer.piece_num_bytes, dtype),
+        GLOBAL_BATCH_SIZE,
+        GLOBAL_BATCH_SIZE,
+        Ranks(),
+    )
+    try:
+        num_empty = 0
+        position = 0
+        while num_empty * GLOBAL_BATCH_SIZE < stream.num_lanes:
+            window = windows.window(position)
+            position = window.data_position
+            windows.release(position)
+            num_empty = 0 if window.num_valid_tokens else num_empty + 1
+            yield window.num_valid_tokens
+    finally:
+        windows.close()
+
+
+def _watch_memory(
+    connection: "Connection[int, int]", paths: tuple[str, ...], model: Path, num_tokens: int, num_workers: int
+) -> None:
+    num_read, num_sampled = 0, 0
+    for tokens in stream_tokens(paths, model, num_workers, max_epochs=None):
+        num_read += tokens
+        while num_sampled < _NUM_SAMPLES and num_read >= num_tokens * (num_sampled + 1) // _NUM_SAMPLES:
+            connection.send(_resident_bytes())
+            num_sampled += 1
+        if num_sampled == _NUM_SAMPLES:
+            return
+
+
+def _resident_bytes() -> int:
+    """Returns the resident memory of this process and its children; what they share is counted in each."""
+    own = os.getpid()
+    children = Path(f"/proc/{own}/task/{own}/children").read_text().split()
+    page_bytes = os.sysconf("SC_PAGE_SIZE")
+    return sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * page_bytes for pid in (str(own), *children))
