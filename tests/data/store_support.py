@@ -31,7 +31,7 @@ class FaultyStore:
         gate       half of what was asked for, then the rest when `gate` is set; `half_sent` tells
         flip       one bit is another
 
-    The last one stays if `repeat` is set.
+    The last one stays if `repeat` is set. A HEAD says the next of `head_lengths`, the truth when there is none.
     """
 
     def __init__(self, behind: tuple[str, int] | None = None) -> None:
@@ -41,7 +41,9 @@ class FaultyStore:
         self.head_faults: list[int | str] = []
         self.repeat = False
         self.has_ranges = True
+        self.head_lengths: list[int] = []
         self.requests: list[tuple[str, str, str]] = []
+        self.agents: set[str] = set()
         self.behind = behind
         self.gate, self.half_sent, self.ended = threading.Event(), threading.Event(), threading.Event()
         store = self
@@ -88,6 +90,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, faults: list[int | str]) -> None:
         store = self.store
         store.requests.append((self.command, self.path, self.headers.get("Range", "")))
+        store.agents.add(self.headers.get("User-Agent", ""))
         fault = (faults[0] if store.repeat else faults.pop(0)) if faults else None
         if fault == "hang":
             store.ended.wait()
@@ -96,7 +99,8 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "flip":
             body = bytes([body[0] ^ 1]) + body[1:]
         self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+        length = store.head_lengths.pop(0) if self.command == "HEAD" and store.head_lengths else len(body)
+        for name, value in {"Content-Length": str(length), **headers}.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":

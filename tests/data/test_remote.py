@@ -3,8 +3,10 @@ import hashlib
 import random
 import subprocess
 import sys
+import threading
 import time
 
+import fsspec
 import pytest
 
 from genesis.data.remote import (
@@ -185,25 +187,27 @@ def test_a_file_that_changes_is_named_whenever_it_does(store, tmp_path):
     assert store.count("GET") == 0
 
 
-def test_a_file_that_changes_while_it_is_downloaded_is_named(store, tmp_path):
+@pytest.mark.parametrize(("size", "message"), [(300_000, "its ETag was .* and is"), (300_004, "and has 300004")])
+def test_a_file_that_changes_while_it_is_downloaded_is_named(store, tmp_path, size, message):
     file = find(store)
-    store.headers["ETag"] = file.identity.removeprefix("ETag: ")
-    store.files["/a.txt"] = DATA + b"more"
-    store.head_faults = []
+    store.faults = ["gate"]
 
-    class Swap(dict):
-        """What the server has: the file as it was found for the first request, another for those after it."""
+    def change():
+        store.half_sent.wait()
+        store.files["/a.txt"] = bytes(size)
+        store.gate.set()
 
-        def __getitem__(self, name):
-            return DATA if len(store.requests) <= 2 else DATA + b"more"
+    thread = threading.Thread(target=change)
+    thread.start()
+    with pytest.raises(UserError, match=rf"a\.txt has changed since it was found: .*{message}"):
+        fetch(file, tmp_path / "a")
+    thread.join()
 
-        def __contains__(self, name):
-            return True
 
-    store.files = Swap()
-    with pytest.raises(
-        UserError, match=r"a\.txt has changed since it was found: it had 300000 bytes and now gives more"
-    ):
+def test_an_answer_longer_than_the_file_is_refused(store, tmp_path):
+    file = find(store)._replace(num_bytes=1000)
+    store.head_lengths = [1000]
+    with pytest.raises(UserError, match=r"a\.txt has changed since it was found: it had 1000 bytes and now gives more"):
         fetch(file, tmp_path / "a")
 
 
@@ -257,6 +261,20 @@ def test_retries_of_s3fs_and_botocore_do_not_multiply_ours(s3, tmp_path, monkeyp
         with pytest.raises(StoreError, match=r"a\.txt: 3 attempts failed"):
             fetch(file, tmp_path / "a")
         assert store.count("GET") == 3
+
+
+def test_the_settings_of_fsspec_hold_beside_ours(s3, tmp_path, monkeypatch):
+    client, store = s3
+    put(client, "a.txt", DATA)
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    settings = {"endpoint_url": store.url, "config_kwargs": {"user_agent_extra": "mine/1"}}
+    monkeypatch.setitem(fsspec.config.conf, "s3", settings)
+    (file,) = list_files(f"s3://{BUCKET}/a.txt", ())
+    store.faults, store.repeat = [500], True
+    with pytest.raises(StoreError):
+        fetch(file, tmp_path / "a")
+    assert store.count("GET") == 3
+    assert all("mine/1" in agent for agent in store.agents)
 
 
 def test_an_s3_server_that_hangs_is_named(s3, tmp_path, monkeypatch):
