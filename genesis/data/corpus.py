@@ -78,8 +78,8 @@ class ShardMaps:
     Args:
         corpus: The corpus's directory.
         manifest: What it holds.
-        verify_hashes: Whether to compare a shard's hash with the manifest's when it is first read; where it has none,
-            its tokens are looked at instead.
+        verify_hashes: Whether to compare a shard's hash with the manifest's when it is first read, and when it is
+            mapped again after it was written; where it has none, its tokens are looked at instead.
         max_open: Maps that stay open at the same time.
     """
 
@@ -88,7 +88,7 @@ class ShardMaps:
         self._manifest = manifest
         self._verify_hashes = verify_hashes
         self._max_open = max_open
-        self._verified: set[tuple[str, int]] = set()
+        self._verified: dict[tuple[str, int], int] = {}
         self._open: OrderedDict[tuple[int, int], StoredTokens] = OrderedDict()
         self._lock = Lock()
 
@@ -123,11 +123,13 @@ class ShardMaps:
         return read_index(self._corpus, shard)
 
     def _map(self, shard: ShardRecord) -> StoredTokens:
-        key = (shard.path, shard.byte_offset)
-        if self._verify_hashes == "first_touch" and key not in self._verified:
-            # By a map of its own: the pages that it touches count as this process's memory for as long as it is open.
-            self._verify(shard, map_tokens(self._corpus, self._manifest.token_dtype, shard))
-            self._verified.add(key)
+        if self._verify_hashes == "first_touch":
+            key = (shard.path, shard.byte_offset)
+            _, (mtime_ns,) = _stat_files(self._corpus, [shard.path])
+            if self._verified.get(key) != mtime_ns:  # never yet, or the file was written since
+                # By a map of its own: the pages that it touches count as this process's memory while it is open.
+                self._verify(shard, map_tokens(self._corpus, self._manifest.token_dtype, shard))
+                self._verified[key] = mtime_ns
         stored = map_tokens(self._corpus, self._manifest.token_dtype, shard)
         return StoredTokens(stored, read_added(self._corpus, shard), self._manifest.eos_id)
 
