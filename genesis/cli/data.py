@@ -119,12 +119,11 @@ def inspect_main(argv: list[str]) -> int:
     manifest = read_manifest(arguments.corpus)
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     console.print(_manifest_table(arguments.corpus, manifest))
-    reports = report_packings(open_corpus(arguments.corpus, verify_hashes="never"), options.seq_len)
+    corpus = open_corpus(arguments.corpus, verify_hashes="never")
+    reports = report_packings(corpus, options.seq_len)
     if reports:
         console.print(_packing_table(reports))
-    for sample in draw_samples(
-        arguments.corpus, manifest, options.split, options.num_samples, options.sample_tokens, options.seed
-    ):
+    for sample in draw_samples(corpus, options.split, options.num_samples, options.sample_tokens, options.seed):
         _print_sample(console, sample)
     return 0
 
@@ -135,7 +134,7 @@ def verify_main(argv: list[str]) -> int:
     parser.add_argument("corpus", type=Path, help="directory that `genesis data prepare` made")
     corpus: Path = parse(parser, argv).corpus
     shards = list(verify_corpus(corpus))
-    num_bytes = sum(shard.file_bytes for shard in shards)
+    num_bytes = sum({shard.path: shard.file_bytes for shard in shards}.values())
     plans = verify_plans(open_corpus(corpus, verify_hashes="never"))
     told = "".join(f", {plan.packing} at seq_len {plan.seq_len}" for plan in plans)
     print(f"{corpus}: {len(shards):,} shards, {num_bytes:,} bytes, all as the manifest says; plans{told or ': none'}")
@@ -179,7 +178,7 @@ def _manifest_table(corpus: Path, manifest: CorpusManifest) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD,
         title=f"{corpus}: {manifest.token_dtype} tokens of a vocabulary of {manifest.vocab_size:,}",
-        caption=f"tokenizer {manifest.tokenizer_hash[:16]}",
+        caption=f"tokenizer {manifest.tokenizer_hash[:16] or 'unknown'}",
     )
     for column in ("split", "source", "weight", "documents", "bytes", "tokens", "bytes/token", "shards"):
         table.add_column(column, justify="left" if column in ("split", "source") else "right")
@@ -195,9 +194,9 @@ def _source_cells(source: SourceRecord) -> tuple[str, ...]:
         source.name,
         str(source.weight),
         f"{source.num_documents:,}",
-        f"{source.num_text_bytes:,}",
+        f"{source.num_text_bytes:,}" if source.num_text_bytes else "unknown",
         f"{source.num_tokens:,}",
-        f"{source.num_text_bytes / max(1, source.num_tokens):.3f}",
+        f"{source.num_text_bytes / source.num_tokens:.3f}" if source.num_text_bytes else "unknown",
         f"{len(source.shards):,}",
     )
 

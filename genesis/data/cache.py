@@ -172,13 +172,13 @@ def _make_room(options: CacheOptions, num_bytes: int, part: Path) -> int | None:
     lock = _lock(options.directory / "lock", fcntl.LOCK_EX)
     try:
         _remove_left_overs(options.directory)
-        sizes = {path: path.stat() for ending in ("copy", "part") for path in options.directory.glob(f"*.{ending}")}
-        num_bytes_used = sum(status.st_size for status in sizes.values())
-        for path in sorted(sizes, key=lambda path: sizes[path].st_mtime_ns):
+        copies = _measure(options.directory)
+        num_bytes_used = sum(status.st_size for status in copies.values())
+        for key in sorted(copies, key=lambda key: copies[key].st_mtime_ns):
             if num_bytes_used + num_bytes <= options.max_bytes:
                 break
-            if path.suffix == ".copy" and _remove_unused(path):
-                num_bytes_used -= sizes[path].st_size
+            if _remove_unused(options.directory, key):
+                num_bytes_used -= copies[key].st_size
         if num_bytes_used + num_bytes > options.max_bytes:
             return num_bytes_used
         with part.open("wb") as file:
@@ -188,21 +188,30 @@ def _make_room(options: CacheOptions, num_bytes: int, part: Path) -> int | None:
         os.close(lock)
 
 
+def _measure(directory: Path) -> dict[str, os.stat_result]:
+    """Returns the size of each copy and each download by its key."""
+    sizes = {}
+    for ending in ("part", "copy"):  # in this order one that ends just now is not missed
+        for path in directory.glob(f"*.{ending}"):
+            with suppress(FileNotFoundError):
+                sizes[path.stem] = path.stat()
+    return sizes
+
+
 def _remove_left_overs(directory: Path) -> None:
     """Removes downloads whose process is gone, and locks of nothing."""
     for path in directory.glob("*.lock"):
         if not path.with_suffix(".copy").exists():
-            _remove_unused(path.with_suffix(".part"))
+            _remove_unused(directory, path.stem)
 
 
-def _remove_unused(path: Path) -> bool:
-    """Removes a copy or a part, and its lock, unless a process holds it."""
-    lock_path = path.with_suffix(".lock")
-    lock = _try_lock(lock_path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+def _remove_unused(directory: Path, key: str) -> bool:
+    """Removes what there is of a file unless a process holds it."""
+    lock = _try_lock(directory / f"{key}.lock", fcntl.LOCK_EX | fcntl.LOCK_NB)
     if lock is None:
         return False
-    path.unlink(missing_ok=True)
-    lock_path.unlink(missing_ok=True)
+    for ending in ("part", "copy", "lock"):
+        (directory / f"{key}.{ending}").unlink(missing_ok=True)
     os.close(lock)
     return True
 

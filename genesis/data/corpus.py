@@ -24,6 +24,7 @@ from numpy import ndarray
 from genesis.data.manifest import CorpusManifest, ShardRecord, ShardTable, SourceRecord, read_manifest
 from genesis.data.shards import (
     HASH_ALGORITHM,
+    INDEX_ENTRY,
     find_token_fault,
     hash_file,
     hash_index,
@@ -77,8 +78,8 @@ class ShardMaps:
     Args:
         corpus: The corpus's directory.
         manifest: What it holds.
-        verify_hashes: Whether to compare a shard's hash with the manifest's when it is first read; where it has none,
-            its tokens are looked at instead.
+        verify_hashes: Whether to compare a shard's hash with the manifest's when it is first read, and when it is
+            mapped again after it was written; where it has none, its tokens are looked at instead.
         max_open: Maps that stay open at the same time.
     """
 
@@ -87,7 +88,7 @@ class ShardMaps:
         self._manifest = manifest
         self._verify_hashes = verify_hashes
         self._max_open = max_open
-        self._verified: set[tuple[str, int]] = set()
+        self._verified: dict[tuple[str, int], int] = {}
         self._open: OrderedDict[tuple[int, int], StoredTokens] = OrderedDict()
         self._lock = Lock()
 
@@ -122,11 +123,13 @@ class ShardMaps:
         return read_index(self._corpus, shard)
 
     def _map(self, shard: ShardRecord) -> StoredTokens:
-        key = (shard.path, shard.byte_offset)
-        if self._verify_hashes == "first_touch" and key not in self._verified:
-            # By a map of its own: the pages that it touches count as this process's memory for as long as it is open.
-            self._verify(shard, map_tokens(self._corpus, self._manifest.token_dtype, shard))
-            self._verified.add(key)
+        if self._verify_hashes == "first_touch":
+            key = (shard.path, shard.byte_offset)
+            _, (mtime_ns,) = _stat_files(self._corpus, [shard.path])
+            if self._verified.get(key) != mtime_ns:  # never yet, or the file was written since
+                # By a map of its own: the pages that it touches count as this process's memory while it is open.
+                self._verify(shard, map_tokens(self._corpus, self._manifest.token_dtype, shard))
+                self._verified[key] = mtime_ns
         stored = map_tokens(self._corpus, self._manifest.token_dtype, shard)
         return StoredTokens(stored, read_added(self._corpus, shard), self._manifest.eos_id)
 
@@ -174,6 +177,17 @@ class TokenSource:
                 self._maps.tokens(self._shards, shard).read(offset, out[num_read : num_read + count])
             num_read += count
             shard += 1
+
+    def shard(self, number: int) -> ShardRecord:
+        """Returns the record of one shard."""
+        return self._shards[number]
+
+    def document_start(self, number: int, document: int) -> int:
+        """Returns where a document begins, of those that end in shard `number`, counted from the source's beginning."""
+        if document:
+            return int(self.shard_ends(number)[document - 1])
+        earlier = (self.shard_ends(shard) for shard in reversed(range(number)))
+        return next((int(ends[-1]) for ends in earlier if len(ends)), 0)
 
     def shard_ends(self, number: int) -> Int64[ndarray, " documents"]:
         """Returns where the documents that end in shard `number` do, counted from the source's beginning.
@@ -258,24 +272,28 @@ def open_corpus(
 
 def find_fault(corpus: Path, manifest: CorpusManifest, shard: ShardRecord) -> str | None:
     """Returns how a shard's tokens or index differ from its record, None if they do not."""
-    try:
-        _check_sizes(corpus, manifest, ShardTable.of([shard]))
-        stored = map_tokens(corpus, manifest.token_dtype, shard)
-        ends = read_index(corpus, shard)
-    except UserError as error:
-        return str(error)
-    index, index_hash = index_path(corpus, shard), hash_index(corpus, shard)
-    if index_hash != shard.index_hash:
-        return f"{index} has hash {index_hash[:16]}, the manifest says {shard.index_hash[:16]}"
-    if not shard.hash:
-        fault = find_token_fault(stored, manifest.vocab_size, manifest.eos_id, ends)
-        return fault and f"{corpus / shard.path} {fault}"
-    found = hash_tokens(stored)
-    return (
-        None
-        if found == shard.hash
-        else f"{corpus / shard.path} has hash {found[:16]}, the manifest says {shard.hash[:16]}"
-    )
+    tokens, index = corpus / shard.path, index_path(corpus, shard)
+    index_bytes = (shard.index_start + shard.num_documents) * INDEX_ENTRY.itemsize
+    for path, num_bytes, is_shared in (
+        (tokens, shard.file_bytes, False),
+        (index, index_bytes, shard.index is not None),
+    ):
+        if not path.exists():
+            return f"{path} is missing"
+        found_bytes = path.stat().st_size
+        if found_bytes < num_bytes or (found_bytes > num_bytes and not is_shared):
+            return f"{path} has {found_bytes:,} bytes, the manifest says {num_bytes:,}"
+    stored = map_tokens(corpus, manifest.token_dtype, shard)
+    for path, found, recorded in (
+        (tokens, hash_tokens(stored) if shard.hash else "", shard.hash),
+        (index, hash_index(corpus, shard), shard.index_hash),
+    ):
+        if found != recorded:
+            return f"{path} has hash {found[:16]}, the manifest says {recorded[:16]}"
+    if shard.hash:
+        return None
+    fault = find_token_fault(stored, manifest.vocab_size, manifest.eos_id, read_index(corpus, shard))
+    return fault and f"{tokens} {fault}"
 
 
 def _check_tokenizer(path: Path, manifest: CorpusManifest, expected: str | None) -> None:

@@ -2,17 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
-from genesis.data.corpus import Corpus
+from genesis.data.corpus import Corpus, TokenSource, find_fault
 from genesis.data.manifest import CorpusManifest, ShardRecord, Split, read_manifest
 from genesis.data.packing import Packing, PackingFigures
 from genesis.data.plans import Plan, find_plan_fault, list_plans, measure_source, plan_fits
-from genesis.data.shards import TokenDtype, hash_file, iterate_documents, shard_files
 from genesis.errors import UserError
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis.tokenizer.train import MODEL_NAME
@@ -23,6 +21,7 @@ class Sample:
     """Tokens of one shard in their order, from the beginning of a document on, cut into documents.
 
     `texts` keeps the order; the last one may be cut short (`is_cut`), and `num_tokens` counts each with bos and eos.
+    Without a tokenizer a text is the ids, as numbers.
     """
 
     source: str
@@ -91,12 +90,14 @@ def verify_plans(corpus: Corpus) -> list[Plan]:
     return plans
 
 
-def read_corpus_tokenizer(corpus: Path, manifest: CorpusManifest) -> Tokenizer:
-    """Returns the tokenizer that the corpus was made with.
+def read_corpus_tokenizer(corpus: Path, manifest: CorpusManifest) -> Tokenizer | None:
+    """Returns the tokenizer that the corpus was made with, None where it is not known.
 
     Raises:
         UserError: The corpus holds none, or another.
     """
+    if not manifest.tokenizer_hash:
+        return None
     tokenizer = Tokenizer.load(corpus / MODEL_NAME)
     if tokenizer.hash != manifest.tokenizer_hash:
         raise UserError(
@@ -118,67 +119,61 @@ def verify_corpus(corpus: Path) -> Iterator[ShardRecord]:
     for split in ("train", "validation"):
         for source in manifest.split(split):
             for shard in source.shards:
-                fault = find_fault(corpus, shard)
+                fault = find_fault(corpus, manifest, shard)
                 if fault is None:
                     yield shard
                 else:
                     faults.append(fault)
     if faults:
         others = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        raise UserError(f"{faults[0]}{others}; fetch the corpus again or prepare it again with --restart")
+        raise UserError(f"{faults[0]}{others}; {_remedy(manifest)}")
 
 
-def find_fault(corpus: Path, shard: ShardRecord) -> str | None:
-    """Returns how a shard differs from its record, None if it does not."""
-    tokens, index, _ = shard_files(corpus / shard.path)
-    for path, num_bytes, recorded in (
-        (tokens, shard.file_bytes, shard.hash),
-        (index, shard.num_documents * 8, shard.index_hash),
-    ):
-        if not path.exists():
-            return f"{path} is missing"
-        if path.stat().st_size != num_bytes:
-            return f"{path} has {path.stat().st_size:,} bytes, the manifest says {num_bytes:,}"
-        found = hash_file(path)
-        if found != recorded:
-            return f"{path} has hash {found[:16]}, the manifest says {recorded[:16]}"
-    return None
+def _remedy(manifest: CorpusManifest) -> str:
+    if any(Path(source.shards[0].path).is_absolute() for source in manifest.train):
+        return "put the files back as they were, or adopt them again"
+    return "fetch the corpus again or prepare it again with --restart"
 
 
-def draw_samples(
-    corpus: Path, manifest: CorpusManifest, split: Split, num_samples: int, sample_tokens: int, seed: int
-) -> list[Sample]:
+def draw_samples(corpus: Corpus, split: Split, num_samples: int, sample_tokens: int, seed: int) -> list[Sample]:
     """Returns stretches of about `sample_tokens`, each from a document's beginning, drawn evenly over documents.
 
     Raises:
         UserError: The split holds no documents.
     """
-    tokenizer = read_corpus_tokenizer(corpus, manifest)
-    shards = [(source.name, shard) for source in manifest.split(split) for shard in source.shards]
-    ends = np.cumsum([shard.num_documents for _, shard in shards])
+    tokenizer = read_corpus_tokenizer(corpus.path, corpus.manifest)
+    sources = corpus.train if split == "train" else corpus.validation
+    shards = [(source, number) for source in sources for number in range(source.num_shards)]
+    ends = np.cumsum(
+        [count for source in corpus.manifest.split(split) for count in source.table.column("num_documents")]
+    )
     if not shards:
-        raise UserError(f"{corpus} has no {split} documents; choose another --split")
+        raise UserError(f"{corpus.path} has no {split} documents; choose another --split")
     samples = []
     for drawn in sorted(np.random.default_rng(seed).integers(ends[-1], size=num_samples).tolist()):
         which = int(np.searchsorted(ends, drawn, side="right"))
-        source, shard = shards[which]
+        source, number = shards[which]
+        shard = source.shard(number)
         first = int(drawn - (ends[which] - shard.num_documents))
-        texts, lengths, is_cut = _read_sample(
-            corpus / shard.path, manifest.token_dtype, tokenizer, first, sample_tokens
-        )
-        samples.append(Sample(source, shard.path, first, texts, lengths, is_cut))
+        texts, lengths, is_cut = _read_sample(source, number, tokenizer, first, sample_tokens)
+        samples.append(Sample(source.name, shard.path, first, texts, lengths, is_cut))
     return samples
 
 
 def _read_sample(
-    path: Path, dtype: TokenDtype, tokenizer: Tokenizer, first_document: int, num_tokens: int
+    source: TokenSource, shard: int, tokenizer: Tokenizer | None, first_document: int, num_tokens: int
 ) -> tuple[tuple[str, ...], tuple[int, ...], bool]:
     texts: list[str] = []
     lengths: list[int] = []
-    for document in islice(iterate_documents(path, dtype), first_document, None):
+    start = source.document_start(shard, first_document)
+    for end in source.shard_ends(shard)[first_document:].tolist():
         room = num_tokens - sum(lengths)
-        texts.append(tokenizer.decode(document[:room].tolist()))
-        lengths.append(len(document))
-        if len(document) >= room:
-            return tuple(texts), tuple(lengths), len(document) > room
+        tokens = np.empty(min(room, end - start), np.int64)
+        source.read(start, tokens)
+        ids: list[int] = tokens.tolist()
+        texts.append(" ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids))
+        lengths.append(end - start)
+        if end - start >= room:
+            return tuple(texts), tuple(lengths), end - start > room
+        start = end
     return tuple(texts), tuple(lengths), False

@@ -37,8 +37,8 @@ class ShardRecord:
         index: The file of document ends; None for `path` with ".index".
         index_start: The shard's first entry in the index.
         index_base: Tokens that the index counts before the shard.
-        num_added: Documents' ends (eos) that the file lacks; they are added when it is read. Where they stand is in the
-            file `index` with the suffix ".added".
+        num_added: Documents' ends (eos) that the file lacks; they are added when it is read. Where they stand says the
+            file beside `index` with the suffix ".added".
         mtime_ns: The file's time of modification, where there is no hash to know a change by.
     """
 

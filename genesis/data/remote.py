@@ -148,7 +148,7 @@ def download(file: RemoteFile, destination: FileIO) -> None:
 
 def plan_wait_seconds(num_failures: int, draw: float) -> float:
     """Returns how long to wait after so many failures: at most twice as long each time; `draw` is from 0 to 1."""
-    longest = min(_LONGEST_WAIT_SECONDS, _FIRST_WAIT_SECONDS * 2.0 ** (num_failures - 1))
+    longest = min(_LONGEST_WAIT_SECONDS, _FIRST_WAIT_SECONDS * 2.0 ** min(num_failures - 1, 16))
     return longest * (1 + draw) / 2
 
 

@@ -243,7 +243,7 @@ def iterate_documents(shard: Path, dtype: TokenDtype) -> Iterator[NDArray[np.uns
 def _map_index(corpus: Path, shard: ShardRecord) -> NDArray[np.unsignedinteger]:
     path = index_path(corpus, shard)
     found = _file_bytes(path)
-    expected = shard.num_documents * INDEX_ENTRY.itemsize
+    expected = (shard.index_start + shard.num_documents) * INDEX_ENTRY.itemsize
     if found < expected or (shard.index is None and found != expected):
         raise UserError(f"{path} has {found} bytes, the manifest says {expected}; {remedy(shard.path)}")
     return _map_run(path, INDEX_ENTRY, shard.index_start * INDEX_ENTRY.itemsize, shard.num_documents)

@@ -1,4 +1,5 @@
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -132,6 +133,18 @@ def test_a_shard_that_vanishes_or_is_cut_in_mid_run_is_named(corpus: Path) -> No
     with pytest.raises(UserError) as error:
         read(source, 0, len(STREAM))
     assert f"{SHARD} can't be read (No such file or directory)" in one_line(error)
+
+
+def test_a_shard_that_changes_in_mid_run_is_refused_when_it_is_mapped_again(corpus: Path) -> None:
+    (source,) = open_corpus(corpus, max_open_maps=1).train
+    assert read(source, 0, len(STREAM)) == STREAM
+    before = (corpus / SHARD).stat().st_mtime_ns
+    data = bytearray((corpus / SHARD).read_bytes())
+    data[5] ^= 4
+    (corpus / SHARD).write_bytes(data)
+    os.utime(corpus / SHARD, ns=(before + 1, before + 1))
+    with pytest.raises(UserError, match=f"{SHARD} has hash"):
+        read(source, 0, len(STREAM))
 
 
 def test_a_corpus_of_schema_1_reads_as_it_did() -> None:

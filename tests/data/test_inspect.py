@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from genesis.cli.main import main
-from genesis.data.corpus import open_corpus
-from genesis.data.inspect import draw_samples, find_fault, verify_corpus
+from genesis.data.corpus import find_fault, open_corpus
+from genesis.data.inspect import draw_samples, verify_corpus
 from genesis.data.manifest import read_manifest, write_manifest
 from genesis.data.plans import measure_source
 from genesis.data.prepare import prepare_corpus
@@ -31,19 +31,20 @@ def test_a_whole_corpus_verifies(corpus):
     manifest = read_manifest(corpus)
     shards = [shard for split in (manifest.train, manifest.validation) for source in split for shard in source.shards]
     assert list(verify_corpus(corpus)) == shards
-    assert all(find_fault(corpus, shard) is None for shard in shards)
+    assert all(find_fault(corpus, manifest, shard) is None for shard in shards)
 
 
 def test_each_kind_of_damage_is_named(corpus):
-    first, second, third, fourth = read_manifest(corpus).train[0].shards[:4]
+    manifest = read_manifest(corpus)
+    first, second, third, fourth = manifest.train[0].shards[:4]
     flip_bit(corpus / first.path, 17)
     os.truncate(corpus / second.path, second.file_bytes - 2)
     flip_bit(corpus / f"{third.path}.index", 0)
     (corpus / fourth.path).unlink()
-    assert "has hash" in find_fault(corpus, first)
-    assert f"the manifest says {second.file_bytes:,}" in find_fault(corpus, second)
-    assert ".ds.index has hash" in find_fault(corpus, third)
-    assert "is missing" in find_fault(corpus, fourth)
+    assert "has hash" in find_fault(corpus, manifest, first)
+    assert f"the manifest says {second.file_bytes:,}" in find_fault(corpus, manifest, second)
+    assert ".ds.index has hash" in find_fault(corpus, manifest, third)
+    assert "is missing" in find_fault(corpus, manifest, fourth)
     with pytest.raises(UserError, match=rf"{first.path} has hash .*the manifest says .* \(and 3 more\); "):
         list(verify_corpus(corpus))
 
@@ -57,8 +58,8 @@ def test_a_tokenizer_that_is_not_the_corpuss_is_refused(corpus, tmp_path):
 
 def test_samples_are_documents_of_the_split_from_their_beginning(corpus):
     texts = make_texts(120, 1) + make_texts(60, 2) + make_texts(60, 3)
-    samples = draw_samples(corpus, read_manifest(corpus), "validation", num_samples=20, sample_tokens=300, seed=1)
-    assert samples == draw_samples(corpus, read_manifest(corpus), "validation", 20, 300, seed=1)
+    samples = draw_samples(open_corpus(corpus), "validation", num_samples=20, sample_tokens=300, seed=1)
+    assert samples == draw_samples(open_corpus(corpus), "validation", 20, 300, seed=1)
     assert {sample.source for sample in samples} == {"web", "book", "table"}
     for sample in samples:
         *whole, last = sample.texts
@@ -90,7 +91,7 @@ def test_a_split_without_documents_is_refused(corpus):
     manifest = replace(read_manifest(corpus), validation=())
     write_manifest(corpus, manifest)
     with pytest.raises(UserError, match="has no validation documents"):
-        draw_samples(corpus, manifest, "validation", 1, 10, 0)
+        draw_samples(open_corpus(corpus), "validation", 1, 10, 0)
 
 
 def test_the_commands_show_and_verify_a_corpus(corpus, capsys):

@@ -1,16 +1,29 @@
 import gzip
 import json
 import os
+import subprocess
+import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genesis.data.sources import SourceOptions, find_files, plan_spans, read_documents, sample_texts
+from genesis.data.sources import (
+    DamagedFileError,
+    SourceOptions,
+    find_files,
+    plan_spans,
+    read_documents,
+    read_entries,
+    sample_texts,
+)
 from genesis.errors import UserError
+from tests.data.corpus_support import make_texts, make_tokenizer, read_tree
+from tests.data.store_support import BUCKET, CREDENTIALS, FaultyStore, serve_s3
 
 TEXTS = [f"document {number}\n" + "wörd " * (number % 7) for number in range(50)]
 
@@ -213,3 +226,168 @@ def test_a_sample_keeps_to_budget_and_weights_and_is_the_same_again(tmp_path):
     assert [sum(text[0] == name for text in texts) for name in "ab"] == [61, 21]
     assert texts == list(sample_texts(sources, 8_000))
     assert len(list(sample_texts(sources, 10**9))) == 800
+
+
+# Files in stores
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    monkeypatch.setenv("GENESIS_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("GENESIS_STORE_ATTEMPTS", "1")
+    with FaultyStore() as store:
+        yield store
+
+
+def upload(store, path):
+    store.files["/" + path.name] = path.read_bytes()
+    return SourceOptions("web", (f"{store.url}/{path.name}",))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.txt"])
+def test_a_remote_file_gives_what_the_local_one_gives_however_it_is_cut(tmp_path, store, name):
+    if name == "a.parquet":
+        pq.write_table(pa.table({"text": TEXTS}), tmp_path / name, row_group_size=7)
+    elif name == "a.txt":
+        (tmp_path / name).write_text("".join(TEXTS))
+    else:
+        write_jsonl(tmp_path / name, TEXTS)
+    local, remote = SourceOptions("web", (str(tmp_path / name),)), upload(store, tmp_path / name)
+    assert read_all(remote, 100) == read_all(remote) == read_all(local) != []
+    (whole,) = plan_spans(remote, find_files(remote), 1 << 20)
+    positions = [document.position for document in read_documents(remote, whole)]
+    assert positions == sorted(positions)
+    assert positions[-1] <= whole.num_bytes
+    spans = plan_spans(remote, find_files(remote), 100)
+    entries = [entry.read(True) for span in spans for entry in read_entries(remote, span)]
+    assert [entry.text for entry in entries if entry.utf8] == read_all(local)
+    assert store.count("GET") == 1
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst", "a.parquet"])
+def test_spans_of_remote_files_are_planned_without_a_download(tmp_path, store, name):
+    (tmp_path / name).write_bytes(b"x" * 1000)
+    source = upload(store, tmp_path / name)
+    spans = list(plan_spans(source, find_files(source), 300))
+    assert [(span.start, span.end) for span in spans][-1][1] == sum(span.num_bytes for span in spans) == 1000
+    assert len(spans) == (4 if name == "a.jsonl" else 1)
+    assert store.count("GET") == 0
+
+
+def test_a_remote_parquet_without_text_is_refused_when_it_is_read(tmp_path, store):
+    pq.write_table(pa.table({"body": ["x"]}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=rf"{store.url}/a\.parquet has no column 'text' \(it has: body\)"):
+        read_all(upload(store, tmp_path / "a.parquet"))
+
+
+def test_local_and_remote_paths_stand_side_by_side_and_a_file_url_is_a_local_path(tmp_path, store):
+    write_jsonl(tmp_path / "a.jsonl", TEXTS[:1])
+    write_jsonl(tmp_path / "b.jsonl", TEXTS[1:2])
+    (url,) = upload(store, tmp_path / "b.jsonl").paths
+    source = SourceOptions("web", (url, f"file://{tmp_path}/a.jsonl", str(tmp_path / "a.*")))
+    assert [file.path for file in find_files(source)] == [str(tmp_path / "a.jsonl"), url]
+    assert read_all(source) == TEXTS[:2]
+
+
+def test_a_web_address_with_a_query_has_the_format_of_its_name(tmp_path, store):
+    write_jsonl(tmp_path / "a.jsonl.gz", TEXTS)
+    (url,) = upload(store, tmp_path / "a.jsonl.gz").paths
+    assert read_all(SourceOptions("web", (f"{url}?download=true.txt",))) == TEXTS
+
+
+def test_a_bad_line_of_a_remote_file_is_named_by_url_and_line(tmp_path, store):
+    write_jsonl(tmp_path / "a.jsonl.zst", ["one", "two"])
+    data = zstandard.compress(b'{"text": "one"}\n{"text": 2}\n')
+    (tmp_path / "a.jsonl.zst").write_bytes(data)
+    with pytest.raises(UserError, match=rf"{store.url}/a\.jsonl\.zst, line 2: field 'text' is int"):
+        read_all(upload(store, tmp_path / "a.jsonl.zst"))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.jsonl.gz", "a.parquet"])
+def test_a_damaged_copy_is_named_by_url_and_fetched_anew_the_next_time(tmp_path, store, name):
+    if name == "a.parquet":
+        pq.write_table(pa.table({"text": TEXTS}), tmp_path / name, compression="gzip")
+    else:
+        write_jsonl(tmp_path / name, TEXTS)
+    source = upload(store, tmp_path / name)
+    read_all(source)
+    (copy,) = (tmp_path / "cache").glob("*.copy")
+    data = bytearray(copy.read_bytes())
+    data[len(data) // 3 : len(data) // 2] = bytes(len(data) // 2 - len(data) // 3)
+    copy.write_bytes(data)
+    (span,) = plan_spans(source, find_files(source), 1 << 20)
+    with pytest.raises(DamagedFileError, match=rf"{store.url}/{name} is (cut short or )?damaged"):
+        list(read_entries(source, span))
+    assert read_all(source) == TEXTS
+    assert store.count("GET") == 2
+
+
+def test_a_remote_file_that_changes_is_refused_unless_its_copy_is_there(tmp_path, store):
+    source = upload(store, write_jsonl(tmp_path / "a.jsonl", TEXTS) and tmp_path / "a.jsonl")
+    (span,) = plan_spans(source, find_files(source), 1 << 20)
+    assert [document.text for document in read_documents(source, span)] == TEXTS
+    store.files["/a.jsonl"] = store.files["/a.jsonl"].replace(b"document", b"Document")
+    assert [document.text for document in read_documents(source, span)] == TEXTS
+    (copy,) = (tmp_path / "cache").glob("*.copy")
+    copy.unlink()
+    with pytest.raises(UserError, match=r"a\.jsonl has changed since it was found: its ETag was"):
+        list(read_documents(source, span))
+
+
+def test_a_url_that_leads_nowhere_is_named(store):
+    store.files["/d/a.md"] = b"text"
+    for path in ("/none.txt", "/d/", "/d/*.txt"):
+        with pytest.raises(
+            UserError, match=rf"source web: {store.url}.* leads to no file .*mend the URL or give other"
+        ):
+            find_files(SourceOptions("web", (store.url + path,)))
+
+
+def test_a_sample_downloads_each_file_once_in_a_cache_that_holds_one(tmp_path, store, monkeypatch):
+    monkeypatch.setattr("genesis.data.sources._TRAINING_SPAN_BYTES", 500)
+    paths = []
+    for name in ("a.jsonl", "b.jsonl", "c.jsonl"):
+        write_jsonl(tmp_path / name, TEXTS)
+        paths += upload(store, tmp_path / name).paths
+    monkeypatch.setenv("GENESIS_CACHE_BYTES", str((tmp_path / "a.jsonl").stat().st_size))
+    assert len(list(sample_texts([SourceOptions("web", tuple(paths))], 10**6))) == 3 * len(TEXTS)
+    assert store.count("GET") == 3
+
+
+def test_data_prepare_of_s3_makes_the_corpus_that_the_same_files_make_locally(tmp_path):
+    make_tokenizer(tmp_path)
+    (tmp_path / "text").mkdir()
+    write_jsonl(tmp_path / "text/a.jsonl.zst", make_texts(80, seed=1))
+    write_jsonl(tmp_path / "text/b.jsonl", make_texts(80, seed=2))
+    pq.write_table(pa.table({"text": make_texts(40, seed=3)}), tmp_path / "text/c.parquet")
+    with serve_s3() as ((host, port), client):
+        for path in (tmp_path / "text").iterdir():
+            client.put_object(Bucket=BUCKET, Key=f"text/{path.name}", Body=path.read_bytes())
+        environment = {
+            **CREDENTIALS,
+            "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+            "GENESIS_CACHE_DIR": str(tmp_path / "cache"),
+        }
+        for name, path in (("local", tmp_path / "text"), ("remote", f"s3://{BUCKET}/text")):
+            config = {
+                "name": name,
+                "out": str(tmp_path),
+                "tokenizer": str(tmp_path),
+                "sources": [{"name": "web", "paths": [str(path)]}],
+                "validation_fraction": 0.1,
+                "num_workers": 2,
+            }
+            (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(config))
+            command = ["data", "prepare", "--config", str(tmp_path / f"{name}.yaml")]
+            result = subprocess.run(
+                [sys.executable, "-m", "genesis", *command],
+                env={**os.environ, **environment},
+                capture_output=True,
+                text=True,
+                timeout=250,
+                check=False,
+            )
+            assert (result.returncode, result.stderr) == (0, "")
+    trees = [read_tree(tmp_path / name) for name in ("local", "remote")]
+    shards = [{path: data for path, data in tree.items() if ".ds" in path} for tree in trees]
+    assert shards[0] == shards[1] != {}

@@ -222,7 +222,7 @@ def _describe_plan(options: CleanOptions, files: dict[str, tuple[InputFile, ...]
         "datatrove": read_versions()["datatrove"],
         "options": described,
         "files": {
-            f"{name}: {file.path}": {"bytes": file.num_bytes, "mtime_ns": file.mtime_ns}
+            f"{name}: {file.path}": {"bytes": file.num_bytes, "mtime_ns": file.mtime_ns, "identity": file.identity}
             for name, found in files.items()
             for file in found
         },

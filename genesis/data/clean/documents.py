@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -22,9 +22,11 @@ import zstandard
 from datatrove.data import Document, DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
+from genesis.data.cache import open_copy
 from genesis.data.clean.filters import FIELDS, LANGUAGE
+from genesis.data.remote import RemoteFile, file_name, is_url
 from genesis.data.shards import hash_file, sync_directory
-from genesis.data.sources import SourceOptions, Span, read_documents
+from genesis.data.sources import InputFile, SourceOptions, Span, read_documents
 from genesis.tokenizer.tokenizer import Tokenizer
 
 SOURCE = "source"
@@ -212,7 +214,7 @@ def _read(source: SourceOptions, span: Span, names: Sequence[str]) -> Iterator[t
 
 
 def _is_kind(source: SourceOptions, span: Span, kind: str) -> bool:
-    stem = span.file.path.removesuffix(".gz").removesuffix(".zst")
+    stem = file_name(span.file.path).removesuffix(".gz").removesuffix(".zst")
     endings = {"jsonl": (".jsonl", ".ndjson"), "parquet": (".parquet",)}[kind]
     return source.format == kind or (source.format == "auto" and stem.endswith(endings))
 
@@ -237,10 +239,16 @@ def _json_rows(source: SourceOptions, span: Span) -> Iterator[dict[str, Any]]:
 
 
 def _parquet_rows(source: SourceOptions, span: Span, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    with pq.ParquetFile(span.file.path) as parquet:
+    with _on_disk(span.file) as path, pq.ParquetFile(path) as parquet:
         columns = [source.text_field, *(name for name in names if name in parquet.schema_arrow.names)]
         for batch in parquet.iter_batches(row_groups=list(range(span.start, span.end)), columns=columns):
             yield from batch.to_pylist()
+
+
+def _on_disk(file: InputFile) -> AbstractContextManager[Path]:
+    if is_url(file.path):
+        return open_copy(RemoteFile(file.path, file.num_bytes, file.identity))
+    return nullcontext(Path(file.path))
 
 
 # Writing

@@ -152,14 +152,15 @@ def run_on_ray(phases: Sequence[Phase], logs: Path, options: RayOptions, report:
         UserError: A task failed; the line names its log. Finished tasks are kept.
     """
     for phase in phases:
-        executor = RayPipelineExecutor(
-            list(phase.pipeline),
-            tasks=phase.num_tasks,
-            workers=options.workers,
-            cpus_per_task=options.cpus_per_task,
-            mem_per_cpu_gb=options.mem_per_cpu_gb,
-            logging_dir=str(logs / phase.name),
-        )
+        with _quiet():
+            executor = RayPipelineExecutor(
+                list(phase.pipeline),
+                tasks=phase.num_tasks,
+                workers=options.workers,
+                cpus_per_task=options.cpus_per_task,
+                mem_per_cpu_gb=options.mem_per_cpu_gb,
+                logging_dir=str(logs / phase.name),
+            )
         if executor.get_incomplete_ranks():
             report(phase)
             with _quiet():

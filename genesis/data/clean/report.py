@@ -17,13 +17,14 @@ from typing import Any
 from datatrove.data import Document, DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
+from genesis import __version__
 from genesis.data.clean.documents import WrittenShard, read_shard_records, write_durably
 from genesis.errors import UserError
 
 MANIFEST_NAME = "manifest.json"
 _REPORT_NAME = "report.json"
 _SCHEMA_VERSION = 1
-_PACKAGES = ("genesis-lm", "datatrove", "py3langid", "pyarrow", "regex", "zstandard")
+_PACKAGES = ("datatrove", "py3langid", "pyarrow", "regex", "zstandard")
 """Those whose version may change the result."""
 
 
@@ -210,7 +211,8 @@ def read_report(out: Path) -> CleanReport:
 
 def read_versions() -> dict[str, str]:
     """Returns the versions of what may change the result."""
-    return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in _PACKAGES}}
+    packages = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    return {"genesis": __version__, "python": platform.python_version(), **packages}
 
 
 def write_json(path: Path, value: object) -> None:

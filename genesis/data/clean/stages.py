@@ -6,7 +6,7 @@ down that it dropped, with the reason.
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,9 +24,10 @@ _EXAMPLE_CHARACTERS = 600
 
 @dataclass(frozen=True)
 class Example:
-    """A document that a stage dropped, its beginning and why."""
+    """A document that a stage dropped: why, what the filter noted about it, and its beginning."""
 
     reason: str
+    notes: dict[str, Any]
     id: str
     source: str
     text: str
@@ -61,13 +62,14 @@ class Stage(PipelineStep):  # type: ignore[misc]
         """Counts a document after the stage."""
         self._count("kept", document)
 
-    def drop(self, document: Document, reason: str) -> None:
-        """Counts a dropped document and takes it for an example if there are few of its reason."""
+    def drop(self, document: Document, reason: str, known: Collection[str] = ()) -> None:
+        """Counts a dropped document, of whose metadata `known` came before; of each reason the first are examples."""
         self.stat_update(f"dropped.{reason}")
         self._num_by_reason[reason] += 1
         if self._num_by_reason[reason] <= self._account.num_examples:
+            notes = {key: value for key, value in document.metadata.items() if key not in known}
             text = document.text[:_EXAMPLE_CHARACTERS]
-            self._examples.append(Example(reason, document.id, document.metadata[SOURCE], text))
+            self._examples.append(Example(reason, notes, document.id, document.metadata[SOURCE], text))
 
     def write_examples(self, rank: int) -> None:
         """Sets the examples of the task `rank` down."""
@@ -95,12 +97,13 @@ class FilterStage(Stage):
         """Yields the documents that pass."""
         for document in data:
             self.enter(document)
+            known = set(document.metadata)
             is_kept, reason = self._judge(document) if self._concerns(document) else (True, "")
             if is_kept:
                 self.keep(document)
                 yield document
             else:
-                self.drop(document, reason)
+                self.drop(document, reason, known)
         self.write_examples(rank)
 
     def _concerns(self, document: Document) -> bool:
@@ -164,4 +167,4 @@ class _Excluded:
         pass
 
     def write(self, document: Document, rank: int = 0, **_: Any) -> None:
-        self._stage.drop(document, "duplicate")
+        self._stage.drop(document, "duplicate", document.metadata)

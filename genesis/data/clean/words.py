@@ -1,7 +1,8 @@
 """How a text is cut into words and sentences, and hashed, where a filter or a deduplication compares them.
 
 datatrove's own tokenizers need spaCy or a model from the network for each language; one rule for all scripts needs
-neither. A character of a script that is written without spaces counts as a word.
+neither. A word is what stands between spaces, as the rules of Gopher have it, without the punctuation around it; what
+is punctuation alone is a word, too. A character of a script that is written without spaces counts as a word.
 """
 
 from collections.abc import Iterator
@@ -16,8 +17,9 @@ HASH: Final = HashConfig(precision=64, hash_fc="sha1")
 """datatrove's default, xxhash, fails with xxhash 4, which takes bytes alone."""
 
 _UNSPACED: Final = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}"
+_CORE: Final = rf"[\w--[{_UNSPACED}]]"
 _WORD: Final = regex.compile(
-    rf"[\w--[{_UNSPACED}]]+(?:['\u2019][\w--[{_UNSPACED}]]+)*|[{_UNSPACED}]|([^\w\s])\1*", regex.VERSION1
+    rf"{_CORE}(?:[^\s{_UNSPACED}]*{_CORE})?|[{_UNSPACED}]|(?<!\S)[^\w\s]+(?!\S)", regex.VERSION1
 )
 _SPACED_ENDS: Final = "".join(sorted(mark for mark in TERMINAL_PUNCTUATION if mark.isascii()))
 _OTHER_ENDS: Final = "".join(sorted(mark for mark in TERMINAL_PUNCTUATION if not mark.isascii()))
@@ -27,7 +29,7 @@ _SENTENCE_END: Final = regex.compile(
 
 
 class Words(WordTokenizer):  # type: ignore[misc]
-    """Cuts a text of any language into words, runs of a symbol, and sentences. All of its objects are equal."""
+    """Cuts a text of any language into words and sentences. All of its objects are equal."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Words)
@@ -36,8 +38,8 @@ class Words(WordTokenizer):  # type: ignore[misc]
         return hash(Words)
 
     def word_tokenize(self, text: str) -> list[str]:
-        """Returns the words of `text`; a run of one symbol ("...") is a word."""
-        return [match.group() for match in _WORD.finditer(text)]
+        """Returns the words of `text`."""
+        return list(_WORD.findall(text))
 
     def sent_tokenize(self, text: str) -> list[str]:
         """Returns the sentences of `text`, without the space around them."""

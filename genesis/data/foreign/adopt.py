@@ -5,8 +5,8 @@ documents end is taken from the file's own index, or found by the end-of-documen
 
     CORPUS/manifest.json
     CORPUS/tokenizer.model           where there is one
-    CORPUS/train/SOURCE/00000.index  for each file: uint64, the cumulative end of each document that has tokens
-    CORPUS/train/SOURCE/00000.added  where documents' ends are added: uint64, their places, counted with those added
+    CORPUS/train/SOURCE.index        uint64, the end of each document that has tokens, counted over all files
+    CORPUS/train/SOURCE.added        where documents' ends are added: uint64, their places, counted with those added
 
 Memory is bounded by a shard. The corpus gets its name when all of it is on disk.
 """
@@ -16,10 +16,10 @@ import secrets
 import shutil
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import BinaryIO, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -236,7 +236,7 @@ class _Adopter:
         self._vocabulary = vocabulary
         self._staging = staging
         self._report = report
-        self._num_files = self._num_tokens = self._num_added = self._num_unfinished = 0
+        self._num_files = self._num_tokens = self._num_unfinished = 0
 
     def adopt(self) -> Adoption:
         sources = self._options.sources
@@ -255,88 +255,93 @@ class _Adopter:
                 if source.validation_paths
             ),
         )
-        return Adoption(manifest, self._num_files, self._num_added, self._num_unfinished)
+        num_added = sum(sum(record.table.column("num_added")) for record in (*manifest.train, *manifest.validation))
+        return Adoption(manifest, self._num_files, num_added, self._num_unfinished)
 
     def _adopt_source(self, split: Split, source: ForeignSource, paths: tuple[str, ...]) -> SourceRecord:
-        directory = self._staging / split / source.name
-        directory.mkdir(parents=True)
+        (self._staging / split).mkdir(exist_ok=True)
+        index = f"{split}/{source.name}{INDEX_SUFFIX}"
+        added_path = (self._staging / index).with_suffix(ADDED_SUFFIX)
         shards: list[ShardRecord] = []
-        for number, found in enumerate(find_token_files(paths, source.format)):
-            before = found.path.stat()
-            file = reader_of(found, source.column, source.dtype)()
-            shards += self._adopt_file(file, source, directory / f"{number:05d}{INDEX_SUFFIX}", before.st_mtime_ns)
-            after = found.path.stat()
-            if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-                raise UserError(f"{found.path} changed while it was read; begin again when it is finished")
-            self._num_files += 1
-        sync_directory(directory)
-        record = SourceRecord(
-            name=source.name,
-            weight=source.weight,
-            num_documents=sum(shard.num_documents for shard in shards),
-            num_text_bytes=sum(shard.num_text_bytes for shard in shards),
-            num_tokens=sum(shard.num_tokens for shard in shards),
-            shards=shards,
-        )
-        if not record.num_tokens:
+        num_documents = num_tokens = 0
+        with (self._staging / index).open("wb") as index_file, added_path.open("wb") as added_file:
+            for shard, ends, added in self._look_into_files(source, paths):
+                entries = (ends + num_tokens).astype(INDEX_ENTRY)
+                index_file.write(entries.tobytes())
+                added_file.write((added + num_tokens).astype(INDEX_ENTRY).tobytes())
+                shards.append(
+                    replace(
+                        shard,
+                        index=index,
+                        index_hash=hash_tokens(entries),
+                        index_start=num_documents,
+                        index_base=num_tokens,
+                    )
+                )
+                num_documents += shard.num_documents
+                num_tokens += shard.num_tokens
+            sync_file(index_file)
+            sync_file(added_file)
+        if not added_path.stat().st_size:
+            added_path.unlink()
+        sync_directory(self._staging / split)
+        if not num_tokens:
             raise UserError(f"source {source.name}: {', '.join(paths)} holds no tokens; leave it out")
-        if not record.num_documents:
+        if not num_documents:
             raise UserError(
                 f"source {source.name}: {', '.join(paths)} holds no eos_id {self._vocabulary.eos_id}; give the id that "
                 "ends documents, or add_eos where each file is one document"
             )
-        return record
+        num_text_bytes = sum(shard.num_text_bytes for shard in shards)
+        return SourceRecord(source.name, source.weight, num_documents, num_text_bytes, num_tokens, shards)
 
-    def _adopt_file(self, file: TokenFile, source: ForeignSource, index: Path, mtime_ns: int) -> list[ShardRecord]:
+    def _look_into_files(
+        self, source: ForeignSource, paths: tuple[str, ...]
+    ) -> Iterator[tuple[ShardRecord, NDArray[np.int64], NDArray[np.int64]]]:
+        """Yields each shard, without its place in an index, with its documents' ends and those that are added."""
+        for found in find_token_files(paths, source.format):
+            before = found.path.stat()
+            file = reader_of(found, source.column, source.dtype)()
+            yield from self._look_into_file(file, source, before.st_mtime_ns)
+            after = found.path.stat()
+            if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+                raise UserError(f"{found.path} changed while it was read; begin again when it is finished")
+            self._num_files += 1
+
+    def _look_into_file(
+        self, file: TokenFile, source: ForeignSource, mtime_ns: int
+    ) -> Iterator[tuple[ShardRecord, NDArray[np.int64], NDArray[np.int64]]]:
         by_eos = source.documents == "eos" or (source.documents == "auto" and file.read_ends is None)
         if not by_eos and file.read_ends is None:
             raise UserError(f"{file.path} does not say where documents end; give documents eos")
         if by_eos and self._options.check == "sizes":
             raise UserError(f"{file.path}: documents end at eos_id, so all is read; give check all")
         starts = list(accumulate((run.num_tokens for run in file.runs), initial=0))
-        shards: list[ShardRecord] = []
-        num_documents = num_tokens = 0
-        added_path = index.with_suffix(ADDED_SUFFIX)
-        with index.open("wb") as index_file, added_path.open("wb") as added_file:
-            for piece in _cut_evenly(starts) if by_eos else _cut_at_documents(file, starts):
-                run = bisect_right(starts, piece.start) - 1
-                place = piece.start - starts[run]
-                byte_offset = file.runs[run].byte_offset + place * stored_dtype(file.dtype).itemsize
-                is_last = piece.start + piece.num_tokens == starts[-1]
-                contents = self._look_into(file, piece, byte_offset, is_last)
-                ends = contents.ends + np.cumsum(contents.is_added)
-                num_added = int(np.count_nonzero(contents.is_added))
-                entries = _write_places(index_file, ends + num_tokens)
-                _write_places(added_file, ends[contents.is_added] - 1 + num_tokens)
-                shards.append(
-                    ShardRecord(
-                        path=str(file.path),
-                        num_tokens=piece.num_tokens + num_added,
-                        num_documents=len(ends),
-                        num_text_bytes=contents.num_text_bytes,
-                        file_bytes=file.file_bytes,
-                        hash=contents.hash,
-                        index_hash=hash_tokens(entries),
-                        dtype=file.dtype,
-                        byte_offset=byte_offset,
-                        index=index.relative_to(self._staging).as_posix(),
-                        index_start=num_documents,
-                        index_base=num_tokens,
-                        num_added=num_added,
-                        mtime_ns=None if contents.hash else mtime_ns,
-                    )
-                )
-                num_documents += len(ends)
-                num_tokens += piece.num_tokens + num_added
-                self._num_added += num_added
-                self._num_unfinished += is_last and (not len(ends) or int(ends[-1]) < piece.num_tokens)
-                self._num_tokens += piece.num_tokens
-                self._report(self._num_tokens)
-            sync_file(index_file)
-            sync_file(added_file)
-        if not added_path.stat().st_size:
-            added_path.unlink()
-        return shards
+        for piece in _cut_evenly(starts) if by_eos else _cut_at_documents(file, starts):
+            run = bisect_right(starts, piece.start) - 1
+            place = piece.start - starts[run]
+            byte_offset = file.runs[run].byte_offset + place * stored_dtype(file.dtype).itemsize
+            is_last = piece.start + piece.num_tokens == starts[-1]
+            contents = self._look_into(file, piece, byte_offset, is_last)
+            ends = contents.ends + np.cumsum(contents.is_added)
+            added = ends[contents.is_added] - 1
+            shard = ShardRecord(
+                path=str(file.path),
+                num_tokens=piece.num_tokens + len(added),
+                num_documents=len(ends),
+                num_text_bytes=contents.num_text_bytes,
+                file_bytes=file.file_bytes,
+                hash=contents.hash,
+                index_hash="",
+                dtype=file.dtype,
+                byte_offset=byte_offset,
+                num_added=len(added),
+                mtime_ns=None if contents.hash else mtime_ns,
+            )
+            yield shard, ends, added
+            self._num_unfinished += is_last and (not len(ends) or int(ends[-1]) < shard.num_tokens)
+            self._num_tokens += piece.num_tokens
+            self._report(self._num_tokens)
 
     def _look_into(self, file: TokenFile, piece: _Piece, byte_offset: int, is_last: bool) -> _Contents:
         """Returns what is in a piece; all that can be wrong with its tokens is refused."""
@@ -393,9 +398,3 @@ def _cut_at_documents(file: TokenFile, starts: list[int]) -> Iterator[_Piece]:
             start, waiting = int(waiting[cut]), waiting[cut + 1 :]
     if start != starts[-1]:
         raise UserError(f"{file.path} holds {starts[-1]:,} tokens, its index ends at {last:,}; make it again")
-
-
-def _write_places(file: BinaryIO, places: NDArray[np.int64]) -> NDArray[np.unsignedinteger]:
-    entries = places.astype(INDEX_ENTRY)
-    file.write(entries.tobytes())
-    return entries

@@ -1,7 +1,7 @@
 """A stream as it is found on disk: its files, the spans that they are cut into, and what each lane reads of them."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import PurePath
@@ -30,7 +30,7 @@ class Stream:
         tokenizer: What tokens mean.
         recipe: What blocks are made by.
         num_lanes: L.
-        parts: What each lane reads of each source.
+        parts: What each lane reads of each source, in the order of the sources.
         file_hashes: Of each source's files: their names and sizes, and how documents are found in them.
     """
 
@@ -40,6 +40,11 @@ class Stream:
     num_lanes: int
     parts: dict[LaneSource, LanePart]
     file_hashes: dict[str, str]
+
+    @property
+    def max_epochs(self) -> dict[str, int | None]:
+        """Returns how often each source is read at most."""
+        return {part.source.name: part.max_epochs for part in self.parts.values()}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -59,13 +64,29 @@ class Stream:
             "block_tokens": self.recipe.block_tokens,
             "num_lanes": self.num_lanes,
             "tokenizer": self.tokenizer.hash,
-            "max_epochs": {name: self.options.epochs_of(name) for name in self.names},
+            "max_epochs": self.max_epochs,
             "files": self.file_hashes,
         }
 
 
-def open_stream(options: StreamOptions, tokenizer: Tokenizer, seed: int, seq_len: int, packing: Packing) -> Stream:
+def open_stream(
+    options: StreamOptions,
+    tokenizer: Tokenizer,
+    *,
+    seed: int,
+    seq_len: int,
+    packing: Packing,
+    max_epochs: Mapping[str, int] | None = None,
+) -> Stream:
     """Finds the files of a stream and deals them to lanes; reads nothing but parquet files' tables of contents.
+
+    Args:
+        options: What to stream.
+        tokenizer: What makes its tokens.
+        seed: Of all shuffles.
+        seq_len: S.
+        packing: How documents are put into sequences.
+        max_epochs: How often a source is read at most; one that it does not name is read for ever.
 
     Raises:
         UserError: A path leads to nothing, a parquet file has no such column, or the files can't be cut for the lanes.
@@ -75,17 +96,28 @@ def open_stream(options: StreamOptions, tokenizer: Tokenizer, seed: int, seq_len
             f"data.stream.block_tokens is {options.block_tokens}, less than a sequence of data.seq_len {seq_len}; "
             f"give at least {seq_len + 1}, better a hundred times that"
         )
+    limits = _check_limits(options, max_epochs or {})
     files = {source.name: find_files(source) for source in options.sources}
     spans = {source.name: _cut(source, files[source.name]) for source in options.sources}
     num_lanes = choose_num_lanes({name: len(found) for name, found in spans.items()}, options.num_lanes)
     parts = {
-        LaneSource(lane, index): LanePart(source, lane, dealt, options.epochs_of(source.name))
+        LaneSource(lane, index): LanePart(source, lane, dealt, limits.get(source.name))
         for index, source in enumerate(options.sources)
         for lane, dealt in enumerate(deal_spans(spans[source.name], num_lanes))
     }
     recipe = BlockRecipe(seed, seq_len, packing, options.block_tokens, options.on_bad_document)
     hashes = {source.name: _hash_files(source, files[source.name]) for source in options.sources}
     return Stream(options, tokenizer, recipe, num_lanes, parts, hashes)
+
+
+def _check_limits(options: StreamOptions, max_epochs: Mapping[str, int]) -> Mapping[str, int]:
+    names = [source.name for source in options.sources]
+    for name, limit in max_epochs.items():
+        if name not in names:
+            raise UserError(f"data.max_epochs names the source {name!r}, which is not among {', '.join(names)}")
+        if limit < 1:
+            raise UserError(f"data.max_epochs gives the source {name!r} {limit} epochs; give at least 1")
+    return max_epochs
 
 
 def _cut(source: SourceOptions, files: Sequence[InputFile]) -> list[Span]:

@@ -19,7 +19,6 @@ class StreamOptions:
         num_workers: Processes of each rank that read and tokenize; 0 does it in the thread that makes windows.
         max_worker_restarts: How many killed workers of a rank are replaced before the run ends with an error.
         on_bad_document: What to do with a document or a shard that cannot be read: end the run, or skip and count it.
-        max_epochs: How often each source is read, for all sources or by name; by default for ever.
     """
 
     sources: tuple[SourceOptions, ...]
@@ -29,7 +28,6 @@ class StreamOptions:
     num_workers: int = 2
     max_worker_restarts: int = 3
     on_bad_document: Literal["error", "skip"] = "error"
-    max_epochs: int | dict[str, int] | None = None
 
     def __post_init__(self) -> None:
         check_sources(self.sources)
@@ -37,16 +35,3 @@ class StreamOptions:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UserError(f"data.stream.{name} is {value}; it counts from {least} up")
-        names = {source.name for source in self.sources}
-        limits = self.max_epochs if isinstance(self.max_epochs, dict) else {"": self.max_epochs}
-        for name, limit in limits.items():
-            if name and name not in names:
-                raise UserError(
-                    f"data.stream.max_epochs names the source {name!r}, which is not among {', '.join(sorted(names))}"
-                )
-            if limit is not None and limit < 1:
-                raise UserError(f"data.stream.max_epochs is {limit}; it counts from 1 up")
-
-    def epochs_of(self, source: str) -> int | None:
-        """Returns how often a source is read; None is for ever."""
-        return self.max_epochs.get(source) if isinstance(self.max_epochs, dict) else self.max_epochs

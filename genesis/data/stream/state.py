@@ -64,7 +64,7 @@ _REMEDIES: Final = {
     "block_tokens": "set data.stream.block_tokens to the checkpoint's",
     "num_lanes": "set data.stream.num_lanes to the checkpoint's",
     "tokenizer": "set data.stream.tokenizer to the one of the checkpoint",
-    "max_epochs": "set data.stream.max_epochs to the checkpoint's",
+    "max_epochs": "set data.max_epochs to the checkpoint's",
     "files": "stream the same files (names and sizes), read in the same way, or begin a new run",
 }
 

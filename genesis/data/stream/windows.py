@@ -7,7 +7,6 @@ position -> (lane, source)      pure functions; rank r of R takes the lanes whos
 import logging
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -18,6 +17,7 @@ from genesis.data.loader import Ranks, SequenceFormat, build_window
 from genesis.data.order import SequenceOrder
 from genesis.data.stream.block import Block
 from genesis.data.stream.lanes import check_world_size, choose_other, lanes_at
+from genesis.data.stream.ledger import LedgerEntry, build_ledger
 from genesis.data.stream.open import Stream
 from genesis.data.stream.pool import BlockSupply, InlineSupply, WorkerPool
 from genesis.data.stream.state import LaneStates, PartState, read_states, write_states
@@ -28,27 +28,6 @@ _MAX_NOTES: Final = 5
 _ROUNDS_LOOKED_AHEAD: Final = 8
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class LedgerEntry:
-    """What was drawn of one source, by the lanes that are looked at.
-
-    Args:
-        num_sequences: Sequences given out.
-        num_tokens: Labels of those.
-        num_documents: Documents begun.
-        num_bad_documents: Documents skipped because they could not be read.
-        num_damaged_spans: Parts of shards whose rest was skipped.
-        num_epochs: How often the source was read, the mean over the lanes; in steps of a span.
-    """
-
-    num_sequences: int
-    num_tokens: int
-    num_documents: int
-    num_bad_documents: int
-    num_damaged_spans: int
-    num_epochs: float
 
 
 class StreamWindows:
@@ -287,26 +266,3 @@ class StreamWindows:
         with self._lock:
             assert position in self._snapshots, f"no window ends at position {position}, or it was released"
             return dict(self._snapshots[position])
-
-
-def build_ledger(stream: Stream, states: LaneStates) -> dict[str, LedgerEntry]:
-    """Returns what the lanes of `states` have drawn of each source."""
-    ledger = {}
-    for index, name in enumerate(stream.names):
-        parts = {key: state for key, state in states.items() if key.source == index}
-        ledger[name] = LedgerEntry(
-            num_sequences=sum(state.num_sequences for state in parts.values()),
-            num_tokens=sum(state.num_tokens for state in parts.values()),
-            num_documents=sum(state.num_documents for state in parts.values()),
-            num_bad_documents=sum(state.num_bad_documents for state in parts.values()),
-            num_damaged_spans=sum(state.num_damaged_spans for state in parts.values()),
-            num_epochs=sum(_count_epochs(stream, key, state) for key, state in parts.items()) / max(1, len(parts)),
-        )
-    return ledger
-
-
-def _count_epochs(stream: Stream, key: LaneSource, state: PartState) -> float:
-    part = stream.parts[key]
-    if state.cursor is None:
-        return float(part.max_epochs or 0)
-    return state.cursor.epoch + state.cursor.span / len(part.spans)

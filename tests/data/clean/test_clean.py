@@ -186,12 +186,14 @@ def test_examples_tell_what_was_dropped_and_why(inputs: Path) -> None:
     (example,) = json.loads((dropped / "04-repetition.json").read_text())
     assert example == {
         "reason": "dup_line_frac",
+        "notes": {},
         "id": f"{inputs / 'web.jsonl.zst'}:0:37",
         "source": "web",
         "text": "the same line\n" * 40,
     }
     (contaminated,) = json.loads((dropped / "08-decontamination.json").read_text())
     assert contaminated["text"] == CONTAMINATED[:600]
+    assert contaminated["notes"] == {"contaminated_ngram": " ".join(PASSAGE.split()[:12]), "contaminated_task": "exam"}
     assert json.loads((dropped / "05-c4_quality.json").read_text()) == []
 
 

@@ -1,6 +1,7 @@
 """Each format beside the same text prepared by genesis, and beside the reader that its users have."""
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,18 +14,22 @@ from datatrove.utils.dataset import DatatroveFileDataset
 from hypothesis import given
 from hypothesis import strategies as st
 
+from genesis.cli.main import main
 from genesis.data.corpus import Corpus, StoredTokens, TokenSource, find_fault, open_corpus
 from genesis.data.datamodule import CorpusDataModule
 from genesis.data.foreign import adopt
 from genesis.data.foreign.adopt import Adoption, AdoptOptions, ForeignSource, adopt_corpus
+from genesis.data.inspect import draw_samples
 from genesis.data.loader import Ranks, SequenceFormat, TrainWindows
 from genesis.data.manifest import SPLITS
 from genesis.data.order import build_order
+from genesis.data.plans import PlannedPacking, write_plan
 from genesis.data.prepare import prepare_corpus
 from genesis.data.shards import little_endian
 from genesis.data.sources import SourceOptions
 from genesis.data.window import Window
 from genesis.errors import UserError
+from genesis.tokenizer.tokenizer import Tokenizer
 from tests.data.corpus_support import make_options, make_texts, write_jsonl
 from tests.data.foreign.files import (
     flatten,
@@ -395,3 +400,83 @@ def test_options_that_do_not_fit_are_refused_in_one_line(
     with pytest.raises(UserError, match=message) as error:
         adopted(prepared, path, **changes)
     assert "\n" not in str(error.value)
+
+
+# What comes after: packing, inspection, verification
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "pad"])
+def test_packed_sequences_are_those_of_the_same_text_prepared(
+    prepared: Prepared, tmp_path: Path, packing: PlannedPacking
+) -> None:
+    path = write_dataset(tmp_path / "dataset", [document[:-1] for document in prepared.documents])
+    adopted(prepared, path, add_eos=True)
+    windows = []
+    for corpus in (open_adopted(path), prepared.corpus):
+        write_plan(corpus, packing, SEQ_LEN)
+        data = CorpusDataModule(str(corpus.path), SEQ_LEN, 2, GLOBAL_BATCH, seed=3, packing=packing)
+        windows.append(iter(data.train_dataloader()))
+    assert_equal_windows(*windows)
+
+
+def test_samples_are_documents_from_their_beginning_and_ids_where_no_tokenizer_is_known(
+    prepared: Prepared, tmp_path: Path
+) -> None:
+    path = write_bin(tmp_path / "train.bin", prepared.documents)
+    tokenizer = Tokenizer.load(prepared.corpus.tokenizer_path)
+    texts = [tokenizer.decode(document) for document in prepared.documents]
+    ids = [" ".join(map(str, document)) for document in prepared.documents]
+    adopted(prepared, path, dtype="uint16")
+    for sample in draw_samples(open_adopted(path), "train", 20, 10_000, seed=1):
+        assert len(sample.texts) > 0
+        assert all(text in texts for text in sample.texts)
+        assert not sample.is_cut
+    shutil.rmtree(path.parent / "corpora")
+    adopted(prepared, path, dtype="uint16", tokenizer=None, vocab_size=VOCAB_SIZE, eos_id=prepared.eos_id)
+    for sample in draw_samples(open_adopted(path), "train", 20, 10_000, seed=1):
+        assert all(text in ids for text in sample.texts)
+
+
+def test_the_commands_adopt_inspect_and_verify(
+    prepared: Prepared, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = write_bin(tmp_path / "train.bin", prepared.documents[:40])
+    held_out = write_bin(tmp_path / "val.bin", prepared.documents[40:])
+    command = ["data", "adopt", str(train), "--validation_paths", str(held_out), "--name", "mine", "--dtype", "uint16"]
+    command += ["--out", str(tmp_path), "--vocab_size", str(VOCAB_SIZE), "--eos_id", str(prepared.eos_id)]
+    assert main(command) == 0
+    page = capsys.readouterr().out
+    assert "mine: 2 files are read where they lie" in page
+    assert "train tokens: " in page
+    assert "bits per byte are not, either" in page
+    assert main(["data", "inspect", str(tmp_path / "mine"), "--seq_len", "16", "--num_samples", "1"]) == 0
+    page = capsys.readouterr().out
+    assert "tokenizer unknown" in page
+    assert page.count("unknown") >= 5
+    assert "best_fit" in page
+    assert main(["data", "verify", str(tmp_path / "mine")]) == 0
+    num_bytes = train.stat().st_size + held_out.stat().st_size
+    assert f"{num_bytes:,} bytes, all as the manifest says" in capsys.readouterr().out
+    data = bytearray(held_out.read_bytes())
+    data[7] ^= 1
+    held_out.write_bytes(data)
+    assert main(["data", "verify", str(tmp_path / "mine")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "val.bin has hash" in line
+    assert line.endswith("put the files back as they were, or adopt them again")
+
+
+def test_sources_come_from_a_yaml_file_too(
+    prepared: Prepared, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    web, code = write_npy(tmp_path / "web.npy", prepared.documents), write_megatron(tmp_path / "x", prepared.documents)
+    (tmp_path / "adopt.yaml").write_text(
+        f"name: mixed\nout: {tmp_path}\ntokenizer: {prepared.corpus.tokenizer_path}\nsources:\n"
+        f"  - {{name: web, paths: [{web}], weight: 3}}\n  - {{name: code, paths: [{code}]}}\n"
+    )
+    assert main(["data", "adopt", "--config", str(tmp_path / "adopt.yaml")]) == 0
+    sources = open_corpus(tmp_path / "mixed").train
+    assert [(source.name, source.weight) for source in sources] == [("web", 3), ("code", 1)]
+    capsys.readouterr()
+    assert main(["data", "adopt", str(web), "--config", str(tmp_path / "adopt.yaml")]) == 2
+    assert "give either paths or sources" in capsys.readouterr().err

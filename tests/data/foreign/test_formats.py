@@ -220,6 +220,14 @@ def test_large_lists_and_rows_of_a_sliced_table_are_located(tmp_path: Path) -> N
     assert found.tolist() == [*DOCUMENTS[1], *DOCUMENTS[2]]
     assert file.read_ends is not None
     assert next(file.read_ends()).tolist() == [2, 64]
+    # Other writers of Arrow need not let the first row begin at the first value.
+    data = (tmp_path / "a.arrow").read_bytes()
+    place = data.index(struct.pack("<3q", 0, 2, 64))
+    overwrite(tmp_path / "a.arrow", place, struct.pack("<3q", 1, 2, 64))
+    shifted = read_arrow(tmp_path / "a.arrow", "ids")
+    assert (shifted.runs[0].byte_offset, shifted.num_tokens) == (file.runs[0].byte_offset + 8, file.num_tokens - 1)
+    assert shifted.read_ends is not None
+    assert next(shifted.read_ends()).tolist() == [1, 63]
 
 
 def write_stream(path: Path, table: pa.Table, compression: str | None = None) -> None:

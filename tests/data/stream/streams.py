@@ -62,14 +62,26 @@ def write_files(directory: Path, texts: list[str], suffix: str, num_files: int =
 
 
 def make_stream(
-    directories: dict[str, Path], tokenizer: Path, packing: str = "chunk", seed: int = 3, **changes: object
+    directories: dict[str, Path],
+    tokenizer: Path,
+    packing: str = "chunk",
+    seed: int = 3,
+    max_epochs: int | dict[str, int] | None = None,
+    **changes: object,
 ) -> Stream:
     options = StreamOptions(
         sources=tuple(SourceOptions(name, (str(path),)) for name, path in directories.items()),
         block_tokens=100,
         num_workers=0,
     )
-    return open_stream(replace(options, **changes), Tokenizer.load(tokenizer), seed, SEQ_LEN, packing)  # type: ignore[arg-type]
+    return open_stream(
+        replace(options, **changes),  # type: ignore[arg-type]
+        Tokenizer.load(tokenizer),
+        seed=seed,
+        seq_len=SEQ_LEN,
+        packing=packing,  # type: ignore[arg-type]
+        max_epochs=dict.fromkeys(directories, max_epochs) if isinstance(max_epochs, int) else max_epochs,
+    )
 
 
 def make_windows(

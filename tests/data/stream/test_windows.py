@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from genesis.data.stream.ledger import build_ledger, count_spans
 from genesis.data.stream.state import combine_states, read_states
-from genesis.data.stream.windows import build_ledger
 from genesis.data.window import IGNORE_INDEX
 from genesis.errors import UserError
 from tests.data.stream.streams import (
@@ -101,7 +101,7 @@ def test_every_token_of_one_epoch_is_seen_once(tmp_path, tokenizer, packing, suf
     assert count_pairs(rows) == expected_pairs(stream.tokenizer, TEXTS["web"] + TEXTS["code"])
     ledger = windows.ledger(position)
     for name, texts in TEXTS.items():
-        assert (ledger[name].num_documents, ledger[name].num_epochs) == (len(texts), 1.0)
+        assert (ledger[name].num_documents, ledger[name].num_spans) == (len(texts), count_spans(stream)[name])
     labels = sum(label != IGNORE_INDEX for _, row, _ in rows for label in row)
     in_documents = sum(entry.num_tokens for entry in ledger.values())
     # The label after a document's end, where the next one begins in the same row, is drawn and does not count.
@@ -181,7 +181,7 @@ def test_a_source_at_its_limit_of_epochs_is_replaced_and_the_others_go_on(tmp_pa
     rows = [row for window in read_windows(windows, 0, 60) for row in rows_of(window)]
     ledger = windows.ledger(60 * GLOBAL_BATCH)
     assert ledger["code"].num_documents == len(TEXTS["code"])
-    assert ledger["web"].num_epochs > 2
+    assert ledger["web"].num_spans > 2 * count_spans(stream)["web"]
     assert ledger["web"].num_sequences + ledger["code"].num_sequences == 60 * GLOBAL_BATCH
     counted = count_pairs(rows)
     assert all(counted[pair] >= count for pair, count in expected_pairs(stream.tokenizer, TEXTS["code"]).items())
@@ -274,16 +274,18 @@ def test_a_block_smaller_than_a_sequence_and_a_wrong_world_size_are_refused(tmp_
 
 
 def test_options_that_cannot_be_are_refused(tmp_path, tokenizer):
-    options = make_stream(write_sources(tmp_path), tokenizer).options
+    directories = write_sources(tmp_path)
+    options = make_stream(directories, tokenizer).options
     for changes, words in (
         ({"num_workers": -1}, "data.stream.num_workers is -1; it counts from 0 up"),
         ({"block_tokens": 0}, "data.stream.block_tokens is 0"),
-        ({"max_epochs": 0}, "data.stream.max_epochs is 0"),
-        ({"max_epochs": {"wbe": 1}}, "names the source 'wbe', which is not among code, web"),
         ({"sources": ()}, "no sources are given"),
     ):
         with pytest.raises(UserError, match=words.replace(".", r"\.")):
             replace(options, **changes)
+    for limits, words in (({"web": 0}, "'web' 0 epochs"), ({"wbe": 1}, "'wbe', which is not among web, code")):
+        with pytest.raises(UserError, match=words):
+            make_stream(directories, tokenizer, max_epochs=limits)
 
 
 def test_lanes_of_one_round_are_not_of_one_source(tmp_path, tokenizer):

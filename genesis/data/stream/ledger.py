@@ -1,0 +1,59 @@
+"""What was drawn of each source: a function of where the lanes stand."""
+
+from dataclasses import dataclass
+
+from genesis.data.stream.open import Stream
+from genesis.data.stream.state import LaneStates, PartState
+from genesis.data.stream.worker import LaneSource
+
+
+@dataclass(frozen=True)
+class LedgerEntry:
+    """What some lanes have drawn of one source. Entries of different lanes add up, field by field.
+
+    Args:
+        num_sequences: Sequences given out.
+        num_tokens: Labels of those.
+        num_documents: Documents begun.
+        num_bad_documents: Documents skipped because they could not be read.
+        num_damaged_spans: Parts of shards whose rest was skipped.
+        num_spans: Parts of shards read to their end, once for each epoch.
+    """
+
+    num_sequences: int
+    num_tokens: int
+    num_documents: int
+    num_bad_documents: int
+    num_damaged_spans: int
+    num_spans: int
+
+
+def build_ledger(stream: Stream, states: LaneStates) -> dict[str, LedgerEntry]:
+    """Returns what the lanes of `states` have drawn of each source."""
+    ledger = {}
+    for index, name in enumerate(stream.names):
+        parts = {key: state for key, state in states.items() if key.source == index}
+        ledger[name] = LedgerEntry(
+            num_sequences=sum(state.num_sequences for state in parts.values()),
+            num_tokens=sum(state.num_tokens for state in parts.values()),
+            num_documents=sum(state.num_documents for state in parts.values()),
+            num_bad_documents=sum(state.num_bad_documents for state in parts.values()),
+            num_damaged_spans=sum(state.num_damaged_spans for state in parts.values()),
+            num_spans=sum(_count_spans(stream, key, state) for key, state in parts.items()),
+        )
+    return ledger
+
+
+def count_spans(stream: Stream) -> dict[str, int]:
+    """Returns the spans of each source: so many are one epoch."""
+    counts = dict.fromkeys(stream.names, 0)
+    for part in stream.parts.values():
+        counts[part.source.name] += len(part.spans)
+    return counts
+
+
+def _count_spans(stream: Stream, key: LaneSource, state: PartState) -> int:
+    part = stream.parts[key]
+    if state.cursor is None:
+        return len(part.spans) * (part.max_epochs or 0)
+    return state.cursor.epoch * len(part.spans) + state.cursor.span
