@@ -11,7 +11,6 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from genesis.bench.loader import main as bench_loader
 from genesis.data.corpus import Corpus, open_corpus
 from genesis.data.loader import (
     Ranks,
@@ -394,10 +393,3 @@ def test_documents_begin_with_bos_where_a_document_id_changes(corpus: Corpus) ->
     for inputs, _, documents in rows_of(train_windows(corpus).window(80)):
         changes = [column for column in range(1, SEQ_LEN) if documents[column] != documents[column - 1]]
         assert changes == [column for column in range(1, SEQ_LEN) if inputs[column] == BOS]
-
-
-def test_the_benchmark_writes_its_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record = tmp_path / "records" / "loader.json"
-    assert bench_loader(["--tokens", "200000", "--repeats", "1", "--seconds", "0.01", "--out", str(record)]) == 0
-    assert record.read_text() == capsys.readouterr().out
-    assert '"seq_len": 2048' in record.read_text()
