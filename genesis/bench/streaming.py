@@ -113,8 +113,9 @@ def write_shards(directory: Path, texts: list[str]) -> tuple[str, ...]:
 def stream_tokens(paths: tuple[str, ...], model: Path, num_workers: int, max_epochs: int | None) -> Iterator[int]:
     """Yields how many tokens each window holds, from the opening of the stream to its end."""
     tokenizer = Tokenizer.load(model)
-    options = StreamOptions((SourceOptions(_SOURCE, paths),), num_workers=num_workers, max_epochs=max_epochs)
-    stream = open_stream(options, tokenizer, seed=0, seq_len=SEQ_LEN, packing="chunk")
+    options = StreamOptions((SourceOptions(_SOURCE, paths),), num_workers=num_workers)
+    limits = {} if max_epochs is None else {_SOURCE: max_epochs}
+    stream = open_stream(options, tokenizer, seed=0, seq_len=SEQ_LEN, packing="chunk", max_epochs=limits)
     dtype = little_endian(token_dtype(tokenizer.vocab_size))
     windows = StreamWindows(
         stream,

@@ -29,5 +29,5 @@ def test_memory_does_not_grow_with_the_corpus_nor_with_what_was_read(tmp_path: P
     first, second = measure_opening(short, num_windows=30), measure_opening(long, num_windows=30)
     assert (first.num_shards, second.num_shards) == (5, 300)
     assert second.num_tokens == NUM_TOKENS
-    # All shards of the long corpus were mapped and hashed: 2.4 GB, none of which may stay. 16 pages around each read do.
+    # All shards of the long corpus were mapped and hashed: 2.4 GB, none of which may stay; 16 pages around a read do.
     assert second.peak_bytes - first.peak_bytes < 100e6
