@@ -69,7 +69,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     scores = [3.0] * (len(texts) - 2) + [0.5, 3.0]
     table = pa.table({"text": texts, "quality": scores})
     pq.write_table(table, directory / "table.parquet", row_group_size=4)
-    write_jsonl(directory / "exam.jsonl", [PASSAGE, "too short to be found"])
+    write_jsonl(directory / "exam.jsonl", [PASSAGE.title() + "?!", "too short to be found"])
     make_tokenizer(directory)
     clean_corpus(make_options(directory))
     return directory
