@@ -191,6 +191,8 @@ def test_examples_tell_what_was_dropped_and_why(inputs: Path) -> None:
         "source": "web",
         "text": "the same line\n" * 40,
     }
+    (near,) = json.loads((dropped / "07-near_duplicates.json").read_text())
+    assert {near["text"], near["notes"]["kept_text"]} == {NEAR[:600], PROSE[3][:600]}
     (contaminated,) = json.loads((dropped / "08-decontamination.json").read_text())
     assert contaminated["text"] == CONTAMINATED[:600]
     assert contaminated["notes"] == {"contaminated_ngram": " ".join(PASSAGE.split()[:12]), "contaminated_task": "exam"}
