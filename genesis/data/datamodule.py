@@ -330,7 +330,7 @@ class _PositionCallback(pl.Callback):
         self.data = data
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuses a length of training that the data do not have; ends a run whose data ended before."""
+        """Tells of a length of training that the data do not have; ends a run whose data ended before."""
         last = self.data.last_position
         if last is not None:
             num_steps = trainer.global_step + max(0, last - self.data.data_position) // self.data.global_batch_size
@@ -338,6 +338,10 @@ class _PositionCallback(pl.Callback):
                 raise UserError(
                     f"trainer.min_steps is {trainer.min_steps}, data.max_epochs ends the data after {num_steps} steps; "
                     "lower the one or raise the other"
+                )
+            if trainer.max_steps > num_steps:
+                rank_zero_info(
+                    f"data.max_epochs ends the data after {num_steps} steps of trainer.max_steps {trainer.max_steps}"
                 )
         self._stop_at_the_end(trainer)
 

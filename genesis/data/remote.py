@@ -368,7 +368,7 @@ def _describe_error(error: BaseException) -> str:
     if isinstance(error, FileNotFoundError) and error.__cause__ is not None:
         return _describe_error(error.__cause__)
     if isinstance(error, TimeoutError) and not str(error):
-        return "no answer in time"
+        return "no answer in time (GENESIS_STORE_ATTEMPT_SECONDS)"
     return f"{type(error).__name__}: {_one_line(error)}"
 
 

@@ -18,6 +18,7 @@ OPTIONS = {
     "tokenizer train": ("--sources", "--out", "--vocab_size"),
     "tokenizer inspect": ("--tokenizer", "--sources"),
     "data prepare": ("--sources", "--tokenizer", "--validation_fraction", "--restart"),
+    "data adopt": ("paths", "--sources", "--add_eos", "--validation_paths"),
     "data inspect": ("corpus", "--num_samples", "--split"),
     "data verify": ("corpus",),
     "model describe": ("--config", "--json"),
@@ -31,7 +32,15 @@ OPTIONS = {
     "completion": ("bash", "zsh"),
 }
 TRAIN = {"fit", "validate", "bench step"}
-NO_TENSORS = {"tokenizer train", "tokenizer inspect", "data prepare", "data inspect", "data verify", "completion"}
+NO_TENSORS = {
+    "tokenizer train",
+    "tokenizer inspect",
+    "data prepare",
+    "data adopt",
+    "data inspect",
+    "data verify",
+    "completion",
+}
 
 
 def modules_after(statement: str) -> set[str]:

@@ -5,7 +5,7 @@ import http.client
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -104,7 +104,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":
-            self._send(body, fault)
+            with suppress(ConnectionError):  # who asked has gone
+                self._send(body, fault)
 
     def _send(self, body: bytes, fault: int | str | None) -> None:
         if fault == "trickle":

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from genesis.data.cache import CacheOptions, open_copy
+from genesis.data.cache import CacheOptions, _lock, open_copy
 from genesis.data.remote import RemoteFile, StoreError, list_files
 from genesis.errors import UserError
 from tests.data.store_support import FaultyStore
@@ -224,8 +224,7 @@ def test_a_downloader_that_is_killed_leaves_no_copy_and_the_one_that_waits_takes
     assert store.count("GET") == 2
 
 
-def test_what_a_killed_downloader_left_is_cleared_by_the_next_download_of_any_file(store, directory, monkeypatch):
-    monkeypatch.setenv("GENESIS_CACHE_BYTES", str(SIZE))
+def test_what_a_killed_downloader_left_is_cleared_by_the_next_download_of_any_file(store, directory):
     file = find(store)
     store.faults = ["gate"]
     killed = start_reader(file)
@@ -341,6 +340,20 @@ def test_threads_of_one_process_share_a_download(store):
         thread.join()
     assert texts == [bytes(SIZE)] * 4
     assert store.count("GET") == 1
+
+
+def test_a_lock_whose_file_was_removed_meanwhile_is_not_taken_for_one(tmp_path):
+    path = tmp_path / "a.lock"
+    first = _lock(path, fcntl.LOCK_EX)
+    taken = []
+    thread = threading.Thread(target=lambda: taken.append(_lock(path, fcntl.LOCK_EX)))
+    thread.start()
+    wait_until(lambda: is_waiting_for_lock(os.getpid()))
+    path.unlink()
+    os.close(first)
+    thread.join()
+    assert os.path.samestat(os.fstat(taken[0]), path.stat())
+    os.close(taken[0])
 
 
 def test_the_environment_says_where_and_how_much(monkeypatch, tmp_path):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from genesis.data.corpus import TokenSource, open_corpus
 from genesis.data.manifest import MANIFEST_NAME, read_manifest, write_manifest
 from genesis.errors import UserError
-from tests.data.corpora import FAKE_TOKENIZER, make_documents, write_corpus
+from tests.data.corpora import BOS, EOS, FAKE_TOKENIZER, make_documents, write_corpus
 from tests.golden.files import GOLDEN
 
 DOCUMENTS = make_documents(20, 8)
@@ -120,6 +120,15 @@ def test_documents_ends_are_those_of_the_documents_in_the_stream(corpus: Path) -
     (source,) = open_corpus(corpus).train
     ends = np.concatenate(list(source.document_ends()))
     assert ends.tolist() == np.cumsum([len(document) for document in DOCUMENTS]).tolist()
+
+
+def test_of_many_shards_the_one_that_is_missing_is_named(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus", {"text": [[BOS, EOS]] * 2_500}, documents_per_shard=1)
+    (source,) = open_corpus(corpus).train
+    assert (source.num_shards, source.num_tokens) == (2_500, 5_000)
+    (corpus / "train/text/02345.ds").unlink()
+    with pytest.raises(UserError, match=r"train/text/02345\.ds can't be read"):
+        open_corpus(corpus)
 
 
 def test_a_shard_that_vanishes_or_is_cut_in_mid_run_is_named(corpus: Path) -> None:

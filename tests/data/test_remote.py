@@ -277,12 +277,13 @@ def test_the_settings_of_fsspec_hold_beside_ours(s3, tmp_path, monkeypatch):
     assert all("mine/1" in agent for agent in store.agents)
 
 
-def test_an_s3_server_that_hangs_is_named(s3, tmp_path, monkeypatch):
+@pytest.mark.parametrize("fault", ["hang", "trickle"])
+def test_an_s3_server_that_hangs_is_named(s3, tmp_path, monkeypatch, fault):
     client, store = s3
     put(client, "a.txt", DATA)
     (file,) = list_files(f"s3://{BUCKET}/a.txt", ())
     monkeypatch.setenv("GENESIS_STORE_ATTEMPT_SECONDS", "1")
-    store.faults, store.repeat = ["hang"], True
+    store.faults, store.repeat = [fault], True
     with pytest.raises(StoreError, match=r"3 attempts failed, the last with (no answer|\w*Timeout)"):
         fetch(file, tmp_path / "a")
 
@@ -297,6 +298,18 @@ def test_a_listing_that_fails_leaves_nothing_out(s3, path):
     store.faults, store.repeat = [500], True
     with pytest.raises(StoreError, match="3 attempts failed"):
         list_files(f"s3://{BUCKET}{path}", (".jsonl",))
+
+
+def test_nothing_is_remembered_of_an_earlier_listing(s3, tmp_path):
+    client, _ = s3
+    put(client, "web/a.txt", b"first")
+    (old,) = list_files(f"s3://{BUCKET}/web/*.txt", ())
+    put(client, "web/a.txt", b"other")
+    put(client, "web/b.txt")
+    with pytest.raises(UserError, match=r"a\.txt has changed since it was found"):
+        fetch(old, tmp_path / "a")
+    new, _ = list_files(f"s3://{BUCKET}/web/*.txt", ())
+    assert new.identity != old.identity
 
 
 def test_an_s3_object_that_changes_or_vanishes_is_named(s3, tmp_path):

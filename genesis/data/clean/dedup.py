@@ -3,11 +3,13 @@
 Each is three acts over all documents: signatures, a search among them, and the removal of all but one of each group.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.dedup import ExactDedupFilter, ExactDedupSignature, ExactFindDedups
@@ -20,10 +22,12 @@ from datatrove.pipeline.dedup.minhash import (
     MinhashDedupSignature,
 )
 
-from genesis.data.clean.documents import SOURCE
+from genesis.data.clean.documents import SOURCE, PassReader
 from genesis.data.clean.words import HASH, Words
 from genesis.errors import UserError
 
+CLUSTER = "minhash_cluster_id"
+"""Where datatrove notes the group of near-duplicates in a document's metadata."""
 _MAX_PRIORITY = 65_535
 """The highest that datatrove takes."""
 
@@ -91,12 +95,26 @@ class NearDuplicates:
     def build_searches(self, work: Path) -> list[Search]:
         """Returns what finds the duplicates."""
         buckets = MinhashDedupBuckets(str(work / "signatures"), str(work / "pairs"), config=self.config)
-        cluster = MinhashDedupCluster(str(work / "pairs"), str(work / "duplicates"), self.config)
+        cluster = MinhashDedupCluster(str(work / "pairs"), str(work / "duplicates"), self.config, save_cluster_id=True)
         return [Search("buckets", (buckets,), self.num_buckets), Search("cluster", (cluster,), 1)]
 
     def build_removal(self, work: Path) -> PipelineStep:
         """Returns the step that removes them."""
-        return MinhashDedupFilter(str(work / "duplicates"))
+        return MinhashDedupFilter(str(work / "duplicates"), load_cluster_ids=True)
+
+
+def read_kept(work: Path, clusters: Collection[int]) -> dict[int, Document]:
+    """Returns the document that a removal of near-duplicates keeps of each of some clusters, from its directory."""
+    kept = {}
+    for path in sorted((work / "duplicates").glob("*.clusters")):
+        removal = path.with_suffix(".remove")
+        removed = np.fromfile(removal, "<u4") if removal.exists() else np.empty(0, "<u4")
+        members = np.fromfile(path, "<u4").reshape(-1, 2)
+        wanted = members[np.isin(members[:, 1], list(clusters)) & ~np.isin(members[:, 0], removed)]
+        for number, cluster in wanted.tolist():
+            documents = PassReader(work / "documents").run(rank=int(path.stem))
+            kept[cluster] = next(islice(documents, number, None))
+    return kept
 
 
 @dataclass(frozen=True)

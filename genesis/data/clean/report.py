@@ -18,7 +18,9 @@ from datatrove.data import Document, DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
 from genesis import __version__
+from genesis.data.clean.dedup import CLUSTER, read_kept
 from genesis.data.clean.documents import WrittenShard, read_shard_records, write_durably
+from genesis.data.clean.stages import EXAMPLE_CHARACTERS
 from genesis.errors import UserError
 
 MANIFEST_NAME = "manifest.json"
@@ -183,7 +185,16 @@ class Finish(PipelineStep):  # type: ignore[misc]
                 num_by_reason[example["reason"]] += 1
                 if num_by_reason[example["reason"]] <= self._plan["options"]["num_examples"]:
                     chosen.append(example)
+        self._name_kept(label, chosen)
         return sorted(chosen, key=lambda example: str(example["reason"]))
+
+    def _name_kept(self, label: str, examples: Sequence[dict[str, Any]]) -> None:
+        """Adds to examples of near-duplicates the document that was kept in their stead."""
+        clusters = {example["notes"][CLUSTER] for example in examples if CLUSTER in example["notes"]}
+        for cluster, kept in read_kept(self._work / "work" / label, clusters).items() if clusters else ():
+            for example in examples:
+                if example["notes"].get(CLUSTER) == cluster:
+                    example["notes"] = {"kept": kept.id, "kept_text": kept.text[:EXAMPLE_CHARACTERS]}
 
 
 def read_report(out: Path) -> CleanReport:

@@ -19,7 +19,7 @@ from datatrove.pipeline.filters.base_filter import BaseFilter, get_filter_result
 from genesis.data.clean.documents import NUM_TOKENS, SOURCE, TokenCounter, write_durably
 from genesis.data.clean.filters import LANGUAGE
 
-_EXAMPLE_CHARACTERS = 600
+EXAMPLE_CHARACTERS = 600
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Stage(PipelineStep):  # type: ignore[misc]
         self._num_by_reason[reason] += 1
         if self._num_by_reason[reason] <= self._account.num_examples:
             notes = {key: value for key, value in document.metadata.items() if key not in known}
-            text = document.text[:_EXAMPLE_CHARACTERS]
+            text = document.text[:EXAMPLE_CHARACTERS]
             self._examples.append(Example(reason, notes, document.id, document.metadata[SOURCE], text))
 
     def write_examples(self, rank: int) -> None:
@@ -137,6 +137,7 @@ class RemovalStage(Stage):
     def __init__(self, label: str, account: Account, inner: PipelineStep) -> None:
         super().__init__(label, account)
         self._inner = inner
+        self._known: Collection[str] = ()
 
     def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         """Yields the documents that are not removed."""
@@ -149,13 +150,18 @@ class RemovalStage(Stage):
     def _entering(self, data: DocumentsPipeline) -> Iterator[Document]:
         for document in data:
             self.enter(document)
+            self._known = set(document.metadata)
             yield document
+
+    def remove(self, document: Document) -> None:
+        """Counts the document that entered last as removed."""
+        self.drop(document, "duplicate", self._known)
 
 
 class _Excluded:
     """Stands where datatrove has a writer of what was excluded."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: RemovalStage) -> None:
         self._stage = stage
 
     def __enter__(self) -> Self:
@@ -167,4 +173,4 @@ class _Excluded:
         pass
 
     def write(self, document: Document, rank: int = 0, **_: Any) -> None:
-        self._stage.drop(document, "duplicate", document.metadata)
+        self._stage.remove(document)

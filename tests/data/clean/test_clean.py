@@ -69,7 +69,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     scores = [3.0] * (len(texts) - 2) + [0.5, 3.0]
     table = pa.table({"text": texts, "quality": scores})
     pq.write_table(table, directory / "table.parquet", row_group_size=4)
-    write_jsonl(directory / "exam.jsonl", [PASSAGE, "too short to be found"])
+    write_jsonl(directory / "exam.jsonl", [PASSAGE.title() + "?!", "too short to be found"])
     make_tokenizer(directory)
     clean_corpus(make_options(directory))
     return directory
@@ -191,6 +191,8 @@ def test_examples_tell_what_was_dropped_and_why(inputs: Path) -> None:
         "source": "web",
         "text": "the same line\n" * 40,
     }
+    (near,) = json.loads((dropped / "07-near_duplicates.json").read_text())
+    assert {near["text"], near["notes"]["kept_text"]} == {NEAR[:600], PROSE[3][:600]}
     (contaminated,) = json.loads((dropped / "08-decontamination.json").read_text())
     assert contaminated["text"] == CONTAMINATED[:600]
     assert contaminated["notes"] == {"contaminated_ngram": " ".join(PASSAGE.split()[:12]), "contaminated_task": "exam"}
