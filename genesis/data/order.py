@@ -4,8 +4,8 @@ A *position* counts the sequences that all ranks have consumed. Two steps lead f
 
 1. Which source, and which draw from it: a selection map over integer weights. After n sequences a source of weight w
    of W has been drawn n·w/W times, to within one sequence, whatever n.
-2. Which sequence of the source: draws go through it epoch by epoch, each epoch in an order of its own (grain's index
-   shuffle, which needs no memory), each sequence once per epoch.
+2. Which sequence of the source: draws go through it epoch by epoch, each epoch in an order of its own (a permutation
+   that needs no memory), each sequence once per epoch.
 
 The mix may change at a position. What an order consists of is therefore the list of its mixes, each with the position
 where it starts and what had been drawn by then. A limit of epochs is one more such change, at a position that follows
@@ -15,14 +15,11 @@ another order without a word.
 """
 
 import difflib
-import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from heapq import heapify, heappop, heappush
-from importlib.metadata import version
 from math import gcd
 from typing import Any, Final, Self
 
@@ -30,21 +27,8 @@ import numpy as np
 from jaxtyping import Int64
 from numpy import ndarray
 
+from genesis.data.shuffle import encrypt_32_bits, permute
 from genesis.errors import UserError
-
-
-@contextmanager
-def _logging_disabled() -> Iterator[None]:
-    disabled_before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(disabled_before)
-
-
-with _logging_disabled():  # grain warns, whenever it is imported, that jax is absent; nothing here needs jax
-    from grain.experimental import index_shuffle
 
 ORDER_VERSION: Final = 1
 """Raised whenever the same (seed, mix, position) would give another sequence."""
@@ -53,9 +37,8 @@ MAX_PERIOD: Final = 1_000_000
 NUM_HASHED: Final = 1_000
 
 _SHUFFLE_ROUNDS: Final = 12
-"""Of grain's index shuffle. With the 4 of `MapDataset.shuffle`, neighbours come from the same stretch of a large source
-(correlations of 15 standard errors over 10^6 sequences or more); from 8 on they are as independent as can be told."""
-_SHUFFLE_RANGE: Final = 2**32
+"""With the 4 of grain's `MapDataset.shuffle`, neighbours come from the same stretch of a large source (correlations of
+15 standard errors over 10^6 sequences or more); from 8 on they are as independent as can be told."""
 _SMALL_SOURCE: Final = 4_096
 
 
@@ -133,7 +116,6 @@ class SequenceOrder:
         """Returns the order in plain types."""
         return {
             "order_version": ORDER_VERSION,
-            "grain": version("grain"),
             "seed": self.seed,
             "num_sequences": dict(zip(self.names, self.num_sequences, strict=True)),
             "mixes": [
@@ -179,8 +161,8 @@ class SequenceOrder:
         saved = type(self)(self.seed, self.names, self.num_sequences, mixes, self.max_epochs)
         if saved.hash() != state["hash"]:
             raise UserError(
-                f"the checkpoint's order of data (grain {state['grain']}) can't be made again with grain "
-                f"{here['grain']}; install grain=={state['grain']}"
+                f"the checkpoint's order of data has hash {state['hash']}, this version makes {saved.hash()}; continue "
+                "with the version of genesis that wrote it"
             )
         weights = dict(zip(self.names, self.mixes[0].weights, strict=True))
         limits = {name: limit for name, limit in zip(self.names, self.max_epochs, strict=True) if limit is not None}
@@ -378,17 +360,13 @@ def _shuffle(indices: Int64[ndarray, " n"], length: int, seed: int) -> Int64[nda
     """Returns where a permutation of `length` takes the indices."""
     if length <= _SMALL_SOURCE:
         return np.take(_small_permutation(length, seed), indices)
-    last = length - 1
-    shuffled = [index_shuffle(index, max_index=last, seed=seed, rounds=_SHUFFLE_ROUNDS) for index in indices.tolist()]
-    return np.array(shuffled, np.int64)
+    return permute(indices, length, seed, _SHUFFLE_ROUNDS)
 
 
 @lru_cache(maxsize=64)
 def _small_permutation(length: int, seed: int) -> Int64[ndarray, " length"]:
-    """Returns a whole permutation: below some 2^16 grain's walk to an index within range takes up to milliseconds."""
-    last = _SHUFFLE_RANGE - 1
-    keys = [index_shuffle(index, max_index=last, seed=seed, rounds=_SHUFFLE_ROUNDS) for index in range(length)]
-    return np.argsort(np.array(keys, np.int64))
+    """Returns a whole permutation, by sorting: the order of small sources has been this one from the beginning."""
+    return np.argsort(encrypt_32_bits(np.arange(length), seed, _SHUFFLE_ROUNDS))
 
 
 def _short(value: object) -> str:

@@ -42,4 +42,4 @@ def read_windows(task: ReadTask) -> Iterator[int]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    serve(read_windows(task_from_json(sys.argv[1])), ("torch", "numpy", "grain"))
+    serve(read_windows(task_from_json(sys.argv[1])), ("torch", "numpy"))
