@@ -164,7 +164,7 @@ def plan_spans(source: SourceOptions, files: Sequence[InputFile], target_bytes: 
             for start in range(0, file.num_bytes, target_bytes):
                 end = min(start + target_bytes, file.num_bytes)
                 yield Span(file, start, end, end - start)
-        elif file.num_bytes:
+        elif file.num_bytes or kind == "parquet":  # an empty one is refused where it is read
             yield Span(file, 0, file.num_bytes, file.num_bytes)
 
 
@@ -421,8 +421,11 @@ def _decode(source: SourceOptions, data: bytes, position: int, place: Callable[[
 
 
 def _place_in_file(span: Span, offset: int) -> Callable[[int], str]:
-    text = " of its decompressed text" if file_name(span.file.path).endswith(_COMPRESSED_SUFFIXES) else ""
-    return lambda index: f"{span.file.path}, offset {offset + index}{text}"
+    def place(index: int) -> str:
+        text = " of its decompressed text" if file_name(span.file.path).endswith(_COMPRESSED_SUFFIXES) else ""
+        return f"{span.file.path}, offset {offset + index}{text}"
+
+    return place
 
 
 def _read_jsonl(source: SourceOptions, span: Span) -> Iterator[Document]:

@@ -3,7 +3,9 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -278,6 +280,25 @@ def test_a_remote_parquet_without_text_is_refused_when_it_is_read(tmp_path, stor
     pq.write_table(pa.table({"body": ["x"]}), tmp_path / "a.parquet")
     with pytest.raises(UserError, match=rf"{store.url}/a\.parquet has no column 'text' \(it has: body\)"):
         read_all(upload(store, tmp_path / "a.parquet"))
+
+
+def test_an_empty_remote_parquet_is_refused(tmp_path, store):
+    (tmp_path / "a.parquet").write_bytes(b"")
+    with pytest.raises(UserError, match=rf"{store.url}/a\.parquet is cut short or damaged"):
+        read_all(upload(store, tmp_path / "a.parquet"))
+
+
+def test_files_of_an_archive_and_of_memory_are_read_like_others(tmp_path, store):
+    write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        archive.write(tmp_path / "a.jsonl", "inner/a.jsonl")
+    (url,) = upload(store, tmp_path / "all.zip").paths
+    source = SourceOptions("web", (f"zip://inner/*.jsonl::{url}",))
+    assert [file.path for file in find_files(source)] == [f"zip://inner/a.jsonl::{url}"]
+    assert read_all(source) == TEXTS
+    fsspec.filesystem("memory").pipe("/directory/deep/a.jsonl", (tmp_path / "a.jsonl").read_bytes())
+    for path in ("memory://directory", "memory://directory/*/a.jsonl"):
+        assert read_all(SourceOptions("web", (path,))) == TEXTS
 
 
 def test_local_and_remote_paths_stand_side_by_side_and_a_file_url_is_a_local_path(tmp_path, store):
