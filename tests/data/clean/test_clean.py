@@ -343,6 +343,18 @@ def read_times(out: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file() and "lock" not in path.name}
 
 
+@pytest.mark.parametrize("compression", ["zst", "gz"])
+def test_either_compression_gives_the_same_text_and_always_the_same_bytes(
+    compression: str, small: CleanOptions, tmp_path: Path
+) -> None:
+    data = []
+    for out in (tmp_path / "once", tmp_path / "again"):
+        clean_corpus(replace(small, out=out, compression=compression))  # type: ignore[arg-type]
+        assert [record["text"] for record in read_result(out)["web"]] == PROSE[:6]
+        data.append((out / "text" / "web" / f"00000.jsonl.{compression}").read_bytes())
+    assert data[0] == data[1]
+
+
 def test_another_recipe_or_changed_inputs_are_refused_until_restart(small: CleanOptions) -> None:
     clean_corpus(small)
     with pytest.raises(
