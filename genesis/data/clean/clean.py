@@ -91,7 +91,8 @@ def clean_corpus(
     try:
         with _locked(options):
             wait_for_workers(options.work / _WORKERS_NAME)
-            _refuse_running_jobs(options)
+            if restart or not (options.out / MANIFEST_NAME).exists():
+                _refuse_running_jobs(options)
             if restart:
                 _remove_attempt(options)
             plan = _describe_plan(options, files)

@@ -245,15 +245,24 @@ def submit_to_slurm(phases: Sequence[Phase], logs: Path, options: SlurmOptions) 
 
 
 def find_running_jobs(jobs: Sequence[str]) -> list[str]:
-    """Returns those of the Slurm jobs that wait or run."""
-    # squeue fails for numbers that it has forgotten, which are those of jobs that have ended.
-    found = [
-        subprocess.run(
-            ["squeue", "--noheader", "--format=%A", f"--jobs={job}"], capture_output=True, text=True, check=False
-        )
-        for job in jobs
-    ]
-    return [job for job, result in zip(jobs, found, strict=True) if result.returncode == 0 and result.stdout.strip()]
+    """Returns those of the Slurm jobs that wait or run.
+
+    Raises:
+        UserError: Slurm cannot be asked.
+    """
+    return [job for job in jobs if _is_running(job)]
+
+
+def _is_running(job: str) -> bool:
+    command = ["squeue", "--noheader", "--format=%A", f"--jobs={job}"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise UserError(
+            f"Slurm job {job} was submitted and there is no squeue to ask about it; run this where jobs are submitted"
+        ) from None
+    # squeue fails for a number that it has forgotten, which is that of a job that has ended.
+    return result.returncode == 0 and bool(result.stdout.strip())
 
 
 @contextlib.contextmanager
