@@ -11,11 +11,11 @@ from typing import Any, get_type_hints
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 from rich import box
 from rich.console import Console
+from rich.status import Status
 from rich.table import Table
 
 from genesis.cli.options import PLAIN_WIDTH, build_parser, make, parse
-from genesis.data.clean.clean import Submitted, clean_corpus
-from genesis.data.clean.execute import Phase
+from genesis.data.clean.clean import CleanProgress, Submitted, clean_corpus
 from genesis.data.clean.plan import STAGES, CleanOptions, StageOptions
 from genesis.data.clean.report import Amount, CleanReport
 from genesis.errors import UserError
@@ -52,17 +52,31 @@ def clean_main(argv: list[str]) -> int:
     arguments.stages = tuple(build_stage(number, stage) for number, stage in enumerate(arguments.stages, 1))
     options = make(CleanOptions, arguments)
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
-
-    def tell(phase: Phase, number: int, num_phases: int) -> None:
-        console.print(f"phase {number} of {num_phases}: {phase.name}, {phase.num_tasks} tasks", highlight=False)
-
-    result = clean_corpus(options, restart=arguments.restart, report=tell)
+    with console.status("") as status:
+        result = clean_corpus(options, restart=arguments.restart, report=_Teller(console, status).tell)
     if isinstance(result, Submitted):
         jobs = ", ".join(result.jobs)
         print(f"submitted Slurm jobs {jobs}; when they are done, the same command shows the result")
         return 0
     _print_report(console, options, result)
     return 0
+
+
+class _Teller:
+    """Prints a line for each phase; on a terminal, the tasks that are done stand below."""
+
+    def __init__(self, console: Console, status: Status) -> None:
+        self._console = console
+        self._status = status
+        self._told = 0
+
+    def tell(self, progress: CleanProgress) -> None:
+        """Tells how far the run is."""
+        if self._told != progress.number:
+            self._told = progress.number
+            place = f"phase {progress.number} of {progress.num_phases}"
+            self._console.print(f"{place}: {progress.phase}, {progress.num_tasks} tasks", highlight=False)
+        self._status.update(f"{progress.num_done} of {progress.num_tasks} tasks are done")
 
 
 def build_stage(number: int, given: dict[str, Any]) -> StageOptions:

@@ -34,7 +34,7 @@ from genesis.data.loader import (
     WindowLoader,
     plan_micro_batches,
 )
-from genesis.data.order import Mix, SequenceOrder, build_order
+from genesis.data.order import Mix, SequenceOrder, build_order, weigh_sequences
 from genesis.data.packing import Packing, count_train_sequences
 from genesis.data.plans import SourcePlan, open_plan
 from genesis.data.shards import little_endian
@@ -54,7 +54,7 @@ class CorpusDataModule(pl.LightningDataModule):
         micro_batch_size: Sequences of one forward and backward on one rank.
         global_batch_size: Sequences of one step, over all ranks.
         seed: Of the order.
-        mix: Integer weights of sources; by default those that the corpus was prepared with.
+        mix: Integer weights of sources, by their tokens; by default those that the corpus was prepared with.
         max_epochs: How often a source is drawn at most; one that it does not name has no limit.
         packing: How documents are put into sequences. `best_fit` and `pad` need the plan of `genesis data plan`.
         validation_micro_batch_size: Sequences of one validation forward; by default `micro_batch_size`.
@@ -251,7 +251,11 @@ class CorpusDataModule(pl.LightningDataModule):
         return range(self.data_position, end, self.global_batch_size)
 
     def _build_order(self) -> SequenceOrder:
-        return build_order(self._count_sequences(), self._weights(), self.seed, self.max_epochs)
+        counts, weights = self._count_sequences(), self._weights()
+        if self.plans is not None:
+            sources = zip(self.corpus.train, self.plans, strict=True)
+            weights = weigh_sequences(weights, {source.name: plan.tokens_per_sequence for source, plan in sources})
+        return build_order(counts, weights, self.seed, self.max_epochs)
 
     def _weights(self) -> Mapping[str, int]:
         return self.mix if self.mix is not None else {source.name: source.weight for source in self.corpus.train}

@@ -17,10 +17,11 @@ another order without a word.
 import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 from hashlib import blake2b
 from heapq import heapify, heappop, heappush
-from math import gcd
+from math import gcd, lcm
 from typing import Any, Final, Self
 
 import numpy as np
@@ -34,6 +35,8 @@ ORDER_VERSION: Final = 1
 """Raised whenever the same (seed, mix, position) would give another sequence."""
 MAX_PERIOD: Final = 1_000_000
 """The largest sum of a mix's weights: the selection map is a table of one period."""
+MAX_ROUNDED_PERIOD: Final = 100_000
+"""The sum that weights are rounded to where they come from a division: a table that is made in a moment."""
 NUM_HASHED: Final = 1_000
 
 _SHUFFLE_ROUNDS: Final = 12
@@ -226,6 +229,27 @@ def build_order(
     counts, limits = tuple(num_sequences.values()), _checked_limits(names, max_epochs or {})
     mixes = _plan_mixes(Mix(0, checked, (0,) * len(names)), checked, counts, limits)
     return SequenceOrder(seed, names, counts, mixes, limits)
+
+
+def weigh_sequences(weights: Mapping[str, int], tokens_per_sequence: Mapping[str, Fraction]) -> dict[str, int]:
+    """Returns the weights by which sequences are to be drawn so that their tokens have the proportions of `weights`.
+
+    Exact where the sum of the weights stays below `MAX_ROUNDED_PERIOD`, else rounded to it, and at least 1.
+
+    Example:
+        >>> weigh_sequences({"long": 1, "short": 1}, {"long": Fraction(2_000), "short": Fraction(500)})
+        {'long': 1, 'short': 4}
+    """
+    rates = {
+        name: weight / tokens_per_sequence[name] if weight > 0 and tokens_per_sequence.get(name) else Fraction(weight)
+        for name, weight in weights.items()
+    }
+    scale = Fraction(lcm(*(rate.denominator for rate in rates.values())))
+    scale /= gcd(*(int(rate * scale) for rate in rates.values())) or 1
+    total = sum(rates.values(), Fraction(0))
+    if total * scale > MAX_ROUNDED_PERIOD:
+        scale = MAX_ROUNDED_PERIOD / total
+    return {name: max(1, round(rate * scale)) if rate > 0 else weights[name] for name, rate in rates.items()}
 
 
 def _checked_weights(names: tuple[str, ...], weights: Mapping[str, int]) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -61,12 +62,14 @@ class PlanRecord:
     Args:
         made_from: A hash of the hashes of the source's shards.
         num_pieces: In all sequences.
+        num_tokens: In all sequences, padding not counted.
         figures: What the packing makes of the source.
         hashes: Of each file.
     """
 
     made_from: str
     num_pieces: int
+    num_tokens: int
     figures: PackingFigures
     hashes: dict[str, str]
 
@@ -98,6 +101,7 @@ class SourcePlan:
 
     def __init__(self, directory: Path, name: str, record: PlanRecord, verify_hashes: VerifyHashes) -> None:
         self.num_sequences = record.figures.num_sequences
+        self.tokens_per_sequence = Fraction(record.num_tokens, max(1, self.num_sequences))
         self.hash = record.hash
         self._directory, self._name, self._record = directory, name, record
         self._verify_hashes = verify_hashes
@@ -242,7 +246,7 @@ def _write_source(
     _check_index(corpus, record)
     paths = {name: _file(staging, source.name, name) for name in _DTYPES}
     files = {name: path.open("wb") for name, path in paths.items()}
-    figures, num_pieces = PackingFigures(), 0
+    figures, num_pieces, num_tokens = PackingFigures(), 0, 0
     try:
         for packed, of_block in _pack(source, seq_len, packing):
             firsts = packed.sequence_ends - np.diff(packed.sequence_ends, prepend=0)
@@ -255,6 +259,7 @@ def _write_source(
             for name, array in arrays.items():
                 files[name].write(array.astype(_DTYPES[name]).tobytes())
             figures, num_pieces = figures + of_block, num_pieces + len(packed.starts)
+            num_tokens += int(packed.lengths.sum())
         for file in files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -262,7 +267,7 @@ def _write_source(
         for file in files.values():
             file.close()
     hashes = {name: _hash_file(path) for name, path in paths.items()}
-    return PlanRecord(_hash_shards(record), num_pieces, figures, hashes)
+    return PlanRecord(_hash_shards(record), num_pieces, num_tokens, figures, hashes)
 
 
 def _pack(

@@ -35,7 +35,7 @@ _BLOCK_BYTES = 16 << 20
 _CHUNK_BYTES = 1 << 20
 _FIRST_WAIT_SECONDS = 0.5
 _LONGEST_WAIT_SECONDS = 30.0
-_CONTENT_KEYS = ("ETag", "etag", "generation", "md5Hash", "blob_id", "Content-MD5", "Digest")
+_CONTENT_KEYS = ("ETag", "etag", "generation", "md5Hash", "blob_id", "Content-MD5", "Digest", "CRC")
 """What stores call that which changes with an object's content, in listings and of a single object alike."""
 _TIME_KEYS = ("Last-Modified", "LastModified", "last_modified", "mtime", "modified", "modify", "updated", "created")
 _ANEW = "or begin anew (data prepare: --restart)"
@@ -110,8 +110,11 @@ def strip_local(path: str) -> str:
 
 
 def file_name(path: str) -> str:
-    """Returns the part of a path or URL that tells a file's format: that before a web address's query."""
-    return re.split("[?#]", path)[0] if re.match("https?://", path) else path
+    """Returns the part of a path or URL that tells a file's format: without an archive, nor a web address's query."""
+    if not is_url(path):
+        return path
+    link = next((link for link in path.split("::") if "://" in link), path)
+    return re.split("[?#]", link)[0] if re.match("https?://", link) else link
 
 
 def list_files(url: str, endings: tuple[str, ...]) -> list[RemoteFile]:
@@ -158,18 +161,24 @@ class _Store:
     def __init__(self, url: str, options: StoreOptions) -> None:
         self.url = url
         self.options = options
-        try:
-            self._plain, self.path = fsspec.url_to_fs(url, **_own_options(url, options))
-        except ImportError as error:
-            remedy = "pip install 'genesis-lm[s3]'" if _is_s3(url) else "install it with pip"
-            raise UserError(f"{url} needs a package that is not installed ({_one_line(error)}): {remedy}") from None
-        except ValueError as error:
-            raise UserError(f"{url} cannot be read ({_one_line(error)}); mend the URL") from None
-        if _is_s3(url):
-            self._plain.retries = 1
+        self._plain, self.path = self._persist(lambda _: self._open())
         self._plain.invalidate_cache()  # a listing kept from before would hide a change
         self._is_http = isinstance(self._plain, HTTPFileSystem)
         self.files: Any = self._plain if self._plain.async_impl else AsyncFileSystemWrapper(self._plain)
+
+    def _open(self) -> tuple[Any, str]:
+        try:
+            files, path = fsspec.url_to_fs(self.url, **_own_options(self.url, self.options))
+        except ImportError as error:
+            remedy = "pip install 'genesis-lm[s3]'" if _is_s3(self.url) else "install it with pip"
+            raise UserError(
+                f"{self.url} needs a package that is not installed ({_one_line(error)}): {remedy}"
+            ) from None
+        except ValueError as error:
+            raise UserError(f"{self.url} cannot be read ({_one_line(error)}); mend the URL") from None
+        if _is_s3(self.url):
+            files.retries = 1
+        return files, path
 
     def describe(self, info: Mapping[str, Any]) -> RemoteFile:
         """Returns the file that one entry of a listing is of."""

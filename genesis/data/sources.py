@@ -17,20 +17,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Final, Literal, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
+from genesis.data.arrow_file import ArrowFile
 from genesis.data.cache import open_copy
 from genesis.data.remote import RemoteFile, file_name, is_url, list_files, strip_local
 from genesis.errors import UserError
 
-Format = Literal["auto", "text", "jsonl", "parquet"]
+Kind = Literal["text", "jsonl", "parquet", "arrow"]
+Format = Literal["auto"] | Kind
 
-_DIRECTORY_SUFFIXES = (".txt", ".jsonl", ".parquet")
+_DIRECTORY_SUFFIXES = (".txt", ".jsonl", ".parquet", ".arrow")
 """Files that a directory is searched for when a source names no suffixes."""
+_TABLES: Final[dict[Kind, Callable[[str | Path], Any]]] = {"parquet": pq.ParquetFile, "arrow": ArrowFile}
 _COMPRESSED_SUFFIXES = (".gz", ".zst")
 _BLOCK_BYTES = 1 << 20
 _COMPRESSED_BLOCK_BYTES = 1 << 16
@@ -48,10 +51,12 @@ class SourceOptions:
         name: Its name, also of its directory in the corpus: letters, digits, ".", "_" and "-".
         paths: Files, directories (searched through all levels) or globs ("**" crosses levels); also URLs of them, as
             s3://bucket/web/*.jsonl.zst, https://host/a.parquet or whatever else fsspec knows.
-        format: How files hold documents: text (a file is one document; also source code), jsonl, parquet; auto goes by
-            the name of each file. Text and jsonl files may be compressed (.gz, .zst).
-        suffixes: Endings of the files taken from directories, as [.py, .md]; [.txt, .jsonl, .parquet] if not given.
-        text_field: Field (jsonl) or column (parquet) that holds the text.
+        format: How files hold documents: text (a file is one document; also source code), jsonl, parquet, arrow (a
+            dataset that Hugging Face's `datasets` saved); auto goes by the name of each file. Text and jsonl files may
+            be compressed (.gz, .zst).
+        suffixes: Endings of the files taken from directories, as [.py, .md]; [.txt, .jsonl, .parquet, .arrow] if not
+            given.
+        text_field: Field (jsonl) or column (parquet, arrow) that holds the text.
         separator: What ends a document in a text file, as "\\n" or "<|endoftext|>"; without it a file is one document.
         weight: Share in the training mix, an integer in proportion to the other sources' weights.
         on_undecodable: What to do with bytes that are not UTF-8: error, or replace them by U+FFFD.
@@ -95,7 +100,7 @@ class InputFile:
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a file that can be read alone: bytes, row groups of a parquet file, or all of it (0 to its size)."""
+    """A part of a file that can be read alone: bytes, row groups (in arrow, batches), or all of it (0 to its size)."""
 
     file: InputFile
     start: int
@@ -151,16 +156,20 @@ def find_files(source: SourceOptions) -> tuple[InputFile, ...]:
 def plan_spans(source: SourceOptions, files: Sequence[InputFile], target_bytes: int) -> Iterator[Span]:
     """Yields the spans of a source's files in order, of about `target_bytes` where a file can be cut.
 
-    A parquet file in a store is one span: to cut it, it would have to be opened.
+    A file in a store is one span: all of it is copied to read a part, and a small cache would not keep it for the next.
 
     Raises:
         UserError: A parquet file is damaged, or has no text in `text_field`.
     """
     for file in files:
         kind, compression = _kind_of(file.path, source)
-        if kind == "parquet" and not is_url(file.path):
+        is_table = kind in _TABLES
+        if is_url(file.path):
+            if file.num_bytes or is_table:  # an empty one is refused where it is read
+                yield Span(file, 0, file.num_bytes, file.num_bytes)
+        elif is_table:
             yield from _plan_row_groups(source, file, target_bytes)
-        elif kind != "parquet" and compression is None and _can_cut(_delimiter(kind, source)):
+        elif compression is None and _can_cut(_delimiter(kind, source)):
             for start in range(0, file.num_bytes, target_bytes):
                 end = min(start + target_bytes, file.num_bytes)
                 yield Span(file, start, end, end - start)
@@ -182,7 +191,8 @@ def read_documents(source: SourceOptions, span: Span) -> Iterator[Document]:
     reader: Callable[[SourceOptions, Span], Iterator[Document]] = {
         "text": _read_text,
         "jsonl": _read_jsonl,
-        "parquet": _read_parquet,
+        "parquet": _read_rows,
+        "arrow": _read_rows,
     }[kind]
     try:
         yield from (document for document in reader(source, span) if document.utf8)
@@ -207,9 +217,6 @@ def sample_texts(sources: Sequence[SourceOptions], budget_bytes: int, seed: int 
 def _sample_source(source: SourceOptions, budget_bytes: int, seed: int) -> Iterator[str]:
     spans = list(plan_spans(source, find_files(source), _TRAINING_SPAN_BYTES))
     random.Random(seed).shuffle(spans)
-    if any(is_url(span.file.path) for span in spans):  # each file is downloaded once, however few the cache holds
-        place = {span.file: index for index, span in reversed(list(enumerate(spans)))}
-        spans.sort(key=lambda span: place[span.file])
     for index, span in enumerate(spans):
         quota = budget_bytes // (len(spans) - index)
         for document in read_documents(source, span):
@@ -281,7 +288,7 @@ def _unreadable(path: str, source: SourceOptions, error: OSError) -> UserError:
     return UserError(f"source {source.name}: cannot read {path} ({error.strerror or error}); mend it or leave it out")
 
 
-def _kind_of(path: str, source: SourceOptions) -> tuple[Literal["text", "jsonl", "parquet"], str | None]:
+def _kind_of(path: str, source: SourceOptions) -> tuple[Kind, str | None]:
     """Returns how a file holds documents, and its compression."""
     stem, compression = file_name(path), None
     for ending in _COMPRESSED_SUFFIXES:
@@ -292,7 +299,7 @@ def _kind_of(path: str, source: SourceOptions) -> tuple[Literal["text", "jsonl",
         return source.format, compression
     if stem.endswith((".jsonl", ".ndjson")):
         return "jsonl", compression
-    return ("parquet" if stem.endswith(".parquet") else "text"), compression
+    return next((kind for kind in _TABLES if stem.endswith(f".{kind}")), "text"), compression
 
 
 def _one_line(error: Exception) -> str:
@@ -421,8 +428,11 @@ def _decode(source: SourceOptions, data: bytes, position: int, place: Callable[[
 
 
 def _place_in_file(span: Span, offset: int) -> Callable[[int], str]:
-    text = " of its decompressed text" if file_name(span.file.path).endswith(_COMPRESSED_SUFFIXES) else ""
-    return lambda index: f"{span.file.path}, offset {offset + index}{text}"
+    def place(index: int) -> str:
+        text = " of its decompressed text" if file_name(span.file.path).endswith(_COMPRESSED_SUFFIXES) else ""
+        return f"{span.file.path}, offset {offset + index}{text}"
+
+    return place
 
 
 def _read_jsonl(source: SourceOptions, span: Span) -> Iterator[Document]:
@@ -480,16 +490,17 @@ def _line(span: Span, offset: int) -> str:
     return f"{span.file.path}, line {number}"
 
 
-# Parquet
+# Tables: parquet, and Arrow's streams in its shape
 
 
 def _plan_row_groups(source: SourceOptions, file: InputFile, target_bytes: int) -> Iterator[Span]:
+    kind, _ = _kind_of(file.path, source)
     try:
-        with pq.ParquetFile(file.path) as parquet:
+        with _TABLES[kind](file.path) as parquet:
             _check_column(source, file.path, parquet.schema_arrow)
             sizes = [parquet.metadata.row_group(index).total_byte_size for index in range(parquet.num_row_groups)]
     except pa.ArrowException as error:
-        raise UserError(f"{file.path} is not a whole parquet file ({_one_line(error)}); fetch it again") from None
+        raise UserError(f"{file.path} is not a whole {kind} file ({_one_line(error)}); fetch it again") from None
     start, num_bytes = 0, 0
     for index, size in enumerate(sizes):
         num_bytes += size
@@ -514,15 +525,16 @@ def _check_column(source: SourceOptions, path: str, schema: pa.Schema) -> None:
 
 
 @contextmanager
-def _open_parquet(source: SourceOptions, span: Span) -> Iterator[tuple[pq.ParquetFile, range]]:
+def _open_table(source: SourceOptions, span: Span) -> Iterator[tuple[Any, range]]:
     """Gives the file and the span's row groups."""
-    with _open_local(span.file) as path, pq.ParquetFile(path) as parquet:
+    kind, _ = _kind_of(span.file.path, source)
+    with _open_local(span.file) as path, _TABLES[kind](path) as parquet:
         _check_column(source, span.file.path, parquet.schema_arrow)
         yield parquet, range(span.start, min(span.end, parquet.num_row_groups))
 
 
-def _read_parquet(source: SourceOptions, span: Span) -> Iterator[Document]:
-    with _open_parquet(source, span) as (parquet, groups):
+def _read_rows(source: SourceOptions, span: Span) -> Iterator[Document]:
+    with _open_table(source, span) as (parquet, groups):
         row = sum(parquet.metadata.row_group(index).num_rows for index in range(span.start))
         position = 0
         for group in groups:
@@ -579,7 +591,7 @@ def read_entries(source: SourceOptions, span: Span, start: int = 0) -> Iterator[
     check_unchanged(source, span.file)
     kind, _ = _kind_of(span.file.path, source)
     try:
-        yield from (_row_entries if kind == "parquet" else _record_entries)(source, span, start)
+        yield from (_row_entries if kind in _TABLES else _record_entries)(source, span, start)
     except _DAMAGE as error:
         raise DamagedFileError(
             f"{span.file.path} is cut short or damaged ({_one_line(error)}); fetch it again"
@@ -607,7 +619,7 @@ def check_unchanged(source: SourceOptions, file: InputFile) -> None:
 def is_cheap_to_reopen(source: SourceOptions, span: Span) -> bool:
     """Whether `read_entries` begins at any entry without reading what is before it."""
     kind, compression = _kind_of(span.file.path, source)
-    return kind != "parquet" and compression is None
+    return kind not in _TABLES and compression is None
 
 
 def _record_entries(source: SourceOptions, span: Span, start: int) -> Iterator[Entry]:
@@ -650,7 +662,7 @@ def _read_record(
 
 
 def _row_entries(source: SourceOptions, span: Span, start: int) -> Iterator[Entry]:
-    with _open_parquet(source, span) as (parquet, groups):
+    with _open_table(source, span) as (parquet, groups):
         first = sum(parquet.metadata.row_group(index).num_rows for index in range(span.start))
         row = 0
         for group in groups:

@@ -202,3 +202,6 @@ def test_without_sbatch_the_line_says_so(recipe: Path, genesis: Genesis, monkeyp
     asked = ["--executor", "slurm", "--slurm.partition", "cpu", "--slurm.time", "00:10:00"]
     outcome = genesis("data", "clean", "--config", str(recipe), *asked)
     assert outcome.err == "genesis: error: executor slurm needs the command sbatch; run this where jobs are submitted\n"
+    (recipe.parent / "out" / ".clean" / "jobs.json").write_text(json.dumps(["101"]))
+    outcome = genesis("data", "clean", "--config", str(recipe))
+    assert outcome.err.startswith("genesis: error: Slurm job 101 was submitted and there is no squeue to ask")

@@ -278,6 +278,18 @@ def test_the_ledger_counts_the_tokens_that_were_drawn(corpus: Path, packing: Pac
     assert again.ledger == data.ledger
 
 
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_tokens_are_mixed_in_the_proportions_asked_for(corpus: Path, packing: Packing) -> None:
+    """Whatever the sources' sequences hold: those of "code" are longer here, so that fewer of them are drawn."""
+    data = data_module(corpus, packing=packing, mix={"web": 1, "code": 1})
+    while data.data_position < 5_000:
+        data.advance(Window((), 0, 0, data.data_position + GLOBAL_BATCH))
+    web, code = (drawn["tokens"] for drawn in data.ledger.values())
+    assert abs(code / web - 1) < 0.01
+    drawn = data.order.sequences_drawn(data.data_position)
+    assert (drawn[0] == drawn[1]) == (packing == "chunk")
+
+
 def test_what_was_drawn_is_logged_by_source(corpus: Path, tmp_path: Path) -> None:
     data = data_module(corpus, packing="best_fit")
     logger = CSVLogger(tmp_path)

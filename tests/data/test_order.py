@@ -1,6 +1,7 @@
 import doctest
 import json
 import os
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genesis.data import order as order_module
-from genesis.data.order import MAX_PERIOD, SequenceOrder, build_order
+from genesis.data.order import MAX_PERIOD, MAX_ROUNDED_PERIOD, SequenceOrder, build_order, weigh_sequences
 from genesis.errors import UserError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "order.json"
@@ -281,8 +282,25 @@ def test_a_bad_mix_is_refused_with_the_remedy(weights: dict[str, int], words: st
         build_order({"web": 10, "code": 0}, weights, seed=0)
 
 
-def test_the_documented_example_is_true() -> None:
-    assert doctest.testmod(order_module) == (0, 2)
+def test_the_documented_examples_are_true() -> None:
+    assert doctest.testmod(order_module) == (0, 3)
+
+
+@settings(deadline=None, max_examples=50)
+@given(data=st.data(), weights=st.lists(st.integers(0, 60), min_size=1, max_size=5).filter(any))
+def test_weights_of_sequences_draw_tokens_in_the_proportions_asked_for(data: st.DataObject, weights: list[int]) -> None:
+    named = {f"s{number}": weight for number, weight in enumerate(weights)}
+    lengths = {name: Fraction(data.draw(st.integers(1, 4_000)), data.draw(st.integers(1, 90))) for name in named}
+    by_sequence = weigh_sequences(named, lengths)
+    assert sum(by_sequence.values()) <= MAX_ROUNDED_PERIOD + len(named)
+    rates = {name: weight / lengths[name] for name, weight in named.items()}
+    for name, weight in by_sequence.items():
+        share = Fraction(weight, sum(by_sequence.values())) - rates[name] / sum(rates.values())
+        assert abs(share) <= Fraction(len(named) + 1, MAX_ROUNDED_PERIOD)
+        assert bool(weight) == bool(named[name])
+    assert build_order(dict.fromkeys(named, 9), weigh_sequences(named, dict.fromkeys(named, Fraction(7, 3))), 0) == (
+        build_order(dict.fromkeys(named, 9), named, 0)
+    )
 
 
 def test_weights_with_a_common_divisor_are_the_same_mix() -> None:

@@ -390,4 +390,7 @@ def test_urls_are_told_from_paths():
     assert not any(map(is_url, ("a", "/a/b", "./s3://b", "a:b", "file:///a", "C/d", "~/x")))
     assert [strip_local(path) for path in ("file:///a/b.txt", "/a/b", "c")] == ["/a/b.txt", "/a/b", "c"]
     assert file_name("https://h/a.jsonl.gz?sign=x.txt#y") == "https://h/a.jsonl.gz"
+    assert file_name("zip://in/a.jsonl::https://h/b.zip?c") == "zip://in/a.jsonl"
+    assert file_name("simplecache::s3://b/a.txt") == "s3://b/a.txt"
+    assert file_name("/here/a::b.txt") == "/here/a::b.txt"
     assert file_name("s3://b/what?.txt") == "s3://b/what?.txt"

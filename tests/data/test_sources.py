@@ -3,7 +3,9 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -245,7 +247,7 @@ def upload(store, path):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.txt"])
-def test_a_remote_file_gives_what_the_local_one_gives_however_it_is_cut(tmp_path, store, name):
+def test_a_remote_file_gives_what_the_local_one_gives(tmp_path, store, name):
     if name == "a.parquet":
         pq.write_table(pa.table({"text": TEXTS}), tmp_path / name, row_group_size=7)
     elif name == "a.txt":
@@ -253,24 +255,22 @@ def test_a_remote_file_gives_what_the_local_one_gives_however_it_is_cut(tmp_path
     else:
         write_jsonl(tmp_path / name, TEXTS)
     local, remote = SourceOptions("web", (str(tmp_path / name),)), upload(store, tmp_path / name)
-    assert read_all(remote, 100) == read_all(remote) == read_all(local) != []
-    (whole,) = plan_spans(remote, find_files(remote), 1 << 20)
-    positions = [document.position for document in read_documents(remote, whole)]
+    assert read_all(remote) == read_all(local) != []
+    (span,) = plan_spans(remote, find_files(remote), 100)
+    positions = [document.position for document in read_documents(remote, span)]
     assert positions == sorted(positions)
-    assert positions[-1] <= whole.num_bytes
-    spans = plan_spans(remote, find_files(remote), 100)
-    entries = [entry.read(True) for span in spans for entry in read_entries(remote, span)]
+    assert positions[-1] <= span.num_bytes
+    entries = [entry.read(True) for entry in read_entries(remote, span)]
     assert [entry.text for entry in entries if entry.utf8] == read_all(local)
     assert store.count("GET") == 1
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst", "a.parquet"])
-def test_spans_of_remote_files_are_planned_without_a_download(tmp_path, store, name):
+def test_a_remote_file_is_one_span_planned_without_a_download(tmp_path, store, name):
     (tmp_path / name).write_bytes(b"x" * 1000)
     source = upload(store, tmp_path / name)
-    spans = list(plan_spans(source, find_files(source), 300))
-    assert [(span.start, span.end) for span in spans][-1][1] == sum(span.num_bytes for span in spans) == 1000
-    assert len(spans) == (4 if name == "a.jsonl" else 1)
+    spans = plan_spans(source, find_files(source), 300)
+    assert [(span.start, span.end, span.num_bytes) for span in spans] == [(0, 1000, 1000)]
     assert store.count("GET") == 0
 
 
@@ -278,6 +278,25 @@ def test_a_remote_parquet_without_text_is_refused_when_it_is_read(tmp_path, stor
     pq.write_table(pa.table({"body": ["x"]}), tmp_path / "a.parquet")
     with pytest.raises(UserError, match=rf"{store.url}/a\.parquet has no column 'text' \(it has: body\)"):
         read_all(upload(store, tmp_path / "a.parquet"))
+
+
+def test_an_empty_remote_parquet_is_refused(tmp_path, store):
+    (tmp_path / "a.parquet").write_bytes(b"")
+    with pytest.raises(UserError, match=rf"{store.url}/a\.parquet is cut short or damaged"):
+        read_all(upload(store, tmp_path / "a.parquet"))
+
+
+def test_files_of_an_archive_and_of_memory_are_read_like_others(tmp_path, store):
+    write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        archive.write(tmp_path / "a.jsonl", "inner/a.jsonl")
+    (url,) = upload(store, tmp_path / "all.zip").paths
+    source = SourceOptions("web", (f"zip://inner/*.jsonl::{url}",))
+    assert [file.path for file in find_files(source)] == [f"zip://inner/a.jsonl::{url}"]
+    assert read_all(source) == TEXTS
+    fsspec.filesystem("memory").pipe("/directory/deep/a.jsonl", (tmp_path / "a.jsonl").read_bytes())
+    for path in ("memory://directory", "memory://directory/*/a.jsonl"):
+        assert read_all(SourceOptions("web", (path,))) == TEXTS
 
 
 def test_local_and_remote_paths_stand_side_by_side_and_a_file_url_is_a_local_path(tmp_path, store):

@@ -6,6 +6,7 @@ its unfinished tasks, and the result is the same, byte for byte, as that of a ru
 
     OUT/.clean/plan.json        what was asked for; a later attempt must ask for the same
     OUT/.clean/lock             held while a cleaning works here
+    OUT/.clean/workers.lock     held by each process that runs tasks here
     OUT/.clean/logs/PHASE/      datatrove's marks, statistics and logs of each task
     OUT/.clean/work/            documents, signatures and indexes between phases; removed when the result is there
     OUT/.clean/jobs.json        the Slurm jobs that were submitted
@@ -29,6 +30,7 @@ from genesis.data.clean.execute import (
     run_locally,
     run_on_ray,
     submit_to_slurm,
+    wait_for_workers,
 )
 from genesis.data.clean.plan import CLEAN_DIRECTORY, CleanOptions, evaluation_key, plan_phases
 from genesis.data.clean.report import MANIFEST_NAME, CleanReport, Finish, read_report, read_versions, write_json
@@ -38,9 +40,21 @@ from genesis.tokenizer.tokenizer import Tokenizer
 
 _PLAN_NAME = "plan.json"
 _JOBS_NAME = "jobs.json"
+_WORKERS_NAME = "workers.lock"
 _PLAN_VERSION = 1
 _EXECUTION = ("executor", "local", "slurm", "ray")
 """Options that do not change the result."""
+
+
+@dataclass(frozen=True)
+class CleanProgress:
+    """How far a run is: the phase `number` (from 1) of `num_phases`, and its tasks."""
+
+    phase: str
+    number: int
+    num_phases: int
+    num_done: int
+    num_tasks: int
 
 
 @dataclass(frozen=True)
@@ -54,14 +68,14 @@ def clean_corpus(
     options: CleanOptions,
     *,
     restart: bool = False,
-    report: Callable[[Phase, int, int], None] = lambda phase, number, num_phases: None,
+    report: Callable[[CleanProgress], None] = lambda progress: None,
 ) -> CleanReport | Submitted:
     """Cleans, or finishes what was begun before, and returns the account; a finished result is left as it is.
 
     Args:
         options: What to clean and how.
         restart: Throw away what an earlier attempt made.
-        report: Called when a phase begins, with its number (from 1) and how many there are.
+        report: Called when a phase begins and, with local workers, as its tasks are finished.
 
     Returns:
         The account, or with Slurm the jobs that were submitted: the same call gives the account when they are done.
@@ -76,7 +90,9 @@ def clean_corpus(
         Tokenizer.load(options.tokenizer)
     try:
         with _locked(options):
-            _refuse_running_jobs(options)
+            wait_for_workers(options.work / _WORKERS_NAME)
+            if restart or not (options.out / MANIFEST_NAME).exists():
+                _refuse_running_jobs(options)
             if restart:
                 _remove_attempt(options)
             plan = _describe_plan(options, files)
@@ -114,7 +130,7 @@ def _execute(
     options: CleanOptions,
     files: dict[str, tuple[InputFile, ...]],
     plan: dict[str, Any],
-    report: Callable[[Phase, int, int], None],
+    report: Callable[[CleanProgress], None],
 ) -> Submitted | None:
     logs = options.work / "logs"
     phases = plan_phases(options, files)
@@ -131,15 +147,15 @@ def _execute(
     phases.append(Phase("finish", (finish,), 1))
     numbers = {phase.name: number for number, phase in enumerate(phases, 1)}
 
-    def tell(phase: Phase) -> None:
-        report(phase, numbers[phase.name], len(phases))
+    def tell(phase: Phase, num_done: int) -> None:
+        report(CleanProgress(phase.name, numbers[phase.name], len(phases), num_done, phase.num_tasks))
 
     if options.executor == "slurm":
         return _submit(options, phases, logs)
     if options.executor == "ray":
         run_on_ray(phases, logs, options.ray, tell)
     else:
-        run_locally(phases, logs, options.local, tell)
+        run_locally(phases, options.work / _WORKERS_NAME, logs, options.local, tell)
     return None
 
 

@@ -66,6 +66,8 @@ class LocalOptions:
 class SlurmOptions:
     """Jobs of a Slurm cluster, one array for each phase; each waits until the one before has succeeded.
 
+    All nodes must see the same paths.
+
     Args:
         partition: The partition.
         time: Limit of a job, as "04:00:00".
@@ -93,6 +95,8 @@ class SlurmOptions:
 @dataclass(frozen=True)
 class RayOptions:
     """Tasks of a Ray cluster: the one that the environment variable RAY_ADDRESS names, or one of this machine.
+
+    All nodes must see the same paths; give absolute ones.
 
     Args:
         workers: Tasks that run at the same time; -1 for no limit.
@@ -126,27 +130,44 @@ def check_ray() -> None:
         raise UserError("executor ray needs ray; pip install 'genesis-lm[ray]'")
 
 
-def run_locally(phases: Sequence[Phase], logs: Path, options: LocalOptions, report: Callable[[Phase], None]) -> None:
+def wait_for_workers(lock: Path) -> None:
+    """Waits until no worker of a run that was killed is left: each ends by itself, and until then it may write."""
+    with _held(lock, fcntl.LOCK_EX):
+        pass
+
+
+def run_locally(
+    phases: Sequence[Phase], lock: Path, logs: Path, options: LocalOptions, report: Callable[[Phase, int], None]
+) -> None:
     """Runs what is left of the phases, one after another; returns when all is done.
+
+    Args:
+        phases: What is to be done.
+        lock: The file that each worker holds while it lives.
+        logs: Where datatrove keeps marks, statistics and logs.
+        options: How many workers.
+        report: Called with a phase and the number of its finished tasks, when it begins and as they are finished.
 
     Raises:
         UserError: A task refused its input, or a process was killed. Finished tasks are kept.
         OSError: A task could not write.
     """
-    with _Workers(options.num_workers, logs.with_name("workers.lock")) as workers:
+    with _Workers(options.num_workers, lock) as workers:
         for phase in phases:
             executor = LocalPipelineExecutor(
                 list(phase.pipeline), tasks=phase.num_tasks, workers=1, logging_dir=str(logs / phase.name)
             )
             ranks = executor.get_incomplete_ranks()
             if ranks:
-                report(phase)
+                num_before = phase.num_tasks - len(ranks)
+                report(phase, num_before)
                 executor.save_executor_as_json()
-                workers.run(executor, ranks)
+                for num_done, _ in enumerate(workers.run(executor, ranks), num_before + 1):
+                    report(phase, num_done)
 
 
-def run_on_ray(phases: Sequence[Phase], logs: Path, options: RayOptions, report: Callable[[Phase], None]) -> None:
-    """Runs what is left of the phases, one after another; returns when all is done.
+def run_on_ray(phases: Sequence[Phase], logs: Path, options: RayOptions, report: Callable[[Phase, int], None]) -> None:
+    """Runs what is left of the phases, one after another; returns when all is done. `report` is called as each begins.
 
     Raises:
         UserError: A task failed; the line names its log. Finished tasks are kept.
@@ -161,8 +182,9 @@ def run_on_ray(phases: Sequence[Phase], logs: Path, options: RayOptions, report:
                 mem_per_cpu_gb=options.mem_per_cpu_gb,
                 logging_dir=str(logs / phase.name),
             )
-        if executor.get_incomplete_ranks():
-            report(phase)
+        ranks = executor.get_incomplete_ranks()
+        if ranks:
+            report(phase, phase.num_tasks - len(ranks))
             with _quiet():
                 executor.run()
             check_complete(executor, logs / phase.name)
@@ -223,15 +245,24 @@ def submit_to_slurm(phases: Sequence[Phase], logs: Path, options: SlurmOptions) 
 
 
 def find_running_jobs(jobs: Sequence[str]) -> list[str]:
-    """Returns those of the Slurm jobs that wait or run."""
-    # squeue fails for numbers that it has forgotten, which are those of jobs that have ended.
-    found = [
-        subprocess.run(
-            ["squeue", "--noheader", "--format=%A", f"--jobs={job}"], capture_output=True, text=True, check=False
-        )
-        for job in jobs
-    ]
-    return [job for job, result in zip(jobs, found, strict=True) if result.returncode == 0 and result.stdout.strip()]
+    """Returns those of the Slurm jobs that wait or run.
+
+    Raises:
+        UserError: Slurm cannot be asked.
+    """
+    return [job for job in jobs if _is_running(job)]
+
+
+def _is_running(job: str) -> bool:
+    command = ["squeue", "--noheader", "--format=%A", f"--jobs={job}"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise UserError(
+            f"Slurm job {job} was submitted and there is no squeue to ask about it; run this where jobs are submitted"
+        ) from None
+    # squeue fails for a number that it has forgotten, which is that of a job that has ended.
+    return result.returncode == 0 and bool(result.stdout.strip())
 
 
 @contextlib.contextmanager
@@ -262,9 +293,7 @@ class _Workers:
         self._workers: dict[Connection[object, object], _Worker] = {}
 
     def __enter__(self) -> "_Workers":
-        # Workers of a run that was killed end at once; until they have, they may still write.
-        with _held(self._lock, fcntl.LOCK_EX):
-            return self
+        return self
 
     def __exit__(self, *_: object) -> None:
         for worker in self._workers.values():
@@ -272,11 +301,12 @@ class _Workers:
             worker.process.kill()
             worker.process.join()
 
-    def run(self, executor: PipelineExecutor, ranks: Sequence[int]) -> None:
-        """Runs the tasks `ranks`, in this process if one is enough; raises the first error."""
+    def run(self, executor: PipelineExecutor, ranks: Sequence[int]) -> Iterator[None]:
+        """Runs the tasks `ranks`, in this process if one is enough, and yields after each; raises the first error."""
         if self._num_workers == 1:
             for rank in ranks:
                 _raise(_run_task(deepcopy(executor), rank))
+                yield
             return
         waiting = iter(ranks)
         busy: set[Connection[object, object]] = set()
@@ -292,6 +322,7 @@ class _Workers:
                     busy.remove(connection)
                 else:
                     connection.send((executor, rank_or_none))
+                yield
 
     def _start(self, num_workers: int) -> Iterator[_Worker]:
         context = multiprocessing.get_context("spawn")  # nothing is forked from a process that may hold threads

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genesis.data.foreign.find import ForeignFormat, find_token_files, reader_of
-from genesis.data.foreign.token_file import TokenFile, map_array
+from genesis.data.foreign.token_file import TokenFile
 from genesis.data.manifest import CorpusManifest, ShardRecord, SourceRecord, Split, write_manifest
 from genesis.data.shards import (
     ADDED_SUFFIX,
@@ -210,20 +210,23 @@ def _read_vocabulary(options: AdoptOptions) -> _Vocabulary:
 
 
 class _Piece(NamedTuple):
-    """Tokens of a file that become a shard: where they begin, and documents' ends among them if the file says them."""
+    """Tokens of a file that become a shard.
 
-    start: int
+    Args:
+        file: The file.
+        mtime_ns: Its time of modification before it was looked into.
+        byte_offset: Where the tokens begin.
+        num_tokens: How many.
+        ends: Documents' ends among them, where the file says them.
+        ends_file: Whether they are the file's last.
+    """
+
+    file: TokenFile
+    mtime_ns: int
+    byte_offset: int
     num_tokens: int
     ends: NDArray[np.int64] | None
-
-
-class _Contents(NamedTuple):
-    """What a shard holds: documents' ends, and which of them are added; its text; the hash of what is stored."""
-
-    ends: NDArray[np.int64]
-    is_added: NDArray[np.bool_]
-    num_text_bytes: int
-    hash: str
+    ends_file: bool
 
 
 class _Adopter:
@@ -263,9 +266,10 @@ class _Adopter:
         index = f"{split}/{source.name}{INDEX_SUFFIX}"
         added_path = (self._staging / index).with_suffix(ADDED_SUFFIX)
         shards: list[ShardRecord] = []
-        num_documents = num_tokens = 0
+        num_documents = num_tokens = num_added = 0
         with (self._staging / index).open("wb") as index_file, added_path.open("wb") as added_file:
-            for shard, ends, added in self._look_into_files(source, paths):
+            for piece, is_last in _with_last(self._find_pieces(source, paths)):
+                shard, ends, added = self._look_into(piece, is_last)
                 entries = (ends + num_tokens).astype(INDEX_ENTRY)
                 index_file.write(entries.tobytes())
                 added_file.write((added + num_tokens).astype(INDEX_ENTRY).tobytes())
@@ -280,14 +284,17 @@ class _Adopter:
                 )
                 num_documents += shard.num_documents
                 num_tokens += shard.num_tokens
+                num_added += shard.num_added
+                self._num_tokens += piece.num_tokens
+                self._report(self._num_tokens)
             sync_file(index_file)
             sync_file(added_file)
-        if not added_path.stat().st_size:
+        if not num_added:
             added_path.unlink()
         sync_directory(self._staging / split)
         if not num_tokens:
             raise UserError(f"source {source.name}: {', '.join(paths)} holds no tokens; leave it out")
-        if not num_documents:
+        if num_documents == num_added and not self._options.add_eos:
             raise UserError(
                 f"source {source.name}: {', '.join(paths)} holds no eos_id {self._vocabulary.eos_id}; give the id that "
                 "ends documents, or add_eos where each file is one document"
@@ -295,73 +302,77 @@ class _Adopter:
         num_text_bytes = sum(shard.num_text_bytes for shard in shards)
         return SourceRecord(source.name, source.weight, num_documents, num_text_bytes, num_tokens, shards)
 
-    def _look_into_files(
-        self, source: ForeignSource, paths: tuple[str, ...]
-    ) -> Iterator[tuple[ShardRecord, NDArray[np.int64], NDArray[np.int64]]]:
-        """Yields each shard, without its place in an index, with its documents' ends and those that are added."""
+    def _find_pieces(self, source: ForeignSource, paths: tuple[str, ...]) -> Iterator[_Piece]:
         for found in find_token_files(paths, source.format):
-            before = found.path.stat()
+            mtime_ns = found.path.stat().st_mtime_ns
             file = reader_of(found, source.column, source.dtype)()
-            yield from self._look_into_file(file, source, before.st_mtime_ns)
-            after = found.path.stat()
-            if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-                raise UserError(f"{found.path} changed while it was read; begin again when it is finished")
+            by_eos = source.documents == "eos" or (source.documents == "auto" and file.read_ends is None)
+            if not by_eos and file.read_ends is None:
+                raise UserError(f"{file.path} does not say where documents end; give documents eos")
+            if by_eos and self._options.check == "sizes":
+                raise UserError(f"{file.path}: documents end at eos_id, so all is read; give check all")
+            starts = list(accumulate((run.num_tokens for run in file.runs), initial=0))
+            for start, num_tokens, ends in _cut_evenly(starts) if by_eos else _cut_at_documents(file, starts):
+                run = bisect_right(starts, start) - 1
+                in_run_bytes = (start - starts[run]) * stored_dtype(file.dtype).itemsize
+                ends_file = start + num_tokens == starts[-1]
+                yield _Piece(file, mtime_ns, file.runs[run].byte_offset + in_run_bytes, num_tokens, ends, ends_file)
             self._num_files += 1
 
-    def _look_into_file(
-        self, file: TokenFile, source: ForeignSource, mtime_ns: int
-    ) -> Iterator[tuple[ShardRecord, NDArray[np.int64], NDArray[np.int64]]]:
-        by_eos = source.documents == "eos" or (source.documents == "auto" and file.read_ends is None)
-        if not by_eos and file.read_ends is None:
-            raise UserError(f"{file.path} does not say where documents end; give documents eos")
-        if by_eos and self._options.check == "sizes":
-            raise UserError(f"{file.path}: documents end at eos_id, so all is read; give check all")
-        starts = list(accumulate((run.num_tokens for run in file.runs), initial=0))
-        for piece in _cut_evenly(starts) if by_eos else _cut_at_documents(file, starts):
-            run = bisect_right(starts, piece.start) - 1
-            place = piece.start - starts[run]
-            byte_offset = file.runs[run].byte_offset + place * stored_dtype(file.dtype).itemsize
-            is_last = piece.start + piece.num_tokens == starts[-1]
-            contents = self._look_into(file, piece, byte_offset, is_last)
-            ends = contents.ends + np.cumsum(contents.is_added)
-            added = ends[contents.is_added] - 1
-            shard = ShardRecord(
-                path=str(file.path),
-                num_tokens=piece.num_tokens + len(added),
-                num_documents=len(ends),
-                num_text_bytes=contents.num_text_bytes,
-                file_bytes=file.file_bytes,
-                hash=contents.hash,
-                index_hash="",
-                dtype=file.dtype,
-                byte_offset=byte_offset,
-                num_added=len(added),
-                mtime_ns=None if contents.hash else mtime_ns,
-            )
-            yield shard, ends, added
-            self._num_unfinished += is_last and (not len(ends) or int(ends[-1]) < shard.num_tokens)
-            self._num_tokens += piece.num_tokens
-            self._report(self._num_tokens)
+    def _look_into(self, piece: _Piece, is_last: bool) -> tuple[ShardRecord, NDArray[np.int64], NDArray[np.int64]]:
+        """Returns a piece's record, without its place in the index, the ends of its documents and those that are added.
 
-    def _look_into(self, file: TokenFile, piece: _Piece, byte_offset: int, is_last: bool) -> _Contents:
-        """Returns what is in a piece; all that can be wrong with its tokens is refused."""
+        Raises:
+            UserError: An id, or a document's end, is not what it should be; or the file was written meanwhile.
+        """
         if self._options.check == "sizes":
             assert piece.ends is not None
-            return _Contents(piece.ends, np.zeros(len(piece.ends), np.bool_), 0, "")
-        eos_id = self._vocabulary.eos_id
-        dtype = stored_dtype(file.dtype)
-        tokens: NDArray[np.unsignedinteger] = map_array(file.path, dtype.str, byte_offset, piece.num_tokens)  # type: ignore[assignment]
-        if piece.ends is None:
-            ends = np.flatnonzero(tokens == eos_id) + 1
-            if self._options.add_eos and is_last and (not len(ends) or ends[-1] < len(tokens)):
-                ends = np.append(ends, len(tokens))
+            ends, is_added, num_text_bytes, digest = piece.ends, np.zeros(len(piece.ends), np.bool_), 0, ""
         else:
-            ends = piece.ends
-        is_added = (tokens[ends - 1] != eos_id) if self._options.add_eos else np.zeros(len(ends), np.bool_)
-        fault = find_token_fault(tokens, self._vocabulary.size, eos_id, ends[~is_added])
-        if fault is not None:
-            raise UserError(f"{file.path} {fault}")
-        return _Contents(ends, is_added, self._count_text_bytes(tokens), hash_tokens(tokens))
+            tokens = _map_piece(piece)
+            ends, is_added = self._find_ends(piece, tokens, is_last)
+            fault = find_token_fault(tokens, self._vocabulary.size, self._vocabulary.eos_id, ends[~is_added])
+            if fault is not None:
+                raise UserError(f"{piece.file.path} {fault}")
+            num_text_bytes, digest = self._count_text_bytes(tokens), hash_tokens(tokens)
+        status = piece.file.path.stat()
+        if (status.st_size, status.st_mtime_ns) != (piece.file.file_bytes, piece.mtime_ns):
+            raise UserError(f"{piece.file.path} changed while it was read; begin again when it is finished")
+        ends = ends + np.cumsum(is_added)
+        added = ends[is_added] - 1
+        shard = ShardRecord(
+            path=str(piece.file.path),
+            num_tokens=piece.num_tokens + len(added),
+            num_documents=len(ends),
+            num_text_bytes=num_text_bytes,
+            file_bytes=piece.file.file_bytes,
+            hash=digest,
+            index_hash="",
+            dtype=piece.file.dtype,
+            byte_offset=piece.byte_offset,
+            num_added=len(added),
+            mtime_ns=None if digest else piece.mtime_ns,
+        )
+        self._num_unfinished += piece.ends_file and (not len(ends) or int(ends[-1]) < shard.num_tokens)
+        return shard, ends, added
+
+    def _find_ends(
+        self, piece: _Piece, tokens: NDArray[np.unsignedinteger], is_last: bool
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Returns where documents end, and which of these ends are to be added.
+
+        A stream always ends with a document's end: packing relies on it.
+        """
+        eos_id = self._vocabulary.eos_id
+        if piece.ends is not None:
+            is_added = (tokens[piece.ends - 1] != eos_id) & self._options.add_eos
+            return piece.ends, is_added
+        ends = np.flatnonzero(tokens == eos_id) + 1
+        is_open = not len(ends) or int(ends[-1]) < len(tokens)
+        if is_open and (is_last or (piece.ends_file and self._options.add_eos)):
+            ends = np.append(ends, len(tokens))
+            return ends, np.arange(len(ends)) == len(ends) - 1
+        return ends, np.zeros(len(ends), np.bool_)
 
     def _count_text_bytes(self, tokens: NDArray[np.unsignedinteger]) -> int:
         if self._vocabulary.tokenizer is None:
@@ -371,15 +382,34 @@ class _Adopter:
         return sum(int(piece_num_bytes[block].sum(dtype=np.int64)) for block in blocks)
 
 
-def _cut_evenly(starts: list[int]) -> Iterator[_Piece]:
-    """Yields pieces of at most `SHARD_TOKENS` within the runs that begin at `starts`, of which the last is the end."""
+def _map_piece(piece: _Piece) -> NDArray[np.unsignedinteger]:
+    dtype = stored_dtype(piece.file.dtype)
+    tokens: NDArray[np.unsignedinteger] = np.memmap(
+        piece.file.path, dtype, "r", offset=piece.byte_offset, shape=(piece.num_tokens,)
+    )
+    return tokens
+
+
+def _with_last(pieces: Iterator[_Piece]) -> Iterator[tuple[_Piece, bool]]:
+    """Yields each piece, and whether it is the last of all."""
+    last = next(pieces, None)
+    for piece in pieces:
+        assert last is not None
+        yield last, False
+        last = piece
+    if last is not None:
+        yield last, True
+
+
+def _cut_evenly(starts: list[int]) -> Iterator[tuple[int, int, None]]:
+    """Yields start and size of pieces of at most `SHARD_TOKENS` within the runs between `starts`."""
     for begin, end in pairwise(starts):
         for start in range(begin, end, SHARD_TOKENS):
-            yield _Piece(start, min(SHARD_TOKENS, end - start), None)
+            yield start, min(SHARD_TOKENS, end - start), None
 
 
-def _cut_at_documents(file: TokenFile, starts: list[int]) -> Iterator[_Piece]:
-    """Yields pieces of about `SHARD_TOKENS`, of whole documents; those without tokens are left out."""
+def _cut_at_documents(file: TokenFile, starts: list[int]) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
+    """Yields start, size and documents' ends of pieces of whole documents; those without tokens are left out."""
     assert file.read_ends is not None
     start = last = 0
     waiting = np.empty(0, np.int64)
@@ -394,7 +424,7 @@ def _cut_at_documents(file: TokenFile, starts: list[int]) -> Iterator[_Piece]:
             cut = int(np.searchsorted(waiting, min(start + SHARD_TOKENS, run_end)))
             if cut == len(waiting):
                 break
-            yield _Piece(start, int(waiting[cut]) - start, waiting[: cut + 1] - start)
+            yield start, int(waiting[cut]) - start, waiting[: cut + 1] - start
             start, waiting = int(waiting[cut]), waiting[cut + 1 :]
     if start != starts[-1]:
         raise UserError(f"{file.path} holds {starts[-1]:,} tokens, its index ends at {last:,}; make it again")

@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from genesis.data.arrow_file import open_stream
 from genesis.data.foreign.token_file import TOKEN_DTYPES, Run, TokenFile, file_size
 from genesis.errors import UserError
 
@@ -53,7 +54,7 @@ def read_arrow(path: Path, column: str) -> TokenFile:
     try:
         with pa.memory_map(str(path)) as file:
             whole = file.read_buffer()
-            reader = pa.ipc.open_stream(whole)
+            reader = open_stream(whole)
             dtype = _token_dtype(path, reader.schema, column)
             for batch in reader:
                 _check_companions(path, batch)
@@ -61,7 +62,7 @@ def read_arrow(path: Path, column: str) -> TokenFile:
                 if run.num_tokens:
                     runs.append(run)
                     ends.append(batch_ends)
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OSError) as error:  # the latter where the stream breaks off
         reason = " ".join(str(error).split())
         raise UserError(f"{path} is no Arrow stream or is damaged ({reason}); save the dataset again") from None
 

@@ -46,6 +46,10 @@ class BlockSupply(Protocol):
         """Returns how many blocks each worker still has to make."""
 
     @property
+    def process_ids(self) -> tuple[int, ...]:
+        """Returns the processes that work now."""
+
+    @property
     def wait_seconds(self) -> float:
         """Returns how long `take` has waited, in all."""
 
@@ -58,6 +62,7 @@ class InlineSupply:
     """Makes each block when it is taken, in the caller's thread."""
 
     queue_depths: tuple[int, ...] = ()
+    process_ids: tuple[int, ...] = ()
     num_restarts = 0
 
     def __init__(self, setup: Setup) -> None:

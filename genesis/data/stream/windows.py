@@ -129,6 +129,11 @@ class StreamWindows:
         return self._supply.queue_depths if self._supply is not None else ()
 
     @property
+    def process_ids(self) -> tuple[int, ...]:
+        """Returns the workers' processes."""
+        return self._supply.process_ids if self._supply is not None else ()
+
+    @property
     def wait_seconds(self) -> float:
         """Returns how long windows have waited for blocks since the workers were started."""
         return self._supply.wait_seconds if self._supply is not None else 0.0

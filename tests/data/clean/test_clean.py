@@ -333,10 +333,26 @@ def small(tmp_path: Path) -> CleanOptions:
 
 def test_a_finished_result_is_left_as_it_is(small: CleanOptions) -> None:
     report = clean_corpus(small)
-    times = {path: path.stat().st_mtime_ns for path in small.out.rglob("*") if path.is_file()}
+    times = read_times(small.out)
     assert clean_corpus(replace(small, local=LocalOptions(2))) == report
-    again = {path: path.stat().st_mtime_ns for path in small.out.rglob("*") if path.is_file()}
-    assert {path for path in times if times[path] != again[path]} <= {small.out / ".clean" / "lock"}
+    assert read_times(small.out) == times
+
+
+def read_times(out: Path) -> dict[Path, int]:
+    """Returns when each file was written, all but the locks."""
+    return {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file() and "lock" not in path.name}
+
+
+@pytest.mark.parametrize("compression", ["zst", "gz"])
+def test_either_compression_gives_the_same_text_and_always_the_same_bytes(
+    compression: str, small: CleanOptions, tmp_path: Path
+) -> None:
+    data = []
+    for out in (tmp_path / "once", tmp_path / "again"):
+        clean_corpus(replace(small, out=out, compression=compression))  # type: ignore[arg-type]
+        assert [record["text"] for record in read_result(out)["web"]] == PROSE[:6]
+        data.append((out / "text" / "web" / f"00000.jsonl.{compression}").read_bytes())
+    assert data[0] == data[1]
 
 
 def test_another_recipe_or_changed_inputs_are_refused_until_restart(small: CleanOptions) -> None:

@@ -263,11 +263,11 @@ def test_a_file_that_ends_within_a_document_goes_on_in_the_next(prepared: Prepar
     write_bin(tmp_path / "shards" / "b.bin", [stream[middle:-1]])
     path = tmp_path / "shards"
     adoption = adopted(prepared, path, dtype="uint16")
-    assert adoption.num_unfinished == 2
+    assert (adoption.num_unfinished, adoption.num_added) == (1, 1)
     (source,) = open_adopted(path).train
-    assert read_all(source) == stream[:-1]
+    assert read_all(source) == stream  # the last document of all gets its end: a stream never breaks off
     ends = flatten([ends.tolist() for ends in source.document_ends()])
-    assert ends == [*np.cumsum([len(document) for document in prepared.documents]).tolist()[:-1], len(stream) - 1]
+    assert ends == np.cumsum([len(document) for document in prepared.documents]).tolist()
 
 
 def test_documents_without_tokens_are_left_out(prepared: Prepared, tmp_path: Path) -> None:
@@ -331,6 +331,18 @@ def test_a_file_that_changed_after_its_adoption_is_named(prepared: Prepared, tmp
     path.unlink()
     with pytest.raises(UserError, match=r"tokens\.npy can't be read"):
         open_adopted(path)
+
+
+def test_a_file_that_is_written_while_it_is_adopted_is_refused(prepared: Prepared, tmp_path: Path) -> None:
+    path = write_npy(tmp_path / "tokens.npy", prepared.documents)
+    options = AdoptOptions("adopted", (ForeignSource("web", (str(path),)),), tmp_path, prepared.corpus.tokenizer_path)
+
+    def write(num_tokens: int) -> None:
+        os.utime(path, ns=(0, num_tokens))
+
+    with pytest.raises(UserError, match=r"tokens\.npy changed while it was read"):
+        adopt_corpus(options, report=write)
+    assert [file.name for file in tmp_path.iterdir()] == ["tokens.npy"]
 
 
 def test_sizes_alone_are_checked_where_that_is_asked_and_the_rest_when_it_is_read(
