@@ -26,6 +26,7 @@ from genesis.data.sources import (
 from genesis.errors import UserError
 from tests.data.corpus_support import make_texts, make_tokenizer, read_tree
 from tests.data.store_support import BUCKET, CREDENTIALS, FaultyStore, serve_s3
+from tests.data.stream import streams
 
 TEXTS = [f"document {number}\n" + "wörd " * (number % 7) for number in range(50)]
 
@@ -371,6 +372,23 @@ def test_a_sample_downloads_each_file_once_in_a_cache_that_holds_one(tmp_path, s
     monkeypatch.setenv("GENESIS_CACHE_BYTES", str((tmp_path / "a.jsonl").stat().st_size))
     assert len(list(sample_texts([SourceOptions("web", tuple(paths))], 10**6))) == 3 * len(TEXTS)
     assert store.count("GET") == 3
+
+
+def test_a_stream_of_remote_files_by_workers_is_that_of_the_local_ones(tmp_path, store):
+    tokenizer = streams.make_tokenizer(tmp_path / "tokenizer")
+    directory = streams.write_files(tmp_path / "web", make_texts(60, seed=1), ".jsonl.zst")
+    for path in directory.iterdir():
+        store.files[f"/web/{path.name}"] = path.read_bytes()
+    rows = []
+    for path, num_workers in ((directory, 0), (f"{store.url}/web/", 2)):
+        changes = {"num_lanes": 2, "num_workers": num_workers}
+        windows = streams.make_windows(streams.make_stream({"web": path}, tokenizer, **changes))
+        try:
+            rows.append([streams.rows_of(window) for window in streams.read_windows(windows, 0, 60)])
+        finally:
+            windows.close()
+    assert rows[0] == rows[1]
+    assert store.count("GET", ".zst") == 4
 
 
 def test_data_prepare_of_s3_makes_the_corpus_that_the_same_files_make_locally(tmp_path):
