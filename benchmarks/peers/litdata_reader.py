@@ -9,7 +9,7 @@ import torch
 from litdata import StreamingDataLoader, StreamingDataset, TokensLoader
 from litdata.streaming.writer import BinaryWriter
 
-from genesis.bench.workers.data_protocol import ReadTask, serve, task_from_json
+from genesis.bench.workers.data_protocol import ReadTask, make_ready, serve, task_from_json
 
 _TOKENS_PER_WRITE = 1_000_000
 
@@ -38,8 +38,8 @@ def read(task: ReadTask) -> Iterator[int]:
     loader = StreamingDataLoader(dataset, batch_size=task.micro_batch_size, num_workers=0)
     while True:
         for batch in loader:
-            rows = batch.long()
-            yield rows[:, :-1].numel()
+            inputs, _, _ = make_ready(batch.long(), task.eos_id)
+            yield inputs.numel()
 
 
 if __name__ == "__main__":

@@ -1,14 +1,19 @@
 """mosaicml-streaming's reader of `genesis bench data`: MDS shards of sequences, shuffled, through its dataset."""
 
 import sys
+import types
 from collections.abc import Iterator
 
 import numpy as np
 import torch
-from streaming import MDSWriter, StreamingDataset
+
+# Its data sets of pictures want a torchvision, which the registry has for CUDA builds of torch alone.
+sys.modules["streaming.vision"] = types.ModuleType("streaming.vision")
+
+from streaming import MDSWriter, StreamingDataset  # noqa: E402
 from torch.utils.data import DataLoader
 
-from genesis.bench.workers.data_protocol import ReadTask, serve, task_from_json
+from genesis.bench.workers.data_protocol import ReadTask, make_ready, serve, task_from_json
 
 
 def write(task: ReadTask) -> None:
@@ -31,7 +36,8 @@ def read(task: ReadTask) -> Iterator[int]:
     loader = DataLoader(dataset, batch_size=task.micro_batch_size, num_workers=0, collate_fn=collate, drop_last=True)
     while True:
         for rows in loader:
-            yield rows[:, :-1].numel()
+            inputs, _, _ = make_ready(rows, task.eos_id)
+            yield inputs.numel()
 
 
 if __name__ == "__main__":

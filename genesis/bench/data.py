@@ -34,6 +34,7 @@ from genesis.bench.record import anonymise, describe_hardware
 from genesis.bench.streaming import TextTask, measure_memory, measure_streaming
 from genesis.bench.workers.data_protocol import Reading, ReadTask
 from genesis.errors import UserError
+from genesis.tokenizer.train import EOS_ID
 
 SHAPES = ((2048, 8), (256, 64))
 """Tokens of a sequence, and sequences of a micro-batch."""
@@ -179,7 +180,7 @@ def _take_turns(
         readers = []
         for name, command in commands.items():
             own = directory / f"{name}-{seq_len}"
-            task = ReadTask(str(tokens_path), str(corpus), str(own), seq_len, micro_batch_size)
+            task = ReadTask(str(tokens_path), str(corpus), str(own), seq_len, micro_batch_size, EOS_ID)
             reader = WorkerProcess(name, [*command, task.to_json()], directory / f"{name}-{seq_len}.log", 1)
             readers.append(stack.enter_context(reader))
             versions[name] = reader.hear()["versions"]
@@ -251,9 +252,9 @@ def _describe_prepared(part: Mapping[str, Any]) -> list[str]:
     lines = [
         "## Prepared",
         "",
-        f"{part['tokens']:,} random tokens, on one core and in one thread, {part['pairs']} rounds of "
-        f"{part['turn_seconds']} s each in rotating order; ratios are medians of pairs within a round. Goal: "
-        f"{_GOAL_TOKENS_PER_SECOND / 1e6:.0f} M tokens/s, and twice the others'.",
+        f"{part['tokens']:,} random tokens into inputs, labels and document ids, on one core and in one thread, "
+        f"{part['pairs']} rounds of {part['turn_seconds']} s each in rotating order; ratios are medians of pairs within a "
+        f"round. Goal: {_GOAL_TOKENS_PER_SECOND / 1e6:.0f} M tokens/s, and twice the others'.",
         "",
         "| sequence | reader | M tokens/s (slowest to fastest) | per processor second | genesis' speed over it (95%) |",
         "|---|---|---|---|---|",

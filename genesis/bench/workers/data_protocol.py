@@ -5,8 +5,9 @@
     reader    {"tokens": ..., "seconds": ..., "cpu_seconds": ...}
     parent    quit
 
-Readers take turns on one core. It needs numpy and nothing else: readers of other projects import it in environments of
-their own.
+Readers take turns on one core, and all of them make the same of it: inputs, labels that stop at a document's end, and
+the documents' numbers. It needs Python and nothing else: readers of other projects import it in environments of their
+own.
 """
 
 import json
@@ -16,6 +17,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from typing import Any
+
+IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class ReadTask:
         directory: Empty, for what the reader's own format takes.
         seq_len: Tokens of a sequence; the label of its last one is read, too.
         micro_batch_size: Sequences of a batch.
+        eos_id: The token that ends a document.
     """
 
     tokens_path: str
@@ -35,6 +40,7 @@ class ReadTask:
     directory: str
     seq_len: int
     micro_batch_size: int
+    eos_id: int
 
     def to_json(self) -> str:
         """Returns the one line that `task_from_json` reads."""
@@ -53,6 +59,18 @@ class Reading:
 def task_from_json(text: str) -> ReadTask:
     """Returns what `ReadTask.to_json` wrote."""
     return ReadTask(**json.loads(text))
+
+
+def make_ready(rows: Any, eos_id: int) -> tuple[Any, Any, Any]:
+    """Returns inputs, labels and document ids of rows of tokens, each a tensor of int64 with a token more than inputs.
+
+    For readers that give rows alone; ours makes the same, and counts tokens and bytes besides.
+    """
+    inputs, labels = rows[:, :-1], rows[:, 1:].clone()
+    is_end = inputs == eos_id
+    labels[is_end] = IGNORE_INDEX
+    document_ids = is_end.int().cumsum(1)
+    return inputs, labels, document_ids - is_end.int()
 
 
 def serve(batches: Iterator[int], packages: tuple[str, ...]) -> None:
