@@ -96,15 +96,18 @@ class _Entry:
         self.options.directory.mkdir(parents=True, exist_ok=True)
         while True:
             lock = _lock(self.copy.with_suffix(".lock"), fcntl.LOCK_SH)
-            if self._is_whole():
-                os.utime(self.copy)
+            if self._mark_used():
                 return lock
             os.close(lock)
             self._download_alone()
 
-    def _is_whole(self) -> bool:
+    def _mark_used(self) -> bool:
+        """Returns whether there is a whole copy, which is then the one used last."""
         try:
-            return self.copy.stat().st_size == self.file.num_bytes
+            is_whole = self.copy.stat().st_size == self.file.num_bytes
+            if is_whole:
+                os.utime(self.copy)
+            return is_whole
         except FileNotFoundError:
             return False
 
@@ -112,7 +115,7 @@ class _Entry:
         path = self.copy.with_suffix(".lock")
         lock = _lock(path, fcntl.LOCK_EX)
         try:
-            if not self._is_whole():
+            if not self._mark_used():
                 self._download()
         except BaseException:
             path.unlink(missing_ok=True)

@@ -48,7 +48,7 @@ class StoreOptions:
     Args:
         attempts: How often a request is made at most.
         attempt_seconds: Time limit of each: to an answer, and for each 16 MiB of a download.
-        seconds: Time limit of a request with all its attempts and the waits between them.
+        seconds: Time limit of a request with all its attempts and the waits between them, and for room in the cache.
     """
 
     attempts: int = 6

@@ -1,5 +1,6 @@
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -219,4 +220,22 @@ def test_hashes_of_an_unknown_kind_and_a_manifest_that_contradicts_itself_are_re
     manifest["hash_algorithm"] = "crc32"
     (corpus / MANIFEST_NAME).write_text(json.dumps(manifest))
     with pytest.raises(UserError, match="'crc32'"):
+        open_corpus(corpus)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda shards: shards["num_tokens"].pop(),
+        lambda shards: shards.pop("hash"),
+        lambda shards: shards.update(size=shards["num_tokens"]),
+    ],
+)
+def test_a_table_of_shards_with_a_hole_is_damaged(
+    corpus: Path, change: Callable[[dict[str, list[int]]], object]
+) -> None:
+    manifest = json.loads((corpus / MANIFEST_NAME).read_text())
+    change(manifest["train"][0]["shards"])
+    (corpus / MANIFEST_NAME).write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=r"manifest\.json is damaged \(shards have columns"):
         open_corpus(corpus)

@@ -58,7 +58,8 @@ class CleanOptions:
         sources: Named sources of text, each with paths and format, as `genesis data prepare` takes them.
         out: The directory of the result: text/SOURCE/*.jsonl.zst, report.json, dropped/ and manifest.json.
         stages: What is done, in this order: a list of filters by name, each with its options.
-        tasks: Parts that the work is cut into; a killed run goes on at its unfinished tasks. It orders the output.
+        tasks: Parts that the work is cut into; a killed run goes on at its unfinished tasks. It orders the output. A
+            compressed file is in one task as a whole: many small ones keep many workers busy.
         tokenizer: A model file or directory of `genesis tokenizer train`, to count tokens; characters if not given.
         compression: Of the shards: zst or gz.
         num_examples: Dropped documents to set down, of each filter and reason.
