@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
+
+from genesis.bench.workers.data_protocol import ReadTask, make_ready, serve, task_from_json
 
 # Its data sets of pictures want a torchvision, which the registry has for CUDA builds of torch alone.
 sys.modules["streaming.vision"] = types.ModuleType("streaming.vision")
 
 from streaming import MDSWriter, StreamingDataset  # noqa: E402
-from torch.utils.data import DataLoader
-
-from genesis.bench.workers.data_protocol import ReadTask, make_ready, serve, task_from_json
 
 
 def write(task: ReadTask) -> None:
