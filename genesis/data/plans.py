@@ -273,19 +273,11 @@ def _write_source(
 def _pack(
     source: TokenSource, seq_len: int, packing: PlannedPacking
 ) -> Iterator[tuple[PackedSequences, PackingFigures]]:
-    """Yields the packed documents of a source, block by block.
-
-    A last document whose end was cut off is left out: nothing would keep what follows in its row apart from it.
-    """
-    last = 0
-    for starts, ends in _blocks(source.shard_ends(number) for number in range(source.num_shards)):
+    """Yields the packed documents of a source, block by block."""
+    for starts, ends in _blocks(source.document_ends()):
         packed = pack_documents(ends - starts[0], seq_len, packing)
         moved = PackedSequences(packed.starts + starts[0], packed.lengths, packed.sequence_ends)
         yield moved, measure_packing(starts, ends, seq_len, packing, len(packed))
-        last = int(ends[-1])
-    if last < source.num_tokens:
-        nothing = pack_documents(np.empty(0, np.int64), seq_len, packing)
-        yield nothing, PackingFigures(num_documents=1, num_labels=source.num_tokens - last - 1)
 
 
 def _blocks(
