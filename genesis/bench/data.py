@@ -253,8 +253,8 @@ def _describe_prepared(part: Mapping[str, Any]) -> list[str]:
         "## Prepared",
         "",
         f"{part['tokens']:,} random tokens into inputs, labels and document ids, on one core and in one thread, "
-        f"{part['pairs']} rounds of {part['turn_seconds']} s each in rotating order; ratios are medians of pairs within "
-        f"a round. Goal: {_GOAL_TOKENS_PER_SECOND / 1e6:.0f} M tokens/s, and twice the others'.",
+        f"{part['pairs']} rounds of {part['turn_seconds']} s each in rotating order; ratios are medians of pairs in a "
+        f"round. Goal: {_GOAL_TOKENS_PER_SECOND / 1e6:.0f} M tokens/s, and twice the others'.",
         "",
         "| sequence | reader | M tokens/s (slowest to fastest) | per processor second | genesis' speed over it (95%) |",
         "|---|---|---|---|---|",
