@@ -28,7 +28,6 @@ from lightning.pytorch.loggers import Logger
 
 from genesis.cli.options import check_is_yaml
 from genesis.data.datamodule import CorpusDataModule
-from genesis.data.manifest import read_manifest
 from genesis.errors import UserError
 from genesis.train.csv_log import CSVLog
 from genesis.train.data_telemetry import DataTelemetry
@@ -202,8 +201,7 @@ class GenesisCLI(LightningCLI):
         self.checkpoint: AsyncProcessCheckpoint = self._get(self.config_init, "checkpoint")
         self.checkpoint.recipe = self.config_dump
         self.checkpoint.drift_policy = RECIPE_POLICY
-        manifest = read_manifest(Path(self._get(self.config, "data")["corpus"]))
-        self.checkpoint.identity = {"tokenizer_hash": manifest.tokenizer_hash, "corpus": manifest.name}
+        self.checkpoint.identity = self.datamodule.identity
         # A validation of some checkpoint must not write into the log of the run that goes on.
         loggers = _loggers(config.get("logger"), run_dir) if self.subcommand == "fit" else False
         callbacks: list[Callback] = [SaveRecipe(run_dir, self.config_dump), DataTelemetry()]

@@ -1,4 +1,4 @@
-"""The data of a run as Lightning takes it: windows of a prepared corpus, from an exact position.
+"""The data of a run as Lightning takes it: windows of a prepared corpus, or of a stream, from an exact position.
 
 The position is one integer that belongs to the data module, and moves when a window has been trained, not when it was
 read ahead. A callback that the module puts before all others moves it, so that whatever saves at `on_train_batch_end`
@@ -6,15 +6,19 @@ saves the position after the window.
 
 An epoch, in Lightning's sense, is as many windows as the corpus has sequences for, whatever the mix; it ends nothing:
 position and order go on. So `max_steps` is the natural length of a run, `trainer.max_epochs` counts corpus sizes. Only
-limits on all sources (`data.max_epochs`) make the data end, and the run with them.
+limits on all sources (`data.max_epochs`) make the data end, and the run with them. Lightning's epoch of a stream never
+ends: nobody has counted its sequences.
 
-    logged                unit and meaning
-    data/epochs_SOURCE    how often the source was drawn: its sequences drawn over those that it has
-    data/tokens_SOURCE    tokens drawn from it, padding not counted
+    logged                       unit and meaning
+    data/epochs_SOURCE           how often the source was drawn: its sequences drawn over those that it has; of a
+                                 stream, spans of its files read over those that there are
+    data/tokens_SOURCE           tokens drawn from it, padding not counted
+    data/bad_documents_SOURCE    of a stream: documents skipped because they could not be read
+    data/damaged_spans_SOURCE    of a stream: spans of damaged files whose rest was skipped
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -34,29 +38,44 @@ from genesis.data.loader import (
     WindowLoader,
     plan_micro_batches,
 )
+from genesis.data.manifest import read_manifest
 from genesis.data.order import Mix, SequenceOrder, build_order, weigh_sequences
 from genesis.data.packing import Packing, count_train_sequences
 from genesis.data.plans import SourcePlan, open_plan
-from genesis.data.shards import little_endian
+from genesis.data.shards import little_endian, token_dtype
+from genesis.data.stream.ledger import count_spans
+from genesis.data.stream.open import Stream, open_stream
+from genesis.data.stream.options import StreamOptions
+from genesis.data.stream.state import combine_states
+from genesis.data.stream.windows import StreamWindows
 from genesis.data.window import Window
 from genesis.errors import UserError
+from genesis.tokenizer.tokenizer import Tokenizer
+from genesis_callbacks.host_group import HostGroup
+
+_ENDLESS_WINDOWS: Final = 1 << 40
+"""An epoch of a stream, in Lightning's sense."""
 
 
 class CorpusDataModule(pl.LightningDataModule):
-    """Windows of a prepared corpus; the batch of its loaders is a `Window`.
+    """Windows of a prepared corpus or of a stream; the batch of its loaders is a `Window`.
 
-    Every rank calls it alike; it communicates nothing. A run that goes on starts from a restored state; a new run takes
-    a new data module.
+    Every rank calls it alike; it communicates nothing, but for a stream's figures when they are logged. A run that goes
+    on starts from a restored state; a new run takes a new data module.
 
     Args:
-        corpus: The directory that `genesis data prepare` wrote.
+        corpus: The directory that `genesis data prepare` wrote. Beside a stream it gives the validation set and the
+            tokenizer alone, and may be left out.
         seq_len: Tokens of a sequence.
         micro_batch_size: Sequences of one forward and backward on one rank.
         global_batch_size: Sequences of one step, over all ranks.
         seed: Of the order.
-        mix: Integer weights of sources, by their tokens; by default those that the corpus was prepared with.
+        mix: Integer weights of sources, by their tokens (of a stream, by their sequences); by default those that the
+            corpus was prepared with, or the stream's sources have.
         max_epochs: How often a source is drawn at most; one that it does not name has no limit.
-        packing: How documents are put into sequences. `best_fit` and `pad` need the plan of `genesis data plan`.
+        packing: How documents are put into sequences. Of a corpus, `best_fit` and `pad` need the plan of
+            `genesis data plan`.
+        stream: Raw shards to train on instead of a corpus.
         validation_micro_batch_size: Sequences of one validation forward; by default `micro_batch_size`.
         limit_validation_sequences: Validates on so many sequences, evenly spread, instead of on all.
         prefetch_windows: How many windows a thread makes ahead of the training step.
@@ -66,7 +85,8 @@ class CorpusDataModule(pl.LightningDataModule):
 
     def __init__(
         self,
-        corpus: str,
+        corpus: str | None = None,
+        *,
         seq_len: int,
         micro_batch_size: int,
         global_batch_size: int,
@@ -74,6 +94,7 @@ class CorpusDataModule(pl.LightningDataModule):
         mix: dict[str, int] | None = None,
         max_epochs: dict[str, int] | None = None,
         packing: Packing = "chunk",
+        stream: StreamOptions | None = None,
         validation_micro_batch_size: int | None = None,
         limit_validation_sequences: int | None = None,
         prefetch_windows: int = 2,
@@ -81,7 +102,10 @@ class CorpusDataModule(pl.LightningDataModule):
         tokenizer_hash: str | None = None,
     ) -> None:
         super().__init__()
-        self.path = Path(corpus)
+        if corpus is None and stream is None:
+            raise UserError("there is nothing to train on; give data.corpus (of `genesis data prepare`) or data.stream")
+        self.path = None if corpus is None else Path(corpus)
+        self.stream_options = stream
         self.seq_len = seq_len
         self.micro_batch_size = micro_batch_size
         self.global_batch_size = global_batch_size
@@ -101,31 +125,63 @@ class CorpusDataModule(pl.LightningDataModule):
         self._order: SequenceOrder | None = None
         self._plans: tuple[SourcePlan, ...] | None = None
         self._packed_tokens: dict[str, int] = {}
+        self._stream: Stream | None = None
+        self._stream_windows: StreamWindows | None = None
+        self._num_empty_positions = 0
 
     @property
     def corpus(self) -> Corpus:
         """Returns the opened corpus."""
+        assert self.path is not None, "a stream may be without a corpus"
         if self._corpus is None:
             self._corpus = open_corpus(self.path, tokenizer_hash=self.tokenizer_hash, verify_hashes=self.verify_hashes)
         return self._corpus
 
     @property
+    def stream(self) -> Stream | None:
+        """Returns the opened stream; None where a corpus is trained on."""
+        if self._stream is None and self.stream_options is not None:
+            self._stream = open_stream(
+                self.stream_options,
+                self._stream_tokenizer(self.stream_options),
+                seed=self.seed,
+                seq_len=self.seq_len,
+                packing=self.packing,
+                max_epochs=self.max_epochs,
+            )
+        return self._stream
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Returns what a checkpoint says of the data that it was trained on."""
+        if self.stream is not None:
+            return {"tokenizer_hash": self.stream.tokenizer.hash, "stream": self.stream.hash()}
+        assert self.path is not None
+        manifest = read_manifest(self.path)
+        return {"tokenizer_hash": manifest.tokenizer_hash, "corpus": manifest.name}
+
+    @property
+    def vocab_size(self) -> int:
+        """Returns how many ids the tokenizer has."""
+        return self.corpus.manifest.vocab_size if self.stream is None else self.stream.tokenizer.vocab_size
+
+    @property
     def order(self) -> SequenceOrder:
-        """Returns the order of the training sequences."""
+        """Returns the order of the training sequences; of a stream, which source stands at each position."""
         if self._order is None:
             self._order = self._build_order()
         return self._order
 
     @property
     def plans(self) -> tuple[SourcePlan, ...] | None:
-        """Returns the packing's plan of each source; None under `chunk`, which needs none."""
-        if self._plans is None and self.packing != "chunk":
+        """Returns the packing's plan of each source; None under `chunk` and for a stream, which need none."""
+        if self._plans is None and self.packing != "chunk" and self.stream_options is None:
             self._plans = open_plan(self.corpus, self.packing, self.seq_len, self.verify_hashes)
         return self._plans
 
     @property
     def ledger(self) -> dict[str, dict[Literal["tokens", "epochs"], float]]:
-        """Returns what was drawn of each source up to the position."""
+        """Returns what was drawn of each source of a corpus up to the position; `stream_windows` knows a stream's."""
         drawn = self.order.sequences_drawn(self.data_position)
         return {
             name: {"tokens": self._packed_tokens.get(name, count * self.seq_len), "epochs": count / max(1, length)}
@@ -153,12 +209,15 @@ class CorpusDataModule(pl.LightningDataModule):
         if stage == "fit":
             plan_micro_batches(self.global_batch_size, self.micro_batch_size, self._ranks().world_size)
             self._put_position_callback_first()
-            _ = self.order
-        _ = self.corpus
+            _ = self.order if self.stream is None else self.stream_windows
+        if self.path is not None:
+            _ = self.corpus
 
     def train_dataloader(self) -> WindowLoader:
         """Returns this rank's windows from the position on."""
         plan_micro_batches(self.global_batch_size, self.micro_batch_size, self._ranks().world_size)
+        if self.stream is not None:
+            return self._loader(self.stream_windows.window, _ENDLESS_WINDOWS)
         windows = TrainWindows(
             self.order,
             self.corpus.train,
@@ -172,14 +231,12 @@ class CorpusDataModule(pl.LightningDataModule):
         counts = zip(self.order.names, self.order.num_sequences, strict=True)
         num_sequences = sum(count for name, count in counts if weights.get(name))
         num_windows = max(1, num_sequences // self.global_batch_size)
-        return WindowLoader(
-            windows.window, lambda: self._positions(num_windows), num_windows, self.prefetch_windows, self._has_cuda()
-        )
+        return self._loader(windows.window, num_windows)
 
     def val_dataloader(self) -> WindowLoader:
-        """Returns this rank's share of the validation set: no window where the corpus has no such set."""
+        """Returns this rank's share of the validation set: no window where there is no such set."""
         windows = ValidationWindows(
-            self.corpus.validation,
+            self.corpus.validation if self.path is not None else (),
             self._sequence_format(),
             self.validation_micro_batch_size,
             self._ranks(),
@@ -194,9 +251,15 @@ class CorpusDataModule(pl.LightningDataModule):
         return self.copy_clock.copy(batch, device)
 
     def teardown(self, stage: str) -> None:
-        """Takes the callback away that `setup` added."""
+        """Takes the callback away that `setup` added, and ends a stream's workers."""
+        self.close()
         callbacks = self._callbacks()
         callbacks[:] = [callback for callback in callbacks if not self._is_own(callback)]
+
+    def close(self) -> None:
+        """Ends a stream's workers; a further window starts new ones."""
+        if self._stream_windows is not None:
+            self._stream_windows.close()
 
     # ---- state
 
@@ -207,13 +270,27 @@ class CorpusDataModule(pl.LightningDataModule):
         if window.data_position == expected:
             self._count_packed_tokens()
             self.data_position = expected
+            if self.stream is not None:
+                self.stream_windows.release(expected)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position after the last trained window, the order and the ledger, in plain types."""
+        """Returns the position after the last trained window, the order and the ledger, in plain types.
+
+        Of a stream, where this rank's lanes stand, and the ledger of these.
+        """
+        state = {"data_position": self.data_position, **self._state_of_sequences()}
+        if self.stream is not None:
+            ledger_of_lanes = self.stream_windows.ledger(self.data_position)
+            return {
+                **state,
+                "order": self.order.state(),
+                "num_empty_positions": self._num_empty_positions,
+                "stream": self.stream_windows.state(self.data_position),
+                "ledger_of_lanes": {name: asdict(entry) for name, entry in ledger_of_lanes.items()},
+            }
         ledger = self.ledger
         return {
-            "data_position": self.data_position,
-            **self._state_of_sequences(),
+            **state,
             "tokens_drawn": {name: drawn["tokens"] for name, drawn in ledger.items()},
             "epochs_drawn": {name: drawn["epochs"] for name, drawn in ledger.items()},
             "order": self.order.state(),
@@ -225,6 +302,12 @@ class CorpusDataModule(pl.LightningDataModule):
         Raises:
             UserError: The saved run's order can't be continued here.
         """
+        if (self.stream is None) == ("stream" in state_dict):
+            was, now = ("a corpus", "a stream") if self.stream is not None else ("a stream", "a corpus")
+            raise UserError(
+                f"the checkpoint was trained on {was}, this run trains on {now}, where no position is the same; give "
+                "the data of the checkpoint, or begin a new run from its weights (--checkpoint.restore weights)"
+            )
         for key, here in self._state_of_sequences().items():
             saved = state_dict.get(key, _BEFORE_PACKING.get(key))
             if saved != here:
@@ -239,10 +322,62 @@ class CorpusDataModule(pl.LightningDataModule):
             ahead = (mix for mix in order.mixes if mix.start_position > position)
             rank_zero_info(_tell_changes(order, [replace(order.mix_at(position), start_position=position), *ahead]))
         self._order, self.data_position = order, position
+        if self.stream is not None:
+            self._num_empty_positions = state_dict["num_empty_positions"]
+            self.stream_windows.order = order
+            self.stream_windows.load_state(state_dict["stream"], position)
         if self.plans is not None:
             self._packed_tokens = dict(state_dict["tokens_drawn"])
 
+    def combine_rank_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        """Returns one state for `load_state_dict` from those of all ranks that saved."""
+        first, *_ = states
+        return first if "stream" not in first else {**first, "stream": combine_states([s["stream"] for s in states])}
+
+    # ---- streams
+
+    @property
+    def stream_windows(self) -> StreamWindows:
+        """Returns this rank's windows of the stream."""
+        assert self.stream is not None
+        if self._stream_windows is None:
+            self._stream_windows = StreamWindows(
+                self.stream,
+                self.order,
+                self._sequence_format(),
+                self.global_batch_size,
+                self.micro_batch_size,
+                self._ranks(),
+            )
+        return self._stream_windows
+
+    @property
+    def has_stream_ended(self) -> bool:
+        """Returns whether every lane of the stream was asked in a row and none had a sequence left."""
+        return self.stream is not None and self._num_empty_positions >= self.stream.num_lanes
+
+    def count_empty(self, has_tokens: bool) -> None:
+        """Says of the next window whether that of any rank had a token."""
+        self._num_empty_positions = 0 if has_tokens else self._num_empty_positions + self.global_batch_size
+
+    def _stream_tokenizer(self, options: StreamOptions) -> Tokenizer:
+        if options.tokenizer is None and self.path is None:
+            raise UserError("data.stream.tokenizer is not given, and no data.corpus that holds one; give one of them")
+        tokenizer = Tokenizer.load(options.tokenizer if options.tokenizer is not None else self.corpus.tokenizer_path)
+        wanted = self.tokenizer_hash if self.path is None else self.corpus.manifest.tokenizer_hash
+        if wanted is not None and tokenizer.hash != wanted:
+            other = "data.tokenizer_hash" if self.path is None else f"the tokenizer of {self.path}"
+            raise UserError(
+                f"the stream's tokenizer is {tokenizer.hash[:16]}, {other} is {wanted[:16] or 'unknown'}; give the same"
+            )
+        return tokenizer
+
     # ---- parts
+
+    def _loader(self, build: Callable[[int], Window], num_windows: int) -> WindowLoader:
+        return WindowLoader(
+            build, lambda: self._positions(num_windows), num_windows, self.prefetch_windows, self._has_cuda()
+        )
 
     def _positions(self, num_windows: int) -> range:
         end = self.data_position + num_windows * self.global_batch_size
@@ -251,6 +386,9 @@ class CorpusDataModule(pl.LightningDataModule):
         return range(self.data_position, end, self.global_batch_size)
 
     def _build_order(self) -> SequenceOrder:
+        if self.stream is not None:
+            # Its sequences have no numbers, and its limits of epochs are the lanes' to keep.
+            return build_order(dict.fromkeys(self.stream.names, 1), self._weights(), self.seed)
         counts, weights = self._count_sequences(), self._weights()
         if self.plans is not None:
             sources = zip(self.corpus.train, self.plans, strict=True)
@@ -258,7 +396,8 @@ class CorpusDataModule(pl.LightningDataModule):
         return build_order(counts, weights, self.seed, self.max_epochs)
 
     def _weights(self) -> Mapping[str, int]:
-        return self.mix if self.mix is not None else {source.name: source.weight for source in self.corpus.train}
+        sources = self.corpus.train if self.stream is None else self.stream.options.sources
+        return self.mix if self.mix is not None else {source.name: source.weight for source in sources}
 
     def _count_sequences(self) -> dict[str, int]:
         sources, weights = self.corpus.train, self._weights()
@@ -274,8 +413,8 @@ class CorpusDataModule(pl.LightningDataModule):
 
     def _state_of_sequences(self) -> dict[str, Any]:
         """Returns what decides which tokens a sequence holds, beside the order."""
-        hashes = [] if self.plans is None else [plan.hash for plan in self.plans]
-        plans = {source.name: plan for source, plan in zip(self.corpus.train, hashes, strict=False)}
+        packed = () if self.plans is None else zip(self.corpus.train, self.plans, strict=True)
+        plans = {source.name: plan.hash for source, plan in packed}
         return {"seq_len": self.seq_len, "packing": self.packing, "plans": plans}
 
     def _count_packed_tokens(self) -> None:
@@ -289,6 +428,10 @@ class CorpusDataModule(pl.LightningDataModule):
             self._packed_tokens[name] = self._packed_tokens.get(name, 0) + num_tokens
 
     def _sequence_format(self) -> SequenceFormat:
+        if self._format is None and self.stream is not None:
+            tokenizer = self.stream.tokenizer
+            dtype = little_endian(token_dtype(tokenizer.vocab_size))
+            self._format = SequenceFormat(self.seq_len, tokenizer.eos_id, tokenizer.piece_num_bytes, dtype)
         if self._format is None:
             manifest = self.corpus.manifest
             self._format = SequenceFormat(
@@ -327,11 +470,13 @@ class CorpusDataModule(pl.LightningDataModule):
 class _PositionCallback(pl.Callback):
     """Moves the data module's position when a window has been trained, logs, and ends the run with the data.
 
-    It has no state and does not communicate: all ranks come to the same by themselves.
+    It has no state. All ranks come to the same by themselves, or by what the module has summed before; a stream's
+    ledger is summed over them when it is logged.
     """
 
     def __init__(self, data: CorpusDataModule) -> None:
         self.data = data
+        self._host_group = HostGroup()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Tells of a length of training that the data do not have; ends a run whose data ended before."""
@@ -354,6 +499,8 @@ class _PositionCallback(pl.Callback):
     ) -> None:
         """Moves the position."""
         before, order = self.data.data_position, self.data.order
+        if self.data.stream is not None and batch.data_position != before:
+            self.data.count_empty(getattr(pl_module, "skip_reason", None) != "no_valid_tokens")
         self.data.advance(batch)
         passed = (mix for mix in order.mixes if before < mix.start_position <= self.data.data_position)
         if changes := [mix for mix in passed if any(mix.weights)]:
@@ -362,8 +509,18 @@ class _PositionCallback(pl.Callback):
         if trainer.global_step % vars(trainer)["log_every_n_steps"] == 0 or trainer.should_stop:
             pl_module.log_dict(self._metrics(), on_step=True, on_epoch=False, batch_size=1)
 
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Ends a stream's workers."""
+        self.data.close()
+
     def _stop_at_the_end(self, trainer: pl.Trainer) -> None:
         data, order = self.data, self.data.order
+        if data.has_stream_ended:
+            rank_zero_info(
+                "every source of the stream has reached its limit of epochs, or holds no text: training ends at "
+                f"position {data.data_position}"
+            )
+            trainer.should_stop = True
         if data.last_position is None or data.data_position < data.last_position:
             return
         assert order.end is not None
@@ -378,11 +535,27 @@ class _PositionCallback(pl.Callback):
         trainer.should_stop = True
 
     def _metrics(self) -> dict[str, Tensor]:
+        drawn = self.data.ledger if self.data.stream is None else self._stream_figures(self.data.stream)
         # As float64 on the CPU: Lightning would move a number to the device, as a float32.
         return {
             f"data/{what}_{name}": torch.tensor(value, dtype=torch.float64)
-            for name, drawn in self.data.ledger.items()
-            for what, value in drawn.items()
+            for name, figures in drawn.items()
+            for what, value in figures.items()
+        }
+
+    def _stream_figures(self, stream: Stream) -> dict[str, dict[str, float]]:
+        """Returns the figures of all ranks' lanes together."""
+        entries = self.data.stream_windows.ledger(self.data.data_position).values()
+        own = [(e.num_tokens, e.num_spans, e.num_bad_documents, e.num_damaged_spans) for e in entries]
+        sums = iter(self._host_group.sum([value for values in own for value in values]).wait())
+        return {
+            name: {
+                "tokens": next(sums),
+                "epochs": next(sums) / num_spans,
+                "bad_documents": next(sums),
+                "damaged_spans": next(sums),
+            }
+            for name, num_spans in count_spans(stream).items()
         }
 
 

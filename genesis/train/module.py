@@ -273,10 +273,11 @@ class GenesisModule(pl.LightningModule):
 
 
 def _check_fits(decoder: DecoderConfig, data: CorpusDataModule) -> None:
-    vocab_size = data.corpus.manifest.vocab_size
+    vocab_size = data.vocab_size
     if vocab_size > decoder.vocab_size:
+        whose = f"the corpus {data.path}" if data.stream is None else "the stream's tokenizer"
         raise UserError(
-            f"model.decoder.vocab_size is {decoder.vocab_size}, the corpus {data.path} has a vocabulary of "
+            f"model.decoder.vocab_size is {decoder.vocab_size}, {whose} has a vocabulary of "
             f"{vocab_size}; set model.decoder.vocab_size to {vocab_size} or more"
         )
     if data.seq_len > decoder.max_seq_len:

@@ -196,13 +196,15 @@ def test_a_resume_at_every_step_gives_the_same_stream_at_any_world_size(
     path = write(tmp_path, prepared.documents)
     adopted(prepared, path, **settings)
     here = str(path.parent / "corpora" / "adopted")
-    there = CorpusDataModule(str(prepared.corpus.path), SEQ_LEN, 2, GLOBAL_BATCH, seed=3)
+    there = CorpusDataModule(
+        str(prepared.corpus.path), seq_len=SEQ_LEN, micro_batch_size=2, global_batch_size=GLOBAL_BATCH, seed=3
+    )
     straight = list(there.train_dataloader())[:12]
     for step in range(1, 12):
-        data = CorpusDataModule(here, SEQ_LEN, 2, GLOBAL_BATCH, seed=3)
+        data = CorpusDataModule(here, seq_len=SEQ_LEN, micro_batch_size=2, global_batch_size=GLOBAL_BATCH, seed=3)
         for _, window in zip(range(step), data.train_dataloader(), strict=False):
             data.advance(window)
-        resumed = CorpusDataModule(here, SEQ_LEN, 2, GLOBAL_BATCH, seed=3)
+        resumed = CorpusDataModule(here, seq_len=SEQ_LEN, micro_batch_size=2, global_batch_size=GLOBAL_BATCH, seed=3)
         resumed.load_state_dict(data.state_dict())
         window = next(iter(resumed.train_dataloader()))
         assert window.data_position == straight[step].data_position
@@ -287,7 +289,9 @@ def test_an_id_only_corpus_reads_and_knows_no_bytes(prepared: Prepared, tmp_path
     assert (corpus.manifest.tokenizer_hash, corpus.manifest.bos_id) == ("", None)
     assert corpus.manifest.train[0].num_text_bytes == 0
     assert not corpus.piece_num_bytes().any()
-    data = CorpusDataModule(str(corpus.path), SEQ_LEN, 2, GLOBAL_BATCH, seed=3)
+    data = CorpusDataModule(
+        str(corpus.path), seq_len=SEQ_LEN, micro_batch_size=2, global_batch_size=GLOBAL_BATCH, seed=3
+    )
     window = next(iter(data.train_dataloader()))
     assert (window.num_valid_tokens > 0, window.num_bytes) == (True, 0)
     with pytest.raises(UserError, match="holds ids of an unknown tokenizer, this run's is ffff"):
@@ -426,7 +430,14 @@ def test_packed_sequences_are_those_of_the_same_text_prepared(
     windows = []
     for corpus in (open_adopted(path), prepared.corpus):
         write_plan(corpus, packing, SEQ_LEN)
-        data = CorpusDataModule(str(corpus.path), SEQ_LEN, 2, GLOBAL_BATCH, seed=3, packing=packing)
+        data = CorpusDataModule(
+            str(corpus.path),
+            seq_len=SEQ_LEN,
+            micro_batch_size=2,
+            global_batch_size=GLOBAL_BATCH,
+            seed=3,
+            packing=packing,
+        )
         windows.append(iter(data.train_dataloader()))
     assert_equal_windows(*windows)
 
