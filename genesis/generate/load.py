@@ -9,6 +9,7 @@ from genesis.errors import UserError
 from genesis.model.decoder import Decoder
 from genesis.model.recipe import build_decoder_config
 from genesis.tokenizer.tokenizer import Tokenizer
+from genesis.tokenizer.train import MODEL_NAME
 from genesis_callbacks.checkpoint import Manifest, find_latest, read_manifest, read_tensors
 
 _PREFIX = "model.decoder."
@@ -29,14 +30,14 @@ def load_decoder(
 
     Args:
         path: A run's directory (its newest good checkpoint is taken; bad ones stay where they are) or a checkpoint's.
-        tokenizer: A tokenizer's file or directory; None for the one in the corpus that the recipe names.
+        tokenizer: A tokenizer's file or directory; None for what `load_tokenizer` finds.
         device: Where the decoder goes.
         dtype: Of its weights; None for what was saved.
 
     Raises:
         UserError: There is no checkpoint, it is damaged, or its tokenizer is not found or another.
     """
-    checkpoint = _find_checkpoint(path)
+    checkpoint = find_checkpoint(path)
     manifest = read_manifest(checkpoint)
     tensors = read_tensors(checkpoint, prefix=_PREFIX)
     config = build_decoder_config(_find(manifest.recipe, "model", "decoder"), where=f"the recipe in {checkpoint}")
@@ -49,10 +50,15 @@ def load_decoder(
         reason = " ".join(str(error).split())
         raise UserError(f"{checkpoint} does not hold the decoder that its recipe describes: {reason}") from None
     decoder = decoder.to(device=device, dtype=dtype).eval()
-    return Loaded(decoder, _load_tokenizer(tokenizer, manifest, checkpoint), checkpoint)
+    return Loaded(decoder, load_tokenizer(tokenizer, manifest, checkpoint), checkpoint)
 
 
-def _find_checkpoint(path: Path) -> Path:
+def find_checkpoint(path: Path) -> Path:
+    """Returns the checkpoint at `path`, or the newest good one of the run there; bad ones stay where they are.
+
+    Raises:
+        UserError: There is none.
+    """
     if not path.is_dir():
         raise UserError(f"there is no directory {path}; give a run's directory or one of its checkpoints")
     if (path / "manifest.json").exists():
@@ -63,7 +69,21 @@ def _find_checkpoint(path: Path) -> Path:
     return latest
 
 
-def _load_tokenizer(path: Path | None, manifest: Manifest, checkpoint: Path) -> Tokenizer:
+def load_tokenizer(path: Path | None, manifest: Manifest, checkpoint: Path) -> Tokenizer:
+    """Returns the tokenizer that a checkpoint was trained with.
+
+    Args:
+        path: Its file or directory; None for the one in the run's directory, where an import puts it, or else the
+            one in the corpus that the recipe names.
+        manifest: The checkpoint's.
+        checkpoint: Where that lies.
+
+    Raises:
+        UserError: It is not found, or another.
+    """
+    own = checkpoint.parent.parent / MODEL_NAME
+    if path is None and own.exists():
+        path = own
     if path is None:
         corpus = _find(manifest.recipe, "data", "corpus")
         if not isinstance(corpus, str):

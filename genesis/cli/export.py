@@ -1,0 +1,104 @@
+"""`genesis export`."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from genesis.arguments import Parser
+from genesis.errors import UserError
+from genesis.export.export import ExportOptions, export_checkpoints
+from genesis.export.tensors import DTYPES
+from genesis.generate.load import find_checkpoint
+from genesis_callbacks.checkpoint import find_best, list_committed
+
+_DESCRIPTION = """Exports a checkpoint to a new directory that transformers loads: Llama's layout, a fast tokenizer that
+gives the same ids, a model card from the manifest. The checkpoint is verified first; at the end a process of its own
+loads the directory with transformers and compares weights, tokens, logits and greedy text, and writes proof.json.
+Several checkpoints, or --average N, give the mean of their weights.
+Example: genesis export runs/demo/run exports/demo --dtype bfloat16"""
+
+
+def main(argv: list[str]) -> int:
+    """Runs `genesis export` and returns its exit status."""
+    arguments = _build_parser().parse_args(argv)
+    check_can_prove("export")
+    options = ExportOptions(
+        layout=arguments.format,
+        dtype=arguments.dtype,
+        max_file_bytes=arguments.max_file_bytes,
+        tokenizer=arguments.tokenizer,
+    )
+    if arguments.average < 1:
+        raise UserError(f"--average is {arguments.average}: it must be at least 1")
+    if len(arguments.checkpoint) > 1 and (arguments.average > 1 or arguments.best):
+        raise UserError("--average and --best take the checkpoints of one run: give one run, or name each checkpoint")
+    checkpoints = [_find(path, is_best=arguments.best) for path in arguments.checkpoint]
+    if arguments.average > 1:
+        checkpoints = _newest(checkpoints[0], arguments.average)
+    proof = export_checkpoints(checkpoints, arguments.out, options)
+    print(f"{arguments.out}: {', '.join(path.name for path in checkpoints)} in {arguments.dtype}")
+    print_proof(proof)
+    return 0
+
+
+def check_can_prove(command: str) -> None:
+    """Refuses to begin without what the proof needs; importing it here would cost seconds.
+
+    Raises:
+        UserError: The extra is not installed.
+    """
+    if find_spec("transformers") is None:
+        raise UserError(f"`genesis {command}` needs transformers; pip install 'genesis-lm[export]'")
+
+
+def print_proof(proof: dict[str, dict[str, int]]) -> None:
+    """Prints what was compared, a line for each kind."""
+    print(f"weights: {proof['weights']['num_values']:,} values bit-equal")
+    tokenizer, logits, generation = (proof.get(key) for key in ("tokenizer", "logits", "generation"))
+    if tokenizer:
+        print(f"tokenizer: {sum(tokenizer['num_texts'].values()):,} texts with equal ids, there and back")  # type: ignore[attr-defined]
+    if logits:
+        print(f"logits: differ by at most {logits['largest_difference']:.2g} (allowed {logits['tolerance']:.2g})")
+    if generation:
+        print(f"greedy text: {generation['num_equal']} of {generation['num_tokens']} tokens equal")
+
+
+def _find(path: Path, *, is_best: bool) -> Path:
+    if not is_best:
+        return find_checkpoint(path)
+    best = find_best(path)
+    if best is None:
+        raise UserError(f"{path} has no best checkpoint; `genesis checkpoint list {path}` shows what it has")
+    return best
+
+
+def _newest(checkpoint: Path, number: int) -> list[Path]:
+    """Returns the last `number` checkpoints of a run up to `checkpoint`, oldest first."""
+    paths = [path for path, _ in list_committed(checkpoint.parent)]
+    paths = paths[: paths.index(checkpoint) + 1]
+    if len(paths) < number:
+        raise UserError(f"--average is {number}, and {checkpoint.parent} has {len(paths)} checkpoints up to that one")
+    return paths[-number:]
+
+
+def _build_parser() -> Parser:
+    parser = Parser(prog="genesis export", description=_DESCRIPTION)
+    add = parser.add_argument
+    add("checkpoint", type=Path, nargs="+", help="a run's directory (its newest checkpoint) or one checkpoint's")
+    add("out", type=Path, help="the directory to make; it must not be there")
+    add("--best", action="store_true", help="of a run, its best checkpoint instead of its newest")
+    add("--average", type=int, default=1, metavar="N", help="the mean of the last N checkpoints up to the one named")
+    add("--dtype", choices=tuple(DTYPES), default="float32", help="of the weights; default float32")
+    add(
+        "--format",
+        choices=("huggingface", "safetensors"),
+        default="huggingface",
+        help="safetensors: the tensors alone, under genesis' own names",
+    )
+    add(
+        "--max_file_bytes",
+        type=int,
+        default=ExportOptions.max_file_bytes,
+        help=f"a larger model comes in several files; default {ExportOptions.max_file_bytes}",
+    )
+    add("--tokenizer", type=Path, help="file or directory; default: the one that belongs to the checkpoint")
+    return parser

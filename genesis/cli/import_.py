@@ -1,0 +1,31 @@
+"""`genesis import`."""
+
+from pathlib import Path
+
+from genesis.arguments import Parser
+from genesis.cli.export import check_can_prove, print_proof
+from genesis.export.importing import import_directory
+
+_DESCRIPTION = """Makes a run's directory, with one committed checkpoint, of a Llama in Hugging Face's layout; what the
+decoder cannot represent is refused by name. The same proof as an export's is made and written to proof.json.
+`genesis generate` takes the directory; training goes on from its weights in a run of its own:
+Example: genesis import exports/demo runs/old
+         genesis fit --config new.yaml --ckpt_path runs/old/checkpoints/step-00000000 --checkpoint.restore weights"""
+
+
+def main(argv: list[str]) -> int:
+    """Runs `genesis import` and returns its exit status."""
+    arguments = _build_parser().parse_args(argv)
+    check_can_prove("import")
+    proof = import_directory(arguments.directory, arguments.out, has_tokenizer=not arguments.no_tokenizer)
+    print(f"{arguments.out}: a checkpoint of {arguments.directory}")
+    print_proof(proof)
+    return 0
+
+
+def _build_parser() -> Parser:
+    parser = Parser(prog="genesis import", description=_DESCRIPTION)
+    parser.add_argument("directory", type=Path, help="config.json, safetensors files, and a tokenizer.model")
+    parser.add_argument("out", type=Path, help="the run's directory to make; it must not be there")
+    parser.add_argument("--no_tokenizer", action="store_true", help="the weights alone, not the tokenizer")
+    return parser

@@ -1,0 +1,139 @@
+"""Exports checkpoints: verified, streamed into a new directory, proved, and only then given its name."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from genesis.errors import UserError
+from genesis.export.card import write_card
+from genesis.export.files import CARD_NAME, CONFIG_NAME, DECODER_PREFIX, GENERATION_CONFIG_NAME
+from genesis.export.proof import Layout, run_proof, write_proof
+from genesis.export.staging import check_is_new, staged
+from genesis.export.tensors import DTYPES, Source, count_bytes, plan_files, write_weights
+from genesis.export.tokenizer import build_fast_tokenizer, compare_tokenizers, write_tokenizer
+from genesis.generate.load import load_tokenizer
+from genesis.model.decoder import DecoderConfig
+from genesis.model.huggingface import huggingface_name, llama_config_dict
+from genesis.model.recipe import build_decoder_config
+from genesis.tokenizer.tokenizer import Tokenizer
+from genesis.tokenizer.train import MODEL_NAME
+from genesis_callbacks.checkpoint import verify
+
+DECODER_NAME = "decoder.json"
+_OTHER_BYTES = 64 << 20
+"""More than everything beside the weights takes."""
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """How to export.
+
+    Args:
+        layout: `huggingface` for transformers, `safetensors` for our own names.
+        dtype: Of the weights in the files: a name in `DTYPES`.
+        max_file_bytes: No weights file grows beyond it, but for a tensor that is larger alone.
+        tokenizer: File or directory; None for the one that belongs to the checkpoint.
+    """
+
+    layout: Layout = "huggingface"
+    dtype: str = "float32"
+    max_file_bytes: int = 5_000_000_000
+    tokenizer: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise UserError(f"dtype is {self.dtype!r}: it must be one of {', '.join(DTYPES)}")
+        if self.max_file_bytes < 1:
+            raise UserError(f"max_file_bytes is {self.max_file_bytes}: it must be at least 1")
+
+
+def export_checkpoints(checkpoints: Sequence[Path], out: Path, options: ExportOptions) -> dict[str, Any]:
+    """Writes the directory `out` from one checkpoint, or the mean of several, and returns the proof.
+
+    Peak memory is that of some blocks of rows, whatever the model's size; the proof has its own process.
+
+    Args:
+        checkpoints: Committed; the last gives card, shape and tokenizer.
+        out: Must not be there.
+        options: How.
+
+    Raises:
+        UserError: A checkpoint does not verify, they do not belong together, there is no room, `out` is there, or the
+            tokenizer has no exact fast form.
+        RunEndedError: The proof failed. Nothing is left in each case.
+    """
+    check_is_new(out)
+    sources = [Source(path, verify(path, "full")) for path in checkpoints]
+    config = _read_config(sources)
+    names = _name_tensors(sources, options.layout)
+    dtype = DTYPES[options.dtype]
+    tokenizer = load_tokenizer(options.tokenizer, sources[-1].manifest, sources[-1].path)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise UserError(f"the tokenizer has {tokenizer.vocab_size:,} ids and the model only {config.vocab_size:,}")
+    manifest = sources[-1].manifest
+    with staged(out, count_bytes(names, manifest, dtype) + _OTHER_BYTES) as staging:
+        if options.layout == "huggingface":
+            _write_tokenizer(tokenizer, config, staging)
+            _write_configs(tokenizer, config, options.dtype, staging)
+        else:
+            (staging / MODEL_NAME).write_bytes(tokenizer.model)
+            _write_json(staging / DECODER_NAME, asdict(config))
+        write_weights(staging, plan_files(names, manifest, dtype, options.max_file_bytes), sources, dtype)
+        card = write_card(out.name, sources, config, dtype, options.layout)
+        (staging / CARD_NAME).write_text(card, encoding="utf-8")
+        proof = run_proof(staging, [source.path for source in sources], staging / MODEL_NAME, options.layout)
+        write_proof(staging, proof)
+    return proof
+
+
+def _read_config(sources: Sequence[Source]) -> DecoderConfig:
+    configs = []
+    for source in sources:
+        model = source.manifest.recipe.get("model")
+        shape = model.get("decoder") if isinstance(model, dict) else None
+        configs.append(build_decoder_config(shape, where=f"the recipe in {source.path}"))
+    tokenizers = {source.manifest.identity.get("tokenizer_hash") for source in sources}
+    if len(set(configs)) > 1 or len(tokenizers) > 1:
+        raise UserError(
+            f"{sources[0].path} and {sources[-1].path} have other shapes or tokenizers: only checkpoints of one model "
+            "can be averaged"
+        )
+    return configs[-1]
+
+
+def _name_tensors(sources: Sequence[Source], layout: Layout) -> dict[str, str]:
+    """Returns canonical name to name in the files, in the checkpoint's order of names."""
+    held = [sorted(name for name in source.manifest.tensors if name.startswith(DECODER_PREFIX)) for source in sources]
+    if not held[0] or any(names != held[0] for names in held):
+        raise UserError(f"{sources[0].path} holds no decoder, or another than {sources[-1].path}")
+    short = {name: name.removeprefix(DECODER_PREFIX) for name in held[0]}
+    if layout == "safetensors":
+        return short
+    return {name: huggingface_name(ours) for name, ours in short.items()}
+
+
+def _write_tokenizer(tokenizer: Tokenizer, config: DecoderConfig, staging: Path) -> None:
+    fast = build_fast_tokenizer(tokenizer)
+    # Before the weights: a tokenizer that cannot be taken along is told at once.
+    compare_tokenizers(
+        tokenizer,
+        lambda text: fast.encode(text, add_special_tokens=False).ids,
+        lambda ids: fast.decode(ids, skip_special_tokens=False),
+    )
+    write_tokenizer(tokenizer, fast, config.max_seq_len, staging)
+
+
+def _write_configs(tokenizer: Tokenizer, config: DecoderConfig, dtype: str, staging: Path) -> None:
+    ids = {
+        "bos_token_id": tokenizer.bos_id,
+        "eos_token_id": tokenizer.eos_id,
+        "pad_token_id": tokenizer.pad_id,
+    }
+    _write_json(staging / CONFIG_NAME, {**llama_config_dict(config), **ids, "dtype": dtype})
+    _write_json(staging / GENERATION_CONFIG_NAME, {**ids, "do_sample": True, "temperature": 1.0, "top_k": 0})
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

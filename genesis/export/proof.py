@@ -1,0 +1,54 @@
+"""Asks a fresh process for the proof, so that what it loads costs this one nothing."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from genesis.errors import RunEndedError
+from genesis.export.files import PROOF_NAME
+
+Layout = Literal["huggingface", "safetensors"]
+
+
+def run_proof(directory: Path, checkpoints: Sequence[Path], tokenizer: Path | None, layout: Layout) -> dict[str, Any]:
+    """Returns what the proof found, all of it good, from a fresh process.
+
+    Args:
+        directory: What was exported, or is imported.
+        checkpoints: Of the engine; several stand for their average.
+        tokenizer: SentencePiece's model; None where none is taken over.
+        layout: `huggingface`, or `safetensors` for our own names: then only weights are compared.
+
+    Raises:
+        RunEndedError: Something differs; the line says what.
+    """
+    request = {
+        "directory": str(directory),
+        "checkpoints": [str(path) for path in checkpoints],
+        "tokenizer": None if tokenizer is None else str(tokenizer),
+        "layout": layout,
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "genesis.export.prove", json.dumps(request)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
+        check=False,
+    )
+    lines = done.stdout.splitlines()
+    if done.returncode != 0 or not lines:
+        reason = (done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"])[-1]
+        raise RunEndedError(f"the proof of {directory.name} did not come to its end, so that nothing is kept: {reason}")
+    result: dict[str, Any] = json.loads(lines[-1])
+    if "problem" in result:
+        raise RunEndedError(f"the proof failed, so that nothing is kept: {result['problem']}")
+    return result
+
+
+def write_proof(directory: Path, proof: dict[str, Any]) -> None:
+    """Writes what was found beside what it is about."""
+    (directory / PROOF_NAME).write_text(json.dumps(proof, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,223 @@
+"""The proof: a process of its own that loads the result with transformers and compares it with the checkpoint.
+
+weights      every tensor in the directory is, bit for bit, the checkpoints' (their average) cast to its dtype
+tokenizer    ids and the way back, on every byte, every assigned character, real text in many scripts, all pieces
+logits       transformers' model and our decoder, both in float32 from the weights in the directory, on real text
+generation   greedy text of both; where they part, the two tokens must be as likely as rounding can tell
+"""
+
+import gc
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from genesis.errors import UserError
+from genesis.export.files import DECODER_PREFIX, iterate_tensors, read_file_names
+from genesis.export.texts import SCRIPTS
+from genesis.export.tokenizer import compare_tokenizers
+from genesis.generate.sample import SamplingOptions
+from genesis.generate.stream import GenerateOptions, generate
+from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.huggingface import decoder_name, from_huggingface
+from genesis.model.recipe import build_decoder_config
+from genesis.tokenizer.tokenizer import Tokenizer
+from genesis_callbacks.checkpoint import read_manifest, read_tensors
+
+RELATIVE_TOLERANCE = 1e-4
+"""Of the largest logit: what two orders of summation may differ by in float32."""
+_NUM_SEQUENCES = 8
+_SEQUENCE_TOKENS = 128
+_PROMPT_TOKENS = 16
+_NEW_TOKENS = 64
+_PACKAGES = ("genesis-lm", "genesis-callbacks", "torch", "safetensors", "transformers", "tokenizers", "sentencepiece")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Proves what the request, JSON in the first argument, asks for; prints what was found as one line of JSON."""
+    request = json.loads(argv[0])
+    try:
+        result = _prove(
+            Path(request["directory"]),
+            [Path(path) for path in request["checkpoints"]],
+            None if request["tokenizer"] is None else Path(request["tokenizer"]),
+            request["layout"],
+        )
+    except UserError as error:
+        result = {"problem": str(error)}
+    print(json.dumps(result))
+    return 0
+
+
+def _prove(directory: Path, checkpoints: Sequence[Path], tokenizer: Path | None, layout: str) -> dict[str, Any]:
+    names = read_file_names(directory)
+    result: dict[str, Any] = {
+        "weights": _compare_weights(directory, names, checkpoints, layout),
+        "versions": {"python": platform.python_version()} | {package: version(package) for package in _PACKAGES},
+    }
+    if layout != "huggingface":
+        return result
+    recipe = read_manifest(checkpoints[0]).recipe
+    config = build_decoder_config(recipe["model"]["decoder"], where=str(checkpoints[0]))
+    ours = None if tokenizer is None else Tokenizer.load(tokenizer)
+    result["tokenizer"] = None if ours is None else _compare_tokenizers(directory, ours)
+    result |= _compare_models(directory, names, config, ours)
+    return result
+
+
+# ---- weights
+
+
+def _compare_weights(
+    directory: Path, names: dict[str, str], checkpoints: Sequence[Path], layout: str
+) -> dict[str, Any]:
+    missing = {name for name in read_manifest(checkpoints[0]).tensors if name.startswith(DECODER_PREFIX)}
+    num_values = 0
+    for name, tensor in iterate_tensors(directory, names):
+        ours = DECODER_PREFIX + (decoder_name(name) if layout == "huggingface" else name)
+        if ours not in missing:
+            if ours == DECODER_PREFIX + "output.weight":
+                continue  # a copy of tied embeddings, which the import has compared
+            raise UserError(f"{name} is in the directory and not in the checkpoint")
+        missing.remove(ours)
+        if not torch.equal(_read_average(checkpoints, ours).to(tensor.dtype), tensor):
+            raise UserError(f"the values of {name} are not those of the checkpoint")
+        num_values += tensor.numel()
+    if missing:
+        raise UserError(f"{len(missing)} tensors of the checkpoint are not in the directory, such as {min(missing)}")
+    return {"compared": "every value, bit for bit, after the cast", "num_values": num_values, "num_different": 0}
+
+
+def _read_average(checkpoints: Sequence[Path], name: str) -> Tensor:
+    first, *others = (read_tensors(path, [name])[name] for path in checkpoints)
+    if not others:
+        return first
+    total = first.double()
+    for other in others:  # in their order: the last bit of a sum depends on it
+        total += other.double()
+    return total / len(checkpoints)
+
+
+# ---- tokenizer
+
+
+def _compare_tokenizers(directory: Path, ours: Tokenizer) -> dict[str, Any]:
+    fast: Any = AutoTokenizer.from_pretrained(directory)
+    counts = compare_tokenizers(
+        ours,
+        lambda text: fast.encode(text, add_special_tokens=False),
+        lambda ids: fast.decode(ids, skip_special_tokens=False),
+    )
+    return {"compared": "ids and the text that they give back", "num_texts": counts, "num_different": 0}
+
+
+# ---- logits and generation
+
+
+def _compare_models(
+    directory: Path, names: dict[str, str], config: DecoderConfig, tokenizer: Tokenizer | None
+) -> dict[str, Any]:
+    sequences = _build_sequences(config, tokenizer)
+    prompt = sequences[0][:_PROMPT_TOKENS]
+    num_new = min(_NEW_TOKENS, config.max_seq_len - len(prompt))
+    their_logits, their_text = _ask_transformers(directory, sequences, prompt, num_new)
+    gc.collect()  # one model at a time
+    decoder = _build_decoder(directory, names, config)
+    largest = difference = 0.0
+    num_same_choice = num_tokens = 0
+    with torch.no_grad():
+        for sequence, theirs in zip(sequences, their_logits, strict=True):
+            ours = decoder(torch.tensor([sequence]))[0]
+            largest = max(largest, float(theirs.abs().max()))
+            difference = max(difference, float((ours - theirs).abs().max()))
+            num_same_choice += int((ours.argmax(dim=-1) == theirs.argmax(dim=-1)).sum())
+            num_tokens += len(sequence)
+    tolerance = RELATIVE_TOLERANCE * max(1.0, largest)
+    if not difference <= tolerance:
+        raise UserError(f"logits differ by {difference:.3g}, and {tolerance:.3g} is what rounding may do")
+    options = GenerateOptions(num_new, SamplingOptions(temperature=0.0))
+    our_text = [token.id for token in generate(decoder, [prompt], options, -1)]
+    num_equal = _count_equal(decoder, prompt, our_text, their_text, tolerance)
+    return {
+        "logits": {
+            "compared": "transformers and genesis in float32, from the weights in this directory",
+            "num_sequences": len(sequences),
+            "num_tokens": num_tokens,
+            "num_same_choice": num_same_choice,
+            "largest_logit": largest,
+            "largest_difference": difference,
+            "tolerance": tolerance,
+        },
+        "generation": {
+            "compared": "greedy, with a cache",
+            "num_tokens": num_new,
+            "num_equal": num_equal,
+            "parted_at_a_tie": num_equal < num_new,
+        },
+    }
+
+
+def _build_sequences(config: DecoderConfig, tokenizer: Tokenizer | None) -> list[list[int]]:
+    length = min(_SEQUENCE_TOKENS, config.max_seq_len - 1)
+    if tokenizer is None:
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(config.vocab_size, (_NUM_SEQUENCES, length), generator=generator).tolist()
+    ids = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in SCRIPTS.values()]
+    stream = [token for text in ids for token in text]
+    return [stream[start : start + length] for start in range(0, len(stream), length)][:_NUM_SEQUENCES]
+
+
+def _ask_transformers(
+    directory: Path, sequences: list[list[int]], prompt: list[int], num_new: int
+) -> tuple[list[Tensor], list[int]]:
+    loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+    model, loading = loaded
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if loading[kind]:
+            raise UserError(
+                f"transformers reports {kind.replace('_', ' ')}: {', '.join(sorted(map(str, loading[kind])))}"
+            )
+    model.eval()
+    build: Any = GenerationConfig
+    greedy = build(max_new_tokens=num_new, do_sample=False, eos_token_id=None, pad_token_id=0)
+    with torch.no_grad():
+        logits = [model(input_ids=torch.tensor([sequence])).logits[0].float() for sequence in sequences]
+        text = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            generation_config=greedy,
+        )
+    return logits, text[0, len(prompt) :].tolist()
+
+
+def _build_decoder(directory: Path, names: dict[str, str], config: DecoderConfig) -> Decoder:
+    state = {name: tensor.float() for name, tensor in iterate_tensors(directory, names)}
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    decoder.load_state_dict(from_huggingface(state, config), assign=True)
+    return decoder.eval()
+
+
+def _count_equal(decoder: Decoder, prompt: list[int], ours: list[int], theirs: list[int], tolerance: float) -> int:
+    """Returns how many new tokens are the same; where texts part, the two choices must be equally likely."""
+    if ours == theirs:
+        return len(ours)
+    pairs = zip(ours, theirs, strict=False)
+    place = next((index for index, (one, other) in enumerate(pairs) if one != other), min(len(ours), len(theirs)))
+    if place < min(len(ours), len(theirs)):
+        with torch.no_grad():
+            logits = decoder(torch.tensor([[*prompt, *ours[:place]]]))[0, -1]
+        if abs(float(logits[ours[place]] - logits[theirs[place]])) <= 2 * tolerance:
+            return place
+    raise UserError(f"greedy text differs from transformers' at new token {place + 1}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,171 @@
+"""Tensors of checkpoints into safetensors files, some rows at a time: memory stays small.
+
+Each block is read from the shards, added to its tensor's digest, averaged over the checkpoints, cast, and written. The
+file's header is known before, from shapes and dtypes alone.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from genesis.errors import UserError
+from genesis.export.files import INDEX_NAME, WEIGHTS_NAME
+from genesis_callbacks.checkpoint import CorruptCheckpointError, LocalPart, Manifest, Part, digest_chunk, restore_parts
+from genesis_callbacks.checkpoint.digest import DIGEST_MODULUS
+from genesis_callbacks.checkpoint.write import sync_directory
+
+DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_CODES: Final = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_BLOCK_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class Source:
+    """A verified checkpoint to read from."""
+
+    path: Path
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class WeightsFile:
+    """One file to be: its name, and the tensors in it, in order, under the name that they get."""
+
+    name: str
+    tensors: tuple[tuple[str, str], ...]
+
+
+def plan_files(
+    names: Mapping[str, str], manifest: Manifest, dtype: torch.dtype, max_file_bytes: int
+) -> list[WeightsFile]:
+    """Returns the files that hold all tensors, in the order of `names`; a tensor is never cut.
+
+    Args:
+        names: Canonical name in the checkpoint to name in the file.
+        manifest: Of a checkpoint that has them.
+        dtype: Of the elements in the file.
+        max_file_bytes: A file that would be larger ends before the tensor; one tensor alone may be larger.
+    """
+    groups: list[list[tuple[str, str]]] = [[]]
+    num_bytes = 0
+    for ours, theirs in names.items():
+        size = math.prod(manifest.tensors[ours].shape) * dtype.itemsize
+        if groups[-1] and num_bytes + size > max_file_bytes:
+            groups.append([])
+            num_bytes = 0
+        groups[-1].append((ours, theirs))
+        num_bytes += size
+    if len(groups) == 1:
+        return [WeightsFile(WEIGHTS_NAME, tuple(groups[0]))]
+    total = f"{len(groups):05d}"
+    return [
+        WeightsFile(f"model-{number:05d}-of-{total}.safetensors", tuple(group))
+        for number, group in enumerate(groups, start=1)
+    ]
+
+
+def count_bytes(names: Mapping[str, str], manifest: Manifest, dtype: torch.dtype) -> int:
+    """Returns how many bytes the elements take."""
+    return sum(math.prod(manifest.tensors[name].shape) for name in names) * dtype.itemsize
+
+
+def write_weights(directory: Path, files: Sequence[WeightsFile], sources: Sequence[Source], dtype: torch.dtype) -> None:
+    """Writes all files and, where there are several, their index; every tensor is compared with its digest.
+
+    Raises:
+        CorruptCheckpointError: A tensor is not what was saved.
+        UserError: An average or a cast gives a value that is not finite, where all values were.
+        OSError: The disk is full.
+    """
+    manifest = sources[0].manifest
+    for file in files:
+        with (directory / file.name).open("xb") as out:
+            out.write(_encode_header(file, manifest, dtype))
+            for ours, _ in file.tensors:
+                for block in iterate_blocks(sources, ours, dtype):
+                    out.write(block.reshape(-1).view(torch.uint8).numpy().data)
+            out.flush()
+            os.fsync(out.fileno())
+    if len(files) > 1:
+        index = {
+            "metadata": {"total_size": sum(count_bytes(dict(file.tensors), manifest, dtype) for file in files)},
+            "weight_map": {theirs: file.name for file in files for _, theirs in file.tensors},
+        }
+        (directory / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    sync_directory(directory)
+
+
+def iterate_blocks(sources: Sequence[Source], name: str, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Yields a tensor's rows, averaged over the checkpoints in float64 and cast once, in order.
+
+    Raises:
+        CorruptCheckpointError: At the end, where a tensor is not what was saved.
+        UserError: A finite value is beyond what `dtype` can hold.
+    """
+    shape = sources[0].manifest.tensors[name].shape
+    digests = [0] * len(sources)
+    for first, count in _row_ranges(shape):
+        blocks = []
+        for index, source in enumerate(sources):
+            block, digest = _read_block(source, name, first, count)
+            digests[index] = (digests[index] + digest) % DIGEST_MODULUS
+            blocks.append(block)
+        yield _cast(_average(blocks), dtype, name)
+    for source, digest in zip(sources, digests, strict=True):
+        if digest != source.manifest.tensors[name].digest:
+            raise CorruptCheckpointError(f"{source.path}: {name} is not what was saved: its bytes have changed")
+
+
+def _average(blocks: Sequence[Tensor]) -> Tensor:
+    if len(blocks) == 1:
+        return blocks[0]
+    total = blocks[0].double()
+    for block in blocks[1:]:
+        total += block.double()
+    return total / len(blocks)
+
+
+def _cast(block: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    cast = block.to(dtype)
+    if bool((cast.isinf() & block.isfinite()).any()):
+        raise UserError(f"{name} has values beyond {str(dtype).removeprefix('torch.')}: export it as --dtype bfloat16")
+    return cast.contiguous()
+
+
+def _row_ranges(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """Yields (first row, rows) of blocks of moderate size; the elements of a scalar are one row."""
+    num_rows = shape[0] if shape else 1
+    row_bytes = max(1, math.prod(shape[1:]) * 8)
+    step = max(1, _BLOCK_BYTES // row_bytes)
+    for first in range(0, num_rows, step):
+        yield first, min(step, num_rows - first)
+
+
+def _read_block(source: Source, name: str, first: int, count: int) -> tuple[Tensor, int]:
+    record = source.manifest.tensors[name]
+    sizes = (count, *record.shape[1:]) if record.shape else ()
+    offsets = (first, *(0 for _ in record.shape[1:])) if record.shape else ()
+    block = torch.empty(sizes, dtype=record.torch_dtype)
+    part = Part(name, "parameter", record.shape, block.dtype, offsets, sizes)
+    restore_parts(source.path, source.manifest, [LocalPart(part, block)])
+    return block, digest_chunk(block, record.shape, offsets)
+
+
+def _encode_header(file: WeightsFile, manifest: Manifest, dtype: torch.dtype) -> bytes:
+    content: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for ours, theirs in file.tensors:
+        shape = manifest.tensors[ours].shape
+        end = start + math.prod(shape) * dtype.itemsize
+        content[theirs] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        start = end
+    header = json.dumps(content, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header
