@@ -14,6 +14,8 @@ CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+_DERIVED_SUFFIX = "rotary_emb.inv_freq"
+"""Old checkpoints of transformers have it beside the weights; it follows from rope_theta."""
 CARD_NAME = "README.md"
 PROOF_NAME = "proof.json"
 
@@ -29,8 +31,9 @@ def read_file_names(directory: Path) -> dict[str, str]:
 
 
 def iterate_tensors(directory: Path, names: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """Yields every tensor of a directory of safetensors files, file by file."""
+    """Yields every tensor of a directory of safetensors files, file by file, but for what follows from the shape."""
     for file_name in sorted(set(names.values())):
         with safe_open(directory / file_name, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - it is no mapping
-                yield name, file.get_tensor(name)
+                if not name.endswith(_DERIVED_SUFFIX):
+                    yield name, file.get_tensor(name)

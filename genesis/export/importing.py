@@ -23,6 +23,7 @@ from genesis.export.staging import check_is_new, staged
 from genesis.export.tokenizer import compare_tokenizers
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.huggingface import decoder_name, huggingface_name
+from genesis.model.recipe import build_decoder_config
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis.tokenizer.train import MODEL_NAME
 from genesis_callbacks.checkpoint import Origin, Ranks, Saver, Snapshot, local_parts
@@ -30,6 +31,18 @@ from genesis_callbacks.checkpoint.lineage import CHECKPOINTS_NAME
 from genesis_callbacks.checkpoint.tagged_json import encode_tagged
 
 _MODEL_TYPES = ("llama", "mistral")
+_SHAPE = {
+    "dim": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "ffn_dim": "intermediate_size",
+    "max_seq_len": "max_position_embeddings",
+    "vocab_size": "vocab_size",
+    "norm_eps": "rms_norm_eps",
+}
+"""Field of DecoderConfig to key of config.json, where the value is the same."""
+_DEFAULT_ROPE_THETA = 10_000.0
+"""Transformers'."""
 _ONLY: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
@@ -43,8 +56,6 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "pretraining_tp": (1,),
 }
 """Key of config.json to the values that the decoder can represent, beside null and its absence."""
-_DERIVED_SUFFIX = "rotary_emb.inv_freq"
-"""Old checkpoints have it beside the weights; it follows from rope_theta."""
 
 
 def read_llama_config(directory: Path) -> DecoderConfig:
@@ -68,23 +79,16 @@ def read_llama_config(directory: Path) -> DecoderConfig:
     rope = content.get("rope_parameters") or {}
     if rope.get("rope_type", "default") != "default":
         raise UserError(f"{path}: rope_parameters is {rope!r}; only the rope_type 'default' can be represented")
-    try:
-        config = DecoderConfig(
-            dim=content["hidden_size"],
-            num_layers=content["num_hidden_layers"],
-            num_heads=content["num_attention_heads"],
-            num_kv_heads=content.get("num_key_value_heads") or content["num_attention_heads"],
-            ffn_dim=content["intermediate_size"],
-            max_seq_len=content["max_position_embeddings"],
-            vocab_size=content["vocab_size"],
-            rope_theta=float(rope.get("rope_theta") or content.get("rope_theta") or 10_000.0),
-            norm_eps=float(content["rms_norm_eps"]),
-            has_tied_embeddings=bool(content.get("tie_word_embeddings", False)),
-        )
-    except KeyError as error:
-        raise UserError(f"{path}: {error.args[0]} is missing") from None
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{path}: {' '.join(str(error).split())}") from None
+    shape = {ours: content.get(theirs) for ours, theirs in _SHAPE.items()}
+    missing = [_SHAPE[ours] for ours, value in shape.items() if value is None]
+    if missing:
+        raise UserError(f"{path}: {missing[0]} is missing")
+    shape |= {
+        "num_kv_heads": content.get("num_key_value_heads") or shape["num_heads"],
+        "rope_theta": rope.get("rope_theta") or content.get("rope_theta") or _DEFAULT_ROPE_THETA,
+        "has_tied_embeddings": bool(content.get("tie_word_embeddings", False)),
+    }
+    config = build_decoder_config(shape, where=str(path))
     head_dim = content.get("head_dim")
     if head_dim is not None and head_dim != config.head_dim:
         raise UserError(f"{path}: head_dim is {head_dim}, and the decoder's is hidden_size / heads, {config.head_dim}")
@@ -123,7 +127,6 @@ def _read_state(directory: Path) -> dict[str, Tensor]:
         return {
             decoder_name(name): tensor.to(torch.float32)
             for name, tensor in iterate_tensors(directory, read_file_names(directory))
-            if not name.endswith(_DERIVED_SUFFIX)
         }
     except UserError as error:
         raise UserError(f"{directory}: {error}") from None
@@ -151,6 +154,7 @@ def read_tokenizer(directory: Path, config: DecoderConfig) -> Tokenizer:
                 tokenizer,
                 lambda text: theirs.encode(text, add_special_tokens=False).ids,
                 lambda ids: theirs.decode(ids, skip_special_tokens=False),
+                has_space_mark=False,
             )
     except UserError as error:
         raise UserError(f"{error}; or {remedy}") from None
@@ -181,7 +185,7 @@ def import_directory(directory: Path, out: Path, *, has_tokenizer: bool) -> dict
             (staging / MODEL_NAME).write_bytes(tokenizer.model)
         checkpoint = _save(state, config, tokenizer, staging / CHECKPOINTS_NAME)
         model = None if tokenizer is None else staging / MODEL_NAME
-        proof = run_proof(directory, [checkpoint], model, "huggingface")
+        proof = run_proof(directory, [checkpoint], model, "huggingface", is_import=True)
         write_proof(staging, proof)
     return proof
 
@@ -203,7 +207,6 @@ def _begin_trainer_state() -> dict[str, Any]:
             "epoch": 0,
             "global_step": 0,
             "pytorch-lightning_version": version("lightning"),
-            "loops": {},
             "callbacks": {},
             "lr_schedulers": [],
         },

@@ -14,7 +14,14 @@ from genesis.export.files import PROOF_NAME
 Layout = Literal["huggingface", "safetensors"]
 
 
-def run_proof(directory: Path, checkpoints: Sequence[Path], tokenizer: Path | None, layout: Layout) -> dict[str, Any]:
+def run_proof(
+    directory: Path,
+    checkpoints: Sequence[Path],
+    tokenizer: Path | None,
+    layout: Layout,
+    *,
+    is_import: bool = False,
+) -> dict[str, Any]:
     """Returns what the proof found, all of it good, from a fresh process.
 
     Args:
@@ -22,6 +29,8 @@ def run_proof(directory: Path, checkpoints: Sequence[Path], tokenizer: Path | No
         checkpoints: Of the engine; several stand for their average.
         tokenizer: SentencePiece's model; None where none is taken over.
         layout: `huggingface`, or `safetensors` for our own names: then only weights are compared.
+        is_import: Whether the directory is of others, whose tokenizers take U+2581 for a space, and what spells a
+            control symbol for the symbol: the one is left out, the other asked to be read as text.
 
     Raises:
         RunEndedError: Something differs; the line says what.
@@ -31,6 +40,7 @@ def run_proof(directory: Path, checkpoints: Sequence[Path], tokenizer: Path | No
         "checkpoints": [str(path) for path in checkpoints],
         "tokenizer": None if tokenizer is None else str(tokenizer),
         "layout": layout,
+        "is_import": is_import,
     }
     done = subprocess.run(
         [sys.executable, "-m", "genesis.export.prove", json.dumps(request)],

@@ -44,19 +44,16 @@ def main(argv: Sequence[str]) -> int:
     """Proves what the request, JSON in the first argument, asks for; prints what was found as one line of JSON."""
     request = json.loads(argv[0])
     try:
-        result = _prove(
-            Path(request["directory"]),
-            [Path(path) for path in request["checkpoints"]],
-            None if request["tokenizer"] is None else Path(request["tokenizer"]),
-            request["layout"],
-        )
+        result = _prove(request)
     except UserError as error:
         result = {"problem": str(error)}
     print(json.dumps(result))
     return 0
 
 
-def _prove(directory: Path, checkpoints: Sequence[Path], tokenizer: Path | None, layout: str) -> dict[str, Any]:
+def _prove(request: dict[str, Any]) -> dict[str, Any]:
+    directory, layout = Path(request["directory"]), request["layout"]
+    checkpoints = [Path(path) for path in request["checkpoints"]]
     names = read_file_names(directory)
     result: dict[str, Any] = {
         "weights": _compare_weights(directory, names, checkpoints, layout),
@@ -66,8 +63,8 @@ def _prove(directory: Path, checkpoints: Sequence[Path], tokenizer: Path | None,
         return result
     recipe = read_manifest(checkpoints[0]).recipe
     config = build_decoder_config(recipe["model"]["decoder"], where=str(checkpoints[0]))
-    ours = None if tokenizer is None else Tokenizer.load(tokenizer)
-    result["tokenizer"] = None if ours is None else _compare_tokenizers(directory, ours)
+    ours = None if request["tokenizer"] is None else Tokenizer.load(request["tokenizer"])
+    result["tokenizer"] = None if ours is None else _compare_tokenizers(directory, ours, request["is_import"])
     result |= _compare_models(directory, names, config, ours)
     return result
 
@@ -108,14 +105,16 @@ def _read_average(checkpoints: Sequence[Path], name: str) -> Tensor:
 # ---- tokenizer
 
 
-def _compare_tokenizers(directory: Path, ours: Tokenizer) -> dict[str, Any]:
-    fast: Any = AutoTokenizer.from_pretrained(directory)
+def _compare_tokenizers(directory: Path, ours: Tokenizer, is_import: bool) -> dict[str, Any]:
+    fast: Any = AutoTokenizer.from_pretrained(directory, **({"split_special_tokens": True} if is_import else {}))
     counts = compare_tokenizers(
         ours,
         lambda text: fast.encode(text, add_special_tokens=False),
         lambda ids: fast.decode(ids, skip_special_tokens=False),
+        has_space_mark=not is_import,
     )
-    return {"compared": "ids and the text that they give back", "num_texts": counts, "num_different": 0}
+    compared = "ids and the text that they give back" + (", without U+2581" if is_import else "")
+    return {"compared": compared, "num_texts": counts, "num_different": 0}
 
 
 # ---- logits and generation

@@ -1,0 +1,112 @@
+"""`genesis export` and `genesis import`: training and validation go on from an import; bad input is one line."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from genesis.cli.main import main
+from genesis.model.decoder import Decoder
+from genesis.model.huggingface import llama_config_dict, to_huggingface
+from genesis.model.recipe import read_decoder_config
+from genesis_callbacks.checkpoint import read_tensors
+from tests.cli.conftest import Genesis
+from tests.cli.test_bad_input import check_is_one_line
+from tests.cli.tiny import build_recipe, write_recipe
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path) -> Path:
+    """A directory of Hugging Face's layout with the tiny model and the tiny corpus's tokenizer."""
+    directory = tmp_path_factory.mktemp("llama")
+    config = read_decoder_config(write_recipe(directory / "recipe.yaml", build_recipe(tiny_corpus, directory)))
+    decoder = Decoder(config)
+    decoder.init_weights(11)
+    save_file(to_huggingface(decoder.state_dict()), directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(llama_config_dict(config)))
+    shutil.copy(tiny_corpus / "tokenizer.model", directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def imported(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("imported") / "run"
+    assert main(["import", str(llama), str(out)]) == 0
+    return out
+
+
+def test_training_begins_with_the_weights_of_an_import(
+    genesis: Genesis, imported: Path, recipe: Path, tmp_path: Path
+) -> None:
+    checkpoint = imported / "checkpoints/step-00000000"
+    arguments = ["--ckpt_path", str(checkpoint), "--checkpoint.restore", "weights", "--model.optimizer.lr", "1e-20"]
+    outcome = genesis("fit", "--config", str(recipe), *arguments)
+    assert outcome.status == 0, outcome.err
+    before, after = read_tensors(checkpoint), read_tensors(tmp_path / "run/checkpoints/step-00000004", prefix="model.")
+    assert before.keys() == after.keys()
+    assert all(torch.allclose(before[name], after[name], atol=1e-9) for name in before)
+
+
+def test_an_import_is_validated_and_continues_text(genesis: Genesis, imported: Path, recipe: Path) -> None:
+    outcome = genesis("validate", "--config", str(recipe), "--ckpt_path", str(imported / "checkpoints/step-00000000"))
+    assert outcome.status == 0, outcome.err
+    assert "validation/loss" in outcome.out
+    outcome = genesis("generate", str(imported), "--prompt", "line 3", "--max-new-tokens", "3", "--device", "cpu")
+    assert outcome.status == 0, outcome.err
+    assert outcome.out.startswith("line 3")
+
+
+def test_the_command_exports_a_run_and_says_what_was_proved(genesis: Genesis, imported: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    outcome = genesis("export", str(imported), str(out), "--dtype", "bfloat16")
+    assert outcome.status == 0, outcome.err
+    for words in ("step-00000000 in bfloat16", "values bit-equal", "texts with equal ids", "tokens equal"):
+        assert words in outcome.out
+    assert json.loads((out / "config.json").read_bytes())["dtype"] == "bfloat16"
+    check_is_one_line(genesis("export", str(imported), str(out)), str(out), "is there already")
+
+
+def test_bad_input_of_export_is_one_line(genesis: Genesis, imported: Path, tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    check_is_one_line(genesis("export", str(tmp_path / "nowhere"), out), "nowhere", "no directory")
+    check_is_one_line(genesis("export", str(imported), out, "--dtype", "int8"), "int8", "bfloat16")
+    check_is_one_line(genesis("export", str(imported), out, "--average", "2"), "--average is 2", "has 1 checkpoints")
+    check_is_one_line(genesis("export", str(imported), out, "--average", "0"), "--average is 0")
+    check_is_one_line(genesis("export", str(imported), out, "--best"), "no best checkpoint")
+    check_is_one_line(genesis("export", str(imported), out, "--max_file_bytes", "0"), "max_file_bytes is 0")
+    check_is_one_line(genesis("export", str(imported), out, "--tokeniser", "x"), "did you mean --tokenizer")
+    damaged = tmp_path / "step-00000000"
+    shutil.copytree(imported / "checkpoints/step-00000000", damaged)
+    shard = next(damaged.glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\x7f")
+    check_is_one_line(genesis("export", str(damaged), out), shard.name, "its bytes have changed")
+    assert not Path(out).exists()
+
+
+def test_bad_input_of_import_is_one_line(genesis: Genesis, llama: Path, imported: Path, tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    check_is_one_line(genesis("import", str(tmp_path / "nowhere"), out), "nowhere", "Hugging Face")
+    check_is_one_line(genesis("import", str(llama), str(imported)), str(imported), "is there already")
+    (tmp_path / "config.json").write_text("{")
+    check_is_one_line(genesis("import", str(tmp_path), out), "config.json", "is not JSON")
+    (tmp_path / "config.json").write_bytes((llama / "config.json").read_bytes())
+    check_is_one_line(genesis("import", str(tmp_path), out), "has no tokenizer.model", "--no_tokenizer")
+    check_is_one_line(genesis("import", str(tmp_path), out, "--no_tokenizer"), "neither model.safetensors nor")
+    assert not Path(out).exists()
+
+
+def test_without_the_extra_the_command_names_it(
+    genesis: Genesis, imported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("genesis.cli.export.find_spec", lambda name: None)
+    outcome = genesis("export", str(imported), str(tmp_path / "out"))
+    check_is_one_line(outcome, "needs transformers", "genesis-lm[export]")
+    for module in ("genesis.cli.export", "genesis.export.export", "genesis.export.tokenizer", "tokenizers"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    outcome = genesis("export", str(imported), str(tmp_path / "out"))
+    check_is_one_line(outcome, "needs tokenizers", "genesis-lm[export]")
