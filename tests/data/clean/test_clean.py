@@ -199,6 +199,15 @@ def test_examples_tell_what_was_dropped_and_why(inputs: Path) -> None:
     assert json.loads((dropped / "05-c4_quality.json").read_text()) == []
 
 
+def test_examples_come_from_all_tasks(small: CleanOptions) -> None:
+    write_jsonl(Path(small.sources[0].paths[0]), [f"short {number:9}" * 2000 for number in range(20)])
+    clean_corpus(replace(small, stages=(Length(max_words=5),), tasks=4, num_examples=4))
+    examples = json.loads((small.out / "dropped" / "01-length.json").read_text())
+    assert len(examples) == 4
+    places = [int(example["text"].split()[1].removesuffix("short")) // 5 for example in examples]
+    assert sorted(places) == [0, 1, 2, 3]
+
+
 def test_the_manifest_vouches_for_the_shards_and_names_the_inputs(inputs: Path) -> None:
     out = inputs / "cleaned"
     manifest = json.loads((out / "manifest.json").read_text())
