@@ -4,7 +4,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from pathlib import PurePath
 from typing import Any, Final
 
 from genesis.data.packing import Packing
@@ -128,10 +127,12 @@ def _cut(source: SourceOptions, files: Sequence[InputFile]) -> list[Span]:
 
 
 def _hash_files(source: SourceOptions, files: Sequence[InputFile]) -> str:
-    """Returns a hash of the files' names and sizes: the same where all of them were moved to another directory."""
-    root = os.path.commonpath([str(PurePath(file.path).parent) for file in files])
+    """Returns a hash of the files' names, sizes and, in a store, versions: the same where all of them were moved."""
+    # By letters, because a source may mix absolute and relative paths and URLs.
+    root = os.path.commonprefix([file.path for file in files])
+    root = root[: root.rfind("/") + 1]
     described = (
         *(source.format, source.text_field, source.separator, source.on_undecodable),
-        *((file.path.removeprefix(root), file.num_bytes) for file in files),
+        *((file.path.removeprefix(root), file.num_bytes, file.identity) for file in files),
     )
     return blake2b(repr(described).encode(), digest_size=16).hexdigest()
