@@ -67,6 +67,7 @@ class StreamWindows:
         self._snapshots: dict[int, LaneStates] = {0: dict(self._states)}
         self._lock = threading.Lock()
         self._supply: BlockSupply | None = None
+        self._is_closed = False
         self._num_noted = 0
 
     # ---- windows
@@ -76,7 +77,10 @@ class StreamWindows:
 
         Raises:
             UserError: The input is not what its source says, or workers died too often.
+            RuntimeError: The windows were closed, as for a thread that still reads ahead at the end of training.
         """
+        if self._is_closed:
+            raise RuntimeError("the windows of the stream are closed")
         if self._supply is None or position != self._position:
             self._go_to(position)
         rows, lengths = self._draw_batch(position)
@@ -91,8 +95,13 @@ class StreamWindows:
             for past in [known for known in self._snapshots if known < position]:
                 del self._snapshots[past]
 
+    def open(self) -> None:
+        """Allows windows, after `close` too; the first one starts the workers."""
+        self._is_closed = False
+
     def close(self) -> None:
-        """Ends the workers; a further window starts new ones."""
+        """Ends the workers."""
+        self._is_closed = True
         if self._supply is not None:
             self._supply.close()
             self._supply = None
@@ -112,6 +121,7 @@ class StreamWindows:
         """
         states = read_states(self.stream, state)
         self.close()
+        self.open()
         self._position = position
         self._states = {key: part for key, part in states.items() if self._is_own(key.lane)}
         with self._lock:
