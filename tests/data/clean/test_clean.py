@@ -13,10 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+import zstandard
 from blake3 import blake3
 
 from genesis.data.clean.clean import clean_corpus
@@ -409,6 +411,22 @@ def test_a_bad_line_is_refused_by_its_place_and_mended_the_run_goes_on(small: Cl
     report = clean_corpus(small, restart=True)
     assert isinstance(report, CleanReport)
     assert report.kept.documents == 6
+
+
+@pytest.mark.parametrize("name", ["web.parquet", "web.jsonl.zst"])
+def test_scores_are_read_from_files_in_a_store(
+    name: str, small: CleanOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GENESIS_CACHE_DIR", str(tmp_path / "cache"))
+    rows = [{"text": text, "q": number} for number, text in enumerate(PROSE[:6])]
+    if name.endswith(".parquet"):
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / name, row_group_size=2)
+    else:
+        (tmp_path / name).write_bytes(zstandard.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    fsspec.filesystem("memory").pipe(f"/scores/{name}", (tmp_path / name).read_bytes())
+    source = SourceOptions("web", (f"memory://scores/{name}",))
+    clean_corpus(replace(small, sources=(source,), stages=(Score(field="q", min_score=3),)))
+    assert [record["text"] for record in read_result(small.out)["web"]] == PROSE[3:6]
 
 
 def test_a_score_of_a_wrong_type_is_refused_by_its_document(small: CleanOptions) -> None:
