@@ -38,7 +38,7 @@ class StreamWindows:
 
     Args:
         stream: What is read.
-        order: Which source stands at each position; a sequence of it is never asked for.
+        order: Which source stands at each position; its sequences are never asked for.
         sequence_format: How a sequence is made of tokens.
         global_batch_size: Sequences of one step, over all ranks.
         micro_batch_size: Sequences of one micro-batch.
@@ -175,7 +175,7 @@ class StreamWindows:
     def _own_keys(self, position: int, count: int) -> Iterator[LaneSource]:
         """Yields lane and source of each position from `position` on that is this rank's."""
         lanes = lanes_at(position, count, self.stream.num_lanes, self.stream.recipe.seed).tolist()
-        sources = self.order.sequences(position, count)[0].tolist()
+        sources = self.order.sources(position, count).tolist()
         for lane, source in zip(lanes, sources, strict=True):
             if self._is_own(lane):
                 yield LaneSource(lane, source)
