@@ -73,7 +73,7 @@ def _load_tokenizer(path: Path | None, manifest: Manifest, checkpoint: Path) -> 
         raise UserError(f"the tokenizer of {checkpoint} was in {path}, which is not there; give --tokenizer")
     tokenizer = Tokenizer.load(path)
     wanted = manifest.identity.get("tokenizer_hash")
-    if wanted is not None and tokenizer.hash != wanted:
+    if wanted and tokenizer.hash != wanted:  # of tokens without a tokenizer there is none
         raise UserError(
             f"{path} holds tokenizer {tokenizer.hash[:16]}, and {checkpoint} was trained with {wanted[:16]}; "
             "give the right one by --tokenizer"
