@@ -106,6 +106,19 @@ def test_epochs_and_lanes_are_shuffled_each_in_its_own_way(tmp_path, tokenizer):
     assert sorted(first) == sorted(second)
 
 
+def test_the_sequences_of_each_block_are_shuffled_in_their_own_way(tmp_path, tokenizer):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"{n:04d}"}) + "\n" for n in range(100)))
+    stream = make_stream({"web": tmp_path}, tokenizer, "pad", num_lanes=1, max_epochs=1)
+    orders = []
+    for block in read_all(stream, is_fresh=False)[:2]:
+        numbers = [int(stream.tokenizer.decode(row.tolist())) for row in block.rows]
+        orders.append([number - min(numbers) for number in numbers])
+    assert len(orders[0]) == len(orders[1]) > 10
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(len(orders[0])))
+    assert orders[0] != orders[1]
+    assert sorted(orders[0]) not in orders
+
+
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_a_document_much_longer_than_a_block_is_cut_over_many(tmp_path, tokenizer, packing):
     long = "".join(make_texts(3_000, seed=7, max_words=40)).replace("▁", " ")
