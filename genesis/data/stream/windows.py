@@ -149,6 +149,14 @@ class StreamWindows:
         return self._supply.wait_seconds if self._supply is not None else 0.0
 
     @property
+    def tokens_per_second(self) -> float | None:
+        """Returns what the workers can make together, by what they made since they were started; None before that."""
+        supply = self._supply
+        if supply is None or not supply.made.num_tokens:
+            return None
+        return supply.made.num_tokens / supply.made.seconds * max(1, len(supply.queue_depths))
+
+    @property
     def num_restarts(self) -> int:
         """Returns how many workers were replaced since they were started."""
         return self._supply.num_restarts if self._supply is not None else 0
