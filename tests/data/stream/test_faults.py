@@ -8,7 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from genesis.data.stream.block import BlockReader, Cursor
+from genesis.data.stream.worker import LaneSource
 from genesis.errors import UserError
+from genesis.tokenizer.tokenizer import Tokenizer
 from tests.data.stream.streams import (
     GLOBAL_BATCH,
     count_pairs,
@@ -216,3 +219,17 @@ def test_after_a_skip_a_run_resumes_with_the_same_stream_and_count(tmp_path, tok
             rest = read_windows(resumed, number, 12 - number)
             assert [rows_of(window) for window in rest] == [rows_of(window) for window in straight[number:]]
             assert resumed.ledger(12 * GLOBAL_BATCH) == windows.ledger(12 * GLOBAL_BATCH)
+
+
+def test_a_shard_that_is_cut_short_while_it_is_read_is_named_as_changed(tmp_path, tokenizer):
+    """Its damage is met in the middle of a block, at whose end the file would be looked at."""
+    texts = make_texts(60_000, seed=1)
+    directory = write_files(tmp_path / "web", texts, ".jsonl.gz", num_files=1)
+    num_tokens = sum(len(ids) + 2 for ids in Tokenizer.load(tokenizer).encode_batch(texts))
+    stream = make_stream({"web": directory}, tokenizer, num_lanes=1, block_tokens=num_tokens * 6 // 10)
+    reader = BlockReader(stream.parts[LaneSource(0, 0)], stream.recipe, stream.tokenizer)
+    block = reader.read(Cursor())
+    path = directory / "0.jsonl.gz"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"0\.jsonl\.gz has changed since the run began"):
+        reader.read(block.next)
