@@ -18,7 +18,7 @@ from tests.data.stream.streams import make_texts, make_tokenizer, write_files
 
 DEADLINE_SECONDS = 120
 POLL_SECONDS = 0.02
-STEPS = 60
+STEPS = 30
 
 
 @pytest.fixture(scope="module")
