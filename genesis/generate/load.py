@@ -65,7 +65,7 @@ def _find_checkpoint(path: Path) -> Path:
 
 def _load_tokenizer(path: Path | None, manifest: Manifest, checkpoint: Path) -> Tokenizer:
     if path is None:
-        corpus = _find(manifest.recipe, "data", "corpus")
+        corpus = _find(manifest.recipe, "data", "corpus") or _find(manifest.recipe, "data", "stream", "tokenizer")
         if not isinstance(corpus, str):
             raise UserError(f"the recipe in {checkpoint} names no corpus; give --tokenizer")
         path = Path(corpus)
