@@ -24,6 +24,7 @@ from rich.text import Text
 
 from genesis.arguments import Parser
 from genesis.cli.options import PLAIN_WIDTH
+from genesis.data.drawn import Drawn, read_drawn
 from genesis.errors import UserError
 from genesis.train.recipe_policy import RECIPE_POLICY
 from genesis_callbacks.checkpoint import (
@@ -56,6 +57,7 @@ from genesis_callbacks.checkpoint.inventory import (
 )
 from genesis_callbacks.checkpoint.lineage import CHECKPOINTS_NAME, checkpoints_in
 from genesis_callbacks.checkpoint.manifest import COMMITTED_NAME, MANIFEST_NAME, encode_manifest, is_checkpoint_name
+from genesis_callbacks.checkpoint.restore import read_state
 from genesis_callbacks.checkpoint.retain import apply_retention
 
 BAD = 1
@@ -155,14 +157,20 @@ def show_main(argv: list[str]) -> int:
     path = _find_checkpoint(arguments.checkpoint)
     try:
         manifest = read_manifest(path)
+        drawn = read_drawn(read_state(path, manifest))
     except CorruptCheckpointError as error:
         return _complain(error)
     if arguments.json:
-        parts = [asdict(summary) for summary in summarise_parts(manifest)]
-        lineage = [{**asdict(ancestor), "state": state} for ancestor, state in trace_ancestors(path, manifest)]
-        _print_json({"path": str(path), "manifest": _as_json(manifest), "parts": parts, "lineage": lineage})
+        content = {
+            "path": str(path),
+            "manifest": _as_json(manifest),
+            "parts": [asdict(summary) for summary in summarise_parts(manifest)],
+            "drawn": {name: asdict(of_source) for name, of_source in drawn.items()},
+            "lineage": [{**asdict(ancestor), "state": state} for ancestor, state in trace_ancestors(path, manifest)],
+        }
+        _print_json(content)
     else:
-        _print_manifest(_console(), path, manifest)
+        _print_manifest(_console(), path, manifest, drawn)
     return 0
 
 
@@ -470,7 +478,7 @@ def _as_json(manifest: Manifest) -> Any:
     return json.loads(encode_manifest(manifest))
 
 
-def _print_manifest(console: Console, path: Path, manifest: Manifest) -> None:
+def _print_manifest(console: Console, path: Path, manifest: Manifest, drawn: Mapping[str, Drawn]) -> None:
     age = _duration(time.time() - manifest.created_seconds)
     facts = {
         "step": _number(manifest.step),
@@ -494,6 +502,20 @@ def _print_manifest(console: Console, path: Path, manifest: Manifest) -> None:
     ]
     part_columns = ("part", "tensors", "elements", "size", "dtype")
     console.print(_table(None, part_columns, rows, right=("tensors", "elements", "size")))
+    if drawn:
+        console.rule("data drawn", align="left")
+        draws = (
+            (
+                name,
+                _number(one.tokens),
+                "" if one.epochs is None else f"{one.epochs:.3f}",
+                _number(one.documents),
+                _number(one.bad_documents),
+            )
+            for name, one in drawn.items()
+        )
+        drawn_columns = ("source", "tokens", "epochs", "documents", "bad")
+        console.print(_table(None, drawn_columns, draws, right=drawn_columns[1:]))
     console.rule("lineage", align="left")
     chain = trace_ancestors(path, manifest)
     for ancestor, state in chain:

@@ -136,8 +136,8 @@ def verify_main(argv: list[str]) -> int:
     shards = list(verify_corpus(corpus))
     num_bytes = sum({shard.path: shard.file_bytes for shard in shards}.values())
     plans = verify_plans(open_corpus(corpus, verify_hashes="never"))
-    told = "".join(f", {plan.packing} at seq_len {plan.seq_len}" for plan in plans)
-    print(f"{corpus}: {len(shards):,} shards, {num_bytes:,} bytes, all as the manifest says; plans{told or ': none'}")
+    told = ", ".join(f"{plan.packing} at seq_len {plan.seq_len}" for plan in plans) or "none"
+    print(f"{corpus}: {len(shards):,} shards, {num_bytes:,} bytes, all as the manifest says; plans: {told}")
     return 0
 
 

@@ -209,7 +209,9 @@ class CorpusDataModule(pl.LightningDataModule):
         if stage == "fit":
             plan_micro_batches(self.global_batch_size, self.micro_batch_size, self._ranks().world_size)
             self._put_position_callback_first()
-            _ = self.order if self.stream is None else self.stream_windows
+            _ = self.order
+            if self.stream is not None:
+                self.stream_windows.open()
         if self.path is not None:
             _ = self.corpus
 
@@ -257,7 +259,7 @@ class CorpusDataModule(pl.LightningDataModule):
         callbacks[:] = [callback for callback in callbacks if not self._is_own(callback)]
 
     def close(self) -> None:
-        """Ends a stream's workers; a further window starts new ones."""
+        """Ends a stream's workers; the next fit starts new ones."""
         if self._stream_windows is not None:
             self._stream_windows.close()
 

@@ -22,7 +22,6 @@ from numpy import ndarray
 from genesis.data.clock import LoaderClock
 from genesis.data.corpus import TokenSource
 from genesis.data.order import SequenceOrder
-from genesis.data.packing import count_train_sequences as count_train_sequences
 from genesis.data.packing import fill_row
 from genesis.data.plans import SourcePlan
 from genesis.data.window import IGNORE_INDEX, MicroBatch, Window

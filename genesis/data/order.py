@@ -92,6 +92,12 @@ class SequenceOrder:
             sequence_ids[is_source] = self._shuffled(int(source), draws[is_source])
         return source_ids, sequence_ids
 
+    def sources(self, position: int, count: int) -> Int64[ndarray, " count"]:
+        """Returns the index into `names` alone, for `count` positions from `position` on."""
+        assert self.end is None or position + count <= self.end, "read beyond the end of the order"
+        parts = [self._draws(mix, first, last)[0] for mix, first, last in self._spans(position, position + count)]
+        return np.concatenate(parts)
+
     def sequences_drawn(self, position: int) -> tuple[int, ...]:
         """Returns how many sequences of each source stand before `position`."""
         return _drawn_before(self.mix_at(position), position)

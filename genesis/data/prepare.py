@@ -349,7 +349,11 @@ def _describe_plan(
             for source in options.sources
         },
         "files": {
-            f"{source}: {file.path}": {"bytes": file.num_bytes, "mtime_ns": file.mtime_ns}
+            f"{source}: {file.path}": {
+                "bytes": file.num_bytes,
+                "mtime_ns": file.mtime_ns,
+                **({"identity": file.identity} if file.identity else {}),  # a store's; plans of local files had none
+            }
             for source, found in files.items()
             for file in found
         },

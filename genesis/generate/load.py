@@ -85,7 +85,7 @@ def load_tokenizer(path: Path | None, manifest: Manifest, checkpoint: Path) -> T
     if path is None and own.exists():
         path = own
     if path is None:
-        corpus = _find(manifest.recipe, "data", "corpus")
+        corpus = _find(manifest.recipe, "data", "corpus") or _find(manifest.recipe, "data", "stream", "tokenizer")
         if not isinstance(corpus, str):
             raise UserError(f"the recipe in {checkpoint} names no corpus; give --tokenizer")
         path = Path(corpus)
@@ -93,7 +93,7 @@ def load_tokenizer(path: Path | None, manifest: Manifest, checkpoint: Path) -> T
         raise UserError(f"the tokenizer of {checkpoint} was in {path}, which is not there; give --tokenizer")
     tokenizer = Tokenizer.load(path)
     wanted = manifest.identity.get("tokenizer_hash")
-    if wanted is not None and tokenizer.hash != wanted:
+    if wanted and tokenizer.hash != wanted:  # of tokens without a tokenizer there is none
         raise UserError(
             f"{path} holds tokenizer {tokenizer.hash[:16]}, and {checkpoint} was trained with {wanted[:16]}; "
             "give the right one by --tokenizer"

@@ -1,13 +1,15 @@
 """Whether the data keep up with training.
 
     logged                     unit and meaning
-    data/tokens_per_second     valid tokens over the time spent on making their windows: what the data could give
+    data/tokens_per_second     what the data could give: valid tokens over the time spent on making their windows; of a
+                               stream, tokens over the time that its workers spent on them, times their number
     data/headroom              that over the tokens per second that this rank trained; below 1 training waits
     data/wait_ms               that training waited for a window, mean over the steps
     data/wait_share            of the time, a fraction 0..1
     data/host_to_device_ms     of copying a window to the GPU, mean (CUDA only)
     data/packer_fill           valid labels over places for them, a fraction 0..1
     data/queue_depth           windows that lie ready
+    data/queue_depth_N         blocks that worker N of a stream still has to make
 
 All of them speak of the time since the last log line, on rank 0. Nothing waits for the device, and ranks do not talk to
 one another: each warns for itself.
@@ -23,23 +25,26 @@ import torch
 from genesis.data.clock import LoaderTimes
 from genesis.data.datamodule import CorpusDataModule
 from genesis.data.loader import WindowLoader
+from genesis.data.stream.windows import StreamWindows
 from genesis.data.window import Window
 
 WAIT_SHARE_LIMIT = 0.05
 _JUDGED_STEPS = 20
 _REMEDY = "raise data.prefetch_windows, put the corpus on a faster disk, or leave the loader a core"
+_STREAM_REMEDY = "raise data.stream.num_workers where there are cores, or make a corpus by `genesis data prepare`"
 
 
 class DataWaitWarning(UserWarning):
     """Training waits for its data."""
 
 
-def rate_data(times: LoaderTimes, seconds: float) -> dict[str, float]:
+def rate_data(times: LoaderTimes, seconds: float, stream_tokens_per_second: float | None = None) -> dict[str, float]:
     """Returns the metrics of a stretch of training, those that are known, by key.
 
     Args:
         times: What the loader did in it.
         seconds: How long it was.
+        stream_tokens_per_second: What a stream's workers can make, whose blocks the loader only hands on.
     """
     values: dict[str, float] = {}
     if times.num_given:
@@ -48,10 +53,15 @@ def rate_data(times: LoaderTimes, seconds: float) -> dict[str, float]:
     if times.num_places:
         values["data/packer_fill"] = times.num_tokens / times.num_places
     if times.num_tokens and times.num_given:
-        values["data/tokens_per_second"] = times.num_tokens / times.make_seconds
+        values["data/tokens_per_second"] = stream_tokens_per_second or times.num_tokens / times.make_seconds
         trained_per_second = times.num_tokens / times.num_made * times.num_given / seconds
         values["data/headroom"] = values["data/tokens_per_second"] / trained_per_second
     return values
+
+
+def _find_stream(data: Any) -> StreamWindows | None:
+    has_stream = isinstance(data, CorpusDataModule) and data.stream_options is not None
+    return data.stream_windows if has_stream else None
 
 
 class DataTelemetry(pl.Callback):
@@ -81,17 +91,22 @@ class DataTelemetry(pl.Callback):
             return
         now_seconds = time.perf_counter()
         times = loader.clock.take()
-        values = rate_data(times, now_seconds - self._log_from_seconds)
+        stream = _find_stream(data)
+        rate = None if stream is None else stream.tokens_per_second
+        values = rate_data(times, now_seconds - self._log_from_seconds, rate)
         values["data/queue_depth"] = float(loader.clock.num_ready)
+        for worker, depth in enumerate(() if stream is None else stream.queue_depths):
+            values[f"data/queue_depth_{worker}"] = float(depth)
         copy_ms = data.copy_clock.take_mean_ms() if isinstance(data, CorpusDataModule) else None
         if copy_ms is not None:
             values["data/host_to_device_ms"] = copy_ms
         # In float64, as the module logs its own: Lightning would make a number a float32.
         pl_module.log_dict({key: torch.tensor(value, dtype=torch.float64) for key, value in values.items()})
-        self._judge(times, now_seconds, trainer.global_rank)
+        remedy = _REMEDY if stream is None else _STREAM_REMEDY
+        self._judge(times, now_seconds, f"rank {trainer.global_rank}", remedy)
         self._log_from_seconds = time.perf_counter()
 
-    def _judge(self, times: LoaderTimes, now_seconds: float, rank: int) -> None:
+    def _judge(self, times: LoaderTimes, now_seconds: float, who: str, remedy: str) -> None:
         self._num_steps += times.num_given
         if self._num_steps <= 0:  # the run's first steps
             self._judge_from_seconds = now_seconds
@@ -103,7 +118,7 @@ class DataTelemetry(pl.Callback):
         is_late = share > WAIT_SHARE_LIMIT
         if is_late and not self._has_warned:
             warnings.warn(
-                f"rank {rank} waits for data {share:.0%} of the time (over {self._num_steps} steps): {_REMEDY}",
+                f"{who} waits for data {share:.0%} of the time (over {self._num_steps} steps): {remedy}",
                 DataWaitWarning,
                 stacklevel=2,
             )

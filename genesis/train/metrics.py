@@ -60,4 +60,5 @@ class BitsPerByte(Metric):
 
     def compute(self) -> Tensor:
         """Returns bits per byte, float64; NaN where there was no byte."""
-        return self.loss_sum / self.num_bytes / math.log(2)
+        bits = self.loss_sum / self.num_bytes / math.log(2)
+        return torch.where(self.num_bytes == 0, torch.nan, bits)  # without a tokenizer no byte is known

@@ -227,12 +227,13 @@ class GenesisModule(pl.LightningModule):
             "train/scale_factor": self._dp_world_size / max(self._num_valid_tokens, 1),
             **peak_memory_bytes(self.device),
         }
-        loss = self.train_loss.compute()
-        values |= {
-            "train/loss": float(loss),
-            "train/perplexity": float(loss.exp()),
-            "train/bits_per_byte": float(self.train_bits.compute()),
-        }
+        if self.train_loss.update_count:  # else every window since the last row was skipped
+            loss = self.train_loss.compute()
+            values |= {
+                "train/loss": float(loss),
+                "train/perplexity": float(loss.exp()),
+                "train/bits_per_byte": float(self.train_bits.compute()),
+            }
         scaler = self._gradient_scaler()
         if scaler is not None:
             values["train/loss_scale"] = float(scaler.get_scale())

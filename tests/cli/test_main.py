@@ -20,6 +20,7 @@ OPTIONS = {
     "data prepare": ("--sources", "--tokenizer", "--validation_fraction", "--restart"),
     "data adopt": ("paths", "--sources", "--add_eos", "--validation_paths"),
     "data inspect": ("corpus", "--num_samples", "--split"),
+    "data plan": ("corpus", "--packing", "--seq_len"),
     "data verify": ("corpus",),
     "model describe": ("--config", "--json"),
     "fit": ("--config", "--model.decoder.dim", "--data.corpus", "--checkpoint.every_n_steps", "--ckpt_path"),
@@ -38,6 +39,7 @@ NO_TENSORS = {
     "data prepare",
     "data adopt",
     "data inspect",
+    "data plan",
     "data verify",
     "completion",
 }

@@ -18,7 +18,7 @@ from tests.data.stream.streams import make_texts, make_tokenizer, write_files
 
 DEADLINE_SECONDS = 120
 POLL_SECONDS = 0.02
-STEPS = 60
+STEPS = 30
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +88,12 @@ def test_a_streamed_run_that_is_killed_and_resumed_equals_one_that_was_not(
     # A kill between a save and the row of its step leaves that row out.
     assert len(losses(killed)) >= STEPS - 1
     assert digests(killed) == digests(straight)
+    with (straight / "metrics.csv").open() as file:
+        last = list(csv.DictReader(file))[-1]
+    assert float(last["data/tokens_per_second"]) > 0.0
+    assert float(last["data/headroom"]) > 0.0
+    assert float(last["data/queue_depth_0"]) >= 0.0
+    assert 0.5 < float(last["data/packer_fill"]) <= 1.0
 
 
 @pytest.mark.parametrize(

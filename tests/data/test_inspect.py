@@ -150,7 +150,7 @@ def test_a_plan_of_other_shards_is_shown_as_such(corpus, capsys):
 def test_verify_reads_plans_too(corpus, capsys):
     assert main(["data", "plan", str(corpus), "--packing", "pad", "--seq_len", "32"]) == 0
     assert main(["data", "verify", str(corpus)]) == 0
-    assert "plans, pad at seq_len 32" in capsys.readouterr().out
+    assert "plans: pad at seq_len 32" in capsys.readouterr().out
     flip_bit(corpus / "packing/pad-32/web.lengths", 0)
     assert main(["data", "verify", str(corpus)]) == 2
     (line,) = capsys.readouterr().err.splitlines()

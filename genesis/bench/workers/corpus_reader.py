@@ -14,8 +14,9 @@ import torch
 
 from genesis.bench.workers.data_protocol import ReadTask, serve, task_from_json
 from genesis.data.corpus import open_corpus
-from genesis.data.loader import Ranks, SequenceFormat, TrainWindows, count_train_sequences
+from genesis.data.loader import Ranks, SequenceFormat, TrainWindows
 from genesis.data.order import build_order
+from genesis.data.packing import count_train_sequences
 from genesis.data.shards import little_endian
 
 

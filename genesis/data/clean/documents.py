@@ -241,7 +241,9 @@ def _json_rows(source: SourceOptions, span: Span) -> Iterator[dict[str, Any]]:
 def _parquet_rows(source: SourceOptions, span: Span, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     with _on_disk(span.file) as path, pq.ParquetFile(path) as parquet:
         columns = [source.text_field, *(name for name in names if name in parquet.schema_arrow.names)]
-        for batch in parquet.iter_batches(row_groups=list(range(span.start, span.end)), columns=columns):
+        # A file in a store is one span, whose end is its size.
+        groups = list(range(span.start, min(span.end, parquet.num_row_groups)))
+        for batch in parquet.iter_batches(row_groups=groups, columns=columns):
             yield from batch.to_pylist()
 
 

@@ -177,14 +177,19 @@ class Finish(PipelineStep):  # type: ignore[misc]
         return Amount(counts[f"documents{ending}"], counts[f"characters{ending}"], tokens)
 
     def _gather_examples(self, label: str) -> list[dict[str, Any]]:
-        """Returns the first examples of each reason over all tasks."""
-        num_by_reason: Counter[str] = Counter()
-        chosen = []
+        """Returns examples of each reason, taken from the tasks in turn."""
+        by_turn: list[tuple[int, dict[str, Any]]] = []
         for path in sorted((self._work / "examples" / label).glob("*.json")):
+            turns: Counter[str] = Counter()
             for example in json.loads(path.read_text(encoding="utf-8")):
-                num_by_reason[example["reason"]] += 1
-                if num_by_reason[example["reason"]] <= self._plan["options"]["num_examples"]:
-                    chosen.append(example)
+                by_turn.append((turns[example["reason"]], example))
+                turns[example["reason"]] += 1
+        chosen: list[dict[str, Any]] = []
+        num_by_reason: Counter[str] = Counter()
+        for _, example in sorted(by_turn, key=lambda pair: pair[0]):
+            num_by_reason[example["reason"]] += 1
+            if num_by_reason[example["reason"]] <= self._plan["options"]["num_examples"]:
+                chosen.append(example)
         self._name_kept(label, chosen)
         return sorted(chosen, key=lambda example: str(example["reason"]))
 

@@ -177,6 +177,7 @@ class BlockReader:
                 break
             item = self._ahead.popleft()
             if item.error is not None and not self._may_skip(item.error):
+                check_unchanged(self._part.source, item.file)  # which would be the reason
                 raise item.error
             items.append(item)
             num_tokens += len(item.tokens)

@@ -1,10 +1,9 @@
 """A stream as it is found on disk: its files, the spans that they are cut into, and what each lane reads of them."""
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from pathlib import PurePath
+from itertools import takewhile
 from typing import Any, Final
 
 from genesis.data.packing import Packing
@@ -128,10 +127,14 @@ def _cut(source: SourceOptions, files: Sequence[InputFile]) -> list[Span]:
 
 
 def _hash_files(source: SourceOptions, files: Sequence[InputFile]) -> str:
-    """Returns a hash of the files' names and sizes: the same where all of them were moved to another directory."""
-    root = os.path.commonpath([str(PurePath(file.path).parent) for file in files])
+    """Returns a hash of the files' names, sizes and, in a store, versions: the same where all of them were moved."""
+    # Not os.path.commonpath, because a source may mix absolute and relative paths and URLs.
+    paths = [file.path.split("/") for file in files]
+    in_common = takewhile(lambda names: len(set(names)) == 1, zip(*(path[:-1] for path in paths), strict=False))
+    depth = len(list(in_common))
+    names = ["/".join(path[depth:]) for path in paths]
     described = (
         *(source.format, source.text_field, source.separator, source.on_undecodable),
-        *((file.path.removeprefix(root), file.num_bytes) for file in files),
+        *((name, file.num_bytes, file.identity) for name, file in zip(names, files, strict=True)),
     )
     return blake2b(repr(described).encode(), digest_size=16).hexdigest()

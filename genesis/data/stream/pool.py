@@ -26,6 +26,18 @@ _JOBS_IN_FLIGHT: Final = 2
 _logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class MadeSoFar:
+    """Tokens of the blocks that were made, and the time that went into them, of all workers together."""
+
+    num_tokens: int = 0
+    seconds: float = 0.0
+
+    def plus(self, answer: Made) -> "MadeSoFar":
+        """Returns the sum with one more block."""
+        return MadeSoFar(self.num_tokens + answer.block.num_tokens, self.seconds + answer.seconds)
+
+
 class BlockSupply(Protocol):
     """Where a rank gets blocks."""
 
@@ -54,6 +66,10 @@ class BlockSupply(Protocol):
         """Returns how long `take` has waited, in all."""
 
     @property
+    def made(self) -> "MadeSoFar":
+        """Returns what all workers together have made."""
+
+    @property
     def num_restarts(self) -> int:
         """Returns how many workers were replaced."""
 
@@ -68,6 +84,7 @@ class InlineSupply:
     def __init__(self, setup: Setup) -> None:
         self._maker = BlockMaker(setup)
         self.wait_seconds = 0.0
+        self.made = MadeSoFar()
 
     def request(self, job: Job) -> None:
         """Does nothing."""
@@ -77,6 +94,8 @@ class InlineSupply:
         begun = time.perf_counter()
         answer = self._maker.make(job)
         self.wait_seconds += time.perf_counter() - begun
+        if isinstance(answer, Made):
+            self.made = self.made.plus(answer)
         return _block_of(answer)
 
     def forget(self) -> None:
@@ -119,6 +138,7 @@ class WorkerPool:
         self._bell, self._heard_bell = Pipe(duplex=False)[::-1]
         self._is_ringing = False
         self.wait_seconds = 0.0
+        self.made = MadeSoFar()
         self.num_restarts = 0
         self._thread = Thread(target=self._serve, name="genesis-stream", daemon=True)
         self._thread.start()
@@ -229,6 +249,8 @@ class WorkerPool:
         assert isinstance(answer, Made | Failure)
         with self._changed:
             assert worker.sent.popleft() == answer.job
+            if isinstance(answer, Made):
+                self.made = self.made.plus(answer)
             if answer.job in self._answers:  # else it was forgotten
                 self._answers[answer.job] = answer
                 self._changed.notify_all()

@@ -38,7 +38,7 @@ class StreamWindows:
 
     Args:
         stream: What is read.
-        order: Which source stands at each position; a sequence of it is never asked for.
+        order: Which source stands at each position; its sequences are never asked for.
         sequence_format: How a sequence is made of tokens.
         global_batch_size: Sequences of one step, over all ranks.
         micro_batch_size: Sequences of one micro-batch.
@@ -67,6 +67,7 @@ class StreamWindows:
         self._snapshots: dict[int, LaneStates] = {0: dict(self._states)}
         self._lock = threading.Lock()
         self._supply: BlockSupply | None = None
+        self._is_closed = False
         self._num_noted = 0
 
     # ---- windows
@@ -76,7 +77,10 @@ class StreamWindows:
 
         Raises:
             UserError: The input is not what its source says, or workers died too often.
+            RuntimeError: The windows were closed, as for a thread that still reads ahead at the end of training.
         """
+        if self._is_closed:
+            raise RuntimeError("the windows of the stream are closed")
         if self._supply is None or position != self._position:
             self._go_to(position)
         rows, lengths = self._draw_batch(position)
@@ -91,8 +95,13 @@ class StreamWindows:
             for past in [known for known in self._snapshots if known < position]:
                 del self._snapshots[past]
 
+    def open(self) -> None:
+        """Allows windows, after `close` too; the first one starts the workers."""
+        self._is_closed = False
+
     def close(self) -> None:
-        """Ends the workers; a further window starts new ones."""
+        """Ends the workers."""
+        self._is_closed = True
         if self._supply is not None:
             self._supply.close()
             self._supply = None
@@ -112,6 +121,7 @@ class StreamWindows:
         """
         states = read_states(self.stream, state)
         self.close()
+        self.open()
         self._position = position
         self._states = {key: part for key, part in states.items() if self._is_own(key.lane)}
         with self._lock:
@@ -137,6 +147,14 @@ class StreamWindows:
     def wait_seconds(self) -> float:
         """Returns how long windows have waited for blocks since the workers were started."""
         return self._supply.wait_seconds if self._supply is not None else 0.0
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Returns what the workers can make together, by what they made since they were started; None before that."""
+        supply = self._supply
+        if supply is None or not supply.made.num_tokens:
+            return None
+        return supply.made.num_tokens / supply.made.seconds * max(1, len(supply.queue_depths))
 
     @property
     def num_restarts(self) -> int:
@@ -165,7 +183,7 @@ class StreamWindows:
     def _own_keys(self, position: int, count: int) -> Iterator[LaneSource]:
         """Yields lane and source of each position from `position` on that is this rank's."""
         lanes = lanes_at(position, count, self.stream.num_lanes, self.stream.recipe.seed).tolist()
-        sources = self.order.sequences(position, count)[0].tolist()
+        sources = self.order.sources(position, count).tolist()
         for lane, source in zip(lanes, sources, strict=True):
             if self._is_own(lane):
                 yield LaneSource(lane, source)

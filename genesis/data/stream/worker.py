@@ -7,6 +7,7 @@ counts: any worker gives the same block for the same job.
 
 import signal
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -43,10 +44,11 @@ class Setup:
 
 @dataclass(frozen=True)
 class Made:
-    """The block of a job."""
+    """The block of a job, and how long it took to make."""
 
     job: Job
     block: Block
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,10 @@ class BlockMaker:
         if job.key not in self._readers:
             part = self._setup.parts[job.key]
             self._readers[job.key] = BlockReader(part, self._setup.recipe, self._tokenizer)
+        begin_seconds = time.perf_counter()
         try:
-            return Made(job, self._readers[job.key].read(job.cursor))
+            block = self._readers[job.key].read(job.cursor)
+            return Made(job, block, time.perf_counter() - begin_seconds)
         except UserError as error:
             return Failure(job, str(error))
 

@@ -13,10 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+import zstandard
 from blake3 import blake3
 
 from genesis.data.clean.clean import clean_corpus
@@ -197,6 +199,15 @@ def test_examples_tell_what_was_dropped_and_why(inputs: Path) -> None:
     assert contaminated["text"] == CONTAMINATED[:600]
     assert contaminated["notes"] == {"contaminated_ngram": " ".join(PASSAGE.split()[:12]), "contaminated_task": "exam"}
     assert json.loads((dropped / "05-c4_quality.json").read_text()) == []
+
+
+def test_examples_come_from_all_tasks(small: CleanOptions) -> None:
+    write_jsonl(Path(small.sources[0].paths[0]), [f"short {number:9}" * 2000 for number in range(20)])
+    clean_corpus(replace(small, stages=(Length(max_words=5),), tasks=4, num_examples=4))
+    examples = json.loads((small.out / "dropped" / "01-length.json").read_text())
+    assert len(examples) == 4
+    places = [int(example["text"].split()[1].removesuffix("short")) // 5 for example in examples]
+    assert sorted(places) == [0, 1, 2, 3]
 
 
 def test_the_manifest_vouches_for_the_shards_and_names_the_inputs(inputs: Path) -> None:
@@ -400,6 +411,22 @@ def test_a_bad_line_is_refused_by_its_place_and_mended_the_run_goes_on(small: Cl
     report = clean_corpus(small, restart=True)
     assert isinstance(report, CleanReport)
     assert report.kept.documents == 6
+
+
+@pytest.mark.parametrize("name", ["web.parquet", "web.jsonl.zst"])
+def test_scores_are_read_from_files_in_a_store(
+    name: str, small: CleanOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GENESIS_CACHE_DIR", str(tmp_path / "cache"))
+    rows = [{"text": text, "q": number} for number, text in enumerate(PROSE[:6])]
+    if name.endswith(".parquet"):
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / name, row_group_size=2)
+    else:
+        (tmp_path / name).write_bytes(zstandard.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    fsspec.filesystem("memory").pipe(f"/scores/{name}", (tmp_path / name).read_bytes())
+    source = SourceOptions("web", (f"memory://scores/{name}",))
+    clean_corpus(replace(small, sources=(source,), stages=(Score(field="q", min_score=3),)))
+    assert [record["text"] for record in read_result(small.out)["web"]] == PROSE[3:6]
 
 
 def test_a_score_of_a_wrong_type_is_refused_by_its_document(small: CleanOptions) -> None:

@@ -31,7 +31,8 @@ def read_all(stream, *, is_fresh):
     """Returns all blocks of lane 0, by one reader or each by a new one."""
     blocks: list[Block] = []
     reader, cursor = make_reader(stream), Cursor()
-    while cursor is not None and len(blocks) < 200:
+    while cursor is not None:
+        assert len(blocks) < 2_000, "it does not end"
         reader = make_reader(stream) if is_fresh else reader
         blocks.append(reader.read(cursor))
         cursor = blocks[-1].next
@@ -103,6 +104,19 @@ def test_epochs_and_lanes_are_shuffled_each_in_its_own_way(tmp_path, tokenizer):
     first, second = rows[: len(rows) // 2], rows[len(rows) // 2 :]
     assert first != second
     assert sorted(first) == sorted(second)
+
+
+def test_the_sequences_of_each_block_are_shuffled_in_their_own_way(tmp_path, tokenizer):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"{n:04d}"}) + "\n" for n in range(100)))
+    stream = make_stream({"web": tmp_path}, tokenizer, "pad", num_lanes=1, max_epochs=1)
+    orders = []
+    for block in read_all(stream, is_fresh=False)[:2]:
+        numbers = [int(stream.tokenizer.decode(row.tolist())) for row in block.rows]
+        orders.append([number - min(numbers) for number in numbers])
+    assert len(orders[0]) == len(orders[1]) > 10
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(len(orders[0])))
+    assert orders[0] != orders[1]
+    assert sorted(orders[0]) not in orders
 
 
 @pytest.mark.parametrize("packing", PACKINGS)

@@ -224,13 +224,15 @@ def test_a_changed_mix_holds_from_the_restored_position_on(directory: Path, toke
     data = data_module(directory, tokenizer)
     for window in [data.stream_windows.window(step * GLOBAL_BATCH) for step in range(4)]:
         data.advance(window)
-    changed = data_module(directory, tokenizer, mix={"code": 1})
+    changed = data_module(directory, tokenizer, mix={"web": 2, "code": 5})
+    changed.setup("fit")  # a fit makes the windows before it restores
     changed.load_state_dict(json.loads(json.dumps(data.state_dict())))
-    for window in [changed.stream_windows.window(step * GLOBAL_BATCH) for step in range(4, 8)]:
-        changed.advance(window)
-    ledger = changed.stream_windows.ledger(8 * GLOBAL_BATCH)
-    assert ledger["web"].num_sequences == 2 * GLOBAL_BATCH
-    assert ledger["code"].num_sequences == 6 * GLOBAL_BATCH
+    for step in range(4, 12):
+        changed.advance(changed.stream_windows.window(step * GLOBAL_BATCH))
+        ledger = changed.stream_windows.ledger(changed.data_position)
+        drawn = dict(zip(changed.order.names, changed.order.sequences_drawn(changed.data_position), strict=True))
+        assert {name: entry.num_sequences for name, entry in ledger.items()} == drawn
+    assert [mix.weights for mix in changed.order.mixes] == [(1, 1), (2, 5)]
 
 
 def test_a_corpus_beside_the_stream_gives_the_validation_set_and_the_tokenizer(

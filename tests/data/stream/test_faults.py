@@ -8,7 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from genesis.data.stream.block import BlockReader, Cursor
+from genesis.data.stream.worker import LaneSource
 from genesis.errors import UserError
+from genesis.tokenizer.tokenizer import Tokenizer
 from tests.data.stream.streams import (
     GLOBAL_BATCH,
     count_pairs,
@@ -182,10 +185,11 @@ def test_a_bit_flipped_in_a_parquet_file_is_named(tmp_path, tokenizer):
 
 @pytest.mark.parametrize("policy", ["error", "skip"])
 @pytest.mark.parametrize("change", ["vanishes", "grows", "is rewritten"])
-def test_a_shard_that_changes_in_mid_run_ends_it_whatever_the_policy(tmp_path, tokenizer, policy, change):
-    """Skipping it would make a run that cannot be repeated."""
-    directory = write_files(tmp_path / "web", TEXTS, ".jsonl", num_files=1)
-    path = directory / "0.jsonl"
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+def test_a_shard_that_changes_in_mid_run_ends_it_whatever_the_policy(tmp_path, tokenizer, policy, change, suffix):
+    """Skipping it would make a run that cannot be repeated. A compressed file is open meanwhile."""
+    directory = write_files(tmp_path / "web", make_texts(400, seed=1), suffix, num_files=1)
+    path = directory / f"0{suffix}"
     stream = make_stream({"web": directory}, tokenizer, on_bad_document=policy, num_lanes=1)
     windows = make_windows(stream)
     windows.window(0)
@@ -198,7 +202,7 @@ def test_a_shard_that_changes_in_mid_run_ends_it_whatever_the_policy(tmp_path, t
         path.write_bytes(path.read_bytes().upper())
     words = "cannot read .* mend it or leave it out" if change == "vanishes" else "has changed since"
     with pytest.raises(UserError, match=words) as error:
-        read_windows(windows, 1, 50)
+        read_windows(windows, 1, 8)
     assert str(path) in str(error.value)
 
 
@@ -215,3 +219,17 @@ def test_after_a_skip_a_run_resumes_with_the_same_stream_and_count(tmp_path, tok
             rest = read_windows(resumed, number, 12 - number)
             assert [rows_of(window) for window in rest] == [rows_of(window) for window in straight[number:]]
             assert resumed.ledger(12 * GLOBAL_BATCH) == windows.ledger(12 * GLOBAL_BATCH)
+
+
+def test_a_shard_that_is_cut_short_while_it_is_read_is_named_as_changed(tmp_path, tokenizer):
+    """Its damage is met in the middle of a block, at whose end the file would be looked at."""
+    texts = make_texts(60_000, seed=1)
+    directory = write_files(tmp_path / "web", texts, ".jsonl.gz", num_files=1)
+    num_tokens = sum(len(ids) + 2 for ids in Tokenizer.load(tokenizer).encode_batch(texts))
+    stream = make_stream({"web": directory}, tokenizer, num_lanes=1, block_tokens=num_tokens * 6 // 10)
+    reader = BlockReader(stream.parts[LaneSource(0, 0)], stream.recipe, stream.tokenizer)
+    block = reader.read(Cursor())
+    path = directory / "0.jsonl.gz"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"0\.jsonl\.gz has changed since the run began"):
+        reader.read(block.next)

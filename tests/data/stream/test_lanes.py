@@ -49,7 +49,7 @@ def test_lanes_do_not_fall_into_step_with_the_mix():
     """With a mix of period 4 on 8 lanes, each lane gets each source in its share."""
     order = build_order({"web": 1, "code": 1}, {"web": 3, "code": 1}, seed=0)
     count = 8 * 2_000
-    lanes, sources = lanes_at(0, count, 8, seed=0), order.sequences(0, count)[0]
+    lanes, sources = lanes_at(0, count, 8, seed=0), order.sources(0, count)
     shares = [np.mean(sources[lanes == lane]) for lane in range(8)]
     assert all(0.2 < share < 0.3 for share in shares), shares
 
@@ -88,3 +88,9 @@ def test_a_shuffle_is_the_same_for_ever():
     assert sorted(shuffle(100, "x").tolist()) == list(range(100))
     assert shuffle(0, "x").tolist() == []
     assert lanes_at(0, 8, 4, seed=1).tolist() == [2, 3, 0, 1, 0, 1, 2, 3]
+
+
+def test_the_sources_alone_are_those_of_the_sequences_across_a_change_of_the_mix():
+    order = build_order({"web": 5, "code": 3}, {"web": 3, "code": 1}, seed=0).with_mix(90, {"web": 1, "code": 4})
+    for position in range(0, 200, 7):
+        assert order.sources(position, 20).tolist() == order.sequences(position, 20)[0].tolist()

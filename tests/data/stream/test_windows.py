@@ -194,6 +194,9 @@ def test_windows_that_were_read_ahead_are_given_again(tmp_path, tokenizer):
     assert all(map(equal_windows, read_windows(windows, 4, 5), straight[4:]))
     assert equal_windows(windows.window(6 * GLOBAL_BATCH), straight[6])
     windows.close()
+    with pytest.raises(RuntimeError, match="are closed"):
+        windows.window(7 * GLOBAL_BATCH)
+    windows.open()
     assert equal_windows(windows.window(5 * GLOBAL_BATCH), straight[5])
     with pytest.raises(AssertionError, match="it was released"):
         windows.window(3 * GLOBAL_BATCH)
@@ -256,6 +259,8 @@ def test_a_state_of_other_files_another_version_or_too_few_ranks_is_refused(tmp_
         windows.load_state({**state, "version": 0}, 0)
     with pytest.raises(UserError, match="lacks lanes 1, 3 of its stream"):
         windows.load_state(make_windows(windows.stream, rank=0, world_size=2).state(0), 0)
+    with pytest.raises(UserError, match=r"files web: .*; stream the same files"):
+        make_windows(make_stream({**directories, "web": directories["code"]}, tokenizer)).load_state(state, 0)
     moved = directories["web"].rename(tmp_path / "moved")
     make_windows(make_stream({**directories, "web": moved}, tokenizer)).load_state(state, 0)
     with (moved / "0.jsonl").open("a") as file:

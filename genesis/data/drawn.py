@@ -1,0 +1,52 @@
+"""What a checkpoint says of the data that were drawn until then, read from its state without a run."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+DATA_STATE: Final = "CorpusDataModule"
+"""Under which name a checkpoint has the data module's state."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What was drawn of one source.
+
+    Args:
+        tokens: Labels, padding not counted.
+        epochs: How often the source was drawn; None where that is not recorded.
+        documents: Begun; None of a prepared corpus, which is drawn by sequences.
+        bad_documents: Skipped because they could not be read; None likewise.
+    """
+
+    tokens: int
+    epochs: float | None = None
+    documents: int | None = None
+    bad_documents: int | None = None
+
+
+def read_drawn(sections: Sequence[Mapping[str, Any]]) -> dict[str, Drawn]:
+    """Returns what was drawn of each source; empty where the run had other data.
+
+    Args:
+        sections: The checkpoint's state of each rank, as `read_state` gives it.
+    """
+    states = [section.get("trainer", {}).get(DATA_STATE) for section in sections]
+    states = [state for state in states if state]
+    if not states:
+        return {}
+    if "ledger_of_lanes" in states[0]:
+        return {
+            name: _add_up([state["ledger_of_lanes"][name] for state in states]) for name in states[0]["ledger_of_lanes"]
+        }
+    epochs = states[0].get("epochs_drawn", {})
+    return {name: Drawn(int(tokens), epochs.get(name)) for name, tokens in states[0]["tokens_drawn"].items()}
+
+
+def _add_up(entries: Sequence[Mapping[str, int]]) -> Drawn:
+    """Returns the sum of what each rank's lanes have drawn of a source."""
+    return Drawn(
+        tokens=sum(entry["num_tokens"] for entry in entries),
+        documents=sum(entry["num_documents"] for entry in entries),
+        bad_documents=sum(entry["num_bad_documents"] for entry in entries),
+    )
