@@ -43,7 +43,7 @@ def run_proof(
         "is_import": is_import,
     }
     done = subprocess.run(
-        [sys.executable, "-m", "genesis.export.prove", json.dumps(request)],
+        [sys.executable, "-P", "-m", "genesis.export.prove", json.dumps(request)],
         capture_output=True,
         text=True,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
@@ -52,7 +52,7 @@ def run_proof(
     lines = done.stdout.splitlines()
     if done.returncode != 0 or not lines:
         reason = (done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"])[-1]
-        raise RunEndedError(f"the proof of {directory.name} did not come to its end, so that nothing is kept: {reason}")
+        raise RunEndedError(f"the proof did not come to its end, so that nothing is kept: {reason}")
     result: dict[str, Any] = json.loads(lines[-1])
     if "problem" in result:
         raise RunEndedError(f"the proof failed, so that nothing is kept: {result['problem']}")

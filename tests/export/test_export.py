@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -157,7 +158,7 @@ def test_plain_safetensors_have_our_names_and_shape(checkpoint: Path, tmp_path: 
 
 
 def test_memory_stays_far_below_the_largest_tensor(tmp_path: Path) -> None:
-    shape = {"vocab_size": 2_500_000, "dim": 32, "num_layers": 1, "has_tied_embeddings": True}
+    shape = {"vocab_size": 2_000_000, "dim": 32, "num_layers": 1, "has_tied_embeddings": True}
     decoder = build_decoder(0, **shape)
     tensor_bytes = decoder.output_weight.nbytes
     path = save(tmp_path, 1, decoder, {}, **shape)
@@ -174,7 +175,7 @@ print(peak() - before)
     done = subprocess.run(
         [sys.executable, "-c", code, str(path), str(tmp_path / "out")], capture_output=True, text=True, check=True
     )
-    assert tensor_bytes == 320_000_000
+    assert tensor_bytes == 256_000_000
     assert int(done.stdout) < tensor_bytes * 0.9
 
 
@@ -199,6 +200,21 @@ def test_a_failed_proof_leaves_nothing(checkpoint: Path, tmp_path: Path, monkeyp
         export_checkpoints([checkpoint], tmp_path / "out", ExportOptions(layout="safetensors"))
     assert "\n" not in str(error.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_kill_leaves_nothing_that_looks_finished(checkpoint: Path, tmp_path: Path) -> None:
+    code = """
+import os, signal, sys
+from pathlib import Path
+from genesis.export import export
+export.run_proof = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+export.export_checkpoints([Path(sys.argv[1])], Path(sys.argv[2]), export.ExportOptions())
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(checkpoint), str(tmp_path / "out")], check=False)
+    assert done.returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith("out.staging-")
+    assert not (left / "proof.json").exists()
 
 
 def test_bytes_that_change_after_the_verification_are_found_while_reading(checkpoint: Path, tmp_path: Path) -> None:
