@@ -74,6 +74,8 @@ def _find(path: Path, *, is_best: bool) -> Path:
 def _newest(checkpoint: Path, number: int) -> list[Path]:
     """Returns the last `number` checkpoints of a run up to `checkpoint`, oldest first."""
     paths = [path for path, _ in list_committed(checkpoint.parent)]
+    if checkpoint not in paths:
+        raise UserError(f"--average needs a checkpoint in its run, and {checkpoint} lies in none; name each checkpoint")
     paths = paths[: paths.index(checkpoint) + 1]
     if len(paths) < number:
         raise UserError(f"--average is {number}, and {checkpoint.parent} has {len(paths)} checkpoints up to that one")

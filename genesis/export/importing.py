@@ -77,7 +77,8 @@ def read_llama_config(directory: Path) -> DecoderConfig:
             wanted = " or ".join(map(repr, allowed)) or "null"
             raise UserError(f"{path}: {key} is {value!r}, which the decoder cannot represent; it must be {wanted}")
     rope = content.get("rope_parameters") or {}
-    if rope.get("rope_type", "default") != "default":
+    is_plain = isinstance(rope, dict) and rope.keys() <= {"rope_type", "rope_theta"}
+    if not is_plain or rope.get("rope_type", "default") != "default":
         raise UserError(f"{path}: rope_parameters is {rope!r}; only the rope_type 'default' can be represented")
     shape = {ours: content.get(theirs) for ours, theirs in _SHAPE.items()}
     missing = [_SHAPE[ours] for ours, value in shape.items() if value is None]

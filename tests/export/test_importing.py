@@ -66,6 +66,8 @@ def test_a_run_that_was_imported_finds_its_tokenizer_wherever_it_lies(imported: 
         ("sliding_window", 4096),
         ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}),
         ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}),
+        ("rope_parameters", "fast"),
+        ("rope_parameters", {"full_attention": {"rope_type": "default"}}),
         ("quantization_config", {"bits": 4}),
         ("head_dim", 128),
         ("hidden_size", 33),
