@@ -437,16 +437,12 @@ def _place_in_file(span: Span, offset: int) -> Callable[[int], str]:
 
 def _read_jsonl(source: SourceOptions, span: Span) -> Iterator[Document]:
     for offset, line, position in _read_records(span, b"\n"):
-        record = line.removeprefix(_BYTE_ORDER_MARK) if offset == 0 else line
-        if not record.strip():
-            continue
-        skipped = len(line) - len(record)
-        decoded = _decode(source, record, position, _place_in_file(span, offset + skipped))
-        try:
-            fields = json.loads(decoded.text)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise UserError(f"{_line(span, offset)} is not JSON ({_one_line(error)}); mend or remove it") from None
-        yield _encode(source, span, offset, _text_of(source, span, offset, fields), position)
+        if _without_mark(offset, line).strip():
+            yield _read_record(source, span, "jsonl", offset, line, position, is_located=True)
+
+
+def _without_mark(offset: int, line: bytes) -> bytes:
+    return line.removeprefix(_BYTE_ORDER_MARK) if offset == 0 else line
 
 
 def _text_of(source: SourceOptions, span: Span, offset: int, fields: object) -> str:
@@ -544,12 +540,7 @@ def _read_rows(source: SourceOptions, span: Span) -> Iterator[Document]:
                 if pa.types.is_dictionary(column.type):
                     column = column.dictionary_decode()
                 for data in column.cast(pa.large_binary()).to_pylist():
-                    if data is None:
-                        raise UserError(
-                            f"{span.file.path}, row {row} has no {source.text_field!r} (null); remove it or set "
-                            f"another text_field for source {source.name}"
-                        )
-                    yield _decode(source, data, position, _place_in_row(span, row))
+                    yield _read_row(source, span, row, position, data, is_located=True)
                     row += 1
             # Of a file that is one span, `num_bytes` is the compressed size.
             position = min(position + parquet.metadata.row_group(group).total_byte_size, span.num_bytes)
@@ -649,7 +640,7 @@ def _read_record(
 ) -> Document:
     if kind == "text":
         return _decode(source, record, position, _place_in_file(span, offset))
-    line = record.removeprefix(_BYTE_ORDER_MARK) if offset == 0 else record
+    line = _without_mark(offset, record)
     if not line.strip():
         return Document("", b"", position)
     decoded = _decode(source, line, position, _place_in_file(span, offset + len(record) - len(line)))
@@ -677,14 +668,17 @@ def _row_entries(source: SourceOptions, span: Span, start: int) -> Iterator[Entr
                 skipped = min(max(start - row, 0), len(column))
                 row += skipped
                 for data in column.slice(skipped).cast(pa.large_binary()).to_pylist():
-                    yield Entry(row, row + 1, partial(_read_row, source, span, first + row, data))
+                    yield Entry(row, row + 1, partial(_read_row, source, span, first + row, 0, data))
                     row += 1
 
 
-def _read_row(source: SourceOptions, span: Span, row: int, data: bytes | None, is_located: bool) -> Document:
+def _read_row(
+    source: SourceOptions, span: Span, row: int, position: int, data: bytes | None, is_located: bool
+) -> Document:
+    """Returns the document of a row; `is_located` is for entries of other kinds, a row always knows its number."""
     if data is None:
         raise UserError(
             f"{span.file.path}, row {row} has no {source.text_field!r} (null); remove it or set another text_field for "
             f"source {source.name}"
         )
-    return _decode(source, data, 0, _place_in_row(span, row))
+    return _decode(source, data, position, _place_in_row(span, row))

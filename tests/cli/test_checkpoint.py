@@ -34,6 +34,7 @@ from genesis_callbacks.checkpoint import (
 from genesis_callbacks.checkpoint.compare import max_abs_difference
 from genesis_callbacks.checkpoint.hashing import hash_bytes
 from tests.cli.conftest import Genesis
+from tests.planted import Payload, plant_pickles
 
 RECIPE = {"model": {"decoder": {"dim": 4}, "optimizer": {"lr": 0.1}}, "trainer": {"max_steps": 6, "devices": 1}}
 
@@ -304,14 +305,6 @@ def test_verify_of_an_empty_one_is_bad(tmp_path, capsys):
     status, out = run_command(capsys, "verify", path)
     assert status == 1
     assert "BAD: holds no tensor of a model" in out
-
-
-class Payload:
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.marker),)
 
 
 def test_verify_names_planted_code_and_does_not_run_it(tmp_path, capsys):
@@ -646,25 +639,6 @@ def test_genesis_tells_free_from_what_must_be_allowed_and_what_never_changes(tmp
 
 
 # ---- a stranger's checkpoint
-
-
-def plant_pickles(path: Path, proof: Path) -> None:
-    """Puts pickles that run code into `.metadata` and at the head of each chunk of the shard; all hashes are right."""
-    payload = pickle.dumps(Payload(proof))
-    (path / ".metadata").write_bytes(payload)
-    manifest = json.loads((path / "manifest.json").read_bytes())
-    for name, record in manifest["tensors"].items():
-        for chunk in record["chunks"]:
-            shard = bytearray((path / chunk["file"]).read_bytes())
-            assert chunk["data_offset"] - chunk["byte_offset"] >= len(payload), name
-            shard[chunk["byte_offset"] : chunk["byte_offset"] + len(payload)] = payload
-            (path / chunk["file"]).write_bytes(shard)
-    for record in manifest["files"]:
-        data = (path / record["name"]).read_bytes()
-        record["num_bytes"], record["hash"] = len(data), hash_bytes(data, "blake3")
-    data = json.dumps(manifest).encode()
-    (path / "manifest.json").write_bytes(data)
-    (path / "COMMITTED").write_bytes(b"blake3:" + hash_bytes(data, "blake3").encode())
 
 
 def test_looking_into_a_strangers_checkpoint_runs_nothing_of_it(tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import pickle
 import shutil
 import signal
 import subprocess
@@ -28,6 +29,7 @@ from genesis.model.huggingface import huggingface_name
 from genesis_callbacks.checkpoint import CorruptCheckpointError, read_manifest, read_tensors
 from genesis_callbacks.testing import run_ranks
 from tests.export.support import build_decoder, save
+from tests.planted import plant_pickles
 
 
 def hash_files(directory: Path) -> dict[str, str]:
@@ -286,3 +288,14 @@ def test_checkpoints_of_other_shapes_are_not_averaged(checkpoint: Path, tmp_path
     other = save(tmp_path, 1, build_decoder(0, num_layers=1), read_manifest(checkpoint).identity, num_layers=1)
     with pytest.raises(UserError, match="other shapes or tokenizers"):
         export_checkpoints([other, checkpoint], tmp_path / "out", ExportOptions())
+
+
+def test_a_strangers_checkpoint_runs_nothing_of_it(checkpoint: Path, tokenizer_file: Path, tmp_path: Path) -> None:
+    stranger, marker = tmp_path / "checkpoints" / checkpoint.name, tmp_path / "it-ran"
+    shutil.copytree(checkpoint, stranger)
+    plant_pickles(stranger, marker)
+    export_checkpoints([stranger], tmp_path / "out", ExportOptions(tokenizer=tokenizer_file))
+    assert (tmp_path / "out" / "proof.json").exists()
+    assert not marker.exists()
+    pickle.loads((stranger / ".metadata").read_bytes())  # the payload does work, where somebody unpickles
+    assert marker.exists()
