@@ -1,0 +1,1 @@
+"""An export made ready for the Hugging Face Hub."""
