@@ -28,8 +28,8 @@ from genesis.generate.stream import GenerateOptions, generate
 from genesis.model.huggingface import huggingface_name
 from genesis_callbacks.checkpoint import CorruptCheckpointError, read_manifest, read_tensors
 from genesis_callbacks.testing import run_ranks
-from tests.export.support import build_decoder, save
 from tests.planted import plant_pickles
+from tests.tiny_runs import build_decoder, save
 
 
 def hash_files(directory: Path) -> dict[str, str]:
