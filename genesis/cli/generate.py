@@ -9,9 +9,10 @@ import torch
 
 from genesis.arguments import Parser
 from genesis.errors import UserError
+from genesis.generate.batch import DEFAULT_NEW_TOKENS
 from genesis.generate.load import load_decoder
 from genesis.generate.sample import SamplingOptions
-from genesis.generate.stream import DEFAULT_NEW_TOKENS, GenerateOptions, generate
+from genesis.generate.stream import GenerateOptions, generate
 from genesis.tokenizer.tokenizer import StreamingDecoder, Tokenizer
 
 _DESCRIPTION = """Continues prompts with the model of a checkpoint, printing tokens as they come. Several prompts are

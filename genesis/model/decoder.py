@@ -11,6 +11,7 @@ crosses a document. There is no parallelism, optimizer or checkpoint code here: 
 that sharding, activation checkpointing and compilation are applied to them from outside.
 """
 
+import copy
 import hashlib
 import math
 from collections.abc import Callable
@@ -123,7 +124,21 @@ class KVCache:
 
     def advance(self, num_tokens: Int64[Tensor, " B"]) -> None:
         """Counts the tokens of each sequence in the forward that just ran as present."""
-        self.lengths = self.lengths + num_tokens
+        self.lengths += num_tokens
+
+    def view(self, start: int, stop: int) -> "KVCache":
+        """Returns the cache of the sequences from `start` to `stop`; both share their memory."""
+        part = copy.copy(self)
+        part.keys, part.values = self.keys[:, start:stop], self.values[:, start:stop]
+        part.lengths = self.lengths[start:stop]
+        return part
+
+    def copy_row(self, source: int, target: int) -> None:
+        """Puts what is known of sequence `source` in the place of sequence `target`."""
+        length = int(self.lengths[source])
+        self.keys[:, target, :length] = self.keys[:, source, :length]
+        self.values[:, target, :length] = self.values[:, source, :length]
+        self.lengths[target] = length
 
 
 class RMSNorm(nn.Module):

@@ -1,26 +1,14 @@
 """Text does not depend on how it is computed: with a cache or without, alone or beside others."""
 
 import pytest
-import torch
 
 from genesis.errors import UserError
+from genesis.generate.batch import plan_budgets
 from genesis.generate.sample import SamplingOptions
-from genesis.generate.stream import GenerateOptions, generate, plan_budgets
-from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.generate.stream import GenerateOptions, generate
+from tests.generate.slow import NO_EOS, slow_greedy
 
-NO_EOS = -1
 PROMPTS = [[5], list(range(1, 30)), [7, 7, 7, 2], [90, 3]]
-
-
-@pytest.fixture(scope="module")
-def decoder():
-    config = DecoderConfig(vocab_size=97, dim=48, num_layers=3, num_heads=6, num_kv_heads=2, ffn_dim=64, max_seq_len=64)
-    decoder = Decoder(config).eval()
-    decoder.init_weights(0)
-    with torch.no_grad():
-        for parameter in decoder.parameters():
-            parameter.mul_(4.0)  # sharper choices than those of a model that knows nothing
-    return decoder
 
 
 def collect(decoder, prompts, eos_id=NO_EOS, **options):
@@ -28,14 +16,6 @@ def collect(decoder, prompts, eos_id=NO_EOS, **options):
     for token in generate(decoder, prompts, GenerateOptions(**options), eos_id):
         texts[token.prompt].append(token.id)
     return texts
-
-
-def slow_greedy(decoder, prompt, num_tokens):
-    """One whole forward of one text for each token."""
-    text = list(prompt)
-    for _ in range(num_tokens):
-        text.append(int(decoder(torch.tensor([text]))[0, -1].argmax()))
-    return text[len(prompt) :]
 
 
 GREEDY = SamplingOptions(temperature=0.0)

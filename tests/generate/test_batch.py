@@ -1,0 +1,72 @@
+"""Texts that come and go do not disturb each other."""
+
+import random
+
+import pytest
+import torch
+
+from genesis.errors import UserError
+from genesis.generate.batch import Batch, Request
+from genesis.generate.sample import SamplingOptions
+from tests.generate.slow import NO_EOS, slow_greedy
+
+GREEDY = SamplingOptions(temperature=0.0)
+
+
+def build_prompts(number):
+    chooser = random.Random(3)
+    return [[chooser.randrange(97) for _ in range(chooser.randrange(1, 20))] for _ in range(number)]
+
+
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_texts_that_come_and_go_at_random_are_each_what_they_are_alone(decoder, has_cache):
+    chooser = random.Random(4)
+    waiting = [(prompt, chooser.randrange(1, 30)) for prompt in build_prompts(40)]
+    batch = Batch(decoder, 5, NO_EOS, has_cache=has_cache)
+    asked, texts, removed = {}, {}, set()
+    while waiting or batch.num_free < 5:
+        while waiting and batch.num_free and chooser.random() < 0.6:
+            prompt, number = waiting.pop()
+            handle = batch.add(Request(prompt, number, GREEDY))
+            asked[handle], texts[handle] = (prompt, number), []
+            if chooser.random() < 0.1:
+                batch.remove(handle)
+                removed.add(handle)
+        for token in batch.step():
+            texts[token.request].append(token.id)
+            assert token.is_last == (len(texts[token.request]) == asked[token.request][1])
+        live = [handle for handle in texts if handle not in removed and len(texts[handle]) < asked[handle][1]]
+        if live and chooser.random() < 0.1:
+            handle = chooser.choice(live)
+            removed.add(handle)
+            batch.remove(handle)
+    assert len(asked) == 40
+    assert len(removed) > 5
+    for handle, (prompt, number) in asked.items():
+        wanted = slow_greedy(decoder, prompt, number)
+        assert texts[handle] == (wanted[: len(texts[handle])] if handle in removed else wanted)
+    assert batch.step() == []
+
+
+def test_probabilities_are_the_models_own_whatever_is_sampled(decoder):
+    (prompt,) = build_prompts(1)
+    options = SamplingOptions(temperature=3.0, top_k=40)
+    batch = Batch(decoder, 2, NO_EOS)
+    batch.add(Request(prompt, 8, options, seed=1, num_likeliest=3))
+    text = list(prompt)
+    for _ in range(8):
+        (token,) = batch.step()
+        log_probs = decoder(torch.tensor([text]))[0, -1].detach().log_softmax(dim=0)
+        assert token.log_prob == pytest.approx(float(log_probs[token.id]), abs=1e-4)
+        assert [id for id, _ in token.likeliest] == log_probs.topk(3).indices.tolist()
+        assert [value for _, value in token.likeliest] == pytest.approx(log_probs.topk(3).values.tolist(), abs=1e-4)
+        text.append(token.id)
+    assert token.is_last
+    assert batch.num_free == 2
+
+
+def test_a_request_that_does_not_fit_is_refused_and_takes_no_row(decoder):
+    batch = Batch(decoder, 1, NO_EOS)
+    with pytest.raises(UserError, match="context of 64: ask for at most 4 new tokens"):
+        batch.add(Request([1] * 60, 5))
+    assert batch.num_free == 1

@@ -1,0 +1,117 @@
+"""An export is loaded as its checkpoint is, and refused where it is not what was proved."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from genesis.cli.generate import main
+from genesis.errors import UserError
+from genesis.generate.load import find_checkpoint, load_decoder
+
+
+@pytest.fixture
+def copy(exported: Path, tmp_path: Path) -> Path:
+    shutil.copytree(exported, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_an_export_gives_the_decoder_and_the_tokenizer_of_its_checkpoint(exported: Path, checkpoint: Path) -> None:
+    ours, theirs = load_decoder(checkpoint), load_decoder(exported)
+    before, after = ours.decoder.state_dict(), theirs.decoder.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert theirs.decoder.config == ours.decoder.config
+    assert not theirs.decoder.training
+    assert theirs.tokenizer.hash == ours.tokenizer.hash
+    assert theirs.checkpoint == exported
+
+
+def test_the_command_writes_the_same_text_from_either(
+    exported: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = []
+    for path in (exported, checkpoint):
+        assert main([str(path), "--prompt", "class alpha", "--max-new-tokens", "30", "--device", "cpu"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert len(texts[0]) > len("class alpha\n")
+
+
+def test_a_card_may_be_written_in(copy: Path) -> None:
+    (copy / "README.md").write_text("mine")
+    (copy / ".gitattributes").write_text("*.safetensors filter=lfs")
+    load_decoder(copy)
+
+
+def flip_weights(directory: Path) -> None:
+    path = sorted(directory.glob("*.safetensors"))[-1]
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def turn_faster(directory: Path) -> None:
+    path = directory / "config.json"
+    path.write_text(path.read_text().replace("500000.0", "500001.0"))
+
+
+def drop_weights(directory: Path) -> None:
+    sorted(directory.glob("*.safetensors"))[0].unlink()
+
+
+def add_weights(directory: Path) -> None:
+    shutil.copy(sorted(directory.glob("*.safetensors"))[0], directory / "model.safetensors")
+
+
+def drop_proof(directory: Path) -> None:
+    (directory / "proof.json").unlink()
+
+
+def age_proof(directory: Path) -> None:
+    proof = json.loads((directory / "proof.json").read_bytes())
+    del proof["files"]
+    (directory / "proof.json").write_text(json.dumps(proof))
+
+
+def leave_the_directory(directory: Path) -> None:
+    proof = json.loads((directory / "proof.json").read_bytes())
+    proof["files"]["../elsewhere"] = {"num_bytes": 0, "sha256": ""}
+    (directory / "proof.json").write_text(json.dumps(proof))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (flip_weights, r"model-\d{5}-of-\d{5}\.safetensors has changed since it was proved; export"),
+        (turn_faster, r"config\.json has changed since"),
+        (drop_weights, r"has no file model-00001-of-\d{5}\.safetensors, and proof\.json lists it"),
+        (add_weights, r"model\.safetensors was not there when the export was proved"),
+        (drop_proof, r"has no proof\.json.*`genesis import`"),
+        (age_proof, r"has no hashes of files.*export the checkpoint again"),
+        (leave_the_directory, r"has no file \.\./elsewhere"),
+    ],
+)
+def test_an_export_that_is_not_what_was_proved_is_refused(
+    change: Callable[[Path], None], message: str, copy: Path
+) -> None:
+    load_decoder(copy)
+    change(copy)
+    with pytest.raises(UserError, match=message) as error:
+        load_decoder(copy)
+    assert "\n" not in str(error.value)
+
+
+def test_another_tokenizer_than_the_exports_is_refused(exported: Path, tiny_corpus: Path) -> None:
+    load_decoder(exported, exported / "tokenizer.model")
+    with pytest.raises(UserError, match=f"{re.escape(str(tiny_corpus))} holds tokenizer .* was trained with"):
+        load_decoder(exported, tiny_corpus)
+
+
+def test_what_needs_a_checkpoint_says_that_an_export_is_none(exported: Path) -> None:
+    with pytest.raises(UserError, match="is an export, which is no checkpoint; `genesis import`"):
+        find_checkpoint(exported)
