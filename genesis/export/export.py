@@ -8,7 +8,6 @@ from typing import Any
 
 from genesis.errors import UserError
 from genesis.export.card import write_card
-from genesis.export.files import CARD_NAME, CONFIG_NAME, DECODER_PREFIX, GENERATION_CONFIG_NAME
 from genesis.export.proof import Layout, run_proof, write_proof
 from genesis.export.staging import check_is_new, staged
 from genesis.export.tensors import DTYPES, Source, count_bytes, plan_files, write_weights
@@ -16,12 +15,19 @@ from genesis.export.tokenizer import build_fast_tokenizer, compare_tokenizers, w
 from genesis.generate.load import load_tokenizer
 from genesis.model.decoder import DecoderConfig
 from genesis.model.huggingface import huggingface_name, llama_config_dict
+from genesis.model.huggingface_files import (
+    CARD_NAME,
+    CONFIG_NAME,
+    DECODER_NAME,
+    DECODER_PREFIX,
+    GENERATION_CONFIG_NAME,
+    hash_files,
+)
 from genesis.model.recipe import build_decoder_config
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis.tokenizer.train import MODEL_NAME
 from genesis_callbacks.checkpoint import verify
 
-DECODER_NAME = "decoder.json"
 _OTHER_BYTES = 64 << 20
 """More than everything beside the weights takes."""
 
@@ -84,6 +90,7 @@ def export_checkpoints(checkpoints: Sequence[Path], out: Path, options: ExportOp
         card = write_card(out.name, sources, config, dtype, options.layout)
         (staging / CARD_NAME).write_text(card, encoding="utf-8")
         proof = run_proof(staging, [source.path for source in sources], staging / MODEL_NAME, options.layout)
+        proof["files"] = hash_files(staging)
         write_proof(staging, proof)
     return proof
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from genesis.errors import RunEndedError
-from genesis.export.files import PROOF_NAME
+from genesis.model.huggingface_files import PROOF_NAME
 
 Layout = Literal["huggingface", "safetensors"]
 

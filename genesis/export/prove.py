@@ -20,13 +20,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from genesis.errors import UserError
-from genesis.export.files import DECODER_PREFIX, iterate_tensors, read_file_names
 from genesis.export.texts import SCRIPTS
 from genesis.export.tokenizer import compare_tokenizers
 from genesis.generate.sample import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.huggingface import decoder_name, from_huggingface
+from genesis.model.huggingface_files import DECODER_PREFIX, iterate_tensors, read_file_names
 from genesis.model.recipe import build_decoder_config
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis_callbacks.checkpoint import read_manifest, read_tensors

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from genesis.errors import UserError
-from genesis.export.files import INDEX_NAME, WEIGHTS_NAME
+from genesis.model.huggingface_files import INDEX_NAME, WEIGHTS_NAME
 from genesis_callbacks.checkpoint import CorruptCheckpointError, LocalPart, Manifest, Part, digest_chunk, restore_parts
 from genesis_callbacks.checkpoint.digest import DIGEST_MODULUS
 from genesis_callbacks.checkpoint.write import sync_directory

@@ -1,22 +1,31 @@
-"""A decoder and its tokenizer from a checkpoint of a run: weights only, every tensor compared with its digest."""
+"""A decoder and its tokenizer from a checkpoint or an export: weights only, compared with their digests or hashes."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from genesis.errors import UserError
-from genesis.model.decoder import Decoder
+from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.huggingface_files import (
+    CONFIG_NAME,
+    DECODER_NAME,
+    DECODER_PREFIX,
+    check_files,
+    is_export,
+    read_json,
+    read_llama_config,
+    read_weights,
+)
 from genesis.model.recipe import build_decoder_config
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis.tokenizer.train import MODEL_NAME
 from genesis_callbacks.checkpoint import Manifest, find_latest, read_manifest, read_tensors
 
-_PREFIX = "model.decoder."
-
 
 class Loaded(NamedTuple):
-    """What `load_decoder` found."""
+    """What `load_decoder` found; `checkpoint` is the checkpoint's directory, or the export's."""
 
     decoder: Decoder
     tokenizer: Tokenizer
@@ -26,31 +35,33 @@ class Loaded(NamedTuple):
 def load_decoder(
     path: Path, tokenizer: Path | None = None, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> Loaded:
-    """Returns the decoder of a checkpoint, in evaluation mode, and its tokenizer. Nothing is unpickled.
+    """Returns the decoder of a checkpoint or an export, in evaluation mode, and its tokenizer. Nothing is unpickled.
 
     Args:
-        path: A run's directory (its newest good checkpoint is taken; bad ones stay where they are) or a checkpoint's.
-        tokenizer: A tokenizer's file or directory; None for what `load_tokenizer` finds.
+        path: A run's directory (its newest good checkpoint is taken; bad ones stay where they are), a checkpoint's, or
+            one that `genesis export` wrote.
+        tokenizer: A tokenizer's file or directory; None for what `load_tokenizer` finds, or the export's own.
         device: Where the decoder goes.
         dtype: Of its weights; None for what was saved.
 
     Raises:
-        UserError: There is no checkpoint, it is damaged, or its tokenizer is not found or another.
+        UserError: There is no checkpoint, it is damaged, or its tokenizer is not found or another; an export has
+            changed since it was proved.
     """
-    checkpoint = find_checkpoint(path)
-    manifest = read_manifest(checkpoint)
-    tensors = read_tensors(checkpoint, prefix=_PREFIX)
-    config = build_decoder_config(_find(manifest.recipe, "model", "decoder"), where=f"the recipe in {checkpoint}")
+    if is_export(path):
+        config, state, found = _read_export(path, tokenizer)
+        checkpoint = path
+    else:
+        checkpoint = find_checkpoint(path)
+        config, state, found = _read_checkpoint(checkpoint, tokenizer)
     with torch.device("meta"):
         decoder = Decoder(config)
-    state = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
     try:
         decoder.load_state_dict(state, assign=True)
     except RuntimeError as error:
         reason = " ".join(str(error).split())
-        raise UserError(f"{checkpoint} does not hold the decoder that its recipe describes: {reason}") from None
-    decoder = decoder.to(device=device, dtype=dtype).eval()
-    return Loaded(decoder, load_tokenizer(tokenizer, manifest, checkpoint), checkpoint)
+        raise UserError(f"{checkpoint} does not hold the decoder that it describes: {reason}") from None
+    return Loaded(decoder.to(device=device, dtype=dtype).eval(), found, checkpoint)
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -63,6 +74,8 @@ def find_checkpoint(path: Path) -> Path:
         raise UserError(f"there is no directory {path}; give a run's directory or one of its checkpoints")
     if (path / "manifest.json").exists():
         return path
+    if is_export(path):
+        raise UserError(f"{path} is an export, which is no checkpoint; `genesis import` makes a run of it")
     latest = find_latest(path, level="quick", put_aside=False)
     if latest is None:
         raise UserError(f"there is no committed checkpoint in {path}; `genesis fit` writes them")
@@ -94,11 +107,37 @@ def load_tokenizer(path: Path | None, manifest: Manifest, checkpoint: Path) -> T
     tokenizer = Tokenizer.load(path)
     wanted = manifest.identity.get("tokenizer_hash")
     if wanted and tokenizer.hash != wanted:  # of tokens without a tokenizer there is none
-        raise UserError(
-            f"{path} holds tokenizer {tokenizer.hash[:16]}, and {checkpoint} was trained with {wanted[:16]}; "
-            "give the right one by --tokenizer"
-        )
+        raise _another_tokenizer(path, tokenizer, checkpoint, wanted)
     return tokenizer
+
+
+def _read_checkpoint(checkpoint: Path, tokenizer: Path | None) -> tuple[DecoderConfig, dict[str, Tensor], Tokenizer]:
+    manifest = read_manifest(checkpoint)
+    tensors = read_tensors(checkpoint, prefix=DECODER_PREFIX)
+    config = build_decoder_config(_find(manifest.recipe, "model", "decoder"), where=f"the recipe in {checkpoint}")
+    state = {name.removeprefix(DECODER_PREFIX): tensor for name, tensor in tensors.items()}
+    return config, state, load_tokenizer(tokenizer, manifest, checkpoint)
+
+
+def _read_export(directory: Path, tokenizer: Path | None) -> tuple[DecoderConfig, dict[str, Tensor], Tokenizer]:
+    check_files(directory)
+    if (directory / CONFIG_NAME).exists():
+        config = read_llama_config(directory)
+        state = read_weights(directory, config)
+    else:
+        config = build_decoder_config(read_json(directory / DECODER_NAME), where=str(directory / DECODER_NAME))
+        state = read_weights(directory, config, rename=lambda name: name)
+    own = Tokenizer.load(directory / MODEL_NAME)
+    if tokenizer is not None and (given := Tokenizer.load(tokenizer)).hash != own.hash:
+        raise _another_tokenizer(tokenizer, given, directory, own.hash)
+    return config, state, own
+
+
+def _another_tokenizer(path: Path, tokenizer: Tokenizer, checkpoint: Path, wanted: str) -> UserError:
+    return UserError(
+        f"{path} holds tokenizer {tokenizer.hash[:16]}, and {checkpoint} was trained with {wanted[:16]}; "
+        "give the right one by --tokenizer"
+    )
 
 
 def _find(content: Any, *keys: str) -> Any:

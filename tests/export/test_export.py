@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from genesis.errors import RunEndedError, UserError
 from genesis.export import export as export_module
 from genesis.export.export import ExportOptions, export_checkpoints
-from genesis.export.files import INDEX_NAME, iterate_tensors, read_file_names
 from genesis.export.proof import run_proof
 from genesis.export.staging import staged
 from genesis.export.tensors import Source, iterate_blocks, plan_files, write_weights
@@ -26,6 +25,7 @@ from genesis.generate.load import load_decoder
 from genesis.generate.sample import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
 from genesis.model.huggingface import huggingface_name
+from genesis.model.huggingface_files import INDEX_NAME, iterate_tensors, read_file_names
 from genesis_callbacks.checkpoint import CorruptCheckpointError, read_manifest, read_tensors
 from genesis_callbacks.testing import run_ranks
 from tests.planted import plant_pickles
@@ -156,6 +156,8 @@ def test_plain_safetensors_have_our_names_and_shape(checkpoint: Path, tmp_path: 
     assert {f"model.decoder.{name}" for name in found} == wanted.keys()
     assert all(torch.equal(tensor, wanted[f"model.decoder.{name}"]) for name, tensor in found.items())
     assert json.loads((tmp_path / "out/decoder.json").read_bytes())["num_kv_heads"] == 2
+    loaded = load_decoder(tmp_path / "out").decoder
+    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in found.items())
 
 
 # ---- memory

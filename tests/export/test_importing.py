@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from genesis.errors import UserError
-from genesis.export.files import CONFIG_NAME, WEIGHTS_NAME
-from genesis.export.importing import import_directory, read_llama_config, read_llama_weights, read_tokenizer
+from genesis.export.importing import import_directory, read_tokenizer
 from genesis.generate.load import load_decoder
+from genesis.model.huggingface_files import CONFIG_NAME, WEIGHTS_NAME, read_llama_config, read_weights
 from genesis_callbacks.checkpoint import read_manifest
 
 SHAPE = {
@@ -45,8 +45,8 @@ def test_an_untied_llama_in_bfloat16_without_tokenizer_becomes_a_checkpoint(tmp_
     assert decoder["rope_theta"] == 20_000.0
     assert manifest.identity == {}
     assert not manifest.has_optimizer
-    state = read_llama_weights(tmp_path / "llama", read_llama_config(tmp_path / "llama"))
-    assert torch.equal(state["output.weight"], model.lm_head.weight.float())
+    state = read_weights(tmp_path / "llama", read_llama_config(tmp_path / "llama"))
+    assert torch.equal(state["output.weight"], model.lm_head.weight)
 
 
 def test_a_run_that_was_imported_finds_its_tokenizer_wherever_it_lies(imported: Path, tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_weights_that_do_not_fit_are_refused_by_name(change: Any, message: str, 
     change(state)
     save_file(state, tmp_path / WEIGHTS_NAME)
     with pytest.raises(UserError, match=message):
-        read_llama_weights(tmp_path, read_llama_config(tmp_path))
+        read_weights(tmp_path, read_llama_config(tmp_path))
 
 
 def test_a_copy_of_tied_embeddings_and_old_inverse_frequencies_are_left_out(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_copy_of_tied_embeddings_and_old_inverse_frequencies_are_left_out(tmp_
     save_file(state, tmp_path / WEIGHTS_NAME)
     config = read_llama_config(tmp_path)
     import_directory(tmp_path, tmp_path / "run", has_tokenizer=False)
-    assert "output.weight" not in read_llama_weights(tmp_path, config)
+    assert "output.weight" not in read_weights(tmp_path, config)
 
 
 def test_files_that_are_cut_off_are_refused(tmp_path: Path) -> None:
@@ -148,10 +148,10 @@ def test_files_that_are_cut_off_are_refused(tmp_path: Path) -> None:
     content = (tmp_path / WEIGHTS_NAME).read_bytes()
     (tmp_path / WEIGHTS_NAME).write_bytes(content[: len(content) // 2])
     with pytest.raises(UserError, match="cannot be read"):
-        read_llama_weights(tmp_path, read_llama_config(tmp_path))
+        read_weights(tmp_path, read_llama_config(tmp_path))
     (tmp_path / WEIGHTS_NAME).unlink()
     with pytest.raises(UserError, match=r"neither model\.safetensors nor"):
-        read_llama_weights(tmp_path, read_llama_config(tmp_path))
+        read_weights(tmp_path, read_llama_config(tmp_path))
 
 
 def test_a_tokenizer_that_cannot_be_taken_over_is_refused_with_the_way_out(exported: Path, tmp_path: Path) -> None:
