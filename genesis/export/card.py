@@ -1,24 +1,32 @@
-"""The model card: what the manifest of the checkpoint says, for people."""
+"""The model card: what the checkpoint says of itself, for people, without the paths of this machine."""
 
-from collections.abc import Sequence
-from pathlib import Path
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 import yaml
 
+from genesis.data.drawn import Drawn, read_drawn
 from genesis.data.manifest import CorpusManifest, read_manifest
 from genesis.errors import UserError
 from genesis.export.proof import Layout
 from genesis.export.tensors import Source
 from genesis.model.decoder import DecoderConfig
 from genesis.model.describe import describe
+from genesis_callbacks.checkpoint.inventory import trace_ancestors
 from genesis_callbacks.checkpoint.manifest import dtype_name, read_committed_hash
+from genesis_callbacks.checkpoint.restore import read_state
 
-_HEAD: dict[Layout, str] = {
-    "huggingface": "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n",
-    "safetensors": "",
-}
+PLACE = "THIS_DIRECTORY"
+"""What a card calls the place of the model."""
+_LEFT_OUT = ("run_dir", "logger", "default_root_dir")
+"""Keys of a recipe that say where a run wrote and logged, not what it did."""
+_PATH_KEYS = ("corpus", "tokenizer", "paths", "path", "ckpt_path", "directory", "file")
+_DRAWN_HEADS = ("tokens drawn", "epochs drawn")
+_PATH = re.compile(r"[/~\\]|\.{1,2}/|[A-Za-z]:\\|[a-z][a-z0-9+.-]*://")
+"""How a value begins that is a path whatever its key."""
 _USE: dict[Layout, str] = {
     "huggingface": """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -43,39 +51,88 @@ def write_card(name: str, sources: Sequence[Source], config: DecoderConfig, dtyp
         dtype: Of the exported weights.
         layout: Of the directory.
     """
-    manifest = sources[-1].manifest
+    last = sources[-1]
+    manifest = last.manifest
     sections = [
-        f"{_HEAD[layout]}# {name}",
+        f"# {name}",
         f"A Llama-style language model of {describe(config).num_parameters:,} parameters with a context of "
         f"{config.max_seq_len:,} tokens, exported in {dtype_name(dtype)}.",
         _USE[layout],
-        "## Where it comes from\n" + "\n".join(_describe_source(source) for source in sources),
+        "## Where it comes from\n" + "\n".join(line for source in sources for line in _describe_source(source)),
     ]
     if len(sources) > 1:
         sections.append(f"The weights are the mean of these {len(sources)} checkpoints; what follows is of the last.")
+    identity = hide_paths(manifest.identity)
     sections += [
         "## Clocks\n" + _table(("clock", "value"), sorted(manifest.counters.items())),
-        "## Data\n" + _describe_data(manifest.recipe, manifest.identity),
-        "## Identity\n" + _table(("what", "value"), sorted(manifest.identity.items())),
+        "## Data\n" + _describe_data(last),
+        "## Identity\n" + _table(("what", "value"), sorted(identity.items())),
         "## Versions at the save\n" + _table(("package", "version"), sorted(manifest.versions.items())),
-        f"## Recipe\n```yaml\n{yaml.safe_dump(manifest.recipe, sort_keys=False)}```",
+        f"## Recipe\n```yaml\n{yaml.safe_dump(hide_paths(manifest.recipe), sort_keys=False)}```",
     ]
-    return "\n\n".join(sections) + "\n"
+    return _write_head(layout) + "\n\n".join(sections) + "\n"
 
 
-def _describe_source(source: Source) -> str:
-    return f"- `{source.path.name}`, step {source.manifest.step:,}, manifest `{read_committed_hash(source.path)}`"
+def hide_paths(content: Any, key: str = "") -> Any:
+    """Returns a recipe with the last component of each path, and without what says where the run wrote and logged.
+
+    >>> hide_paths({"run_dir": "/home/me/runs/a", "data": {"corpus": "corpora/web"}, "monitor": "validation/loss"})
+    {'data': {'corpus': 'web'}, 'monitor': 'validation/loss'}
+    """
+    if isinstance(content, Mapping):
+        return {name: hide_paths(value, name) for name, value in content.items() if name not in _LEFT_OUT}
+    if isinstance(content, list):
+        return [hide_paths(value, key) for value in content]
+    if isinstance(content, str) and (key in _PATH_KEYS or _PATH.match(content)):
+        return PurePosixPath(content.replace("\\", "/")).name
+    return content
 
 
-def _describe_data(recipe: dict[str, Any], identity: dict[str, Any]) -> str:
-    corpus = _open_corpus(recipe, identity)
+def _write_head(layout: Layout) -> str:
+    head: dict[str, Any] = {"tags": ["genesis"]}
+    if layout == "huggingface":
+        head |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n"
+
+
+def _describe_source(source: Source) -> list[str]:
+    """Returns a line for the checkpoint, the one before it, and each where another run's lineage begins."""
+    lines = [f"- `{source.path.name}`, step {source.manifest.step:,}, manifest `{read_committed_hash(source.path)}`"]
+    for number, (ancestor, _) in enumerate(trace_ancestors(source.path, source.manifest)):
+        if number == 0 or ancestor.directory is not None:
+            where = "" if ancestor.directory is None else f" of the run `{Path(ancestor.directory).parent.name}`"
+            lines.append(f"  - after `{ancestor.name}`{where}, manifest `{ancestor.manifest_hash}`")
+    return lines
+
+
+def _describe_data(source: Source) -> str:
+    """Returns what the corpus holds, where that is at hand, beside what the checkpoint says was drawn of it."""
+    manifest = source.manifest
+    drawn = read_drawn(read_state(source.path, manifest))
+    corpus = _open_corpus(manifest.recipe, manifest.identity)
     if corpus is None:
-        return "The corpus was not at hand when this was written; the recipe below names what it was."
-    rows = [
-        (source.name, f"{source.weight:,}", f"{source.num_documents:,}", f"{source.num_tokens:,}")
-        for source in corpus.train
+        absent = "The corpus was not at hand when this was written; the recipe below names what it was."
+        rows = [(name, *_describe_drawn(one)) for name, one in drawn.items()]
+        return absent + ("\n\n" + _table(("source", *_DRAWN_HEADS), rows) if rows else "")
+    described = [
+        (
+            one.name,
+            f"{one.weight:,}",
+            f"{one.num_documents:,}",
+            f"{one.num_tokens:,}",
+            *_describe_drawn(drawn.get(one.name)),
+        )
+        for one in corpus.train
     ]
-    return f"Corpus `{corpus.name}`:\n\n" + _table(("source", "weight", "documents", "tokens"), rows)
+    heads = ("source", "weight", "documents", "tokens", *_DRAWN_HEADS)
+    return f"Corpus `{corpus.name}`:\n\n{_table(heads, described)}"
+
+
+def _describe_drawn(drawn: Drawn | None) -> tuple[str, str]:
+    unknown = "not recorded"
+    if drawn is None:
+        return unknown, unknown
+    return f"{drawn.tokens:,}", unknown if drawn.epochs is None else f"{drawn.epochs:.3g}"
 
 
 def _open_corpus(recipe: dict[str, Any], identity: dict[str, Any]) -> CorpusManifest | None:

@@ -1,0 +1,115 @@
+"""The card says what the checkpoint says, and nothing of the machine that it was made on."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from genesis.export.card import hide_paths, write_card
+from genesis.export.tensors import Source
+from genesis.generate.load import load_decoder
+from genesis.model.decoder import DecoderConfig
+from genesis.tokenizer.tokenizer import Tokenizer
+from genesis_callbacks.checkpoint import Origin, Ranks, Saver, Snapshot, local_parts, read_manifest
+from genesis_callbacks.checkpoint.manifest import Ancestor, read_committed_hash
+from genesis_callbacks.checkpoint.tagged_json import encode_tagged
+from tests.tiny_runs import SHAPE, build_decoder
+
+RECIPE = {
+    "run_dir": "/home/somebody/runs/secret-place",
+    "ckpt_path": "runs/old/checkpoints/step-00000007",
+    "trainer": {"logger": [{"init_args": {"save_dir": "/scratch/somebody", "entity": "somebody"}}], "max_steps": 9},
+    "data": {
+        "stream": {
+            "tokenizer": "tokenizers/of-somebody/ours",
+            "sources": [{"name": "web", "paths": ["s3://a-bucket/web/*.jsonl.zst", "C:\\texts\\web"]}],
+        }
+    },
+    "checkpoint": {"monitor": "validation/loss", "run_dir": "../secret-place"},
+    "other": "~/notes.txt",
+}
+
+
+def test_a_recipe_has_the_last_component_of_its_paths_alone() -> None:
+    assert hide_paths(RECIPE) == {
+        "ckpt_path": "step-00000007",
+        "trainer": {"max_steps": 9},
+        "data": {"stream": {"tokenizer": "ours", "sources": [{"name": "web", "paths": ["*.jsonl.zst", "web"]}]}},
+        "checkpoint": {"monitor": "validation/loss"},
+        "other": "notes.txt",
+    }
+
+
+def save(
+    directory: Path,
+    step: int,
+    data_state: dict[str, Any],
+    identity: dict[str, Any],
+    corpus: Path,
+    previous: Ancestor | None = None,
+) -> Path:
+    parts = [
+        part
+        for name, tensor in build_decoder(step).state_dict().items()
+        for part in local_parts(f"model.decoder.{name}", tensor, "parameter")
+    ]
+    recipe = {"model": {"decoder": SHAPE}, "data": {"corpus": str(corpus)}}
+    state, _ = encode_tagged({"trainer": {"CorpusDataModule": data_state}}, "state.0")
+    directory.mkdir(parents=True, exist_ok=True)
+    saver = Saver(directory, Ranks(), origin=Origin(identity, recipe))
+    saver.continue_from(previous, step - 1)
+    return saver.save(lambda: Snapshot(step, {"step": step}, parts, state)).path
+
+
+def write(*checkpoints: Path) -> str:
+    sources = [Source(path, read_manifest(path)) for path in checkpoints]
+    return write_card("tiny", sources, DecoderConfig(**SHAPE), torch.float32, "huggingface")
+
+
+def test_the_card_has_what_the_corpus_holds_beside_what_was_drawn_of_it(tiny_corpus: Path, tmp_path: Path) -> None:
+    identity = {"tokenizer_hash": Tokenizer.load(tiny_corpus).hash, "corpus": tiny_corpus.name}
+    state = {"tokens_drawn": {"web": 4321}, "epochs_drawn": {"web": 1.25}}
+    path = save(tmp_path / "checkpoints", 1, state, identity, tiny_corpus)
+    held = {one["name"]: one for one in json.loads((tiny_corpus / "manifest.json").read_bytes())["train"]}
+    card = write(path)
+    assert f"| web | 2 | {held['web']['num_documents']} | {held['web']['num_tokens']:,} | 4,321 | 1.25 |" in card
+    assert f"| {held['code']['num_tokens']:,} | not recorded | not recorded |" in card
+    assert str(tiny_corpus.parent) not in card
+
+
+def test_what_was_drawn_is_known_without_the_corpus(tmp_path: Path) -> None:
+    path = save(tmp_path / "checkpoints", 1, {"tokens_drawn": {"web": 4321}}, {}, tmp_path / "gone")
+    card = write(path)
+    assert "The corpus was not at hand" in card
+    assert "| web | 4,321 | not recorded |" in card
+    assert str(tmp_path) not in card
+
+
+def test_the_card_names_the_checkpoint_before_and_the_run_that_it_was_forked_from(tmp_path: Path) -> None:
+    old = save(tmp_path / "old/checkpoints", 1, {}, {}, tmp_path)
+    fork = Ancestor(old.name, read_committed_hash(old), "../../old/checkpoints")
+    second = save(tmp_path / "new/checkpoints", 2, {}, {}, tmp_path, fork)
+    before = Ancestor(second.name, read_committed_hash(second))
+    third = save(tmp_path / "new/checkpoints", 3, {}, {}, tmp_path, before)
+    lines = [line for line in write(third).splitlines() if line.lstrip().startswith("- ")]
+    assert lines[1:] == [
+        f"- `step-00000003`, step 3, manifest `{read_committed_hash(third)}`",
+        f"  - after `step-00000002`, manifest `{read_committed_hash(second)}`",
+        f"  - after `step-00000001` of the run `old`, manifest `{read_committed_hash(old)}`",
+    ]
+
+
+def test_an_average_names_all_its_checkpoints(tmp_path: Path) -> None:
+    paths = [save(tmp_path / "checkpoints", step, {}, {}, tmp_path) for step in (1, 2)]
+    card = write(*paths)
+    assert "the mean of these 2 checkpoints" in card
+    assert all((path / "COMMITTED").read_text() in card for path in paths)
+
+
+def test_an_exported_directory_says_nothing_of_where_it_was_made(exported: Path, run: Path) -> None:
+    load_decoder(exported)
+    for path in exported.glob("*"):
+        if path.suffix in (".md", ".json"):
+            assert str(run.parent) not in path.read_text()
+            assert str(Path.home()) not in path.read_text()
