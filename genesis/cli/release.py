@@ -1,1 +1,92 @@
 """`genesis release`."""
+
+from pathlib import Path
+from typing import Literal
+
+from rich.filesize import decimal
+
+from genesis.arguments import Parser
+from genesis.export.staging import check_is_new
+from genesis.release.folder import Folder
+from genesis.release.leaks import Machine
+from genesis.release.options import ReleaseOptions
+from genesis.release.release import plan_release
+from genesis.release.space import plan_space
+from genesis.release.upload import check_can_upload, upload
+
+_DESCRIPTION = """Makes a folder for the Hugging Face Hub of an export: the files that were proved, a card with licence,
+lineage, evaluation and proof, and SHA256SUMS. Nothing of this machine may be in it: paths, names and credentials are
+refused by file and line. --space makes a second folder, which serves the model as a Space. --upload takes them to the
+Hub, in one commit with a tag; given again, the same command goes on with folders that are there already.
+Example: genesis release exports/demo releases/demo --repo me/demo --license apache-2.0 --language en --dry-run"""
+
+
+def main(argv: list[str]) -> int:
+    """Runs `genesis release` and returns its exit status."""
+    arguments = _build_parser().parse_args(argv)
+    options = ReleaseOptions(
+        repo=arguments.repo,
+        license=arguments.license,
+        version=arguments.version,
+        languages=tuple(arguments.language),
+        license_file=arguments.license_file,
+    )
+    out, space = arguments.out, arguments.space
+    is_upload = arguments.upload and not arguments.dry_run
+    if not is_upload:
+        for path in filter(None, (out, space)):
+            check_is_new(path)
+    machine = Machine.read(arguments.export, *filter(None, (out, space)))
+    allowed = (options.owner, *arguments.allow)
+    folder = plan_release(arguments.export, options)
+    folder.check(machine, allowed)
+    folder.write(out)
+    made: list[tuple[Path, Folder, Literal["model", "space"]]] = [(out, folder, "model")]
+    if space is not None:
+        page = plan_space(folder, out, options)
+        page.check(machine, allowed)
+        page.write(space)
+        made.append((space, page, "space"))
+    for path, content, repo_type in made:
+        sizes = content.sizes()
+        print(
+            f"{path}: {repo_type} {options.repo}, tag {options.tag}, {len(sizes)} files, {decimal(sum(sizes.values()))}"
+        )
+        if arguments.dry_run:
+            print("\n".join(f"  {size:>15,}  {name}" for name, size in sizes.items()))
+    if is_upload:
+        check_can_upload(out)
+        for path, _, repo_type in made:
+            print(f"{path}: {upload(path, options, repo_type, is_private=arguments.private)}")
+    elif arguments.dry_run:
+        print("nothing was uploaded; --upload does it")
+    return 0
+
+
+def _build_parser() -> Parser:
+    parser = Parser(prog="genesis release", description=_DESCRIPTION)
+    add = parser.add_argument
+    add("export", type=Path, help="a directory that `genesis export` wrote")
+    add("out", type=Path, help="the folder to make")
+    add("--repo", required=True, metavar="OWNER/NAME", help="the repository on the Hub")
+    add("--license", required=True, help="as the Hub names it: apache-2.0, mit, cc-by-4.0, ..., other")
+    add("--license_file", type=Path, help="its text, which becomes LICENSE")
+    add("--version", default="1.0.0", help="the tag is it with a v before it; default 1.0.0")
+    add("--language", nargs="+", default=[], metavar="CODE", help="of the model's text: en, de, code, ...")
+    add("--space", type=Path, metavar="DIR", help="also make a folder that serves the model as a Space")
+    add(
+        "--allow",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="a word or path that may be public; can be repeated",
+    )
+    add("--upload", action="store_true", help="to the Hub; needs a token (`hf auth login`, or HF_TOKEN)")
+    add("--private", action="store_true", help="of a repository that the upload makes")
+    add(
+        "--dry-run",
+        "--dry_run",
+        action="store_true",
+        help="make the folder, show what would be uploaded, contact nobody",
+    )
+    return parser

@@ -1,0 +1,40 @@
+"""Turns an export into a versioned folder for the Hub: what was proved, a card with licence and proof, and hashes."""
+
+from pathlib import Path
+
+from genesis.errors import UserError
+from genesis.model.huggingface_files import CARD_NAME, PROOF_NAME, check_files, read_json
+from genesis.release.card import LICENSE_NAME, write_release_card
+from genesis.release.folder import Folder
+from genesis.release.options import ReleaseOptions
+
+
+def plan_release(export: Path, options: ReleaseOptions) -> Folder:
+    """Returns the folder of a release: the files that were proved, and no other that lies beside them.
+
+    Args:
+        export: What `genesis export` wrote; every file is compared with its hash in the proof.
+        options: As what.
+
+    Raises:
+        UserError: It is no export, or has changed since it was proved; a file cannot be read.
+    """
+    if not export.is_dir():
+        raise UserError(f"there is no directory {export}; give one that `genesis export` wrote")
+    proved = check_files(export)
+    proof = read_json(export / PROOF_NAME)
+    folder = Folder(taken={name: (export / name, record["sha256"]) for name, record in proved.items()})
+    folder.texts[PROOF_NAME] = (export / PROOF_NAME).read_bytes()
+    folder.texts[CARD_NAME] = write_release_card(_read(export / CARD_NAME), proof, options).encode()
+    if options.license_file is not None:
+        folder.texts[LICENSE_NAME] = _read(options.license_file).encode()
+    folder.add_sums()
+    return folder
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        raise UserError(f"cannot read {path}: {reason}") from None

@@ -1,0 +1,86 @@
+"""The page of `genesis serve` as a folder that runs as a Space of the Hub: model, wheels and a Dockerfile."""
+
+from pathlib import Path
+from typing import Final
+
+from huggingface_hub import SpaceCardData
+
+from genesis.model.huggingface_files import CARD_NAME
+from genesis.release.card import LICENSE_NAME
+from genesis.release.folder import Folder
+from genesis.release.options import ReleaseOptions
+from genesis.release.wheels import pack_wheel, pin_requirements
+
+PORT: Final = 7860
+"""Where the Hub looks for the page of a Space."""
+_MODEL_NAME = "model"
+_DISTRIBUTIONS: Final = {"genesis-callbacks": "genesis_callbacks", "genesis-lm": "genesis"}
+
+# torch first and from its own index: the build for the CPU is a tenth of the one for CUDA. A Space runs as user 1000.
+_DOCKERFILE = """FROM python:3.11-slim
+RUN useradd --create-home --uid 1000 user
+WORKDIR /app
+COPY constraints.txt ./
+RUN pip install --no-cache-dir torch=={torch} --index-url https://download.pytorch.org/whl/cpu
+COPY wheels wheels
+RUN pip install --no-cache-dir --constraint constraints.txt wheels/*.whl
+COPY --chown=user {model} {model}
+USER user
+EXPOSE {port}
+CMD {command}
+"""
+_CARD = """
+# {name}
+
+The page of `genesis serve` for [{repo}](https://huggingface.co/{repo}), version {version}: a prompt, tokens as they
+come, their probabilities, and OpenAI's `/v1/completions`. The Dockerfile installs the wheels in this folder and serves
+`{model}`, which is the release itself.
+
+    docker build --tag {tag} . && docker run --publish {port}:{port} {tag}
+"""
+
+
+def serve_command() -> list[str]:
+    """Returns what the image runs."""
+    return ["genesis", "serve", _MODEL_NAME, "--host", "0.0.0.0", "--port", str(PORT), "--public"]
+
+
+def plan_space(release: Folder, out: Path, options: ReleaseOptions) -> Folder:
+    """Returns the folder of the Space.
+
+    Args:
+        release: What is served.
+        out: Where the release lies.
+        options: As what it was released.
+    """
+    head = SpaceCardData(
+        title=options.name, sdk="docker", app_port=PORT, license=options.license, models=[options.repo], pinned=False
+    )
+    pins = pin_requirements(*_DISTRIBUTIONS)
+    folder = Folder(taken={f"{_MODEL_NAME}/{name}": (out / name, digest) for name, digest in release.hashes().items()})
+    folder.texts = {
+        CARD_NAME: f"---\n{head}\n---\n{_write_card(options)}".encode(),
+        "Dockerfile": _write_dockerfile(pins["torch"]).encode(),
+        "constraints.txt": "".join(f"{name}=={version}\n" for name, version in pins.items()).encode(),
+        **{f"wheels/{file}": data for file, data in (pack_wheel(*names) for names in _DISTRIBUTIONS.items())},
+    }
+    if LICENSE_NAME in release.texts:
+        folder.texts[LICENSE_NAME] = release.texts[LICENSE_NAME]
+    folder.add_sums()
+    return folder
+
+
+def _write_card(options: ReleaseOptions) -> str:
+    return _CARD.format(
+        name=options.name,
+        repo=options.repo,
+        version=options.version,
+        model=_MODEL_NAME,
+        tag=options.name.lower(),
+        port=PORT,
+    )
+
+
+def _write_dockerfile(torch_version: str) -> str:
+    command = "[" + ", ".join(f'"{word}"' for word in serve_command()) + "]"
+    return _DOCKERFILE.format(torch=torch_version, model=_MODEL_NAME, port=PORT, command=command)

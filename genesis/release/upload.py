@@ -1,0 +1,70 @@
+"""The way to the Hub: repository, files in one commit, tag."""
+
+from pathlib import Path
+from typing import Final, Literal
+
+from httpx import HTTPError
+from huggingface_hub import HfApi, get_token
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+from genesis.errors import UserError
+from genesis.release.options import ReleaseOptions
+
+_REPLACED: Final = ["*.safetensors", "*.json", "*.model"]
+"""What an older version has of these and this one has not would be loaded beside it: the commit deletes it."""
+
+
+def check_can_upload(what: Path) -> None:
+    """Refuses to begin without a token.
+
+    Raises:
+        UserError: There is none.
+    """
+    if get_token() is None:
+        raise UserError(
+            f"there is no token of the Hub, so {what} stays here: `hf auth login`, or set HF_TOKEN, and give the same "
+            "command again"
+        )
+
+
+def upload(folder: Path, options: ReleaseOptions, repo_type: Literal["model", "space"], *, is_private: bool) -> str:
+    """Uploads a finished folder and returns its address.
+
+    Args:
+        folder: What is uploaded, whole.
+        options: Repository and version.
+        repo_type: A space runs the Dockerfile in it.
+        is_private: Of a repository that is not there yet.
+
+    Raises:
+        UserError: The Hub cannot be reached or refuses, or it has this version. The folder stays as it is.
+    """
+    check_can_upload(folder)
+    api, message = HfApi(library_name="genesis-lm"), f"Version {options.version}"
+    try:
+        sdk = "docker" if repo_type == "space" else None
+        url = api.create_repo(options.repo, repo_type=repo_type, private=is_private, exist_ok=True, space_sdk=sdk)
+        if options.tag in {tag.name for tag in api.list_repo_refs(options.repo, repo_type=repo_type).tags}:
+            raise UserError(f"{url} has a version {options.version} already: give another by --version")
+        commit = api.upload_folder(
+            repo_id=options.repo,
+            repo_type=repo_type,
+            folder_path=folder,
+            commit_message=message,
+            delete_patterns=_REPLACED,
+        )
+        api.create_tag(options.repo, repo_type=repo_type, tag=options.tag, revision=commit.oid, tag_message=message)
+    except HfHubHTTPError as error:
+        reason = error.server_message or str(error)
+        raise UserError(_explain(api, folder, f"refuses: {_one_line(reason)}")) from None
+    except (HTTPError, OSError, OfflineModeIsEnabled) as error:
+        raise UserError(_explain(api, folder, f"cannot be reached: {_one_line(str(error))}")) from None
+    return str(url)
+
+
+def _explain(api: HfApi, folder: Path, reason: str) -> str:
+    return f"{api.endpoint} {reason}; {folder} is whole, and the same command goes on with it"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
