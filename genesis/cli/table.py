@@ -61,8 +61,13 @@ COMMANDS = (
     Command("fit", "train, or go on from a checkpoint", "genesis.cli.fit:fit_main"),
     Command("validate", "loss on the validation set, from a checkpoint", "genesis.cli.fit:validate_main"),
     Command("generate", "write text from prompts with a checkpoint", "genesis.cli.generate:main"),
+    Command("serve", "a page and an OpenAI-compatible server over a run's checkpoints", "genesis.cli.serve:main"),
+    Command(
+        "evaluate", "benchmarks and held-out text, while training goes on", "genesis.cli.evaluate:main", "evaluate"
+    ),
     Command("export", "a checkpoint for transformers, with its proof", "genesis.cli.export:main", "export"),
     Command("import", "a Llama from Hugging Face as a checkpoint", "genesis.cli.import_:main", "export"),
+    Command("release", "an export as a folder for the Hugging Face Hub", "genesis.cli.release:main", "release"),
     Command("checkpoint list", "a run's checkpoints: step, tokens, age, verified", "genesis.cli.checkpoint:list_main"),
     Command("checkpoint show", "what is in a checkpoint", "genesis.cli.checkpoint:show_main"),
     Command("checkpoint verify", "sizes, hashes and digests of checkpoints", "genesis.cli.checkpoint:verify_main"),

@@ -26,6 +26,7 @@ OPTIONS = {
     "fit": ("--config", "--model.decoder.dim", "--data.corpus", "--checkpoint.every_n_steps", "--ckpt_path"),
     "validate": ("--config", "--data.corpus", "--ckpt_path"),
     "generate": ("checkpoint", "--prompt", "--temperature", "--top-p"),
+    "serve": ("model", "--host", "--port", "--token", "--public", "--max_concurrent", "--max_models"),
     "demo": ("--configs",),
     "bench tokenize": ("--out",),
     "bench data": ("--parts", "--peers", "--out"),

@@ -1,0 +1,264 @@
+"""What can be asked for: the committed checkpoints of runs as they come and go, single checkpoints, exports."""
+
+import csv
+import difflib
+import json
+import math
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from genesis.errors import UserError
+from genesis.serve.errors import ApiError
+from genesis_callbacks.checkpoint import CheckpointError, Manifest, list_committed, read_manifest
+from genesis_callbacks.checkpoint.lineage import CHECKPOINTS_NAME, checkpoints_in
+from genesis_callbacks.checkpoint.manifest import COMMITTED_NAME
+
+LATEST: Final = "latest"
+_METRICS_NAME = "metrics.csv"
+_VALIDATION_LOSS, _TRAIN_LOSS = "validation/loss", "train/loss"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A model that can be asked for.
+
+    Attributes:
+        id: Its name for clients.
+        path: Of the checkpoint or export.
+        version: Changes where other weights come to lie there.
+        run: The name of the run, or of the export.
+        created_seconds: Unix time of the commit.
+        step: None for an export.
+        tokens_seen: None where nobody counted.
+        max_seq_len: The model's context in tokens; None where the recipe does not say.
+        train_loss: Of the row of the run's log at that step, if there is one.
+        validation_loss: Likewise.
+    """
+
+    id: str
+    path: Path
+    version: str
+    run: str
+    created_seconds: float
+    step: int | None = None
+    tokens_seen: int | None = None
+    max_seq_len: int | None = None
+    train_loss: float | None = None
+    validation_loss: float | None = None
+
+
+class Catalogue:
+    """The models of the directories given, read anew when something there has changed. Thread-safe.
+
+    Args:
+        paths: Runs, checkpoints or exports.
+
+    Raises:
+        UserError: One of them is none of these, or stands there twice.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        resolved = [_run_of(path.resolve()) for path in paths]
+        for path, given in zip(resolved, paths, strict=True):
+            if resolved.count(path) > 1:
+                raise UserError(f"{given} is given twice")
+        names = _short_names(resolved)
+        self._sources = [
+            _open(path, name, has_prefix=len(paths) > 1) for path, name in zip(resolved, names, strict=True)
+        ]
+
+    def entries(self) -> list[Entry]:
+        """Returns every model there is now, source by source, oldest first."""
+        return [entry for source in self._sources for entry in source.entries()]
+
+    def newest(self) -> dict[str, Entry]:
+        """Returns the newest model of each source, under the name that always means it."""
+        found = {source.latest_id: source.entries()[-1:] for source in self._sources}
+        return {name: entries[0] for name, entries in found.items() if entries}
+
+    def by_id(self) -> dict[str, Entry]:
+        """Returns every model by its names: its own, and that of the newest."""
+        return {**{entry.id: entry for entry in self.entries()}, **self.newest()}
+
+    def find(self, model: str) -> Entry:
+        """Returns the model of that name.
+
+        Raises:
+            ApiError: There is none; the nearest is named.
+        """
+        by_id = self.by_id()
+        if model not in by_id:
+            near = difflib.get_close_matches(model[:200], list(by_id), n=1, cutoff=0.0)
+            hint = f"did you mean {near[0]}?" if near else "there is none yet"
+            raise ApiError(
+                f"there is no model {model[:100]!r}; {hint} (GET /v1/models lists all)",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+        return by_id[model]
+
+
+class _Run:
+    """The committed checkpoints of a run, or one of them."""
+
+    def __init__(self, path: Path, name: str, prefix: str, only: Path | None = None) -> None:
+        self._path, self._name, self._prefix, self._only = path, name, prefix, only
+        self._lock = threading.Lock()
+        self._marks: object = None
+        self._found: list[tuple[Path, Manifest]] = []
+        self._log: object = None
+        self._entries: list[Entry] = []
+
+    @property
+    def latest_id(self) -> str:
+        return self._prefix + LATEST
+
+    def entries(self) -> list[Entry]:
+        with self._lock:
+            paths = [self._only] if self._only else sorted(checkpoints_in(self._path).glob("step-*"))
+            marks = [(path.name, _stamp(path / COMMITTED_NAME)) for path in paths]
+            log = _stamp(self._path / _METRICS_NAME)
+            if marks != self._marks:
+                self._found = self._read()
+            if (marks, log) != (self._marks, self._log):
+                self._entries = self._describe()
+            self._marks, self._log = marks, log
+            return self._entries
+
+    def _read(self) -> list[tuple[Path, Manifest]]:
+        if self._only is None:
+            return list_committed(self._path)
+        try:
+            return [(self._only, read_manifest(self._only))]
+        except CheckpointError:  # it is gone; who asks for it is told
+            return []
+
+    def _describe(self) -> list[Entry]:
+        losses = read_losses(self._path / _METRICS_NAME, [manifest.step for _, manifest in self._found])
+        entries = []
+        for path, manifest in self._found:
+            at_step = losses.get(manifest.step, {})
+            entries.append(
+                Entry(
+                    id=self._prefix + path.name,
+                    path=path,
+                    version=f"{manifest.sequence} {manifest.created_seconds}",
+                    run=self._name,
+                    created_seconds=manifest.created_seconds,
+                    step=manifest.step,
+                    tokens_seen=manifest.counters.get("tokens_seen"),
+                    max_seq_len=_find_max_seq_len(manifest),
+                    train_loss=at_step.get(_TRAIN_LOSS),
+                    validation_loss=at_step.get(_VALIDATION_LOSS),
+                )
+            )
+        return entries
+
+
+class _Export:
+    """A directory in Hugging Face's layout: one model, by the directory's name."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self._path, self._name = path, name
+
+    @property
+    def latest_id(self) -> str:
+        return self._name
+
+    def entries(self) -> list[Entry]:
+        config = self._path / "config.json"
+        stamp = _stamp(config)
+        if stamp is None:
+            return []
+        content = json.loads(config.read_bytes())
+        return [
+            Entry(
+                id=self._name,
+                path=self._path,
+                version=str(stamp),
+                run=self._name,
+                created_seconds=config.stat().st_mtime,
+                max_seq_len=content.get("max_position_embeddings"),
+            )
+        ]
+
+
+def _run_of(path: Path) -> Path:
+    """Returns the run, where the directory in it that holds its checkpoints is given."""
+    return path.parent if path.name == CHECKPOINTS_NAME else path
+
+
+def _open(path: Path, name: str, *, has_prefix: bool) -> _Run | _Export:
+    prefix = f"{name}/" if has_prefix else ""
+    if not path.is_dir():
+        raise UserError(f"there is no directory {path}; give a run, one of its checkpoints, or an export")
+    if (path / COMMITTED_NAME).exists():
+        read_manifest(path)
+        return _Run(_run_of(path.parent), name, prefix, only=path)
+    if (path / "config.json").exists():
+        return _Export(path, name)
+    if checkpoints_in(path) != path or (path / "config.yaml").exists() or list_committed(path):
+        return _Run(path, name, prefix)
+    raise UserError(
+        f"{path} is no run, no checkpoint and no export; `genesis fit` makes runs, `genesis export` exports"
+    )
+
+
+def _find_max_seq_len(manifest: Manifest) -> int | None:
+    content: Any = manifest.recipe
+    for key in ("model", "decoder", "max_seq_len"):
+        content = content.get(key) if isinstance(content, dict) else None
+    return content if isinstance(content, int) else None
+
+
+def _short_names(paths: Sequence[Path]) -> list[str]:
+    """Returns the shortest ends of the paths that tell them apart.
+
+    >>> _short_names([Path("/runs/a/run"), Path("/runs/b/run")])
+    ['a/run', 'b/run']
+    """
+    for num_parts in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-num_parts:]) for path in paths]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def read_losses(path: Path, steps: Iterable[int]) -> dict[int, dict[str, float]]:
+    """Returns the losses that a run's log has for each of `steps`; nothing for what it lacks."""
+    wanted = {str(step): step for step in steps}
+    losses: dict[int, dict[str, float]] = {}
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            names = next(csv.reader(file), [])
+            rows = [line for line in file if line.partition(",")[0] in wanted]
+    except FileNotFoundError:
+        return losses
+    for row in csv.DictReader(rows, names):
+        at_step = losses.setdefault(wanted[row["step"]], {})
+        for name in (_TRAIN_LOSS, _VALIDATION_LOSS):
+            value = _to_float(row.get(name))
+            if value is not None:
+                at_step[name] = value
+    return losses
+
+
+def _to_float(text: str | None) -> float | None:
+    """Returns the number in a cell; None for an empty one, one that is being written, and no number."""
+    try:
+        value = float(text or "")
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino, found.st_size

@@ -1,0 +1,129 @@
+"""One text as it grows: whole characters, nothing of a stop text, and each token with where its text begins."""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+from genesis.generate.batch import NewToken
+from genesis.tokenizer.tokenizer import StreamingDecoder, Tokenizer
+
+FinishReason = Literal["stop", "length"]
+
+
+class ShownToken(NamedTuple):
+    """A token that may be shown; `offset` is where in the text its characters begin."""
+
+    name: str
+    offset: int
+    log_prob: float
+    likeliest: dict[str, float]
+
+
+class Shown(NamedTuple):
+    """What has come to be certain: text, and the tokens that it is of."""
+
+    text: str
+    tokens: list[ShownToken]
+
+    def log_probs(self) -> dict[str, Any]:
+        """Returns the tokens as OpenAI's `logprobs`."""
+        return {
+            "tokens": [token.name for token in self.tokens],
+            "token_logprobs": [token.log_prob for token in self.tokens],
+            "top_logprobs": [token.likeliest for token in self.tokens],
+            "text_offset": [token.offset for token in self.tokens],
+        }
+
+
+class _Held(NamedTuple):
+    token: NewToken
+    start: int
+    end: int
+
+
+class Choice:
+    """Turns the tokens of one text into what is shown of it.
+
+    What may be the beginning of a stop text is held back, with its tokens, until more is known. A token of which a
+    part belongs to a stop text is shown as the rest of it.
+
+    Args:
+        tokenizer: The model's.
+        stop: Texts that end it, before themselves.
+        offset: Characters that stand before this text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), offset: int = 0) -> None:
+        self._tokenizer, self._stop = tokenizer, stop
+        self._decoder = StreamingDecoder(tokenizer)
+        self._begin = offset  # of the text that is held
+        self._text = ""
+        self._held: deque[_Held] = deque()
+        self.num_tokens = 0
+        self.finish_reason: FinishReason | None = None
+
+    def feed(self, token: NewToken) -> Shown:
+        """Takes the next token, and returns what is certain with it; sets `finish_reason` where the text has ended."""
+        assert self.finish_reason is None, "the text has ended"
+        self.num_tokens += 1
+        start = self._begin + len(self._text)
+        self._text += self._decoder.feed(token.id)
+        if token.is_last:
+            self._text += self._decoder.flush()
+        self._held.append(_Held(token, start, self._begin + len(self._text)))
+        cuts = [cut for cut in map(self._text.find, self._stop) if cut >= 0]
+        if cuts:
+            self.finish_reason = "stop"
+            return self._end_at(self._begin + min(cuts))
+        if token.is_last:
+            self.finish_reason = "stop" if token.id == self._tokenizer.eos_id else "length"
+            return self._end_at(self._begin + len(self._text))
+        return self._release(self._begin + len(self._text) - _num_held(self._text, self._stop))
+
+    def _release(self, end: int) -> Shown:
+        """Shows the tokens whose whole text stands before `end`."""
+        begin, tokens = self._begin, []
+        while self._held and self._held[0].end <= end:
+            held = self._held.popleft()
+            tokens.append(self._show(held.token, held.start, token_name(self._tokenizer, held.token.id)))
+            self._begin = held.end
+        text, self._text = self._text[: self._begin - begin], self._text[self._begin - begin :]
+        return Shown(text, tokens)
+
+    def _end_at(self, end: int) -> Shown:
+        """Shows everything before `end`."""
+        text, tokens = self._release(end)
+        rest = self._text[: end - self._begin]
+        if rest:
+            cut = self._held[0]
+            tokens.append(self._show(cut.token, cut.start, rest))
+        return Shown(text + rest, tokens)
+
+    def _show(self, token: NewToken, start: int, name: str) -> ShownToken:
+        likeliest = {
+            token_name(self._tokenizer, other): log_prob
+            for other, log_prob in token.likeliest
+            if other != token.id and math.isfinite(log_prob)
+        }
+        return ShownToken(name, start, token.log_prob, {name: token.log_prob, **likeliest})
+
+
+def token_name(tokenizer: Tokenizer, token: int) -> str:
+    """Returns the text that a token stands for, another for each: `bytes:\\xe2` for a byte, `</s>` for a control."""
+    if tokenizer.is_control(token):
+        return tokenizer.pieces[token]
+    content = tokenizer.decode_bytes([token])
+    return f"bytes:\\x{content[0]:02x}" if tokenizer.is_byte(token) else content.decode()
+
+
+def _num_held(text: str, stop: Sequence[str]) -> int:
+    """Returns how many characters at the end of `text` may be the beginning of a stop text.
+
+    >>> _num_held("one tw", ["two", "w"])
+    2
+    """
+    longest = min(len(text), max(map(len, stop), default=1) - 1)
+    return next(
+        (length for length in range(longest, 0, -1) if any(other.startswith(text[-length:]) for other in stop)), 0
+    )

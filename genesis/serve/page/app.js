@@ -1,0 +1,207 @@
+// The page: what is picked and asked for, kept in the address, so that a link brings it back.
+
+import { listModels, setToken, WantsToken } from "./api.js";
+import { drawChart } from "./chart.js";
+import { formatCount } from "./format.js";
+import { Panel } from "./panel.js";
+import { hideTip, showTip } from "./tip.js";
+
+const POLL_MS = 2000;
+const NUM_LIKELIEST = 5;
+const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed"];
+const $ = (id) => document.getElementById(id);
+
+let models = [];
+let latest = {};
+let running = null;
+const picked = { a: "", b: "" };
+const panels = {};
+for (const name of ["a", "b"]) {
+  panels[name] = new Panel(name, {
+    pick: (id) => pick(name, id),
+    point: (target, token) => (token ? showTip(target, token) : hideTip()),
+  });
+  $("panels").append(panels[name].root);
+}
+
+// --- what is kept in the address
+
+function readAddress() {
+  const kept = new URLSearchParams(location.hash.slice(1));
+  for (const id of [...NUMBERS, "prompt"]) if (kept.has(id)) $(id).value = kept.get(id);
+  for (const id of ["compare", "shade"]) if (kept.has(id)) $(id).checked = kept.get(id) === "1";
+  picked.a = kept.get("a") ?? picked.a;
+  picked.b = kept.get("b") ?? picked.b;
+}
+
+function writeAddress() {
+  const kept = new URLSearchParams();
+  for (const name of names()) kept.set(name, picked[name]);
+  for (const id of [...NUMBERS, "prompt"]) kept.set(id, $(id).value);
+  for (const id of ["compare", "shade"]) kept.set(id, $(id).checked ? "1" : "0");
+  history.replaceState(null, "", `#${kept}`);
+}
+
+// --- checkpoints
+
+function names() {
+  return $("compare").checked ? ["a", "b"] : ["a"];
+}
+
+function find(id) {
+  return models.find((model) => model.id === (latest[id] ?? id));
+}
+
+function describe(model) {
+  const loss = model.validation_loss ?? model.train_loss;
+  return [
+    model.tokens_seen === null ? "" : `${formatCount(model.tokens_seen)} tokens seen`,
+    loss === null ? "" : `${model.validation_loss === null ? "training" : "validation"} loss ${loss.toFixed(3)}`,
+  ].filter(Boolean).join(" \u00b7 ");
+}
+
+function option(value, text) {
+  const made = document.createElement("option");
+  made.value = value;
+  made.textContent = text;
+  return made;
+}
+
+// The newest first; a checkpoint that is picked and gone stays in the list, and says so.
+function fillSelect(select, id) {
+  const groups = [...new Set(models.map((model) => model.run))].map((run) => {
+    const group = document.createElement("optgroup");
+    group.label = run;
+    const own = models.filter((model) => model.run === run).reverse();
+    for (const alias of Object.keys(latest)) {
+      if (latest[alias] === own[0].id && alias !== own[0].id) {
+        group.append(option(alias, `newest \u2014 step ${own[0].step.toLocaleString("en")}`));
+      }
+    }
+    for (const { id, step } of own) group.append(option(id, step === null ? id : `step ${step.toLocaleString("en")}`));
+    return group;
+  });
+  const gone = find(id) ? [] : [option(id, `${id} (gone)`)];
+  select.replaceChildren(...gone, ...(groups.length > 1 ? groups : groups.flatMap((group) => [...group.children])));
+  select.value = id;
+}
+
+function pick(name, id) {
+  picked[name] = id;
+  show();
+}
+
+// A click on a dot is for the panel whose dot is further away in training, or for the only one.
+function pickByDot(id) {
+  if (names().length === 1) return pick("a", id);
+  const distance = (name) => Math.abs((find(picked[name])?.step ?? Infinity) - find(id).step);
+  return pick(distance("b") < distance("a") ? "b" : "a", id);
+}
+
+function show() {
+  const isCompare = $("compare").checked;
+  panels.b.root.hidden = !isCompare;
+  document.body.classList.toggle("is-compare", isCompare);
+  document.body.classList.toggle("has-shade", $("shade").checked);
+  $("legend").hidden = !$("shade").checked;
+  for (const name of names()) {
+    const model = find(picked[name]);
+    fillSelect(panels[name].select, picked[name]);
+    panels[name].facts.textContent = model ? describe(model) : "";
+  }
+  drawChart($("chart"), models, Object.fromEntries(names().map((name) => [name, find(picked[name])?.id])), pickByDot);
+  writeAddress();
+}
+
+async function refresh() {
+  try {
+    const found = await listModels();
+    const isNew = JSON.stringify(found) !== JSON.stringify({ models, latest });
+    models = found.models;
+    latest = found.latest;
+    $("login").hidden = true;
+    $("main").hidden = false;
+    if (models.length > 0) {
+      picked.a ||= Object.keys(latest).at(-1);
+      picked.b ||= models[0].id;
+    }
+    const runs = [...new Set(models.map((model) => model.run))].join(", ");
+    $("about").textContent = models.length === 0
+      ? "no checkpoint yet: the first will appear here"
+      : `${runs} \u00b7 ${models.length} checkpoint${models.length === 1 ? "" : "s"}`;
+    if (isNew && document.activeElement?.tagName !== "SELECT") show();
+  } catch (error) {
+    if (error instanceof WantsToken) askForToken(error);
+    else $("about").textContent = "the server does not answer";
+  }
+}
+
+function askForToken(error) {
+  $("main").hidden = true;
+  if ($("login").hidden) $("login").hidden = false;
+  else $("login-error").textContent = error.message;
+}
+
+// --- texts
+
+function body(seed) {
+  const asked = { prompt: $("prompt").value, seed, logprobs: NUM_LIKELIEST };
+  for (const id of ["temperature", "top_p", "top_k", "max_tokens"]) {
+    if ($(id).value !== "") asked[id] = Number($(id).value);
+  }
+  return asked;
+}
+
+async function run() {
+  running?.abort();
+  const mine = new AbortController();
+  running = mine;
+  $("go").hidden = true;
+  $("stop").hidden = false;
+  const seed = $("seed").value === "" ? Math.floor(Math.random() * 2 ** 31) : Number($("seed").value);
+  try {
+    await Promise.all(
+      names().map((name) => panels[name].run({ ...body(seed), model: picked[name] }, mine.signal)),
+    );
+  } catch (error) {
+    if (!(error instanceof WantsToken)) throw error;
+    askForToken(error);
+  } finally {
+    if (running === mine) {
+      $("go").hidden = false;
+      $("stop").hidden = true;
+    }
+  }
+}
+
+// --- events
+
+$("ask").addEventListener("submit", (event) => {
+  event.preventDefault();
+  run();
+});
+$("ask").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) run();
+});
+$("ask").addEventListener("input", () => show());
+$("stop").addEventListener("click", () => running?.abort());
+$("login").addEventListener("submit", (event) => {
+  event.preventDefault();
+  setToken($("token").value);
+  refresh();
+});
+addEventListener("keydown", (event) => {
+  if (event.key === "Escape") hideTip();
+});
+addEventListener("scroll", hideTip, { passive: true });
+addEventListener("resize", () => show());
+addEventListener("hashchange", () => {
+  readAddress();
+  show();
+});
+
+readAddress();
+await refresh();
+setInterval(() => {
+  if (!document.hidden) refresh();
+}, POLL_MS);

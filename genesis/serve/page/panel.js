@@ -1,0 +1,130 @@
+// One text: which checkpoint writes it, its tokens, and what is known of them.
+
+import { complete, WantsToken } from "./api.js";
+import { formatPercent } from "./format.js";
+
+// A token of this surprise, and of more, has the darkest shade.
+const DARKEST_NATS = 7;
+
+export class Panel {
+  // `hooks` has pick(id): another checkpoint was picked; point(element, token): a token is looked at, or none.
+  constructor(name, hooks) {
+    this.root = document.getElementById("panel").content.firstElementChild.cloneNode(true);
+    this.root.dataset.name = name;
+    this.select = this.root.querySelector("select");
+    this.text = this.root.querySelector(".text");
+    this.facts = this.root.querySelector(".facts");
+    this.error = this.root.querySelector(".error");
+    this.foot = this.root.querySelector(".foot");
+    this.tokens = new Map();
+    this.hooks = hooks;
+    this.select.addEventListener("change", () => hooks.pick(this.select.value));
+    this.text.addEventListener("pointerover", (event) => this.#point(event.target));
+    this.text.addEventListener("pointerleave", () => hooks.point(null, null));
+    this.text.addEventListener("click", (event) => this.#point(event.target));
+    this.text.addEventListener("focusin", (event) => this.#point(event.target));
+    this.text.addEventListener("focusout", () => hooks.point(null, null));
+    this.text.addEventListener("keydown", (event) => this.#move(event));
+  }
+
+  // Continues the prompt; ends when the text does, when it is stopped, or with an error, which it shows.
+  async run(body, signal) {
+    this.#begin(body.prompt);
+    const begun = performance.now();
+    let reason = "stopped";
+    this.root.classList.add("is-running");
+    this.foot.textContent = "waiting";
+    try {
+      for await (const event of complete(body, signal)) {
+        this.#append(event.choices[0]);
+        reason = event.choices[0].finish_reason ?? reason;
+        this.#tell(begun, "");
+      }
+      this.#tell(begun, reason === "length" ? "reached max tokens" : "ended by itself");
+    } catch (error) {
+      this.#tell(begun, "stopped");
+      if (error instanceof WantsToken) throw error;
+      if (!signal.aborted) {
+        this.foot.textContent = "";
+        this.error.textContent = error instanceof TypeError ? "The server does not answer." : error.message;
+      }
+    } finally {
+      this.root.classList.remove("is-running");
+    }
+  }
+
+  #begin(prompt) {
+    this.hooks.point(null, null);
+    this.tokens.clear();
+    this.numTokens = 0;
+    this.sumLogProb = 0;
+    this.waiting = [];
+    this.error.textContent = "";
+    const span = document.createElement("span");
+    span.className = "prompt";
+    span.textContent = prompt;
+    this.text.replaceChildren(span);
+  }
+
+  // Offsets count characters, as Python does, not the units of JavaScript's strings.
+  #append(choice) {
+    const characters = Array.from(choice.text);
+    const { tokens, token_logprobs, top_logprobs, text_offset } = choice.logprobs;
+    tokens.forEach((name, index) => {
+      const start = text_offset[index] - text_offset[0];
+      const end = index + 1 < tokens.length ? text_offset[index + 1] - text_offset[0] : characters.length;
+      const text = characters.slice(start, end).join("");
+      const token = { name, logProb: token_logprobs[index], likeliest: top_logprobs[index] };
+      this.numTokens += 1;
+      this.sumLogProb += token.logProb;
+      this.waiting.push(token);
+      // A character of several tokens waits for the last of them.
+      const isEnd = choice.finish_reason !== null && index + 1 === tokens.length;
+      if (text !== "" || isEnd) this.#show(text);
+    });
+  }
+
+  #show(text) {
+    const parts = this.waiting;
+    this.waiting = [];
+    const span = document.createElement("span");
+    const logProb = parts.reduce((sum, token) => sum + token.logProb, 0);
+    const probability = Math.exp(logProb);
+    span.className = text === "" ? "token end" : "token";
+    span.textContent = text;
+    span.tabIndex = this.tokens.size === 0 ? 0 : -1;
+    span.style.setProperty("--surprise", Math.min(1, -logProb / DARKEST_NATS).toFixed(3));
+    span.setAttribute("aria-label", `${text === "" ? "end of text" : text} ${formatPercent(probability)}`);
+    this.tokens.set(span, { text, probability, parts });
+    this.text.append(span);
+  }
+
+  #tell(begun, ending) {
+    const parts = [];
+    if (this.numTokens > 0) {
+      const seconds = (performance.now() - begun) / 1000;
+      parts.push(`${this.numTokens} token${this.numTokens === 1 ? "" : "s"}`);
+      parts.push(`${(this.numTokens / seconds).toFixed(0)} per second`);
+      parts.push(`perplexity ${Math.exp(-this.sumLogProb / this.numTokens).toFixed(1)}`);
+    }
+    if (ending) parts.push(ending);
+    this.foot.textContent = parts.join(" \u00b7 ");
+  }
+
+  #point(target) {
+    const token = this.tokens.get(target);
+    this.hooks.point(token ? target : null, token ?? null);
+  }
+
+  // The arrows go from token to token; Tab leaves the text.
+  #move(event) {
+    const steps = { ArrowRight: "nextElementSibling", ArrowLeft: "previousElementSibling" };
+    if (event.key === "Escape") this.hooks.point(null, null);
+    const next = event.target[steps[event.key]];
+    if (!next || !this.tokens.has(next)) return;
+    event.preventDefault();
+    event.target.tabIndex = -1;
+    next.tabIndex = 0;
+    next.focus();
+  }
+}

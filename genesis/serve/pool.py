@@ -1,0 +1,208 @@
+"""Which models are loaded, and who may wait for one: the only place where requests are turned away for lack of room."""
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from genesis.errors import UserError
+from genesis.generate.load import Loaded
+from genesis.serve.catalogue import Entry
+from genesis.serve.errors import busy, stopping
+from genesis.serve.worker import Worker
+
+_Key = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the server takes on at a time.
+
+    Args:
+        max_concurrent: Texts that a model continues together.
+        max_queue: Texts that wait, for a row or for their model; who comes beyond is asked to come again.
+        max_models: Models in memory.
+        max_request_seconds: From a request's arrival to its last token.
+        max_write_seconds: That a reader may let us wait.
+
+    Raises:
+        UserError: One is too small.
+    """
+
+    max_concurrent: int = 16
+    max_queue: int = 64
+    max_models: int = 2
+    max_request_seconds: float = 600.0
+    max_write_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_concurrent", 1), ("max_queue", 0), ("max_models", 1)):
+            if getattr(self, name) < least:
+                raise UserError(f"{name} is {getattr(self, name)}: it must be at least {least}")
+        for name in ("max_request_seconds", "max_write_seconds"):
+            if not getattr(self, name) > 0.0:
+                raise UserError(f"{name} is {getattr(self, name)}: it must be above 0")
+
+
+class _Seat:
+    """A place in memory, and the model that has it."""
+
+    def __init__(self, entry: Entry, worker: Worker) -> None:
+        self.entry, self.worker, self.num_leases = entry, worker, 0
+
+
+class ModelPool:
+    """Lends loaded models. All calls are from the event loop's thread.
+
+    A model that nobody has borrowed makes room for another, the one used longest ago first. Where all are in use,
+    requests for further ones wait, and those behind them wait, too, so that each has its turn.
+
+    Args:
+        load: Loads a model, in a thread of its own.
+        limits: How many, and how many may wait.
+    """
+
+    def __init__(self, load: Callable[[Entry], Loaded], limits: Limits) -> None:
+        self._load, self._limits = load, limits
+        self._seats: OrderedDict[_Key, _Seat] = OrderedDict()
+        self._line: deque[tuple[Entry, asyncio.Future[_Seat]]] = deque()
+        self._num_admitted: dict[_Key, int] = {}
+        self._ended: list[Worker] = []
+        self._is_closed = False
+
+    @asynccontextmanager
+    async def lend(self, entry: Entry, num_texts: int) -> AsyncIterator[Worker]:
+        """Lends the model of `entry`, loaded, to a request of `num_texts` texts.
+
+        Raises:
+            ApiError: Too many wait already, or the server ends.
+            UserError: The model cannot be loaded.
+        """
+        key = _key(entry)
+        self._admit(entry, num_texts)
+        try:
+            seat = await self._take_seat(entry)
+            try:
+                await asyncio.shield(seat.worker.loaded)
+                yield seat.worker
+            finally:
+                seat.num_leases -= 1
+        finally:
+            self._num_admitted[key] -= num_texts
+            if not self._num_admitted[key]:
+                del self._num_admitted[key]
+            self._advance()
+
+    def status(self) -> dict[str, Any]:
+        """Returns what is loaded and how busy it is, plain JSON."""
+        return {
+            "models": [
+                {
+                    "id": seat.entry.id,
+                    "is_loaded": seat.worker.loaded.done(),
+                    "num_busy": seat.worker.num_busy,
+                    "num_waiting": seat.worker.num_waiting,
+                }
+                for seat in self._seats.values()
+            ],
+            "num_texts": sum(self._num_admitted.values()),
+            "num_waiting": self._count_waiting(self._seats.keys()),
+            "max_concurrent": self._limits.max_concurrent,
+            "max_queue": self._limits.max_queue,
+            "max_models": self._limits.max_models,
+        }
+
+    def close(self) -> None:
+        """Ends what is under way: every text gets an error."""
+        self._is_closed = True
+        for seat in self._seats.values():
+            seat.worker.stop()
+        while self._line:
+            _, future = self._line.popleft()
+            if not future.done():
+                future.set_exception(stopping())
+
+    def join(self) -> None:
+        """Waits until no thread computes any more."""
+        for worker in [*self._ended, *(seat.worker for seat in self._seats.values())]:
+            worker.join()
+
+    def _admit(self, entry: Entry, num_texts: int) -> None:
+        if self._is_closed:
+            raise stopping()
+        key = _key(entry)
+        seated = self._seats.keys() | ({key} if self._can_seat(key) else set())
+        admitted = {**self._num_admitted, key: self._num_admitted.get(key, 0) + num_texts}
+        if _count_waiting(admitted, seated, self._limits.max_concurrent) > self._limits.max_queue:
+            raise busy(
+                f"{self._count_waiting(self._seats.keys())} texts wait already, and at most {self._limits.max_queue} "
+                "may: come again a little later"
+            )
+        self._num_admitted = admitted
+
+    def _count_waiting(self, seated: Any) -> int:
+        return _count_waiting(self._num_admitted, seated, self._limits.max_concurrent)
+
+    def _can_seat(self, key: _Key) -> bool:
+        if self._line:
+            return False
+        has_room = len(self._seats) < self._limits.max_models
+        return key in self._seats or has_room or any(not seat.num_leases for seat in self._seats.values())
+
+    async def _take_seat(self, entry: Entry) -> _Seat:
+        if self._can_seat(_key(entry)):
+            return self._seat(entry)
+        future: asyncio.Future[_Seat] = asyncio.get_running_loop().create_future()
+        self._line.append((entry, future))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                future.result().num_leases -= 1
+            raise
+
+    def _seat(self, entry: Entry) -> _Seat:
+        """Returns the model's seat, borrowed once more; there is one for it."""
+        key = _key(entry)
+        before = None
+        if key in self._seats and self._seats[key].worker.has_ended:
+            before = self._remove(key)
+        if key not in self._seats:
+            if len(self._seats) >= self._limits.max_models:
+                before = self._remove(next(other for other, seat in self._seats.items() if not seat.num_leases))
+            worker = Worker(lambda: self._load(entry), self._limits.max_concurrent, before)
+            self._seats[key] = _Seat(entry, worker)
+        self._seats.move_to_end(key)
+        self._seats[key].num_leases += 1
+        return self._seats[key]
+
+    def _remove(self, key: _Key) -> Worker:
+        worker = self._seats.pop(key).worker
+        worker.stop()
+        self._ended = [other for other in self._ended if other.is_running] + [worker]
+        return worker
+
+    def _advance(self) -> None:
+        """Gives seats to those at the head of the line, as far as there are some; drops models that have failed."""
+        for key in [key for key, seat in self._seats.items() if not seat.num_leases and seat.worker.has_ended]:
+            self._remove(key)
+        line, self._line = self._line, deque()
+        while line:
+            entry, future = line[0]
+            if not future.done():
+                if not self._can_seat(_key(entry)):
+                    break
+                future.set_result(self._seat(entry))
+            line.popleft()
+        self._line = line
+
+
+def _key(entry: Entry) -> _Key:
+    return str(entry.path), entry.version
+
+
+def _count_waiting(num_admitted: dict[_Key, int], seated: Any, num_rows: int) -> int:
+    """Returns how many texts have no row: those beyond the rows of a model with a seat, and all of one without."""
+    return sum(max(0, number - num_rows) if key in seated else number for key, number in num_admitted.items())

@@ -1,0 +1,290 @@
+"""The server: OpenAI's `/v1/completions` and `/v1/models` over a catalogue, and the page that uses them."""
+
+import asyncio
+import errno
+import logging
+import signal
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from functools import partial
+from importlib import resources
+from typing import Any, Final
+
+from aiohttp import web
+
+from genesis.errors import UserError
+from genesis.generate.load import Loaded
+from genesis.serve.catalogue import Catalogue, Entry
+from genesis.serve.completion import Completion, encode_prompts, error_event
+from genesis.serve.errors import ApiError, as_api_error
+from genesis.serve.guard import Guard
+from genesis.serve.pool import Limits, ModelPool
+from genesis.serve.request import CompletionRequest, parse_completion
+
+MAX_BODY_BYTES: Final = 4 * 2**20
+_SEND_BUFFER_BYTES: Final = 2**16
+"""Of the kernel's: what a reader that has stopped may leave there."""
+_SHUTDOWN_SECONDS: Final = 5.0
+_KEEPALIVE_SECONDS: Final = 75.0
+_TYPES: Final = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_log = logging.getLogger(__name__)
+
+
+class Server:
+    """Answers requests, all in one event loop.
+
+    Args:
+        catalogue: What can be asked for.
+        load: Loads one of it; called in a thread.
+        guard: Who may ask.
+        limits: How much at a time.
+    """
+
+    def __init__(self, catalogue: Catalogue, load: Callable[[Entry], Loaded], guard: Guard, limits: Limits) -> None:
+        self._catalogue, self._guard, self._limits = catalogue, guard, limits
+        self.pool = ModelPool(load, limits)
+        self._page = _read_page()
+
+    def build_app(self) -> web.Application:
+        """Returns the application that aiohttp runs."""
+        app = web.Application(middlewares=[self._answer_errors, self._check], client_max_size=MAX_BODY_BYTES)
+        app.on_response_prepare.append(self._add_headers)
+        app.add_routes(
+            [
+                web.get("/", partial(self._show_page, name="index.html")),
+                web.get("/page/{name}", self._show_page),
+                web.get("/api/models", self._list_entries),
+                web.get("/api/status", self._show_status),
+                web.get("/v1/models", self._list_models),
+                web.get("/v1/models/{model:.+}", self._show_model),
+                web.post("/v1/completions", self._complete),
+            ]
+        )
+        return app
+
+    @web.middleware
+    async def _answer_errors(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        """Makes an answer in OpenAI's form of every error."""
+        try:
+            return await handler(request)
+        except UserError as error:
+            return _answer(as_api_error(error))
+        except web.HTTPException as error:
+            return _answer(_translate(error, request))
+        except TimeoutError:
+            return _answer(self._timed_out())
+        except ConnectionError:  # the client is gone: nobody to answer
+            raise
+        except Exception:
+            _log.exception("a request failed")
+            if request.get("is_streaming"):
+                _hang_up(request)
+                raise
+            return _answer(ApiError("the server failed; its own output says how", status=500, code="server_failed"))
+
+    @web.middleware
+    async def _check(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        self._guard.check_site(request.headers)
+        if request.path != "/" and not request.path.startswith("/page/"):  # the page holds nothing of the run
+            self._guard.check_token(request.headers)
+        return await handler(request)
+
+    async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        response.headers.update(self._guard.answer_headers())
+        response.headers.setdefault("Cache-Control", "no-store")
+
+    async def _show_page(self, request: web.Request, name: str | None = None) -> web.Response:
+        file = self._page.get(name or request.match_info["name"])
+        if file is None:
+            raise web.HTTPNotFound
+        content, kind = file
+        return web.Response(body=content, content_type=kind, charset="utf-8", headers={"Cache-Control": "no-cache"})
+
+    async def _list_entries(self, request: web.Request) -> web.Response:
+        entries, newest = await asyncio.to_thread(lambda: (self._catalogue.entries(), self._catalogue.newest()))
+        return web.json_response(
+            {
+                "models": [_describe_entry(entry) for entry in entries],
+                "latest": {name: entry.id for name, entry in newest.items()},
+            }
+        )
+
+    async def _show_status(self, request: web.Request) -> web.Response:
+        return web.json_response(self.pool.status())
+
+    async def _list_models(self, request: web.Request) -> web.Response:
+        by_id = await asyncio.to_thread(self._catalogue.by_id)
+        return web.json_response({"object": "list", "data": [_describe_model(*item) for item in by_id.items()]})
+
+    async def _show_model(self, request: web.Request) -> web.Response:
+        name = request.match_info["model"]
+        return web.json_response(_describe_model(name, await asyncio.to_thread(self._catalogue.find, name)))
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        deadline = asyncio.get_running_loop().time() + self._limits.max_request_seconds
+        async with AsyncExitStack() as stack:
+            async with asyncio.timeout_at(deadline):
+                asked = await self._read(request)
+                entry = await asyncio.to_thread(self._catalogue.find, asked.model)
+                worker = await stack.enter_async_context(self.pool.lend(entry, asked.num_texts))
+                facts = worker.loaded.result()
+                prompts = await asyncio.to_thread(encode_prompts, asked, facts)
+            completion = stack.enter_context(Completion(asked, entry.id, worker, facts, prompts))
+            if asked.is_stream:
+                return await self._stream(request, completion, deadline)
+            async with asyncio.timeout_at(deadline):
+                return web.json_response(await completion.collect())
+
+    async def _read(self, request: web.Request) -> CompletionRequest:
+        if request.content_type != "application/json":
+            raise ApiError(
+                f"the body is of type {request.content_type[:100]!r}: send 'Content-Type: application/json'", status=415
+            )
+        return parse_completion(await request.read(), self._limits.max_concurrent)
+
+    async def _stream(self, request: web.Request, completion: Completion, deadline: float) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        request["is_streaming"] = True
+        await response.prepare(request)
+        try:
+            async with asyncio.timeout_at(deadline):
+                async for event in completion.events():
+                    await self._write(request, response, event)
+        except UserError as error:
+            await self._write(request, response, error_event(as_api_error(error)))
+        except TimeoutError:
+            await self._write(request, response, error_event(self._timed_out()))
+        return response
+
+    async def _write(self, request: web.Request, response: web.StreamResponse, event: bytes) -> None:
+        """Sends an event. A reader that does not take it is dropped: its buffer is full, and its row is wanted."""
+        try:
+            async with asyncio.timeout(self._limits.max_write_seconds):
+                await response.write(event)
+        except TimeoutError:
+            _hang_up(request)
+            raise ConnectionResetError("the reader takes nothing") from None
+
+    def _timed_out(self) -> ApiError:
+        message = f"the request took longer than {self._limits.max_request_seconds:g} s: ask for fewer tokens"
+        return ApiError(message, status=503, code="request_timeout")
+
+
+def serve(build_server: Callable[[], Server], sock: socket.socket, announce: Callable[[], None]) -> signal.Signals:
+    """Answers on `sock` until a signal comes, and returns it; a second one ends the process at once.
+
+    Args:
+        build_server: Called in the event loop.
+        sock: Bound, as `bind` returns it.
+        announce: Called once requests are answered.
+    """
+    return asyncio.run(_serve(build_server, sock, announce))
+
+
+async def _serve(
+    build_server: Callable[[], Server], sock: socket.socket, announce: Callable[[], None]
+) -> signal.Signals:
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[signal.Signals] = loop.create_future()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, _end, number, ended)
+    server = build_server()
+    runner = web.AppRunner(
+        server.build_app(),
+        handler_cancellation=True,  # who goes away frees its row
+        access_log=None,
+        keepalive_timeout=_KEEPALIVE_SECONDS,
+        shutdown_timeout=_SHUTDOWN_SECONDS,
+    )
+    await runner.setup()
+    try:
+        await web.SockSite(runner, sock, backlog=512).start()
+        announce()
+        return await ended
+    finally:
+        server.pool.close()
+        await runner.cleanup()
+        await asyncio.to_thread(server.pool.join)
+
+
+def _end(number: signal.Signals, ended: asyncio.Future[signal.Signals]) -> None:
+    for other in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().remove_signal_handler(other)
+        signal.signal(other, signal.SIG_DFL)
+    if not ended.done():
+        ended.set_result(number)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Returns a socket bound to the address.
+
+    Raises:
+        UserError: There is no such host, or its port is taken or not ours to take.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError, OverflowError) as error:
+        raise UserError(f"no address {host!r}: {error}; give an address of this machine by --host") from None
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)  # its connections inherit it
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise UserError(f"port {port} of {host} is taken: give another by --port, or 0 for any free one") from None
+        raise UserError(
+            f"cannot listen on {host}, port {port}: {error.strerror}; give others by --host and --port"
+        ) from None
+    return sock
+
+
+def _read_page() -> dict[str, tuple[bytes, str]]:
+    """Returns the page's files, each with its type."""
+    files = [file for file in (resources.files(__package__) / "page").iterdir() if file.is_file()]
+    return {file.name: (file.read_bytes(), _TYPES[file.name.rpartition(".")[2]]) for file in files}
+
+
+def _answer(error: ApiError) -> web.Response:
+    response = web.json_response(error.body(), status=error.status)
+    if error.status == 401:
+        response.headers["WWW-Authenticate"] = "Bearer"
+    if error.retry_after_seconds is not None:
+        response.headers["Retry-After"] = str(error.retry_after_seconds)
+    elif error.status >= 500:
+        response.headers["X-Should-Retry"] = "false"  # OpenAI's client would ask thrice, with the same end
+    return response
+
+
+def _translate(error: web.HTTPException, request: web.Request) -> ApiError:
+    known = {
+        404: f"there is nothing at {request.path[:100]!r}",
+        405: f"{request.method[:20]!r} is not for {request.path[:100]!r}",
+        413: f"the body has more than {MAX_BODY_BYTES:,} bytes: send a shorter prompt",
+    }
+    return ApiError(known.get(error.status, error.reason), status=error.status)
+
+
+def _hang_up(request: web.Request) -> None:
+    if request.transport is not None:
+        request.transport.abort()
+
+
+def _describe_model(name: str, entry: Entry) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": int(entry.created_seconds), "owned_by": "genesis"}
+
+
+def _describe_entry(entry: Entry) -> dict[str, Any]:
+    return {
+        "id": entry.id,
+        "run": entry.run,
+        "step": entry.step,
+        "tokens_seen": entry.tokens_seen,
+        "max_seq_len": entry.max_seq_len,
+        "train_loss": entry.train_loss,
+        "validation_loss": entry.validation_loss,
+    }

@@ -1,0 +1,197 @@
+"""A loaded model and the thread that computes with it: texts come and go between its steps.
+
+The event loop's thread calls `submit`, `cancel` and `stop`; what they give comes back there, too. Only the worker's
+own thread touches the model.
+"""
+
+import asyncio
+import logging
+import math
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from genesis.errors import UserError
+from genesis.generate.batch import Batch, NewToken, Request
+from genesis.generate.load import Loaded
+from genesis.serve.errors import ApiError, stopping
+from genesis.tokenizer.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+
+class Facts(NamedTuple):
+    """What of a loaded model is needed outside its thread. The model itself must not outlive that."""
+
+    tokenizer: Tokenizer
+    max_seq_len: int
+
+
+@dataclass(eq=False)
+class Ticket:
+    """One text that was submitted. `receive` gets its tokens, or the error that it ended with."""
+
+    request: Request
+    receive: Callable[[NewToken | UserError], None]
+    is_cancelled: bool = False
+
+
+class Worker:
+    """Loads a model in a thread of its own, then continues up to `num_rows` texts together.
+
+    Args:
+        load: Called in the thread.
+        num_rows: Texts at a time; others wait for their turn, first come, first served.
+        before: A worker that was told to stop and whose memory must be free first.
+    """
+
+    def __init__(self, load: Callable[[], Loaded], num_rows: int, before: "Worker | None" = None) -> None:
+        self._load, self._num_rows, self._before = load, num_rows, before
+        self._loop = asyncio.get_running_loop()
+        self._changed = threading.Condition()
+        self._waiting: deque[Ticket] = deque()
+        self._live: dict[int, Ticket] = {}
+        self._is_stopped = False
+        self.loaded: asyncio.Future[Facts] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._run, name="genesis-serve-worker")
+        self._thread.start()
+
+    @property
+    def num_busy(self) -> int:
+        """Rows that hold a text."""
+        return len(self._live)
+
+    @property
+    def num_waiting(self) -> int:
+        """Texts that have no row yet."""
+        return len(self._waiting)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it takes no texts any more: it was told to stop, or has failed."""
+        return self._is_stopped
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread is there, and with it perhaps the model's memory."""
+        return self._thread.is_alive()
+
+    def submit(self, request: Request, receive: Callable[[NewToken | UserError], None]) -> Ticket:
+        """Takes a text in; `receive` is called in the event loop's thread."""
+        ticket = Ticket(request, receive)
+        with self._changed:
+            if self._is_stopped:
+                raise stopping()
+            self._waiting.append(ticket)
+            self._changed.notify()
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Lets go of a text; nothing is received of it from now on."""
+        with self._changed:
+            ticket.is_cancelled = True
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """Ends what is under way; the thread ends after the step, or the load, that it is in."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify()
+        self._fail_loading(stopping())
+
+    def join(self) -> None:
+        """Waits until the thread has ended and the model is gone."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        if self._before is not None:
+            self._before.join()
+            self._before = None
+        try:
+            loaded = self._load()
+            batch = Batch(loaded.decoder, self._num_rows, loaded.tokenizer.eos_id)
+        except Exception as error:
+            self._is_stopped = True
+            self._post(self._fail_loading, error if isinstance(error, UserError) else self._explain(error))
+            return
+        self._post(self._finish_loading, Facts(loaded.tokenizer, loaded.decoder.config.max_seq_len))
+        del loaded
+        try:
+            while self._admit(batch):
+                tokens = batch.step()
+                self._post(self._deliver, [(self._live[token.request], token) for token in tokens])
+                for token in tokens:
+                    if token.is_last:
+                        del self._live[token.request]
+            self._end(stopping())
+        except Exception as error:
+            self._end(self._explain(error))
+
+    def _admit(self, batch: Batch) -> bool:
+        """Lets texts go and come; waits until there is one to continue. Returns whether to go on."""
+        with self._changed:
+            while not self._is_stopped:
+                for handle in [handle for handle, ticket in self._live.items() if ticket.is_cancelled]:
+                    batch.remove(handle)
+                    del self._live[handle]
+                while self._waiting and (batch.num_free or self._waiting[0].is_cancelled):
+                    self._add(batch, self._waiting.popleft())
+                if self._live:
+                    return True
+                self._changed.wait()
+        return False
+
+    def _add(self, batch: Batch, ticket: Ticket) -> None:
+        if ticket.is_cancelled:
+            return
+        try:
+            self._live[batch.add(ticket.request)] = ticket
+        except UserError as error:
+            self._post(self._deliver, [(ticket, error)])
+
+    def _end(self, error: UserError) -> None:
+        with self._changed:
+            self._is_stopped = True
+            tickets = [*self._live.values(), *self._waiting]
+            self._live.clear()
+            self._waiting.clear()
+        self._post(self._deliver, [(ticket, error) for ticket in tickets])
+
+    def _explain(self, error: Exception) -> ApiError:
+        """Returns what clients are told; whoever runs the server gets the traceback, which holds no prompt."""
+        _log.error("a model failed", exc_info=error)
+        return ApiError(f"the model failed: {type(error).__name__}", status=500, code="model_failed")
+
+    def _post(self, call: Callable[..., None], *arguments: object) -> None:
+        """Calls `call` in the event loop's thread."""
+        try:
+            self._loop.call_soon_threadsafe(call, *arguments)
+        except RuntimeError:  # the loop is closed: nobody listens any more
+            return
+
+    def _finish_loading(self, facts: Facts) -> None:
+        if not self.loaded.done():
+            self.loaded.set_result(facts)
+
+    def _fail_loading(self, error: UserError) -> None:
+        if not self.loaded.done():
+            self.loaded.set_exception(error)
+            self.loaded.exception()  # whoever asked may have left
+
+    @staticmethod
+    def _deliver(results: list[tuple[Ticket, NewToken | UserError]]) -> None:
+        for ticket, result in results:
+            if not ticket.is_cancelled:
+                ticket.receive(_check(result))
+
+
+def _check(result: NewToken | UserError) -> NewToken | UserError:
+    if isinstance(result, NewToken) and not math.isfinite(result.log_prob):
+        return ApiError(
+            "the model gives probabilities that are no numbers: its weights have diverged; take an earlier checkpoint",
+            status=500,
+            code="model_diverged",
+        )
+    return result
