@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
-from huggingface_hub import get_token
+from huggingface_hub.constants import HF_TOKEN_PATH
 
 from genesis.errors import UserError
 
@@ -71,10 +71,11 @@ class Machine:
             for name, value in os.environ.items()
             if _SECRET_NAME.search(name) and len(value) >= _SECRET_CHARACTERS and not Path(value).exists()
         }
-        token = get_token()
+        token_file = Path(HF_TOKEN_PATH)  # not by get_token, which may ask the Hub for a newer one
+        token = token_file.read_text().strip() if token_file.is_file() else ""
         return cls(
             {what: name for what, name in names.items() if name.lower() not in _NOBODY},
-            tuple(sorted({str(place) for place in known if len(place.parts) > 1})),
+            tuple(sorted({str(place) for place in known if len(place.parts) > 2})),
             tuple(path.name for path in Path("/").iterdir() if path.is_dir() and path.name not in _SYSTEM_ROOTS),
             secrets | ({"your token of the Hub": token} if token else {}),
         )
@@ -116,8 +117,8 @@ def _find_credentials(text: str, machine: Machine) -> Iterator[tuple[str, str]]:
 def _find_traces(name: str, text: str, machine: Machine) -> Iterator[tuple[str, str, int]]:
     """Yields what it is, the words, and where they begin."""
     for place in machine.places:
-        for found in re.finditer(rf"(?<![\w.-]){re.escape(place)}(?![\w-])", text):
-            yield "a path of this machine", place, found.start()
+        for found in re.finditer(rf"(?<![\w.-]){re.escape(place)}(?![\w-]){_END_OF_PATH}", text):
+            yield "a path of this machine", found[0], found.start()
     if name in _VOCABULARIES:
         return
     for found in machine.local_path.finditer(text):

@@ -3,15 +3,16 @@
 from pathlib import Path
 from typing import Final, Literal
 
-from httpx import HTTPError
-from huggingface_hub import HfApi, get_token
-from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+from huggingface_hub import HfApi, errors, get_token
+from huggingface_hub.errors import HfHubHTTPError
 
 from genesis.errors import UserError
 from genesis.release.options import ReleaseOptions
 
-_REPLACED: Final = ["*.safetensors", "*.json", "*.model"]
-"""What an older version has of these and this one has not would be loaded beside it: the commit deletes it."""
+_HTTP_ERROR: type[Exception] = vars(errors)["HTTPError"]
+"""Of httpx or of its successor: which of them it uses, huggingface_hub alone knows."""
+_REPLACED: Final = ["*.safetensors", "*.json", "*.model", "*.whl"]
+"""What an older version has of these and this one has not would be loaded or installed: the commit deletes it."""
 
 
 def check_can_upload(what: Path) -> None:
@@ -54,11 +55,14 @@ def upload(folder: Path, options: ReleaseOptions, repo_type: Literal["model", "s
             delete_patterns=_REPLACED,
         )
         api.create_tag(options.repo, repo_type=repo_type, tag=options.tag, revision=commit.oid, tag_message=message)
-    except HfHubHTTPError as error:
-        reason = error.server_message or str(error)
+    except UserError:
+        raise
+    except (HfHubHTTPError, ValueError) as error:  # a ValueError is about the card's head
+        reason = getattr(error, "server_message", None) or str(error)
         raise UserError(_explain(api, folder, f"refuses: {_one_line(reason)}")) from None
-    except (HTTPError, OSError, OfflineModeIsEnabled) as error:
-        raise UserError(_explain(api, folder, f"cannot be reached: {_one_line(str(error))}")) from None
+    except (_HTTP_ERROR, OSError, RuntimeError) as error:  # a RuntimeError is what a file's own upload ends with
+        reason = f"{error} {error.__cause__ or ''}"
+        raise UserError(_explain(api, folder, f"cannot be reached: {_one_line(reason)}")) from None
     return str(url)
 
 
