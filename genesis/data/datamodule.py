@@ -25,6 +25,7 @@ from typing import Any, Final, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
@@ -206,6 +207,8 @@ class CorpusDataModule(pl.LightningDataModule):
         )
         if self.prefetch_windows < 0:
             raise UserError(f"data.prefetch_windows is {self.prefetch_windows}; it counts from 0 up")
+        if self.trainer is not None:
+            _check_validation(self.trainer)
         if stage == "fit":
             plan_micro_batches(self.global_batch_size, self.micro_batch_size, self._ranks().world_size)
             self._put_position_callback_first()
@@ -214,6 +217,8 @@ class CorpusDataModule(pl.LightningDataModule):
                 self.stream_windows.open()
         if self.path is not None:
             _ = self.corpus
+        if stage == "validate":
+            self._check_has_validation_set()
 
     def train_dataloader(self) -> WindowLoader:
         """Returns this rank's windows from the position on."""
@@ -299,11 +304,13 @@ class CorpusDataModule(pl.LightningDataModule):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on where a saved run stood, with this run's mix from there on.
+        """Goes on where a saved run stood, with this run's mix from there on. Validation needs none of it.
 
         Raises:
             UserError: The saved run's order can't be continued here.
         """
+        if self.trainer is not None and self.trainer.state.fn == TrainerFn.VALIDATING:
+            return
         if (self.stream is None) == ("stream" in state_dict):
             was, now = ("a corpus", "a stream") if self.stream is not None else ("a stream", "a corpus")
             raise UserError(
@@ -451,6 +458,17 @@ class CorpusDataModule(pl.LightningDataModule):
         sampler = self.trainer.strategy.distributed_sampler_kwargs
         return Ranks(sampler["rank"], sampler["num_replicas"])
 
+    def _check_has_validation_set(self) -> None:
+        if self.path is None:
+            raise UserError("data.stream has no validation set; give data.corpus, the corpus that has one")
+        if not any(source.num_tokens for source in self.corpus.validation):
+            raise UserError(
+                f"the corpus {self.path} has no validation set; prepare it with a validation_fraction, or give another "
+                "by data.corpus"
+            )
+        if self.trainer is not None and not self.trainer.limit_val_batches:
+            raise UserError("trainer.limit_val_batches is 0, so that nothing would be validated; leave it out")
+
     def _has_cuda(self) -> bool:
         return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
 
@@ -584,3 +602,21 @@ def _check_counts(**counts: int | None) -> None:
     for name, value in counts.items():
         if value is not None and value < 1:
             raise UserError(f"data.{name} is {value}; it counts from 1 up")
+
+
+def _check_validation(trainer: pl.Trainer) -> None:
+    """Refuses what would make validation another one on another number of ranks, or leave a rank waiting."""
+    settings = vars(trainer)
+    if settings["fast_dev_run"] or settings["overfit_batches"]:  # these try things out, on few batches
+        return
+    limit = trainer.limit_val_batches
+    if limit and not (isinstance(limit, float) and limit == 1.0):
+        raise UserError(
+            f"trainer.limit_val_batches is {limit}: it counts micro-batches of each rank, which are other sequences on "
+            "another number of ranks; set data.limit_validation_sequences, which takes them from all over the set"
+        )
+    if trainer.world_size > 1 and "val_check_interval" not in settings:  # where Lightning keeps a number of steps
+        raise UserError(
+            "trainer.val_check_interval is a time: each rank would go by its own clock, and wait for others that do "
+            "not validate; give a number of steps"
+        )
