@@ -1,1 +1,180 @@
 """`genesis evaluate`."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress as Bar
+from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from genesis.arguments import Parser
+from genesis.cli.options import PLAIN_WIDTH
+from genesis.errors import UserError
+from genesis.evaluate.answer import Settings, answer_questions
+from genesis.evaluate.plot import PLOT_NAME, plot_results
+from genesis.evaluate.questions import HeldOutQuestion, Progress, Question, TaskQuestion
+from genesis.evaluate.results import EVALUATIONS_NAME, read_results, write_metrics
+from genesis.evaluate.score import BATCH_TOKENS
+from genesis.evaluate.table import build_table
+from genesis.evaluate.tasks import load_tasks
+from genesis.evaluate.watch import watch
+from genesis.generate.load import find_checkpoint
+from genesis_callbacks.checkpoint import find_best, list_committed
+from genesis_callbacks.checkpoint.manifest import MANIFEST_NAME
+
+CORPUS = "corpus"
+"""The value of --heldout that means: the validation set of the corpus that the recipe names."""
+MISUSE = 2
+
+_DESCRIPTION = """Measures a checkpoint, or the checkpoints of a run: tasks of EleutherAI's lm-eval, with the figures of
+its `hf` backend on the export, and bits per byte on held-out text. Without --tasks, held-out text alone. Needs no
+trainer and disturbs none. Results lie in RUN/evaluations, and what stands there is not computed again.
+Example: genesis evaluate runs/demo/run --tasks hellaswag,./my_tasks/animals --limit 100 --checkpoints all"""
+
+
+def main(argv: list[str]) -> int:
+    """Runs `genesis evaluate` and returns its exit status."""
+    arguments = _build_parser().parse_args(argv)
+    for name in ("limit", "batch_tokens"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name} is {value}: it must be at least 1")
+    if arguments.num_fewshot is not None and arguments.num_fewshot < 0:
+        raise UserError(f"--num_fewshot is {arguments.num_fewshot}: it must be at least 0")
+    device = _pick_device(arguments.device)
+    settings = Settings(
+        device=device,
+        dtype=getattr(torch, arguments.dtype or ("bfloat16" if device == "cuda" else "float32")),
+        batch_tokens=arguments.batch_tokens,
+        tokenizer=arguments.tokenizer,
+        again=arguments.again,
+    )
+    out = _place(arguments.checkpoint, arguments.out)
+    questions = _list_questions(arguments)
+    if arguments.watch:
+        return watch(arguments.checkpoint, questions, settings, out, _show, until_step=arguments.until_step)
+    checkpoints = _choose(arguments.checkpoint, arguments.checkpoints)
+    results, num_refused = [], 0
+    for checkpoint in checkpoints:
+        try:
+            results += answer_questions(checkpoint, questions, settings, out, _show)
+        except UserError as error:
+            if len(checkpoints) == 1:
+                raise
+            num_refused += 1
+            print(f"genesis: error: {error}", file=sys.stderr)
+    everything = read_results(out)
+    if everything:
+        write_metrics(out, everything)
+        plot_results(everything, out / PLOT_NAME)
+    if arguments.json:
+        print(json.dumps([asdict(result) for result in results], indent=2))
+    else:
+        width = None if sys.stdout.isatty() else PLAIN_WIDTH
+        Console(width=width).print(build_table(everything))
+        print(f"{out}: results by checkpoint, metrics.csv, {PLOT_NAME}")
+    return MISUSE if num_refused else 0
+
+
+def _list_questions(arguments: object) -> list[Question]:
+    specs = [spec for spec in (arguments.tasks or "").split(",") if spec]  # type: ignore[attr-defined]  # argparse's
+    held_out = arguments.heldout or (None if specs else CORPUS)  # type: ignore[attr-defined]
+    questions: list[Question] = []
+    if held_out is not None:
+        questions.append(HeldOutQuestion(None if held_out == CORPUS else Path(held_out)))
+    for spec in specs:
+        tasks = load_tasks(spec, arguments.num_fewshot, may_run_code=arguments.allow_code)  # type: ignore[attr-defined]
+        questions.append(TaskQuestion(tasks, arguments.limit))  # type: ignore[attr-defined]
+    names = [question.name for question in questions]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"{name} is asked twice: name each task once")
+    return questions
+
+
+def _choose(path: Path, which: str) -> list[Path]:
+    """Returns the checkpoints that are meant; one that is named is taken, whatever else its run has."""
+    if which == "newest" or (path / MANIFEST_NAME).exists():
+        return [find_checkpoint(path)]
+    if which == "best":
+        best = find_best(path)
+        if best is None:
+            raise UserError(f"{path} has no best checkpoint; `genesis checkpoint list {path}` shows what it has")
+        return [best]
+    found = [checkpoint for checkpoint, _ in list_committed(path)]
+    if not found:
+        raise UserError(f"there is no committed checkpoint in {path}; `genesis fit` writes them")
+    return found
+
+
+def _place(path: Path, out: Path | None) -> Path:
+    """Returns where results go: into the run, or where --out says."""
+    if out is not None:
+        return out
+    if not (path / MANIFEST_NAME).exists():
+        return path / EVALUATIONS_NAME
+    if path.resolve().parent.name != "checkpoints":
+        raise UserError(f"{path} does not lie in a run's checkpoints; say by --out where its results go")
+    return path.resolve().parent.parent / EVALUATIONS_NAME
+
+
+@contextmanager
+def _show(what: str) -> Iterator[Progress]:
+    """Shows the work on something on a terminal, and else its name when it begins."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        print(what, file=sys.stderr, flush=True)
+        yield lambda _: None
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TextColumn("{task.completed:,}"), TimeElapsedColumn())
+    with Bar(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda number: bar.advance(task, number)
+
+
+def _build_parser() -> Parser:
+    parser = Parser(prog="genesis evaluate", description=_DESCRIPTION)
+    add = parser.add_argument
+    add("checkpoint", type=Path, help="a run's directory or one checkpoint's")
+    add("--tasks", help="names that lm-eval knows, and folders (with a slash) that hold task.yaml or a task's rows")
+    add(
+        "--heldout",
+        nargs="?",
+        const=CORPUS,
+        metavar="PATH",
+        help="bits per byte by source: of a file or folder of text; without PATH, of the corpus's validation set",
+    )
+    add(
+        "--checkpoints",
+        choices=("newest", "best", "all"),
+        default="newest",
+        help="which of a run; default newest",
+    )
+    add("--limit", type=int, help="only the first so many questions of each task")
+    add("--num_fewshot", type=int, help="examples before each question; default: what the task says")
+    add(
+        "--batch_tokens",
+        type=int,
+        help=f"fed at one time; default {BATCH_TOKENS['cpu']} on a CPU, {BATCH_TOKENS['cuda']} on cuda",
+    )
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is some")
+    add("--dtype", choices=("float32", "bfloat16"), help="of weights; default: bfloat16 on cuda, else float32")
+    add("--tokenizer", type=Path, help="file or directory; default: the one that belongs to the checkpoint")
+    add("--out", type=Path, help="directory of results; default RUN/evaluations")
+    add("--again", action="store_true", help="compute what stands computed")
+    add("--allow_code", action="store_true", help="let task.yaml name Python functions: they run here")
+    add("--json", action="store_true", help="print the results as JSON instead of a table")
+    add("--watch", action="store_true", help="evaluate each checkpoint of a run that trains, the newest first")
+    add("--until_step", type=int, help="of --watch: end when all are evaluated and one of this step or later is there")
+    return parser
+
+
+def _pick_device(wanted: str | None) -> str:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UserError("no CUDA device is there; leave --device away, or give --device cpu")
+    return wanted or ("cuda" if torch.cuda.is_available() else "cpu")

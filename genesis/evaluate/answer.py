@@ -1,0 +1,98 @@
+"""Questions about one checkpoint: those that are open are answered, and written down one by one."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Protocol
+
+import torch
+
+from genesis.evaluate.questions import Progress, Question, list_versions
+from genesis.evaluate.results import Result, read_result, write_result
+from genesis.generate.load import load_decoder, load_tokenizer
+from genesis_callbacks.checkpoint import read_manifest, verify
+from genesis_callbacks.checkpoint.manifest import read_committed_hash
+
+
+class Display(Protocol):
+    """Shows that something is computed: a context manager for each question, which gives what is called meanwhile."""
+
+    def __call__(self, what: str) -> AbstractContextManager[Progress]:
+        """Begins to show the work on `what`."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How questions are answered.
+
+    Args:
+        device: Where the decoder is.
+        dtype: Of its weights.
+        batch_tokens: See `Scorer`.
+        tokenizer: File or directory; None for the one that belongs to the checkpoint.
+        again: Whether to answer, too, what stands answered.
+    """
+
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+    batch_tokens: int | None = None
+    tokenizer: Path | None = None
+    again: bool = False
+
+
+def answer_questions(
+    checkpoint: Path, questions: Sequence[Question], settings: Settings, out: Path, display: Display
+) -> list[Result]:
+    """Returns the answers of all questions about a checkpoint; those that stand in `out` are taken from there.
+
+    The checkpoint is verified before it is loaded, weights are compared with their digests, and it is loaded only if
+    a question is open.
+
+    Args:
+        checkpoint: Its directory.
+        questions: What is asked.
+        settings: How.
+        out: Where results lie: `RUN/evaluations`.
+        display: Shows the work.
+
+    Raises:
+        UserError: The checkpoint does not verify, or a question cannot be answered.
+    """
+    manifest = read_manifest(checkpoint)
+    checkpoint_hash = read_committed_hash(checkpoint)
+    tokenizer = load_tokenizer(settings.tokenizer, manifest, checkpoint)
+    dtype = str(settings.dtype).removeprefix("torch.")
+    asked = [(question, {**question.describe(manifest, tokenizer), "dtype": dtype}) for question in questions]
+    standing = {
+        question.name: result
+        for question, details in asked
+        if (result := _find(out / checkpoint.name / f"{question.name}.json")) is not None
+        and result.answers(details, checkpoint_hash)
+        and not settings.again
+    }
+    open_questions = [(question, details) for question, details in asked if question.name not in standing]
+    if open_questions:
+        verify(checkpoint, "full")
+        loaded = load_decoder(checkpoint, settings.tokenizer, settings.device, settings.dtype)
+    for question, details in open_questions:
+        start_seconds = perf_counter()
+        with display(f"{checkpoint.name} {question.name}") as on_progress:
+            measures, items = question.answer(loaded, manifest, settings.batch_tokens, on_progress)
+        standing[question.name] = result = Result(
+            checkpoint.name,
+            manifest.step,
+            checkpoint_hash,
+            question.name,
+            details,
+            tuple(measures),
+            list_versions(),
+            perf_counter() - start_seconds,
+        )
+        write_result(out, result, items)
+    return [standing[question.name] for question in questions]
+
+
+def _find(path: Path) -> Result | None:
+    return read_result(path) if path.exists() else None

@@ -1,0 +1,157 @@
+"""Bits per byte on text that was not trained on, by source.
+
+Documents are put into sequences as in validation: each source is one stream of `bos + text + eos`, cut every `seq_len`
+tokens; every token but the first of a document is counted once, and attention never crosses a document.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final, cast
+
+import numpy as np
+import torch
+from blake3 import blake3
+from jaxtyping import Integer
+from numpy import ndarray
+
+from genesis.data.corpus import TokenSource, open_corpus
+from genesis.data.loader import Ranks, SequenceFormat, ValidationWindows
+from genesis.data.shards import little_endian, token_dtype
+from genesis.data.sources import SourceOptions, find_files, plan_spans, read_documents
+from genesis.errors import UserError
+from genesis.evaluate.results import Measure
+from genesis.loss import sum_cross_entropy
+from genesis.model.decoder import Decoder
+from genesis.tokenizer.tokenizer import Tokenizer
+
+ALL: Final = "all"
+"""The subject of what is summed over all sources."""
+_SPAN_BYTES: Final = 64 << 20
+
+
+class TextSource:
+    """The tokens of some documents as one stream, in memory, as `TokenSource` has those of a corpus."""
+
+    def __init__(self, name: str, documents: Sequence[str], tokenizer: Tokenizer) -> None:
+        self.name = name
+        ids = tokenizer.encode_batch(documents, num_threads=torch.get_num_threads())
+        framed = [np.concatenate(([tokenizer.bos_id], document, [tokenizer.eos_id])) for document in ids]
+        self._tokens = np.concatenate(framed).astype(little_endian(token_dtype(tokenizer.vocab_size)))
+        self.num_tokens = len(self._tokens)
+
+    def read(self, start: int, out: Integer[ndarray, " count"]) -> None:
+        """Fills `out` with the tokens from `start` on; the stream must hold as many."""
+        out[:] = self._tokens[start : start + len(out)]
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Held-out text, by source.
+
+    Args:
+        sources: Each a stream of tokens.
+        sequence_format: How sequences are made of them.
+        data_hash: Of all that was read.
+    """
+
+    sources: tuple[TokenSource, ...]
+    sequence_format: SequenceFormat
+    data_hash: str
+
+
+def open_validation_set(corpus: Path, seq_len: int, tokenizer: Tokenizer) -> HeldOut:
+    """Returns the validation set of a corpus.
+
+    Raises:
+        UserError: There is no corpus, it has no such set, or it was made with another tokenizer.
+    """
+    opened = open_corpus(corpus, tokenizer_hash=tokenizer.hash)
+    if not opened.validation:
+        raise UserError(f"{corpus} has no validation set; give text by --heldout PATH, or prepare the corpus with one")
+    manifest = opened.manifest
+    dtype = little_endian(manifest.token_dtype)
+    sequence_format = SequenceFormat(seq_len, manifest.eos_id, opened.piece_num_bytes(), dtype)
+    digest = blake3()
+    for source in opened.validation:
+        shards = [source.shard(number) for number in range(source.num_shards)]
+        digest.update(repr([source.name, *((shard.num_tokens, shard.hash) for shard in shards)]).encode())
+    return HeldOut(opened.validation, sequence_format, digest.hexdigest())
+
+
+def read_texts(path: Path, seq_len: int, tokenizer: Tokenizer) -> HeldOut:
+    """Returns the text in a file or a folder, of which each file and each subfolder is a source.
+
+    Raises:
+        UserError: There is no text.
+    """
+    if not path.exists():
+        raise UserError(f"there is no held-out text {path}; give a file or a folder of them")
+    places = [path] if path.is_file() else sorted(place for place in path.iterdir() if not place.name.startswith("."))
+    sources, digest = [], blake3()
+    for place in places:
+        name = place.name if place.is_dir() else place.name.split(".")[0]
+        documents = _read_documents(SourceOptions(name, (str(place),)))
+        if not documents:
+            raise UserError(f"{place} holds no text")
+        digest.update(repr([name, *documents]).encode())
+        sources.append(TextSource(name, documents, tokenizer))
+    if not sources:
+        raise UserError(f"{path} holds no text")
+    dtype = little_endian(token_dtype(tokenizer.vocab_size))
+    sequence_format = SequenceFormat(seq_len, tokenizer.eos_id, tokenizer.piece_num_bytes, dtype)
+    # What a window reads of a source, a stream in memory has, too.
+    return HeldOut(cast("tuple[TokenSource, ...]", tuple(sources)), sequence_format, digest.hexdigest())
+
+
+def _read_documents(options: SourceOptions) -> list[str]:
+    spans = plan_spans(options, find_files(options), _SPAN_BYTES)
+    return [document.text for span in spans for document in read_documents(options, span) if document.text]
+
+
+@torch.no_grad()
+def measure_held_out(
+    decoder: Decoder, held_out: HeldOut, batch_tokens: int, on_progress: Callable[[int], None] = lambda _: None
+) -> list[Measure]:
+    """Returns bits per byte and loss of each source, and of all together.
+
+    Args:
+        decoder: In evaluation mode.
+        held_out: The text.
+        batch_tokens: Tokens of a forward.
+        on_progress: Called with the number of tokens that were scored since the last call.
+    """
+    counts = {}
+    for source in held_out.sources:
+        loss_sum, num_tokens, num_bytes = 0.0, 0, 0
+        windows = ValidationWindows(
+            [source], held_out.sequence_format, max(1, batch_tokens // held_out.sequence_format.seq_len), Ranks()
+        )
+        for index in range(len(windows)):
+            window = windows.window(index).to(decoder.output_weight.device)
+            for micro_batch in window.micro_batches:
+                loss_sum += float(
+                    decoder(
+                        micro_batch.input_ids,
+                        document_ids=micro_batch.document_ids,
+                        head=partial(sum_cross_entropy, labels=micro_batch.labels),
+                    )
+                )
+            num_tokens, num_bytes = num_tokens + window.num_valid_tokens, num_bytes + window.num_bytes
+            on_progress(window.num_valid_tokens)
+        counts[source.name] = (loss_sum, num_tokens, num_bytes)
+    if len(counts) > 1:
+        sums = [sum(column) for column in zip(*counts.values(), strict=True)]
+        counts[ALL] = (sums[0], int(sums[1]), int(sums[2]))
+    return [measure for name, count in counts.items() for measure in _describe(name, *count)]
+
+
+def _describe(name: str, loss_sum: float, num_tokens: int, num_bytes: int) -> list[Measure]:
+    bits = loss_sum / num_bytes / math.log(2) if num_bytes else None  # without a tokenizer no byte is known
+    loss = loss_sum / num_tokens if num_tokens else None
+    return [
+        Measure(name, "bits_per_byte", bits, None, is_higher_better=False, num_items=num_bytes),
+        Measure(name, "loss", loss, None, is_higher_better=False, num_items=num_tokens),
+    ]

@@ -1,0 +1,177 @@
+"""Our decoder as lm-eval sees a model: the answers of its `hf` backend on the exported checkpoint, from our engine."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, Final
+
+import genesis.evaluate.environment  # noqa: F401 - before what reads it
+
+# isort: split
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from genesis.errors import UserError
+from genesis.evaluate.complete import CompleteOptions, complete
+from genesis.evaluate.plan import Request
+from genesis.evaluate.score import Score, Scorer
+from genesis.generate.sample import SamplingOptions
+from genesis.model.decoder import Decoder
+from genesis.tokenizer.tokenizer import Tokenizer
+
+MAX_NEW_TOKENS: Final = 256
+"""Where a task does not say: the `hf` backend's."""
+SEED: Final = 1234
+"""Of sampled text: lm-eval's."""
+_CACHED_TEXTS: Final = 65_536
+_QUOTED_CHARS: Final = 60
+
+
+class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
+    """Answers lm-eval's requests. Pairs of texts become ids by lm-eval's own rules (`TemplateLM.loglikelihood`).
+
+    Args:
+        decoder: In evaluation mode.
+        tokenizer: Its own.
+        batch_tokens: See `Scorer`.
+        on_progress: Called with the number of requests that were answered since the last call; of equal ones one
+            counts.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokenizer: Tokenizer,
+        batch_tokens: int | None = None,
+        on_progress: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        self._decoder = decoder
+        self._device = decoder.output_weight.device
+        self._scorer = Scorer(decoder, batch_tokens)
+        self._on_progress = on_progress
+        self._encode = lru_cache(_CACHED_TEXTS)(tokenizer.encode)  # contexts come as often as they have continuations
+
+    @property
+    def eot_token_id(self) -> int:
+        """Returns the token that ends a document."""
+        return self._tokenizer.eos_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """Returns the token before a text."""
+        return self._tokenizer.bos_id
+
+    @property
+    def max_length(self) -> int:
+        """Returns the decoder's context in tokens."""
+        return self._decoder.config.max_seq_len
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Returns the ids of a text, with bos before it unless it spells one or none is wanted."""
+        if add_special_tokens is None:
+            add_special_tokens = not string.startswith(self._tokenizer.pieces[self._tokenizer.bos_id])
+        ids: list[int] = self._encode(string)
+        return [self._tokenizer.bos_id, *ids] if add_special_tokens else list(ids)
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        """Returns log-likelihood and greediness of each continuation after its context.
+
+        Raises:
+            UserError: A continuation is empty, or longer than the model's context.
+        """
+        for request in requests:
+            if not request.args[1]:
+                raise UserError(f"task {request.task_name} has an empty continuation after {_quote(request.args[0])}")
+        answers: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
+        return answers
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str] | None, list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        cut = [_fit(text, context, continuation, self.max_length) for text, context, continuation in requests]
+        return [(score.log_likelihood, score.is_greedy) for score in self._score(cut)]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
+        """Returns the log-likelihood of each text, in windows of the model's context, each token scored once.
+
+        As in the `hf` backend, bos is scored, too: the tokenizer puts it before the text, and another before that.
+        """
+        windows = []
+        for number, request in enumerate(requests):
+            pairs = get_rolling_token_windows(
+                self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, context_len=1
+            )
+            windows += [(number, Request(*map(tuple, make_disjoint_window(pair)))) for pair in pairs]
+        sums: list[list[float]] = [[] for _ in requests]
+        for (number, _), score in zip(windows, self._score([window for _, window in windows]), strict=True):
+            sums[number].append(score.log_likelihood)
+        return [math.fsum(values) for values in sums]
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
+        """Returns the text that follows each context, up to what stops it.
+
+        Raises:
+            UserError: A task asks for sampling that is not there, or for more tokens than the context holds.
+        """
+        answers = [""] * len(requests)
+        by_options: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            by_options.setdefault(repr(request.args[1]), []).append(number)
+        for numbers in by_options.values():
+            options = self._read_options(requests[numbers[0]])
+            room = self.max_length - options.max_new_tokens
+            prompts = [tuple(self.tok_encode(requests[number].args[0])[-room:]) for number in numbers]
+            # Greedy text is the same for the same prompt; of drawn text each stands for itself.
+            is_greedy = options.sampling.temperature == 0.0
+            asked = list(dict.fromkeys(prompts)) if is_greedy else prompts
+            texts = complete(self._decoder, self._tokenizer, asked, options, self._on_progress)
+            if is_greedy:
+                by_prompt = dict(zip(asked, texts, strict=True))
+                texts = [by_prompt[prompt] for prompt in prompts]
+            for number, text in zip(numbers, texts, strict=True):
+                answers[number] = text
+        return answers
+
+    def _score(self, requests: Sequence[Request]) -> list[Score]:
+        return self._scorer.score(requests, self._on_progress)
+
+    def _read_options(self, request: Instance) -> CompleteOptions:
+        asked: dict[str, Any] = dict(normalize_gen_kwargs(request.args[1], MAX_NEW_TOKENS))
+        max_new_tokens, is_sampled = asked.pop("max_gen_toks"), asked.pop("do_sample")
+        stop = handle_stop_sequences(asked.pop("until"), eos=self._tokenizer.pieces[self._tokenizer.eos_id])
+        temperature, top_k, top_p = asked.pop("temperature", 1.0), asked.pop("top_k", 0), asked.pop("top_p", 1.0)
+        if asked:
+            raise UserError(
+                f"task {request.task_name} asks for {', '.join(sorted(asked))} in its generation_kwargs; there are "
+                "until, max_gen_toks, do_sample, temperature, top_k and top_p"
+            )
+        if not 0 < max_new_tokens < self.max_length:
+            raise UserError(
+                f"task {request.task_name} asks for {max_new_tokens:,} new tokens, and the model's context has "
+                f"{self.max_length:,}; set max_gen_toks in the generation_kwargs of its task.yaml"
+            )
+        sampling = SamplingOptions(temperature, top_k or None, top_p) if is_sampled else SamplingOptions(0.0)
+        return CompleteOptions(max_new_tokens, tuple(stop), sampling, SEED, self._scorer.batch_tokens)
+
+
+def _fit(text: tuple[str, str] | None, context: list[int], continuation: list[int], max_length: int) -> Request:
+    """Returns the request with as much of its context as the model takes; the last token is scored and never fed."""
+    quoted = _quote(text[1] if text else "")
+    if not continuation:
+        raise UserError(
+            f"the continuation {quoted} has no token of its own after its context: the tokenizer joins them"
+        )
+    if len(continuation) > max_length:
+        raise UserError(
+            f"the continuation {quoted} has {len(continuation):,} tokens, and the model's context only {max_length:,}"
+        )
+    room = max_length + 1 - len(continuation)
+    return Request(tuple(context[-room:]), tuple(continuation))
+
+
+def _quote(text: str) -> str:
+    return repr(text if len(text) <= _QUOTED_CHARS else text[:_QUOTED_CHARS] + "...")

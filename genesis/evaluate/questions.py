@@ -1,0 +1,189 @@
+"""What can be asked about a checkpoint, and how it is answered: a task of lm-eval's, or held-out text."""
+
+import io
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+
+import genesis.evaluate.environment  # noqa: F401 - before what reads it
+
+# isort: split
+import jinja2
+from lm_eval.evaluator import evaluate
+
+from genesis.errors import UserError
+from genesis.evaluate.heldout import HeldOut, measure_held_out, open_validation_set, read_texts
+from genesis.evaluate.model import GenesisLM
+from genesis.evaluate.results import Measure
+from genesis.evaluate.score import BATCH_TOKENS
+from genesis.evaluate.tasks import LoadedTasks
+from genesis.generate.load import Loaded
+from genesis.model.recipe import build_decoder_config
+from genesis.tokenizer.tokenizer import Tokenizer
+from genesis_callbacks.checkpoint import Manifest
+
+Progress = Callable[[int], None]
+_RANDOM_SEED: Final = 0
+_OTHER_SEED: Final = 1234
+"""As lm-eval's own command has them, so that few-shot examples are the same."""
+_BOOTSTRAP_ITERATIONS: Final = 1000
+_NOT_METRICS: Final = ("name", "alias", "sample_len", "sample_count")
+_ITEM_FIELDS: Final = ("doc_id", "doc", "target", "resps", "filtered_resps", "filter")
+
+
+class Answer(NamedTuple):
+    """Numbers, and the records of single items."""
+
+    measures: list[Measure]
+    items: list[dict[str, Any]]
+
+
+class Question(ABC):
+    """Something that is asked about checkpoints."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Returns what its results are filed under."""
+
+    @abstractmethod
+    def describe(self, manifest: Manifest, tokenizer: Tokenizer) -> dict[str, Any]:
+        """Returns all that decides the answer beside the checkpoint and the dtype, in plain types."""
+
+    @abstractmethod
+    def answer(self, loaded: Loaded, manifest: Manifest, batch_tokens: int | None, on_progress: Progress) -> Answer:
+        """Returns the answer for a loaded checkpoint."""
+
+
+@dataclass(frozen=True)
+class TaskQuestion(Question):
+    """A task, or several under one name.
+
+    Args:
+        tasks: What `load_tasks` returned.
+        limit: Only so many questions of each task; None for all.
+    """
+
+    tasks: LoadedTasks
+    limit: int | None
+
+    @property
+    def name(self) -> str:
+        """Returns the task's name, with shots and limit where there are any."""
+        shots = {task.get_config("num_fewshot") for task in self.tasks.tasks["tasks"].values()}
+        return f"{self.tasks.name}{_describe_shots(shots)}{self._variant}"
+
+    @property
+    def _variant(self) -> str:
+        return "" if self.limit is None else f"-limit{self.limit}"
+
+    def describe(self, manifest: Manifest, tokenizer: Tokenizer) -> dict[str, Any]:
+        """Returns names, versions, shots, limit and the hash of rows of the user's own."""
+        tasks = self.tasks.tasks["tasks"]
+        return {
+            "kind": "task",
+            "task": self.tasks.name,
+            "versions": {name: str(task.VERSION) for name, task in tasks.items()},
+            "num_fewshot": {name: task.get_config("num_fewshot") for name, task in tasks.items()},
+            "limit": self.limit,
+            "data_hash": self.tasks.data_hash,
+        }
+
+    def answer(self, loaded: Loaded, manifest: Manifest, batch_tokens: int | None, on_progress: Progress) -> Answer:
+        """Asks lm-eval to ask our model."""
+        random.seed(_RANDOM_SEED)
+        np.random.seed(_OTHER_SEED)
+        torch.manual_seed(_OTHER_SEED)
+        for task in self.tasks.tasks["tasks"].values():
+            task.set_fewshot_seed(seed=_OTHER_SEED)
+        lm = GenesisLM(loaded.decoder, loaded.tokenizer, batch_tokens, on_progress)
+        try:
+            with redirect_stdout(io.StringIO()):  # it prints what it bootstraps
+                found = evaluate(lm, self.tasks.tasks, limit=self.limit, bootstrap_iters=_BOOTSTRAP_ITERATIONS)
+        except jinja2.TemplateError as error:
+            raise UserError(f"a template of task {self.tasks.name} does not fit its rows: {error}") from None
+        return Answer(list(self._read_measures(found)), list(_read_items(found)))
+
+    def _read_measures(self, found: dict[str, Any]) -> Iterator[Measure]:
+        for task, values in found["results"].items():
+            subject = f"{task}{_describe_shots({found['n-shot'].get(task)})}{self._variant}"
+            for key, value in values.items():
+                metric, _, filter_name = key.partition(",")
+                if key in _NOT_METRICS or metric.endswith("_stderr") or not isinstance(value, int | float):
+                    continue
+                stderr = values.get(f"{metric}_stderr,{filter_name}")
+                yield Measure(
+                    subject,
+                    metric if filter_name in ("", "none") else key,
+                    float(value),
+                    stderr if isinstance(stderr, float) else None,
+                    found["higher_is_better"].get(task, {}).get(metric),
+                    int(values.get("sample_len") or 0),
+                )
+
+
+class HeldOutQuestion(Question):
+    """Bits per byte on held-out text.
+
+    Args:
+        path: A file or folder of text; None for the validation set of the corpus that the recipe names.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+        self._opened: dict[tuple[str, int, str], HeldOut] = {}  # for all checkpoints of a run it is the same
+
+    @property
+    def name(self) -> str:
+        """Returns a name after the text."""
+        return "heldout" if self._path is None else f"heldout-{self._path.resolve().name.split('.')[0]}"
+
+    def describe(self, manifest: Manifest, tokenizer: Tokenizer) -> dict[str, Any]:
+        """Returns the hash of the text, and how it is cut."""
+        held_out = self._open(manifest, tokenizer)
+        return {"kind": "heldout", "data_hash": held_out.data_hash, "seq_len": held_out.sequence_format.seq_len}
+
+    def answer(self, loaded: Loaded, manifest: Manifest, batch_tokens: int | None, on_progress: Progress) -> Answer:
+        """Sums the loss over the text."""
+        held_out = self._open(manifest, loaded.tokenizer)
+        device = loaded.decoder.output_weight.device.type
+        measures = measure_held_out(loaded.decoder, held_out, batch_tokens or BATCH_TOKENS[device], on_progress)
+        prefix = "" if self._path is None else f"{self.name.removeprefix('heldout-')}/"
+        return Answer([replace(measure, subject=prefix + measure.subject) for measure in measures], [])
+
+    def _open(self, manifest: Manifest, tokenizer: Tokenizer) -> HeldOut:
+        data, model = (manifest.recipe.get(key) or {} for key in ("data", "model"))
+        config = build_decoder_config(model.get("decoder"), where=f"the recipe of step {manifest.step}")
+        seq_len = data.get("seq_len") or config.max_seq_len
+        place = self._path or data.get("corpus")
+        if not place:
+            raise UserError("the recipe names no corpus, so that there is no validation set; give --heldout PATH")
+        key = (str(place), seq_len, tokenizer.hash)
+        if key not in self._opened:
+            opens = open_validation_set if self._path is None else read_texts
+            self._opened[key] = opens(Path(place), seq_len, tokenizer)
+        return self._opened[key]
+
+
+def list_versions() -> dict[str, str]:
+    """Returns the versions of the packages that decide an answer."""
+    return {name: version(name) for name in ("genesis-lm", "lm-eval", "torch")}
+
+
+def _describe_shots(shots: set[int | None]) -> str:
+    return "".join(f"-{number}shot" for number in sorted(number for number in shots if number))
+
+
+def _read_items(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for task, samples in found["samples"].items():
+        for sample in samples:
+            fields = (*_ITEM_FIELDS, *sample["metrics"])
+            yield {"task": task, **{field: sample[field] for field in fields if field in sample}}

@@ -1,0 +1,150 @@
+"""What was measured, on disk: plain JSON, for whatever wants to read it. Imports neither torch nor lm-eval.
+
+RUN/evaluations/step-00000150/NAME.json      the result of one question about one checkpoint
+                              NAME.jsonl     its items, one a line
+RUN/evaluations/metrics.csv                  all results of the run, one row per checkpoint
+"""
+
+import csv
+import io
+import json
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from genesis.errors import UserError
+
+EVALUATIONS_NAME: Final = "evaluations"
+METRICS_NAME: Final = "metrics.csv"
+SCHEMA_VERSION: Final = 1
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One number.
+
+    Args:
+        subject: What was measured on: a task, with shots and limit if there are any, or a source of held-out text.
+        metric: Its name: `acc_norm`, `bits_per_byte`.
+        value: None where it is not a number.
+        stderr: Standard error of the value, where one is known.
+        is_higher_better: Whether more is better, where that is known.
+        num_items: Over how much it was taken: questions, or bytes of text.
+    """
+
+    subject: str
+    metric: str
+    value: float | None
+    stderr: float | None
+    is_higher_better: bool | None
+    num_items: int
+
+    @property
+    def key(self) -> str:
+        """Returns the name under which it is logged."""
+        return f"evaluation/{self.subject}_{self.metric}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """The answer to one question about one checkpoint.
+
+    Args:
+        checkpoint: Its name.
+        step: Its step.
+        hash: Its manifest's, which its commit marker vouches for.
+        name: Of the question, and of the file.
+        question: All that decides the answer beside the checkpoint: task or text, version, shots, limit, dtype, hashes.
+        measures: The answer.
+        versions: Of the packages that took part.
+        seconds: What it took.
+    """
+
+    checkpoint: str
+    step: int
+    hash: str
+    name: str
+    question: dict[str, Any]
+    measures: tuple[Measure, ...]
+    versions: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def answers(self, question: dict[str, Any], checkpoint_hash: str) -> bool:
+        """Whether it is about just this."""
+        return self.hash == checkpoint_hash and self.question == question
+
+
+def write_result(directory: Path, result: Result, items: Iterable[dict[str, Any]] = ()) -> None:
+    """Writes a result into `directory`, and its items; a reader sees each file whole or not at all."""
+    place = directory / result.checkpoint
+    place.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(_plain(item), ensure_ascii=False, default=str) + "\n" for item in items]
+    if lines:
+        write_whole(place / f"{result.name}.jsonl", "".join(lines))
+    content = {"schema": SCHEMA_VERSION, **asdict(result)}
+    write_whole(place / f"{result.name}.json", json.dumps(_plain(content), indent=2, ensure_ascii=False) + "\n")
+
+
+def read_results(directory: Path) -> list[Result]:
+    """Returns all results in `directory`, of a run's `evaluations`, by step, checkpoint and name.
+
+    Raises:
+        UserError: A file is not a result, or of a newer version.
+    """
+    results = [read_result(path) for path in sorted(directory.glob("*/*.json"))]
+    return sorted(results, key=lambda result: (result.step, result.checkpoint, result.name))
+
+
+def read_result(path: Path) -> Result:
+    """Returns the result in the file `path`.
+
+    Raises:
+        UserError: It is not one, or of a newer version.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+        schema, measures = content.pop("schema"), content.pop("measures")
+        if schema > SCHEMA_VERSION:
+            raise UserError(f"{path} has schema {schema}, this version reads {SCHEMA_VERSION}: update genesis")
+        return Result(**content, measures=tuple(Measure(**measure) for measure in measures))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path} is not the result of an evaluation ({error}); remove it") from None
+
+
+def write_metrics(directory: Path, results: Sequence[Result]) -> None:
+    """Writes `metrics.csv`: a row for each checkpoint, sorted by step, and a column for each measure."""
+    keys = list(dict.fromkeys(measure.key for result in results for measure in result.measures))
+    rows: dict[tuple[int, str], dict[str, Any]] = {}
+    for result in results:
+        row = rows.setdefault((result.step, result.checkpoint), {"step": result.step, "checkpoint": result.checkpoint})
+        row |= {measure.key: measure.value for measure in result.measures}
+    text = io.StringIO()
+    writer = csv.DictWriter(text, ["step", "checkpoint", *keys])
+    writer.writeheader()
+    writer.writerows(rows[place] for place in sorted(rows))
+    directory.mkdir(parents=True, exist_ok=True)
+    write_whole(directory / METRICS_NAME, text.getvalue())
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Writes a file that a reader sees whole or not at all."""
+    staging = path.with_name(f".{path.name}.{os.getpid()}.staging")
+    try:
+        staging.write_bytes(content.encode() if isinstance(content, str) else content)
+        staging.replace(path)
+    finally:
+        staging.unlink(missing_ok=True)
+
+
+def _plain(value: Any) -> Any:
+    """Returns `value` without numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

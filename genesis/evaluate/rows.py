@@ -1,0 +1,86 @@
+"""The rows of a task of one's own: JSONL files, read strictly, without a copy in a cache."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import genesis.evaluate.environment  # noqa: F401 - before what reads it
+
+# isort: split
+import datasets
+import pyarrow as pa
+from blake3 import blake3
+
+from genesis.errors import UserError
+
+Splits = Mapping[str, Sequence[Path]]
+
+
+def find_splits(folder: Path, data_files: Any = None) -> dict[str, list[Path]]:
+    """Returns the files of each split.
+
+    Args:
+        folder: The task's.
+        data_files: As in `datasets`: a name, a list of names (of the split `train`) or both by split, relative to the
+            folder; None for each `SPLIT.jsonl` that is there.
+
+    Raises:
+        UserError: A file is not there, or there is none.
+    """
+    if data_files is None:
+        splits = {path.stem: [path] for path in sorted(folder.glob("*.jsonl"))}
+    else:
+        by_split: dict[str, Any] = data_files if isinstance(data_files, dict) else {"train": data_files}
+        splits = {
+            split: [folder / name for name in ([names] if isinstance(names, str) else names)]
+            for split, names in by_split.items()
+        }
+    for path in (path for paths in splits.values() for path in paths):
+        if not path.is_file():
+            raise UserError(f"{path} is not there, which the task in {folder} names as its data")
+    if not splits:
+        raise UserError(f"{folder} has no rows; put them into files named as splits, as {folder / 'test.jsonl'}")
+    return splits
+
+
+def hash_splits(splits: Splits) -> str:
+    """Returns a BLAKE3 hex digest of all rows, in their splits."""
+    digest = blake3()
+    for split, paths in sorted(splits.items()):
+        for path in paths:
+            digest.update(f"{split}:{path.stat().st_size}:".encode())
+            digest.update_mmap(path)
+    return digest.hexdigest()
+
+
+def read_split(paths: Sequence[Path]) -> datasets.Dataset:
+    """Returns the rows of some files, one after the other.
+
+    Raises:
+        UserError: A line is no JSON object, there is none, or rows differ in the types of their fields.
+    """
+    rows = [row for path in paths for row in _read_rows(path)]
+    names = ", ".join(map(str, paths))
+    if not rows:
+        raise UserError(f"{names} has no row")
+    fields = dict.fromkeys(field for row in rows for field in row)
+    try:
+        return datasets.Dataset.from_dict({field: [row.get(field) for row in rows] for field in fields})
+    except (pa.ArrowException, TypeError, OverflowError) as error:
+        raise UserError(f"{names}: a field has other types in other rows ({' '.join(str(error).split())})") from None
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    rows = []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise UserError(f"{path}, line {number} is not JSON ({error}); mend or remove it") from None
+        if not isinstance(row, dict):
+            raise UserError(f"{path}, line {number} is a JSON {type(row).__name__}, not an object; mend or remove it")
+        rows.append(row)
+    return rows

@@ -1,0 +1,160 @@
+"""Log-likelihoods of continuations, exactly and with little work: what `plan.py` plans, run on a decoder.
+
+B  rows of a forward     S  tokens of the longest     D  model width     V  vocabulary
+P  places that score (a token of a row, whatever is asked after it)     T  targets (what is asked there)
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from genesis.errors import UserError
+from genesis.evaluate.plan import (
+    Head,
+    Request,
+    Row,
+    batch_by_size,
+    find_heads,
+    gather_contexts,
+    plan_branches,
+    plan_context,
+)
+from genesis.loss import chunk_tokens
+from genesis.model.decoder import Decoder, KVCache
+
+BATCH_TOKENS = {"cpu": 4096, "cuda": 65_536}
+"""What is fed and kept at one time, by type of device: on a CPU what stays near the caches."""
+
+
+class Score(NamedTuple):
+    """The log-likelihood of a continuation in nats, and whether each of its tokens was the likeliest."""
+
+    log_likelihood: float
+    is_greedy: bool
+
+
+class Scorer:
+    """Scores requests with one decoder, in batches of limited size. Deterministic; not thread-safe.
+
+    Args:
+        decoder: In evaluation mode.
+        batch_tokens: Tokens that a forward feeds, and those in the cache that it goes on from, padding counted; None
+            for what suits the device.
+
+    Raises:
+        UserError: `batch_tokens` is below 1.
+    """
+
+    def __init__(self, decoder: Decoder, batch_tokens: int | None = None) -> None:
+        assert not decoder.training, "dropout would be part of the scores"
+        if batch_tokens is not None and batch_tokens < 1:
+            raise UserError(f"batch_tokens is {batch_tokens}: it must be at least 1")
+        self.decoder = decoder
+        self.batch_tokens = batch_tokens or BATCH_TOKENS[decoder.output_weight.device.type]
+
+    @torch.no_grad()
+    def score(self, requests: Sequence[Request], on_progress: Callable[[int], None] = lambda _: None) -> list[Score]:
+        """Returns the score of each request; equal ones are computed once.
+
+        Args:
+            requests: None longer than the decoder's context and one token, of which the last is never fed.
+            on_progress: Called with the number of different requests that were scored since the last call.
+        """
+        numbers = {request: number for number, request in enumerate(dict.fromkeys(requests))}
+        self._sums = torch.zeros(len(numbers), dtype=torch.float64)
+        self._is_greedy = torch.ones(len(numbers), dtype=torch.bool)
+        plain, *heads = find_heads(gather_contexts(list(numbers)))
+        self._score_contexts([plain], None, on_progress)
+        for batch in batch_by_size(heads, lambda head: (len(head.tokens), 0), self.batch_tokens):
+            cache = self._run([Row(0, 0, head.tokens) for head in batch], None, is_kept=True)
+            self._score_contexts(batch, cache, on_progress)
+        scores = [Score(*both) for both in zip(self._sums.tolist(), self._is_greedy.tolist(), strict=True)]
+        return [scores[numbers[request]] for request in requests]
+
+    def _score_contexts(self, heads: Sequence[Head], cache: KVCache | None, on_progress: Callable[[int], None]) -> None:
+        """Scores all continuations after heads whose keys and values are the rows of `cache`."""
+        planned = [
+            (plan_context(context, row, len(head.tokens)), context)
+            for row, head in enumerate(heads)
+            for context in head.contexts
+        ]
+        for batch in batch_by_size(planned, lambda item: _size(item[0]), self.batch_tokens):
+            branches = list(chain.from_iterable(plan_branches(item[1], row) for row, item in enumerate(batch)))
+            contexts = self._run([row for row, _ in batch], cache, is_kept=bool(branches))
+            for part in batch_by_size(branches, _size, self.batch_tokens):
+                self._run(part, contexts, is_kept=False)
+            on_progress(sum(len(context.continuations) for _, context in batch))
+
+    def _run(self, rows: Sequence[Row], parents: KVCache | None, *, is_kept: bool) -> KVCache | None:
+        """Feeds rows after their parents, adds up what they score, and returns the cache that they made if asked to."""
+        device = self.decoder.output_weight.device
+        longest = max(len(row.tokens) for row in rows)
+        input_ids = torch.zeros((len(rows), longest), dtype=torch.int64)  # padded on the right: never attended
+        for padded, row in zip(input_ids, rows, strict=True):
+            padded[: len(row.tokens)] = torch.tensor(row.tokens)
+        cache = self._branch(rows, parents, longest) if parents is not None or is_kept else None
+        targets = torch.tensor(
+            [
+                (index * longest + position, token, request)
+                for index, row in enumerate(rows)
+                for position, token, request in row.targets
+            ],
+            dtype=torch.int64,
+        ).view(-1, 3)
+        places, tokens, requests = targets.unbind(1)
+        head = partial(score_targets, places=places.to(device), tokens=tokens.to(device))
+        logprobs, is_likeliest = self.decoder(input_ids.to(device), cache=cache, head=head)
+        self._sums.index_add_(0, requests, logprobs.cpu().double())
+        self._is_greedy[requests[~is_likeliest.cpu()]] = False
+        return cache if is_kept else None
+
+    def _branch(self, rows: Sequence[Row], parents: KVCache | None, num_new: int) -> KVCache:
+        """Returns a cache for `rows`: each has what it keeps of its parent, and there is room for `num_new` tokens."""
+        weight = self.decoder.output_weight
+        num_kept = max(row.start for row in rows)
+        cache = KVCache(self.decoder.config, len(rows), num_kept + num_new, weight.device, weight.dtype)
+        if parents is not None:
+            picked = torch.tensor([row.parent for row in rows], device=weight.device)
+            cache.keys[:, :, :num_kept] = parents.keys[:, :, :num_kept].index_select(1, picked)
+            cache.values[:, :, :num_kept] = parents.values[:, :, :num_kept].index_select(1, picked)
+            cache.advance(torch.tensor([row.start for row in rows], device=weight.device))
+        return cache
+
+
+def score_targets(
+    hidden: Float[Tensor, "B S D"],
+    weight: Float[Tensor, "V D"],
+    places: Int64[Tensor, " T"],
+    tokens: Int64[Tensor, " T"],
+) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"]]:
+    """Returns the log-probability of each target in float32, and whether it is the likeliest token of its place.
+
+    Logits are made for the places that score and for no other, some at a time.
+
+    Args:
+        hidden: What the decoder gives to its head.
+        weight: The output weight.
+        places: Of each target, in the flattened batch; in rising order, a place as often as it has targets.
+        tokens: Of each target.
+    """
+    unique, which = torch.unique_consecutive(places, return_inverse=True)
+    scored = hidden.flatten(0, 1)[unique]
+    logprobs = torch.empty(len(places), dtype=torch.float32, device=hidden.device)
+    is_likeliest = torch.empty(len(places), dtype=torch.bool, device=hidden.device)
+    step = chunk_tokens(weight.shape[0], weight.device)
+    for start in range(0, len(unique), step):
+        logits = (scored[start : start + step] @ weight.t()).float()
+        inside = (which >= start) & (which < start + step)
+        rows, asked = which[inside] - start, tokens[inside]
+        logprobs[inside] = logits[rows, asked] - logits.logsumexp(dim=1)[rows]
+        is_likeliest[inside] = logits.argmax(dim=1)[rows] == asked
+    return logprobs, is_likeliest
+
+
+def _size(row: Row) -> tuple[int, int]:
+    return len(row.tokens), row.start

@@ -1,0 +1,232 @@
+"""Names and folders to lm-eval's tasks.
+
+A name is a task, group or tag that lm-eval knows; its data come from the hub. A folder is a task of one's own, with
+`task.yaml` in lm-eval's form, or rows for a task that lm-eval knows by the folder's name. Nothing of a folder is
+executed: neither `!function` nor what a template could reach.
+"""
+
+import difflib
+import socket
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+import genesis.evaluate.environment  # noqa: F401 - before what reads it
+
+# isort: split
+import datasets
+import huggingface_hub.constants
+import jinja2.sandbox
+import lm_eval.utils
+from lm_eval.tasks import TaskManager
+
+from genesis.errors import UserError
+from genesis.evaluate.rows import Splits, find_splits, hash_splits, read_split
+
+TASK_NAME: Final = "task.yaml"
+_SPLIT_FIELDS: Final = ("training_split", "validation_split", "test_split", "fewshot_split")
+_NUM_NEAREST: Final = 3
+_TEMPLATES = lm_eval.utils.env
+_SANDBOX = jinja2.sandbox.SandboxedEnvironment(
+    loader=jinja2.BaseLoader(), undefined=jinja2.StrictUndefined, keep_trailing_newline=True
+)
+_SANDBOX.filters.update(_TEMPLATES.filters)
+
+
+@dataclass(frozen=True)
+class LoadedTasks:
+    """What one name or folder stands for.
+
+    Args:
+        name: Of the task, group or tag.
+        tasks: What `lm_eval.evaluator.evaluate` takes: all tasks, and the groups that they are in.
+        data_hash: Of the rows, where they are the user's own.
+    """
+
+    name: str
+    tasks: dict[str, Any]
+    data_hash: str | None = None
+
+
+def load_tasks(spec: str, num_fewshot: int | None = None, *, may_run_code: bool = False) -> LoadedTasks:
+    """Returns the tasks of a name or a folder.
+
+    Args:
+        spec: A name that lm-eval knows, or the path of a folder, which has a slash in it.
+        num_fewshot: Examples before each question; None for what a task says. A task that says none has none.
+        may_run_code: Whether `task.yaml` may name Python functions, and templates reach everything.
+
+    Raises:
+        UserError: There is no such task, its data cannot be had, or it would run code.
+    """
+    lm_eval.utils.env = _TEMPLATES if may_run_code else _SANDBOX
+    loaded = _load_folder(Path(spec), num_fewshot, may_run_code) if "/" in spec else _load_name(spec)
+    for task in loaded.tasks["tasks"].values():
+        if getattr(task, "UNSAFE_CODE", False):
+            raise UserError(f"task {task.task_name} runs the code that a model writes, which is not done here")
+        if getattr(task, "MULTIMODAL", False):
+            raise UserError(f"task {task.task_name} is not about text alone")
+        _set_fewshot(task, num_fewshot)
+    return loaded
+
+
+def _set_fewshot(task: Any, num_fewshot: int | None) -> None:
+    """As lm-eval's own command does it."""
+    own = task.get_config("num_fewshot")
+    if own is None or (num_fewshot is not None and own != 0):
+        task.set_config(key="num_fewshot", value=num_fewshot or 0)
+
+
+# ---- by name
+
+
+@cache
+def _known() -> TaskManager:
+    return TaskManager()
+
+
+def _load_name(name: str) -> LoadedTasks:
+    if name not in _known().task_index:
+        near = difflib.get_close_matches(name, _known().all_tasks, n=_NUM_NEAREST)
+        hint = f"; near to it are {', '.join(near)}" if near else ""
+        folder = f"; for the folder of that name write ./{name}" if Path(name).is_dir() else ""
+        raise UserError(f"lm-eval has no task {name!r}{hint}{folder}")
+    _skip_retries_without_network()
+    try:
+        return LoadedTasks(name, _known().load([name]))
+    except (OSError, datasets.exceptions.DatasetNotFoundError) as error:
+        reason = " ".join(str(error).split())
+        config = _known().task_index[name].cfg or {}
+        split = config.get("test_split") or config.get("validation_split") or "test"
+        raise UserError(
+            f"the data of task {name} come from Hugging Face's hub and cannot be had ({reason}); put its rows into a "
+            f"folder of its name, as ./{name}/{split}.jsonl, and give that: --tasks ./{name}"
+        ) from None
+
+
+def _skip_retries_without_network() -> None:
+    """Where the hub has no address, data that were fetched before are used, and nothing is asked again and again."""
+    if urllib.request.getproxies():
+        return
+    host = urllib.parse.urlsplit(huggingface_hub.constants.ENDPOINT).hostname
+    try:
+        socket.getaddrinfo(host, 443)
+    except OSError:
+        huggingface_hub.constants.HF_HUB_OFFLINE = True
+        datasets.config.HF_HUB_OFFLINE = True
+
+
+# ---- by folder
+
+
+def _load_folder(folder: Path, num_fewshot: int | None, may_run_code: bool) -> LoadedTasks:
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {folder}; a task of your own is a folder with {TASK_NAME} and *.jsonl")
+    if (folder / TASK_NAME).is_file():
+        return _load_own(folder.resolve(), may_run_code)
+    return _load_known_on_own_rows(folder.resolve(), num_fewshot)
+
+
+def _load_own(folder: Path, may_run_code: bool) -> LoadedTasks:
+    file = folder / TASK_NAME
+    if not may_run_code:
+        _check_runs_nothing(file, folder)
+    # It indexes every YAML file of the folder; of those that it cannot read it says nothing.
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    entry = next((entry for entry in manager.task_index.values() if entry.yaml_path == file), None)
+    if entry is None or not isinstance(entry.name, str):
+        raise UserError(
+            f"{file} is no task of lm-eval's form: it needs 'task: NAME', and what it includes must be there"
+        )
+    config: dict[str, Any] = entry.cfg
+    kind = config.get("dataset_path")
+    if kind not in (None, "json"):
+        if kind in ("csv", "parquet", "text", "arrow"):
+            raise UserError(f"{file} has dataset_path {kind}; rows of your own are JSONL: leave it out")
+        return LoadedTasks(entry.name, _build(manager, entry.name, {}, file))
+    splits = find_splits(folder, (config.get("dataset_kwargs") or {}).get("data_files"))
+    for field in _SPLIT_FIELDS:
+        if config.get(field) not in (None, *splits):
+            raise UserError(f"{file} has {field} {config[field]}, and its rows are in: {', '.join(splits)}")
+    return LoadedTasks(entry.name, _build(manager, entry.name, _own_rows(splits), file), hash_splits(splits))
+
+
+def _load_known_on_own_rows(folder: Path, num_fewshot: int | None) -> LoadedTasks:
+    entry = _known().task_index.get(folder.name)
+    if entry is None or not entry.cfg or "dataset_path" not in entry.cfg:
+        near = difflib.get_close_matches(folder.name, _known().all_subtasks, n=_NUM_NEAREST)
+        hint = f" (near to it: {', '.join(near)})" if near else ""
+        raise UserError(
+            f"{folder} has no {TASK_NAME}, and {folder.name!r} is not the name of a task of lm-eval's with rows{hint}"
+        )
+    splits, wanted = find_splits(folder), {field: entry.cfg.get(field) for field in _SPLIT_FIELDS}
+    asked = [wanted[field] for field in ("test_split", "validation_split") if wanted[field]]
+    if not any(split in splits for split in asked):
+        raise UserError(f"{folder} lacks the rows that task {folder.name} asks about: {' or '.join(asked)}.jsonl")
+    missing = {field: None for field, split in wanted.items() if split is not None and split not in splits}
+    own = entry.cfg.get("num_fewshot")
+    examples = wanted["fewshot_split"] or wanted["training_split"]
+    if examples not in (None, *splits) and (own if num_fewshot is None or own == 0 else num_fewshot):
+        raise UserError(f"task {folder.name} shows examples before its questions; {folder} lacks {examples}.jsonl")
+    tasks = _build(_known(), folder.name, {**_own_rows(splits), **missing}, folder)
+    return LoadedTasks(folder.name, tasks, hash_splits(splits))
+
+
+def _own_rows(splits: Splits) -> dict[str, Any]:
+    """Returns the setting that makes a task take rows of ours instead of loading a data set."""
+    return {"custom_dataset": lambda **_: {split: read_split(paths) for split, paths in splits.items()}}
+
+
+def _build(manager: TaskManager, name: str, changes: Mapping[str, Any], place: Path) -> dict[str, Any]:
+    """Returns a task with some settings changed; an inline group is lm-eval's way to change them."""
+    try:
+        loaded = manager.load([{"group": "own", "task": [{"task": name, **changes}]}])
+    except UserError:
+        raise
+    except Exception as error:  # whatever a task makes of settings and rows that do not fit
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{place} does not make a task: {reason}") from error
+    return {"tasks": loaded["tasks"], "groups": {}, "group_map": {}}
+
+
+def _check_runs_nothing(file: Path, folder: Path, seen: frozenset[Path] = frozenset()) -> None:
+    """Refuses Python functions, in the file and in what it includes, and metrics whose code comes from the hub."""
+    try:
+        root = yaml.compose(file.read_bytes(), yaml.SafeLoader)
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise UserError(f"{file} cannot be read: {' '.join(str(error).split())}") from None
+    for node, key in _list_nodes(root):
+        what = node.tag if node.tag.startswith("!") else "hf_evaluate" if key == "hf_evaluate" else None
+        if what:
+            raise UserError(
+                f"{file}, line {node.start_mark.line + 1} has {what}, which runs code; read that code, then say "
+                "--allow_code"
+            )
+        if key == "include" and isinstance(node, yaml.ScalarNode):
+            included = (file.parent / node.value).resolve()
+            if not included.is_relative_to(folder) or included in seen | {file}:
+                raise UserError(f"{file} includes {node.value}, which is not another file of {folder}")
+            _check_runs_nothing(included, folder, seen | {file})
+
+
+def _list_nodes(root: yaml.Node | None) -> Iterator[tuple[yaml.Node, str | None]]:
+    """Yields every node with the key that it, or the list that it is in, stands under."""
+    waiting: list[tuple[yaml.Node | None, str | None]] = [(root, None)]
+    seen = set()
+    while waiting:
+        node, key = waiting.pop()
+        if node is None or id(node) in seen:  # an anchor may stand in itself
+            continue
+        seen.add(id(node))
+        yield node, key
+        if isinstance(node, yaml.SequenceNode):
+            waiting += [(child, key) for child in node.value]
+        elif isinstance(node, yaml.MappingNode):
+            for name, value in node.value:
+                waiting += [(name, None), (value, name.value if isinstance(name, yaml.ScalarNode) else None)]

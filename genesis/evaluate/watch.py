@@ -1,0 +1,67 @@
+"""Follows a run that trains elsewhere: each checkpoint that it commits is evaluated, the newest first."""
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from genesis.errors import UserError
+from genesis.evaluate.answer import Display, Settings, answer_questions
+from genesis.evaluate.questions import Question
+from genesis.evaluate.results import Result, read_results, write_metrics
+from genesis.evaluate.table import select_shown
+from genesis_callbacks.checkpoint import list_committed
+
+POLL_SECONDS: Final = 5.0
+
+
+def watch(
+    run: Path,
+    questions: Sequence[Question],
+    settings: Settings,
+    out: Path,
+    display: Display,
+    until_step: int | None = None,
+    poll_seconds: float = POLL_SECONDS,
+) -> int:
+    """Evaluates every checkpoint that stands in a run and that comes, and returns the exit status.
+
+    The newest is next, so that what is learned is of today even where evaluation is slower than training; older ones
+    follow while nothing new comes. One that retention removes before or while it is read is passed over, and one that
+    does not verify; each with a line.
+    """
+    done: set[tuple[str, float]] = set()
+    last_step = -1
+    while True:
+        there = [(path, manifest.step, (path.name, manifest.created_seconds)) for path, manifest in list_committed(run)]
+        last_step = max([last_step, *(step for _, step, _ in there)])
+        waiting = [(path, identity) for path, _, identity in there if identity not in done]
+        if not waiting:
+            if until_step is not None and last_step >= until_step:
+                return 0
+            time.sleep(poll_seconds)
+            continue
+        path, identity = waiting[-1]
+        done.add(identity)
+        before = read_results(out)
+        try:
+            results = answer_questions(path, questions, settings, out, display)
+        except (UserError, OSError) as error:
+            reason = f"is passed over: {error}" if path.exists() else "was removed before it was evaluated"
+            print(f"genesis: {path.name} {reason}", file=sys.stderr)
+            continue
+        new = [result for result in results if result not in before]
+        if new:
+            write_metrics(out, read_results(out))
+            print(_tell(new), flush=True)
+
+
+def _tell(results: Sequence[Result]) -> str:
+    """Returns a line that tells a checkpoint's new results."""
+    values = [
+        f"{measure.subject} {measure.metric} {measure.value:.4f}"
+        for _, measure in select_shown(results)
+        if measure.value is not None
+    ]
+    return f"{results[0].checkpoint}: {', '.join(values)}"
