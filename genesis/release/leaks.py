@@ -23,6 +23,7 @@ _ROOTS: Final = ("home", "root", "Users", "Volumes", "mnt", "media", "tmp", "pri
 _SYSTEM_ROOTS: Final = ("bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "proc", "sbin", "sys", "usr")
 """Directories that every machine has and nobody works in."""
 _END_OF_PATH = r"[^\s\"'`|)]*"
+_PUNCTUATION = ".,;:"
 _CREDENTIALS: Final = {
     "a token of Hugging Face": re.compile(r"\bhf_[A-Za-z0-9]{20,}"),
     "a token of GitHub": re.compile(r"\b(?:gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,})"),
@@ -34,8 +35,8 @@ _CREDENTIALS: Final = {
 _SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|CREDENTIAL", re.IGNORECASE)
 _SECRET_CHARACTERS = 8
 """Shorter values of variables with such names are switches and the like."""
-_NOBODY: Final = ("root", "user", "ubuntu", "admin", "runner", "jovyan", "app", "nobody", "localhost")
-"""Names that many machines and accounts have."""
+_NOBODY: Final = ("root", "user", "ubuntu", "admin", "runner", "jovyan", "app", "nobody", "localhost", "genesis")
+"""Names that many machines and accounts have, and ours."""
 
 
 @dataclass(frozen=True)
@@ -118,11 +119,11 @@ def _find_traces(name: str, text: str, machine: Machine) -> Iterator[tuple[str, 
     """Yields what it is, the words, and where they begin."""
     for place in machine.places:
         for found in re.finditer(rf"(?<![\w.-]){re.escape(place)}(?![\w-]){_END_OF_PATH}", text):
-            yield "a path of this machine", found[0], found.start()
+            yield "a path of this machine", found[0].rstrip(_PUNCTUATION), found.start()
     if name in _VOCABULARIES:
         return
     for found in machine.local_path.finditer(text):
-        yield "a local path", found[0], found.start()
+        yield "a local path", found[0].rstrip(_PUNCTUATION), found.start()
     for what, word in machine.names.items():
         for found in re.finditer(rf"(?<![\w-]){re.escape(word)}(?![\w-])", text, re.IGNORECASE):
             yield what, found[0], found.start()

@@ -1,0 +1,105 @@
+"""`genesis release`: what it shows, that it contacts nobody unasked, and bad input in one line."""
+
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from huggingface_hub import constants
+
+from tests.cli.conftest import Genesis
+from tests.cli.test_bad_input import check_is_one_line
+from tests.release.hub import TOKEN, Hub, serve_hub
+
+WHAT = ("--repo", "some-lab/tiny", "--license", "mit")
+
+
+@pytest.fixture(autouse=True)
+def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is logged in, whoever runs the tests."""
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    for module in ("huggingface_hub.constants", "genesis.release.leaks"):
+        monkeypatch.setattr(f"{module}.HF_TOKEN_PATH", str(tmp_path / "no-token"))
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with serve_hub() as hub:
+        yield hub
+
+
+def test_a_dry_run_makes_the_folder_shows_every_file_and_contacts_nobody(
+    genesis: Genesis, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> NoReturn:
+        raise AssertionError("somebody was contacted")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    out = tmp_path / "out"
+    outcome = genesis("release", str(exported), str(out), *WHAT, "--version", "2.0.0", "--dry-run", "--upload")
+    assert outcome.status == 0, outcome.err
+    files = {path.name: path.stat().st_size for path in out.iterdir()}
+    assert f"{out}: model some-lab/tiny, tag v2.0.0, {len(files)} files" in outcome.out
+    shown = dict(reversed(line.split()) for line in outcome.out.splitlines() if line.startswith("  "))
+    assert {name: int(size.replace(",", "")) for name, size in shown.items()} == files
+    assert "nothing was uploaded" in outcome.out
+
+
+def test_without_token_or_network_the_folder_stays_and_the_same_command_goes_on(
+    genesis: Genesis, exported: Path, tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, space = tmp_path / "out", tmp_path / "space"
+    command = ("release", str(exported), str(out), *WHAT, "--space", str(space), "--private", "--upload")
+    check_is_one_line(genesis(*command), "no token of the Hub", "hf auth login", str(out))
+    files = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    check_is_one_line(genesis(*command), "http://127.0.0.1:9 cannot be reached", "the same command goes on")
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    outcome = genesis(*command)
+    assert outcome.status == 0, outcome.err
+    assert f"{out}: {hub.url}/some-lab/tiny" in outcome.out
+    assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == files
+    assert hub.repositories["models/some-lab/tiny"].files.keys() == files.keys()
+    page = hub.repositories["spaces/some-lab/tiny"]
+    assert page.files["model/config.json"] == (exported / "config.json").read_bytes()
+    assert page.is_private
+    check_is_one_line(genesis(*command), "has a version 1.0.0 already", "--version")
+
+
+def test_bad_input_is_one_line(genesis: Genesis, exported: Path, checkpoint: Path, tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    check_is_one_line(genesis("release", str(tmp_path / "nowhere"), out, *WHAT), "nowhere", "`genesis export`")
+    check_is_one_line(genesis("release", str(checkpoint), out, *WHAT), "has no proof.json")
+    check_is_one_line(genesis("release", str(exported), str(exported), *WHAT), "is there already")
+    check_is_one_line(genesis("release", str(exported), out, *WHAT, "--space", str(exported)), "is there already")
+    check_is_one_line(genesis("release", str(exported), out, "--license", "mit"), "--repo")
+    check_is_one_line(genesis("release", str(exported), out, *WHAT, "--license", "apache"), "near are apache-2.0")
+    check_is_one_line(genesis("release", str(exported), out, *WHAT, "--license_file", out), "cannot read", out)
+    check_is_one_line(genesis("release", str(exported), out, *WHAT, "--licence", "mit"), "did you mean --license")
+    assert not Path(out).exists()
+
+
+def test_a_path_in_the_card_is_refused_unless_it_may_be_public(
+    genesis: Genesis, exported: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(exported, tmp_path / "model")
+    with (tmp_path / "model/README.md").open("a") as card:
+        card.write("Trained in /scratch/ours/a.\n")
+    out = str(tmp_path / "out")
+    outcome = genesis("release", str(tmp_path / "model"), out, *WHAT)
+    check_is_one_line(outcome, "README.md, line", "'/scratch/ours/a' is a local path", "--allow")
+    assert not Path(out).exists()
+    assert genesis("release", str(tmp_path / "model"), out, *WHAT, "--allow", "/scratch/ours/a").status == 0
+
+
+def test_without_the_extra_the_command_names_it(genesis: Genesis, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in [name for name in sys.modules if name.startswith(("genesis.release", "genesis.cli.release"))]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    check_is_one_line(genesis("release", "a", "b", *WHAT), "needs huggingface_hub", "genesis-lm[release]")
