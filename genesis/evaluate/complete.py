@@ -1,13 +1,17 @@
 """Text after prompts, up to a string that stops it."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from itertools import groupby
+from typing import Final, NamedTuple
 
 from genesis.generate.batch import Batch, Request
 from genesis.generate.sample import SamplingOptions
 from genesis.generate.stream import plan_seeds
 from genesis.model.decoder import Decoder
 from genesis.tokenizer.tokenizer import Tokenizer
+
+_MORE_TOKENS: Final = 2
+"""How many more tokens than by encode a stop string may have and is still seen at once; a longer one is cut later."""
 
 
 class CompleteOptions(NamedTuple):
@@ -59,7 +63,10 @@ def complete(
             ended += token.is_last
         num_ended += ended
         on_progress(ended)
-    texts = {index: cut_at(tokenizer.decode(ids), options.stop) for index, ids in zip(order, grown, strict=True)}
+    texts = {
+        index: cut_at(spell(tokenizer, ids, has_controls=False), options.stop)
+        for index, ids in zip(order, grown, strict=True)
+    }
     return [texts[index] for index in range(len(prompts))]
 
 
@@ -70,24 +77,49 @@ def cut_at(text: str, stop: Sequence[str]) -> str:
     return text
 
 
+def spell(tokenizer: Tokenizer, ids: Sequence[int], *, has_controls: bool) -> str:
+    """Returns the text of ids as the exported tokenizer gives it.
+
+    It differs from `Tokenizer.decode` in bytes that are no text: in a run of byte tokens that is not all UTF-8, each
+    byte is U+FFFD.
+
+    Args:
+        tokenizer: Ours.
+        ids: New tokens.
+        has_controls: Whether control symbols are spelled or left out.
+    """
+    parts = []
+    shown = (token for token in ids if has_controls or not tokenizer.is_control(token))
+    for is_byte, run in groupby(shown, tokenizer.is_byte):
+        tokens = list(run)
+        if is_byte:
+            data = tokenizer.decode_bytes(tokens)
+            parts.append(data.decode() if _is_utf8(data) else "\ufffd" * len(data))
+        else:
+            parts += [
+                tokenizer.pieces[token] if tokenizer.is_control(token) else tokenizer.decode([token])
+                for token in tokens
+            ]
+    return "".join(parts)
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 class _StopFinder:
-    """Says whether ids end with a stop string; control symbols are spelled, as a stop string may name one."""
+    """Says whether new tokens end with a stop string, by the last few of them, as the `hf` backend looks for one."""
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
         self._tokenizer = tokenizer
-        self._stop = [string.encode() for string in stop if string]
-        self._reach = max(map(len, self._stop), default=0)
+        self._stop = [(string, len(tokenizer.encode(string)) + _MORE_TOKENS) for string in stop if string]
 
     def end(self, ids: Sequence[int]) -> bool:
-        """Whether a stop string lies in the text of `ids` and reaches into the last of them."""
-        tail = b""
-        for token in reversed(ids):
-            tail = self._spell(token) + tail
-            if len(tail) >= self._reach + len(self._spell(ids[-1])):
-                break
-        return any(string in tail for string in self._stop)
-
-    def _spell(self, token: int) -> bytes:
-        if self._tokenizer.is_control(token):
-            return self._tokenizer.pieces[token].encode()
-        return self._tokenizer.decode_bytes([token])
+        """Whether one of the strings lies in the text of the last ids; it may be spelled otherwise than by encode."""
+        return any(
+            string in spell(self._tokenizer, ids[-num_tokens:], has_controls=True) for string, num_tokens in self._stop
+        )
