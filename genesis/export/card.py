@@ -11,6 +11,7 @@ import yaml
 from genesis.data.drawn import Drawn, read_drawn
 from genesis.data.manifest import CorpusManifest, read_manifest
 from genesis.errors import UserError
+from genesis.export.evaluation import HEADS, Finding, build_model_index, describe_finding, find_results
 from genesis.export.proof import Layout
 from genesis.export.tensors import Source
 from genesis.model.decoder import DecoderConfig
@@ -53,6 +54,7 @@ def write_card(name: str, sources: Sequence[Source], config: DecoderConfig, dtyp
     """
     last = sources[-1]
     manifest = last.manifest
+    findings = find_results(last) if len(sources) == 1 else []  # an average is another model, which nobody measured
     sections = [
         f"# {name}",
         f"A Llama-style language model of {describe(config).num_parameters:,} parameters with a context of "
@@ -62,6 +64,8 @@ def write_card(name: str, sources: Sequence[Source], config: DecoderConfig, dtyp
     ]
     if len(sources) > 1:
         sections.append(f"The weights are the mean of these {len(sources)} checkpoints; what follows is of the last.")
+    if findings:
+        sections.append(f"## Evaluation\n{_describe_evaluation(findings)}")
     identity = hide_paths(manifest.identity)
     sections += [
         "## Clocks\n" + _table(("clock", "value"), sorted(manifest.counters.items())),
@@ -70,7 +74,7 @@ def write_card(name: str, sources: Sequence[Source], config: DecoderConfig, dtyp
         "## Versions at the save\n" + _table(("package", "version"), sorted(manifest.versions.items())),
         f"## Recipe\n```yaml\n{yaml.safe_dump(hide_paths(manifest.recipe), sort_keys=False)}```",
     ]
-    return _write_head(layout) + "\n\n".join(sections) + "\n"
+    return _write_head(layout, name, findings) + "\n\n".join(sections) + "\n"
 
 
 def hide_paths(content: Any, key: str = "") -> Any:
@@ -88,10 +92,12 @@ def hide_paths(content: Any, key: str = "") -> Any:
     return content
 
 
-def _write_head(layout: Layout) -> str:
+def _write_head(layout: Layout, name: str, findings: Sequence[Finding]) -> str:
     head: dict[str, Any] = {"tags": ["genesis"]}
     if layout == "huggingface":
         head |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    if index := build_model_index(name, findings):
+        head["model-index"] = index
     return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n"
 
 
@@ -103,6 +109,12 @@ def _describe_source(source: Source) -> list[str]:
             where = "" if ancestor.directory is None else f" of the run `{Path(ancestor.directory).parent.name}`"
             lines.append(f"  - after `{ancestor.name}`{where}, manifest `{ancestor.manifest_hash}`")
     return lines
+
+
+def _describe_evaluation(findings: Sequence[Finding]) -> str:
+    dtypes = " and ".join(sorted({finding.dtype for finding in findings}))
+    introduction = f"By `genesis evaluate`, on the checkpoint in {dtypes}; items are questions, or bytes of text."
+    return f"{introduction}\n\n{_table(HEADS, [describe_finding(finding) for finding in findings])}"
 
 
 def _describe_data(source: Source) -> str:

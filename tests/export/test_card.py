@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import ModelCard
 
+from genesis.evaluate.results import Measure, Result, write_result
 from genesis.export.card import hide_paths, write_card
 from genesis.export.tensors import Source
 from genesis.generate.load import load_decoder
@@ -105,6 +107,47 @@ def test_an_average_names_all_its_checkpoints(tmp_path: Path) -> None:
     card = write(*paths)
     assert "the mean of these 2 checkpoints" in card
     assert all((path / "COMMITTED").read_text() in card for path in paths)
+
+
+def measure(checkpoint: Path, name: str, question: dict[str, Any], *measures: Measure, digest: str = "") -> None:
+    """Files a result as `genesis evaluate` does."""
+    digest = digest or read_committed_hash(checkpoint)
+    result = Result(checkpoint.name, 1, digest, name, {**question, "dtype": "float32"}, measures)
+    write_result(checkpoint.parent.parent / "evaluations", result)
+
+
+def test_the_card_has_what_was_measured_of_just_this_checkpoint(tmp_path: Path) -> None:
+    path = save(tmp_path / "checkpoints", 1, {}, {}, tmp_path)
+    shots = {"kind": "task", "num_fewshot": {"arc": 5}, "limit": None}
+    measure(path, "arc-5shot", shots, Measure("arc-5shot", "acc_norm", 0.25, 0.0125, True, 1000))
+    few = {"kind": "task", "num_fewshot": {"arc": None}, "limit": 10}
+    measure(path, "arc-limit10", few, Measure("arc-limit10", "acc", 0.5, None, True, 10))
+    bits = Measure("web", "bits_per_byte", 1.23456, None, False, 54321)
+    measure(path, "heldout", {"kind": "heldout"}, bits, Measure("web", "loss", 3.3, None, False, 9))
+    measure(
+        path, "old", {"kind": "heldout"}, Measure("web", "bits_per_byte", 9.9, None, False, 1), digest="blake3:other"
+    )
+    card = write(path)
+    table = card.partition("## Evaluation")[2].partition("\n## ")[0]
+    assert "on the checkpoint in float32" in table
+    assert table.strip().splitlines()[4:] == [
+        "| arc | acc_norm | 0.2500 ± 0.0125 | 5 |  | 1,000 |",
+        "| arc | acc | 0.5000 | 0 | 10 | 10 |",
+        "| heldout: web | bits_per_byte | 1.2346 |  |  | 54,321 |",
+    ]
+    (found,) = ModelCard(card).data.eval_results
+    assert (found.dataset_name, found.metric_type, found.metric_value) == ("arc", "acc_norm", 0.25)
+    assert (found.dataset_config, found.dataset_args) == ("5-shot", {"num_few_shot": 5})
+
+
+def test_an_average_has_no_evaluation_of_its_own(tmp_path: Path) -> None:
+    paths = [save(tmp_path / "checkpoints", step, {}, {}, tmp_path) for step in (1, 2)]
+    for path in paths:
+        measure(path, "arc", {"kind": "task"}, Measure("arc", "acc", 0.25, None, True, 10))
+    assert "## Evaluation" in write(paths[1])
+    card = write(*paths)
+    assert "## Evaluation" not in card
+    assert "model-index" not in card
 
 
 def test_an_exported_directory_says_nothing_of_where_it_was_made(exported: Path, run: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub import ModelCard
+from huggingface_hub import EvalResult, ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from genesis.errors import UserError
@@ -136,6 +136,16 @@ def test_a_card_that_was_written_in_stays_and_one_with_a_broken_head_is_refused(
     with pytest.raises(UserError, match="the head of the export's card is not one") as error:
         plan_release(copy, OPTIONS)
     assert "\n" not in str(error.value)
+
+
+def test_an_evaluation_stays_under_the_name_of_the_repository(copy: Path) -> None:
+    card = ModelCard((copy / "README.md").read_text())
+    found = EvalResult("text-generation", "arc", "arc", "acc_norm", 0.25, dataset_config="5-shot")
+    card.data.model_name, card.data.eval_results = "before", [found]
+    (copy / "README.md").write_text(str(card))
+    data = ModelCard(plan_release(copy, OPTIONS).texts["README.md"].decode()).data
+    assert data.model_name == "tiny"
+    assert data.eval_results == [found]
 
 
 def test_every_licence_of_the_hub_is_taken_and_another_is_refused_with_the_nearest() -> None:
