@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from genesis.export.export import ExportOptions, export_checkpoints
 from genesis.export.texts import SCRIPTS
@@ -14,6 +15,10 @@ from tests.data.corpora import make_documents, write_corpus
 from tests.tiny_runs import build_decoder, save
 
 WORDS = ("alpha", "beta", "    return", "class ", "def ", "\n\n", "====", "\u00e9t\u00e9", "\u65e5\u672c")
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

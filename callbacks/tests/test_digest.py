@@ -45,7 +45,7 @@ def test_it_is_what_it_says_beyond_one_block():
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     shape=st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple),
     dtype=st.sampled_from(DTYPES),
@@ -65,7 +65,7 @@ def test_chunks_add_up_to_the_tensor(shape, dtype, data):
     assert total % (1 << 64) == digest_tensor(tensor)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(first=st.integers(0, 63), second=st.integers(0, 63), dtype=st.sampled_from((torch.float32, torch.float64)))
 def test_a_swap_of_any_two_different_elements_shows(first, second, dtype):
     tensor = random_tensor((64,), dtype, seed=3)

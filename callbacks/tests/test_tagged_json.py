@@ -80,7 +80,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(VALUES)
 def test_any_nesting_comes_back(value):
     assert same(round_trip(value), value)

@@ -39,7 +39,7 @@ def one_line(error: pytest.ExceptionInfo[UserError]) -> str:
     return message
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_a_source_reads_as_one_stream_across_its_shards(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory

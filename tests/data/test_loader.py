@@ -158,7 +158,7 @@ def test_a_global_batch_and_each_micro_batch_are_the_same_on_any_number_of_ranks
         assert {part.data_position for part in parts} == {whole.data_position}
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(position=st.integers(0, 10_000), world_size=st.sampled_from([1, 2, 4, 8]))
 def test_a_window_depends_on_its_position_alone(corpus: Corpus, position: int, world_size: int) -> None:
     rank = position % world_size
@@ -249,7 +249,7 @@ def pairs_of(windows: Iterable[Window]) -> Counter[tuple[int, int]]:
     )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.lists(st.integers(2, 50), min_size=1, max_size=12), min_size=1, max_size=3),
     seq_len=st.integers(1, 20),

@@ -38,7 +38,7 @@ def read(order: SequenceOrder, position: int, count: int) -> list[tuple[int, int
     return list(zip(sources.tolist(), sequences.tolist(), strict=True))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(weights=st.lists(st.integers(0, 60), min_size=1, max_size=8).filter(any))
 def test_a_mix_is_exact_to_one_sequence_at_every_prefix(weights: list[int]) -> None:
     order = build_order(
@@ -51,7 +51,7 @@ def test_a_mix_is_exact_to_one_sequence_at_every_prefix(weights: list[int]) -> N
     assert (np.abs(drawn * total - n * np.array(weights)) < total).all()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(order=orders, position=st.integers(0, 500))
 def test_counts_drawn_are_those_of_the_sequences_before(order: SequenceOrder, position: int) -> None:
     sources, _ = order.sequences(0, position + 1)
@@ -59,7 +59,7 @@ def test_counts_drawn_are_those_of_the_sequences_before(order: SequenceOrder, po
     assert list(order.sequences_drawn(position)) == counted
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(order=orders, data=st.data())
 def test_reading_from_any_position_equals_reading_straight(order: SequenceOrder, data: st.DataObject) -> None:
     straight = read(order, 0, 300)
@@ -77,7 +77,7 @@ def test_every_sequence_comes_once_in_every_epoch_and_epochs_differ(num_sequence
     assert num_sequences < 3 or not np.array_equal(*epochs)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(order=orders)
 def test_every_source_of_a_mix_goes_through_its_epochs(order: SequenceOrder) -> None:
     sources, sequences = order.sequences(0, 1_000)
@@ -106,7 +106,7 @@ def test_sources_of_equal_length_are_shuffled_apart() -> None:
     assert not np.array_equal(sequences[sources == 0], sequences[sources == 1])
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(order=orders, position=st.integers(0, 400), data=st.data())
 def test_a_changed_mix_leaves_the_past_alone_and_no_source_skips_a_sequence(
     order: SequenceOrder, position: int, data: st.DataObject
@@ -143,7 +143,7 @@ def length_of(order: SequenceOrder, at_most: int = 400) -> int:
     return at_most if order.end is None else min(at_most, order.end)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(limited=limited_orders())
 def test_a_source_is_drawn_to_its_limit_and_the_others_go_on_in_proportion(
     limited: tuple[SequenceOrder, dict[str, int]],
@@ -172,7 +172,7 @@ def test_a_source_is_drawn_to_its_limit_and_the_others_go_on_in_proportion(
         pytest.fail("all sources have a limit, and the order has no end")
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(limited=limited_orders(), data=st.data())
 def test_a_limited_order_is_the_same_after_a_resume_at_any_position(
     limited: tuple[SequenceOrder, dict[str, int]], data: st.DataObject
@@ -186,7 +186,7 @@ def test_a_limited_order_is_the_same_after_a_resume_at_any_position(
         assert fresh.continued(state, mix.start_position) == order
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(limited=limited_orders(), data=st.data())
 def test_limits_and_weights_that_change_at_a_position_hold_from_there_on(
     limited: tuple[SequenceOrder, dict[str, int]], data: st.DataObject
@@ -235,7 +235,7 @@ def test_a_bad_limit_is_refused_with_the_remedy(limits: dict[str, int], words: s
         build_order({"web": 10}, {"web": 1}, 0, limits)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(order=orders, position=st.integers(0, 400), weight=st.integers(1, 9))
 def test_an_order_comes_back_from_its_state_in_json(order: SequenceOrder, position: int, weight: int) -> None:
     saved = order.with_mix(position, {order.names[0]: weight, order.names[-1]: 1})
@@ -286,7 +286,7 @@ def test_the_documented_examples_are_true() -> None:
     assert doctest.testmod(order_module) == (0, 3)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(data=st.data(), weights=st.lists(st.integers(0, 60), min_size=1, max_size=5).filter(any))
 def test_weights_of_sequences_draw_tokens_in_the_proportions_asked_for(data: st.DataObject, weights: list[int]) -> None:
     named = {f"s{number}": weight for number, weight in enumerate(weights)}

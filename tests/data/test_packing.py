@@ -4,7 +4,7 @@ from itertools import accumulate
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from genesis.data import packing as packing_module
@@ -80,7 +80,6 @@ def rows_of(stream: np.ndarray, packed: PackedSequences, seq_len: int) -> tuple[
     return rows, labels
 
 
-@settings(deadline=None)
 @given(lengths=lengths_of_documents, seq_len=seq_lens)
 def test_pieces_are_those_of_the_documents_each_in_one_sequence(lengths: list[int], seq_len: int) -> None:
     for packing in ("best_fit", "pad"):
@@ -90,7 +89,6 @@ def test_pieces_are_those_of_the_documents_each_in_one_sequence(lengths: list[in
         assert packing == "best_fit" or all(len(sequence) == 1 for sequence in sequences)
 
 
-@settings(deadline=None)
 @given(lengths=lengths_of_documents, seq_len=seq_lens)
 def test_best_fit_is_that_of_a_search_over_all_sequences(lengths: list[int], seq_len: int) -> None:
     sequences = pieces_of(pack(lengths, seq_len, "best_fit"))
@@ -98,7 +96,6 @@ def test_best_fit_is_that_of_a_search_over_all_sequences(lengths: list[int], seq
     assert Counter(tuple(length for _, length in sequence) for sequence in sequences) == Counter(map(tuple, slow))
 
 
-@settings(deadline=None)
 @given(lengths=lengths_of_documents, seq_len=seq_lens)
 def test_every_label_of_the_corpus_counts_once_with_the_token_before_it(lengths: list[int], seq_len: int) -> None:
     stream = stream_of(lengths)
@@ -116,7 +113,6 @@ def test_every_label_of_the_corpus_counts_once_with_the_token_before_it(lengths:
         assert seen.total() == len(stream) - len(lengths)
 
 
-@settings(deadline=None)
 @given(lengths=lengths_of_documents, seq_len=seq_lens)
 def test_document_ids_tell_the_pieces_of_a_row_apart(lengths: list[int], seq_len: int) -> None:
     stream = stream_of(lengths)
@@ -130,7 +126,6 @@ def test_document_ids_tell_the_pieces_of_a_row_apart(lengths: list[int], seq_len
         assert ids == expected + padding
 
 
-@settings(deadline=None)
 @given(lengths=lengths_of_documents, seq_len=seq_lens)
 def test_figures_are_those_that_counting_gives(lengths: list[int], seq_len: int) -> None:
     ends = np.cumsum(lengths)

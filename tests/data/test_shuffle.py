@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import genesis.data.shuffle as shuffle_module
@@ -25,7 +25,6 @@ def permute_slowly(index: int, length: int, seed: int) -> int:
     return moved
 
 
-@settings(deadline=None)
 @given(length=st.integers(2, 2**45), seed=st.integers(0, 2**32 - 1), data=st.data())
 def test_the_values_are_those_of_grain(length: int, seed: int, data: st.DataObject) -> None:
     if (length - 1).bit_count() == 1:

@@ -69,7 +69,7 @@ def test_a_block_is_the_same_whatever_was_read_before(tmp_path, tokenizer, packi
         assert all(map(equal_blocks, straight, fresh))
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lengths=st.lists(st.one_of(st.integers(0, 30), st.integers(0, 400)), min_size=1, max_size=25),
     block_tokens=st.integers(SEQ_LEN + 1, 150),

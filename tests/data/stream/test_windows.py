@@ -131,7 +131,7 @@ def test_two_then_four_then_one_rank_have_the_same_global_batches_and_lanes(tmp_
         assert through_json(combine_states(states)) == through_json(alone.state(position))
 
 
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     sizes=st.lists(st.integers(1, 120), min_size=4, max_size=20),
     world_sizes=st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=4),
