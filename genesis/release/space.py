@@ -13,7 +13,8 @@ from genesis.release.wheels import pack_wheel, pin_requirements
 
 PORT: Final = 7860
 """Where the Hub looks for the page of a Space."""
-_MODEL_NAME = "model"
+_MODELS_NAME = "models"
+"""The model lies in it under its own name, by which clients ask for it."""
 _DISTRIBUTIONS: Final = {"genesis-callbacks": "genesis_callbacks", "genesis-lm": "genesis"}
 
 # torch first and from its own index: the build for the CPU is a tenth of the one for CUDA. A Space runs as user 1000.
@@ -24,7 +25,7 @@ COPY constraints.txt ./
 RUN pip install --no-cache-dir torch=={torch} --index-url https://download.pytorch.org/whl/cpu
 COPY wheels wheels
 RUN pip install --no-cache-dir --constraint constraints.txt wheels/*.whl
-COPY --chown=user {model} {model}
+COPY --chown=user {models} {models}
 USER user
 EXPOSE {port}
 CMD {command}
@@ -34,15 +35,16 @@ _CARD = """
 
 The page of `genesis serve` for [{repo}](https://huggingface.co/{repo}), version {version}: a prompt, tokens as they
 come, their probabilities, and OpenAI's `/v1/completions`. The Dockerfile installs the wheels in this folder and serves
-`{model}`, which is the release itself.
+`{models}/{name}`, which is the release itself.
 
     docker build --tag {tag} . && docker run --publish {port}:{port} {tag}
 """
 
 
-def serve_command() -> list[str]:
+def serve_command(options: ReleaseOptions) -> list[str]:
     """Returns what the image runs."""
-    return ["genesis", "serve", _MODEL_NAME, "--host", "0.0.0.0", "--port", str(PORT), "--public"]
+    model = f"{_MODELS_NAME}/{options.name}"
+    return ["genesis", "serve", model, "--host", "0.0.0.0", "--port", str(PORT), "--public"]
 
 
 def plan_space(release: Folder, out: Path, options: ReleaseOptions) -> Folder:
@@ -57,10 +59,11 @@ def plan_space(release: Folder, out: Path, options: ReleaseOptions) -> Folder:
         title=options.name, sdk="docker", app_port=PORT, license=options.license, models=[options.repo], pinned=False
     )
     pins = pin_requirements(*_DISTRIBUTIONS)
-    folder = Folder(taken={f"{_MODEL_NAME}/{name}": (out / name, digest) for name, digest in release.hashes().items()})
+    place = f"{_MODELS_NAME}/{options.name}"
+    folder = Folder(taken={f"{place}/{name}": (out / name, digest) for name, digest in release.hashes().items()})
     folder.texts = {
         CARD_NAME: f"---\n{head}\n---\n{_write_card(options)}".encode(),
-        "Dockerfile": _write_dockerfile(pins["torch"]).encode(),
+        "Dockerfile": _write_dockerfile(pins["torch"], options).encode(),
         "constraints.txt": "".join(f"{name}=={version}\n" for name, version in pins.items()).encode(),
         **{f"wheels/{file}": data for file, data in (pack_wheel(*names) for names in _DISTRIBUTIONS.items())},
     }
@@ -75,12 +78,12 @@ def _write_card(options: ReleaseOptions) -> str:
         name=options.name,
         repo=options.repo,
         version=options.version,
-        model=_MODEL_NAME,
+        models=_MODELS_NAME,
         tag=options.name.lower(),
         port=PORT,
     )
 
 
-def _write_dockerfile(torch_version: str) -> str:
-    command = "[" + ", ".join(f'"{word}"' for word in serve_command()) + "]"
-    return _DOCKERFILE.format(torch=torch_version, model=_MODEL_NAME, port=PORT, command=command)
+def _write_dockerfile(torch_version: str, options: ReleaseOptions) -> str:
+    command = "[" + ", ".join(f'"{word}"' for word in serve_command(options)) + "]"
+    return _DOCKERFILE.format(torch=torch_version, models=_MODELS_NAME, port=PORT, command=command)

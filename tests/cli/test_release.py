@@ -67,7 +67,7 @@ def test_without_token_or_network_the_folder_stays_and_the_same_command_goes_on(
     assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == files
     assert hub.repositories["models/some-lab/tiny"].files.keys() == files.keys()
     page = hub.repositories["spaces/some-lab/tiny"]
-    assert page.files["model/config.json"] == (exported / "config.json").read_bytes()
+    assert page.files["models/tiny/config.json"] == (exported / "config.json").read_bytes()
     assert page.is_private
     check_is_one_line(genesis(*command), "has a version 1.0.0 already", "--version")
 

@@ -47,7 +47,7 @@ def dockerfile(space: Path, instruction: str) -> list[str]:
 
 
 def test_the_model_in_it_is_the_release(space: Path, released: Path) -> None:
-    assert {path.name: path.read_bytes() for path in (space / "model").iterdir()} == {
+    assert {path.name: path.read_bytes() for path in (space / "models/tiny").iterdir()} == {
         path.name: path.read_bytes() for path in released.iterdir()
     }
     subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=space, check=True, capture_output=True)
@@ -57,12 +57,12 @@ def test_its_head_says_docker_and_the_port_that_is_served(space: Path) -> None:
     data = SpaceCard.load(space / "README.md").data
     assert (data.sdk, data.app_port, data.license, data.models) == ("docker", 7860, "apache-2.0", ["some-lab/tiny"])
     assert dockerfile(space, "EXPOSE") == ["7860"]
-    assert json.loads(dockerfile(space, "CMD")[0]) == serve_command()
+    assert json.loads(dockerfile(space, "CMD")[0]) == serve_command(OPTIONS)
 
 
 def test_everything_that_the_dockerfile_copies_is_there(space: Path) -> None:
     copied = [line.split()[-2] for line in dockerfile(space, "COPY")]
-    assert copied == ["constraints.txt", "wheels", "model"]
+    assert copied == ["constraints.txt", "wheels", "models"]
     assert all((space / name).exists() for name in copied)
 
 
@@ -139,6 +139,7 @@ def test_its_wheels_in_an_empty_environment_serve_the_model(space: Path, tmp_pat
     command[0] = str(python.with_name(command[0]))
     with running(command, space) as url, OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         (model,) = client.models.list().data
+        assert model.id == "tiny"
         answer = client.completions.create(model=model.id, prompt="class alpha", max_tokens=8, temperature=0)
         assert len(answer.choices[0].text) > 0
         assert answer.usage is not None
