@@ -2,7 +2,6 @@
 
 import csv
 import difflib
-import json
 import math
 import threading
 from collections.abc import Iterable, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from genesis.errors import UserError
+from genesis.model.huggingface_files import is_export
 from genesis.serve.errors import ApiError
 from genesis_callbacks.checkpoint import CheckpointError, Manifest, list_committed, read_manifest
 from genesis_callbacks.checkpoint.lineage import CHECKPOINTS_NAME, checkpoints_in
@@ -33,7 +33,7 @@ class Entry:
         created_seconds: Unix time of the commit.
         step: None for an export.
         tokens_seen: None where nobody counted.
-        max_seq_len: The model's context in tokens; None where the recipe does not say.
+        max_seq_len: The model's context in tokens; None where no recipe says.
         train_loss: Of the row of the run's log at that step, if there is one.
         validation_loss: Likewise.
     """
@@ -160,7 +160,7 @@ class _Run:
 
 
 class _Export:
-    """A directory in Hugging Face's layout: one model, by the directory's name."""
+    """A directory that `genesis export` wrote: one model, by the directory's name."""
 
     def __init__(self, path: Path, name: str) -> None:
         self._path, self._name = path, name
@@ -170,20 +170,12 @@ class _Export:
         return self._name
 
     def entries(self) -> list[Entry]:
-        config = self._path / "config.json"
-        stamp = _stamp(config)
-        if stamp is None:
+        if not is_export(self._path):  # it is gone; who asks for it is told
             return []
-        content = json.loads(config.read_bytes())
+        stamps = [_stamp(file) for file in sorted(self._path.iterdir())]
+        changed = max(stamp[0] for stamp in stamps if stamp is not None)
         return [
-            Entry(
-                id=self._name,
-                path=self._path,
-                version=str(stamp),
-                run=self._name,
-                created_seconds=config.stat().st_mtime,
-                max_seq_len=content.get("max_position_embeddings"),
-            )
+            Entry(id=self._name, path=self._path, version=str(stamps), run=self._name, created_seconds=changed / 1e9)
         ]
 
 
@@ -199,7 +191,7 @@ def _open(path: Path, name: str, *, has_prefix: bool) -> _Run | _Export:
     if (path / COMMITTED_NAME).exists():
         read_manifest(path)
         return _Run(_run_of(path.parent), name, prefix, only=path)
-    if (path / "config.json").exists():
+    if is_export(path):
         return _Export(path, name)
     if checkpoints_in(path) != path or (path / "config.yaml").exists() or list_committed(path):
         return _Run(path, name, prefix)

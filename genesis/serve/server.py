@@ -5,13 +5,14 @@ import errno
 import logging
 import signal
 import socket
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from importlib import resources
 from typing import Any, Final
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from genesis.errors import UserError
 from genesis.generate.load import Loaded
@@ -27,6 +28,7 @@ _SEND_BUFFER_BYTES: Final = 2**16
 """Of the kernel's: what a reader that has stopped may leave there."""
 _SHUTDOWN_SECONDS: Final = 5.0
 _KEEPALIVE_SECONDS: Final = 75.0
+_BACKLOG: Final = 512
 _TYPES: Final = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -80,9 +82,6 @@ class Server:
             raise
         except Exception:
             _log.exception("a request failed")
-            if request.get("is_streaming"):
-                _hang_up(request)
-                raise
             return _answer(ApiError("the server failed; its own output says how", status=500, code="server_failed"))
 
     @web.middleware
@@ -143,11 +142,16 @@ class Server:
             raise ApiError(
                 f"the body is of type {request.content_type[:100]!r}: send 'Content-Type: application/json'", status=415
             )
-        return parse_completion(await request.read(), self._limits.max_concurrent)
+        if request.headers.get("Content-Encoding", "identity") != "identity":
+            raise ApiError("the body is encoded: send it as it is, without Content-Encoding", status=415)
+        try:
+            body = await request.read()
+        except web.RequestPayloadError:
+            raise ApiError("the body broke off") from None
+        return parse_completion(body, self._limits.max_concurrent)
 
     async def _stream(self, request: web.Request, completion: Completion, deadline: float) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
-        request["is_streaming"] = True
         await response.prepare(request)
         try:
             async with asyncio.timeout_at(deadline):
@@ -157,6 +161,9 @@ class Server:
             await self._write(request, response, error_event(as_api_error(error)))
         except TimeoutError:
             await self._write(request, response, error_event(self._timed_out()))
+        except Exception:
+            _hang_up(request)  # an answer in the middle of another would be nonsense
+            raise
         return response
 
     async def _write(self, request: web.Request, response: web.StreamResponse, event: bytes) -> None:
@@ -191,23 +198,39 @@ async def _serve(
     ended: asyncio.Future[signal.Signals] = loop.create_future()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, _end, number, ended)
-    server = build_server()
+    async with answering(build_server(), sock):
+        announce()
+        return await ended
+
+
+@asynccontextmanager
+async def answering(server: Server, sock: socket.socket) -> AsyncIterator[None]:
+    """Answers on `sock` until it is left; then what is under way is told so, and models are let go."""
+    logger = logging.getLogger(f"{__name__}.http")
+    logger.addFilter(_is_our_fault)
     runner = web.AppRunner(
         server.build_app(),
         handler_cancellation=True,  # who goes away frees its row
         access_log=None,
+        auto_decompress=False,
+        logger=logger,
         keepalive_timeout=_KEEPALIVE_SECONDS,
         shutdown_timeout=_SHUTDOWN_SECONDS,
     )
     await runner.setup()
     try:
-        await web.SockSite(runner, sock, backlog=512).start()
-        announce()
-        return await ended
+        await web.SockSite(runner, sock, backlog=_BACKLOG).start()
+        yield
     finally:
         server.pool.close()
         await runner.cleanup()
         await asyncio.to_thread(server.pool.join)
+
+
+def _is_our_fault(record: logging.LogRecord) -> bool:
+    """Whether a record is of something else than a client's broken HTTP, which may hold a part of its prompt."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, (HttpProcessingError, web.RequestPayloadError))
 
 
 def _end(number: signal.Signals, ended: asyncio.Future[signal.Signals]) -> None:

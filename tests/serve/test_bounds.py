@@ -1,0 +1,270 @@
+"""Many at once, more than there is room for, those who leave and those who do not read."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+
+import openai
+import pytest
+
+from genesis.generate.load import load_decoder
+from genesis.serve.pool import Limits
+from genesis.tokenizer.tokenizer import Tokenizer
+from tests.serve.support import DEADLINE_SECONDS, alone, elsewhere, start_here, wait_here_until
+from tests.tiny_runs import build_decoder, save
+
+NUM_STREAMS = 100
+CONTEXT = 20_000
+"""Of a model whose texts last until somebody ends them."""
+LONG = {"model": "latest", "prompt": "alpha", "max_tokens": CONTEXT - 100, "temperature": 0.0}
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory, tokenizer_file):
+    directory = tmp_path_factory.mktemp("long")
+    (directory / tokenizer_file.name).write_bytes(tokenizer_file.read_bytes())
+    tokenizer = Tokenizer.load(directory)
+    save(directory / "checkpoints", 1, build_decoder(3, max_seq_len=CONTEXT), {}, max_seq_len=CONTEXT)
+    tokens = alone(load_decoder(directory), LONG["prompt"], 500)
+    assert tokens[-1].id != tokenizer.eos_id, "this model's text ends by itself: take another"
+    return directory
+
+
+opened = []
+
+
+class Stream:
+    """A completion over a socket of its own."""
+
+    def __init__(self, reader, writer):
+        self.reader, self.writer = reader, writer
+
+    @classmethod
+    async def open(cls, running, **asked):
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        body = json.dumps({**LONG, "stream": True, **asked}).encode()
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n" % len(body) + body
+        )
+        opened.append(cls(reader, writer))
+        return opened[-1]
+
+    async def head(self):
+        """Returns the status and, in small letters, the headers."""
+        lines = (await self.reader.readuntil(b"\r\n\r\n")).decode().lower().splitlines()
+        return int(lines[0].split()[1]), lines[1:]
+
+    async def event(self):
+        """Returns the next event, or None at the end of the answer."""
+        while line := await self.reader.readline():
+            if line == b"0\r\n":
+                return None
+            if line.startswith(b"data: "):
+                return line[6:].strip().decode()
+        return None
+
+    async def leave(self):
+        self.writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self.writer.wait_closed()
+
+
+def run_with(paths, scenario, **limits):
+    """Runs `scenario` on a server with `limits`, in this process."""
+
+    async def run():
+        try:
+            async with asyncio.timeout(DEADLINE_SECONDS), start_here(paths, Limits(**limits)) as running:
+                return await scenario(running)
+        finally:
+            while opened:
+                await opened.pop().leave()
+
+    return asyncio.run(run())
+
+
+def test_a_hundred_streams_at_once_each_give_what_they_give_alone(server, served_run):
+    loaded = load_decoder(served_run / "checkpoints/step-00000003")
+    wanted = {}
+    for number in range(10 * NUM_STREAMS):
+        if len(wanted) == NUM_STREAMS:
+            break
+        prompt, num_tokens = f"alpha{number} def ", 8 + number % 24
+        tokens = alone(loaded, prompt, num_tokens)
+        if all(token.likeliest[0][1] - token.likeliest[1][1] > 1e-3 for token in tokens):  # no choice by rounding
+            wanted[prompt, num_tokens] = loaded.tokenizer.decode([token.id for token in tokens])
+    assert len(wanted) == NUM_STREAMS
+    assert len(set(wanted.values())) > NUM_STREAMS / 2
+
+    async def stream(client, prompt, num_tokens):
+        asked = {"model": "step-00000003", "prompt": prompt, "max_tokens": num_tokens, "temperature": 0.0}
+        chunks = await client.completions.create(**asked, stream=True)
+        return "".join([chunk.choices[0].text async for chunk in chunks])
+
+    async def run():
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            async with asyncio.timeout(DEADLINE_SECONDS):
+                return await asyncio.gather(*(stream(client, *asked) for asked in wanted))
+
+    assert asyncio.run(run()) == list(wanted.values())
+    assert server.num_busy() == 0
+
+
+@pytest.mark.parametrize("how", ["close", "reset", "half"])
+def test_a_client_that_goes_away_frees_its_row_at_once(long_run, how):
+    async def scenario(running):
+        leaving, staying = await Stream.open(running), await Stream.open(running)
+        for stream in (leaving, staying):
+            assert (await stream.head())[0] == 200
+            await stream.event()
+        assert (await elsewhere(running.num_busy)) == 2
+        connection = leaving.writer.get_extra_info("socket")
+        if how == "reset":
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        if how == "half":
+            leaving.writer.write_eof()
+        else:
+            leaving.writer.transport.abort() if how == "reset" else leaving.writer.close()
+        await wait_here_until(lambda: running.num_busy() == 1)
+        assert json.loads(await staying.event())["choices"]
+        await leaving.leave()
+        await staying.leave()
+        await wait_here_until(lambda: running.num_busy() == 0)
+
+    run_with([long_run], scenario, max_concurrent=2)
+
+
+def test_one_that_waits_for_its_whole_answer_or_for_its_turn_is_forgotten_when_it_goes(long_run):
+    async def scenario(running):
+        first, second = await Stream.open(running, stream=False), None
+        await wait_here_until(lambda: running.num_busy() == 1)
+        second = await Stream.open(running)
+        await wait_here_until(lambda: running.ask("/api/status")[1]["num_waiting"] == 1)
+        await second.leave()
+        await wait_here_until(lambda: running.ask("/api/status")[1]["num_waiting"] == 0)
+        assert (await elsewhere(running.num_busy)) == 1
+        await first.leave()
+        await wait_here_until(lambda: running.num_busy() == 0)
+        assert running.process is None
+        status = (await elsewhere(running.ask, "/api/status"))[1]
+        assert status["num_texts"] == 0
+
+    run_with([long_run], scenario, max_concurrent=1)
+
+
+def test_who_comes_beyond_the_queue_is_told_to_come_again_and_others_get_their_turn(long_run):
+    async def scenario(running):
+        first, second = await Stream.open(running), await Stream.open(running, max_tokens=3)
+        await first.head()
+        await wait_here_until(lambda: running.ask("/api/status")[1]["num_waiting"] == 1)
+        status, content, headers = await elsewhere(running.ask, "/v1/completions", LONG)
+        assert (status, content["error"]["code"]) == (429, "server_busy")
+        assert headers["Retry-After"] == "1"
+        await first.leave()
+        assert (await second.head())[0] == 200
+        *texts, last = [event async for event in iterate(second)]
+        assert last == "[DONE]"
+        assert json.loads(texts[-1])["choices"][0]["finish_reason"] == "length"
+        await second.leave()
+        assert (await elsewhere(running.ask, "/v1/completions", {**LONG, "max_tokens": 1}))[0] == 200
+
+    run_with([long_run], scenario, max_concurrent=1, max_queue=1)
+
+
+def test_a_reader_that_takes_nothing_is_dropped_and_holds_nobody_up(long_run):
+    async def scenario(running):
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", running.port))
+        body = json.dumps({**LONG, "stream": True, "logprobs": 5}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        await asyncio.get_running_loop().sock_sendall(
+            connection, head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+        )
+        with connection:
+            await wait_here_until(lambda: running.num_busy() == 1)
+            reading = await Stream.open(running)
+            await reading.head()
+            while await elsewhere(running.num_busy) == 2:
+                assert json.loads(await reading.event())["choices"]
+            assert json.loads(await reading.event())["choices"]
+        await reading.leave()
+        await wait_here_until(lambda: running.num_busy() == 0)
+
+    run_with([long_run], scenario, max_concurrent=2, max_write_seconds=0.5)
+
+
+def test_a_request_that_takes_too_long_ends_with_the_reason_and_frees_its_row(long_run):
+    async def scenario(running):
+        stream = await Stream.open(running)
+        assert (await stream.head())[0] == 200
+        *_, last = [event async for event in iterate(stream)]
+        assert json.loads(last)["error"]["code"] == "request_timeout"
+        await stream.leave()
+        status, content, _ = await elsewhere(running.ask, "/v1/completions", LONG)
+        assert (status, content["error"]["code"]) == (503, "request_timeout")
+        await wait_here_until(lambda: running.num_busy() == 0)
+
+    run_with([long_run], scenario, max_concurrent=1, max_request_seconds=1.0)
+
+
+async def iterate(stream):
+    while (event := await stream.event()) is not None:
+        yield event
+
+
+def test_one_model_at_a_time_gives_way_to_the_next_and_every_request_its_own_answer(run):
+    ids = [f"step-{step:08d}" for step in (1, 2, 3)]
+    wanted = {}
+    for name in ids:
+        loaded = load_decoder(run / "checkpoints" / name)
+        wanted[name] = loaded.tokenizer.decode([token.id for token in alone(loaded, "alpha", 10)])
+    assert len(set(wanted.values())) == 3
+
+    async def scenario(running):
+        asked = [{**LONG, "max_tokens": 10, "model": name} for name in ids * 4]
+        answers = await asyncio.gather(*(elsewhere(running.ask, "/v1/completions", one) for one in asked))
+        status = (await elsewhere(running.ask, "/api/status"))[1]
+        assert len(status["models"]) == 1
+        return [(answer[1]["model"], answer[1]["choices"][0]["text"]) for answer in answers]
+
+    assert run_with([run], scenario, max_models=1, max_concurrent=2, max_queue=20) == list(wanted.items()) * 4
+
+
+def test_a_model_in_use_is_waited_for_and_not_thrown_out(long_run, run):
+    async def scenario(running):
+        name = next(model["id"] for model in running_models if not model["id"].startswith(long_run.name))
+        stream = await Stream.open(running, model=f"{long_run.name}/latest")
+        await stream.head()
+        other = asyncio.create_task(elsewhere(running.ask, "/v1/completions", {**LONG, "model": name, "max_tokens": 1}))
+        await wait_here_until(lambda: running.ask("/api/status")[1]["num_waiting"] == 1)
+        assert json.loads(await stream.event())["choices"]
+        assert not other.done()
+        await stream.leave()
+        assert (await other)[0] == 200
+
+    async def outer(running):
+        running_models.extend((await elsewhere(running.ask, "/v1/models"))[1]["data"])
+        await scenario(running)
+
+    running_models = []
+    run_with([long_run, run], outer, max_models=1)
+
+
+def test_a_server_that_ends_ends_its_streams_with_the_reason(long_run):
+    async def scenario():
+        async with start_here([long_run], Limits()) as running:
+            stream = await Stream.open(running)
+            await stream.head()
+            await stream.event()
+            began = time.monotonic()
+        *_, last = [event async for event in iterate(stream)]
+        assert json.loads(last)["error"]["code"] == "server_ending"
+        assert time.monotonic() - began < DEADLINE_SECONDS
+        await stream.leave()
+
+    asyncio.run(scenario())

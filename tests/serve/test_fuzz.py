@@ -1,0 +1,131 @@
+"""Whatever is sent, the server answers the next one."""
+
+import http.client
+import json
+import socket
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+QUICK = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+GOOD = b'{"model":"step-00000001","prompt":"alpha","max_tokens":2,"stream":true}'
+WHOLE = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    b"Content-Length: %d\r\n\r\n" % len(GOOD) + GOOD
+)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+LIKELY = {
+    "model": st.sampled_from(["step-00000001", "latest"]),
+    "prompt": st.text(max_size=30)
+    | st.lists(st.integers(-2, 800), max_size=5)
+    | st.lists(st.text(max_size=5), max_size=3),
+    "max_tokens": st.integers(-1, 12),
+    "temperature": st.floats(0, 2),
+    "top_p": st.floats(0, 1),
+    "top_k": st.integers(-1, 2**70),
+    "n": st.integers(0, 3),
+    "stop": st.text(max_size=3) | st.lists(st.text(max_size=3), max_size=5),
+    "seed": st.integers(),
+    "logprobs": st.integers(-1, 6),
+    "echo": st.booleans(),
+    "stream": st.booleans(),
+    "stream_options": st.just({"include_usage": True}),
+    "user": st.text(max_size=3),
+}
+BODIES = st.fixed_dictionaries(
+    {"model": LIKELY["model"], "prompt": LIKELY["prompt"]},
+    optional={
+        **{name: values | VALUES for name, values in LIKELY.items() if name not in ("model", "prompt")},
+        "suffix": VALUES,
+        "anything": VALUES,
+    },
+)
+
+
+@pytest.fixture(autouse=True)
+def still_answers(server):
+    yield
+    assert server.process.poll() is None
+    status, answer, _ = server.ask("/v1/completions", json.loads(GOOD) | {"stream": False})
+    assert (status, len(answer["choices"])) == (200, 1)
+    assert server.ask("/api/status")[1]["num_texts"] == 0
+
+
+def send(server, data):
+    """Returns what comes back within a moment after `data`, with nothing more to follow."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        try:
+            connection.sendall(data)
+            connection.shutdown(socket.SHUT_WR)
+            return b"".join(iter(lambda: connection.recv(65536), b""))
+        except ConnectionError:
+            return b""
+
+
+@QUICK
+@given(data=st.binary(max_size=400))
+def test_random_bytes(server, data):
+    assert not send(server, data).startswith(b"HTTP/1.1 5")
+
+
+@QUICK
+@given(length=st.integers(0, len(WHOLE) - 1))
+def test_a_request_that_breaks_off(server, length):
+    assert not send(server, WHOLE[:length]).startswith(b"HTTP/1.1 5")
+
+
+@QUICK
+@given(at=st.integers(0, len(WHOLE) - 1), data=st.binary(min_size=1, max_size=20))
+def test_a_request_with_other_bytes_in_its_middle(server, at, data):
+    assert not send(server, WHOLE[:at] + data + WHOLE[at + len(data) :]).startswith(b"HTTP/1.1 5")
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 100_000 + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: a\r\n" * 10_000 + b"\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nabcde\r\nzz\r\n",
+        WHOLE.replace(b"\r\n\r\n", b"\r\nContent-Encoding: gzip\r\n\r\n"),
+        WHOLE.replace(b"\r\n\r\n", b"\r\nExpect: wonders\r\n\r\n"),
+        b"GET / HTTP/9.9\r\n\r\n",
+    ],
+)
+def test_a_head_that_is_huge_or_wrong_is_refused(server, head):
+    answer = send(server, head)
+    assert answer == b"" or answer.startswith((b"HTTP/1.1 4", b"HTTP/1.0 4"))
+
+
+@QUICK
+@given(body=BODIES)
+def test_json_of_right_and_wrong_types_is_answered_or_refused_by_a_field(server, body):
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    try:
+        content = json.dumps(body).encode()
+        connection.request("POST", "/v1/completions", content, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        data = answer.read()
+    finally:
+        connection.close()
+    assert answer.status in (200, 400), data
+    if answer.status == 400:
+        assert json.loads(data)["error"]["message"]
+    elif not body.get("stream"):
+        assert json.loads(data)["choices"]
+    else:
+        assert data.endswith(b"data: [DONE]\n\n")
+
+
+@QUICK
+@given(body=VALUES | st.dictionaries(st.text(max_size=8), VALUES, max_size=4))
+def test_json_that_is_no_request_is_refused(server, body):
+    assert server.ask("/v1/completions", json.dumps(body).encode())[0] == 400
