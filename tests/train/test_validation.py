@@ -201,6 +201,7 @@ STRATEGIES: dict[str, Any] = {
     "full": sharded(),
     "grad_op": sharded(shard="grad_op"),
     "hybrid": sharded(shard="hybrid", ranks_per_shard_group=2),
+    "gather_float32": sharded(gather_dtype="float32"),
 }
 
 
@@ -279,6 +280,8 @@ VALIDATIONS = (
     *(Validation(run, PLACES[number % len(PLACES)], 4) for number, run in enumerate(RUNS[5:])),
     *(Validation(RUNS[3], place, 2, limit=5) for place in (PLACES[0], PLACES[3])),
 )
+MIXED = Run(REPLICATED, changes={"trainer.precision": "bf16-mixed"}, suffix="-mixed")
+MIXED_VALIDATIONS = tuple(Validation(MIXED, Place(2, strategy), 1) for strategy in ("replicated", "gather_float32"))
 UNTOUCHED = tuple(RUNS[number] for number in (0, 4, 5, 10))
 """Runs that are made once more without validation."""
 CHECKED_BEFORE = tuple(RUNS[number] for number in (0, 5))
@@ -406,12 +409,12 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
                 write_plan(open_corpus(lab.corpus(run)), run.packing, run.seq_len)
     for name, texts in TRAIN.items():
         write_files(lab.directory / "sources" / name, texts, ".jsonl")
-    twins = (*map(without_validation, UNTOUCHED), *map(with_sanity_check, CHECKED_BEFORE))
+    runs = (*RUNS, MIXED, *map(without_validation, UNTOUCHED), *map(with_sanity_check, CHECKED_BEFORE))
     for world_size in (1, 2, 3):
-        run_at(lab, world_size, RUNS + twins, (), ())
-    run_at(lab, 4, RUNS + twins, VALIDATIONS, ())
+        run_at(lab, world_size, runs, (), ())
+    run_at(lab, 4, runs, VALIDATIONS, ())
     for world_size in (3, 2, 1):
-        run_at(lab, world_size, (), VALIDATIONS, TRIALS)
+        run_at(lab, world_size, (), VALIDATIONS + MIXED_VALIDATIONS, TRIALS)
     return lab
 
 
@@ -474,6 +477,15 @@ def test_a_checkpoint_validates_to_what_training_logged_at_its_step(lab: Lab, va
         logged = lab.rows(run)[STEPS - 2]
         for key, value in printed.items():
             assert value == pytest.approx(float(logged[f"validation/{key}"]), rel=0, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("validation", MIXED_VALIDATIONS, ids=str)
+def test_mixed_precision_validates_alike_where_shards_are_gathered_in_float32(lab: Lab, validation: Validation) -> None:
+    answers, logged = lab.validations[validation], lab.rows(MIXED)[STEPS - 2]
+    assert [answer.status for answer in answers] == [0, 0], answers[0].err
+    assert answers[0].printed("validation/loss") == pytest.approx(
+        float(logged["validation/loss"]), rel=0, abs=TOLERANCE
+    )
 
 
 def test_bytes_are_those_of_the_text(lab: Lab) -> None:
