@@ -15,6 +15,14 @@ NAMES = sorted(path.name for path in NOTEBOOKS.glob("*.ipynb"))
 DEADLINE_SECONDS = 240
 # What a notebook must have said, in this order.
 SAID = {
+    "export_and_evaluate.ipynb": (
+        "saved step-00000150",
+        "values bit-equal",
+        "model.safetensors",
+        "the same tokens: True",
+        "def loads(",
+        "results by checkpoint",
+    ),
     "look_into_a_checkpoint.ipynb": (
         "step-00000060",
         "'tokens_seen': 480",

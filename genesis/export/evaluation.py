@@ -85,7 +85,7 @@ def _read_findings(result: Result) -> Iterable[Finding]:
         if measure.value is None or (is_text and measure.metric != "bits_per_byte"):
             continue
         yield Finding(
-            f"{result.name}: {measure.subject}" if is_text else _VARIANT.sub("", measure.subject),
+            f"held-out: {measure.subject}" if is_text else _VARIANT.sub("", measure.subject),
             is_text,
             measure.metric,
             measure.value,

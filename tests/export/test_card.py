@@ -133,7 +133,7 @@ def test_the_card_has_what_was_measured_of_just_this_checkpoint(tmp_path: Path) 
     assert table.strip().splitlines()[4:] == [
         "| arc | acc_norm | 0.2500 ± 0.0125 | 5 |  | 1,000 |",
         "| arc | acc | 0.5000 | 0 | 10 | 10 |",
-        "| heldout: web | bits_per_byte | 1.2346 |  |  | 54,321 |",
+        "| held-out: web | bits_per_byte | 1.2346 |  |  | 54,321 |",
     ]
     (found,) = ModelCard(card).data.eval_results
     assert (found.dataset_name, found.metric_type, found.metric_value) == ("arc", "acc_norm", 0.25)
