@@ -6,7 +6,6 @@ from typing import Literal
 from rich.filesize import decimal
 
 from genesis.arguments import Parser
-from genesis.export.staging import check_is_new
 from genesis.release.folder import Folder
 from genesis.release.leaks import Machine
 from genesis.release.options import ReleaseOptions
@@ -17,7 +16,7 @@ from genesis.release.upload import check_can_upload, upload
 _DESCRIPTION = """Makes a folder for the Hugging Face Hub of an export: the files that were proved, a card with licence,
 lineage, evaluation and proof, and SHA256SUMS. Nothing of this machine may be in it: paths, names and credentials are
 refused by file and line. --space makes a second folder, which serves the model as a Space. --upload takes them to the
-Hub, in one commit with a tag; given again, the same command goes on with folders that are there already.
+Hub, in one commit with a tag. A folder that is there already is taken if it is what would be made.
 Example: genesis release exports/demo releases/demo --repo me/demo --license apache-2.0 --language en --dry-run"""
 
 
@@ -33,9 +32,6 @@ def main(argv: list[str]) -> int:
     )
     out, space = arguments.out, arguments.space
     is_upload = arguments.upload and not arguments.dry_run
-    if not is_upload:
-        for path in filter(None, (out, space)):
-            check_is_new(path)
     machine = Machine.read(arguments.export, *filter(None, (out, space)))
     allowed = (options.owner, *arguments.allow)
     folder = plan_release(arguments.export, options)

@@ -24,7 +24,7 @@ PLACE = "THIS_DIRECTORY"
 """What a card calls the place of the model."""
 _LEFT_OUT = ("run_dir", "logger", "default_root_dir")
 """Keys of a recipe that say where a run wrote and logged, not what it did."""
-_PATH_KEYS = ("corpus", "tokenizer", "paths", "path", "ckpt_path", "directory", "file")
+_PATH_KEY = re.compile(r"(.*_)?(corpus|tokenizer|paths?|file|filename|directory|dir|dirpath)")
 _DRAWN_HEADS = ("tokens drawn", "epochs drawn")
 _PATH = re.compile(r"[/~\\]|\.{1,2}/|[A-Za-z]:\\|[a-z][a-z0-9+.-]*://")
 """How a value begins that is a path whatever its key."""
@@ -87,7 +87,7 @@ def hide_paths(content: Any, key: str = "") -> Any:
         return {name: hide_paths(value, name) for name, value in content.items() if name not in _LEFT_OUT}
     if isinstance(content, list):
         return [hide_paths(value, key) for value in content]
-    if isinstance(content, str) and (key in _PATH_KEYS or _PATH.match(content)):
+    if isinstance(content, str) and (_PATH_KEY.fullmatch(key) or _PATH.match(content)):
         return PurePosixPath(content.replace("\\", "/")).name
     return content
 

@@ -48,6 +48,7 @@ def test_a_dry_run_makes_the_folder_shows_every_file_and_contacts_nobody(
     shown = dict(reversed(line.split()) for line in outcome.out.splitlines() if line.startswith("  "))
     assert {name: int(size.replace(",", "")) for name, size in shown.items()} == files
     assert "nothing was uploaded" in outcome.out
+    assert genesis("release", str(exported), str(out), *WHAT, "--version", "2.0.0", "--dry-run").out == outcome.out
 
 
 def test_without_token_or_network_the_folder_stays_and_the_same_command_goes_on(

@@ -30,6 +30,7 @@ RECIPE = {
     },
     "checkpoint": {"monitor": "validation/loss", "run_dir": "../secret-place"},
     "other": "~/notes.txt",
+    "profiler": {"class_path": "lightning.pytorch.profilers.SimpleProfiler", "dirpath": "of-somebody/profiles"},
 }
 
 
@@ -40,6 +41,7 @@ def test_a_recipe_has_the_last_component_of_its_paths_alone() -> None:
         "data": {"stream": {"tokenizer": "ours", "sources": [{"name": "web", "paths": ["*.jsonl.zst", "web"]}]}},
         "checkpoint": {"monitor": "validation/loss"},
         "other": "notes.txt",
+        "profiler": {"class_path": "lightning.pytorch.profilers.SimpleProfiler", "dirpath": "profiles"},
     }
 
 
