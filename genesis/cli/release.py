@@ -34,17 +34,17 @@ def main(argv: list[str]) -> int:
     is_upload = arguments.upload and not arguments.dry_run
     machine = Machine.read(arguments.export, *filter(None, (out, space)))
     allowed = (options.owner, *arguments.allow)
-    folder = plan_release(arguments.export, options)
-    folder.check(machine, allowed)
-    folder.write(out)
-    made: list[tuple[Path, Folder, Literal["model", "space"]]] = [(out, folder, "model")]
+    release = plan_release(arguments.export, options)
+    made: list[tuple[Path, Folder, Literal["model", "space"]]] = [(out, release, "model")]
     if space is not None:
-        page = plan_space(folder, out, options)
-        page.check(machine, allowed)
-        page.write(space)
-        made.append((space, page, "space"))
-    for path, content, repo_type in made:
-        sizes = content.sizes()
+        made.append((space, plan_space(release, options), "space"))
+    for path, folder, _ in made:
+        folder.check(machine, allowed)
+        folder.check_place(path)
+    for path, folder, _ in made:
+        folder.write(path)
+    for path, folder, repo_type in made:
+        sizes = folder.sizes()
         print(
             f"{path}: {repo_type} {options.repo}, tag {options.tag}, {len(sizes)} files, {decimal(sum(sizes.values()))}"
         )

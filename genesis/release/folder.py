@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from genesis.errors import UserError
-from genesis.export.staging import staged
+from genesis.export.staging import check_is_new, staged
 from genesis.release.leaks import Machine, check_text
 from genesis_callbacks.checkpoint.hashing import hash_file
 
@@ -54,13 +54,22 @@ class Folder:
             if not name.endswith(".safetensors"):
                 check_text(PurePosixPath(name).name, path.read_bytes(), machine, allowed)
 
+    def check_place(self, out: Path) -> None:
+        """Refuses a place where something else is; the same folder may be there.
+
+        Raises:
+            UserError: Something else is at `out`.
+        """
+        if not self._is_at(out):
+            check_is_new(out)
+
     def write(self, out: Path) -> None:
         """Makes the folder; large files are linked where the disk can. One that is there as it would be made is taken.
 
         Raises:
             UserError: Something else is at `out`, there is no room, or a file is not what its hash says.
         """
-        if out.exists() and self._is_at(out):
+        if self._is_at(out):
             return
         with staged(out, sum(self.sizes().values())) as staging:
             for name, data in self.texts.items():
@@ -71,6 +80,8 @@ class Folder:
                     raise UserError(f"{path} has changed meanwhile; begin again")
 
     def _is_at(self, out: Path) -> bool:
+        if not out.is_dir():
+            return False
         files = {path.relative_to(out).as_posix(): path for path in out.rglob("*") if not path.is_dir()}
         hashes = self.hashes()
         return files.keys() == hashes.keys() and all(

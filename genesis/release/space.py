@@ -1,6 +1,5 @@
 """The page of `genesis serve` as a folder that runs as a Space of the Hub: model, wheels and a Dockerfile."""
 
-from pathlib import Path
 from typing import Final
 
 from huggingface_hub import SpaceCardData
@@ -47,12 +46,11 @@ def serve_command(options: ReleaseOptions) -> list[str]:
     return ["genesis", "serve", model, "--host", "0.0.0.0", "--port", str(PORT), "--public"]
 
 
-def plan_space(release: Folder, out: Path, options: ReleaseOptions) -> Folder:
+def plan_space(release: Folder, options: ReleaseOptions) -> Folder:
     """Returns the folder of the Space.
 
     Args:
         release: What is served.
-        out: Where the release lies.
         options: As what it was released.
     """
     head = SpaceCardData(
@@ -60,8 +58,9 @@ def plan_space(release: Folder, out: Path, options: ReleaseOptions) -> Folder:
     )
     pins = pin_requirements(*_DISTRIBUTIONS)
     place = f"{_MODELS_NAME}/{options.name}"
-    folder = Folder(taken={f"{place}/{name}": (out / name, digest) for name, digest in release.hashes().items()})
+    folder = Folder(taken={f"{place}/{name}": file for name, file in release.taken.items()})
     folder.texts = {
+        **{f"{place}/{name}": data for name, data in release.texts.items()},
         CARD_NAME: f"---\n{head}\n---\n{_write_card(options)}".encode(),
         "Dockerfile": _write_dockerfile(pins["torch"], options).encode(),
         "constraints.txt": "".join(f"{name}=={version}\n" for name, version in pins.items()).encode(),

@@ -34,9 +34,9 @@ START_SECONDS = 120.0
 
 
 @pytest.fixture(scope="module")
-def space(tmp_path_factory: pytest.TempPathFactory, exported: Path, released: Path) -> Path:
+def space(tmp_path_factory: pytest.TempPathFactory, exported: Path) -> Path:
     out = tmp_path_factory.mktemp("space") / "page"
-    plan_space(plan_release(exported, OPTIONS), released, OPTIONS).write(out)
+    plan_space(plan_release(exported, OPTIONS), OPTIONS).write(out)
     return out
 
 
@@ -66,9 +66,9 @@ def test_everything_that_the_dockerfile_copies_is_there(space: Path) -> None:
     assert all((space / name).exists() for name in copied)
 
 
-def test_nothing_of_this_machine_is_in_it(exported: Path, released: Path, tmp_path: Path) -> None:
-    folder = plan_space(plan_release(exported, OPTIONS), released, OPTIONS)
-    folder.check(Machine.read(exported, released), (OPTIONS.owner,))
+def test_nothing_of_this_machine_is_in_it(exported: Path, tmp_path: Path) -> None:
+    folder = plan_space(plan_release(exported, OPTIONS), OPTIONS)
+    folder.check(Machine.read(exported, tmp_path), (OPTIONS.owner,))
     wheels = [data for name, data in folder.texts.items() if name.endswith(".whl")]
     assert len(wheels) == 2
     for data in wheels:
