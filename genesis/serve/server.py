@@ -247,9 +247,11 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         UserError: There is no such host, or its port is taken or not ours to take.
     """
+    if not 0 <= port <= 65_535:
+        raise UserError(f"port {port} is none: give one from 1 to 65535, or 0 for any free one")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except (OSError, UnicodeError, OverflowError) as error:
+    except (OSError, UnicodeError) as error:
         raise UserError(f"no address {host!r}: {error}; give an address of this machine by --host") from None
     sock = socket.socket(family, kind, protocol)
     try:

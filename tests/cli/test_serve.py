@@ -1,0 +1,93 @@
+"""`genesis serve` as a user meets it: the address, who may ask, and how it ends."""
+
+import http.client
+import json
+import signal
+import socket
+
+import openai
+import pytest
+
+from genesis.cli.serve import main
+from genesis.errors import UserError
+from tests.serve.support import START_SECONDS, start
+
+TOKEN = "a-token-of-some-length"
+ASKED = {"model": "latest", "prompt": "alpha", "max_tokens": 2}
+
+
+def test_a_port_that_is_taken_is_told_with_the_remedy(run):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"port {port} of 127.0.0.1 is taken: give another by --port, or 0"):
+            main([str(run), "--port", str(port), "--device", "cpu"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--host", "0.0.0.0"], "reached from other machines: give a token"),
+        (["--host", "::"], "reached from other machines: give a token"),
+        (["--host", "0.0.0.0", "--token", "short"], "has 5 characters: give at least 16"),
+        (["--host", "no.such.host.invalid"], "no address 'no.such.host.invalid'"),
+        (["--host", "192.0.2.1", "--token", TOKEN], "cannot listen on 192.0.2.1"),
+        (["--port", "70000"], "port 70000 is none"),
+        (["--token", TOKEN, "--public"], "has no token"),
+        (["--max_models", "0"], "max_models is 0"),
+        (["--max_queue", "-1"], "max_queue is -1"),
+        (["--max_request_seconds", "nan"], "max_request_seconds is nan"),
+        (["--max_modles", "2"], "did you mean --max_models"),
+    ],
+)
+def test_bad_options_are_one_line_with_the_value(arguments, message, run, monkeypatch):
+    monkeypatch.delenv("GENESIS_TOKEN", raising=False)
+    port = [] if "--port" in arguments else ["--port", "0"]
+    with pytest.raises(UserError, match=message) as error:
+        main([str(run), *port, "--device", "cpu", *arguments])
+    assert "\n" not in str(error.value)
+
+
+def test_a_directory_that_is_none_is_refused(tmp_path):
+    with pytest.raises(UserError, match="there is no directory"):
+        main([str(tmp_path / "nowhere"), "--device", "cpu"])
+
+
+def test_a_server_with_a_token_gives_its_page_to_all_and_its_models_to_who_brings_the_token(run, exported):
+    with start(run, exported, "--host", "0.0.0.0", GENESIS_TOKEN=TOKEN) as server:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        connection.request("GET", "/", headers={"Host": "gpu-box.example.org"})
+        answer = connection.getresponse()
+        assert (answer.status, answer.getheader("Content-Type")) == (200, "text/html; charset=utf-8")
+        assert b"genesis" in answer.read()
+        connection.close()
+        for path, body in (("/v1/models", None), ("/api/models", None), ("/api/status", None), ("/v1/completions", {})):
+            status, content, headers = server.ask(path, body)
+            assert (status, content["error"]["code"]) == (401, "invalid_api_key")
+            assert headers["WWW-Authenticate"] == "Bearer"
+            assert server.ask(path, body, {"Authorization": f"Bearer {TOKEN[::-1]}"})[0] == 401
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key=TOKEN, max_retries=0) as client:
+            names = [model.id for model in client.models.list()]
+            assert f"{run.name}/latest" in names
+            assert exported.name in names
+            texts = [client.completions.create(**ASKED | {"model": name, "temperature": 0}) for name in names[-2:]]
+            assert all(text.choices[0].text for text in texts)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(START_SECONDS) == 0
+
+
+def test_ctrl_c_ends_a_stream_with_the_reason_and_the_process_with_the_shells_status(run):
+    with start(run, "--public", "--max_concurrent", "1") as server:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        asked = {**ASKED, "max_tokens": 250, "stream": True, "n": 1, "seed": 1}
+        headers = {"Content-Type": "application/json", "Host": "x.hf.space", "Origin": "https://huggingface.co"}
+        connection.request("POST", "/v1/completions", json.dumps(asked), headers)
+        answer = connection.getresponse()
+        assert answer.status == 200
+        assert answer.getheader("Content-Security-Policy")
+        server.process.send_signal(signal.SIGINT)
+        events = answer.read().decode().strip().split("\n\n")
+        connection.close()
+        assert events[-1] == "data: [DONE]" or "server_ending" in events[-1]
+        assert server.process.wait(START_SECONDS) == 130
