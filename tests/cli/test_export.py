@@ -1,22 +1,28 @@
 """`genesis export` and `genesis import`: training and validation go on from an import; bad input is one line."""
 
+import io
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import sentencepiece
 import torch
 from safetensors.torch import save_file
 
 from genesis.cli.main import main
+from genesis.export.texts import SCRIPTS
 from genesis.model.decoder import Decoder
 from genesis.model.huggingface import llama_config_dict, to_huggingface
 from genesis.model.recipe import read_decoder_config
+from genesis.tokenizer.tokenizer import Tokenizer
 from genesis_callbacks.checkpoint import read_tensors
-from tests.cli.conftest import Genesis
+from tests.cli.conftest import Genesis, Outcome
 from tests.cli.test_bad_input import check_is_one_line
 from tests.cli.tiny import build_recipe, write_recipe
+from tests.tiny_runs import build_decoder, save
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +93,42 @@ def test_bad_input_of_export_is_one_line(genesis: Genesis, imported: Path, tmp_p
     shard.write_bytes(shard.read_bytes()[:-1] + b"\x7f")
     check_is_one_line(genesis("export", str(damaged), out), shard.name, "its bytes have changed")
     assert not Path(out).exists()
+
+
+def test_a_tokenizer_without_an_exact_fast_form_is_refused_and_nothing_is_left(
+    genesis: Genesis, tmp_path: Path
+) -> None:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([text for text in SCRIPTS.values() for _ in range(20)]),
+        model_writer=model,
+        model_type="unigram",  # chooses pieces by their likelihood, and not by merges in their order
+        vocab_size=700,
+        character_coverage=0.98,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        pad_id=3,
+        minloglevel=3,
+    )
+    run = tmp_path / "run"
+    save(run / "checkpoints", 1, build_decoder(1), {"tokenizer_hash": Tokenizer(model.getvalue()).hash})
+    (run / "tokenizer.model").write_bytes(model.getvalue())
+    check_is_one_line(genesis("export", str(run), str(tmp_path / "out")), "no exact fast form")
+    assert list(tmp_path.iterdir()) == [run]
+
+
+def test_a_disk_without_room_is_told_and_nothing_is_left(imported: Path, tmp_path: Path) -> None:
+    mount = f"mount -t tmpfs -o size=1m none {tmp_path}"
+    unshare = [shutil.which("unshare") or "unshare", "-rm", "sh", "-c"]
+    if not shutil.which("unshare") or subprocess.run([*unshare, mount], capture_output=True, check=False).returncode:
+        pytest.skip("mounting is not allowed here")
+    command = f'{mount} && "$0" "$@"; status=$?; ls -A {tmp_path}; exit $status'
+    export = [sys.executable, "-m", "genesis", "export", str(imported), str(tmp_path / "out")]
+    done = subprocess.run([*unshare, command, *export], capture_output=True, text=True, timeout=300, check=False)
+    check_is_one_line(Outcome(done.returncode, done.stdout, done.stderr), f"{tmp_path} has 1,048,576 left: make room")
+    assert done.stdout == ""
 
 
 def test_bad_input_of_import_is_one_line(genesis: Genesis, llama: Path, imported: Path, tmp_path: Path) -> None:
