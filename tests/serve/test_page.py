@@ -1,0 +1,251 @@
+"""The page in a real browser: pick, generate, look at a token, compare, stop, and what goes wrong."""
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, expect, sync_playwright
+
+from tests.serve.conftest import DAMAGED
+from tests.serve.support import start, wait_until
+from tests.tiny_runs import build_decoder, save
+
+CHROMIUM = Path(os.environ.get("GENESIS_CHROMIUM", "/usr/bin/chromium"))
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+TIMEOUT_MS = 30_000
+TOKEN = "a-token-of-some-length"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if not CHROMIUM.exists():
+        reason = f"no browser at {CHROMIUM}: install chromium, or name one by GENESIS_CHROMIUM"
+        pytest.fail(reason) if os.environ.get("GENESIS_REQUIRE_BROWSER") == "1" else pytest.skip(reason)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS, headless=True)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser):
+    """A page in a browser that knows nothing; whatever it complains of fails the test."""
+    context = browser.new_context(viewport={"width": 1100, "height": 800})
+    context.set_default_timeout(TIMEOUT_MS)
+    expect.set_options(timeout=TIMEOUT_MS)
+    page = context.new_page()
+    complaints = []
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
+    yield page
+    context.close()
+    assert [text for text in complaints if "Failed to load resource" not in text] == []
+
+
+def panel(page: Page, name: str):
+    return page.locator(f'.panel[data-name="{name}"]')
+
+
+def generated(page: Page, name: str) -> str:
+    return "".join(panel(page, name).locator(".token").all_text_contents())
+
+
+def generate(page: Page) -> None:
+    page.get_by_role("button", name="Generate").click()
+    expect(page.get_by_role("button", name="Generate")).to_be_visible()
+
+
+def text_of(server, **asked) -> str:
+    status, answer, _ = server.ask("/v1/completions", {"prompt": "", "max_tokens": 30, **asked})
+    assert status == 200
+    return answer["choices"][0]["text"]
+
+
+def test_a_checkpoint_is_picked_and_continues_the_prompt_as_the_api_does(server, page):
+    page.goto(server.url)
+    expect(page.locator("#about")).to_contain_text("3 checkpoints")
+    page.get_by_label("Checkpoint", exact=True).first.select_option("step-00000001")
+    expect(panel(page, "a").locator(".facts")).to_have_text("100 tokens seen \u00b7 validation loss 5.400")
+    page.get_by_label("Prompt").fill("alpha def \u00e9t\u00e9")
+    for name, value in (("Temperature", "0.7"), ("Top-p", "0.9"), ("Top-k", "40"), ("Max tokens", "30"), ("Seed", "5")):
+        page.get_by_label(name).fill(value)
+    generate(page)
+    asked = {"model": "step-00000001", "prompt": "alpha def \u00e9t\u00e9", "seed": 5}
+    assert generated(page, "a") == text_of(server, **asked, temperature=0.7, top_p=0.9, top_k=40)
+    expect(panel(page, "a").locator(".prompt")).to_have_text("alpha def \u00e9t\u00e9")
+    expect(panel(page, "a").locator(".foot")).to_have_text(re.compile(r"30 tokens .* per second .* perplexity"))
+
+
+def test_a_token_tells_its_probability_and_the_likeliest_others_by_pointer_and_by_keyboard(server, page):
+    page.goto(f"{server.url}#a=step-00000003&prompt=alpha&temperature=0&max_tokens=8")
+    generate(page)
+    tip = page.get_by_role("tooltip")
+    expect(tip).to_be_hidden()
+    tokens = panel(page, "a").locator(".token")
+    tokens.nth(2).hover()
+    _, answer, _ = server.ask(
+        "/v1/completions",
+        {"model": "step-00000003", "prompt": "alpha", "temperature": 0, "max_tokens": 8, "logprobs": 5},
+    )
+    likeliest = answer["choices"][0]["logprobs"]["top_logprobs"][2]
+    assert len(likeliest) == 5
+    expect(tip.locator(".row")).to_have_count(5)
+    shares = [float(text.strip("<% ")) / 100 for text in tip.locator(".percent").all_text_contents()]
+    assert shares == pytest.approx(sorted((2.718281828**value for value in likeliest.values()), reverse=True), abs=6e-3)
+    expect(tip.locator(".own .percent")).to_have_text(tip.locator(".percent").first.text_content())
+    page.keyboard.press("Escape")
+    expect(tip).to_be_hidden()
+    tokens.first.focus()
+    page.keyboard.press("ArrowRight")
+    expect(tokens.nth(1)).to_be_focused()
+    expect(tip).to_be_visible()
+    page.locator("h1").hover()
+    tokens.nth(4).click()
+    expect(tip).to_be_visible()
+
+
+def test_two_checkpoints_continue_one_prompt_side_by_side(server, page):
+    page.goto(f"{server.url}#prompt=class+&seed=3&max_tokens=30&temperature=1&a=step-00000003&b=step-00000001")
+    expect(panel(page, "b")).to_be_hidden()
+    page.get_by_text("Compare").click()
+    generate(page)
+    texts = [generated(page, name) for name in ("a", "b")]
+    models = ("step-00000003", "step-00000001")
+    assert texts == [text_of(server, model=model, prompt="class ", seed=3, temperature=1) for model in models]
+    assert texts[0] != texts[1]
+    boxes = [panel(page, name).bounding_box() for name in ("a", "b")]
+    assert boxes[0]["y"] == boxes[1]["y"]
+    assert boxes[0]["x"] + boxes[0]["width"] < boxes[1]["x"]
+    page.set_viewport_size({"width": 390, "height": 800})
+    expect(page.locator("body")).to_be_visible()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    boxes = [panel(page, name).bounding_box() for name in ("a", "b")]
+    assert boxes[0]["x"] == boxes[1]["x"]
+
+
+def test_the_address_brings_everything_back(server, page):
+    page.goto(server.url)
+    page.get_by_label("Prompt").fill("beta & 100% #1\n")
+    page.get_by_label("Seed").fill("9")
+    page.get_by_text("Compare").click()
+    page.get_by_label("Checkpoint", exact=True).last.select_option("step-00000001")
+    address = page.url
+    page.goto("about:blank")
+    page.goto(address)
+    expect(page.get_by_label("Prompt")).to_have_value("beta & 100% #1\n")
+    expect(page.get_by_label("Seed")).to_have_value("9")
+    expect(page.get_by_label("Checkpoint", exact=True).last).to_have_value("step-00000001")
+    expect(panel(page, "b")).to_be_visible()
+
+
+def test_stop_stops_and_frees_the_row(tmp_path, tokenizer_file, page):
+    run = tmp_path / "long"
+    (run / "checkpoints").mkdir(parents=True)
+    shutil.copy(tokenizer_file, run)
+    with start(run) as server:
+        page.goto(server.url)
+        expect(page.locator("#about")).to_contain_text("no checkpoint yet")
+        save(run / "checkpoints", 1, build_decoder(3, max_seq_len=20_000), {}, max_seq_len=20_000)
+        page.get_by_label("Temperature").fill("0")
+        page.get_by_label("Prompt").fill("alpha")
+        page.get_by_label("Max tokens").fill("19000")
+        expect(page.locator("#about")).to_contain_text("1 checkpoint")
+        page.get_by_role("button", name="Generate").click()
+        expect(panel(page, "a").locator(".token").nth(3)).to_be_visible()
+        assert server.num_busy() == 1
+        page.get_by_role("button", name="Stop").click()
+        expect(panel(page, "a").locator(".foot")).to_contain_text("stopped")
+        wait_until(lambda: server.num_busy() == 0)
+        expect(panel(page, "a").locator(".error")).to_be_hidden()
+        page.get_by_label("Max tokens").fill("3")
+        generate(page)
+        expect(panel(page, "a").locator(".token")).to_have_count(3)
+
+
+def test_a_new_checkpoint_appears_by_itself_and_the_newest_means_it(server, served_run, page):
+    page.goto(f"{server.url}#a=latest")
+    expect(page.get_by_label("Checkpoint", exact=True).first.locator("option").first).to_have_text(
+        "newest \u2014 step 3"
+    )
+    expect(page.locator("#chart .dot")).to_have_count(3)
+    identity = {"tokenizer_hash": None}
+    made = save(served_run / "checkpoints", 12, build_decoder(12), identity)
+    try:
+        expect(page.locator("#about")).to_contain_text("4 checkpoints")
+        expect(page.get_by_label("Checkpoint", exact=True).first.locator("option").first).to_have_text(
+            "newest \u2014 step 12"
+        )
+        expect(page.get_by_label("Checkpoint", exact=True).first).to_have_value("latest")
+        page.get_by_label("Seed").fill("1")
+        page.get_by_label("Max tokens").fill("30")
+        page.get_by_label("Temperature").fill("0")
+        generate(page)
+        assert generated(page, "a") == text_of(server, model="step-00000012", temperature=0)
+    finally:
+        shutil.rmtree(made)
+    expect(page.locator("#about")).to_contain_text("3 checkpoints")
+
+
+def test_a_dot_of_the_curve_picks_its_checkpoint(server, page):
+    page.goto(server.url)
+    page.locator("#chart .dot").first.click()
+    expect(page.get_by_label("Checkpoint", exact=True).first).to_have_value("step-00000001")
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        (f"a={DAMAGED}", "its bytes have changed"),
+        ("a=step-00000077", "there is no model 'step-00000077'"),
+        ("a=step-00000001&max_tokens=5000", "of the model's context of 256"),
+        ("a=step-00000001&top_p=7", "top_p is 7: it must be a number"),
+    ],
+)
+def test_an_error_is_shown_where_the_text_would_be_and_the_next_try_is_free(server, page, address, message):
+    page.goto(f"{server.url}#{address}")
+    generate(page)
+    error = panel(page, "a").locator(".error")
+    expect(error).to_contain_text(message)
+    page.get_by_label("Checkpoint", exact=True).first.select_option("step-00000001")
+    page.get_by_label("Max tokens").fill("2")
+    page.get_by_label("Top-p").fill("1")
+    generate(page)
+    expect(error).to_be_hidden()
+
+
+def test_markup_in_a_prompt_is_text(server, page):
+    page.goto(server.url)
+    page.get_by_label("Prompt").fill("<img src=x onerror=alert(1)><b>bold</b>")
+    page.get_by_label("Max tokens").fill("2")
+    generate(page)
+    expect(panel(page, "a").locator(".prompt")).to_have_text("<img src=x onerror=alert(1)><b>bold</b>")
+    assert panel(page, "a").locator("img, b").count() == 0
+
+
+def test_a_server_with_a_token_asks_for_it_once_and_keeps_it_out_of_the_address(run, page):
+    with start(run, GENESIS_TOKEN=TOKEN) as server:
+        page.goto(server.url)
+        page.get_by_label("This server wants its token").fill("not the token")
+        page.get_by_role("button", name="Open").click()
+        expect(page.get_by_role("alert").first).to_contain_text("the token is missing or wrong")
+        expect(page.locator("#main")).to_be_hidden()
+        page.get_by_label("This server wants its token").fill(TOKEN)
+        page.get_by_role("button", name="Open").click()
+        page.get_by_label("Max tokens").fill("2")
+        generate(page)
+        expect(panel(page, "a").locator(".token").first).to_be_attached()
+        assert TOKEN not in page.url
+        page.reload()
+        expect(page.locator("#main")).to_be_visible()
+    page.get_by_role("button", name="Generate").click()
+    expect(panel(page, "a").locator(".error")).to_have_text("The server does not answer.")
