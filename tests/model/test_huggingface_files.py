@@ -1,0 +1,117 @@
+"""What of a directory in Hugging Face's layout is read, and what is refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from genesis.errors import UserError
+from genesis.model.huggingface_files import CONFIG_NAME, WEIGHTS_NAME, read_llama_config, read_weights
+
+SHAPE = {
+    "vocab_size": 90,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+}
+
+
+def write_llama(directory: Path, **changes: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**{**SHAPE, **changes})).to(torch.bfloat16)
+    model.save_pretrained(directory)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model_type", "qwen2"),
+        ("attention_bias", True),
+        ("mlp_bias", True),
+        ("hidden_act", "gelu"),
+        ("sliding_window", 4096),
+        ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}),
+        ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}),
+        ("rope_parameters", "fast"),
+        ("rope_parameters", {"full_attention": {"rope_type": "default"}}),
+        ("quantization_config", {"bits": 4}),
+        ("head_dim", 128),
+        ("hidden_size", 33),
+        ("num_key_value_heads", 3),
+        ("intermediate_size", "many"),
+        ("rms_norm_eps", None),
+    ],
+)
+def test_a_configuration_that_cannot_be_represented_is_refused_by_name(
+    key: str, value: Any, exported: Path, tmp_path: Path
+) -> None:
+    content = json.loads((exported / CONFIG_NAME).read_bytes())
+    (tmp_path / CONFIG_NAME).write_text(json.dumps({**content, key: value}))
+    with pytest.raises(UserError, match=str(tmp_path)) as error:
+        read_llama_config(tmp_path)
+    known = {
+        "hidden_size": "dim 33",
+        "num_key_value_heads": "num_kv_heads 3",
+        "intermediate_size": "ffn_dim is 'many'",
+        "rms_norm_eps": "rms_norm_eps is missing",
+    }
+    assert known.get(key, f"{key} is {value!r}") in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def drop(state: dict[str, torch.Tensor]) -> None:
+    del state["model.layers.1.mlp.up_proj.weight"]
+
+
+def add_bias(state: dict[str, torch.Tensor]) -> None:
+    state["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(32)
+
+
+def add_layer(state: dict[str, torch.Tensor]) -> None:
+    state["model.layers.7.mlp.up_proj.weight"] = torch.zeros(48, 32)
+
+
+def reshape(state: dict[str, torch.Tensor]) -> None:
+    state["model.norm.weight"] = torch.zeros(31)
+
+
+def untie(state: dict[str, torch.Tensor]) -> None:
+    state["lm_head.weight"] = torch.zeros(90, 32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (drop, r"model\.layers\.1\.mlp\.up_proj\.weight is missing"),
+        (add_bias, r"q_proj\.bias.* has no place"),
+        (add_layer, r"model\.layers\.7\.mlp\.up_proj\.weight has no place"),
+        (reshape, r"model\.norm\.weight is \[31\]; by config\.json it is \[32\]"),
+        (untie, r"tie_word_embeddings is true, and lm_head\.weight is not"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_by_name(change: Any, message: str, tmp_path: Path) -> None:
+    write_llama(tmp_path, tie_word_embeddings=True)
+    state = load_file(tmp_path / WEIGHTS_NAME)
+    change(state)
+    save_file(state, tmp_path / WEIGHTS_NAME)
+    with pytest.raises(UserError, match=message):
+        read_weights(tmp_path, read_llama_config(tmp_path))
+
+
+def test_files_that_are_cut_off_are_refused(tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    content = (tmp_path / WEIGHTS_NAME).read_bytes()
+    (tmp_path / WEIGHTS_NAME).write_bytes(content[: len(content) // 2])
+    with pytest.raises(UserError, match="cannot be read"):
+        read_weights(tmp_path, read_llama_config(tmp_path))
+    (tmp_path / WEIGHTS_NAME).unlink()
+    with pytest.raises(UserError, match=r"neither model\.safetensors nor"):
+        read_weights(tmp_path, read_llama_config(tmp_path))
