@@ -65,7 +65,7 @@ class Machine:
     @classmethod
     def read(cls, *places: Path) -> Self:
         """Returns what can be known of it, with `places` among its directories."""
-        names = {"the name of this machine": socket.gethostname(), "your name on this machine": getpass.getuser()}
+        names = {"the name of this machine": socket.gethostname(), "your name on this machine": _find_user()}
         known = (Path.home(), Path.cwd(), Path(tempfile.gettempdir()), *(place.resolve().parent for place in places))
         secrets = {
             f"the value of {name}": value
@@ -75,7 +75,7 @@ class Machine:
         token_file = Path(HF_TOKEN_PATH)  # not by get_token, which may ask the Hub for a newer one
         token = token_file.read_text().strip() if token_file.is_file() else ""
         return cls(
-            {what: name for what, name in names.items() if name.lower() not in _NOBODY},
+            {what: name for what, name in names.items() if name and name.lower() not in _NOBODY},
             tuple(sorted({str(place) for place in known if len(place.parts) > 2})),
             tuple(path.name for path in Path("/").iterdir() if path.is_dir() and path.name not in _SYSTEM_ROOTS),
             secrets | ({"your token of the Hub": token} if token else {}),
@@ -104,6 +104,13 @@ def check_text(name: str, data: bytes, machine: Machine, allowed: Sequence[str])
         if found not in allowed:
             place = f"{name}, line {text.count(chr(10), 0, start) + 1}"
             raise UserError(f"{place}: {found!r} is {what}: take it out, or say by --allow {found!r} that it is public")
+
+
+def _find_user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # in a container a user may have a number alone
+        return ""
 
 
 def _find_credentials(text: str, machine: Machine) -> Iterator[tuple[str, str]]:

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -100,6 +101,14 @@ def test_this_machine_is_known_by_names_directories_and_secrets(
     assert {str(Path.cwd()), str(tmp_path)} <= set(machine.places)
     assert {"the value of SOME_API_KEY", "your token of the Hub"} <= machine.secrets.keys()
     assert not {"the value of TOKENIZERS_PARALLELISM", "the value of SOME_TOKEN_FILE"} & machine.secrets.keys()
+
+
+def test_a_user_without_a_name_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> NoReturn:
+        raise KeyError("getpwuid(): uid not found: 12345")
+
+    monkeypatch.setattr("getpass.getuser", fail)
+    assert "your name on this machine" not in Machine.read(tmp_path).names
 
 
 @pytest.mark.parametrize("name", ["README.md", "proof.json", "LICENSE"])
