@@ -66,8 +66,8 @@ def _encode(prompt: str | tuple[int, ...], max_new_tokens: int | None, facts: Fa
         raise _too_long(f"has {len(ids):,} tokens", context)
     if max_new_tokens is not None and max_new_tokens > room:
         raise ApiError(
-            f"max_tokens is {max_new_tokens:,}, and the prompt's {len(ids):,} tokens leave {room:,} of the model's "
-            f"context of {context:,}: ask for at most so many",
+            f"max_tokens is {max_new_tokens:,}, and the prompt's {len(ids):,} tokens leave room for {room:,} in the "
+            f"model's context of {context:,}: ask for at most {room:,}",
             param="max_tokens",
             code="context_length_exceeded",
         )

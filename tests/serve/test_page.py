@@ -207,7 +207,7 @@ def test_a_dot_of_the_curve_picks_its_checkpoint(server, page):
     [
         (f"a={DAMAGED}", "its bytes have changed"),
         ("a=step-00000077", "there is no model 'step-00000077'"),
-        ("a=step-00000001&max_tokens=5000", "of the model's context of 256"),
+        ("a=step-00000001&max_tokens=5000", "in the model's context of 256: ask for at most"),
         ("a=step-00000001&top_p=7", "top_p is 7: it must be a number"),
     ],
 )
