@@ -7,7 +7,7 @@ P  places that score (a token of a row, whatever is asked after it)     T  targe
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -27,8 +27,10 @@ from genesis.evaluate.plan import (
 from genesis.loss import chunk_tokens
 from genesis.model.decoder import Decoder, KVCache
 
-BATCH_TOKENS = {"cpu": 4096, "cuda": 65_536}
+BATCH_TOKENS: Final = {"cpu": 1024, "cuda": 32_768}
 """What is fed and kept at one time, by type of device: on a CPU what stays near the caches."""
+_BATCHES_IN_GROUP: Final = 4
+"""Keys and values take far less memory than a forward does."""
 
 
 class Score(NamedTuple):
@@ -71,33 +73,55 @@ class Scorer:
         plain, *heads = find_heads(gather_contexts(list(numbers)))
         self._score_contexts([plain], None, on_progress)
         for batch in batch_by_size(heads, lambda head: (len(head.tokens), 0), self.batch_tokens):
-            cache = self._run([Row(0, 0, head.tokens) for head in batch], None, is_kept=True)
+            rows = [Row(0, 0, head.tokens) for head in batch]
+            cache = self._branch(rows, None)
+            self._feed(rows, cache)
+            cache.advance(torch.tensor([len(row.tokens) for row in rows], device=cache.lengths.device))
             self._score_contexts(batch, cache, on_progress)
         scores = [Score(*both) for both in zip(self._sums.tolist(), self._is_greedy.tolist(), strict=True)]
         return [scores[numbers[request]] for request in requests]
 
-    def _score_contexts(self, heads: Sequence[Head], cache: KVCache | None, on_progress: Callable[[int], None]) -> None:
-        """Scores all continuations after heads whose keys and values are the rows of `cache`."""
+    def _score_contexts(
+        self, heads: Sequence[Head], parents: KVCache | None, on_progress: Callable[[int], None]
+    ) -> None:
+        """Scores all continuations after heads, whose keys and values are the rows of `parents`."""
         planned = [
             (plan_context(context, row, len(head.tokens)), context)
             for row, head in enumerate(heads)
             for context in head.contexts
         ]
-        for batch in batch_by_size(planned, lambda item: _size(item[0]), self.batch_tokens):
-            branches = list(chain.from_iterable(plan_branches(item[1], row) for row, item in enumerate(batch)))
-            contexts = self._run([row for row, _ in batch], cache, is_kept=bool(branches))
-            for part in batch_by_size(branches, _size, self.batch_tokens):
-                self._run(part, contexts, is_kept=False)
-            on_progress(sum(len(context.continuations) for _, context in batch))
+        # Several batches of contexts share a cache, so that their branches can be batched by length.
+        for group in batch_by_size(planned, lambda item: _size(item[0]), self.batch_tokens * _BATCHES_IN_GROUP):
+            rows = [row for row, _ in group]
+            branches = list(chain.from_iterable(plan_branches(item[1], row) for row, item in enumerate(group)))
+            cache = self._branch(rows, parents) if branches or parents is not None else None
+            num_fed = 0
+            for batch in batch_by_size(rows, _size, self.batch_tokens):  # of rows in this order already
+                self._feed(batch, None if cache is None else cache.view(num_fed, num_fed + len(batch)))
+                num_fed += len(batch)
+            for batch in batch_by_size(branches, _size, self.batch_tokens):
+                self._feed(batch, self._branch(batch, cache))
+            on_progress(sum(len(context.continuations) for _, context in group))
 
-    def _run(self, rows: Sequence[Row], parents: KVCache | None, *, is_kept: bool) -> KVCache | None:
-        """Feeds rows after their parents, adds up what they score, and returns the cache that they made if asked to."""
+    def _branch(self, rows: Sequence[Row], parents: KVCache | None) -> KVCache:
+        """Returns a cache for `rows`: each has what it keeps of its parent, and there is room for what it feeds."""
+        weight = self.decoder.output_weight
+        num_kept, num_fed = max(row.start for row in rows), max(len(row.tokens) for row in rows)
+        cache = KVCache(self.decoder.config, len(rows), num_kept + num_fed, weight.device, weight.dtype)
+        if parents is not None:
+            picked = torch.tensor([row.parent for row in rows], device=weight.device)
+            cache.keys[:, :, :num_kept] = parents.keys[:, :, :num_kept].index_select(1, picked)
+            cache.values[:, :, :num_kept] = parents.values[:, :, :num_kept].index_select(1, picked)
+            cache.advance(torch.tensor([row.start for row in rows], device=weight.device))
+        return cache
+
+    def _feed(self, rows: Sequence[Row], cache: KVCache | None) -> None:
+        """Feeds rows after what the cache has of them, and adds up what they score."""
         device = self.decoder.output_weight.device
         longest = max(len(row.tokens) for row in rows)
         input_ids = torch.zeros((len(rows), longest), dtype=torch.int64)  # padded on the right: never attended
         for padded, row in zip(input_ids, rows, strict=True):
             padded[: len(row.tokens)] = torch.tensor(row.tokens)
-        cache = self._branch(rows, parents, longest) if parents is not None or is_kept else None
         targets = torch.tensor(
             [
                 (index * longest + position, token, request)
@@ -111,19 +135,6 @@ class Scorer:
         logprobs, is_likeliest = self.decoder(input_ids.to(device), cache=cache, head=head)
         self._sums.index_add_(0, requests, logprobs.cpu().double())
         self._is_greedy[requests[~is_likeliest.cpu()]] = False
-        return cache if is_kept else None
-
-    def _branch(self, rows: Sequence[Row], parents: KVCache | None, num_new: int) -> KVCache:
-        """Returns a cache for `rows`: each has what it keeps of its parent, and there is room for `num_new` tokens."""
-        weight = self.decoder.output_weight
-        num_kept = max(row.start for row in rows)
-        cache = KVCache(self.decoder.config, len(rows), num_kept + num_new, weight.device, weight.dtype)
-        if parents is not None:
-            picked = torch.tensor([row.parent for row in rows], device=weight.device)
-            cache.keys[:, :, :num_kept] = parents.keys[:, :, :num_kept].index_select(1, picked)
-            cache.values[:, :, :num_kept] = parents.values[:, :, :num_kept].index_select(1, picked)
-            cache.advance(torch.tensor([row.start for row in rows], device=weight.device))
-        return cache
 
 
 def score_targets(
@@ -148,10 +159,10 @@ def score_targets(
     is_likeliest = torch.empty(len(places), dtype=torch.bool, device=hidden.device)
     step = chunk_tokens(weight.shape[0], weight.device)
     for start in range(0, len(unique), step):
-        logits = (scored[start : start + step] @ weight.t()).float()
+        logits = scored[start : start + step] @ weight.t()
         inside = (which >= start) & (which < start + step)
         rows, asked = which[inside] - start, tokens[inside]
-        logprobs[inside] = logits[rows, asked] - logits.logsumexp(dim=1)[rows]
+        logprobs[inside] = logits.log_softmax(dim=1, dtype=torch.float32)[rows, asked]
         is_likeliest[inside] = logits.argmax(dim=1)[rows] == asked
     return logprobs, is_likeliest
 
