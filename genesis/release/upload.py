@@ -1,12 +1,15 @@
 """The way to the Hub: repository, files in one commit, tag."""
 
+import hashlib
 from pathlib import Path
 from typing import Final, Literal
 
 from huggingface_hub import HfApi, errors, get_token
 from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.hf_api import RepoFile
 
 from genesis.errors import UserError
+from genesis.release.folder import SUMS_NAME
 from genesis.release.options import ReleaseOptions
 
 _HTTP_ERROR: type[Exception] = vars(errors)["HTTPError"]
@@ -29,7 +32,7 @@ def check_can_upload(what: Path) -> None:
 
 
 def upload(folder: Path, options: ReleaseOptions, repo_type: Literal["model", "space"], *, is_private: bool) -> str:
-    """Uploads a finished folder and returns its address.
+    """Uploads a finished folder and returns its address; what is there already, under this tag, is left as it is.
 
     Args:
         folder: What is uploaded, whole.
@@ -38,7 +41,7 @@ def upload(folder: Path, options: ReleaseOptions, repo_type: Literal["model", "s
         is_private: Of a repository that is not there yet.
 
     Raises:
-        UserError: The Hub cannot be reached or refuses, or it has this version. The folder stays as it is.
+        UserError: The Hub cannot be reached or refuses, or has another folder under this tag. Ours stays as it is.
     """
     check_can_upload(folder)
     api, message = HfApi(library_name="genesis-lm"), f"Version {options.version}"
@@ -46,7 +49,9 @@ def upload(folder: Path, options: ReleaseOptions, repo_type: Literal["model", "s
         sdk = "docker" if repo_type == "space" else None
         url = api.create_repo(options.repo, repo_type=repo_type, private=is_private, exist_ok=True, space_sdk=sdk)
         if options.tag in {tag.name for tag in api.list_repo_refs(options.repo, repo_type=repo_type).tags}:
-            raise UserError(f"{url} has a version {options.version} already: give another by --version")
+            if not _holds(api, folder, options, repo_type):
+                raise UserError(f"{url} has another version {options.version} already: give another by --version")
+            return str(url)
         commit = api.upload_folder(
             repo_id=options.repo,
             repo_type=repo_type,
@@ -64,6 +69,14 @@ def upload(folder: Path, options: ReleaseOptions, repo_type: Literal["model", "s
         reason = f"{error} {error.__cause__ or ''}"
         raise UserError(_explain(api, folder, f"cannot be reached: {_one_line(reason)}")) from None
     return str(url)
+
+
+def _holds(api: HfApi, folder: Path, options: ReleaseOptions, repo_type: str) -> bool:
+    """Says whether the repository has this folder under the tag: the same list of hashes, by git's hash of it."""
+    sums = (folder / SUMS_NAME).read_bytes()
+    blob_id = hashlib.sha1(b"blob %d\0" % len(sums) + sums, usedforsecurity=False).hexdigest()
+    found = api.get_paths_info(options.repo, [SUMS_NAME], revision=options.tag, repo_type=repo_type)
+    return [file.blob_id for file in found if isinstance(file, RepoFile)] == [blob_id]
 
 
 def _explain(api: HfApi, folder: Path, reason: str) -> str:

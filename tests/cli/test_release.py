@@ -70,7 +70,12 @@ def test_without_token_or_network_the_folder_stays_and_the_same_command_goes_on(
     page = hub.repositories["spaces/some-lab/tiny"]
     assert page.files["models/tiny/config.json"] == (exported / "config.json").read_bytes()
     assert page.is_private
-    check_is_one_line(genesis(*command), "has a version 1.0.0 already", "--version")
+    hub.repositories["spaces/some-lab/tiny"].tags.clear()  # as if only the first had been through
+    assert genesis(*command).out == outcome.out
+    assert hub.repositories["spaces/some-lab/tiny"].tags.keys() == {"v1.0.0"}
+    hub.repositories["models/some-lab/tiny"].snapshots.clear()
+    hub.repositories["models/some-lab/tiny"].snapshots[f"{1:040x}"] = {}
+    check_is_one_line(genesis(*command), "has another version 1.0.0 already", "--version")
 
 
 def test_bad_input_is_one_line(genesis: Genesis, exported: Path, checkpoint: Path, tmp_path: Path) -> None:

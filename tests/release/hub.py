@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 TOKEN = "hf_" + "a1B2" * 9
 
@@ -22,6 +22,7 @@ class Repository:
     files: dict[str, bytes] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
     commits: list[str] = field(default_factory=list)
+    snapshots: dict[str, dict[str, bytes]] = field(default_factory=dict)
 
 
 @dataclass
@@ -111,8 +112,18 @@ def _head(hub: Hub, _: bytes, name: str) -> Reply:
 
 
 def _tree(hub: Hub, _: bytes, name: str) -> Reply:
-    files = hub.repositories[name].files.items()
-    return 200, [{"type": "file", "path": path, "size": len(data), "oid": _blob_id(data)} for path, data in files]
+    return 200, [_describe(path, data) for path, data in hub.repositories[name].files.items()]
+
+
+def _find(hub: Hub, body: bytes, name: str, tag: str) -> Reply:
+    repository = hub.repositories[name]
+    files = repository.snapshots[repository.tags[tag]]
+    paths = [path for path in parse_qs(body.decode())["paths"] if path in files]
+    return 200, [_describe(path, files[path]) for path in paths]
+
+
+def _describe(path: str, data: bytes) -> dict[str, Any]:
+    return {"type": "file", "path": path, "size": len(data), "oid": _blob_id(data)}
 
 
 def _blob_id(data: bytes) -> str:
@@ -170,6 +181,7 @@ def _commit(hub: Hub, body: bytes, name: str) -> Reply:
         else:
             return 400, {"error": f"unknown operation {operation['key']}"}
     oid = f"{len(repository.commits):040x}"
+    repository.snapshots[oid] = dict(repository.files)
     return 200, {"commitUrl": f"{hub.url}/{name.removeprefix('models/')}/commit/{oid}", "commitOid": oid}
 
 
@@ -187,6 +199,7 @@ _ROUTES = {
     rf"GET /api/{_REPOSITORY}/refs": _refs,
     rf"GET /api/{_REPOSITORY}/revision/main": _head,
     rf"GET /api/{_REPOSITORY}/tree/main": _tree,
+    rf"POST /api/{_REPOSITORY}/paths-info/([\w.]+)": _find,
     r"POST /api/validate-yaml": _check_head,
     rf"POST /api/{_REPOSITORY}/preupload/main": _plan,
     r"POST /((?:spaces/)?[\w.-]+/[\w.-]+)\.git/info/lfs/objects/batch": _batch,

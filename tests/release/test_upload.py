@@ -1,5 +1,6 @@
 """What is uploaded arrives byte for byte, tagged; what goes wrong is one line, and the folder stays."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,11 +60,16 @@ def test_the_next_version_takes_the_place_of_what_would_be_loaded_and_of_nothing
     assert hub.repositories["models/some-lab/tiny"].tags.keys() == {"v1.2.0", "v1.3.0"}
 
 
-def test_a_version_that_is_there_is_not_written_over(hub: Hub, released: Path) -> None:
-    upload(released, OPTIONS, "model", is_private=False)
+def test_a_version_that_is_there_is_left_and_another_is_not_written_over_it(
+    hub: Hub, released: Path, tmp_path: Path
+) -> None:
+    url = upload(released, OPTIONS, "model", is_private=False)
     hub.requests.clear()
-    with pytest.raises(UserError, match=r"has a version 1\.2\.0 already: give another by --version"):
-        upload(released, OPTIONS, "model", is_private=False)
+    assert upload(released, OPTIONS, "model", is_private=False) == url
+    shutil.copytree(released, tmp_path / "other")
+    (tmp_path / "other/SHA256SUMS").write_text("other")
+    with pytest.raises(UserError, match=r"has another version 1\.2\.0 already: give another by --version"):
+        upload(tmp_path / "other", OPTIONS, "model", is_private=False)
     assert not [request for request in hub.requests if "/commit/" in request or "/tag/" in request]
 
 
