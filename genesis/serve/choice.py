@@ -68,7 +68,8 @@ class Choice:
         assert self.finish_reason is None, "the text has ended"
         self.num_tokens += 1
         start = self._begin + len(self._text)
-        self._text += self._decoder.feed(token.id)
+        if token.id < self._tokenizer.vocab_size:
+            self._text += self._decoder.feed(token.id)
         if token.is_last:
             self._text += self._decoder.flush()
         self._held.append(_Held(token, start, self._begin + len(self._text)))
@@ -110,7 +111,12 @@ class Choice:
 
 
 def token_name(tokenizer: Tokenizer, token: int) -> str:
-    """Returns the text that a token stands for, another for each: `bytes:\\xe2` for a byte, `</s>` for a control."""
+    """Returns the text that a token stands for, another for each: `bytes:\\xe2` for a byte, `</s>` for a control.
+
+    A model may have more tokens than its tokenizer, to make its vocabulary a round number; these are `<id 32001>`.
+    """
+    if token >= tokenizer.vocab_size:
+        return f"<id {token}>"
     if tokenizer.is_control(token):
         return tokenizer.pieces[token]
     content = tokenizer.decode_bytes([token])

@@ -105,6 +105,12 @@ def test_the_end_token_is_a_token_without_text(tokenizer):
     assert (last.name, last.offset) == (tokenizer.pieces[tokenizer.eos_id], 4)
 
 
+def test_a_token_that_the_tokenizer_does_not_have_is_one_without_text(tokenizer):
+    shown = feed(Choice(tokenizer), [*tokenizer.encode("def "), tokenizer.vocab_size + 1, *tokenizer.encode("alpha")])
+    assert text_of(shown) == "def alpha"
+    assert f"<id {tokenizer.vocab_size + 1}>" in [token.name for token in tokens_of(shown)]
+
+
 def test_an_alternative_without_probability_is_left_out(tokenizer):
     choice = Choice(tokenizer)
     shown = choice.feed(NewToken(0, 300, -0.5, ((300, -0.5), (301, float("-inf"))), True))

@@ -129,9 +129,9 @@ def test_echo_with_probabilities_is_refused_because_the_prompt_has_none():
 
 
 def test_an_unknown_field_is_refused_with_the_nearest():
-    error = refused(temprature=1)
-    assert (error.param, error.code) == ("temprature", "unknown_field")
-    assert "did you mean temperature?" in str(error)
+    error = refused(max_token=1)
+    assert (error.param, error.code) == ("max_token", "unknown_field")
+    assert "did you mean max_tokens?" in str(error)
 
 
 @pytest.mark.parametrize(
