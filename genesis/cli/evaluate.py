@@ -2,7 +2,8 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +19,7 @@ from genesis.errors import UserError
 from genesis.evaluate.answer import Settings, answer_questions
 from genesis.evaluate.plot import PLOT_NAME, plot_results
 from genesis.evaluate.questions import HeldOutQuestion, Progress, Question, TaskQuestion
-from genesis.evaluate.results import EVALUATIONS_NAME, read_results, write_metrics
+from genesis.evaluate.results import EVALUATIONS_NAME, METRICS_NAME, Result, read_results, write_metrics
 from genesis.evaluate.score import BATCH_TOKENS
 from genesis.evaluate.table import build_table
 from genesis.evaluate.tasks import load_tasks
@@ -40,12 +41,7 @@ Example: genesis evaluate runs/demo/run --tasks hellaswag,./my_tasks/animals --l
 def main(argv: list[str]) -> int:
     """Runs `genesis evaluate` and returns its exit status."""
     arguments = _build_parser().parse_args(argv)
-    for name in ("limit", "batch_tokens"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name} is {value}: it must be at least 1")
-    if arguments.num_fewshot is not None and arguments.num_fewshot < 0:
-        raise UserError(f"--num_fewshot is {arguments.num_fewshot}: it must be at least 0")
+    _check(arguments)
     device = _pick_device(arguments.device)
     settings = Settings(
         device=device,
@@ -68,28 +64,42 @@ def main(argv: list[str]) -> int:
                 raise
             num_refused += 1
             print(f"genesis: error: {error}", file=sys.stderr)
-    everything = read_results(out)
-    if everything:
-        write_metrics(out, everything)
-        plot_results(everything, out / PLOT_NAME)
-    if arguments.json:
-        print(json.dumps([asdict(result) for result in results], indent=2))
-    else:
-        width = None if sys.stdout.isatty() else PLAIN_WIDTH
-        Console(width=width).print(build_table(everything))
-        print(f"{out}: results by checkpoint, metrics.csv, {PLOT_NAME}")
+    _report(out, results, is_json=arguments.json)
     return MISUSE if num_refused else 0
 
 
-def _list_questions(arguments: object) -> list[Question]:
-    specs = [spec for spec in (arguments.tasks or "").split(",") if spec]  # type: ignore[attr-defined]  # argparse's
-    held_out = arguments.heldout or (None if specs else CORPUS)  # type: ignore[attr-defined]
+def _check(arguments: Namespace) -> None:
+    for name, least in (("limit", 1), ("batch_tokens", 1), ("num_fewshot", 0), ("until_step", 0)):
+        value = getattr(arguments, name)
+        if value is not None and value < least:
+            raise UserError(f"--{name} is {value}: it must be at least {least}")
+    if arguments.until_step is not None and not arguments.watch:
+        raise UserError("--until_step says when --watch ends; give --watch, too")
+    if arguments.watch and (arguments.checkpoint / MANIFEST_NAME).exists():
+        raise UserError(f"--watch follows a run, and {arguments.checkpoint} is one checkpoint; give the run")
+
+
+def _report(out: Path, results: Sequence[Result], *, is_json: bool) -> None:
+    """Brings what is made of all results up to date, and prints the table of them, or `results` as JSON."""
+    everything = read_results(out)
+    write_metrics(out, everything)
+    plot_results(everything, out / PLOT_NAME)
+    if is_json:
+        print(json.dumps([asdict(result) for result in results], indent=2))
+        return
+    Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH).print(build_table(everything))
+    print(f"{out}: results by checkpoint, {METRICS_NAME}, {PLOT_NAME}")
+
+
+def _list_questions(arguments: Namespace) -> list[Question]:
+    specs = [spec for spec in (arguments.tasks or "").split(",") if spec]
+    held_out = arguments.heldout or (None if specs else CORPUS)
     questions: list[Question] = []
     if held_out is not None:
         questions.append(HeldOutQuestion(None if held_out == CORPUS else Path(held_out)))
     for spec in specs:
-        tasks = load_tasks(spec, arguments.num_fewshot, may_run_code=arguments.allow_code)  # type: ignore[attr-defined]
-        questions.append(TaskQuestion(tasks, arguments.limit))  # type: ignore[attr-defined]
+        tasks = load_tasks(spec, arguments.num_fewshot, may_run_code=arguments.allow_code)
+        questions.append(TaskQuestion(tasks, arguments.limit))
     names = [question.name for question in questions]
     for name in names:
         if names.count(name) > 1:

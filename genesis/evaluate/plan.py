@@ -82,26 +82,29 @@ def find_heads(contexts: Sequence[Context]) -> list[Head]:
     """Returns heads of contexts in lexicographic order; those that share too little have the empty head, the first.
 
     In that order what a run of contexts shares is the least that two neighbours share. A run is taken as it is if that
-    saves half of what neighbours share in all; else it is cut where they share least.
+    saves half of what neighbours share in all; else it is cut wherever they share least, and what is then alone stays
+    with what all of the run share.
     """
     # A context must feed a token of its own, so that it does not share its last.
     shared = [_count_shared(a.tokens[:-1], b.tokens[:-1]) for a, b in pairwise(contexts)]
-    cuts = [0, *(index + 1 for index, num in enumerate(shared) if num < MIN_HEAD_TOKENS), len(contexts)]
-    waiting = list(pairwise(cuts))
     heads: list[Head] = []
     alone: list[Context] = []
+    waiting = [(0, len(contexts))]
     while waiting:
         first, last = waiting.pop()
-        if last - first <= 1:
-            alone += contexts[first:last]
-            continue
         inside = shared[first : last - 1]
-        least = min(inside)
-        if 2 * least * len(inside) >= sum(inside):
+        least = min(inside, default=0)
+        if least >= MIN_HEAD_TOKENS and 2 * least * len(inside) >= sum(inside):
             heads.append(Head(contexts[first].tokens[:least], tuple(contexts[first:last])))
+            continue
+        is_cut = [num < MIN_HEAD_TOKENS or num == least for num in inside]
+        cuts = [first, *(first + index + 1 for index, cut in enumerate(is_cut) if cut), last]
+        waiting += [(start, stop) for start, stop in pairwise(cuts) if stop - start > 1]
+        single = [contexts[start] for start, stop in pairwise(cuts) if stop - start == 1]
+        if least >= MIN_HEAD_TOKENS and len(single) > 1:
+            heads.append(Head(contexts[first].tokens[:least], tuple(single)))
         else:
-            cut = first + inside.index(least) + 1
-            waiting += [(first, cut), (cut, last)]
+            alone += single
     return [Head((), tuple(alone)), *heads]
 
 

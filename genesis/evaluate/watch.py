@@ -8,6 +8,7 @@ from typing import Final
 
 from genesis.errors import UserError
 from genesis.evaluate.answer import Display, Settings, answer_questions
+from genesis.evaluate.log import RunLog
 from genesis.evaluate.questions import Question
 from genesis.evaluate.results import Result, read_results, write_metrics
 from genesis.evaluate.table import select_shown
@@ -33,28 +34,41 @@ def watch(
     """
     done: set[tuple[str, float]] = set()
     last_step = -1
-    while True:
-        there = [(path, manifest.step, (path.name, manifest.created_seconds)) for path, manifest in list_committed(run)]
-        last_step = max([last_step, *(step for _, step, _ in there)])
-        waiting = [(path, identity) for path, _, identity in there if identity not in done]
-        if not waiting:
-            if until_step is not None and last_step >= until_step:
+    log = RunLog(run)
+    try:
+        while True:
+            there = list_committed(run)
+            last_step = max([last_step, *(manifest.step for _, manifest in there)])
+            waiting = [item for item in there if (item[0].name, item[1].created_seconds) not in done]
+            if waiting:
+                path, manifest = waiting[-1]
+                done.add((path.name, manifest.created_seconds))
+                results = _answer_new(path, questions, settings, out, display)
+                if results:
+                    write_metrics(out, read_results(out))
+                    print(_tell(results), flush=True)
+                    for line in log.write(manifest, results):
+                        print(f"genesis: {line}", file=sys.stderr)
+            elif until_step is not None and last_step >= until_step:
                 return 0
-            time.sleep(poll_seconds)
-            continue
-        path, identity = waiting[-1]
-        done.add(identity)
-        before = read_results(out)
-        try:
-            results = answer_questions(path, questions, settings, out, display)
-        except (UserError, OSError) as error:
-            reason = f"is passed over: {error}" if path.exists() else "was removed before it was evaluated"
-            print(f"genesis: {path.name} {reason}", file=sys.stderr)
-            continue
-        new = [result for result in results if result not in before]
-        if new:
-            write_metrics(out, read_results(out))
-            print(_tell(new), flush=True)
+            else:
+                time.sleep(poll_seconds)
+    finally:
+        log.close()
+
+
+def _answer_new(
+    path: Path, questions: Sequence[Question], settings: Settings, out: Path, display: Display
+) -> list[Result]:
+    """Returns the results that did not stand yet; none where the checkpoint is gone or bad, which is told."""
+    before = read_results(out)
+    try:
+        results = answer_questions(path, questions, settings, out, display)
+    except (UserError, OSError) as error:
+        reason = f"is passed over: {error}" if path.exists() else "was removed before it was evaluated"
+        print(f"genesis: {path.name} {reason}", file=sys.stderr)
+        return []
+    return [result for result in results if result not in before]
 
 
 def _tell(results: Sequence[Result]) -> str:
