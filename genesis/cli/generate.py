@@ -5,10 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-import torch
-
 from genesis.arguments import Parser
-from genesis.errors import UserError
+from genesis.cli.device import add_device_options, read_device
 from genesis.generate.batch import DEFAULT_NEW_TOKENS
 from genesis.generate.load import load_decoder
 from genesis.generate.sample import SamplingOptions
@@ -68,8 +66,7 @@ def main(argv: list[str]) -> int:
         seed=arguments.seed,
         has_cache=not arguments.no_cache,
     )
-    device = _pick_device(arguments.device)
-    dtype = getattr(torch, arguments.dtype or ("bfloat16" if device == "cuda" else "float32"))
+    device, dtype = read_device(arguments)
     decoder, tokenizer, _ = load_decoder(arguments.checkpoint, arguments.tokenizer, device=device, dtype=dtype)
     prompts = arguments.prompt or [""]
     tokens = generate(
@@ -84,7 +81,7 @@ def main(argv: list[str]) -> int:
 def _build_parser() -> Parser:
     parser = Parser(prog="genesis generate", description=_DESCRIPTION)
     add = parser.add_argument
-    add("checkpoint", type=Path, help="a run's directory (its newest checkpoint) or one checkpoint's")
+    add("checkpoint", type=Path, help="a run's directory (its newest checkpoint), one checkpoint's, or an export's")
     add("--prompt", action="append", help="text to continue; may be given more than once; without one a text is begun")
     add("--max-new-tokens", type=int, help=f"for each prompt; default {DEFAULT_NEW_TOKENS} or what the context leaves")
     add("--temperature", type=float, default=1.0, help="what logits are divided by; 0 takes the likeliest token")
@@ -93,14 +90,5 @@ def _build_parser() -> Parser:
     add("--seed", type=int, default=0, help="the same seed and prompt give the same text, beside whatever others")
     add("--no-cache", action="store_true", help="compute the whole text anew for each token")
     add("--tokenizer", type=Path, help="file or directory; default: the one of the corpus that the run was trained on")
-    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is some")
-    add(
-        "--dtype", choices=("float32", "bfloat16"), help="of weights and cache; default: bfloat16 on cuda, else float32"
-    )
+    add_device_options(parser)
     return parser
-
-
-def _pick_device(wanted: str | None) -> str:
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise UserError("no CUDA device is there; leave --device away, or give --device cpu")
-    return wanted or ("cuda" if torch.cuda.is_available() else "cpu")

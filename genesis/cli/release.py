@@ -68,7 +68,13 @@ def _build_parser() -> Parser:
     add("--license", required=True, help="as the Hub names it: apache-2.0, mit, cc-by-4.0, ..., other")
     add("--license_file", type=Path, help="its text, which becomes LICENSE")
     add("--version", default="1.0.0", help="the tag is it with a v before it; default 1.0.0")
-    add("--language", nargs="+", default=[], metavar="CODE", help="of the model's text: en, de, code, ...")
+    add(
+        "--language",
+        action="append",
+        default=[],
+        metavar="CODE",
+        help="of the model's text: en, de, code, ...; can be repeated",
+    )
     add("--space", type=Path, metavar="DIR", help="also make a folder that serves the model as a Space")
     add(
         "--allow",

@@ -1,5 +1,6 @@
 """A directory that is there when it is whole: made under another name, and renamed at the end."""
 
+import errno
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ def staged(out: Path, num_bytes: int) -> Iterator[Path]:
         num_bytes: What it will hold, about.
 
     Raises:
-        UserError: There is something at `out`, or the disk has no room.
+        UserError: There is something at `out`, or the disk has no room, or runs full.
     """
     check_is_new(out)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -36,8 +37,12 @@ def staged(out: Path, num_bytes: int) -> Iterator[Path]:
         yield staging
         check_is_new(out)
         staging.rename(out)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(staging, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(
+                f"the disk of {out.parent} ran full while {out} was written: make room, or go elsewhere"
+            ) from None
         raise
     sync_directory(out.parent)
 

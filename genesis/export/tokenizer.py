@@ -83,7 +83,8 @@ def write_tokenizer(tokenizer: Tokenizer, fast: tokenizers.Tokenizer, max_seq_le
     """Writes the files of the tokenizer: the fast one, its configuration, and the SentencePiece model itself."""
     config = tokenizer_config(tokenizer, max_seq_len)
     names = {key: config[key] for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
-    fast.save(str(directory / "tokenizer.json"))
+    # Its own `save` says of a full disk neither that nor which.
+    (directory / "tokenizer.json").write_text(fast.to_str(pretty=True), encoding="utf-8")
     for name, content in (("tokenizer_config.json", config), ("special_tokens_map.json", names)):
         (directory / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     (directory / "tokenizer.model").write_bytes(tokenizer.model)

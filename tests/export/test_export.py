@@ -280,6 +280,22 @@ def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_disk_that_runs_full_while_it_is_written_is_told_and_nothing_is_left(tmp_path: Path) -> None:
+    mount = f"mount -t tmpfs -o size=1m none {tmp_path}"
+    unshare = [shutil.which("unshare") or "unshare", "-rm", "sh", "-c"]
+    if not shutil.which("unshare") or subprocess.run([*unshare, mount], capture_output=True, check=False).returncode:
+        pytest.skip("mounting is not allowed here")
+    program = (
+        "import pathlib, sys; from genesis.export.staging import staged; out = pathlib.Path(sys.argv[1])\n"
+        "with staged(out, 1000) as staging: (staging / 'weights').write_bytes(bytes(2 << 20))"
+    )
+    command = f'{mount} && "$0" "$@"; ls -A {tmp_path}'
+    asked = [*unshare, command, sys.executable, "-c", program, str(tmp_path / "out")]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=100, check=False)
+    assert f"UserError: the disk of {tmp_path} ran full while" in done.stderr
+    assert done.stdout == ""
+
+
 def test_what_appears_at_out_meanwhile_is_not_written_over(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is there already"), staged(tmp_path / "out", 0):
         (tmp_path / "out").mkdir()
