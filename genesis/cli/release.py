@@ -6,6 +6,7 @@ from typing import Literal
 from rich.filesize import decimal
 
 from genesis.arguments import Parser
+from genesis.errors import UserError
 from genesis.release.folder import Folder
 from genesis.release.leaks import Machine
 from genesis.release.options import ReleaseOptions
@@ -34,10 +35,12 @@ def main(argv: list[str]) -> int:
     is_upload = arguments.upload and not arguments.dry_run
     machine = Machine.read(arguments.export, *filter(None, (out, space)))
     allowed = (options.owner, *arguments.allow)
+    if arguments.torch is not None and space is None:
+        raise UserError("--torch is about a Space: give --space, too, or leave it away")
     release = plan_release(arguments.export, options)
     made: list[tuple[Path, Folder, Literal["model", "space"]]] = [(out, release, "model")]
     if space is not None:
-        made.append((space, plan_space(release, options), "space"))
+        made.append((space, plan_space(release, options, arguments.torch), "space"))
     for path, folder, _ in made:
         folder.check(machine, allowed)
         folder.check_place(path)
@@ -76,6 +79,12 @@ def _build_parser() -> Parser:
         help="of the model's text: en, de, code, ...; can be repeated",
     )
     add("--space", type=Path, metavar="DIR", help="also make a folder that serves the model as a Space")
+    add(
+        "--torch",
+        metavar="REQUIREMENT",
+        help="which build a Space installs, such as 'torch==2.13.0 --index-url ADDRESS' for one without CUDA, which is "
+        "many times smaller; default: what pip finds",
+    )
     add(
         "--allow",
         action="append",

@@ -1,9 +1,11 @@
 """The page of `genesis serve` as a folder that runs as a Space of the Hub: model, wheels and a Dockerfile."""
 
+import re
 from typing import Final
 
 from huggingface_hub import SpaceCardData
 
+from genesis.errors import UserError
 from genesis.model.huggingface_files import CARD_NAME
 from genesis.release.card import LICENSE_NAME
 from genesis.release.folder import Folder
@@ -16,12 +18,12 @@ _MODELS_NAME = "models"
 """The model lies in it under its own name, by which clients ask for it."""
 _DISTRIBUTIONS: Final = {"genesis-callbacks": "genesis_callbacks", "genesis-lm": "genesis"}
 
-# torch first and from its own index: the build for the CPU is a tenth of the one for CUDA. A Space runs as user 1000.
+# torch first, so that what follows takes the build that was chosen. A Space runs as user 1000.
 _DOCKERFILE = """FROM python:3.11-slim
 RUN useradd --create-home --uid 1000 user
 WORKDIR /app
 COPY constraints.txt ./
-RUN pip install --no-cache-dir torch=={torch} --index-url https://download.pytorch.org/whl/cpu
+RUN pip install --no-cache-dir {torch}
 COPY wheels wheels
 RUN pip install --no-cache-dir --constraint constraints.txt wheels/*.whl
 COPY --chown=user {models} {models}
@@ -46,23 +48,31 @@ def serve_command(options: ReleaseOptions) -> list[str]:
     return ["genesis", "serve", model, "--host", "0.0.0.0", "--port", str(PORT), "--public"]
 
 
-def plan_space(release: Folder, options: ReleaseOptions) -> Folder:
+def plan_space(release: Folder, options: ReleaseOptions, torch: str | None = None) -> Folder:
     """Returns the folder of the Space.
 
     Args:
         release: What is served.
         options: As what it was released.
+        torch: What pip is told of torch, as the Makefile's TORCH; None for the version that is installed, of which pip
+            takes the build for CUDA: it works without a GPU, and is many times as large as that for a CPU.
+
+    Raises:
+        UserError: `torch` would be another command, or another torch than the one that is installed.
     """
     head = SpaceCardData(
         title=options.name, sdk="docker", app_port=PORT, license=options.license, models=[options.repo], pinned=False
     )
     pins = pin_requirements(*_DISTRIBUTIONS)
+    installed = f"torch=={pins['torch']}"
+    if torch is not None and not re.fullmatch(re.escape(installed) + r"( --(extra-)?index-url [\w./:-]+)?", torch):
+        raise UserError(f"--torch is {torch!r}: give '{installed} --index-url ADDRESS'")
     place = f"{_MODELS_NAME}/{options.name}"
     folder = Folder(taken={f"{place}/{name}": file for name, file in release.taken.items()})
     folder.texts = {
         **{f"{place}/{name}": data for name, data in release.texts.items()},
         CARD_NAME: f"---\n{head}\n---\n{_write_card(options)}".encode(),
-        "Dockerfile": _write_dockerfile(pins["torch"], options).encode(),
+        "Dockerfile": _write_dockerfile(torch or installed, options).encode(),
         "constraints.txt": "".join(f"{name}=={version}\n" for name, version in pins.items()).encode(),
         **{f"wheels/{file}": data for file, data in (pack_wheel(*names) for names in _DISTRIBUTIONS.items())},
     }
@@ -83,6 +93,6 @@ def _write_card(options: ReleaseOptions) -> str:
     )
 
 
-def _write_dockerfile(torch_version: str, options: ReleaseOptions) -> str:
+def _write_dockerfile(torch: str, options: ReleaseOptions) -> str:
     command = "[" + ", ".join(f'"{word}"' for word in serve_command(options)) + "]"
-    return _DOCKERFILE.format(torch=torch_version, models=_MODELS_NAME, port=PORT, command=command)
+    return _DOCKERFILE.format(torch=torch, models=_MODELS_NAME, port=PORT, command=command)

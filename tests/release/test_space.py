@@ -24,6 +24,7 @@ from openai import OpenAI
 from packaging.requirements import Requirement
 
 import genesis
+from genesis.errors import UserError
 from genesis.release.leaks import Machine
 from genesis.release.release import plan_release
 from genesis.release.space import plan_space, serve_command
@@ -31,6 +32,7 @@ from genesis.release.wheels import pack_wheel, pin_requirements
 from tests.release.conftest import OPTIONS
 
 START_SECONDS = 120.0
+TORCH = f"torch=={version('torch').split('+')[0]}"
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +87,18 @@ def test_the_pins_are_what_is_installed_and_satisfy_what_is_asked(space: Path) -
         if requirement.marker is None and requirement.name != "genesis-callbacks":
             assert requirement.specifier.contains(pins[requirement.name]), requirement
     assert "transformers" not in pins
-    assert dockerfile(space, "RUN")[1].startswith(
-        f"pip install --no-cache-dir torch=={version('torch').split('+')[0]} "
+    assert dockerfile(space, "RUN")[1] == f"pip install --no-cache-dir {TORCH}"
+
+
+def test_the_build_of_torch_is_the_users_choice_and_nothing_else(exported: Path) -> None:
+    release, wanted = plan_release(exported, OPTIONS), f"{TORCH} --index-url https://example.org/cpu"
+    assert (
+        f"RUN pip install --no-cache-dir {wanted}\n"
+        in plan_space(release, OPTIONS, wanted).texts["Dockerfile"].decode()
     )
+    for wrong in ("torch==1.0", f"{TORCH} && true", f"{TORCH}\nRUN true", "numpy", ""):
+        with pytest.raises(UserError, match=f"give '{TORCH} --index-url ADDRESS'"):
+            plan_space(release, OPTIONS, wrong)
 
 
 def test_a_wheel_is_the_same_twice_and_holds_the_package(tmp_path: Path) -> None:
