@@ -79,6 +79,9 @@ COMMANDS = (
     Command("bench tokenize", "data prepare beside SentencePiece's own encode", "genesis.bench.tokenize:main"),
     Command("bench data", "tokens per second of the data alone, prepared and streamed", "genesis.bench.data:main"),
     Command("bench step", "the training step beside bare loops and other trainers", "genesis.bench.step:main"),
+    Command(
+        "bench evaluate", "evaluation beside lm-eval's hf backend", "genesis.bench.evaluate:main", "evaluate,peers"
+    ),
     Command("bench checkpoint", "training steps around a save, ours and torch's", "genesis.bench.checkpoint:main"),
     Command("completion", "print a completion script for bash or zsh", "genesis.cli.completion:main"),
 )

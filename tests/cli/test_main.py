@@ -33,6 +33,7 @@ OPTIONS = {
     "bench tokenize": ("--out",),
     "bench data": ("--parts", "--peers", "--out"),
     "bench step": ("--config", "--out"),
+    "bench evaluate": ("--questions", "--pairs", "--out"),
     "completion": ("bash", "zsh"),
 }
 TRAIN = {"fit", "validate", "bench step"}
