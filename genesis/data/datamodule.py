@@ -129,6 +129,7 @@ class CorpusDataModule(pl.LightningDataModule):
         self._stream: Stream | None = None
         self._stream_windows: StreamWindows | None = None
         self._num_empty_positions = 0
+        self._limit_val_batches: int | float | None = None  # the trainer's own, while there is nothing to validate
 
     @property
     def corpus(self) -> Corpus:
@@ -219,6 +220,9 @@ class CorpusDataModule(pl.LightningDataModule):
             _ = self.corpus
         if stage == "validate":
             self._check_has_validation_set()
+        elif self.trainer is not None and not self._has_validation_set():
+            self._limit_val_batches = self.trainer.limit_val_batches
+            self.trainer.limit_val_batches = 0  # else Lightning warns of a loader without batches
 
     def train_dataloader(self) -> WindowLoader:
         """Returns this rank's windows from the position on."""
@@ -258,8 +262,10 @@ class CorpusDataModule(pl.LightningDataModule):
         return self.copy_clock.copy(batch, device)
 
     def teardown(self, stage: str) -> None:
-        """Takes the callback away that `setup` added, and ends a stream's workers."""
+        """Undoes what `setup` did to the trainer, and ends a stream's workers."""
         self.close()
+        if self.trainer is not None and self._limit_val_batches is not None:
+            self.trainer.limit_val_batches, self._limit_val_batches = self._limit_val_batches, None
         callbacks = self._callbacks()
         callbacks[:] = [callback for callback in callbacks if not self._is_own(callback)]
 
@@ -458,10 +464,13 @@ class CorpusDataModule(pl.LightningDataModule):
         sampler = self.trainer.strategy.distributed_sampler_kwargs
         return Ranks(sampler["rank"], sampler["num_replicas"])
 
+    def _has_validation_set(self) -> bool:
+        return self.path is not None and any(source.num_tokens for source in self.corpus.validation)
+
     def _check_has_validation_set(self) -> None:
         if self.path is None:
             raise UserError("data.stream has no validation set; give data.corpus, the corpus that has one")
-        if not any(source.num_tokens for source in self.corpus.validation):
+        if not self._has_validation_set():
             raise UserError(
                 f"the corpus {self.path} has no validation set; prepare it with a validation_fraction, or give another "
                 "by data.corpus"

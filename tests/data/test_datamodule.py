@@ -482,9 +482,12 @@ def test_a_corpus_without_a_validation_set_trains_and_validates_nothing(corpus: 
     path = write_corpus(
         tmp_path / "corpus", {"web": make_documents(40, 6)}, tokenizer=(corpus / "tokenizer.model").read_bytes()
     )
-    with pytest.warns(UserWarning, match="Total length of `WindowLoader` across ranks is zero"):
-        module = fit(tmp_path, data_module(path), 2, limit_val_batches=1.0)
+    module, running = Recorder(), trainer(tmp_path, 2, limit_val_batches=1.0)
+    running.fit(module, data_module(path))
     assert (len(module.trained), module.validated) == (2, [])
+    assert running.limit_val_batches == 1.0
+    running.validate(module, data_module(corpus), verbose=False)
+    assert module.validated
 
 
 # ---- ranks
