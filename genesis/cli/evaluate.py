@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.progress import Progress as Bar
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from genesis.arguments import Parser
+from genesis.cli.device import add_device_options, read_device
+from genesis.cli.main import MISUSE
 from genesis.cli.options import PLAIN_WIDTH
 from genesis.errors import UserError
 from genesis.evaluate.answer import Settings, answer_questions
@@ -30,7 +31,6 @@ from genesis_callbacks.checkpoint.manifest import MANIFEST_NAME
 
 CORPUS = "corpus"
 """The value of --heldout that means: the validation set of the corpus that the recipe names."""
-MISUSE = 2
 
 _DESCRIPTION = """Measures a checkpoint, or the checkpoints of a run: tasks of EleutherAI's lm-eval, with the figures of
 its `hf` backend on the export, and bits per byte on held-out text. Without --tasks, held-out text alone. Needs no
@@ -42,19 +42,20 @@ def main(argv: list[str]) -> int:
     """Runs `genesis evaluate` and returns its exit status."""
     arguments = _build_parser().parse_args(argv)
     _check(arguments)
-    device = _pick_device(arguments.device)
+    device = read_device(arguments)
     settings = Settings(
-        device=device,
-        dtype=getattr(torch, arguments.dtype or ("bfloat16" if device == "cuda" else "float32")),
+        device=device.name,
+        dtype=device.dtype,
         batch_tokens=arguments.batch_tokens,
         tokenizer=arguments.tokenizer,
         again=arguments.again,
     )
     out = _place(arguments.checkpoint, arguments.out)
+    checkpoints = [] if arguments.watch else _choose(arguments.checkpoint, arguments.checkpoints)
     questions = _list_questions(arguments)
     if arguments.watch:
+        print(f"watching {arguments.checkpoint}; Ctrl-C ends it", file=sys.stderr, flush=True)
         return watch(arguments.checkpoint, questions, settings, out, _show, until_step=arguments.until_step)
-    checkpoints = _choose(arguments.checkpoint, arguments.checkpoints)
     results, num_refused = [], 0
     for checkpoint in checkpoints:
         try:
@@ -172,8 +173,7 @@ def _build_parser() -> Parser:
         type=int,
         help=f"fed at one time; default {BATCH_TOKENS['cpu']} on a CPU, {BATCH_TOKENS['cuda']} on cuda",
     )
-    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is some")
-    add("--dtype", choices=("float32", "bfloat16"), help="of weights; default: bfloat16 on cuda, else float32")
+    add_device_options(parser)
     add("--tokenizer", type=Path, help="file or directory; default: the one that belongs to the checkpoint")
     add("--out", type=Path, help="directory of results; default RUN/evaluations")
     add("--again", action="store_true", help="compute what stands computed")
@@ -182,9 +182,3 @@ def _build_parser() -> Parser:
     add("--watch", action="store_true", help="evaluate each checkpoint of a run that trains, the newest first")
     add("--until_step", type=int, help="of --watch: end when all are evaluated and one of this step or later is there")
     return parser
-
-
-def _pick_device(wanted: str | None) -> str:
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise UserError("no CUDA device is there; leave --device away, or give --device cpu")
-    return wanted or ("cuda" if torch.cuda.is_available() else "cpu")
