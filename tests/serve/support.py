@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from genesis.generate.batch import Batch, NewToken, Request
 from genesis.generate.load import Loaded, load_decoder
 from genesis.generate.sample import SamplingOptions
@@ -24,9 +26,12 @@ from genesis.serve.catalogue import Catalogue
 from genesis.serve.guard import Guard
 from genesis.serve.pool import Limits
 from genesis.serve.server import Server, answering, bind
+from genesis.tokenizer.tokenizer import Tokenizer
+from tests.tiny_runs import build_decoder, save
 
 START_SECONDS = 120.0
 DEADLINE_SECONDS = 60.0
+ENDLESS_CONTEXT = 200_000
 
 
 @dataclass
@@ -87,6 +92,15 @@ async def start_here(paths: Sequence[Path], limits: Limits) -> AsyncIterator[Run
     with bind("127.0.0.1", 0) as sock:
         async with answering(server, sock):
             yield Running(sock.getsockname()[1])
+
+
+def save_endless(run: Path) -> Path:
+    """Saves a model whose greedy text never ends: of the tokens, eos alone has a logit of zero whatever comes."""
+    shape = {"max_seq_len": ENDLESS_CONTEXT, "has_tied_embeddings": False}
+    decoder = build_decoder(3, **shape)
+    with torch.no_grad():
+        decoder.output.weight[Tokenizer.load(run).eos_id] = 0.0
+    return save(run / "checkpoints", 1, decoder, {}, **shape)
 
 
 def alone(

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import shutil
 import socket
 import time
 
@@ -11,24 +12,26 @@ import pytest
 
 from genesis.generate.load import load_decoder
 from genesis.serve.pool import Limits
-from genesis.tokenizer.tokenizer import Tokenizer
-from tests.serve.support import DEADLINE_SECONDS, alone, elsewhere, start_here, wait_here_until
-from tests.tiny_runs import build_decoder, save
+from tests.serve.support import (
+    DEADLINE_SECONDS,
+    ENDLESS_CONTEXT,
+    alone,
+    elsewhere,
+    save_endless,
+    start_here,
+    wait_here_until,
+)
 
 NUM_STREAMS = 100
-CONTEXT = 20_000
-"""Of a model whose texts last until somebody ends them."""
-LONG = {"model": "latest", "prompt": "alpha", "max_tokens": CONTEXT - 100, "temperature": 0.0}
+LONG = {"model": "latest", "prompt": "alpha", "max_tokens": ENDLESS_CONTEXT - 100, "temperature": 0.0}
+"""Of the endless model: a text that lasts until somebody ends it."""
 
 
 @pytest.fixture(scope="module")
 def long_run(tmp_path_factory, tokenizer_file):
     directory = tmp_path_factory.mktemp("long")
-    (directory / tokenizer_file.name).write_bytes(tokenizer_file.read_bytes())
-    tokenizer = Tokenizer.load(directory)
-    save(directory / "checkpoints", 1, build_decoder(3, max_seq_len=CONTEXT), {}, max_seq_len=CONTEXT)
-    tokens = alone(load_decoder(directory), LONG["prompt"], 500)
-    assert tokens[-1].id != tokenizer.eos_id, "this model's text ends by itself: take another"
+    shutil.copy(tokenizer_file, directory)
+    save_endless(directory)
     return directory
 
 
@@ -189,6 +192,7 @@ def test_a_reader_that_takes_nothing_is_dropped_and_holds_nobody_up(long_run):
             await wait_here_until(lambda: running.num_busy() == 1)
             reading = await Stream.open(running)
             await reading.head()
+            await wait_here_until(lambda: running.num_busy() == 2)
             while await elsewhere(running.num_busy) == 2:
                 assert json.loads(await reading.event())["choices"]
             assert json.loads(await reading.event())["choices"]
@@ -235,24 +239,33 @@ def test_one_model_at_a_time_gives_way_to_the_next_and_every_request_its_own_ans
     assert run_with([run], scenario, max_models=1, max_concurrent=2, max_queue=20) == list(wanted.items()) * 4
 
 
-def test_a_model_in_use_is_waited_for_and_not_thrown_out(long_run, run):
+def test_a_model_in_use_is_waited_for(long_run, run):
     async def scenario(running):
-        name = next(model["id"] for model in running_models if not model["id"].startswith(long_run.name))
         stream = await Stream.open(running, model=f"{long_run.name}/latest")
         await stream.head()
-        other = asyncio.create_task(elsewhere(running.ask, "/v1/completions", {**LONG, "model": name, "max_tokens": 1}))
+        other = asyncio.create_task(
+            elsewhere(running.ask, "/v1/completions", {**LONG, "model": f"{run.name}/latest", "max_tokens": 1})
+        )
         await wait_here_until(lambda: running.ask("/api/status")[1]["num_waiting"] == 1)
         assert json.loads(await stream.event())["choices"]
         assert not other.done()
         await stream.leave()
         assert (await other)[0] == 200
 
-    async def outer(running):
-        running_models.extend((await elsewhere(running.ask, "/v1/models"))[1]["data"])
-        await scenario(running)
+    run_with([long_run, run], scenario, max_models=1)
 
-    running_models = []
-    run_with([long_run, run], outer, max_models=1)
+
+def test_of_two_models_the_idle_one_gives_way_though_it_was_used_last(long_run, run):
+    async def scenario(running):
+        stream = await Stream.open(running, model=f"{long_run.name}/latest")
+        await stream.head()
+        for step in (1, 2):
+            asked = {**LONG, "model": f"{run.name}/step-{step:08d}", "max_tokens": 1}
+            assert (await elsewhere(running.ask, "/v1/completions", asked))[0] == 200
+        for _ in range(100):
+            assert json.loads(await stream.event())["choices"]
+
+    run_with([long_run, run], scenario, max_models=2)
 
 
 def test_a_server_that_ends_ends_its_streams_with_the_reason(long_run):

@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import Page, expect, sync_playwright
 
 from tests.serve.conftest import DAMAGED
-from tests.serve.support import start, wait_until
+from tests.serve.support import save_endless, start, wait_until
 from tests.tiny_runs import build_decoder, save
 
 CHROMIUM = Path(os.environ.get("GENESIS_CHROMIUM", "/usr/bin/chromium"))
@@ -155,10 +155,10 @@ def test_stop_stops_and_frees_the_row(tmp_path, tokenizer_file, page):
     with start(run) as server:
         page.goto(server.url)
         expect(page.locator("#about")).to_contain_text("no checkpoint yet")
-        save(run / "checkpoints", 1, build_decoder(3, max_seq_len=20_000), {}, max_seq_len=20_000)
+        save_endless(run)
         page.get_by_label("Temperature").fill("0")
         page.get_by_label("Prompt").fill("alpha")
-        page.get_by_label("Max tokens").fill("19000")
+        page.get_by_label("Max tokens").fill("190000")
         expect(page.locator("#about")).to_contain_text("1 checkpoint")
         page.get_by_role("button", name="Generate").click()
         expect(panel(page, "a").locator(".token").nth(3)).to_be_visible()
