@@ -1,9 +1,18 @@
-"""Results into the loggers of the run that is followed, where those take a second process."""
+"""Results into the loggers of the run that is followed, where those take a second process.
 
+TensorBoard does: a file of events of our own lies beside those of training. W&B offline does: what is kept under one id
+in several directories becomes one run when it is uploaded. W&B online takes a second process only for a run that was
+opened for it, which training's is not; who would follow them there finds them in `metrics.csv`.
+"""
+
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import wandb
+
+from genesis.errors import UserError
 from genesis.evaluate.results import Result
 from genesis_callbacks.checkpoint import Manifest
 
@@ -13,13 +22,14 @@ except ImportError:
     SummaryWriter = None  # type: ignore[assignment,misc]  # an extra
 
 _TENSORBOARD: Final = "TensorBoardLogger"
+_WANDB: Final = "WandbLogger"
 _VERSION: Final = "version_"
+_WANDB_RUN: Final = re.compile(r"(?P<offline>offline-)?run-(?P<time>\d{8}_\d{6})-(?P<id>.+)")
+_STEP: Final = "evaluation/step"
 
 
 class RunLog:
-    """Writes to TensorBoard, in a file of its own beside those of training; tells once what it cannot write to.
-
-    W&B takes metrics of a run from one process: who would follow them there finds them in `metrics.csv`.
+    """Writes results to the loggers of a run, and tells once what it cannot write to.
 
     Args:
         run: The run's directory.
@@ -28,48 +38,78 @@ class RunLog:
     def __init__(self, run: Path) -> None:
         self._run = run
         self._writers: dict[Path, Any] = {}
+        self._wandb: Any = None
         self._told: set[str] = set()
 
     def write(self, manifest: Manifest, results: Sequence[Result]) -> list[str]:
         """Writes results of a checkpoint, and returns what is to be told."""
         lines = []
         for kind, settings in _list_loggers(manifest.recipe):
-            directory = self._find_directory(settings, manifest.recipe) if kind == _TENSORBOARD else None
-            if SummaryWriter is None and kind == _TENSORBOARD:
-                lines.append("TensorBoard is not installed here (pip install 'genesis-lm[tensorboard]')")
-            elif kind != _TENSORBOARD:
-                lines.append(f"{kind} takes the metrics of a run from one process, which is training")
-            elif directory is None:
-                lines.append("the run's TensorBoard directory is not there")
-            else:
-                self._write_events(directory, results)
-        new = [f"{line}: results are in metrics.csv alone" for line in lines if line not in self._told]
+            try:
+                if kind == _TENSORBOARD:
+                    self._write_tensorboard(self._find_root(settings, manifest.recipe), settings, results)
+                elif kind == _WANDB:
+                    self._write_wandb(self._find_root(settings, manifest.recipe), settings, results)
+                else:
+                    raise UserError(f"{kind} is not known here")
+            except UserError as error:
+                lines.append(f"{error}: results are in metrics.csv alone")
+        new = [line for line in lines if line not in self._told]
         self._told.update(lines)
         return new
 
     def close(self) -> None:
-        """Closes the files."""
+        """Closes what was opened."""
         for writer in self._writers.values():
             writer.close()
+        if self._wandb is not None:
+            self._wandb.finish()
 
-    def _write_events(self, directory: Path, results: Sequence[Result]) -> None:
-        if directory not in self._writers:
-            self._writers[directory] = SummaryWriter(str(directory), filename_suffix=".evaluate")
-        writer = self._writers[directory]
+    def _find_root(self, settings: dict[str, Any], recipe: dict[str, Any]) -> Path:
+        """Returns where a logger writes; what lies in the run may have moved with it."""
+        place = settings.get("save_dir")
+        return self._run if place in (None, recipe.get("run_dir")) else Path(place)
+
+    def _write_tensorboard(self, root: Path, settings: dict[str, Any], results: Sequence[Result]) -> None:
+        if SummaryWriter is None:
+            raise UserError("TensorBoard is not installed here (pip install 'genesis-lm[tensorboard]')")
+        versions = [
+            path
+            for path in (root / (settings.get("name") or "")).glob(f"{_VERSION}*")
+            if path.name.removeprefix(_VERSION).isdigit()
+        ]
+        if not versions:
+            raise UserError("the run's TensorBoard directory is not there")
+        newest = max(versions, key=lambda path: int(path.name.removeprefix(_VERSION)))
+        if newest not in self._writers:
+            self._writers[newest] = SummaryWriter(str(newest), filename_suffix=".evaluate")
         for result in results:
             for measure in result.measures:
                 if measure.value is not None:
-                    writer.add_scalar(measure.key, measure.value, result.step)
-        writer.flush()
+                    self._writers[newest].add_scalar(measure.key, measure.value, result.step)
+        self._writers[newest].flush()
 
-    def _find_directory(self, settings: dict[str, Any], recipe: dict[str, Any]) -> Path | None:
-        """Returns where the newest attempt of training writes its events."""
-        place = settings.get("save_dir")
-        # What lies in the run may have moved with it.
-        root = self._run if place in (None, recipe.get("run_dir")) else Path(place)
-        root = root / (settings.get("name") or "")
-        versions = [path for path in root.glob(f"{_VERSION}*") if path.name.removeprefix(_VERSION).isdigit()]
-        return max(versions, key=lambda path: int(path.name.removeprefix(_VERSION)), default=None)
+    def _write_wandb(self, root: Path, settings: dict[str, Any], results: Sequence[Result]) -> None:
+        found = [match for path in (root / "wandb").glob("*run-*") if (match := _WANDB_RUN.fullmatch(path.name))]
+        newest = max(found, key=lambda match: match["time"], default=None)
+        if newest is None:
+            raise UserError("the run's W&B directory is not there")
+        if not newest["offline"]:
+            raise UserError("W&B takes the metrics of a run that is online from training alone")
+        if self._wandb is None or self._wandb.id != newest["id"]:
+            self._open_wandb(root, newest["id"], settings)
+        for result in results:
+            values = {measure.key: measure.value for measure in result.measures if measure.value is not None}
+            self._wandb.log({_STEP: result.step, **values})
+
+    def _open_wandb(self, root: Path, run_id: str, settings: dict[str, Any]) -> None:
+        if self._wandb is not None:
+            self._wandb.finish()
+        quiet = wandb.Settings(silent=True, console="off", disable_git=True, x_disable_stats=True, x_disable_meta=True)
+        self._wandb = wandb.init(
+            id=run_id, project=settings.get("project"), dir=str(root), mode="offline", settings=quiet
+        )
+        self._wandb.define_metric("evaluation/*", step_metric=_STEP)
 
 
 def _list_loggers(recipe: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -2,9 +2,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from genesis.evaluate.log import RunLog
 from genesis.evaluate.results import Measure, Result
 from genesis_callbacks.checkpoint import Manifest, read_manifest
+from tests.cli.test_loggers import read_wandb
 
 RESULT = Result("step-00000003", 3, "hash", "a", {}, (Measure("a", "acc", 0.5, None, True, 4),))
 
@@ -19,11 +22,14 @@ def name_logger(kind: str, **arguments: Any) -> dict[str, Any]:
 
 
 def test_what_cannot_be_written_to_is_told_once(checkpoint: Path, tmp_path: Path) -> None:
-    manifest = with_loggers(checkpoint, name_logger("WandbLogger", project="a"), name_logger("TensorBoardLogger"))
+    (tmp_path / "wandb" / "run-20260101_000000-abc").mkdir(parents=True)
+    kinds = ("WandbLogger", "TensorBoardLogger", "MLFlowLogger")
+    manifest = with_loggers(checkpoint, *map(name_logger, kinds))
     log = RunLog(tmp_path)
     assert log.write(manifest, [RESULT]) == [
-        "WandbLogger takes the metrics of a run from one process, which is training: results are in metrics.csv alone",
+        "W&B takes the metrics of a run that is online from training alone: results are in metrics.csv alone",
         "the run's TensorBoard directory is not there: results are in metrics.csv alone",
+        "MLFlowLogger is not known here: results are in metrics.csv alone",
     ]
     assert log.write(manifest, [RESULT]) == []
 
@@ -43,3 +49,23 @@ def test_events_go_beside_those_of_the_newest_attempt_even_in_a_run_that_moved(
     log.close()
     (file,) = tmp_path.rglob("events.*")
     assert file.parent.name == "version_10"
+
+
+def test_a_run_of_wandb_offline_goes_on_under_its_id(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for time, name in (("20260101_000000", "first"), ("20260102_000000", "second-try")):
+        (tmp_path / "wandb" / f"offline-run-{time}-{name}").mkdir(parents=True)
+    manifest = with_loggers(checkpoint, name_logger("WandbLogger", save_dir="runs/a", project="p", offline=True))
+    log = RunLog(tmp_path)
+    assert log.write(manifest, [RESULT, replace(RESULT, step=4)]) == []
+    log.close()
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    assert file.name == "run-second-try.wandb"
+    rows = []
+    for record in read_wandb(file):
+        values = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+        rows += [(values["evaluation/step"], values["evaluation/a_acc"])] if values else []
+    assert rows == [("3", "0.5"), ("4", "0.5")]
+    assert capfd.readouterr() == ("", "")
