@@ -54,6 +54,7 @@ class Worker:
         self._waiting: deque[Ticket] = deque()
         self._live: dict[int, Ticket] = {}
         self._is_stopped = False
+        self._reason: UserError = stopping()
         self.loaded: asyncio.Future[Facts] = self._loop.create_future()
         self._thread = threading.Thread(target=self._run, name="genesis-serve-worker")
         self._thread.start()
@@ -83,7 +84,7 @@ class Worker:
         ticket = Ticket(request, receive)
         with self._changed:
             if self._is_stopped:
-                raise stopping()
+                raise self._reason
             self._waiting.append(ticket)
             self._changed.notify()
         return ticket
@@ -109,8 +110,11 @@ class Worker:
         if self._before is not None:
             self._before.join()
             self._before = None
+        if self._is_stopped:
+            return
         try:
             loaded = self._load()
+            _check_is_finite(loaded)
             batch = Batch(loaded.decoder, self._num_rows, loaded.tokenizer.eos_id)
         except Exception as error:
             self._is_stopped = True
@@ -153,7 +157,7 @@ class Worker:
 
     def _end(self, error: UserError) -> None:
         with self._changed:
-            self._is_stopped = True
+            self._is_stopped, self._reason = True, error
             tickets = [*self._live.values(), *self._waiting]
             self._live.clear()
             self._waiting.clear()
@@ -185,6 +189,16 @@ class Worker:
         for ticket, result in results:
             if not ticket.is_cancelled:
                 ticket.receive(_check(result))
+
+
+def _check_is_finite(loaded: Loaded) -> None:
+    """Refuses a model of which no draw could be made: one such row would end the whole batch."""
+    if not all(bool(parameter.isfinite().all()) for parameter in loaded.decoder.parameters()):
+        raise ApiError(
+            f"{loaded.checkpoint} holds weights that are no finite numbers: training has diverged; take an earlier one",
+            status=500,
+            code="model_diverged",
+        )
 
 
 def _check(result: NewToken | UserError) -> NewToken | UserError:

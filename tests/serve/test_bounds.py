@@ -9,6 +9,7 @@ import time
 
 import openai
 import pytest
+import torch
 
 from genesis.generate.load import load_decoder
 from genesis.serve.pool import Limits
@@ -21,6 +22,7 @@ from tests.serve.support import (
     start_here,
     wait_here_until,
 )
+from tests.tiny_runs import build_decoder, save
 
 NUM_STREAMS = 100
 LONG = {"model": "latest", "prompt": "alpha", "max_tokens": ENDLESS_CONTEXT - 100, "temperature": 0.0}
@@ -266,6 +268,25 @@ def test_of_two_models_the_idle_one_gives_way_though_it_was_used_last(long_run, 
             assert json.loads(await stream.event())["choices"]
 
     run_with([long_run, run], scenario, max_models=2)
+
+
+@pytest.mark.parametrize(("value", "code"), [(float("nan"), "model_diverged"), (3e38, "model_")])
+def test_a_model_that_has_diverged_is_an_error_and_the_next_one_answers(long_run, run, tmp_path, value, code):
+    decoder = build_decoder(1)
+    with torch.no_grad():
+        decoder.norm.weight.fill_(value)  # the large ones give logits that are none
+    shutil.copytree(run, tmp_path / "run")
+    save(tmp_path / "run/checkpoints", 9, decoder, {})
+
+    async def scenario(running):
+        for temperature in (0.0, 1.0):
+            asked = {**LONG, "max_tokens": 3, "temperature": temperature}
+            status, content, _ = await elsewhere(running.ask, "/v1/completions", asked)
+            assert status == 500
+            assert content["error"]["code"].startswith(code)
+        assert (await elsewhere(running.ask, "/v1/completions", {**asked, "model": "step-00000001"}))[0] == 200
+
+    run_with([tmp_path / "run"], scenario)
 
 
 def test_a_server_that_ends_ends_its_streams_with_the_reason(long_run):

@@ -139,6 +139,7 @@ def test_the_address_brings_everything_back(server, page):
     page.get_by_label("Seed").fill("9")
     page.get_by_text("Compare").click()
     page.get_by_label("Checkpoint", exact=True).last.select_option("step-00000001")
+    expect(page).to_have_url(re.compile("b=step-00000001.*seed=9"))
     address = page.url
     page.goto("about:blank")
     page.goto(address)
@@ -178,6 +179,7 @@ def test_a_new_checkpoint_appears_by_itself_and_the_newest_means_it(server, serv
         "newest \u2014 step 3"
     )
     expect(page.locator("#chart .dot")).to_have_count(3)
+    page.get_by_label("Checkpoint", exact=True).first.focus()
     identity = {"tokenizer_hash": None}
     made = save(served_run / "checkpoints", 12, build_decoder(12), identity)
     try:

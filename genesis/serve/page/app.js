@@ -7,13 +7,16 @@ import { Panel } from "./panel.js";
 import { hideTip, showTip } from "./tip.js";
 
 const POLL_MS = 2000;
+const ADDRESS_MS = 250;  // browsers limit how often the address may change
 const NUM_LIKELIEST = 5;
 const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed"];
 const $ = (id) => document.getElementById(id);
 
 let models = [];
 let latest = {};
-let running = null;
+let running = new AbortController();
+let finished = Promise.resolve();
+let addressTimer = 0;
 const picked = { a: "", b: "" };
 const panels = {};
 for (const name of ["a", "b"]) {
@@ -32,6 +35,11 @@ function readAddress() {
   for (const id of ["compare", "shade"]) if (kept.has(id)) $(id).checked = kept.get(id) === "1";
   picked.a = kept.get("a") ?? picked.a;
   picked.b = kept.get("b") ?? picked.b;
+}
+
+function writeAddressSoon() {
+  clearTimeout(addressTimer);
+  addressTimer = setTimeout(writeAddress, ADDRESS_MS);
 }
 
 function writeAddress() {
@@ -69,6 +77,12 @@ function option(value, text) {
 
 // The newest first; a checkpoint that is picked and gone stays in the list, and says so.
 function fillSelect(select, id) {
+  const content = JSON.stringify([models.map((model) => model.id), latest, find(id) ? "" : id]);
+  if (select.dataset.content === content) {
+    select.value = id;
+    return;
+  }
+  select.dataset.content = content;
   const groups = [...new Set(models.map((model) => model.run))].map((run) => {
     const group = document.createElement("optgroup");
     group.label = run;
@@ -110,7 +124,7 @@ function show() {
     panels[name].facts.textContent = model ? describe(model) : "";
   }
   drawChart($("chart"), models, Object.fromEntries(names().map((name) => [name, find(picked[name])?.id])), pickByDot);
-  writeAddress();
+  writeAddressSoon();
 }
 
 async function refresh() {
@@ -129,7 +143,7 @@ async function refresh() {
     $("about").textContent = models.length === 0
       ? "no checkpoint yet: the first will appear here"
       : `${runs} \u00b7 ${models.length} checkpoint${models.length === 1 ? "" : "s"}`;
-    if (isNew && document.activeElement?.tagName !== "SELECT") show();
+    if (isNew) show();
   } catch (error) {
     if (error instanceof WantsToken) askForToken(error);
     else $("about").textContent = "the server does not answer";
@@ -152,25 +166,27 @@ function body(seed) {
   return asked;
 }
 
-async function run() {
-  running?.abort();
+// One after the other: the texts before are stopped first.
+function run() {
+  running.abort();
   const mine = new AbortController();
   running = mine;
+  finished = finished.then(() => write(mine.signal));
+}
+
+async function write(signal) {
+  if (signal.aborted) return;
   $("go").hidden = true;
   $("stop").hidden = false;
   const seed = $("seed").value === "" ? Math.floor(Math.random() * 2 ** 31) : Number($("seed").value);
   try {
-    await Promise.all(
-      names().map((name) => panels[name].run({ ...body(seed), model: picked[name] }, mine.signal)),
-    );
+    await Promise.all(names().map((name) => panels[name].run({ ...body(seed), model: picked[name] }, signal)));
   } catch (error) {
     if (!(error instanceof WantsToken)) throw error;
     askForToken(error);
   } finally {
-    if (running === mine) {
-      $("go").hidden = false;
-      $("stop").hidden = true;
-    }
+    $("go").hidden = false;
+    $("stop").hidden = true;
   }
 }
 
@@ -184,7 +200,7 @@ $("ask").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) run();
 });
 $("ask").addEventListener("input", () => show());
-$("stop").addEventListener("click", () => running?.abort());
+$("stop").addEventListener("click", () => running.abort());
 $("login").addEventListener("submit", (event) => {
   event.preventDefault();
   setToken($("token").value);

@@ -1,7 +1,6 @@
 // One text: which checkpoint writes it, its tokens, and what is known of them.
 
 import { complete, WantsToken } from "./api.js";
-import { formatPercent } from "./format.js";
 
 // A token of this surprise, and of more, has the darkest shade.
 const DARKEST_NATS = 7;
@@ -94,7 +93,7 @@ export class Panel {
     span.textContent = text;
     span.tabIndex = this.tokens.size === 0 ? 0 : -1;
     span.style.setProperty("--surprise", Math.min(1, -logProb / DARKEST_NATS).toFixed(3));
-    span.setAttribute("aria-label", `${text === "" ? "end of text" : text} ${formatPercent(probability)}`);
+    span.setAttribute("aria-describedby", "tip");
     this.tokens.set(span, { text, probability, parts });
     this.text.append(span);
   }
