@@ -63,6 +63,7 @@ function find(id) {
 function describe(model) {
   const loss = model.validation_loss ?? model.train_loss;
   return [
+    models.some((other) => other.run !== model.run) && model.step !== null ? model.run : "",
     model.tokens_seen === null ? "" : `${formatCount(model.tokens_seen)} tokens seen`,
     loss === null ? "" : `${model.validation_loss === null ? "training" : "validation"} loss ${loss.toFixed(3)}`,
   ].filter(Boolean).join(" \u00b7 ");
@@ -136,7 +137,7 @@ async function refresh() {
     $("login").hidden = true;
     $("main").hidden = false;
     if (models.length > 0) {
-      picked.a ||= Object.keys(latest).at(-1);
+      picked.a ||= Object.keys(latest)[0];
       picked.b ||= models[0].id;
     }
     const runs = [...new Set(models.map((model) => model.run))].join(", ");
@@ -145,15 +146,14 @@ async function refresh() {
       : `${runs} \u00b7 ${models.length} checkpoint${models.length === 1 ? "" : "s"}`;
     if (isNew) show();
   } catch (error) {
-    if (error instanceof WantsToken) askForToken(error);
+    if (error instanceof WantsToken) askForToken();
     else $("about").textContent = "the server does not answer";
   }
 }
 
-function askForToken(error) {
+function askForToken() {
   $("main").hidden = true;
-  if ($("login").hidden) $("login").hidden = false;
-  else $("login-error").textContent = error.message;
+  $("login").hidden = false;
 }
 
 // --- texts
@@ -171,7 +171,8 @@ function run() {
   running.abort();
   const mine = new AbortController();
   running = mine;
-  finished = finished.then(() => write(mine.signal));
+  const begin = () => write(mine.signal);
+  finished = finished.then(begin, begin);
 }
 
 async function write(signal) {
@@ -183,7 +184,7 @@ async function write(signal) {
     await Promise.all(names().map((name) => panels[name].run({ ...body(seed), model: picked[name] }, signal)));
   } catch (error) {
     if (!(error instanceof WantsToken)) throw error;
-    askForToken(error);
+    askForToken();
   } finally {
     $("go").hidden = false;
     $("stop").hidden = true;
@@ -201,10 +202,12 @@ $("ask").addEventListener("keydown", (event) => {
 });
 $("ask").addEventListener("input", () => show());
 $("stop").addEventListener("click", () => running.abort());
-$("login").addEventListener("submit", (event) => {
+$("login").addEventListener("submit", async (event) => {
   event.preventDefault();
   setToken($("token").value);
-  refresh();
+  $("login-error").textContent = "";
+  await refresh();
+  if (!$("login").hidden) $("login-error").textContent = "That is not this server's token.";
 });
 addEventListener("keydown", (event) => {
   if (event.key === "Escape") hideTip();
@@ -219,5 +222,5 @@ addEventListener("hashchange", () => {
 readAddress();
 await refresh();
 setInterval(() => {
-  if (!document.hidden) refresh();
+  if (!document.hidden && $("login").hidden) refresh();
 }, POLL_MS);
