@@ -66,7 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
 
 
-_USERS_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EFBIG, errno.ENOENT)
+_USERS_ERRORS = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS),
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG),
+)
 """What an operating system refuses because of the user's disk or paths."""
 
 

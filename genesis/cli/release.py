@@ -1,5 +1,6 @@
 """`genesis release`."""
 
+from itertools import permutations
 from pathlib import Path
 from typing import Literal
 
@@ -44,6 +45,7 @@ def main(argv: list[str]) -> int:
     for path, folder, _ in made:
         folder.check(machine, allowed)
         folder.check_place(path)
+    _check_apart(arguments.export, *(path for path, _, _ in made))
     for path, folder, _ in made:
         folder.write(path)
     for path, folder, repo_type in made:
@@ -60,6 +62,13 @@ def main(argv: list[str]) -> int:
     elif arguments.dry_run:
         print("nothing was uploaded; --upload does it")
     return 0
+
+
+def _check_apart(*paths: Path) -> None:
+    """Refuses folders that lie in each other: the one would be uploaded with the other."""
+    for path, other in permutations(paths, 2):
+        if path.resolve().is_relative_to(other.resolve()):
+            raise UserError(f"{path} lies in {other}, or is it: give places that are apart")
 
 
 def _build_parser() -> Parser:

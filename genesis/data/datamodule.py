@@ -201,6 +201,7 @@ class CorpusDataModule(pl.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Opens the corpus and refuses what can't be trained on, before a model is built."""
+        self._give_back_validation()  # what raised before may have had no teardown
         _check_counts(
             seq_len=self.seq_len,
             validation_micro_batch_size=self.validation_micro_batch_size,
@@ -220,7 +221,7 @@ class CorpusDataModule(pl.LightningDataModule):
             _ = self.corpus
         if stage == "validate":
             self._check_has_validation_set()
-        elif self.trainer is not None and not self._has_validation_set():
+        if stage == "fit" and self.trainer is not None and not self._has_validation_set():
             self._limit_val_batches = self.trainer.limit_val_batches
             self.trainer.limit_val_batches = 0  # else Lightning warns of a loader without batches
 
@@ -264,8 +265,7 @@ class CorpusDataModule(pl.LightningDataModule):
     def teardown(self, stage: str) -> None:
         """Undoes what `setup` did to the trainer, and ends a stream's workers."""
         self.close()
-        if self.trainer is not None and self._limit_val_batches is not None:
-            self.trainer.limit_val_batches, self._limit_val_batches = self._limit_val_batches, None
+        self._give_back_validation()
         callbacks = self._callbacks()
         callbacks[:] = [callback for callback in callbacks if not self._is_own(callback)]
 
@@ -463,6 +463,10 @@ class CorpusDataModule(pl.LightningDataModule):
             return Ranks()
         sampler = self.trainer.strategy.distributed_sampler_kwargs
         return Ranks(sampler["rank"], sampler["num_replicas"])
+
+    def _give_back_validation(self) -> None:
+        if self.trainer is not None and self._limit_val_batches is not None:
+            self.trainer.limit_val_batches, self._limit_val_batches = self._limit_val_batches, None
 
     def _has_validation_set(self) -> bool:
         return self.path is not None and any(source.num_tokens for source in self.corpus.validation)

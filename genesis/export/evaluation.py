@@ -20,6 +20,7 @@ class Finding(NamedTuple):
     Args:
         task: Its name, or that of held-out text.
         is_text: Whether it is held-out text.
+        is_own: Whether the questions are rows of a folder: under a benchmark's name they need not be the benchmark's.
         metric: Its name.
         value: The number.
         stderr: Its standard error, where one is known.
@@ -31,6 +32,7 @@ class Finding(NamedTuple):
 
     task: str
     is_text: bool
+    is_own: bool
     metric: str
     value: float
     stderr: float | None
@@ -57,19 +59,23 @@ def describe_finding(finding: Finding) -> tuple[str, ...]:
     """Returns a row of a table whose heads are `HEADS`."""
     value = f"{finding.value:.4f}" + ("" if finding.stderr is None else f" ± {finding.stderr:.4f}")
     shots, limit = ("" if number is None else f"{number:,}" for number in (finding.num_fewshot, finding.limit))
-    return finding.task, finding.metric, value, shots, limit, f"{finding.num_items:,}"
+    task = finding.task + (" (rows of a folder)" if finding.is_own else "")
+    return task, finding.metric, value, shots, limit, f"{finding.num_items:,}"
 
 
 def build_model_index(name: str, findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    """Returns the index of results that the Hub shows beside a model: whole tasks alone, for it cannot show a limit."""
+    """Returns the index of results that the Hub shows beside a model.
+
+    Whole tasks alone, on the data that their names stand for: it cannot show a limit, nor whose rows they were.
+    """
     results: list[dict[str, Any]] = [
         {
             "task": {"type": "text-generation", "name": "Text generation"},
             "dataset": {"name": finding.task, "type": finding.task, **_describe_shots(finding.num_fewshot)},
-            "metrics": [{"type": finding.metric, "value": finding.value}],
+            "metrics": [{"type": finding.metric, "value": finding.value, "args": {"dtype": finding.dtype}}],
         }
         for finding in findings
-        if finding.limit is None and not finding.is_text
+        if finding.limit is None and not finding.is_text and not finding.is_own
     ]
     return [{"name": name, "results": results}] if results else []
 
@@ -87,6 +93,7 @@ def _read_findings(result: Result) -> Iterable[Finding]:
         yield Finding(
             f"held-out: {measure.subject}" if is_text else _VARIANT.sub("", measure.subject),
             is_text,
+            not is_text and result.question.get("data_hash") is not None,
             measure.metric,
             measure.value,
             measure.stderr,

@@ -1,10 +1,12 @@
 """What must not leave this machine in a text: its paths, its name, who works on it, and what opens doors."""
 
 import getpass
+import io
 import os
 import re
 import socket
 import tempfile
+import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +16,13 @@ from huggingface_hub.constants import HF_TOKEN_PATH
 
 from genesis.errors import UserError
 
-_NO_TEXT: Final = (".safetensors", ".whl")
-"""Weights, and code that is the same for everybody."""
+WHEEL_SUFFIX: Final = ".whl"
 _VOCABULARIES: Final = ("tokenizer.json", "tokenizer.model")
 """They hold words and paths of the training text: there, only this machine's own paths and credentials count."""
-_ROOTS: Final = ("home", "root", "Users", "Volumes", "mnt", "media", "tmp", "private", "data", "scratch", "work")
+_ROOTS: Final = (
+    *("home", "root", "Users", "Volumes", "mnt", "media", "opt", "srv", "tmp", "private"),
+    *("data", "scratch", "work", "fsx", "gpfs", "lustre", "nfs"),
+)
 """Directories that paths of some machine begin with, beside those that this one has."""
 _SYSTEM_ROOTS: Final = ("bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "proc", "sbin", "sys", "usr")
 """Directories that every machine has and nobody works in."""
@@ -59,8 +63,8 @@ class Machine:
     def local_path(self) -> re.Pattern[str]:
         """What a path on a disk looks like, here or elsewhere."""
         roots = "|".join(map(re.escape, sorted({*self.roots, *_ROOTS})))
-        begins = rf"~/[\w.@-]|/(?:{roots})/[\w.@-]|[A-Z]:\\\w|file://"
-        return re.compile(rf"(?<![\w./:<>-])(?:{begins}){_END_OF_PATH}")
+        begins = rf"~(?:[A-Za-z_][\w-]*)?/[\w.@-]|/(?:{roots})/[\w.@-]|[A-Z]:[\\/]\w|\\\\\w[\w.-]*\\\w|file://"
+        return re.compile(rf"(?<![\w./<>-])(?:{begins}){_END_OF_PATH}")
 
     @classmethod
     def read(cls, *places: Path) -> Self:
@@ -86,7 +90,7 @@ def check_text(name: str, data: bytes, machine: Machine, allowed: Sequence[str])
     """Refuses a file with anything in it that is of this machine or a credential.
 
     Args:
-        name: The file's.
+        name: The file's; of a wheel every member is looked at.
         data: Its bytes.
         machine: Where it was made.
         allowed: Words and paths that may be public all the same; a credential never may.
@@ -94,7 +98,10 @@ def check_text(name: str, data: bytes, machine: Machine, allowed: Sequence[str])
     Raises:
         UserError: Something is there; the line has file, line and what it is, and of a credential its beginning only.
     """
-    if name.endswith(_NO_TEXT):
+    if name.endswith(WHEEL_SUFFIX):
+        with zipfile.ZipFile(io.BytesIO(data)) as wheel:
+            for member in wheel.namelist():
+                check_text(f"{name}/{member}", wheel.read(member), machine, allowed)
         return
     text = data.decode("utf-8", errors="replace")
     for what, found in _find_credentials(text, machine):
@@ -127,7 +134,7 @@ def _find_traces(name: str, text: str, machine: Machine) -> Iterator[tuple[str, 
     for place in machine.places:
         for found in re.finditer(rf"(?<![\w.-]){re.escape(place)}(?![\w-]){_END_OF_PATH}", text):
             yield "a path of this machine", found[0].rstrip(_PUNCTUATION), found.start()
-    if name in _VOCABULARIES:
+    if name in _VOCABULARIES or f"{WHEEL_SUFFIX}/" in name:  # code is about paths, too
         return
     for found in machine.local_path.finditer(text):
         yield "a local path", found[0].rstrip(_PUNCTUATION), found.start()

@@ -10,7 +10,8 @@ from huggingface_hub.utils._validators import validate_repo_id
 from genesis.errors import UserError
 from genesis.release.licenses import OTHER, check_license
 
-_VERSION = re.compile(r"\d+\.\d+\.\d+(-[0-9A-Za-z.-]+)?")
+_VERSION = re.compile(r"\d+\.\d+\.\d+(-[0-9A-Za-z-]+(\.[0-9A-Za-z-]+)*(?<!\.lock))?")
+"""That is a name of a tag in git, too, which ends in no `.lock`."""
 _LANGUAGE = re.compile(r"[a-z]{2,3}|code|multilingual")
 
 

@@ -91,6 +91,14 @@ def test_bad_input_is_one_line(genesis: Genesis, exported: Path, checkpoint: Pat
     assert not Path(out).exists()
 
 
+def test_folders_that_lie_in_each_other_are_refused(genesis: Genesis, exported: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for release, space in ((out, out), (out, out / "space"), (out / "release", out), (exported / "out", out)):
+        command = ["release", str(exported), str(release), *WHAT, "--space", str(space)]
+        check_is_one_line(genesis(*command), "give places that are apart")
+    assert not out.exists()
+
+
 def test_a_path_in_the_card_is_refused_unless_it_may_be_public(
     genesis: Genesis, exported: Path, tmp_path: Path
 ) -> None:

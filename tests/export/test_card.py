@@ -124,6 +124,8 @@ def test_the_card_has_what_was_measured_of_just_this_checkpoint(tmp_path: Path) 
     measure(path, "arc-5shot", shots, Measure("arc-5shot", "acc_norm", 0.25, 0.0125, True, 1000))
     few = {"kind": "task", "num_fewshot": {"arc": None}, "limit": 10}
     measure(path, "arc-limit10", few, Measure("arc-limit10", "acc", 0.5, None, True, 10))
+    own = {"kind": "task", "num_fewshot": {"arc": 5}, "limit": None, "data_hash": "blake3:rows"}
+    measure(path, "arc-own", own, Measure("arc-5shot", "acc_norm", 0.9, None, True, 3))
     bits = Measure("web", "bits_per_byte", 1.23456, None, False, 54321)
     measure(path, "heldout", {"kind": "heldout"}, bits, Measure("web", "loss", 3.3, None, False, 9))
     measure(
@@ -135,11 +137,13 @@ def test_the_card_has_what_was_measured_of_just_this_checkpoint(tmp_path: Path) 
     assert table.strip().splitlines()[4:] == [
         "| arc | acc_norm | 0.2500 ± 0.0125 | 5 |  | 1,000 |",
         "| arc | acc | 0.5000 | 0 | 10 | 10 |",
+        "| arc (rows of a folder) | acc_norm | 0.9000 | 5 |  | 3 |",
         "| held-out: web | bits_per_byte | 1.2346 |  |  | 54,321 |",
     ]
     (found,) = ModelCard(card).data.eval_results
     assert (found.dataset_name, found.metric_type, found.metric_value) == ("arc", "acc_norm", 0.25)
     assert (found.dataset_config, found.dataset_args) == ("5-shot", {"num_few_shot": 5})
+    assert found.metric_args == {"dtype": "float32"}
 
 
 def test_an_average_has_no_evaluation_of_its_own(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """What is planted into a folder is found, by file and line; what only looks like it is not."""
 
+import io
 import json
 import re
+import zipfile
 from pathlib import Path
 from typing import NoReturn
 
@@ -29,6 +31,12 @@ LEAKS = [
     ("see `/scratch/a/b`", "'/scratch/a/b' is a local path"),
     ("file:///x", "'file:///x' is a local path"),
     ("~/notes.txt", "'~/notes.txt' is a local path"),
+    ("~bob/x", "'~bob/x' is a local path"),
+    ("log:/home/bob/run", "'/home/bob/run' is a local path"),
+    ("PATH=/usr/bin:/home/bob/bin", "'/home/bob/bin' is a local path"),
+    ("/fsx/runs", "'/fsx/runs' is a local path"),
+    ("C:/Users/jdoe", "'C:/Users/jdoe' is a local path"),
+    (r"\\nas\share\bob", "is a local path"),
     (r"C:\Users\jdoe", r"is a local path"),
     ("key 0123456789abcdef", "0123... is the value of WANDB_API_KEY"),
     (f"token: {TOKEN}", "hf_a... is a token of Hugging Face"),
@@ -84,6 +92,17 @@ def test_a_vocabulary_may_hold_words_and_paths_and_no_credential() -> None:
         for leak in (TOKEN, "0123456789abcdef", "/home/jdoe/text"):
             with pytest.raises(UserError, match=f"{name}, line 1"):
                 check_text(name, leak.encode(), MACHINE, ())
+
+
+def test_what_lies_in_a_wheel_is_looked_at() -> None:
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as wheel:
+        wheel.writestr("genesis/paths.py", "# /scratch/a/b is what a path looks like")
+    check_text("wheels/a.whl", data.getvalue(), MACHINE, ())
+    with zipfile.ZipFile(data, "a") as wheel:
+        wheel.writestr("genesis/notes.txt", f"see\n{TOKEN}")
+    with pytest.raises(UserError, match=r"wheels/a\.whl/genesis/notes\.txt, line 2: hf_a"):
+        check_text("wheels/a.whl", data.getvalue(), MACHINE, ())
 
 
 def test_this_machine_is_known_by_names_directories_and_secrets(

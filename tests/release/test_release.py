@@ -166,6 +166,8 @@ def test_every_licence_of_the_hub_is_taken_and_another_is_refused_with_the_neare
         (("a/b", "other"), "give its text by --license_file"),
         (("a/b", "mit", "1.0"), "--version is '1.0': give three numbers"),
         (("a/b", "mit", "v1.0.0"), "--version is 'v1.0.0'"),
+        (("a/b", "mit", "1.0.0-rc..1"), "--version is"),
+        (("a/b", "mit", "1.0.0-rc.lock"), "--version is"),
         (("a/b", "mit", "1.0.0", ("english",)), "--language is 'english'"),
     ],
 )
