@@ -48,7 +48,8 @@ def main(argv: list[str]) -> int:
                 "(--help tells of --public, too)"
             )
         url = f"http://{f'[{address}]' if ':' in address else address}:{port}/"
-        line = f"{url} serves {len(catalogue.entries())} models of {', '.join(map(str, arguments.model))}"
+        count = len(catalogue.entries())
+        line = f"{url} serves {count} model{'' if count == 1 else 's'} of {', '.join(map(str, arguments.model))}"
         ended_by = serve(
             lambda: Server(catalogue, load, guard, limits), sock, lambda: print(f"{line}; Ctrl-C ends it", flush=True)
         )

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from genesis.errors import UserError
 from genesis.model.huggingface_files import is_export
@@ -33,7 +33,6 @@ class Entry:
         created_seconds: Unix time of the commit.
         step: None for an export.
         tokens_seen: None where nobody counted.
-        max_seq_len: The model's context in tokens; None where no recipe says.
         train_loss: Of the row of the run's log at that step, if there is one.
         validation_loss: Likewise.
     """
@@ -45,7 +44,6 @@ class Entry:
     created_seconds: float
     step: int | None = None
     tokens_seen: int | None = None
-    max_seq_len: int | None = None
     train_loss: float | None = None
     validation_loss: float | None = None
 
@@ -151,7 +149,6 @@ class _Run:
                     created_seconds=manifest.created_seconds,
                     step=manifest.step,
                     tokens_seen=manifest.counters.get("tokens_seen"),
-                    max_seq_len=_find_max_seq_len(manifest),
                     train_loss=at_step.get(_TRAIN_LOSS),
                     validation_loss=at_step.get(_VALIDATION_LOSS),
                 )
@@ -198,13 +195,6 @@ def _open(path: Path, name: str, *, has_prefix: bool) -> _Run | _Export:
     raise UserError(
         f"{path} is no run, no checkpoint and no export; `genesis fit` makes runs, `genesis export` exports"
     )
-
-
-def _find_max_seq_len(manifest: Manifest) -> int | None:
-    content: Any = manifest.recipe
-    for key in ("model", "decoder", "max_seq_len"):
-        content = content.get(key) if isinstance(content, dict) else None
-    return content if isinstance(content, int) else None
 
 
 def _short_names(paths: Sequence[Path]) -> list[str]:

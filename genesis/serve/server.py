@@ -309,7 +309,6 @@ def _describe_entry(entry: Entry) -> dict[str, Any]:
         "run": entry.run,
         "step": entry.step,
         "tokens_seen": entry.tokens_seen,
-        "max_seq_len": entry.max_seq_len,
         "train_loss": entry.train_loss,
         "validation_loss": entry.validation_loss,
     }

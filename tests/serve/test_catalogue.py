@@ -30,11 +30,7 @@ def test_a_runs_checkpoints_come_oldest_first_with_their_clocks_and_losses(own_r
     (own_run / "metrics.csv").write_text(LOG)
     entries = Catalogue([own_run]).entries()
     assert [entry.id for entry in entries] == ["step-00000001", "step-00000002", "step-00000003"]
-    assert [(entry.step, entry.tokens_seen, entry.max_seq_len) for entry in entries] == [
-        (1, 100, 256),
-        (2, 200, 256),
-        (3, 300, 256),
-    ]
+    assert [(entry.step, entry.tokens_seen) for entry in entries] == [(1, 100), (2, 200), (3, 300)]
     assert [(entry.train_loss, entry.validation_loss) for entry in entries] == [(5.5, None), (5.0, 4.75), (None, None)]
 
 

@@ -69,6 +69,13 @@ function describe(model) {
   ].filter(Boolean).join(" \u00b7 ");
 }
 
+function count() {
+  if (models.length === 0) return "no checkpoint yet: the first will appear here";
+  const steps = models.filter((model) => model.step !== null).length;
+  const runs = [...new Set(models.map((model) => model.run))].join(", ");
+  return steps === 0 ? runs : `${runs} \u00b7 ${steps} checkpoint${steps === 1 ? "" : "s"}`;
+}
+
 function option(value, text) {
   const made = document.createElement("option");
   made.value = value;
@@ -140,10 +147,7 @@ async function refresh() {
       picked.a ||= Object.keys(latest)[0];
       picked.b ||= models[0].id;
     }
-    const runs = [...new Set(models.map((model) => model.run))].join(", ");
-    $("about").textContent = models.length === 0
-      ? "no checkpoint yet: the first will appear here"
-      : `${runs} \u00b7 ${models.length} checkpoint${models.length === 1 ? "" : "s"}`;
+    $("about").textContent = count();
     if (isNew) show();
   } catch (error) {
     if (error instanceof WantsToken) askForToken();
