@@ -185,7 +185,7 @@ def serve(build_server: Callable[[], Server], sock: socket.socket, announce: Cal
 
     Args:
         build_server: Called in the event loop.
-        sock: Bound, as `bind` returns it.
+        sock: As `bind` returns it.
         announce: Called once requests are answered.
     """
     return asyncio.run(_serve(build_server, sock, announce))
@@ -242,7 +242,7 @@ def _end(number: signal.Signals, ended: asyncio.Future[signal.Signals]) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Returns a socket bound to the address.
+    """Returns a socket that listens at the address.
 
     Raises:
         UserError: There is no such host, or its port is taken or not ours to take.
@@ -258,6 +258,7 @@ def bind(host: str, port: int) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)  # its connections inherit it
         sock.bind(address)
+        sock.listen(_BACKLOG)
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRINUSE:

@@ -124,11 +124,11 @@ class Worker:
         del loaded
         try:
             while self._admit(batch):
-                tokens = batch.step()
-                self._post(self._deliver, [(self._live[token.request], token) for token in tokens])
-                for token in tokens:
-                    if token.is_last:
-                        del self._live[token.request]
+                results: list[tuple[Ticket, NewToken | UserError]] = []
+                for token in batch.step():
+                    ticket = self._live.pop(token.request) if token.is_last else self._live[token.request]
+                    results.append((ticket, token))
+                self._post(self._deliver, results)
             self._end(stopping())
         except Exception as error:
             self._end(self._explain(error))

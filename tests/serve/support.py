@@ -70,7 +70,7 @@ def start(*arguments: str | Path, **environment: str) -> Iterator[Running]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment},
+        env={**os.environ, "GENESIS_TOKEN": "", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment},
     )
     try:
         assert process.stdout is not None
