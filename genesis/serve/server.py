@@ -292,7 +292,8 @@ def _translate(error: web.HTTPException, request: web.Request) -> ApiError:
         405: f"{request.method[:20]!r} is not for {request.path[:100]!r}",
         413: f"the body has more than {MAX_BODY_BYTES:,} bytes: send a shorter prompt",
     }
-    return ApiError(known.get(error.status, error.reason), status=error.status)
+    param = "prompt" if error.status == 413 else None
+    return ApiError(known.get(error.status, error.reason), status=error.status, param=param)
 
 
 def _hang_up(request: web.Request) -> None:

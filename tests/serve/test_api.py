@@ -196,4 +196,5 @@ def test_other_paths_methods_types_and_sizes_are_refused_in_openais_form(server)
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
         assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
         assert answer.headers["Server"] == "genesis"
+    assert answers[413].json()["error"]["param"] == "prompt"
     assert rebound.status_code == 403
