@@ -1,9 +1,9 @@
 """Multiple-choice tasks through `genesis evaluate`'s engine, beside lm-eval's `hf` backend on the export of the model.
 
-Two tasks are made of the sources of Python's standard library, alike in their lengths to HellaSwag (a context of many
-words, four long endings) and to ARC (a question, four short answers). Timed is what lm-eval asks a model for: log-
-likelihoods of texts, tokenization included. Both take turns in one process; weights are random, which costs the same as
-trained ones. The answers are compared, too.
+Two tasks are made of the documentation that comes with Python, alike in their lengths to HellaSwag (a context of many
+words, four long endings) and to ARC (a question, four short answers); the tokenizer is one of its standard library.
+Timed is what lm-eval asks a model for: log-likelihoods of texts, tokenization included. Both take turns in one process;
+weights are random, which costs the same as trained ones. The answers are compared, too.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
+from pydoc_data.topics import topics
 from typing import Any, Final
 
 import torch
@@ -54,7 +55,7 @@ _OURS, _THEIRS = "genesis", "hf"
 _GOAL = 2.0
 _TOLERANCE = 1e-3
 _TEXT_BYTES = 8_000_000
-_LEAST_WORDS, _MOST_CHARS = 200, 20
+_LEAST_WORDS = 200
 
 Ask = Callable[[], list[tuple[float, bool]]]
 
@@ -79,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
-        texts = read_texts(_TEXT_BYTES)
+        texts = [*read_texts(_TEXT_BYTES), *topics.values()]
         console.print("making the model and its export")
         checkpoint = make_checkpoint(directory / "run", texts, options.config)
         export_checkpoints([checkpoint], directory / "export", ExportOptions())
@@ -87,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         theirs = HFLM(str(directory / "export"), device="cpu", dtype="float32")
         for name in TASKS:
             console.print(f"measuring: {name}", highlight=False)
-            requests = make_requests(directory / name, texts, options.questions)
+            requests = make_requests(directory / name, options.questions)
             best, trials = choose_batch_size(theirs, requests[: len(requests) // 2])
             theirs.batch_size_per_gpu = best
             record["tasks"][name] = {
@@ -150,10 +151,10 @@ def make_checkpoint(run: Path, texts: Sequence[str], config: Path) -> Path:
     return saver.save(lambda: Snapshot(1, {"step": 1}, parts, {})).path
 
 
-def make_requests(folder: Path, texts: Sequence[str], num_questions: int) -> list[Any]:
+def make_requests(folder: Path, num_questions: int) -> list[Any]:
     """Returns what lm-eval asks of a task that is written to `folder`; its name is a key of `TASKS`."""
     chooser = random.Random(folder.name)
-    documents = [words for text in texts if len(words := _split(text)) > _LEAST_WORDS]
+    documents = [words for _, text in sorted(topics.items()) if len(words := text.split()) > _LEAST_WORDS]
 
     def cut(least: int, most: int) -> str:
         words = chooser.choice(documents)
@@ -181,10 +182,6 @@ def make_requests(folder: Path, texts: Sequence[str], num_questions: int) -> lis
     task.build_all_requests(limit=None, rank=0, world_size=1)
     requests: list[Any] = task.instances
     return requests
-
-
-def _split(text: str) -> list[str]:
-    return [word for word in text.split() if len(word) <= _MOST_CHARS]  # longer ones are data
 
 
 def choose_batch_size(model: Any, requests: list[Any]) -> tuple[int, dict[int, float]]:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from genesis.errors import UserError
 from genesis.evaluate.questions import Progress, Question, list_versions
 from genesis.evaluate.results import Result, read_result, write_result
 from genesis.generate.load import load_decoder, load_tokenizer
@@ -76,6 +77,8 @@ def answer_questions(
     if open_questions:
         verify(checkpoint, "full")
         loaded = load_decoder(checkpoint, settings.tokenizer, settings.device, settings.dtype)
+        if read_committed_hash(checkpoint) != checkpoint_hash:
+            raise UserError(f"{checkpoint} was saved anew while it was read: evaluate it again")
     for question, details in open_questions:
         start_seconds = perf_counter()
         with display(f"{checkpoint.name} {question.name}") as on_progress:

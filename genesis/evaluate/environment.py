@@ -10,6 +10,8 @@ from functools import partialmethod
 
 import tqdm
 
+from genesis.errors import UserError
+
 os.environ.update(
     DO_NOT_TRACK="1",
     HF_HUB_DISABLE_TELEMETRY="1",
@@ -22,6 +24,24 @@ os.environ.update(
     DISABLE_MULTIPROC="1",
     TOKENIZERS_PARALLELISM="false",
 )
+
+
+class _Refusal(logging.Handler):
+    """Makes an error of what lm-eval only warns of, and then counts as a wrong answer; other warnings are dropped."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Raises for a row whose answer is none of its choices."""
+        message = record.getMessage()
+        if message.startswith("Label index was not in within range"):
+            row = " ".join(message.partition("Sample:")[2].split())
+            raise UserError(f"a row's answer is none of its choices: {row[:_SHOWN_CHARS]}; mend it or remove it")
+
+
+_SHOWN_CHARS = 300
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
+_task_log = logging.getLogger("lm_eval.api.task")
+_task_log.setLevel(logging.WARNING)
+_task_log.propagate = False
+_task_log.addHandler(_Refusal())
 # Its own variable would come too late: torch imports tqdm.
 tqdm.tqdm.__init__ = partialmethod(tqdm.tqdm.__init__, disable=True)

@@ -85,14 +85,16 @@ def read_texts(path: Path, seq_len: int, tokenizer: Tokenizer) -> HeldOut:
     """Returns the text in a file or a folder, of which each file and each subfolder is a source.
 
     Raises:
-        UserError: There is no text.
+        UserError: There is no text, or two sources would have one name.
     """
-    if not path.exists():
-        raise UserError(f"there is no held-out text {path}; give a file or a folder of them")
+    check_is_there(path)
     places = [path] if path.is_file() else sorted(place for place in path.iterdir() if not place.name.startswith("."))
-    sources, digest = [], blake3()
+    sources: list[TextSource] = []
+    digest = blake3()
     for place in places:
         name = place.name if place.is_dir() else place.name.split(".")[0]
+        if name == ALL or name in (source.name for source in sources):
+            raise UserError(f"{place} would be a second source {name!r}: give it another name")
         documents = _read_documents(SourceOptions(name, (str(place),)))
         if not documents:
             raise UserError(f"{place} holds no text")
@@ -104,6 +106,18 @@ def read_texts(path: Path, seq_len: int, tokenizer: Tokenizer) -> HeldOut:
     sequence_format = SequenceFormat(seq_len, tokenizer.eos_id, tokenizer.piece_num_bytes, dtype)
     # What a window reads of a source, a stream in memory has, too.
     return HeldOut(cast("tuple[TokenSource, ...]", tuple(sources)), sequence_format, digest.hexdigest())
+
+
+def check_is_there(path: Path) -> None:
+    """Refuses a path of held-out text where there is none.
+
+    Raises:
+        UserError: Nothing is there.
+    """
+    if not path.exists():
+        raise UserError(f"there is no held-out text {path}; give a file or a folder of them")
+    if path.is_dir() and not any(not place.name.startswith(".") for place in path.iterdir()):
+        raise UserError(f"{path} holds no text")
 
 
 def _read_documents(options: SourceOptions) -> list[str]:

@@ -20,7 +20,7 @@ import jinja2
 from lm_eval.evaluator import evaluate
 
 from genesis.errors import UserError
-from genesis.evaluate.heldout import HeldOut, measure_held_out, open_validation_set, read_texts
+from genesis.evaluate.heldout import HeldOut, check_is_there, measure_held_out, open_validation_set, read_texts
 from genesis.evaluate.model import GenesisLM
 from genesis.evaluate.results import Measure
 from genesis.evaluate.score import BATCH_TOKENS
@@ -86,7 +86,7 @@ class TaskQuestion(Question):
         return "" if self.limit is None else f"-limit{self.limit}"
 
     def describe(self, manifest: Manifest, tokenizer: Tokenizer) -> dict[str, Any]:
-        """Returns names, versions, shots, limit and the hash of rows of the user's own."""
+        """Returns names, versions, shots, limit, and the hash of what is the user's own."""
         tasks = self.tasks.tasks["tasks"]
         return {
             "kind": "task",
@@ -95,6 +95,7 @@ class TaskQuestion(Question):
             "num_fewshot": {name: task.get_config("num_fewshot") for name, task in tasks.items()},
             "limit": self.limit,
             "data_hash": self.tasks.data_hash,
+            "lm_eval": version("lm-eval"),
         }
 
     def answer(self, loaded: Loaded, manifest: Manifest, batch_tokens: int | None, on_progress: Progress) -> Answer:
@@ -108,8 +109,13 @@ class TaskQuestion(Question):
         try:
             with redirect_stdout(io.StringIO()):  # it prints what it bootstraps
                 found = evaluate(lm, self.tasks.tasks, limit=self.limit, bootstrap_iters=_BOOTSTRAP_ITERATIONS)
-        except jinja2.TemplateError as error:
-            raise UserError(f"a template of task {self.tasks.name} does not fit its rows: {error}") from None
+        except UserError:
+            raise
+        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise UserError(
+                f"task {self.tasks.name} does not fit its rows, or what is asked of it: {reason}"
+            ) from error
         return Answer(list(self._read_measures(found)), list(_read_items(found)))
 
     def _read_measures(self, found: dict[str, Any]) -> Iterator[Measure]:
@@ -135,9 +141,14 @@ class HeldOutQuestion(Question):
 
     Args:
         path: A file or folder of text; None for the validation set of the corpus that the recipe names.
+
+    Raises:
+        UserError: Nothing is at `path`.
     """
 
     def __init__(self, path: Path | None = None) -> None:
+        if path is not None:
+            check_is_there(path)
         self._path = path
         self._opened: dict[tuple[str, int, str], HeldOut] = {}  # for all checkpoints of a run it is the same
 

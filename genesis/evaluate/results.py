@@ -10,7 +10,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -81,11 +81,11 @@ def write_result(directory: Path, result: Result, items: Iterable[dict[str, Any]
     """Writes a result into `directory`, and its items; a reader sees each file whole or not at all."""
     place = directory / result.checkpoint
     place.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(_plain(item), ensure_ascii=False, default=str) + "\n" for item in items]
+    lines = [json.dumps(plain(item), ensure_ascii=False, default=str) + "\n" for item in items]
     if lines:
         write_whole(place / f"{result.name}.jsonl", "".join(lines))
     content = {"schema": SCHEMA_VERSION, **asdict(result)}
-    write_whole(place / f"{result.name}.json", json.dumps(_plain(content), indent=2, ensure_ascii=False) + "\n")
+    write_whole(place / f"{result.name}.json", json.dumps(plain(content), indent=2, ensure_ascii=False) + "\n")
 
 
 def read_results(directory: Path) -> list[Result]:
@@ -116,6 +116,31 @@ def read_result(path: Path) -> Result:
         raise UserError(f"{path} is not the result of an evaluation ({error}); remove it") from None
 
 
+def select_comparable(
+    results: Sequence[Result], hashes: Mapping[str, str], asked: Sequence[Result] = ()
+) -> tuple[list[Result], list[str]]:
+    """Returns the results that may stand in one line, and a line about each kind of those that may not.
+
+    Left out are results of a checkpoint that is another one by now, and of those under one name the answers to another
+    question: other rows, other settings, another dtype, another lm-eval.
+
+    Args:
+        results: By step.
+        hashes: Of the checkpoints that are there, by name; what retention has removed counts as it was.
+        asked: Whose questions count, whatever later checkpoints were asked; else it is the last result's of a name.
+    """
+    questions = {result.name: result.question for result in [*results, *asked]}
+    lines, comparable = [], []
+    for result in results:
+        if hashes.get(result.checkpoint, result.hash) != result.hash:
+            lines.append(f"{result.checkpoint} is another checkpoint than the one that {result.name} was asked about")
+        elif result.question != questions[result.name]:
+            lines.append(f"{result.checkpoint} has an answer to another question under the name {result.name}")
+        else:
+            comparable.append(result)
+    return comparable, [f"{line}: left out; evaluate it again" for line in lines]
+
+
 def write_metrics(directory: Path, results: Sequence[Result]) -> None:
     """Writes `metrics.csv`: a row for each checkpoint, sorted by step, and a column for each measure."""
     keys = list(dict.fromkeys(measure.key for result in results for measure in result.measures))
@@ -141,10 +166,10 @@ def write_whole(path: Path, content: str | bytes) -> None:
         staging.unlink(missing_ok=True)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Returns `value` without numbers that JSON does not have."""
     if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
+        return [plain(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

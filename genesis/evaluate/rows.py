@@ -44,9 +44,12 @@ def find_splits(folder: Path, data_files: Any = None) -> dict[str, list[Path]]:
     return splits
 
 
-def hash_splits(splits: Splits) -> str:
-    """Returns a BLAKE3 hex digest of all rows, in their splits."""
+def hash_own(folder: Path, splits: Splits) -> str:
+    """Returns a BLAKE3 hex digest of all that a folder adds to an answer: settings, code, and rows in their splits."""
     digest = blake3()
+    for path in sorted(path for path in folder.rglob("*") if path.suffix in (".yaml", ".py") and path.is_file()):
+        digest.update(f"{path.relative_to(folder)}:{path.stat().st_size}:".encode())
+        digest.update(path.read_bytes())
     for split, paths in sorted(splits.items()):
         for path in paths:
             digest.update(f"{split}:{path.stat().st_size}:".encode())
@@ -58,15 +61,18 @@ def read_split(paths: Sequence[Path]) -> datasets.Dataset:
     """Returns the rows of some files, one after the other.
 
     Raises:
-        UserError: A line is no JSON object, there is none, or rows differ in the types of their fields.
+        UserError: A line is no JSON object, there is none, or rows differ in their fields or the types of these.
     """
     rows = [row for path in paths for row in _read_rows(path)]
     names = ", ".join(map(str, paths))
     if not rows:
         raise UserError(f"{names} has no row")
     fields = dict.fromkeys(field for row in rows for field in row)
+    for number, row in enumerate(rows, start=1):
+        for field in fields.keys() - row.keys():  # lm-eval would show it as None, and ask about that
+            raise UserError(f"{names}: row {number} lacks the field {field!r}, which others have; write null if it may")
     try:
-        return datasets.Dataset.from_dict({field: [row.get(field) for row in rows] for field in fields})
+        return datasets.Dataset.from_dict({field: [row[field] for row in rows] for field in fields})
     except (pa.ArrowException, TypeError, OverflowError) as error:
         raise UserError(f"{names}: a field has other types in other rows ({' '.join(str(error).split())})") from None
 

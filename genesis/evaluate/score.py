@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
+from torch.nn.functional import pad
 
 from genesis.errors import UserError
 from genesis.evaluate.plan import (
@@ -94,7 +95,9 @@ class Scorer:
         for group in batch_by_size(planned, lambda item: _size(item[0]), self.batch_tokens * _BATCHES_IN_GROUP):
             rows = [row for row, _ in group]
             branches = list(chain.from_iterable(plan_branches(item[1], row) for row, item in enumerate(group)))
-            cache = self._branch(rows, parents) if branches or parents is not None else None
+            cache = None
+            if branches or parents is not None:  # with room for a branch, so that a copy of a row has it, too
+                cache = self._branch(rows, parents, spare=max((len(row.tokens) for row in branches), default=0))
             num_fed = 0
             for batch in batch_by_size(rows, _size, self.batch_tokens):  # of rows in this order already
                 self._feed(batch, None if cache is None else cache.view(num_fed, num_fed + len(batch)))
@@ -103,16 +106,16 @@ class Scorer:
                 self._feed(batch, self._branch(batch, cache))
             on_progress(sum(len(context.continuations) for _, context in group))
 
-    def _branch(self, rows: Sequence[Row], parents: KVCache | None) -> KVCache:
-        """Returns a cache for `rows`: each has what it keeps of its parent, and there is room for what it feeds."""
+    def _branch(self, rows: Sequence[Row], parents: KVCache | None, spare: int = 0) -> KVCache:
+        """Returns a cache for `rows`: each has what it keeps of its parent, and room for what it feeds and `spare`."""
         weight = self.decoder.output_weight
-        num_kept, num_fed = max(row.start for row in rows), max(len(row.tokens) for row in rows)
-        cache = KVCache(self.decoder.config, len(rows), num_kept + num_fed, weight.device, weight.dtype)
-        if parents is not None:
-            picked = torch.tensor([row.parent for row in rows], device=weight.device)
-            cache.keys[:, :, :num_kept] = parents.keys[:, :, :num_kept].index_select(1, picked)
-            cache.values[:, :, :num_kept] = parents.values[:, :, :num_kept].index_select(1, picked)
-            cache.advance(torch.tensor([row.start for row in rows], device=weight.device))
+        num_slots = max(row.start for row in rows) + max(len(row.tokens) for row in rows) + spare
+        if parents is None:
+            return KVCache(self.decoder.config, len(rows), num_slots, weight.device, weight.dtype)
+        cache = parents.view(0, 0)
+        cache.keys = _copy_rows(parents.keys, rows, num_slots)
+        cache.values = _copy_rows(parents.values, rows, num_slots)
+        cache.lengths = torch.tensor([row.start for row in rows], device=weight.device)
         return cache
 
     def _feed(self, rows: Sequence[Row], cache: KVCache | None) -> None:
@@ -135,6 +138,15 @@ class Scorer:
         logprobs, is_likeliest = self.decoder(input_ids.to(device), cache=cache, head=head)
         self._sums.index_add_(0, requests, logprobs.cpu().double())
         self._is_greedy[requests[~is_likeliest.cpu()]] = False
+
+
+def _copy_rows(
+    slots: Float[Tensor, "layers B L K E"], rows: Sequence[Row], num_slots: int
+) -> Float[Tensor, "layers R {num_slots} K E"]:
+    # On a CPU many times as fast as an index into a part of the slots.
+    copied = torch.stack([slots[:, row.parent, :num_slots] for row in rows], dim=1)
+    num_missing = num_slots - copied.shape[2]
+    return pad(copied, (0, 0, 0, 0, 0, num_missing)) if num_missing > 0 else copied
 
 
 def score_targets(

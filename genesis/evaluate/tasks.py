@@ -6,6 +6,7 @@ executed: neither `!function` nor what a template could reach.
 """
 
 import difflib
+import re
 import socket
 import urllib.parse
 import urllib.request
@@ -27,11 +28,12 @@ import lm_eval.utils
 from lm_eval.tasks import TaskManager
 
 from genesis.errors import UserError
-from genesis.evaluate.rows import Splits, find_splits, hash_splits, read_split
+from genesis.evaluate.rows import Splits, find_splits, hash_own, read_split
 
 TASK_NAME: Final = "task.yaml"
 _SPLIT_FIELDS: Final = ("training_split", "validation_split", "test_split", "fewshot_split")
 _NUM_NEAREST: Final = 3
+_NAME: Final = re.compile(r"\w[\w.+ -]*")
 _TEMPLATES = lm_eval.utils.env
 _SANDBOX = jinja2.sandbox.SandboxedEnvironment(
     loader=jinja2.BaseLoader(), undefined=jinja2.StrictUndefined, keep_trailing_newline=True
@@ -46,12 +48,21 @@ class LoadedTasks:
     Args:
         name: Of the task, group or tag.
         tasks: What `lm_eval.evaluator.evaluate` takes: all tasks, and the groups that they are in.
-        data_hash: Of the rows, where they are the user's own.
+        data_hash: Of rows, settings and code, where they are the user's own.
+
+    Raises:
+        UserError: The name cannot be that of a file.
     """
 
     name: str
     tasks: dict[str, Any]
     data_hash: str | None = None
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise UserError(
+                f"a task is named {self.name!r}: results are filed under it; use letters, digits and _ . + -"
+            )
 
 
 def load_tasks(spec: str, num_fewshot: int | None = None, *, may_run_code: bool = False) -> LoadedTasks:
@@ -147,14 +158,14 @@ def _load_own(folder: Path, may_run_code: bool) -> LoadedTasks:
     config: dict[str, Any] = entry.cfg
     kind = config.get("dataset_path")
     if kind not in (None, "json"):
-        if kind in ("csv", "parquet", "text", "arrow"):
+        if kind in ("csv", "parquet", "text", "arrow", "pandas"):
             raise UserError(f"{file} has dataset_path {kind}; rows of your own are JSONL: leave it out")
-        return LoadedTasks(entry.name, _build(manager, entry.name, {}, file))
+        return LoadedTasks(entry.name, _build(manager, entry.name, {}, file), hash_own(folder, {}))
     splits = find_splits(folder, (config.get("dataset_kwargs") or {}).get("data_files"))
     for field in _SPLIT_FIELDS:
         if config.get(field) not in (None, *splits):
             raise UserError(f"{file} has {field} {config[field]}, and its rows are in: {', '.join(splits)}")
-    return LoadedTasks(entry.name, _build(manager, entry.name, _own_rows(splits), file), hash_splits(splits))
+    return LoadedTasks(entry.name, _build(manager, entry.name, _own_rows(splits), file), hash_own(folder, splits))
 
 
 def _load_known_on_own_rows(folder: Path, num_fewshot: int | None) -> LoadedTasks:
@@ -175,7 +186,7 @@ def _load_known_on_own_rows(folder: Path, num_fewshot: int | None) -> LoadedTask
     if examples not in (None, *splits) and (own if num_fewshot is None or own == 0 else num_fewshot):
         raise UserError(f"task {folder.name} shows examples before its questions; {folder} lacks {examples}.jsonl")
     tasks = _build(_known(), folder.name, {**_own_rows(splits), **missing}, folder)
-    return LoadedTasks(folder.name, tasks, hash_splits(splits))
+    return LoadedTasks(folder.name, tasks, hash_own(folder, splits))
 
 
 def _own_rows(splits: Splits) -> dict[str, Any]:
