@@ -3,7 +3,7 @@
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -20,11 +20,19 @@ from genesis.errors import UserError
 from genesis.evaluate.answer import Settings, answer_questions
 from genesis.evaluate.plot import PLOT_NAME, plot_results
 from genesis.evaluate.questions import HeldOutQuestion, Progress, Question, TaskQuestion
-from genesis.evaluate.results import EVALUATIONS_NAME, METRICS_NAME, Result, read_results, write_metrics
+from genesis.evaluate.results import (
+    EVALUATIONS_NAME,
+    METRICS_NAME,
+    Result,
+    plain,
+    read_results,
+    select_comparable,
+    write_metrics,
+)
 from genesis.evaluate.score import BATCH_TOKENS
 from genesis.evaluate.table import build_table
 from genesis.evaluate.tasks import load_tasks
-from genesis.evaluate.watch import watch
+from genesis.evaluate.watch import read_hashes, watch
 from genesis.generate.load import find_checkpoint
 from genesis_callbacks.checkpoint import find_best, list_committed
 from genesis_callbacks.checkpoint.manifest import MANIFEST_NAME
@@ -65,7 +73,7 @@ def main(argv: list[str]) -> int:
                 raise
             num_refused += 1
             print(f"genesis: error: {error}", file=sys.stderr)
-    _report(out, results, is_json=arguments.json)
+    _report(out, results, read_hashes(arguments.checkpoint), is_json=arguments.json)
     return MISUSE if num_refused else 0
 
 
@@ -80,15 +88,17 @@ def _check(arguments: Namespace) -> None:
         raise UserError(f"--watch follows a run, and {arguments.checkpoint} is one checkpoint; give the run")
 
 
-def _report(out: Path, results: Sequence[Result], *, is_json: bool) -> None:
+def _report(out: Path, results: Sequence[Result], hashes: Mapping[str, str], *, is_json: bool) -> None:
     """Brings what is made of all results up to date, and prints the table of them, or `results` as JSON."""
-    everything = read_results(out)
-    write_metrics(out, everything)
-    plot_results(everything, out / PLOT_NAME)
+    comparable, lines = select_comparable(read_results(out), hashes, results)
+    for line in lines:
+        print(f"genesis: {line}", file=sys.stderr)
+    write_metrics(out, comparable)
+    plot_results(comparable, out / PLOT_NAME)
     if is_json:
-        print(json.dumps([asdict(result) for result in results], indent=2))
+        print(json.dumps(plain([asdict(result) for result in results]), indent=2))
         return
-    Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH).print(build_table(everything))
+    Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH).print(build_table(comparable))
     print(f"{out}: results by checkpoint, {METRICS_NAME}, {PLOT_NAME}")
 
 

@@ -18,7 +18,7 @@ from genesis.evaluate import watch as watching
 from genesis.evaluate.questions import TaskQuestion
 from tests.cli.conftest import Genesis
 from tests.cli.test_configs import CONFIGS
-from tests.evaluate.support import write_choices
+from tests.evaluate.support import write_choices, write_rows
 from tests.tiny_runs import build_decoder, save
 
 DEADLINE_SECONDS = 200
@@ -184,6 +184,35 @@ def test_a_wrong_option_is_one_line(
     assert len(outcome.err.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("row", "options", "reason"),
+    [
+        (
+            {"question": "a", "choices": ["b", "c"], "answer": 7},
+            (),
+            "a row's answer is none of its choices: {'question'",
+        ),
+        ({"question": "a", "choices": [], "answer": 0}, (), "task odd does not fit its rows"),
+        (
+            {"question": "a", "choices": ["b", "c"], "answer": 0},
+            ("--num_fewshot", "9"),
+            "task odd does not fit its rows",
+        ),
+    ],
+)
+def test_rows_that_cannot_be_asked_are_told_and_nothing_is_written(
+    genesis: Genesis, own_run: Path, tmp_path: Path, row: dict[str, Any], options: tuple[str, ...], reason: str
+) -> None:
+    spec = write_choices(tmp_path / "odd")
+    good = {"question": "a", "choices": ["b", "c"], "answer": 1}
+    write_rows(tmp_path / "odd" / "test.jsonl", [good, row])
+    write_rows(tmp_path / "odd" / "train.jsonl", [row] * 2)
+    outcome = genesis("evaluate", str(own_run), "--tasks", spec, *options)
+    assert outcome.status == 2
+    assert reason in outcome.err.splitlines()[-1]
+    assert not (own_run / "evaluations").exists()
+
+
 def test_a_task_asked_twice_is_refused(genesis: Genesis, run: Path, animals: str) -> None:
     outcome = genesis("evaluate", str(run), "--tasks", f"{animals},{animals}")
     assert (outcome.status, "animals is asked twice" in outcome.err) == (2, True)
@@ -231,7 +260,7 @@ def test_watching_passes_over_what_is_damaged_or_removed_meanwhile(
 
     monkeypatch.setattr(watching, "answer_questions", remove_first)
     outcome = watch(genesis, own_run, animals, until_step=3)
-    assert outcome.status == 0
+    assert outcome.status == 2
     assert "step-00000003 is passed over: " in outcome.err
     assert "step-00000002 was removed before it was evaluated" in outcome.err
     assert [row["step"] for row in read_metrics(own_run)] == ["1"]

@@ -99,6 +99,16 @@ def test_a_single_file_is_one_source_without_a_sum(tmp_path: Path, decoder: Deco
     assert {measure.subject for measure in measures} == {"book"}
 
 
+def test_two_sources_of_one_name_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    for names in (("a.txt", "a.jsonl"), ("all.txt", "b.txt")):
+        folder = tmp_path / names[0]
+        folder.mkdir()
+        for name in names:
+            (folder / name).write_text('{"text": "some"}\n')
+        with pytest.raises(UserError, match=r"would be a second source 'a(ll)?': give it another name"):
+            read_texts(folder, 16, tokenizer)
+
+
 def test_text_that_is_not_there_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
     with pytest.raises(UserError, match="there is no held-out text"):
         read_texts(tmp_path / "no", SEQ_LEN, tokenizer)

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from genesis.errors import UserError
 from genesis.evaluate.plot import plot_results
-from genesis.evaluate.results import Measure, Result, read_results, write_metrics, write_result
+from genesis.evaluate.results import Measure, Result, read_results, select_comparable, write_metrics, write_result
 from genesis.evaluate.table import MAX_COLUMNS, build_table
 
 
@@ -74,6 +74,18 @@ def test_metrics_have_a_row_for_each_checkpoint_by_step(tmp_path: Path) -> None:
         ("30", "0.25", ""),
         ("200", "0.25", ""),
     ]
+
+
+def test_answers_to_other_questions_and_of_other_checkpoints_do_not_stand_in_one_line() -> None:
+    results = [make_result(step) for step in (1, 2, 3)]
+    results[0] = dataclasses.replace(results[0], question={**results[0].question, "data_hash": "other rows"})
+    hashes = {results[1].checkpoint: "another", results[2].checkpoint: results[2].hash}
+    comparable, lines = select_comparable(results, hashes)
+    assert comparable == results[2:]
+    assert [line.split()[0] for line in lines] == [result.checkpoint for result in results[:2]]
+    assert "another question" in lines[0]
+    assert "is another checkpoint" in lines[1]
+    assert select_comparable(results, {}, results[:1])[0] == results[:1]
 
 
 def test_results_can_be_read_without_torch_and_lm_eval() -> None:

@@ -33,7 +33,10 @@ def test_a_folder_is_a_task_with_its_own_rows_and_their_hash(tmp_path: Path) -> 
     assert loaded.name == "animals"
     assert len(loaded.tasks["tasks"]["animals"].eval_docs) == 3
     write_choices(tmp_path / "animals", num_rows=4)
-    assert load_tasks(spec).data_hash != loaded.data_hash
+    changed = load_tasks(spec)
+    assert changed.data_hash != loaded.data_hash
+    write_choices(tmp_path / "animals", num_rows=4, doc_to_target="0")
+    assert load_tasks(spec).data_hash not in (changed.data_hash, loaded.data_hash)
 
 
 def test_data_files_are_named_relative_to_the_folder(tmp_path: Path) -> None:
@@ -95,9 +98,19 @@ def test_rows_whose_fields_change_type_are_refused(tmp_path: Path) -> None:
         read_split([tmp_path / "rows.jsonl"])
 
 
-def test_fields_that_the_first_row_lacks_are_read(tmp_path: Path) -> None:
-    write_rows(tmp_path / "rows.jsonl", [{"a": 1}, {"a": 2, "b": "x"}])
+def test_a_field_that_only_some_rows_have_is_refused_unless_it_is_null(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", [{"a": 1, "b": None}, {"a": 2, "b": "x"}])
     assert read_split([tmp_path / "rows.jsonl"])["b"] == [None, "x"]
+    write_rows(tmp_path / "rows.jsonl", [{"a": 1, "b": "x"}, {"a": 2}])
+    with pytest.raises(UserError, match=r"rows.jsonl: row 2 lacks the field 'b'"):
+        read_split([tmp_path / "rows.jsonl"])
+
+
+@pytest.mark.parametrize("name", ["../../escaped", "a/b", ".hidden", ""])
+def test_a_name_that_is_no_files_is_refused(tmp_path: Path, name: str) -> None:
+    spec = write_task(tmp_path / "animals", {**SETTINGS, "task": name}, test=ROWS)
+    with pytest.raises(UserError, match=r"results are filed under it|is no task of lm-eval's form"):
+        load_tasks(spec)
 
 
 def test_a_template_that_does_not_fit_the_rows_is_told(tmp_path: Path) -> None:
