@@ -53,6 +53,12 @@ def run(tmp_path_factory: pytest.TempPathFactory, tokenizer_file: Path) -> Path:
     return directory
 
 
+@pytest.fixture
+def own_run(run: Path, tmp_path: Path) -> Path:
+    """A copy of the run that a test may change."""
+    return shutil.copytree(run, tmp_path / "own" / "run")
+
+
 @pytest.fixture(scope="session")
 def checkpoint(run: Path) -> Path:
     return run / "checkpoints/step-00000003"

@@ -4,9 +4,8 @@ import os
 import signal
 from pathlib import Path
 
-import torch
-
 from genesis.arguments import Parser
+from genesis.cli.device import add_device_options, read_device
 from genesis.errors import UserError
 from genesis.generate.load import Loaded, load_decoder
 from genesis.serve.catalogue import Catalogue, Entry
@@ -25,7 +24,8 @@ Example: genesis serve runs/demo/run"""
 def main(argv: list[str]) -> int:
     """Runs `genesis serve` and returns its exit status."""
     arguments = _build_parser().parse_args(argv)
-    guard = Guard(arguments.token or os.environ.get(_TOKEN_VARIABLE) or None, is_public=arguments.public)
+    token = (os.environ.get(_TOKEN_VARIABLE) or None) if arguments.token is None else arguments.token
+    guard = Guard(token, is_public=arguments.public)
     limits = Limits(
         max_concurrent=arguments.max_concurrent,
         max_queue=arguments.max_queue,
@@ -33,8 +33,7 @@ def main(argv: list[str]) -> int:
         max_request_seconds=arguments.max_request_seconds,
         max_write_seconds=arguments.max_write_seconds,
     )
-    device = _pick_device(arguments.device)
-    dtype = getattr(torch, arguments.dtype or ("bfloat16" if device == "cuda" else "float32"))
+    device, dtype = read_device(arguments)
     catalogue = Catalogue(arguments.model)
 
     def load(entry: Entry) -> Loaded:
@@ -80,10 +79,7 @@ def _build_parser() -> Parser:
         help="no token at any address: whoever reaches the port may see the list of models and use them, through any "
         "host name, and any site may show the page in a frame; for a server that something else guards",
     )
-    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is some")
-    add(
-        "--dtype", choices=("float32", "bfloat16"), help="of weights and cache; default: bfloat16 on cuda, else float32"
-    )
+    add_device_options(parser)
     add("--max_concurrent", type=int, default=limits.max_concurrent, help="texts that a model continues together")
     add(
         "--max_queue",
@@ -103,9 +99,3 @@ def _build_parser() -> Parser:
     )
     add("--tokenizer", type=Path, help="file or directory; default: the one that belongs to the checkpoint")
     return parser
-
-
-def _pick_device(wanted: str | None) -> str:
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise UserError("no CUDA device is there; leave --device away, or give --device cpu")
-    return wanted or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -6,6 +6,7 @@ each forward sees a slice of the cache and nothing is gathered; where a text lea
 B  texts of a forward     S  tokens of the longest     D  model width     V  vocabulary
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,7 +46,7 @@ class NewToken(NamedTuple):
     """One new token.
 
     `log_prob` and `likeliest` (likeliest first) are natural logarithms of the model's own distribution, before
-    temperature, top-k and top-p.
+    temperature, top-k and top-p. Where the model gives no numbers the text ends, and `log_prob` is NaN.
     """
 
     request: int
@@ -172,6 +173,8 @@ class Batch:
         return logits.float().cpu()
 
     def _draw(self, row: _Row, logits: Float[Tensor, " V"]) -> NewToken:
+        if not bool(logits.isfinite().all()):  # nothing can be drawn; the other texts go on
+            return NewToken(row.handle, self._eos_id, math.nan, (), is_last=True)
         token = sample_token(logits, row.request.sampling, row.generator)
         row.text.append(token)
         log_probs = logits.log_softmax(dim=0)
@@ -182,6 +185,18 @@ class Batch:
             float(log_probs[token]),
             tuple(zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)),
             is_last=token == self._eos_id or len(row.text) == row.end,
+        )
+
+
+def check_is_number(token: NewToken) -> None:
+    """Refuses a token that could not be drawn.
+
+    Raises:
+        UserError: The model gave no numbers.
+    """
+    if math.isnan(token.log_prob):
+        raise UserError(
+            "the model gives logits that are no numbers: its weights have diverged; take an earlier checkpoint"
         )
 
 

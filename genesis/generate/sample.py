@@ -48,7 +48,8 @@ def token_probabilities(logits: Float[Tensor, " V"], options: SamplingOptions) -
     """
     if options.temperature == 0.0:
         return torch.zeros_like(logits).scatter_(0, logits.argmax(dim=0, keepdim=True), 1.0)
-    all_probs = (logits / options.temperature).softmax(dim=0)
+    # The largest is 0, so that a tiny temperature makes no infinity of it.
+    all_probs = ((logits - logits.max()) / options.temperature).softmax(dim=0)
     if options.top_k is None and options.top_p == 1.0:
         return all_probs
     probs, order = all_probs.sort(descending=True, stable=True)

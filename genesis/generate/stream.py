@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from genesis.errors import UserError
-from genesis.generate.batch import Batch, Request, plan_budgets
+from genesis.generate.batch import Batch, Request, check_is_number, plan_budgets
 from genesis.generate.sample import SamplingOptions
 from genesis.model.decoder import Decoder
 
@@ -80,4 +80,5 @@ def plan_seeds(prompts: Sequence[Sequence[int]], seed: int) -> list[int]:
 def _stream(batch: Batch) -> Iterator[Token]:
     while tokens := batch.step():
         for token in sorted(tokens, key=lambda token: token.request):
+            check_is_number(token)
             yield Token(token.request, token.id, token.is_last)

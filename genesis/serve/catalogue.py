@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from genesis.errors import UserError
-from genesis.model.huggingface_files import is_export
+from genesis.model.huggingface_files import PROOF_NAME, is_export
 from genesis.serve.errors import ApiError
 from genesis_callbacks.checkpoint import CheckpointError, Manifest, list_committed, read_manifest
 from genesis_callbacks.checkpoint.lineage import CHECKPOINTS_NAME, checkpoints_in
@@ -189,6 +189,8 @@ def _open(path: Path, name: str, *, has_prefix: bool) -> _Run | _Export:
         read_manifest(path)
         return _Run(_run_of(path.parent), name, prefix, only=path)
     if is_export(path):
+        if not (path / PROOF_NAME).exists():
+            raise UserError(f"{path} has no {PROOF_NAME}, as exports of genesis have; `genesis import` takes others'")
         return _Export(path, name)
     if checkpoints_in(path) != path or (path / "config.yaml").exists() or list_committed(path):
         return _Run(path, name, prefix)

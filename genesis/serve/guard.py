@@ -7,6 +7,7 @@ browsers send with every post, must be that host.
 
 import hmac
 import ipaddress
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -15,6 +16,7 @@ from genesis.errors import UserError
 from genesis.serve.errors import ApiError
 
 MIN_TOKEN_CHARS = 16
+_TOKEN = re.compile(r"[!-~]+")
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
     "base-uri 'none'; form-action 'none'"
@@ -41,9 +43,9 @@ class Guard:
             return
         if self.is_public:
             raise UserError("a public server has no token: leave --token or --public away")
-        if len(self.token) < MIN_TOKEN_CHARS or not self.token.isascii() or not self.token.isprintable():
+        if len(self.token) < MIN_TOKEN_CHARS or not _TOKEN.fullmatch(self.token):
             raise UserError(
-                f"the token has {len(self.token)} characters: give at least {MIN_TOKEN_CHARS}, of ASCII, such as "
+                f"the token has {len(self.token)} characters: give at least {MIN_TOKEN_CHARS}, of ASCII, no blanks, as "
                 "python -c 'import secrets; print(secrets.token_urlsafe())' prints"
             )
 

@@ -133,7 +133,7 @@ def _parse_json(body: bytes) -> dict[str, Any]:
         raise ApiError('the body is not a JSON object: {"model": ..., "prompt": ...}')
     for name in content:
         if name not in (*_FIELDS, *_IGNORED, *_NOT_SUPPORTED):
-            near = difflib.get_close_matches(name, _FIELDS, n=1)
+            near = difflib.get_close_matches(name[:100], _FIELDS, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ApiError(f"unknown field {_show(name)}{hint}", param=name[:100], code="unknown_field")
     for name, values in _NOT_SUPPORTED.items():
@@ -149,8 +149,8 @@ def _refuse_constant(name: str) -> NoReturn:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         raise ApiError(f"the body has {_show(twice)} twice", param=twice[:100])
     return content
 

@@ -73,7 +73,7 @@ class Server:
         try:
             return await handler(request)
         except UserError as error:
-            return _answer(as_api_error(error))
+            return _answer(self._tell(error))
         except web.HTTPException as error:
             return _answer(_translate(error, request))
         except TimeoutError:
@@ -158,7 +158,7 @@ class Server:
                 async for event in completion.events():
                     await self._write(request, response, event)
         except UserError as error:
-            await self._write(request, response, error_event(as_api_error(error)))
+            await self._write(request, response, error_event(self._tell(error)))
         except TimeoutError:
             await self._write(request, response, error_event(self._timed_out()))
         except Exception:
@@ -174,6 +174,13 @@ class Server:
         except TimeoutError:
             _hang_up(request)
             raise ConnectionResetError("the reader takes nothing") from None
+
+    def _tell(self, error: UserError) -> ApiError:
+        """Returns what a client is told of an error; a stranger nothing of what lies where on this machine."""
+        if isinstance(error, ApiError) or not self._guard.is_public:
+            return as_api_error(error)
+        _log.error("%s", error)
+        return as_api_error(UserError("the model cannot be had; the server's own output says why"))
 
     def _timed_out(self) -> ApiError:
         message = f"the request took longer than {self._limits.max_request_seconds:g} s: ask for fewer tokens"
@@ -228,9 +235,9 @@ async def answering(server: Server, sock: socket.socket) -> AsyncIterator[None]:
 
 
 def _is_our_fault(record: logging.LogRecord) -> bool:
-    """Whether a record is of something else than a client's broken HTTP, which may hold a part of its prompt."""
+    """Whether a record is of something else than a client that left, or whose broken HTTP may hold its prompt."""
     error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, (HttpProcessingError, web.RequestPayloadError))
+    return not isinstance(error, (HttpProcessingError, web.RequestPayloadError, ConnectionError))
 
 
 def _end(number: signal.Signals, ended: asyncio.Future[signal.Signals]) -> None:

@@ -117,8 +117,9 @@ class Worker:
             _check_is_finite(loaded)
             batch = Batch(loaded.decoder, self._num_rows, loaded.tokenizer.eos_id)
         except Exception as error:
+            self._reason = error if isinstance(error, UserError) else self._explain(error)
             self._is_stopped = True
-            self._post(self._fail_loading, error if isinstance(error, UserError) else self._explain(error))
+            self._post(self._fail_loading, self._reason)
             return
         self._post(self._finish_loading, Facts(loaded.tokenizer, loaded.decoder.config.max_seq_len))
         del loaded

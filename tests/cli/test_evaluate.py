@@ -27,12 +27,6 @@ NEWEST = "step-00000003"
 
 
 @pytest.fixture
-def own_run(run: Path, tmp_path: Path) -> Path:
-    """A copy of the run that a test may change."""
-    return shutil.copytree(run, tmp_path / "own" / "run")
-
-
-@pytest.fixture
 def animals(tmp_path: Path) -> str:
     return write_choices(tmp_path / "animals", num_rows=4)
 

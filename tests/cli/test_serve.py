@@ -31,6 +31,8 @@ def test_a_port_that_is_taken_is_told_with_the_remedy(run):
         (["--host", "0.0.0.0"], "reached from other machines: give a token"),
         (["--host", "::"], "reached from other machines: give a token"),
         (["--host", "0.0.0.0", "--token", "short"], "has 5 characters: give at least 16"),
+        (["--token", ""], "has 0 characters: give at least 16"),
+        (["--token", f" {TOKEN}"], "no blanks"),
         (["--host", "no.such.host.invalid"], "no address 'no.such.host.invalid'"),
         (["--host", "192.0.2.1", "--token", TOKEN], "cannot listen on 192.0.2.1"),
         (["--port", "70000"], "port 70000 is none"),
@@ -75,6 +77,20 @@ def test_a_server_with_a_token_gives_its_page_to_all_and_its_models_to_who_bring
             assert all(text.choices[0].text for text in texts)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(START_SECONDS) == 0
+
+
+def test_a_stranger_is_not_told_what_lies_where_on_the_machine(own_run):
+    damaged = own_run / "checkpoints" / "step-00000001"
+    file = next(damaged.glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with start(own_run, "--public") as server:
+        status, content, _ = server.ask("/v1/completions", {**ASKED, "model": damaged.name})
+        assert status == 500
+        assert content["error"]["message"] == "the model cannot be had; the server's own output says why"
+        server.process.terminate()
+        assert damaged.name in server.process.communicate(timeout=START_SECONDS)[1]
 
 
 def test_ctrl_c_ends_a_stream_with_the_reason_and_the_process_with_the_shells_status(run):

@@ -1,5 +1,6 @@
 """Texts that come and go do not disturb each other."""
 
+import math
 import random
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 from genesis.errors import UserError
 from genesis.generate.batch import Batch, Request
 from genesis.generate.sample import SamplingOptions
+from genesis.generate.stream import GenerateOptions, generate
+from genesis.model.decoder import Decoder, DecoderConfig
 from tests.generate.slow import NO_EOS, slow_greedy
 
 GREEDY = SamplingOptions(temperature=0.0)
@@ -63,6 +66,32 @@ def test_probabilities_are_the_models_own_whatever_is_sampled(decoder):
         text.append(token.id)
     assert token.is_last
     assert batch.num_free == 2
+
+
+def test_a_text_without_numbers_ends_and_the_others_go_on():
+    config = DecoderConfig(
+        vocab_size=97,
+        dim=48,
+        num_layers=1,
+        num_heads=6,
+        num_kv_heads=2,
+        ffn_dim=64,
+        max_seq_len=64,
+        has_tied_embeddings=False,
+    )
+    decoder = Decoder(config).eval()
+    decoder.init_weights(0)
+    with torch.no_grad():
+        decoder.embedding.weight[96] = torch.nan
+    batch = Batch(decoder, 2, NO_EOS)
+    good, bad = batch.add(Request([1, 2], 5)), batch.add(Request([1, 96], 5))
+    first = {token.request: token for token in batch.step()}
+    assert first[bad].is_last
+    assert math.isnan(first[bad].log_prob)
+    assert not first[good].is_last
+    assert sum(len(batch.step()) for _ in range(5)) == 4
+    with pytest.raises(UserError, match="weights have diverged"):
+        list(generate(decoder, [[1, 96]], GenerateOptions(5), NO_EOS))
 
 
 def test_a_request_that_does_not_fit_is_refused_and_takes_no_row(decoder):

@@ -58,3 +58,8 @@ def test_the_same_seed_draws_the_same():
 def test_an_option_out_of_range_is_refused_by_name(options):
     with pytest.raises(UserError, match=next(iter(options))):
         SamplingOptions(**options)
+
+
+def test_a_tiny_temperature_takes_the_likeliest_token():
+    probs = token_probabilities(LOGITS - torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0, 0.0]), SamplingOptions(1e-40))
+    assert probs.tolist() == [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]

@@ -17,11 +17,6 @@ LOG = """step,train/loss,validation/loss
 """
 
 
-@pytest.fixture
-def own_run(run, tmp_path):
-    return shutil.copytree(run, tmp_path / "run")
-
-
 def ids(catalogue):
     return [entry.id for entry in catalogue.entries()]
 

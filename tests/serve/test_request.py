@@ -152,3 +152,10 @@ def test_what_is_no_json_is_told_so(body, message):
     with pytest.raises(ApiError, match=message) as caught:
         parse_completion(body, max_texts=8)
     assert caught.value.status == 400
+
+
+def test_a_large_body_of_many_fields_is_read_in_one_pass():
+    """Were each name compared with all, this would take hours."""
+    many = ",".join(f'"{number}":0' for number in range(400_000))
+    with pytest.raises(ApiError, match='has "a" twice'):
+        parse_completion(f'{{{many},"a":0,"a":1}}'.encode(), 1)
