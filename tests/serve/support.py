@@ -62,8 +62,8 @@ class Running:
 
 
 @contextmanager
-def start(*arguments: str | Path, **environment: str) -> Iterator[Running]:
-    """Runs `genesis serve` on a free port."""
+def start(*arguments: str | Path, told: str | None = None, **environment: str) -> Iterator[Running]:
+    """Runs `genesis serve` on a free port; on its error output it tells what is expected, or nothing."""
     command = [sys.executable, "-m", "genesis", "serve", *map(str, arguments), "--port", "0", "--device", "cpu"]
     process = subprocess.Popen(
         command,
@@ -82,7 +82,7 @@ def start(*arguments: str | Path, **environment: str) -> Iterator[Running]:
             process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=START_SECONDS)
     assert process.returncode in (0, 130)
-    assert err == "", err
+    assert err == "" if told is None else told in err, err
 
 
 @asynccontextmanager
