@@ -135,6 +135,7 @@ class Demo:
         print_(f"all of it took    {seconds / 60:.1f} minutes")
         print_("\nNext:")
         print_(f"  genesis generate {self.run_dir} --prompt 'class '")
+        print_(f"  genesis serve {self.run_dir}   a page with its checkpoints, side by side")
         longer = "--trainer.max_steps 2000 --checkpoint.allow_changed '[trainer.max_steps]'"
         print_(f"  genesis fit --config {self.recipe} --ckpt_path latest {escape(longer)}   go on for longer")
         print_("  configs/genesis-10m.yaml   a larger model; configs/corpora/ shows how to bring your own text")
