@@ -29,7 +29,7 @@ from genesis.evaluate.results import (
     select_comparable,
     write_metrics,
 )
-from genesis.evaluate.score import BATCH_TOKENS
+from genesis.evaluate.score import default_batch_tokens
 from genesis.evaluate.table import build_table
 from genesis.evaluate.tasks import load_tasks
 from genesis.evaluate.watch import read_hashes, watch
@@ -181,7 +181,7 @@ def _build_parser() -> Parser:
     add(
         "--batch_tokens",
         type=int,
-        help=f"fed at one time; default {BATCH_TOKENS['cpu']} on a CPU, {BATCH_TOKENS['cuda']} on cuda",
+        help=f"fed at one time; default {default_batch_tokens('cpu')} on this CPU, more on cuda",
     )
     add_device_options(parser)
     add("--tokenizer", type=Path, help="file or directory; default: the one that belongs to the checkpoint")

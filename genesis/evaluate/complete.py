@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Final, NamedTuple
 
-from genesis.generate.batch import Batch, Request
+from genesis.generate.batch import Batch, Request, check_is_number
 from genesis.generate.sample import SamplingOptions
 from genesis.generate.stream import plan_seeds
 from genesis.model.decoder import Decoder
@@ -56,6 +56,7 @@ def complete(
             num_added += 1
         ended = 0
         for token in batch.step():
+            check_is_number(token)
             grown[token.request].append(token.id)
             if not token.is_last and stops.end(grown[token.request]):
                 batch.remove(token.request)

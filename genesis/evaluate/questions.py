@@ -23,7 +23,7 @@ from genesis.errors import UserError
 from genesis.evaluate.heldout import HeldOut, check_is_there, measure_held_out, open_validation_set, read_texts
 from genesis.evaluate.model import GenesisLM
 from genesis.evaluate.results import Measure
-from genesis.evaluate.score import BATCH_TOKENS
+from genesis.evaluate.score import default_batch_tokens
 from genesis.evaluate.tasks import LoadedTasks
 from genesis.generate.load import Loaded
 from genesis.model.recipe import build_decoder_config
@@ -166,7 +166,7 @@ class HeldOutQuestion(Question):
         """Sums the loss over the text."""
         held_out = self._open(manifest, loaded.tokenizer)
         device = loaded.decoder.output_weight.device.type
-        measures = measure_held_out(loaded.decoder, held_out, batch_tokens or BATCH_TOKENS[device], on_progress)
+        measures = measure_held_out(loaded.decoder, held_out, batch_tokens or default_batch_tokens(device), on_progress)
         prefix = "" if self._path is None else f"{self.name.removeprefix('heldout-')}/"
         return Answer([replace(measure, subject=prefix + measure.subject) for measure in measures], [])
 

@@ -28,10 +28,16 @@ from genesis.evaluate.plan import (
 from genesis.loss import chunk_tokens
 from genesis.model.decoder import Decoder, KVCache
 
-BATCH_TOKENS: Final = {"cpu": 1024, "cuda": 32_768}
-"""What is fed and kept at one time, by type of device: on a CPU what stays near the caches."""
+_BATCH_TOKENS_OF_THREAD, _BATCH_TOKENS_CUDA = 1024, 32_768
+_LEAST_PLACES: Final = 512
+"""Of logits made at one time: fewer would not keep a product of matrices busy."""
 _BATCHES_IN_GROUP: Final = 4
 """Keys and values take far less memory than a forward does."""
+
+
+def default_batch_tokens(device_type: str) -> int:
+    """Returns what is fed and kept at one time; on a CPU, what stays near the caches of its cores."""
+    return _BATCH_TOKENS_CUDA if device_type == "cuda" else _BATCH_TOKENS_OF_THREAD * torch.get_num_threads()
 
 
 class Score(NamedTuple):
@@ -58,7 +64,7 @@ class Scorer:
         if batch_tokens is not None and batch_tokens < 1:
             raise UserError(f"batch_tokens is {batch_tokens}: it must be at least 1")
         self.decoder = decoder
-        self.batch_tokens = batch_tokens or BATCH_TOKENS[decoder.output_weight.device.type]
+        self.batch_tokens = batch_tokens or default_batch_tokens(decoder.output_weight.device.type)
 
     @torch.no_grad()
     def score(self, requests: Sequence[Request], on_progress: Callable[[int], None] = lambda _: None) -> list[Score]:
@@ -79,6 +85,8 @@ class Scorer:
             self._feed(rows, cache)
             cache.advance(torch.tensor([len(row.tokens) for row in rows], device=cache.lengths.device))
             self._score_contexts(batch, cache, on_progress)
+        if bool(self._sums.isnan().any()):
+            raise UserError("the model gives log-likelihoods that are no numbers: its weights have diverged")
         scores = [Score(*both) for both in zip(self._sums.tolist(), self._is_greedy.tolist(), strict=True)]
         return [scores[numbers[request]] for request in requests]
 
@@ -169,7 +177,7 @@ def score_targets(
     scored = hidden.flatten(0, 1)[unique]
     logprobs = torch.empty(len(places), dtype=torch.float32, device=hidden.device)
     is_likeliest = torch.empty(len(places), dtype=torch.bool, device=hidden.device)
-    step = chunk_tokens(weight.shape[0], weight.device)
+    step = max(_LEAST_PLACES, chunk_tokens(weight.shape[0], weight.device))
     for start in range(0, len(unique), step):
         logits = scored[start : start + step] @ weight.t()
         inside = (which >= start) & (which < start + step)
