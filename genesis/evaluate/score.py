@@ -66,7 +66,7 @@ class Scorer:
         self.decoder = decoder
         self.batch_tokens = batch_tokens or default_batch_tokens(decoder.output_weight.device.type)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def score(self, requests: Sequence[Request], on_progress: Callable[[int], None] = lambda _: None) -> list[Score]:
         """Returns the score of each request; equal ones are computed once.
 
