@@ -114,8 +114,8 @@ def test_a_name_that_is_no_files_is_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_a_template_that_does_not_fit_the_rows_is_told(tmp_path: Path) -> None:
-    spec = write_task(tmp_path / "animals", {**SETTINGS, "doc_to_text": "{{quesion}}"}, test=ROWS)
-    with pytest.raises(UserError, match=r"animals/task.yaml does not make a task: UndefinedError: 'quesion'"):
+    spec = write_task(tmp_path / "animals", {**SETTINGS, "doc_to_text": "{{questio_}}"}, test=ROWS)
+    with pytest.raises(UserError, match=r"animals/task.yaml does not make a task: UndefinedError: 'questio_'"):
         load_tasks(spec)
 
 
