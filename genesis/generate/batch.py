@@ -3,17 +3,16 @@
 Every text has a row of one key-value cache. Those that go on stand in its first rows and newcomers behind them, so that
 each forward sees a slice of the cache and nothing is gathered; where a text leaves, the last one takes its row.
 
-B  texts of a forward     S  tokens of the longest     D  model width     V  vocabulary
+B  texts of a forward     V  vocabulary
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor
 
 from genesis.errors import UserError
@@ -167,7 +166,8 @@ class Batch:
         device = self._decoder.output_weight.device
         lengths = lengths.to(device)
         cache = None if self._cache is None else self._cache.view(start, start + len(fresh))
-        logits: Tensor = self._decoder(input_ids.to(device), cache=cache, head=partial(_project_last, lengths=lengths))
+        places = torch.arange(len(fresh), device=device) * input_ids.shape[1] + lengths - 1
+        logits: Tensor = self._decoder(input_ids.to(device), cache=cache, places=places)
         if cache is not None:
             cache.advance(lengths)
         return logits.float().cpu()
@@ -221,9 +221,3 @@ def plan_budgets(prompt_lengths: Sequence[int], max_new_tokens: int | None, max_
             )
         budgets.append(max_new_tokens or min(DEFAULT_NEW_TOKENS, room))
     return budgets
-
-
-def _project_last(
-    hidden: Float[Tensor, "B S D"], weight: Float[Tensor, "V D"], lengths: Int64[Tensor, " B"]
-) -> Float[Tensor, "B V"]:
-    return hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1] @ weight.t()

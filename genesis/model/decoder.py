@@ -4,7 +4,7 @@ Legend of dimension letters:
 
     B  sequences of a micro-batch     S  tokens of a sequence     D  model width (`dim`)     F  feed-forward width
     H  query heads                    K  key and value heads      E  width of a head         V  vocabulary
-    L  slots of a key-value cache
+    L  slots of a key-value cache     P  places that are asked for
 
 RMSNorm before each part, rotary positions, grouped-query attention, SwiGLU, no biases. Attention is causal and never
 crosses a document. There is no parallelism, optimizer or checkpoint code here: blocks are self-contained modules, so
@@ -340,10 +340,16 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, x: Float[Tensor, "B S D"], layout: Layout, cache: tuple[Tensor, Tensor] | None = None
-    ) -> Float[Tensor, "B S D"]:
-        """Returns the residual stream after this layer."""
+        self,
+        x: Float[Tensor, "B S D"],
+        layout: Layout,
+        cache: tuple[Tensor, Tensor] | None = None,
+        places: Int64[Tensor, " P"] | None = None,
+    ) -> Float[Tensor, "B S D"] | Float[Tensor, "P D"]:
+        """Returns the residual stream after this layer: all of it, or at some places of the flattened batch."""
         x = x + self.dropout(self.attention(self.attention_norm(x), layout, cache))
+        if places is not None:
+            x = x.flatten(0, 1)[places]
         out: Tensor = x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
         return out
 
@@ -411,6 +417,7 @@ class Decoder(nn.Module):
         *,
         document_ids: Int32[Tensor, "B S"] | None = None,
         cache: KVCache | None = None,
+        places: Int64[Tensor, " P"] | None = None,
         head: Callable[[Tensor, Tensor], T] = project,  # type: ignore[assignment]  # a default cannot bind T
     ) -> T:
         """Returns what `head` makes of the final hidden states and the output weight: the logits, if not given.
@@ -419,12 +426,15 @@ class Decoder(nn.Module):
             input_ids: Tokens.
             document_ids: Which document of its row each token belongs to; None for one document per row.
             cache: Earlier tokens of the same sequences; this forward's are added to it, but only counted by `advance`.
+            places: Where in the flattened batch hidden states are wanted, so that the rest of it is not computed to the
+                end; None for everywhere.
             head: Called as `head(hidden, output_weight)` inside the forward, where a sharded weight is whole.
         """
         x = self.embedding(input_ids)
         layout = self._lay_out(x, document_ids, cache)
         for index, block in enumerate(self.blocks):
-            x = block(x, layout, None if cache is None else (cache.keys[index], cache.values[index]))
+            kept = places if index == len(self.blocks) - 1 else None
+            x = block(x, layout, None if cache is None else (cache.keys[index], cache.values[index]), kept)
         return head(self.norm(x), self.output_weight)
 
     def _lay_out(self, x: Tensor, document_ids: Tensor | None, cache: KVCache | None) -> Layout:

@@ -288,3 +288,14 @@ def test_weights_begin_with_their_deviation_and_no_two_alike():
 def test_a_shape_that_cannot_be_built_is_refused(changes, message):
     with pytest.raises(UserError, match=message):
         DecoderConfig(**{**vars(TINY), **changes})
+
+
+def test_hidden_states_at_some_places_are_those_of_all():
+    config = DecoderConfig(vocab_size=61, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, max_seq_len=16)
+    decoder = Decoder(config).eval()
+    decoder.init_weights(0)
+    input_ids = torch.randint(61, (3, 9), generator=torch.Generator().manual_seed(0))
+    places = torch.tensor([0, 8, 11, 26])
+    some = decoder(input_ids, places=places)
+    assert some.shape == (4, 61)
+    torch.testing.assert_close(some, decoder(input_ids).flatten(0, 1)[places])
