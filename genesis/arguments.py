@@ -3,13 +3,30 @@
 import argparse
 import difflib
 import re
-from typing import NoReturn
+import sys
+from typing import Any, NoReturn
 
 from genesis.errors import UserError
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises what argparse would print, with the nearest option where one is unknown."""
+    """Raises what argparse would print, with the nearest option where one is unknown.
+
+    An option may be written with dashes or underscores between its words.
+    """
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Returns what argparse does, with every option in the spelling that it was added by."""
+        given = sys.argv[1:] if args is None else list(args)
+        end = given.index("--") if "--" in given else len(given)
+        return super().parse_known_args([*map(self._respell, given[:end]), *given[end:]], namespace)
+
+    def _respell(self, word: str) -> str:
+        name, equals, value = word.partition("=")
+        if not name.startswith("--") or name in self._option_string_actions:
+            return word
+        spellings = {option.replace("_", "-"): option for option in self._option_string_actions}
+        return spellings.get(name.replace("_", "-"), name) + equals + value
 
     def error(self, message: str) -> NoReturn:
         """Raises.
@@ -18,6 +35,5 @@ class Parser(argparse.ArgumentParser):
             UserError: Always.
         """
         unknown = re.search(r"unrecognized arguments: (--[^\s=]+)", message)
-        options = [option for action in self._actions for option in action.option_strings]
-        near = difflib.get_close_matches(unknown[1], options, n=1) if unknown else []
+        near = difflib.get_close_matches(unknown[1], list(self._option_string_actions), n=1) if unknown else []
         raise UserError(f"{self.prog}: {message}{f'; did you mean {near[0]}?' if near else ''} (--help tells all)")

@@ -105,7 +105,6 @@ def _build_parser() -> Parser:
     add("--private", action="store_true", help="of a repository that the upload makes")
     add(
         "--dry-run",
-        "--dry_run",
         action="store_true",
         help="make the folder, show what would be uploaded, contact nobody",
     )
