@@ -5,6 +5,7 @@ in several directories becomes one run when it is uploaded. W&B online takes a s
 opened for it, which training's is not; who would follow them there finds them in `metrics.csv`.
 """
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -105,6 +106,7 @@ class RunLog:
     def _open_wandb(self, root: Path, run_id: str, settings: dict[str, Any]) -> None:
         if self._wandb is not None:
             self._wandb.finish()
+        os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")  # else it advertises that to whoever has openai installed
         quiet = wandb.Settings(silent=True, console="off", disable_git=True, x_disable_stats=True, x_disable_meta=True)
         self._wandb = wandb.init(
             id=run_id, project=settings.get("project"), dir=str(root), mode="offline", settings=quiet

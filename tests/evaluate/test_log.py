@@ -1,7 +1,9 @@
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from genesis.evaluate.log import RunLog
@@ -55,6 +57,7 @@ def test_a_run_of_wandb_offline_goes_on_under_its_id(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setitem(sys.modules, "openai", openai)  # W&B has something to say about it
     for time, name in (("20260101_000000", "first"), ("20260102_000000", "second-try")):
         (tmp_path / "wandb" / f"offline-run-{time}-{name}").mkdir(parents=True)
     manifest = with_loggers(checkpoint, name_logger("WandbLogger", save_dir="runs/a", project="p", offline=True))
