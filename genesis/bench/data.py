@@ -9,7 +9,6 @@ Absolute figures of two runs are not compared; ratios are of turns within a roun
 """
 
 import argparse
-import json
 import os
 import platform
 import shlex
@@ -30,7 +29,7 @@ from genesis.bench.contenders import WorkerProcess
 from genesis.bench.corpora import measure_opening, write_sparse_corpus
 from genesis.bench.pairs import compare_pairs, rotate_order
 from genesis.bench.random_corpus import write_random_corpus
-from genesis.bench.record import anonymise, describe_hardware
+from genesis.bench.record import anonymise, describe_hardware, write_record
 from genesis.bench.streaming import TextTask, measure_memory, measure_streaming
 from genesis.bench.workers.data_protocol import Reading, ReadTask
 from genesis.errors import UserError
@@ -73,9 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     page = format_page(record)
     sys.stdout.write(page)
     if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.with_suffix(".json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        options.out.with_suffix(".md").write_text(page, encoding="utf-8")
+        write_record(record, page, options.out)
     return 0
 
 

@@ -30,13 +30,13 @@ from rich.console import Console
 
 from genesis.arguments import Parser
 from genesis.bench.pairs import compare_pairs, rotate_order
-from genesis.bench.record import anonymise, describe_hardware
+from genesis.bench.record import anonymise, describe_hardware, write_record
 from genesis.bench.tokenize import read_texts
 from genesis.errors import UserError
 from genesis.evaluate.model import GenesisLM
 from genesis.evaluate.tasks import load_tasks
 from genesis.export.export import ExportOptions, export_checkpoints
-from genesis.generate.load import load_decoder
+from genesis.generate.load import Loaded, load_decoder
 from genesis.model.decoder import Decoder
 from genesis.model.recipe import build_decoder_config
 from genesis.tokenizer.tokenizer import Tokenizer
@@ -95,21 +95,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 **_describe_requests(loaded.tokenizer, requests),
                 "hf_batch_size": best,
                 "hf_trials_seconds": trials,
-                **measure(
-                    {
-                        _OURS: lambda: GenesisLM(loaded.decoder, loaded.tokenizer).loglikelihood(requests),  # noqa: B023
-                        _THEIRS: lambda: theirs.loglikelihood(requests, disable_tqdm=True),  # noqa: B023
-                    },
-                    options.pairs,
-                ),
+                **measure(_build_contenders(loaded, theirs, requests), options.pairs),
             }
     record["load_average_after"] = round(os.getloadavg()[0], 1)
     page = format_page(record)
     sys.stdout.write(page)
     if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.with_suffix(".json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        options.out.with_suffix(".md").write_text(page, encoding="utf-8")
+        write_record(record, page, options.out)
     differ = [name for name, task in record["tasks"].items() if task["largest_difference"] > _TOLERANCE]
     return 1 if differ else 0
 
@@ -195,6 +187,14 @@ def choose_batch_size(model: Any, requests: list[Any]) -> tuple[int, dict[int, f
             taken = _time(lambda: model.loglikelihood(requests, disable_tqdm=True))[1]
             seconds[size] = round(min(taken, seconds.get(size, taken)), 3)
     return min(seconds, key=lambda size: seconds[size]), seconds
+
+
+def _build_contenders(loaded: Loaded, theirs: Any, requests: list[Any]) -> dict[str, Ask]:
+    """Returns what is timed; ours is made anew each time, for it keeps the ids of texts."""
+    return {
+        _OURS: lambda: GenesisLM(loaded.decoder, loaded.tokenizer).loglikelihood(requests),
+        _THEIRS: lambda: theirs.loglikelihood(requests, disable_tqdm=True),
+    }
 
 
 def measure(contenders: dict[str, Ask], num_pairs: int) -> dict[str, Any]:

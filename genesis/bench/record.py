@@ -1,9 +1,11 @@
 """What every record says of where it was made, without a path or a name of this machine."""
 
+import json
 import os
 import platform
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 
 def describe_hardware(device_name: str) -> str:
@@ -20,3 +22,10 @@ def anonymise(argv: Sequence[str]) -> list[str]:
         peers = [peer.partition("=") for peer in word.split(",")]
         words.append(",".join(name + equals + (equals and Path(path).name) for name, equals, path in peers))
     return [Path(word).name if Path(word).is_absolute() else word for word in words]
+
+
+def write_record(record: dict[str, Any], page: str, out: Path) -> None:
+    """Writes a record as JSON and the page of it beside that, whatever suffix `out` has."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    out.with_suffix(".md").write_text(page, encoding="utf-8")

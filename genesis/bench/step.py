@@ -5,7 +5,6 @@ another, in an order that rotates; every speed is judged by ratios within a roun
 """
 
 import argparse
-import json
 import os
 import platform
 import shlex
@@ -27,7 +26,7 @@ from rich.table import Table
 from genesis.arguments import Parser
 from genesis.bench.contenders import OWN, Contender, Worker, choose_contenders
 from genesis.bench.pairs import PairedRatio, compare_pairs, rotate_order
-from genesis.bench.record import anonymise, describe_hardware
+from genesis.bench.record import anonymise, describe_hardware, write_record
 from genesis.bench.workers.protocol import Burst, Ready, Workload
 from genesis.errors import UserError
 from genesis.model.decoder import DecoderConfig
@@ -124,9 +123,7 @@ def main(argv: list[str]) -> int:
     Console().print(_build_table(contenders, results, workload))
     if options.out is not None:
         record = _build_record(argv, options, workload, contenders, readies, results, bursts)
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.with_suffix(".json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        options.out.with_suffix(".md").write_text(format_record(record), encoding="utf-8")
+        write_record(record, format_record(record), options.out)
     return 0
 
 

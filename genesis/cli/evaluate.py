@@ -17,7 +17,7 @@ from genesis.cli.device import add_device_options, read_device
 from genesis.cli.main import MISUSE
 from genesis.cli.options import PLAIN_WIDTH
 from genesis.errors import UserError
-from genesis.evaluate.answer import Settings, answer_questions
+from genesis.evaluate.answer import Settings, answer_questions, read_hashes
 from genesis.evaluate.plot import PLOT_NAME, plot_results
 from genesis.evaluate.questions import HeldOutQuestion, Progress, Question, TaskQuestion
 from genesis.evaluate.results import (
@@ -32,7 +32,7 @@ from genesis.evaluate.results import (
 from genesis.evaluate.score import default_batch_tokens
 from genesis.evaluate.table import build_table
 from genesis.evaluate.tasks import load_tasks
-from genesis.evaluate.watch import read_hashes, watch
+from genesis.evaluate.watch import watch
 from genesis.generate.load import find_checkpoint
 from genesis_callbacks.checkpoint import find_best, list_committed
 from genesis_callbacks.checkpoint.manifest import MANIFEST_NAME
@@ -63,7 +63,8 @@ def main(argv: list[str]) -> int:
     questions = _list_questions(arguments)
     if arguments.watch:
         print(f"watching {arguments.checkpoint}; Ctrl-C ends it", file=sys.stderr, flush=True)
-        return watch(arguments.checkpoint, questions, settings, out, _show, until_step=arguments.until_step)
+        is_good = watch(arguments.checkpoint, questions, settings, out, _show, until_step=arguments.until_step)
+        return 0 if is_good else MISUSE
     results, num_refused = [], 0
     for checkpoint in checkpoints:
         try:

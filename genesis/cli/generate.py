@@ -27,6 +27,7 @@ class Printer:
 
     def __init__(self, prompts: Sequence[str], tokenizer: Tokenizer, out: TextIO) -> None:
         self._prompts, self._out = prompts, out
+        self._num_ids = tokenizer.vocab_size  # a model may have more, which are no text
         self._decoders = [StreamingDecoder(tokenizer) for _ in prompts]
         self._waiting = ["" for _ in prompts]
         self._has_ended = [False for _ in prompts]
@@ -35,7 +36,8 @@ class Printer:
 
     def feed(self, prompt: int, token: int, *, is_last: bool) -> None:
         """Takes the next token of one prompt and prints what can be."""
-        self._waiting[prompt] += self._decoders[prompt].feed(token)
+        if token < self._num_ids:
+            self._waiting[prompt] += self._decoders[prompt].feed(token)
         if is_last:
             self._waiting[prompt] += self._decoders[prompt].flush()
             self._has_ended[prompt] = True

@@ -1,7 +1,7 @@
 """Questions about one checkpoint: those that are open are answered, and written down one by one."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -13,8 +13,8 @@ from genesis.errors import UserError
 from genesis.evaluate.questions import Progress, Question, list_versions
 from genesis.evaluate.results import Result, read_result, write_result
 from genesis.generate.load import load_decoder, load_tokenizer
-from genesis_callbacks.checkpoint import read_manifest, verify
-from genesis_callbacks.checkpoint.manifest import read_committed_hash
+from genesis_callbacks.checkpoint import CheckpointError, list_committed, read_manifest, verify
+from genesis_callbacks.checkpoint.manifest import MANIFEST_NAME, read_committed_hash
 
 
 class Display(Protocol):
@@ -95,6 +95,15 @@ def answer_questions(
         )
         write_result(out, result, items)
     return [standing[question.name] for question in questions]
+
+
+def read_hashes(place: Path) -> dict[str, str]:
+    """Returns the hashes of all checkpoints of a run, or of those beside a checkpoint, by name: what results are of."""
+    hashes = {}
+    for path, _ in list_committed(place.parent if (place / MANIFEST_NAME).exists() else place):
+        with suppress(OSError, CheckpointError):  # retention may remove one at any moment
+            hashes[path.name] = read_committed_hash(path)
+    return hashes
 
 
 def _find(path: Path) -> Result | None:

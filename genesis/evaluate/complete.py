@@ -90,7 +90,8 @@ def spell(tokenizer: Tokenizer, ids: Sequence[int], *, has_controls: bool) -> st
         has_controls: Whether control symbols are spelled or left out.
     """
     parts = []
-    shown = (token for token in ids if has_controls or not tokenizer.is_control(token))
+    known = (token for token in ids if token < tokenizer.vocab_size)  # a model may have more, which are no text
+    shown = (token for token in known if has_controls or not tokenizer.is_control(token))
     for is_byte, run in groupby(shown, tokenizer.is_byte):
         tokens = list(run)
         if is_byte:

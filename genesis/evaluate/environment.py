@@ -26,6 +26,9 @@ os.environ.update(
 )
 
 
+_SHOWN_CHARS = 300
+
+
 class _Refusal(logging.Handler):
     """Makes an error of what lm-eval only warns of, and then counts as a wrong answer; other warnings are dropped."""
 
@@ -37,7 +40,6 @@ class _Refusal(logging.Handler):
             raise UserError(f"a row's answer is none of its choices: {row[:_SHOWN_CHARS]}; mend it or remove it")
 
 
-_SHOWN_CHARS = 300
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
 _task_log = logging.getLogger("lm_eval.api.task")
 _task_log.setLevel(logging.WARNING)

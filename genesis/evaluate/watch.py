@@ -3,21 +3,18 @@
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from genesis.errors import UserError
-from genesis.evaluate.answer import Display, Settings, answer_questions
+from genesis.evaluate.answer import Display, Settings, answer_questions, read_hashes
 from genesis.evaluate.log import RunLog
 from genesis.evaluate.questions import Question
 from genesis.evaluate.results import Result, read_results, select_comparable, write_metrics
 from genesis.evaluate.table import select_shown
-from genesis_callbacks.checkpoint import CheckpointError, list_committed
-from genesis_callbacks.checkpoint.manifest import MANIFEST_NAME, read_committed_hash
+from genesis_callbacks.checkpoint import list_committed
 
 POLL_SECONDS: Final = 5.0
-_FAILED: Final = 2
 
 
 def watch(
@@ -28,15 +25,15 @@ def watch(
     display: Display,
     until_step: int | None = None,
     poll_seconds: float = POLL_SECONDS,
-) -> int:
-    """Evaluates every checkpoint that stands in a run and that comes, and returns the exit status.
+) -> bool:
+    """Evaluates every checkpoint that stands in a run and that comes; returns whether all could be evaluated.
 
     The newest is next, so that what is learned is of today even where evaluation is slower than training; older ones
     follow while nothing new comes. One that retention removes before or while it is read is passed over, and one that
-    cannot be evaluated, each with a line; the latter makes the status that of a failure.
+    cannot be evaluated, each with a line.
     """
     done: set[tuple[str, float]] = set()
-    last_step, status = -1, 0
+    last_step, is_good = -1, True
     log = RunLog(run)
     try:
         while True:
@@ -51,8 +48,9 @@ def watch(
                     answers = answer_questions(path, questions, settings, out, display)
                 except (UserError, OSError) as error:
                     answers = []
-                    status = _FAILED if path.exists() else status
-                    reason = f"is passed over: {error}" if path.exists() else "was removed before it was evaluated"
+                    is_there = path.exists()
+                    is_good = is_good and not is_there
+                    reason = f"is passed over: {error}" if is_there else "was removed before it was evaluated"
                     print(f"genesis: {path.name} {reason}", file=sys.stderr)
                 if results := [answer for answer in answers if answer not in before]:
                     write_metrics(out, select_comparable(read_results(out), read_hashes(run), results)[0])
@@ -60,20 +58,11 @@ def watch(
                     for line in log.write(manifest, results):
                         print(f"genesis: {line}", file=sys.stderr)
             elif until_step is not None and last_step >= until_step:
-                return status
+                return is_good
             else:
                 time.sleep(poll_seconds)
     finally:
         log.close()
-
-
-def read_hashes(place: Path) -> dict[str, str]:
-    """Returns the hashes of all checkpoints of a run, or of those beside a checkpoint, by name."""
-    hashes = {}
-    for path, _ in list_committed(place.parent if (place / MANIFEST_NAME).exists() else place):
-        with suppress(OSError, CheckpointError):  # retention may remove one at any moment
-            hashes[path.name] = read_committed_hash(path)
-    return hashes
 
 
 def _tell(results: Sequence[Result]) -> str:

@@ -3,6 +3,7 @@
 import difflib
 import json
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -149,8 +150,7 @@ def _refuse_constant(name: str) -> NoReturn:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        twice = next(name for name, number in Counter(name for name, _ in pairs).items() if number > 1)
         raise ApiError(f"the body has {_show(twice)} twice", param=twice[:100])
     return content
 

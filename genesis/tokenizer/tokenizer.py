@@ -106,11 +106,8 @@ class Tokenizer:
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """Returns the UTF-8 bytes of `ids`, which may begin or end within a character.
-
-        An id that only the model has, whose vocabulary may be larger, has none.
-        """
-        return b"".join([self._bytes[token] for token in ids if token < len(self._bytes)])
+        """Returns the UTF-8 bytes of `ids`, which may begin or end within a character."""
+        return b"".join([self._bytes[token] for token in ids])
 
     def is_control(self, token: int) -> bool:
         """Whether the id stands for no text (bos, eos, pad, unknown, chat and reserved tokens)."""

@@ -8,9 +8,11 @@ import pytest
 from lm_eval.models.huggingface import HFLM
 
 from genesis.errors import UserError
+from genesis.evaluate.complete import spell
 from genesis.evaluate.model import GenesisLM
 from genesis.evaluate.tasks import load_tasks
 from genesis.generate.load import load_decoder
+from genesis.tokenizer.tokenizer import Tokenizer
 from tests.evaluate.support import write_choices, write_generation, write_rolling, write_task
 
 TOLERANCE = 1e-3
@@ -111,3 +113,9 @@ def test_an_unknown_way_to_sample_is_refused_by_name(ours: GenesisLM, tmp_path: 
 def test_more_new_tokens_than_the_context_are_refused(ours: GenesisLM, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="task long asks for 256 new tokens, and the model's context has 256"):
         ask(ours, write_generation(tmp_path / "long", max_gen_toks=256))
+
+
+def test_tokens_that_only_the_model_has_are_no_text(tokenizer_file: Path) -> None:
+    tokenizer = Tokenizer.load(tokenizer_file)
+    ids = [tokenizer.vocab_size, *tokenizer.encode("beta"), tokenizer.vocab_size + 9]
+    assert spell(tokenizer, ids, has_controls=True) == "beta"

@@ -122,6 +122,14 @@ def test_a_character_that_never_came_whole_is_marked(tokenizer_file):
     assert out.getvalue() == "\ufffd\n"
 
 
+def test_tokens_that_only_the_model_has_are_no_text(tokenizer_file):
+    tokenizer, out = Tokenizer.load(tokenizer_file), io.StringIO()
+    printer = Printer(["a"], tokenizer, out)
+    for token in (tokenizer.vocab_size, *tokenizer.encode("beta"), tokenizer.vocab_size + 9):
+        printer.feed(0, token, is_last=token == tokenizer.vocab_size + 9)
+    assert out.getvalue() == "abeta\n"
+
+
 def bad_tokenizer(run, tmp_path):
     train_tokenizer(["other words than before " * 50], TokenizerOptions(vocab_size=290), tmp_path)
     return [str(run), "--tokenizer", str(tmp_path)]
