@@ -74,6 +74,8 @@ def tokenizer_config(tokenizer: Tokenizer, max_seq_len: int) -> dict[str, Any]:
         "unk_token": _UNK,
         "model_max_length": max_seq_len,
         "clean_up_tokenization_spaces": False,
+        # For llama.cpp's converter, which takes a missing key for true and puts a space before every text.
+        "add_prefix_space": False,
         # A text that spells a control symbol is text, as it was in training.
         "split_special_tokens": True,
     }

@@ -1,6 +1,7 @@
 """The fast tokenizer is ours, id by id, or it is refused."""
 
 import io
+import json
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,9 @@ def test_transformers_puts_bos_first_and_reads_control_symbols_as_text(tokenizer
         tokenizer.pad_id,
     )
     assert len(fast) == tokenizer.vocab_size
+
+
+def test_other_tools_are_told_that_no_space_comes_before_a_text(tokenizer: Tokenizer, exported: Path) -> None:
+    assert json.loads((exported / "tokenizer_config.json").read_bytes())["add_prefix_space"] is False
+    fast = AutoTokenizer.from_pretrained(exported)
+    assert fast("class", add_special_tokens=False).input_ids == tokenizer.encode("class") != tokenizer.encode(" class")

@@ -1,0 +1,133 @@
+"""llama.cpp reads an export as we do; `benchmarks/peers/README.md` says how to install llama.cpp for these tests."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from genesis.bench.record import describe_hardware, write_record
+from genesis.export.texts import SCRIPTS
+from genesis.generate.load import load_decoder
+from genesis.generate.sample import SamplingOptions
+from genesis.generate.stream import GenerateOptions, generate
+
+ROOT = Path(__file__).parents[2]
+RECORD = ROOT / "benchmarks/records/llama-cpp"
+WORKER = ROOT / "benchmarks/peers/llama_cpp_worker.py"
+NUM_NEW_TOKENS = 64
+SPACE_MARK = "U+2581 in the text"
+TEXTS = SCRIPTS | {
+    "empty": "",
+    "one space": " ",
+    "spaces around": "  alpha  ",
+    "spaces inside": "a  b   c    d",
+    "tabs and ends of lines": "\t\r\n  \n\n\tx",
+    "ASCII": "".join(map(chr, range(32, 127))),
+    "numbers": "0123456789 3.14159 1,000,000",
+    "a run of one character": "x" + "=" * 41 + "y",
+    "control symbols": "<s>a</s> <|user|><unk> <pad>b",
+    "a byte's name": "<0x41> <0xE2>",
+    "controls and private use": "\x01\x7f\x85\ufeff\ue000\U0010ffff",
+    SPACE_MARK: "a\u2581b \u2581",
+}
+
+
+@pytest.fixture
+def llama_cpp() -> Path:
+    """The directory that `benchmarks/peers/README.md` says how to fill."""
+    named = os.environ.get("GENESIS_LLAMA_CPP")
+    if not named:
+        pytest.skip(
+            "GENESIS_LLAMA_CPP names no directory with llama.cpp; benchmarks/peers/README.md says how to make it"
+        )
+    for part in ("xllamacpp", "llama.cpp/convert_hf_to_gguf.py"):
+        assert (Path(named) / part).exists(), f"GENESIS_LLAMA_CPP is {named}, which lacks {part}"
+    return Path(named).resolve()
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_llama_cpp_has_our_ids_and_our_greedy_text(llama_cpp: Path, exported: Path, tmp_path: Path) -> None:
+    decoder, tokenizer, _ = load_decoder(exported)
+    prompt = [tokenizer.bos_id, *tokenizer.encode("class alpha")]
+    options = GenerateOptions(NUM_NEW_TOKENS, SamplingOptions(temperature=0.0))
+    our_greedy = [token.id for token in generate(decoder, [prompt], options, -1)]
+    answer = ask_llama_cpp(llama_cpp, exported, prompt, tmp_path)
+    different = [
+        (kind, tokenizer.encode(text), theirs)
+        for (kind, text), theirs in zip(TEXTS.items(), answer["ids"], strict=True)
+        if tokenizer.encode(text) != theirs
+    ]
+    num_equal = sum(a == b for a, b in zip(our_greedy, answer["greedy"], strict=True))
+    if os.environ.get("GENESIS_UPDATE_RECORDS"):
+        record(answer["version"], different, num_equal)
+    # llama.cpp spells a space as U+2581 before it looks for pieces, so that it can't tell the two apart.
+    assert [kind for kind, _, _ in different] == [SPACE_MARK]
+    assert different[0][2] == tokenizer.encode(TEXTS[SPACE_MARK].replace("\u2581", " "))
+    assert num_equal == NUM_NEW_TOKENS
+
+
+def ask_llama_cpp(llama_cpp: Path, exported: Path, prompt: list[int], directory: Path) -> dict[str, Any]:
+    """Returns the worker's answer about the export, converted in float32."""
+    model = directory / "model.gguf"
+    converter = [str(llama_cpp / "llama.cpp/convert_hf_to_gguf.py"), str(exported)]
+    call([*converter, "--outfile", str(model), "--outtype", "f32"], "")
+    request = {"model": str(model), "texts": [*TEXTS.values()], "prompt": prompt, "num_new_tokens": NUM_NEW_TOKENS}
+    call([str(WORKER), str(directory / "answer.json")], json.dumps(request), PYTHONPATH=str(llama_cpp))
+    answer: dict[str, Any] = json.loads((directory / "answer.json").read_bytes())
+    return answer
+
+
+def call(script: list[str], text: str, **environment: str) -> None:
+    done = subprocess.run(
+        [sys.executable, *script],
+        input=text,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def record(version: str, different: list[tuple[str, list[int], list[int]]], num_equal: int) -> None:
+    content = {
+        "what": "an export read by llama.cpp: ids of texts, and greedy text, beside ours",
+        "command": "GENESIS_LLAMA_CPP=PEER GENESIS_UPDATE_RECORDS=1 pytest tests/export/test_llama_cpp.py",
+        "date": datetime.now(UTC).date().isoformat(),
+        "hardware": describe_hardware("cpu"),
+        "python": platform.python_version(),
+        "xllamacpp": version,
+        "num_texts": len(TEXTS),
+        "num_texts_with_equal_ids": len(TEXTS) - len(different),
+        "different": [{"text": kind, "ours": ours, "llama.cpp": theirs} for kind, ours, theirs in different],
+        "num_greedy_tokens": NUM_NEW_TOKENS,
+        "num_equal_greedy_tokens": num_equal,
+    }
+    lines = "\n".join(f"- {kind}: {ours} here, {theirs} in llama.cpp" for kind, ours, theirs in different)
+    page = f"""# An export in llama.cpp
+
+- command: `{content["command"]}`
+- date: {content["date"]}
+- hardware: {content["hardware"]}
+- llama.cpp of xllamacpp {version}, its own `convert_hf_to_gguf.py`, float32; a tiny model with a tokenizer of 700 ids
+
+{len(TEXTS) - len(different)} of {len(TEXTS)} texts have the same ids; they are real text in {len(SCRIPTS)} scripts,
+spaces, control symbols and bytes. Different:
+
+{lines}
+
+llama.cpp spells a space as U+2581 before it looks for pieces, so that it can't tell a U+2581 of the text from a space.
+Genesis spells that character in its three bytes. Without `"add_prefix_space": false` in `tokenizer_config.json`, which
+the export writes, llama.cpp puts a space before every text.
+
+Greedy text: {num_equal} of {NUM_NEW_TOKENS} tokens equal.
+"""
+    write_record(content, page, RECORD)
