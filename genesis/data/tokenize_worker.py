@@ -242,11 +242,12 @@ def _serve(connection: "Connection[object, object]") -> None:
     setup = connection.recv()
     assert isinstance(setup, Setup)
     tokenizer = Tokenizer.load(setup.tokenizer)
-    assert tokenizer.hash == setup.tokenizer_hash
     while True:
         job = connection.recv()
         assert isinstance(job, Job)
         try:
+            if tokenizer.hash != setup.tokenizer_hash:
+                raise UserError(f"{setup.tokenizer} changed after the command began; begin again with --restart")
             for message in tokenize(setup, tokenizer, job):
                 connection.send(message)
         except UserError as error:

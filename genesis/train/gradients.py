@@ -22,7 +22,8 @@ def _shard_group(gradients: list[Tensor]) -> dist.ProcessGroup | None:
         for axis, placement in enumerate(gradient.placements)
         if isinstance(placement, Shard)
     }
-    assert len(groups) <= 1, "gradients are sharded over more than one mesh axis"
+    if len(groups) > 1:
+        raise RuntimeError("gradients are sharded over more than one mesh axis, so that no one group sums their norm")
     return groups.pop() if groups else None
 
 

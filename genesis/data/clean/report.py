@@ -259,8 +259,11 @@ def _check_sums(report: CleanReport) -> None:
     """Makes sure that each document is accounted for once."""
     before = report.read
     for stage in report.stages:
-        assert stage.entered == before, f"{before} came to {stage.label}, which counted {stage.entered}"
+        if stage.entered != before:
+            raise RuntimeError(f"{before} came to {stage.label}, which counted {stage.entered}")
         num_dropped = sum(stage.dropped.values())
-        assert stage.entered.documents == stage.kept.documents + num_dropped, f"{stage.label} lost a document"
+        if stage.entered.documents != stage.kept.documents + num_dropped:
+            raise RuntimeError(f"{stage.label} lost a document")
         before = stage.kept
-    assert report.kept == before, f"{before} came to the shards, which hold {report.kept}"
+    if report.kept != before:
+        raise RuntimeError(f"{before} came to the shards, which hold {report.kept}")

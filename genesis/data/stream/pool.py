@@ -248,7 +248,9 @@ class WorkerPool:
             return
         assert isinstance(answer, Made | Failure)
         with self._changed:
-            assert worker.sent.popleft() == answer.job
+            expected = worker.sent.popleft()
+            if expected != answer.job:
+                raise RuntimeError(f"a worker of data.stream answered {answer.job}, but {expected} was its next job")
             if isinstance(answer, Made):
                 self.made = self.made.plus(answer)
             if answer.job in self._answers:  # else it was forgotten

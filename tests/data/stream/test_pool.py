@@ -105,6 +105,31 @@ def test_what_was_forgotten_can_be_asked_for_again(stream):
     pool.close()
 
 
+_OPTIMIZED = """
+import sys
+from pathlib import Path
+from tests.data.stream.streams import make_stream
+from tests.data.stream.test_pool import make_pool, read_blocks
+
+assert False, "python -O leaves this out"
+stream = make_stream({"web": Path(sys.argv[1])}, Path(sys.argv[2]), num_lanes=4)
+pool = make_pool(stream, 2)
+print(len(read_blocks(pool, stream, 6)))
+pool.close()
+"""
+
+
+def test_blocks_come_from_workers_under_python_that_leaves_asserts_out(stream, tmp_path, tokenizer):
+    outcome = subprocess.run(
+        [sys.executable, "-O", "-c", _OPTIMIZED, str(tmp_path / "web"), str(tokenizer)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[3],
+        timeout=240,
+    )
+    assert outcome.stdout == f"{6 * 4}\n", outcome.stderr
+
+
 _RANK = """
 import sys, time
 from pathlib import Path

@@ -147,7 +147,8 @@ def _find_data(file: DurableFile, byte_offset: int, num_bytes: int) -> int:
     """Where the elements begin in the file: `torch.save` stores them, uncompressed, as one record of a zip archive."""
     with zipfile.ZipFile(_Slice(file, byte_offset, num_bytes)) as archive:
         record = next(info for info in archive.infolist() if info.filename.endswith("/data/0"))
-    assert record.compress_type == zipfile.ZIP_STORED
+    if record.compress_type != zipfile.ZIP_STORED:
+        raise RuntimeError("torch.save compressed a tensor, whose elements therefore have no place in the file")
     header_bytes = 30
     start = byte_offset + record.header_offset
     header = file.read_back(header_bytes, start)
