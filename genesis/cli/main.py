@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if set(arguments) & {"-h", "--help", "--version"} else MISUSE
     try:
         command, rest = find_command(arguments)
+        command.check_arguments(rest)
         return command.load()(rest)
     except (UserError, RunEndedError) as error:
         return _complain(str(error), error.exit_status)

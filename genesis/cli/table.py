@@ -7,6 +7,7 @@ imported when the command is called and not before. This is the one place where 
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from genesis.errors import UserError
 
@@ -20,12 +21,23 @@ class Command:
         summary: One line of help.
         target: `module:function`; the function takes the arguments after the name and returns the exit status.
         extra: The optional dependency group that it needs, if any.
+        check: `module:function`, light to import; it takes the same arguments and refuses what is certainly wrong.
     """
 
     name: str
     summary: str
     target: str
     extra: str | None = None
+    check: str | None = None
+
+    def check_arguments(self, arguments: list[str]) -> None:
+        """Refuses mistakes that can be seen before the command's code is imported.
+
+        Raises:
+            UserError: There is one.
+        """
+        if self.check is not None:
+            _find(self.check)(arguments)
 
     def load(self) -> Callable[[list[str]], int]:
         """Imports the command's code.
@@ -33,17 +45,21 @@ class Command:
         Raises:
             UserError: An optional dependency is missing; it names the extra.
         """
-        module_name, _, function_name = self.target.partition(":")
         try:
-            module = importlib.import_module(module_name)
+            main: Callable[[list[str]], int] = _find(self.target)
         except ImportError as error:
             if self.extra is None:
                 raise
             raise UserError(
                 f"`genesis {self.name}` needs {error.name}; pip install 'genesis-lm[{self.extra}]'"
             ) from error
-        main: Callable[[list[str]], int] = getattr(module, function_name)
         return main
+
+
+def _find(target: str) -> Callable[[list[str]], Any]:
+    module_name, _, function_name = target.partition(":")
+    function: Callable[[list[str]], Any] = getattr(importlib.import_module(module_name), function_name)
+    return function
 
 
 COMMANDS = (
@@ -58,8 +74,14 @@ COMMANDS = (
     Command(
         "model describe", "parameters by part, FLOPs and memory; builds nothing", "genesis.cli.model:describe_main"
     ),
-    Command("fit", "train, or go on from a checkpoint", "genesis.cli.fit:fit_main"),
-    Command("validate", "loss on the validation set, from a checkpoint", "genesis.cli.fit:validate_main"),
+    Command(
+        *("fit", "train, or go on from a checkpoint", "genesis.cli.fit:fit_main"),
+        check="genesis.cli.option_names:check_fit",
+    ),
+    Command(
+        *("validate", "loss on the validation set, from a checkpoint", "genesis.cli.fit:validate_main"),
+        check="genesis.cli.option_names:check_validate",
+    ),
     Command("generate", "write text from prompts with a checkpoint", "genesis.cli.generate:main"),
     Command("serve", "a page and an OpenAI-compatible server over a run's checkpoints", "genesis.cli.serve:main"),
     Command(

@@ -1,0 +1,168 @@
+"""Refuses a misspelt option of `genesis fit` and `genesis validate` before Lightning is imported, which takes seconds.
+
+`option_names.json` beside this file lists the options of the real parser; `make golden` writes it, and a test compares
+it with the parser. Only what that list can judge is refused here. Everything else goes on to the real parser:
+abbreviations, what lies below an option (`trainer.strategy.init_args.shard`), and a name that our sources declare.
+"""
+
+import difflib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+import yaml
+
+from genesis.cli.options import check_is_yaml
+from genesis.errors import UserError
+
+RECORD = Path(__file__).with_name("option_names.json")
+
+_FEW_NAMES = 20
+_CLASS_KEYS = {"class_path", "init_args"}
+_TEXT_TAG = "tag:yaml.org,2002:str"
+
+
+@dataclass(frozen=True)
+class OptionNames:
+    """What one command accepts.
+
+    Args:
+        options: Dotted names that take a value: `data.seq_len`. What may stand below them is not known here.
+        groups: Dotted names that only hold options: `data`. Nothing may stand in them but what is listed.
+    """
+
+    options: frozenset[str]
+    groups: frozenset[str]
+
+    @classmethod
+    def read(cls, command: str) -> "OptionNames | None":
+        """Returns what `command` accepts; None where the list is of another Lightning, whose options may differ."""
+        record = json.loads(RECORD.read_text(encoding="utf-8"))
+        if record["lightning"] != version("lightning"):
+            return None
+        names = record["commands"][command]
+        return cls(frozenset(names["options"]), frozenset(names["groups"]))
+
+    def is_unknown(self, name: str) -> bool:
+        """Returns whether `name` is certainly no option, nor anything that an option might accept."""
+        parts = name.split(".")
+        if name in self.options | self.groups or _CLASS_KEYS.intersection(parts):
+            return False
+        if not all(parts) or any(part.startswith("__") for part in parts):
+            return False
+        return not self.options.intersection(".".join(parts[:end]) for end in range(1, len(parts)))
+
+    def is_abbreviated(self, name: str) -> bool:
+        """Returns whether some option's name begins with `name`: argparse takes such a word for it."""
+        return any(option.startswith(name) for option in self.options | self.groups)
+
+    def hint(self, name: str) -> str:
+        """Returns the end of a message that refuses `name`: the option that was probably meant."""
+        group, _, last = name.rpartition(".")
+        siblings = {option.rpartition(".")[2]: option for option in self.options if option.rpartition(".")[0] == group}
+        namesakes = [option for option in sorted(self.options) if option.rpartition(".")[2] == last]
+        near = [siblings[sibling] for sibling in difflib.get_close_matches(last, sorted(siblings), n=1)] or namesakes
+        if not near and group not in self.groups:
+            near = difflib.get_close_matches(name, sorted(self.options), n=1)
+        if near:
+            return f"; did you mean {near[0]!r}?"
+        return f"; there are {', '.join(sorted(siblings))}" if 0 < len(siblings) <= _FEW_NAMES else ""
+
+
+def check_fit(arguments: Sequence[str]) -> None:
+    """Refuses a misspelt option of `genesis fit`; see `check`."""
+    check("fit", arguments)
+
+
+def check_validate(arguments: Sequence[str]) -> None:
+    """Refuses a misspelt option of `genesis validate`; see `check`."""
+    check("validate", arguments)
+
+
+def check(command: str, arguments: Sequence[str]) -> None:
+    """Refuses what is certainly misspelt among the `arguments` of `command`, or in the files that they name.
+
+    Raises:
+        UserError: It names the option and the nearest one.
+    """
+    words = [word for word in _option_words(arguments) if " " not in word]  # with a space it may be a value
+    names = OptionNames.read(command)
+    if names is None or any(_may_ask_for_help(word, names) for word in words):
+        return
+    for word in words:
+        name = _name_of(word)
+        if names.is_unknown(name) and not names.is_abbreviated(name) and not _is_declared(name):
+            raise UserError(f"unrecognized arguments: {word}{names.hint(name)}")
+    for path in _config_files(arguments):
+        _check_file(command, path, names)
+
+
+def _option_words(arguments: Sequence[str]) -> Iterator[str]:
+    for word in arguments:
+        if word == "--":
+            return
+        if word.startswith("--"):
+            yield word
+
+
+def _name_of(word: str) -> str:
+    """Returns the option in `--NAME`, `--NAME=VALUE`, or `--NAME+=VALUE`, which appends to a list."""
+    return word.partition("=")[0].removeprefix("--").removesuffix("+")
+
+
+def _may_ask_for_help(word: str, names: OptionNames) -> bool:
+    """Returns whether `word` may be `--help`, or the help of one class (`--trainer.logger.help`), in full or short."""
+    name = _name_of(word)
+    if name in names.options | names.groups and not name.endswith("help"):
+        return False
+    return any(option.endswith("help") and option.startswith(name) for option in names.options)
+
+
+def _config_files(arguments: Sequence[str]) -> Iterator[Path]:
+    """Yields the regular files given by --config. A pipe can be read only once, and that is the real parser's."""
+    for position, word in enumerate(arguments):
+        name, equals, value = word.partition("=")
+        if name in ("-c", "--config"):
+            path = Path(value if equals else "".join(arguments[position + 1 : position + 2]))
+            if path.is_file():
+                yield path
+
+
+def _check_file(command: str, path: Path, names: OptionNames) -> None:
+    check_is_yaml(path)
+    root = yaml.compose(path.read_bytes(), yaml.SafeLoader)
+    assert root is not None, "it is a mapping"
+    for name in _leaves(root):
+        if names.is_unknown(name) and not _is_declared(name):
+            raise UserError(f"{path}: `genesis {command}` does not accept option {name!r}{names.hint(name)}")
+
+
+def _leaves(node: yaml.Node, prefix: str = "", above: tuple[yaml.Node, ...] = ()) -> Iterator[str]:
+    """Yields the dotted names of all values in a mapping; a merge key (`<<`) and what is no text are left out."""
+    pairs = {key.value: value for key, value in node.value if key.tag == _TEXT_TAG}
+    for key, value in pairs.items():
+        name = prefix + key.removesuffix("+")
+        if not isinstance(value, yaml.MappingNode):
+            yield name
+        elif value not in above:  # an anchor may stand in itself
+            yield from _leaves(value, f"{name}.", (*above, value))
+
+
+def _is_declared(name: str) -> bool:
+    """Returns whether a parameter or a field of this name stands in our sources: it may be newer than the list."""
+    declared = re.compile(rf"\b{re.escape(name.rpartition('.')[2])} *: *\S")
+    return any(
+        declared.search(path.read_text(encoding="utf-8"))
+        for package in ("genesis", "genesis_callbacks")
+        for folder in _folders(package)
+        for path in folder.rglob("*.py")
+    )
+
+
+def _folders(package: str) -> Iterator[Path]:
+    spec = find_spec(package)
+    yield from map(Path, (spec and spec.submodule_search_locations) or ())

@@ -1,0 +1,214 @@
+"""A misspelt option of `fit` is refused before Lightning is imported, and nothing that the real parser takes is."""
+
+import json
+import os
+import random
+import types
+import typing
+from argparse import ArgumentParser
+from dataclasses import fields, is_dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from genesis.cli import option_names
+from genesis.cli.fit import GenesisCLI
+from genesis.cli.option_names import RECORD, OptionNames, check
+from genesis.errors import UserError
+from tests.cli.conftest import Genesis
+from tests.cli.test_main import modules_after
+
+REPOSITORY = Path(__file__).parents[2]
+COMMANDS = ("fit", "validate")
+SEED = 0
+
+
+class ParserIsBuiltError(Exception):
+    """Ends a GenesisCLI before it parses."""
+
+
+class ParserOnly(GenesisCLI):
+    def parse_arguments(self, parser: Any, args: Any) -> None:
+        self.own_parser = parser
+        raise ParserIsBuiltError
+
+
+def build_parser(command: str) -> ArgumentParser:
+    """Returns the real parser of `genesis COMMAND`."""
+    cli = ParserOnly.__new__(ParserOnly)
+    with pytest.raises(ParserIsBuiltError):
+        ParserOnly.__init__(cli, command, [command])
+    (subparsers,) = [action for action in cli.own_parser._actions if isinstance(action.choices, dict)]
+    return subparsers.choices[command]
+
+
+def find_options_class(hint: Any) -> Any:
+    """Returns the dataclass in `Options | None`: its fields are options, too."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        members = [member for member in typing.get_args(hint) if member is not types.NoneType]
+        return members[0] if len(members) == 1 and is_dataclass(members[0]) else None
+    return None
+
+
+def describe(parser: ArgumentParser) -> dict[str, list[str]]:
+    """Returns what the record has for one command, from the real parser."""
+    options, groups = set(), set()
+    for action in parser._actions:
+        options_class = find_options_class(getattr(action, "_typehint", None))
+        if type(action).__name__ == "_ActionConfigLoad":
+            groups.add(action.dest)
+        elif options_class is not None:
+            groups.add(action.dest)
+            options |= {f"{action.dest}.{field.name}" for field in fields(options_class)}
+        else:
+            spellings = [option for option in action.option_strings if option.startswith("--")]
+            options |= {action.dest, *(option.removeprefix("--").removesuffix("+") for option in spellings)}
+    return {"options": sorted(option for option in options if " " not in option), "groups": sorted(groups)}
+
+
+@pytest.fixture(scope="module")
+def parsers() -> dict[str, ArgumentParser]:
+    return {command: build_parser(command) for command in COMMANDS}
+
+
+def test_the_golden_record_lists_the_options_of_the_real_parser(parsers: dict[str, ArgumentParser]) -> None:
+    fresh = {
+        "lightning": version("lightning"),
+        "commands": {command: describe(parser) for command, parser in parsers.items()},
+    }
+    if os.environ.get("GENESIS_UPDATE_GOLDEN") == "1":
+        RECORD.write_text(json.dumps(fresh, indent=1) + "\n", encoding="utf-8")
+    assert json.loads(RECORD.read_text(encoding="utf-8")) == fresh, "options have changed; `make golden` records them"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--data.seqlen", "16"], ["--config", "recipe.yaml"]], ids=["on the command line", "in a file"]
+)
+def test_a_misspelt_option_is_refused_without_importing_torch_or_lightning(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text("data: {seqlen: 16}\n")
+    loaded = modules_after(f"from genesis.cli.main import main\nassert main(['fit', *{arguments!r}]) == 2")
+    assert not {"torch", "lightning", "pytorch_lightning", "lightning_fabric"} & loaded
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("arguments", "near"),
+    [
+        (["--data.seqlen", "16"], "did you mean 'data.seq_len'?"),
+        (["--data.seqlen=16", "--print_config"], "did you mean 'data.seq_len'?"),
+        (["--model.decoder.dmi", "16"], "did you mean 'model.decoder.dim'?"),
+        (["--model.optimizer.wieght_decay", "1"], "did you mean 'model.optimizer.weight_decay'?"),
+        (["--run-dir", "x"], "did you mean 'run_dir'?"),
+        (["--limit_val_batches", "5"], "did you mean 'trainer.limit_val_batches'?"),
+        (["--trainers.max_step", "5"], "did you mean 'trainer.max_steps'?"),
+        (["--verification.xyzzy", "1"], "there are directory, directory_holds, finite, ignore"),
+    ],
+)
+def test_a_misspelt_option_names_the_nearest(command: str, arguments: list[str], near: str) -> None:
+    with pytest.raises(UserError, match="unrecognized arguments: --") as error:
+        check(command, arguments)
+    assert near in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--data.seq", "16"],  # argparse takes abbreviations
+        ["--trainer.strategy", "genesis.strategies.Sharded", "--trainer.strategy.shrad", "full"],
+        ["--trainer.logger+=CSVLogger", "--trainer.logger.save_dir", "x"],
+        ["--trainer.callbacks.init_args.x", "1"],
+        ["--model.optimizer.init_args.lr", "1"],
+        ["--data.mix.web", "2"],
+        ["--checkpoint.allow_changed+=a"],
+        ["--trainer.strategy.help=genesis.strategies.Sharded"],
+        ["--help", "--data.seqlen", "16"],
+        ["--data.seqlen", "16", "--he"],
+        ["--trainer.logger.he", "CSVLogger", "--data.seqlen", "16"],
+        ["--run_dir", "--a directory"],
+        ["--", "--data.seqlen"],
+        ["-x", "word", "--data", "{seqlen: 16}", "--data", "nowhere.yaml", "--config", "nowhere.yaml", "--config"],
+    ],
+)
+def test_what_the_list_cannot_judge_goes_on_to_the_real_parser(arguments: list[str]) -> None:
+    check("fit", arguments)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "data: {mix: {web: 1}, stream: {sources: [{wbe: 1}]}}\ncheckpoint.every_n_steps: 5\n",
+        "trainer: {strategy: {class_path: genesis.strategies.Sharded, init_args: {shrad: full}}, callbacks+: []}\n",
+        "model: {optimizer: {class_path: Options, init_args: {a: 1}}}\ncheckpoint: {run_dir: x}\ntrainer: null\n",
+        "foo: {}\n__path__: x\n1: 2\nnull: 3\na..b: 1\ndata: &data {mix: *data}\n",
+        "trainer: {max_time: {days: 1}, max_steps: {x: 1}}\n",
+        "<<: {a: 1}\n",
+    ],
+)
+def test_a_file_that_the_list_cannot_judge_goes_on_to_the_real_parser(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    check("fit", [f"--config={path}"])
+
+
+def test_a_pipe_is_left_to_the_real_parser(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    check("fit", ["--config", str(tmp_path / "pipe")])
+
+
+def test_every_recipe_and_every_resolved_recipe_passes() -> None:
+    tops = [*(REPOSITORY / "configs").glob("*.yaml"), *(REPOSITORY / "tests/golden/configs").glob("*.yaml")]
+    parts = [path for folder in ("strategies", "loggers") for path in (REPOSITORY / "configs" / folder).glob("*.yaml")]
+    assert len(tops) > 6
+    for path in (*tops, *parts):
+        for command in COMMANDS:
+            check(command, ["-c", str(path)])
+
+
+def misspell(name: str, chooser: random.Random) -> str:
+    place = chooser.randrange(len(name))
+    return name[:place] + chooser.choice(["", "x", "_", ".", name[place] * 2]) + name[place + 1 :]
+
+
+def test_whatever_is_refused_the_real_parser_refuses_too(
+    parsers: dict[str, ArgumentParser], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(option_names, "_is_declared", lambda name: False)
+    names = OptionNames.read("fit")
+    assert names is not None
+    chooser = random.Random(SEED)
+    num_refused = 0
+    for option in chooser.choices(sorted(names.options), k=100):
+        word = misspell(option, chooser)
+        for arguments in ([f"--{word}", "1"], ["--config", str(tmp_path / "recipe.yaml")]):
+            (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({word: 1}))
+            try:
+                check("fit", arguments)
+            except UserError:
+                num_refused += 1
+                with pytest.raises(SystemExit):
+                    parsers["fit"].parse_args(arguments)
+    assert num_refused > 100
+    capsys.readouterr()
+
+
+def test_a_list_of_another_lightning_judges_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(option_names, "version", lambda name: "2.6.99")
+    check("fit", ["--data.seqlen", "16"])
+
+
+def test_an_option_that_is_newer_than_the_list_is_not_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "new.py").write_text("class Options:\n    seqlen: int\n")
+    monkeypatch.setattr(option_names, "_folders", lambda package: [tmp_path])
+    check("fit", ["--data.seqlen", "16"])
+
+
+def test_the_command_prints_one_line_and_ends_with_2(genesis: Genesis) -> None:
+    outcome = genesis("fit", "--data.seqlen", "16")
+    assert outcome.status == 2
+    assert outcome.err == "genesis: error: unrecognized arguments: --data.seqlen; did you mean 'data.seq_len'?\n"
