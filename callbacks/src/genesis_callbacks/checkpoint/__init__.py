@@ -13,6 +13,7 @@ from .errors import (
     DirectoryInUseError,
     DriftError,
     SaveFailedError,
+    UnreadableCheckpointError,
     UnsupportedStateError,
 )
 from .lineage import DirectoryLock, QuarantineWarning, find_latest, list_committed
@@ -49,6 +50,7 @@ __all__ = [
     "Saver",
     "Snapshot",
     "TensorRecord",
+    "UnreadableCheckpointError",
     "UnsupportedStateError",
     "VerifyLevel",
     "check_drift",

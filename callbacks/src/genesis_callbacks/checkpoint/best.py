@@ -7,6 +7,7 @@ reads it: the best stays.
 import dataclasses
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,6 +16,7 @@ from .commit import replace_file
 from .errors import CheckpointError, CorruptCheckpointError
 from .lineage import checkpoints_in
 from .manifest import checkpoint_name, read_committed_hash
+from .safe_read import MAX_NOTE_BYTES, parse_json, read_file
 
 BEST_NAME = "best.json"
 MonitorMode = Literal["min", "max"]
@@ -60,19 +62,20 @@ def read_best(directory: Path | str) -> Best | None:
         directory: A run's directory, or the one in it that holds the `step-*`.
 
     Raises:
-        CorruptCheckpointError: The mark is there and cannot be read.
+        CorruptCheckpointError: The mark is there and is none.
+        UnreadableCheckpointError: The mark, or what it names, cannot be read.
     """
     directory = checkpoints_in(directory)
     path = directory / BEST_NAME
-    try:
-        best = Best(**json.loads(path.read_bytes()))
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return None
-    except (OSError, ValueError, TypeError) as error:
+    try:
+        best = Best(**parse_json(read_file(path, MAX_NOTE_BYTES), BEST_NAME))
+    except (CorruptCheckpointError, TypeError) as error:
         raise CorruptCheckpointError(f"{path} is no mark of a best checkpoint: {error}; delete it") from error
     try:
         return best if read_committed_hash(directory / best.name) == best.manifest_hash else None
-    except CheckpointError:
+    except CorruptCheckpointError:  # it is gone
         return None
 
 

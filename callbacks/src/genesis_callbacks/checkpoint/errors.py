@@ -11,6 +11,12 @@ class CorruptCheckpointError(CheckpointError):
     """A checkpoint that is not whole: a file is missing, or holds other bytes than its manifest vouches for."""
 
 
+class UnreadableCheckpointError(CheckpointError):
+    """A file that the operating system does not let this process read, so that nobody knows whether it is whole."""
+
+    exit_status = 1  # the disk's or the machine's doing: starting again may help
+
+
 class SaveFailedError(CheckpointError):
     """A save that did not become a checkpoint; every rank raises it, and earlier checkpoints are untouched."""
 

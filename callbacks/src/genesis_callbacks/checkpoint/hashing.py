@@ -1,6 +1,7 @@
 """Hashes of files and bytes, under the name of their algorithm."""
 
 import hashlib
+import os
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -40,11 +41,16 @@ def hash_bytes(data: bytes, algorithm: HashAlgorithm) -> str:
     return hasher.hexdigest()
 
 
-def hash_file(path: Path, algorithm: HashAlgorithm) -> str:
-    """Returns the hexadecimal hash of what the file at `path` holds."""
+def hash_descriptor(descriptor: int, algorithm: HashAlgorithm) -> str:
+    """Returns the hexadecimal hash of what is read from an open file, from where it stands to its end."""
     hasher = build_hasher(algorithm)
     buffer = memoryview(bytearray(_BLOCK_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while num_bytes := file.readinto(buffer):
-            hasher.update(buffer[:num_bytes])
+    while num_bytes := os.readv(descriptor, [buffer]):
+        hasher.update(buffer[:num_bytes])
     return hasher.hexdigest()
+
+
+def hash_file(path: Path, algorithm: HashAlgorithm) -> str:
+    """Returns the hexadecimal hash of what the file at `path` holds."""
+    with path.open("rb", buffering=0) as file:
+        return hash_descriptor(file.fileno(), algorithm)

@@ -10,6 +10,7 @@ from pathlib import Path
 from .commit import discard, quarantine
 from .errors import CheckpointError, CorruptCheckpointError, DirectoryInUseError
 from .manifest import Manifest, is_checkpoint_name, is_staging_name, read_manifest, step_of
+from .safe_read import reading
 from .verify import VerifyLevel, verify
 
 LOCK_NAME = ".lock"
@@ -18,7 +19,7 @@ _ORPHAN_POLL_SECONDS = 0.05
 
 
 class QuarantineWarning(UserWarning):
-    """A checkpoint did not verify and was put aside; the message names it and says why."""
+    """A checkpoint is damaged and was put aside; the message names it and says why."""
 
 
 class DirectoryLock:
@@ -96,11 +97,14 @@ def find_latest(directory: Path | str, *, level: VerifyLevel = "full", put_aside
 
     Raises:
         CorruptCheckpointError: There are checkpoints and none verifies. They stay: beginning anew is the user's to say.
+        UnreadableCheckpointError: One that may be the newest cannot be read. All stay: another disk, mount or user may
+            read it, and to go on from an older one is the user's to say.
     """
     directory = checkpoints_in(directory)
     if not directory.is_dir():
         return None
-    candidates = [path for path in directory.iterdir() if is_checkpoint_name(path.name) and path.is_dir()]
+    with reading(directory):
+        candidates = [path for path in directory.iterdir() if is_checkpoint_name(path.name) and path.is_dir()]
     bad: dict[Path, CorruptCheckpointError] = {}
     for path in sorted(candidates, key=_order, reverse=True):
         try:

@@ -15,6 +15,7 @@ import torch
 
 from .errors import CheckpointError, CorruptCheckpointError
 from .hashing import HashAlgorithm, hash_bytes
+from .safe_read import MAX_DOCUMENT_BYTES, MAX_NOTE_BYTES, read_file, reading
 
 SCHEMA_VERSION = 2
 """1 had no `has_optimizer` (it always was true) and no `directory` of an ancestor (it always was the same)."""
@@ -216,13 +217,14 @@ def read_committed_hash(path: Path) -> str:
 
     Raises:
         CorruptCheckpointError: There is no marker, so that this is no committed checkpoint.
+        UnreadableCheckpointError: It cannot be read.
     """
     try:
-        return (path / COMMITTED_NAME).read_bytes().decode("ascii")
-    except FileNotFoundError as error:
-        raise CorruptCheckpointError(f"{path} has no {COMMITTED_NAME}: it is not a committed checkpoint") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise CorruptCheckpointError(f"{path / COMMITTED_NAME} cannot be read: {error}") from error
+        return read_file(path / COMMITTED_NAME, MAX_NOTE_BYTES).decode("ascii")
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(f"{path} is not a committed checkpoint: {error}") from error
+    except UnicodeDecodeError as error:
+        raise CorruptCheckpointError(f"{path / COMMITTED_NAME} is not a commit marker: {error}") from error
 
 
 def read_manifest(path: Path | str) -> Manifest:
@@ -233,15 +235,15 @@ def read_manifest(path: Path | str) -> Manifest:
     Raises:
         CheckpointError: There is no such directory, or its schema is newer than this version.
         CorruptCheckpointError: It is not committed, or the manifest is not the one that was committed.
+        UnreadableCheckpointError: It cannot be read.
     """
     path = Path(path)
-    if not path.is_dir():
+    with reading(path):
+        is_there = path.is_dir()
+    if not is_there:
         raise CheckpointError(f"{path} is not a checkpoint: there is no such directory")
     marker = read_committed_hash(path)
-    try:
-        data = (path / MANIFEST_NAME).read_bytes()
-    except OSError as error:
-        raise CorruptCheckpointError(f"{path / MANIFEST_NAME} cannot be read: {error}") from error
+    data = read_file(path / MANIFEST_NAME, MAX_DOCUMENT_BYTES)
     algorithm, _, expected = marker.partition(":")
     if algorithm not in ("blake3", "sha256") or not expected:
         raise CorruptCheckpointError(f"{path / COMMITTED_NAME} holds no hash of a manifest: {marker[:80]!r}")

@@ -21,6 +21,7 @@ from .hashing import hash_bytes
 from .manifest import STATE_NAME, ChunkRecord, Manifest, TensorRecord, dtype_name, read_manifest
 from .plan import LocalPart, Part, blocks_overlap
 from .ranks import Ranks
+from .safe_read import MAX_DOCUMENT_BYTES, open_regular, read_file, reading
 
 _READ_BLOCK_BYTES = 64 << 20
 
@@ -50,15 +51,13 @@ class _Files:
     def read_rows(self, chunk: ChunkRecord, dtype: torch.dtype, first: int, count: int) -> Tensor:
         """Returns `count` rows (of dim 0) of a chunk, from row `first` on."""
         if chunk.file not in self._descriptors:
-            try:
-                self._descriptors[chunk.file] = os.open(self._path / chunk.file, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                raise CorruptCheckpointError(f"{self._path / chunk.file} cannot be read: {error}") from error
+            self._descriptors[chunk.file] = open_regular(self._path / chunk.file)
         row_shape = chunk.sizes[1:]
         row_bytes = math.prod(row_shape) * dtype.itemsize
         raw = torch.empty(count * row_bytes, dtype=torch.uint8)
         offset = chunk.data_offset + first * row_bytes
-        _read_exactly(self._descriptors[chunk.file], memoryview(raw.numpy().data), offset, chunk.file)
+        with reading(self._path / chunk.file):
+            _read_exactly(self._descriptors[chunk.file], memoryview(raw.numpy().data), offset, chunk.file)
         return raw.view(dtype).view((count, *row_shape) if chunk.sizes else ())
 
 
@@ -220,14 +219,12 @@ def read_state(path: Path, manifest: Manifest) -> list[Any]:
 
     Raises:
         CorruptCheckpointError: The file is not what was saved, or an optimizer's state is gone.
+        UnreadableCheckpointError: It cannot be read.
     """
     record = next((file for file in manifest.files if file.name == STATE_NAME), None)
     if record is None:
         raise CorruptCheckpointError(f"{path}: the manifest lists no {STATE_NAME}")
-    try:
-        data = (path / STATE_NAME).read_bytes()
-    except OSError as error:
-        raise CorruptCheckpointError(f"{path / STATE_NAME} cannot be read: {error}") from error
+    data = read_file(path / STATE_NAME, MAX_DOCUMENT_BYTES)
     if hash_bytes(data, manifest.hash_algorithm) != record.hash:
         raise CorruptCheckpointError(
             f"{path / STATE_NAME} does not have the hash that was saved: its bytes have changed"

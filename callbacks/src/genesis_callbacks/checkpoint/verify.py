@@ -2,30 +2,28 @@
 
 import math
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
-from .errors import CorruptCheckpointError
-from .hashing import hash_file
+from .errors import CheckpointError, CorruptCheckpointError
+from .hashing import hash_descriptor
 from .manifest import FileRecord, Manifest, read_manifest
 from .plan import check_tiling
 from .restore import read_recorded_tensors
+from .safe_read import open_regular, reading
 
 VerifyLevel = Literal["quick", "full", "deep"]
 _MAX_THREADS = 8
 
 
-def _check_size(path: Path, record: FileRecord) -> str | None:
-    try:
-        num_bytes = (path / record.name).stat().st_size
-    except FileNotFoundError:
-        return f"{record.name} is missing"
-    except OSError as error:
-        return f"{record.name} cannot be read: {error}"
+def _check_size(path: Path, record: FileRecord) -> None:
+    file = path / record.name
+    with reading(file):
+        num_bytes = file.stat().st_size
     if num_bytes != record.num_bytes:
-        return f"{record.name} has {num_bytes} bytes where {record.num_bytes} were saved"
-    return None
+        raise CorruptCheckpointError(f"{file} has {num_bytes} bytes where {record.num_bytes} were saved")
 
 
 def _check_chunks(manifest: Manifest) -> None:
@@ -41,14 +39,35 @@ def _check_chunks(manifest: Manifest) -> None:
                 raise CorruptCheckpointError(f"{name}: a chunk lies beyond the end of {chunk.file}")
 
 
-def _check_hash(path: Path, record: FileRecord, manifest: Manifest) -> str | None:
+def _check_hash(path: Path, record: FileRecord, manifest: Manifest) -> None:
+    file = path / record.name
+    descriptor = open_regular(file)
     try:
-        found = hash_file(path / record.name, manifest.hash_algorithm)
-    except OSError as error:
-        return f"{record.name} cannot be read: {error}"
+        with reading(file):
+            found = hash_descriptor(descriptor, manifest.hash_algorithm)
+    finally:
+        os.close(descriptor)
     if found != record.hash:
-        return f"{record.name} does not have the hash that was saved: its bytes have changed"
-    return None
+        raise CorruptCheckpointError(f"{file} does not have the hash that was saved: its bytes have changed")
+
+
+def _check_files(path: Path, manifest: Manifest, check: Callable[[FileRecord], None]) -> None:
+    """Checks all files, some at a time, and raises what was found: damage rather than a file that cannot be read."""
+
+    def attempt(record: FileRecord) -> CheckpointError | None:
+        try:
+            check(record)
+        except CheckpointError as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(max_workers=min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
+        errors = [error for error in pool.map(attempt, manifest.files) if error is not None]
+    problems = [str(error).removeprefix(f"{path}/") for error in errors if isinstance(error, CorruptCheckpointError)]
+    if problems:
+        raise CorruptCheckpointError(f"{path}: " + "; ".join(problems))
+    if errors:
+        raise errors[0]
 
 
 def verify(path: Path | str, level: VerifyLevel = "full") -> Manifest:
@@ -65,19 +84,14 @@ def verify(path: Path | str, level: VerifyLevel = "full") -> Manifest:
         CheckpointError: There is no such checkpoint, or this version cannot read it.
         CorruptCheckpointError: It is not whole; the message names every file, or the tensor, that is not as it was
             saved.
+        UnreadableCheckpointError: A file cannot be read, and what can be read is as it was saved.
     """
     path = Path(path)
     manifest = read_manifest(path)
-    problems = [problem for record in manifest.files if (problem := _check_size(path, record)) is not None]
-    if problems:
-        raise CorruptCheckpointError(f"{path}: " + "; ".join(problems))
+    _check_files(path, manifest, lambda record: _check_size(path, record))
     _check_chunks(manifest)
     if level in ("full", "deep"):
-        with ThreadPoolExecutor(max_workers=min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
-            outcomes = pool.map(lambda record: _check_hash(path, record, manifest), manifest.files)
-            problems = [problem for problem in outcomes if problem is not None]
-        if problems:
-            raise CorruptCheckpointError(f"{path}: " + "; ".join(problems))
+        _check_files(path, manifest, lambda record: _check_hash(path, record, manifest))
     if level == "deep":
         for name in manifest.tensors:
             read_recorded_tensors(path, manifest, [name])

@@ -1,0 +1,178 @@
+"""Reads files of a checkpoint that anybody may have made, and that a disk may have changed: the one place that does.
+
+Only regular files are opened, so that no read waits for a FIFO or wakes a device; symbolic links are followed, because
+stores of models are made of them. Sizes, depth and memory are bounded. An operating system's refusal (rights, a
+failing disk, a mount that is gone) is an `UnreadableCheckpointError`: it proves nothing about the checkpoint. No code
+in a file runs.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from .errors import CorruptCheckpointError, UnreadableCheckpointError
+
+MAX_DOCUMENT_BYTES = 256 << 20
+"""Of `manifest.json` and `state.json`. A save that would need more fails."""
+MAX_NOTE_BYTES = 64 << 10
+"""Of small files: a commit marker, the mark of the best."""
+MAX_JSON_DEPTH = 100
+MAX_JSON_MEMORY_BYTES = 512 << 20
+"""Of what a JSON text becomes in memory, by an upper bound."""
+_SPARSE_BYTES = 64 << 20
+_SPARSE_SHARE = 1000
+_MAX_EXTENTS = 10_000
+_READ_BYTES = 1 << 20
+_PROVES_DAMAGE = frozenset(
+    {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG, errno.ENODEV}
+)
+"""What an operating system answers about names and links, whoever asks and however often."""
+# What Python's objects take, rounded up.
+_BYTES_BY_CHARACTER = ((b"{", 240), (b"[", 64), (b",", 64), (b":", 64))
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turns an `OSError` of the block into what it says about the checkpoint that `path` belongs to.
+
+    Raises:
+        CorruptCheckpointError: The file is missing, or something else stands at its place.
+        UnreadableCheckpointError: It cannot be read for a reason outside of the checkpoint.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _PROVES_DAMAGE:
+            what = "is missing" if error.errno == errno.ENOENT else f"is not a file: {error.strerror}"
+            raise CorruptCheckpointError(f"{path} {what}") from error
+        raise UnreadableCheckpointError(
+            f"{path} cannot be read ({error.strerror or error}), so that nobody knows whether its checkpoint is whole: "
+            "it stays where it is; make the file readable (rights, mount, disk), or move the checkpoint away to go on "
+            "without it"
+        ) from error
+
+
+def open_regular(path: Path) -> int:
+    """Returns a descriptor of the regular file at `path`, for reading; the caller closes it.
+
+    Raises:
+        CorruptCheckpointError: It is missing, is not a regular file, or consists of holes.
+        UnreadableCheckpointError: It cannot be opened.
+    """
+    with reading(path):
+        # Before it is opened, because opening alone has effects on some devices; and after, because it may be replaced.
+        _check_regular(path, path.stat())
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            found = os.fstat(descriptor)
+            _check_regular(path, found)
+            _check_not_sparse(path, descriptor, found.st_size)
+        except BaseException:
+            os.close(descriptor)
+            raise
+    return descriptor
+
+
+def _check_regular(path: Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        kind = "directory" if stat.S_ISDIR(found.st_mode) else "FIFO, a socket or a device"
+        raise CorruptCheckpointError(f"{path} is a {kind} where a file must be")
+
+
+def _check_not_sparse(path: Path, descriptor: int, num_bytes: int) -> None:
+    """Refuses a large file with next to nothing in it: reading it takes hours, and no save has written it so."""
+    if num_bytes < _SPARSE_BYTES:
+        return
+    num_found, position = 0, 0
+    for _ in range(_MAX_EXTENTS):
+        try:
+            start = os.lseek(descriptor, position, os.SEEK_DATA)
+            position = os.lseek(descriptor, start, os.SEEK_HOLE)
+        except OSError as error:
+            if error.errno != errno.ENXIO:  # a file system that cannot say where its holes are
+                return
+            raise CorruptCheckpointError(
+                f"{path} has {num_bytes} bytes, of which only {num_found} are on the disk: the rest is a hole"
+            ) from error
+        num_found += position - start
+        if num_found * _SPARSE_SHARE > num_bytes:
+            return
+
+
+def read_file(path: Path, max_bytes: int) -> bytes:
+    """Returns what the regular file at `path` holds.
+
+    Raises:
+        CorruptCheckpointError: It is missing, is not a regular file, or is larger than `max_bytes`.
+        UnreadableCheckpointError: It cannot be read.
+    """
+    descriptor = open_regular(path)
+    try:
+        with reading(path):
+            blocks, num_bytes = [], os.fstat(descriptor).st_size
+            if num_bytes <= max_bytes:
+                num_bytes = 0
+                while num_bytes <= max_bytes and (block := os.read(descriptor, _READ_BYTES)):
+                    blocks.append(block)
+                    num_bytes += len(block)
+    finally:
+        os.close(descriptor)
+    if num_bytes > max_bytes:
+        raise CorruptCheckpointError(f"{path} has {num_bytes} bytes or more, which is too large for it: {max_bytes}")
+    return b"".join(blocks)
+
+
+def parse_json(data: bytes, name: str) -> Any:
+    """Returns what a JSON text holds.
+
+    Args:
+        data: The text.
+        name: What it is, for messages.
+
+    Raises:
+        CorruptCheckpointError: It is not JSON, has a number that is not finite, or is nested too deeply or too large.
+    """
+    check_json_size(data, name)
+    try:
+        content = json.loads(data, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{name} is not JSON that this version reads: {error}") from error
+    _check_depth(content, name)
+    return content
+
+
+def check_json_size(data: bytes, name: str) -> None:
+    """Checks that a JSON text is not too large to be read back.
+
+    Raises:
+        CorruptCheckpointError: It is.
+    """
+    if len(data) > MAX_DOCUMENT_BYTES:
+        raise CorruptCheckpointError(f"{name} has {len(data)} bytes, more than the {MAX_DOCUMENT_BYTES} that are read")
+    needed = sum(data.count(character) * num_bytes for character, num_bytes in _BYTES_BY_CHARACTER)
+    if needed > MAX_JSON_MEMORY_BYTES:
+        raise CorruptCheckpointError(
+            f"{name} would take up to {needed} bytes of memory, more than the {MAX_JSON_MEMORY_BYTES} that are allowed"
+        )
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+def _check_depth(content: Any, name: str) -> None:
+    level = [content]
+    for _ in range(MAX_JSON_DEPTH + 1):
+        level = [item for container in level for item in _items(container) if isinstance(item, dict | list)]
+        if not level:
+            return
+    raise CorruptCheckpointError(f"{name} is nested more than {MAX_JSON_DEPTH} levels deep")
+
+
+def _items(content: Any) -> Iterable[Any]:
+    return content.values() if isinstance(content, dict) else content if isinstance(content, list) else ()
