@@ -7,6 +7,7 @@ from typing import Any
 from genesis.arguments import Parser
 from genesis.errors import UserError
 from genesis.export.export import ExportOptions, export_checkpoints
+from genesis.export.proof import UNPROVED_TOKENIZER
 from genesis.export.tensors import DTYPES
 from genesis.generate.load import find_checkpoint
 from genesis_callbacks.checkpoint import find_best, list_committed
@@ -27,6 +28,7 @@ def main(argv: list[str]) -> int:
         dtype=arguments.dtype,
         max_file_bytes=arguments.max_file_bytes,
         tokenizer=arguments.tokenizer,
+        may_be_unproved=arguments.allow_unproved_tokenizer,
     )
     if arguments.average < 1:
         raise UserError(f"--average is {arguments.average}: it must be at least 1")
@@ -57,6 +59,8 @@ def print_proof(proof: dict[str, Any]) -> None:
     tokenizer, logits, generation = (proof.get(key) for key in ("tokenizer", "logits", "generation"))
     if tokenizer:
         print(f"tokenizer: {sum(tokenizer['num_texts'].values()):,} texts with equal ids, there and back")
+    if proof.get("tokenizer_origin") == "unproved":
+        print(f"tokenizer: unproved, {UNPROVED_TOKENIZER}")
     if logits:
         print(f"logits: differ by at most {logits['largest_difference']:.2g} (allowed {logits['tolerance']:.2g})")
     if generation:
@@ -104,4 +108,9 @@ def _build_parser() -> Parser:
         help=f"a larger model comes in several files; default {ExportOptions.max_file_bytes}",
     )
     add("--tokenizer", type=Path, help="file or directory; default: the one that belongs to the checkpoint")
+    add(
+        "--allow_unproved_tokenizer",
+        action="store_true",
+        help="take --tokenizer although its hash is not the run's; proof.json and the card report it",
+    )
     return parser

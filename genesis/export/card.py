@@ -12,7 +12,7 @@ from genesis.data.drawn import Drawn, read_drawn
 from genesis.data.manifest import CorpusManifest, read_manifest
 from genesis.errors import UserError
 from genesis.export.evaluation import HEADS, Finding, build_model_index, describe_finding, find_results
-from genesis.export.proof import Layout
+from genesis.export.proof import UNPROVED_TOKENIZER, Layout, TokenizerOrigin
 from genesis.export.tensors import Source
 from genesis.model.decoder import DecoderConfig
 from genesis.model.describe import describe
@@ -42,7 +42,14 @@ A text begins with bos, which the tokenizer puts there. A text that spells a con
 }
 
 
-def write_card(name: str, sources: Sequence[Source], config: DecoderConfig, dtype: torch.dtype, layout: Layout) -> str:
+def write_card(
+    name: str,
+    sources: Sequence[Source],
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    layout: Layout,
+    tokenizer: TokenizerOrigin = "run",
+) -> str:
     """Returns the text of `README.md`.
 
     Args:
@@ -51,6 +58,7 @@ def write_card(name: str, sources: Sequence[Source], config: DecoderConfig, dtyp
         config: The model's shape.
         dtype: Of the exported weights.
         layout: Of the directory.
+        tokenizer: Whether the exported tokenizer is the run's.
     """
     last = sources[-1]
     manifest = last.manifest
@@ -60,6 +68,7 @@ def write_card(name: str, sources: Sequence[Source], config: DecoderConfig, dtyp
         f"A Llama-style language model of {describe(config).num_parameters:,} parameters with a context of "
         f"{config.max_seq_len:,} tokens, exported in {dtype_name(dtype)}.",
         _USE[layout],
+        *([f"**The tokenizer is unproved**: {UNPROVED_TOKENIZER}."] if tokenizer == "unproved" else []),
         "## Where it comes from\n" + "\n".join(line for source in sources for line in _describe_source(source)),
     ]
     if len(sources) > 1:

@@ -8,7 +8,7 @@ from typing import Any
 
 from genesis.errors import UserError
 from genesis.export.card import write_card
-from genesis.export.proof import Layout, run_proof, write_proof
+from genesis.export.proof import Layout, TokenizerOrigin, run_proof, write_proof
 from genesis.export.staging import check_is_new, staged
 from genesis.export.tensors import DTYPES, Source, count_bytes, plan_files, write_weights
 from genesis.export.tokenizer import build_fast_tokenizer, compare_tokenizers, write_tokenizer
@@ -41,18 +41,22 @@ class ExportOptions:
         dtype: Of the weights in the files: a name in `DTYPES`.
         max_file_bytes: No weights file grows beyond it, but for a tensor that is larger alone.
         tokenizer: File or directory; None for the one that belongs to the checkpoint.
+        may_be_unproved: Whether `tokenizer` is taken although its hash is not the run's; proof and card then say so.
     """
 
     layout: Layout = "huggingface"
     dtype: str = "float32"
     max_file_bytes: int = 5_000_000_000
     tokenizer: Path | None = None
+    may_be_unproved: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise UserError(f"dtype is {self.dtype!r}: it must be one of {', '.join(DTYPES)}")
         if self.max_file_bytes < 1:
             raise UserError(f"max_file_bytes is {self.max_file_bytes}: it must be at least 1")
+        if self.may_be_unproved and self.tokenizer is None:
+            raise UserError("--allow_unproved_tokenizer is about a tokenizer that is given; give --tokenizer, too")
 
 
 def export_checkpoints(checkpoints: Sequence[Path], out: Path, options: ExportOptions) -> dict[str, Any]:
@@ -67,7 +71,7 @@ def export_checkpoints(checkpoints: Sequence[Path], out: Path, options: ExportOp
 
     Raises:
         UserError: A checkpoint does not verify, they do not belong together, there is no room, `out` is there, or the
-            tokenizer has no exact fast form.
+            tokenizer is not the run's or has no exact fast form.
         RunEndedError: The proof failed. Nothing is left in each case.
     """
     check_is_new(out)
@@ -75,7 +79,7 @@ def export_checkpoints(checkpoints: Sequence[Path], out: Path, options: ExportOp
     config = _read_config(sources)
     names = _name_tensors(sources, options.layout)
     dtype = DTYPES[options.dtype]
-    tokenizer = load_tokenizer(options.tokenizer, sources[-1].manifest, sources[-1].path)
+    tokenizer, origin = _take_tokenizer(sources[-1], options)
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(f"the tokenizer has {tokenizer.vocab_size:,} ids and the model only {config.vocab_size:,}")
     manifest = sources[-1].manifest
@@ -87,12 +91,32 @@ def export_checkpoints(checkpoints: Sequence[Path], out: Path, options: ExportOp
             (staging / MODEL_NAME).write_bytes(tokenizer.model)
             _write_json(staging / DECODER_NAME, asdict(config))
         write_weights(staging, plan_files(names, manifest, dtype, options.max_file_bytes), sources, dtype)
-        card = write_card(out.name, sources, config, dtype, options.layout)
+        card = write_card(out.name, sources, config, dtype, options.layout, origin)
         (staging / CARD_NAME).write_text(card, encoding="utf-8")
         proof = run_proof(staging, [source.path for source in sources], staging / MODEL_NAME, options.layout)
+        proof["tokenizer_origin"] = origin
         proof["files"] = hash_files(staging)
         write_proof(staging, proof)
     return proof
+
+
+def _take_tokenizer(source: Source, options: ExportOptions) -> tuple[Tokenizer, TokenizerOrigin]:
+    """Returns the tokenizer to export, and whether the checkpoint vouches for it.
+
+    Raises:
+        UserError: The checkpoint does not vouch for it, and that is not allowed.
+    """
+    wanted = source.manifest.identity.get("tokenizer_hash")
+    if options.may_be_unproved and options.tokenizer is not None:
+        tokenizer = Tokenizer.load(options.tokenizer)
+        return tokenizer, "run" if tokenizer.hash == wanted else "unproved"
+    tokenizer = load_tokenizer(options.tokenizer, source.manifest, source.path)
+    if not wanted:
+        raise UserError(
+            f"{source.path} has no hash of a tokenizer, so that none can be proved to be the run's; export one by "
+            "--tokenizer with --allow_unproved_tokenizer, which proof.json and the card then report"
+        )
+    return tokenizer, "run"
 
 
 def _read_config(sources: Sequence[Source]) -> DecoderConfig:

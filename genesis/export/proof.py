@@ -6,12 +6,15 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from genesis.errors import RunEndedError
 from genesis.model.huggingface_files import PROOF_NAME
 
 Layout = Literal["huggingface", "safetensors"]
+TokenizerOrigin = Literal["run", "unproved"]
+"""Whether the tokenizer's hash is that of the checkpoint's manifest, or nothing shows that it is the run's."""
+UNPROVED_TOKENIZER: Final = "nothing shows that the model was trained with this tokenizer"
 
 
 def run_proof(

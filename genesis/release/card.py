@@ -8,6 +8,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from genesis.errors import UserError
 from genesis.export.card import PLACE
+from genesis.export.proof import UNPROVED_TOKENIZER
 from genesis.release.folder import SUMS_NAME
 from genesis.release.licenses import OTHER
 from genesis.release.options import ReleaseOptions
@@ -66,6 +67,8 @@ def _describe_proof(proof: dict[str, Any]) -> str:
     lines = [f"- weights: {proof['weights']['num_values']:,} values, each bit for bit"]
     if tokenizer := proof.get("tokenizer"):
         lines.append(f"- tokenizer: {sum(tokenizer['num_texts'].values()):,} texts, ids and the way back")
+    if proof.get("tokenizer_origin") == "unproved":
+        lines.append(f"- unproved: {UNPROVED_TOKENIZER}")
     if logits := proof.get("logits"):
         lines.append(
             f"- logits of {logits['num_tokens']:,} tokens: differ by at most {logits['largest_difference']:.2g}; "

@@ -26,6 +26,7 @@ from genesis.generate.sample import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
 from genesis.model.huggingface import huggingface_name
 from genesis.model.huggingface_files import INDEX_NAME, iterate_tensors, read_file_names
+from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
 from genesis_callbacks.checkpoint import CorruptCheckpointError, read_manifest, read_tensors
 from genesis_callbacks.testing import run_ranks
 from tests.planted import plant_pickles
@@ -158,6 +159,45 @@ def test_plain_safetensors_have_our_names_and_shape(checkpoint: Path, tmp_path: 
     assert json.loads((tmp_path / "out/decoder.json").read_bytes())["num_kv_heads"] == 2
     loaded = load_decoder(tmp_path / "out").decoder
     assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in found.items())
+
+
+# ---- whose tokenizer
+
+
+@pytest.fixture
+def other_tokenizer(tmp_path: Path) -> Path:
+    """Fits into the vocabulary, and its bos and eos are others."""
+    text = "".join(f"{n} other words, numbered {n * n}\n" for n in range(200))
+    return train_tokenizer([text], TokenizerOptions(vocab_size=320), tmp_path / "other")
+
+
+def test_a_tokenizer_is_refused_where_the_checkpoint_has_no_hash_of_one(tmp_path: Path, other_tokenizer: Path) -> None:
+    path = save(tmp_path / "run", 1, build_decoder(7), {})
+    with pytest.raises(UserError, match=r"has no hash of a tokenizer.*--allow_unproved_tokenizer"):
+        export_checkpoints([path], tmp_path / "out", ExportOptions(tokenizer=other_tokenizer))
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_tokenizer_than_the_runs_is_refused_or_reported_as_unproved(
+    checkpoint: Path, tmp_path: Path, other_tokenizer: Path
+) -> None:
+    with pytest.raises(UserError, match=r"was trained with"):
+        export_checkpoints([checkpoint], tmp_path / "out", ExportOptions(tokenizer=other_tokenizer))
+    options = ExportOptions(tokenizer=other_tokenizer, may_be_unproved=True, layout="safetensors")
+    proof = export_checkpoints([checkpoint], tmp_path / "out", options)
+    written = json.loads((tmp_path / "out/proof.json").read_bytes())
+    assert proof["tokenizer_origin"] == written["tokenizer_origin"] == "unproved"
+    assert "**The tokenizer is unproved**" in (tmp_path / "out/README.md").read_text()
+
+
+def test_the_runs_own_tokenizer_is_proved_whatever_is_allowed(exported: Path, run: Path, tmp_path: Path) -> None:
+    assert json.loads((exported / "proof.json").read_bytes())["tokenizer_origin"] == "run"
+    assert "unproved" not in (exported / "README.md").read_text()
+    options = ExportOptions(tokenizer=run, may_be_unproved=True, layout="safetensors")
+    proof = export_checkpoints([run / "checkpoints/step-00000003"], tmp_path / "out", options)
+    assert proof["tokenizer_origin"] == "run"
+    with pytest.raises(UserError, match="give --tokenizer, too"):
+        ExportOptions(may_be_unproved=True)
 
 
 # ---- memory
@@ -312,7 +352,7 @@ def test_a_strangers_checkpoint_runs_nothing_of_it(checkpoint: Path, tokenizer_f
     stranger, marker = tmp_path / "checkpoints" / checkpoint.name, tmp_path / "it-ran"
     shutil.copytree(checkpoint, stranger)
     plant_pickles(stranger, marker)
-    export_checkpoints([stranger], tmp_path / "out", ExportOptions(tokenizer=tokenizer_file))
+    export_checkpoints([stranger], tmp_path / "out", ExportOptions(tokenizer=tokenizer_file, may_be_unproved=True))
     assert (tmp_path / "out" / "proof.json").exists()
     assert not marker.exists()
     pickle.loads((stranger / ".metadata").read_bytes())  # the payload does work, where somebody unpickles
