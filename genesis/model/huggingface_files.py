@@ -35,7 +35,34 @@ _READ_SUFFIXES = (".json", ".safetensors", ".model")
 _DERIVED_SUFFIX = "rotary_emb.inv_freq"
 """Old checkpoints of transformers have it beside the weights; it follows from rope_theta."""
 
-_MODEL_TYPES = ("llama", "mistral")
+_DEFAULTS: Final[dict[str, dict[str, Any]]] = {
+    "llama": {
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": None,  # as many as query heads
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": False,
+    },
+    "mistral": {
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": False,
+        "sliding_window": 4096,
+    },
+}
+"""What a key that is missing means in transformers, by `model_type`: its default is part of the model's meaning."""
 _SHAPE = {
     "dim": "hidden_size",
     "num_layers": "num_hidden_layers",
@@ -46,13 +73,10 @@ _SHAPE = {
     "norm_eps": "rms_norm_eps",
 }
 """Field of DecoderConfig to key of config.json, where the value is the same."""
-_DEFAULT_ROPE_THETA = 10_000.0
-"""Transformers'."""
 _ONLY: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
     "hidden_act": ("silu",),
-    "sliding_window": (),
     "rope_scaling": (),
     "partial_rotary_factor": (1.0,),
     "attention_dropout": (0.0,),
@@ -118,11 +142,13 @@ def read_llama_config(directory: Path) -> DecoderConfig:
     """
     path = directory / CONFIG_NAME
     content = read_json(path)
-    if content.get("model_type") not in _MODEL_TYPES:
+    defaults = _DEFAULTS.get(str(content.get("model_type")))
+    if defaults is None:
         raise UserError(
             f"{path}: model_type is {content.get('model_type')!r}, which the decoder cannot represent; "
-            f"it must be {' or '.join(_MODEL_TYPES)}"
+            f"it must be {' or '.join(_DEFAULTS)}"
         )
+    content = defaults | content
     for key, allowed in _ONLY.items():
         value = content.get(key)
         if value is not None and value not in allowed:
@@ -133,19 +159,30 @@ def read_llama_config(directory: Path) -> DecoderConfig:
     if not is_plain or rope.get("rope_type", "default") != "default":
         raise UserError(f"{path}: rope_parameters is {rope!r}; only the rope_type 'default' can be represented")
     shape = {ours: content.get(theirs) for ours, theirs in _SHAPE.items()}
-    missing = [_SHAPE[ours] for ours, value in shape.items() if value is None]
-    if missing:
-        raise UserError(f"{path}: {missing[0]} is missing")
+    null = [_SHAPE[ours] for ours, value in shape.items() if value is None]
+    if null:
+        raise UserError(f"{path}: {null[0]} is null; give its value")
     shape |= {
         "num_kv_heads": content.get("num_key_value_heads") or shape["num_heads"],
-        "rope_theta": rope.get("rope_theta") or content.get("rope_theta") or _DEFAULT_ROPE_THETA,
-        "has_tied_embeddings": bool(content.get("tie_word_embeddings", False)),
+        "rope_theta": rope.get("rope_theta", content["rope_theta"]),
+        "has_tied_embeddings": bool(content["tie_word_embeddings"]),
     }
     config = build_decoder_config(shape, where=str(path))
+    _check_window(path, content.get("sliding_window"), config)
     head_dim = content.get("head_dim")
     if head_dim is not None and head_dim != config.head_dim:
         raise UserError(f"{path}: head_dim is {head_dim}, and the decoder's is hidden_size / heads, {config.head_dim}")
     return config
+
+
+def _check_window(path: Path, window: Any, config: DecoderConfig) -> None:
+    """Refuses a window of attention that is shorter than the context; a longer one changes nothing."""
+    if window is not None and (type(window) is not int or window < config.max_seq_len):
+        raise UserError(
+            f"{path}: sliding_window is {window!r} (a missing key is 4096 in mistral), shorter than the context of "
+            f"{config.max_seq_len}, which the decoder cannot represent; set sliding_window to null if the model was "
+            "trained without one, or max_position_embeddings to the window"
+        )
 
 
 def read_json(path: Path) -> dict[str, Any]:

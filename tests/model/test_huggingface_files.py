@@ -37,7 +37,8 @@ def write_llama(directory: Path, **changes: Any) -> LlamaForCausalLM:
         ("attention_bias", True),
         ("mlp_bias", True),
         ("hidden_act", "gelu"),
-        ("sliding_window", 4096),
+        ("sliding_window", 255),
+        ("sliding_window", "long"),
         ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}),
         ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}),
         ("rope_parameters", "fast"),
@@ -61,7 +62,7 @@ def test_a_configuration_that_cannot_be_represented_is_refused_by_name(
         "hidden_size": "dim 33",
         "num_key_value_heads": "num_kv_heads 3",
         "intermediate_size": "ffn_dim is 'many'",
-        "rms_norm_eps": "rms_norm_eps is missing",
+        "rms_norm_eps": "rms_norm_eps is null",
     }
     assert known.get(key, f"{key} is {value!r}") in str(error.value)
     assert "\n" not in str(error.value)

@@ -1,0 +1,157 @@
+"""A key that `config.json` lacks, or that is null there, means what it means in transformers."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig
+
+from genesis.errors import UserError
+from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.huggingface import to_huggingface
+from genesis.model.huggingface_files import CONFIG_NAME, WEIGHTS_NAME, read_llama_config, read_weights
+
+CLASSES: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "mistral": MistralConfig}
+FULL: dict[str, Any] = {
+    "vocab_size": 90,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "hidden_act": "silu",
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-3,
+    "tie_word_embeddings": True,
+    "rope_theta": 777.0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 777.0},
+    "rope_scaling": None,
+    "partial_rotary_factor": 1.0,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "mlp_bias": False,
+    "pretraining_tp": 1,
+    "quantization_config": None,
+    "logit_scale": None,
+    "sliding_window": None,
+}
+"""Every key that is read, with values that are no defaults where they are numbers of the shape."""
+HARMLESS = {"initializer_range", "use_cache", "pad_token_id", "bos_token_id", "eos_token_id"}
+"""Fields of transformers' classes that no logits depend on."""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "theta at the top alone": {"rope_parameters": None},
+    "theta in rope_parameters alone": {"rope_theta": 10_000.0},
+    "head_dim from the width": {"head_dim": None},
+}
+
+
+def build_theirs(family: str, content: dict[str, Any]) -> DecoderConfig | None:
+    """Returns the shape that transformers makes of the keys; None where it refuses them or the decoder has no such."""
+    try:
+        theirs: Any = CLASSES[family](**json.loads(json.dumps(content)))
+        window = getattr(theirs, "sliding_window", None) if family == "mistral" else None
+        if theirs.head_dim * theirs.num_attention_heads != theirs.hidden_size:
+            return None
+        if window is not None and window < theirs.max_position_embeddings:
+            return None
+        return DecoderConfig(
+            dim=theirs.hidden_size,
+            num_layers=theirs.num_hidden_layers,
+            num_heads=theirs.num_attention_heads,
+            num_kv_heads=theirs.num_key_value_heads,
+            ffn_dim=theirs.intermediate_size,
+            max_seq_len=theirs.max_position_embeddings,
+            vocab_size=theirs.vocab_size,
+            norm_eps=theirs.rms_norm_eps,
+            rope_theta=theirs.rope_parameters["rope_theta"],
+            has_tied_embeddings=theirs.tie_word_embeddings,
+        )
+    except Exception:  # of its strict checks, of whatever class they are
+        return None
+
+
+def read_ours(directory: Path, family: str, content: dict[str, Any]) -> DecoderConfig | None:
+    (directory / CONFIG_NAME).write_text(json.dumps({"model_type": family, **content}))
+    try:
+        return read_llama_config(directory)
+    except UserError:
+        return None
+
+
+@pytest.mark.parametrize("family", CLASSES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_missing_key_takes_the_default_of_transformers(family: str, variant: str, tmp_path: Path) -> None:
+    full = FULL | VARIANTS[variant]
+    assert read_ours(tmp_path, family, full) == build_theirs(family, full) is not None
+    for key in full:
+        content = {name: value for name, value in full.items() if name != key}
+        assert read_ours(tmp_path, family, content) == build_theirs(family, content), key
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_a_null_means_what_transformers_takes_it_for_or_is_refused(family: str, tmp_path: Path) -> None:
+    for key in FULL:
+        content = FULL | {key: None}
+        theirs = build_theirs(family, content)
+        if theirs is not None:
+            assert read_ours(tmp_path, family, content) in (theirs, None), key
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_no_key_of_transformers_goes_unread(family: str) -> None:
+    common = {field.name for field in fields(PreTrainedConfig)}
+    own = {field.name for field in fields(CLASSES[family])} - common
+    assert own - HARMLESS <= FULL.keys()
+
+
+def test_beyond_the_default_window_a_missing_key_is_refused_because_logits_differ(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    shape = {"dim": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "ffn_dim": 16, "max_seq_len": 4160}
+    decoder = Decoder(DecoderConfig(**shape, vocab_size=64, norm_eps=1e-6, rope_theta=1e4))
+    decoder.init_weights(0)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.mul_(6.0)  # sharp enough that one key of 4,096 counts
+    save_file(to_huggingface(decoder.state_dict()), tmp_path / WEIGHTS_NAME, metadata={"format": "pt"})
+    content: dict[str, Any] = {
+        "model_type": "mistral",
+        "architectures": ["MistralForCausalLM"],
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4160,
+        "tie_word_embeddings": decoder.config.has_tied_embeddings,
+    }
+    ids = torch.randint(64, (1, 4160))
+    with torch.no_grad():
+        ours = decoder.eval()(ids)[0]
+
+    def ask_transformers(**changes: Any) -> torch.Tensor:
+        (tmp_path / CONFIG_NAME).write_text(json.dumps(content | changes))
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+        with torch.no_grad():
+            logits: torch.Tensor = model(ids).logits[0]
+        return logits
+
+    without_window, missing = ask_transformers(sliding_window=None), ask_transformers()
+    allowed = 1e-4 * float(ours.abs().max())
+    assert read_ours(tmp_path, "mistral", content | {"sliding_window": None}) == decoder.config
+    assert read_weights(tmp_path, decoder.config).keys() == decoder.state_dict().keys()
+    assert float((ours - without_window).abs().max()) < allowed
+    assert float((ours - missing)[:4096].abs().max()) < allowed
+    assert float((ours - missing)[4096:].abs().max()) > 100 * allowed
+    (tmp_path / CONFIG_NAME).write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"sliding_window is 4096 .*shorter than the context of 4160.*null"):
+        read_llama_config(tmp_path)
+    short = read_ours(tmp_path, "mistral", content | {"max_position_embeddings": 4096})
+    assert short is not None
+    assert short.max_seq_len == 4096
