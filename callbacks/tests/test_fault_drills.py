@@ -275,7 +275,7 @@ class Ballast(Callback):
         self.path, self.first, self.last = directory / "ballast", first, last
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
-        background = trainer.checkpoint_callback._background
+        background = trainer.checkpoint_callback._session.saves.background
         if background is not None and background.step_in_flight is not None:
             wait_until(lambda: background.poll() != 0)  # each save has the disk as it was at its step
         if trainer.global_step + 1 == self.first:
@@ -425,7 +425,7 @@ class SignalAtStart(Callback):
 
     def on_fit_start(self, trainer, pl_module) -> None:
         if trainer.global_rank == self.rank:
-            os.kill(trainer.checkpoint_callback._writer._process.pid, self.number)
+            os.kill(trainer.checkpoint_callback._session._writer._process.pid, self.number)
 
 
 def test_a_writer_that_starts_is_deaf_to_sigterm(tmp_path):

@@ -16,82 +16,54 @@ in mode `sync` has three exchanges; in the others the first save, and one after 
 Nothing of it runs on the group that trains.
 """
 
-import contextlib
-import os
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from importlib.metadata import version
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.strategies import (
-    DeepSpeedStrategy,
-    FSDPStrategy,
-    ModelParallelStrategy,
-    Strategy,
-)
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, Strategy
 from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from ._best_watch import BestWatch
-from ._boundary import Boundary
 from ._compat import (
     LoadCheckpoint,
-    NothingToRestore,
     route_load_checkpoint,
     shield_validation,
     unroute_load_checkpoint,
     unshield_validation,
 )
-from ._rank_watch import RankWatch
-from ._signals import SignalFlag
-from ._step_watch import StepWatch
-from ._trainer_restore import Restore
-from ._trainer_state import take_snapshot
-from .checkpoint.background import BackgroundSaver, Progress, Staging
+from ._fit_saves import SaveHistory
+from ._fit_session import FitSession
+from ._restore_route import LATEST, RestoreRoute
+from ._save_options import Mode, OnSaveFailure, RestoredState, SaveOptions, WhenBusy
+from ._save_statistics import SaveStatistics
+from ._save_warnings import LostRankWarning, SaveFailedWarning, SaveSkippedWarning, TornSnapshotWarning
+from ._triggers import is_save_due, read_moment
+from .checkpoint.background import Staging
 from .checkpoint.best import MonitorMode, find_best
-from .checkpoint.collect import MODEL_PREFIX, name_parameters
-from .checkpoint.commit import supersede
 from .checkpoint.drift import DriftPolicy
-from .checkpoint.errors import CheckpointError, SaveFailedError
-from .checkpoint.job import Outcome
-from .checkpoint.lineage import (
-    CHECKPOINTS_NAME,
-    DirectoryLock,
-    find_latest,
-    list_committed,
-    remove_abandoned,
-    wait_for_orphans,
-)
-from .checkpoint.manifest import COMMITTED_NAME, MANIFEST_NAME, Ancestor, checkpoint_name, is_checkpoint_name
-from .checkpoint.plan import PartsCache
-from .checkpoint.ranks import Ranks
-from .checkpoint.retain import Retention
-from .checkpoint.rng import apply_rng_state, read_rng_state
-from .checkpoint.save import Origin, RetentionWarning, Saver, Snapshot
+from .checkpoint.errors import CheckpointError
+from .checkpoint.lineage import CHECKPOINTS_NAME
+from .checkpoint.ranks import WorldRanks
+from .checkpoint.rng import apply_rng_state
 from .checkpoint.verify import VerifyLevel
-from .checkpoint.writer_process import WriterProcess
 from .restore_report import RestoreReport
 
-LATEST = "latest"
-_STALL = "checkpoint/stall_seconds"
-_STAGED = "checkpoint/staged_bytes"
-_WRITE = "checkpoint/write_seconds"
-_SKIPPED = "checkpoint/num_skipped"
-_STEP = "checkpoint/step"
-# How long a run that ends by an exception waits for the save in flight, and a restart for orphaned writers.
-_LEAVE_SECONDS = 10.0
-_ORPHAN_SECONDS = 60.0
-# How long ranks that end by an exception wait for one another's part of a save: who has not ended has none.
-_ALONE_SECONDS = 60.0
+__all__ = [
+    "LATEST",
+    "AsyncProcessCheckpoint",
+    "LostRankWarning",
+    "SaveFailedWarning",
+    "SaveSkippedWarning",
+    "TornSnapshotWarning",
+]
+
 _REFUSED_STRATEGIES: dict[type[Strategy], str] = {
     FSDPStrategy: "FSDP1 (FSDPStrategy): use ModelParallelStrategy with fully_shard",
     DeepSpeedStrategy: "DeepSpeed: use ModelParallelStrategy with fully_shard",
@@ -100,58 +72,23 @@ _REFUSED_STRATEGIES: dict[type[Strategy], str] = {
 }
 
 
-def _siblings(trainer: Trainer) -> list["AsyncProcessCheckpoint"]:
-    """All of the Trainer's callbacks of this kind: each has its own directory, one of them restores for all."""
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it
-    return [callback for callback in callbacks if isinstance(callback, AsyncProcessCheckpoint)]
-
-
-class SaveFailedWarning(UserWarning):
-    """A save failed and training goes on, by `on_save_failure="warn"`; the message says why."""
-
-
-class SaveSkippedWarning(UserWarning):
-    """A save was due while the one before still ran, by `when_busy="skip"`."""
-
-
-class LostRankWarning(UserWarning):
-    """Training ended because the process of another rank is gone."""
-
-
-class TornSnapshotWarning(UserWarning):
-    """Training changed what was being staged; that save is made again, and staging is blocking from now on."""
-
-
 def _refuse_strategy(strategy: Strategy) -> None:
     for kind, reason in _REFUSED_STRATEGIES.items():
         if isinstance(strategy, kind):
             raise CheckpointError(f"AsyncProcessCheckpoint cannot save a run under {reason}")
 
 
-def _is_ours(path: Path) -> bool:
-    return (path / MANIFEST_NAME).exists() or (path / COMMITTED_NAME).exists() or is_checkpoint_name(path.name)
+def _siblings(trainer: Trainer) -> list["AsyncProcessCheckpoint"]:
+    """All of the Trainer's callbacks of this kind: each has its own directory, one of them restores for all."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it
+    return [callback for callback in callbacks if isinstance(callback, AsyncProcessCheckpoint)]
 
 
-def _read_mesh(strategy: Strategy) -> dict[str, int]:
-    if not isinstance(strategy, ModelParallelStrategy):
-        return {}
-    mesh = strategy.device_mesh
-    return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
-
-
-def _name_ancestor(start: Restore, directory: Path) -> Ancestor:
-    """Returns the checkpoint that a run in `directory` goes on from, and where it lies if that is elsewhere."""
-    if start.path.parent == directory:
-        return start.ancestor
-    return replace(start.ancestor, directory=os.path.relpath(start.path.parent, directory))
-
-
-def _is_last_window(trainer: Trainer) -> bool:
-    """Says whether training is known to end with this batch; a stop that a later hook decides is not known yet."""
-    if trainer.should_stop or (trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps):
-        return True
-    is_last_epoch = trainer.max_epochs not in (None, -1) and trainer.current_epoch + 1 >= (trainer.max_epochs or 0)
-    return is_last_epoch and trainer.is_last_batch
+def _stop(trainer: Trainer) -> None:
+    # A limit from below would make Lightning train on in spite of should_stop.
+    trainer.fit_loop.min_epochs = None
+    trainer.fit_loop.epoch_loop.min_steps = None
+    trainer.should_stop = True
 
 
 class AsyncProcessCheckpoint(Checkpoint):
@@ -229,13 +166,13 @@ class AsyncProcessCheckpoint(Checkpoint):
         monitor_mode: MonitorMode = "min",
         keep_last: int | None = 3,
         keep_every_n_steps: int | None = None,
-        restore: Literal["all", "weights"] = "all",
-        mode: Literal["sync", "thread", "process"] = "process",
+        restore: RestoredState = "all",
+        mode: Mode = "process",
         staging: Staging = "overlapped",
-        when_busy: Literal["wait", "skip"] = "wait",
+        when_busy: WhenBusy = "wait",
         save_timeout_seconds: float = 600.0,
         lost_rank_seconds: float | None = 10.0,
-        on_save_failure: Literal["raise", "warn"] = "raise",
+        on_save_failure: OnSaveFailure = "raise",
         verify_level: VerifyLevel = "full",
         recipe: dict[str, Any] | None = None,
         identity: dict[str, Any] | None = None,
@@ -243,84 +180,76 @@ class AsyncProcessCheckpoint(Checkpoint):
         drift_policy: DriftPolicy | None = None,
     ) -> None:
         super().__init__()
-        intervals = {
-            "every_n_steps": every_n_steps,
-            "every_n_minutes": every_n_minutes,
-            "save_timeout_seconds": save_timeout_seconds,
-            "lost_rank_seconds": lost_rank_seconds,
-        }
-        for name, interval in intervals.items():
-            if interval is not None and interval <= 0:
-                raise ValueError(f"{name} must be positive, or None, not {interval}")
-        for name, choice, choices in (
-            ("on_save_failure", on_save_failure, ("raise", "warn")),
-            ("mode", mode, ("sync", "thread", "process")),
-            ("staging", staging, ("blocking", "overlapped")),
-            ("when_busy", when_busy, ("wait", "skip")),
-            ("monitor_mode", monitor_mode, ("min", "max")),
-            ("restore", restore, ("all", "weights")),
-        ):
-            if choice not in choices:
-                raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, not {choice!r}")
-        self.directory = Path(run_dir).resolve() / CHECKPOINTS_NAME
-        self.recipe: Mapping[str, Any] = recipe or {}
+        self._options = SaveOptions(
+            directory=Path(run_dir).resolve() / CHECKPOINTS_NAME,
+            every_n_steps=every_n_steps,
+            every_n_minutes=every_n_minutes,
+            save_at_end=save_at_end,
+            save_on_signal=save_on_signal,
+            save_on_exception=save_on_exception,
+            save_optimizer=save_optimizer,
+            monitor=monitor,
+            monitor_mode=monitor_mode,
+            keep_last=keep_last,
+            keep_every_n_steps=keep_every_n_steps,
+            restore=restore,
+            mode=mode,
+            staging=staging,
+            when_busy=when_busy,
+            save_timeout_seconds=save_timeout_seconds,
+            lost_rank_seconds=lost_rank_seconds,
+            on_save_failure=on_save_failure,
+            verify_level=verify_level,
+            allow_changed=tuple(allow_changed),
+        )
+        self.directory = self._options.directory
         self.save_optimizer = save_optimizer
+        self.recipe: Mapping[str, Any] = recipe or {}
         self.identity: Mapping[str, Any] = identity or {}
         self.drift_policy = drift_policy or DriftPolicy()
         self.stopped_by_signal: int | None = None
         self.restore_report: RestoreReport | None = None
-        self.last_saved: Path | None = None
-        self.num_failed_saves = 0
-        self.num_skipped_saves = 0
-        self.last_stall_seconds = 0.0
-        self.last_staged_bytes = 0
-        self.last_write_seconds = 0.0
-        self._mode = mode
-        self._staging: Staging = staging
-        self._when_busy = when_busy
-        self._save_timeout_seconds = save_timeout_seconds
-        self._every_n_steps = every_n_steps
-        self._every_n_seconds = None if every_n_minutes is None else 60.0 * every_n_minutes
-        self._has_save_at_end = save_at_end
-        self._retention = Retention(keep_last, keep_every_n_steps)
-        self._on_save_failure = on_save_failure
-        self._verify_level: VerifyLevel = verify_level
-        self._allow_changed = tuple(allow_changed)
-        self._signals = SignalFlag() if save_on_signal else None
-        self._has_save_on_exception = save_on_exception
+        self._world = WorldRanks()
+        self._route = RestoreRoute(self._options, self._world)
+        self._history = SaveHistory()
+        self._statistics = SaveStatistics()
         self._best = None if monitor is None else BestWatch(monitor, monitor_mode)
-        self._restore_what = restore
-        self._lost_rank_seconds = lost_rank_seconds
-        # What follows lives from one fit's start to its end.
-        self._ranks: Ranks | None = None
-        self._ranks_world: Any = None
-        self._lock: DirectoryLock | None = None
-        self._saver: Saver | None = None
-        self._writer: WriterProcess | None = None
-        self._background: BackgroundSaver | None = None
-        self._watch: StepWatch | None = None
-        self._rank_watch: RankWatch | None = None
-        self._boundary: Boundary | None = None
-        self._rng_of_training: dict[str, Any] | None = None
-        self._names: dict[int, str] = {}
-        self._parts = PartsCache()
-        self._updates_at_begin = 0
-        self._updates_at_last = 0
-        self._stall_seconds = 0.0
-        self._stall_mark_seconds = 0.0
-        self._has_told_memory = False
-        self._restore: Restore | None = None
-        self._started_from: Restore | None = None
-        self._verified: Path | None = None
-        self._votes: Callable[[], list[int]] | None = None
-        self._last_step = 0
-        self._last_saved_step: int | None = None
-        self._last_save_seconds = 0.0
+        self._session: FitSession | None = None  # from a fit's setup to its end
 
     @property
     def state_key(self) -> str:
         """Two of them may stand in one Trainer, each with a directory of its own."""
         return self._generate_state_key(run_dir=str(self.directory.parent))
+
+    @property
+    def last_saved(self) -> Path | None:
+        """The newest checkpoint that this run has saved or restored, or None."""
+        return self._history.last_saved
+
+    @property
+    def num_failed_saves(self) -> int:
+        """In the last fit."""
+        return self._statistics.num_failed
+
+    @property
+    def num_skipped_saves(self) -> int:
+        """In the last fit, by `when_busy`."""
+        return self._statistics.num_skipped
+
+    @property
+    def last_stall_seconds(self) -> float:
+        """All time that the training thread spent here for the last settled save."""
+        return self._statistics.last_stall_seconds
+
+    @property
+    def last_staged_bytes(self) -> int:
+        """What the last settled save copied on this rank."""
+        return self._statistics.last_staged_bytes
+
+    @property
+    def last_write_seconds(self) -> float:
+        """How long the last settled save was written."""
+        return self._statistics.last_write_seconds
 
     def latest(self) -> Path | None:
         """Returns the newest checkpoint of the run that verifies, or None: for `Trainer.fit(ckpt_path=...)`.
@@ -329,12 +258,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         looks for itself and comes to the same answer. A checkpoint that does not verify is put aside by rank 0, with
         a warning. `ckpt_path="latest"` means the same.
         """
-        if dist.is_available() and dist.is_initialized():
-            return self._agreed_latest(self._join())
-        is_first = getattr(rank_zero_only, "rank", None) in (None, 0)
-        wait_for_orphans(self.directory, _ORPHAN_SECONDS)
-        self._verified = find_latest(self.directory, level=self._verify_level, put_aside=is_first)
-        return self._verified
+        return self._route.find_latest()
 
     def best(self) -> Path | None:
         """Returns the checkpoint that is marked as the best by `monitor`, or None. It does not verify, nor communicate.
@@ -353,187 +277,60 @@ class AsyncProcessCheckpoint(Checkpoint):
         if self._best is not None and "best" in state_dict:
             self._best.load_state_dict(state_dict["best"])
 
-    def _agreed_latest(self, ranks: Ranks) -> Path | None:
-        self._verified = ranks.attempt_and_gather(
-            "looking for the latest checkpoint",
-            lambda: self._find_latest() if ranks.is_first else None,
-            error_type=CheckpointError,
-        )[0]
-        return self._verified
-
-    def _find_latest(self) -> Path | None:
-        wait_for_orphans(self.directory, _ORPHAN_SECONDS)
-        return find_latest(self.directory, level=self._verify_level)
-
-    def _join(self) -> Ranks:
-        world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-        if self._ranks is None or self._ranks_world is not world:
-            self._ranks, self._ranks_world = Ranks(), world
-        return self._ranks
-
     # ---- getting in and out of a fit
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Takes the directory and stands in for the strategy's `load_checkpoint`. Communicates."""
-        ranks = self._join()
-        self._restore = self._started_from = None
+        ranks = self._world.join()
+        self._route.reset()
         if stage == TrainerFn.FITTING:
             _refuse_strategy(trainer.strategy)
             self.stopped_by_signal, self.restore_report = None, None
-            self.num_failed_saves = self.num_skipped_saves = 0
+            self._statistics.begin_fit()
             self._release()
-            ranks.attempt("taking the checkpoint directory", self._take_directory, error_type=CheckpointError)
-            if self._lost_rank_seconds is not None and ranks.world_size > 1:
-                self._rank_watch = RankWatch(
-                    self.directory.parent, ranks.rank, ranks.world_size, self._lost_rank_seconds
-                )
-            if self._mode == "process" and not trainer.fast_dev_run:  # type: ignore[attr-defined]  # Lightning sets it
-                self._writer = WriterProcess()  # it imports while the rest of the setup runs
+            self._session = FitSession(
+                self._options, ranks, history=self._history, statistics=self._statistics, best=self._best
+            )
+            self._session.open(is_dry=trainer.fast_dev_run)  # type: ignore[attr-defined]  # Lightning sets it
         route_load_checkpoint(trainer.strategy, lambda original, path: self._load(trainer, pl_module, original, path))
-
-    def _take_directory(self) -> None:
-        if self._join().is_first:
-            self._lock = DirectoryLock(self.directory)
-            wait_for_orphans(self.directory, _ORPHAN_SECONDS)
-            RankWatch.clear(self.directory.parent)
 
     def _load(
         self, trainer: Trainer, module: LightningModule, original: LoadCheckpoint, path: str | Path
     ) -> dict[str, Any]:
-        """What a Trainer gets for `ckpt_path`; a path that is not the engine's goes to the strategy."""
-        ranks = self._join()
-        target = ranks.broadcast(None if path is None else str(path))
-        if target == LATEST:
-            found = self._agreed_latest(ranks)
-            if found is None:
-                return NothingToRestore({"pytorch-lightning_version": version("lightning")})
-        elif not _is_ours(Path(target)):
-            return original(path)
-        else:
-            found = Path(target).resolve()
-        # What `latest` has just verified is not read a second time; what is placed is compared by digest in any case.
-        restore = Restore(found, ranks, level="quick" if found == self._verified else self._verify_level)
-        self._verified = None
-        is_fit = trainer.state.fn == TrainerFn.FITTING
-        restore.has_weights_alone = is_fit and self._restore_what == "weights" and found.parent != self.directory
-        restore.check_drift(
+        return self._route.load(
+            trainer,
+            module,
+            original,
+            path,
             identity=self.identity,
-            recipe=self.recipe if is_fit and not restore.has_weights_alone else {},
-            policy=self.drift_policy,
-            allow_changed=self._allow_changed,
+            recipe=self.recipe,
+            drift_policy=self.drift_policy,
+            siblings=[sibling._route for sibling in _siblings(trainer)],
         )
-        if is_fit:
-            restore.check_has_optimizer()
-            self._restore = restore
-            for sibling in _siblings(trainer):
-                sibling._started_from = restore
-        if restore.has_weights_alone:
-            return NothingToRestore(restore.load_in_place(module, []))
-        restore.combine_rank_states(trainer.datamodule)  # type: ignore[attr-defined]  # Lightning sets it
-        if trainer.strategy.restore_checkpoint_after_setup:
-            return restore.load_in_place(module, trainer.optimizers if is_fit else [])
-        return restore.build_lightning_checkpoint(module, with_optimizers=is_fit)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Checks what was restored, tries the encoding of all state, and makes ready to save. Communicates."""
-        ranks = self._join()
-        restore = self._restore
+        session, restore = self._session, self._route.restored
+        assert session is not None
         if restore is not None and not trainer.strategy.restore_checkpoint_after_setup:
             restore.check_after_lightning(pl_module, trainer.optimizers)
-        ranks.attempt(
-            "trying to encode the state",
-            lambda: self._take_snapshot(trainer, pl_module),
-            error_type=CheckpointError,
+        session.start(
+            trainer,
+            pl_module,
+            identity=self.identity,
+            recipe=self.recipe,
+            start=self._route.started_from,
+            run_directories=[sibling.directory for sibling in _siblings(trainer)],
         )
-        self._start_saver(trainer, pl_module, ranks)
-        self._last_step = trainer.global_step
-        self._last_save_seconds = time.monotonic()
-        self._votes = None
         if restore is not None:
             restore.apply_rng()
-            self.last_saved = restore.path
+            self._history.last_saved = restore.path
             self.restore_report = restore.build_report(trainer)
             rank_zero_info(self.restore_report.text)
-            self._restore = None
-        if self._signals is not None:
-            self._signals.install()
-        if self._rank_watch is not None:
-            self._rank_watch.start()
-        shield_validation(trainer, self._keep_generators)
-        self._remember_boundary(trainer, pl_module)
-
-    def _take_snapshot(
-        self, trainer: Trainer, module: LightningModule, cache: PartsCache | None = None, rng: Any = None
-    ) -> Snapshot:
-        return take_snapshot(
-            trainer, module, self._join().rank, cache, has_optimizer=self.save_optimizer, rng_state=rng
-        )
-
-    def _remember_boundary(self, trainer: Trainer, module: LightningModule) -> None:
-        self._boundary = Boundary(trainer.global_step, module) if self._has_save_on_exception else None
-
-    def _start_saver(self, trainer: Trainer, module: LightningModule, ranks: Ranks) -> None:
-        before, start = self._saver, self._started_from
-        self._started_from = None
-        self._saver = Saver(
-            self.directory,
-            ranks,
-            origin=Origin(self.identity, self.recipe, _read_mesh(trainer.strategy)),
-            retention=self._retention,
-        )
-        last_step = -1
-        if start is not None:
-            self._saver.continue_from(_name_ancestor(start, self.directory), start.manifest.sequence)
-            self._last_saved_step = start.manifest.step if start.path.parent == self.directory else None
-            # The checkpoints of this run up to there, in whichever of its directories, are what it goes on from.
-            is_this_run = any(start.path.parent == sibling.directory for sibling in _siblings(trainer))
-            last_step = start.manifest.step if is_this_run else -1
-        elif before is not None and trainer.global_step > 0:  # the same Trainer goes on with another fit
-            self._saver.continue_from(before.previous, before.sequence)
-            last_step = trainer.global_step
-        else:
-            self._last_saved_step = None
-        sequence = self._saver.sequence
-        ranks.attempt(
-            "tidying the directory", lambda: self._tidy(ranks, sequence, last_step), error_type=CheckpointError
-        )
-        self._start_background(trainer, module, ranks)
-
-    def _start_background(self, trainer: Trainer, module: LightningModule, ranks: Ranks) -> None:
-        if self._mode == "sync" or self._saver is None:
-            return
-        writer, self._writer = self._writer, None
-        self._background = BackgroundSaver(
-            self._saver, writer=writer, staging=self._staging, time_limit_seconds=self._save_timeout_seconds
-        )
-        ranks.attempt("starting the writer", self._background.wait_ready)
-        self._names = {parameter: MODEL_PREFIX + name for parameter, name in name_parameters(module).items()}
-        self._parts = PartsCache()
-        self._updates_at_begin = self._updates_at_last = 0
-        self._watch = StepWatch(
-            trainer.optimizers,
-            # In automatic optimization the step begins with its closure; on_before_optimizer_step comes after that.
-            before_step=None if module.automatic_optimization else self._wait_staged,
-            has_scaler=getattr(trainer.precision_plugin, "scaler", None) is not None,
-        )
-
-    def _tidy(self, ranks: Ranks, sequence: int, last_step: int) -> None:
-        """Clears away what is not of this run's lineage: abandoned saves, and a future that is now another's."""
-        if not ranks.is_first:
-            return
-        remove_abandoned(self.directory)
-        others = [
-            path
-            for path, manifest in list_committed(self.directory)
-            if manifest.sequence > sequence or manifest.step > last_step
-        ]
-        target = supersede(others)
-        if target is not None:
-            rank_zero_warn(
-                f"{len(others)} checkpoints in {self.directory} are no ancestors of this run: see {target.name}"
-            )
-        if self._best is not None:
-            self._best.agree_with(self.directory)
+        self._route.reset()
+        session.watch()
+        shield_validation(trainer, session.keep_generators)
+        session.remember_boundary(trainer, pl_module)
 
     # ---- saving
 
@@ -541,183 +338,25 @@ class AsyncProcessCheckpoint(Checkpoint):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Saves if the batch ended a window and a save is due. Starts one small reduction; a save communicates more."""
-        if trainer.global_step == self._last_step or self._saver is None:
+        session = self._session
+        if session is None or session.saves is None or not session.take_window(trainer.global_step):
             return
-        self._last_step = trainer.global_step
-        with self._stalling():
-            signal_number, is_minute_due, agreed = self._vote()
-            if signal_number:
-                self.stopped_by_signal = signal_number
-                # A limit from below would make Lightning train on in spite of should_stop.
-                trainer.fit_loop.min_epochs = None
-                trainer.fit_loop.epoch_loop.min_steps = None
-                trainer.should_stop = True
-            if self._background is not None:
-                self._settle(trainer, pl_module, self._background.settle(agreed))
-            is_step_due = self._every_n_steps is not None and trainer.global_step % self._every_n_steps == 0
-            is_end_due = self._has_save_at_end and _is_last_window(trainer)
-            if signal_number or is_minute_due or is_step_due or is_end_due:
-                self._save(trainer, pl_module)
-        self._remember_boundary(trainer, pl_module)
-
-    @contextlib.contextmanager
-    def _stalling(self) -> Iterator[None]:
-        """Counts the time of a hook for the save that is in flight."""
-        self._stall_mark_seconds = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._count_stall()
-            if self._background is None or self._background.step_in_flight is None:
-                self._stall_seconds = 0.0
-
-    def _count_stall(self) -> None:
-        now_seconds = time.perf_counter()
-        self._stall_seconds += now_seconds - self._stall_mark_seconds
-        self._stall_mark_seconds = now_seconds
-
-    def _vote(self) -> tuple[int, bool, int]:
-        """Returns (signal, whether minutes have passed, what became of the save in flight) as all ranks agree.
-
-        Alone: as it is now; otherwise as it was at the step before.
-        """
-        ranks = self._join()
-        assert self._saver is not None
-        elapsed_seconds = time.monotonic() - self._last_save_seconds
-        is_due = ranks.is_first and self._every_n_seconds is not None and elapsed_seconds >= self._every_n_seconds
-        ours = [
-            self._signals.received if self._signals is not None else 0,
-            int(is_due),
-            self._background.poll() if self._background is not None else 0,
-        ]
-        if ranks.world_size == 1:
-            signal_number, minutes, agreed = ours
-        else:
-            signal_number, minutes, agreed = self._votes() if self._votes is not None else [0, 0, 0]
-            self._votes = ranks.start_maximum(ours)
-        return signal_number, bool(minutes), agreed
-
-    def _save(self, trainer: Trainer, module: LightningModule, *, may_skip: bool = True) -> None:
-        is_dry = trainer.fast_dev_run  # type: ignore[attr-defined]  # Lightning sets it
-        if is_dry or self._last_saved_step == trainer.global_step:
-            return
-        self._last_save_seconds = time.monotonic()
-        if self._background is None:
-            self._save_now(trainer, module)
-        elif not self._is_busy(trainer, module, self._background, may_skip=may_skip):
-            self._begin(trainer, module, self._background)
-
-    def _save_now(self, trainer: Trainer, module: LightningModule) -> None:
-        assert self._saver is not None
-        try:
-            saved = self._saver.save(lambda: self._take_snapshot(trainer, module))
-        except CheckpointError as error:
-            self._fail(trainer.global_step, error)
-            return
-        self._note_saved(saved.manifest.step)
-
-    def _note_saved(self, step: int) -> None:
-        self.last_saved, self._last_saved_step = self.directory / checkpoint_name(step), step
-        if self._best is not None and self._join().is_first:
-            self._best.mark(self.directory, step)
-
-    def _is_busy(
-        self, trainer: Trainer, module: LightningModule, background: BackgroundSaver, *, may_skip: bool
-    ) -> bool:
-        """Says whether there is nothing to begin: this step is on its way, or is skipped. It may wait, by policy."""
-        if background.step_in_flight in (None, trainer.global_step):
-            return background.step_in_flight is not None
-        may_skip = may_skip and self._when_busy == "skip"
-        if may_skip and not trainer.should_stop and not _is_last_window(trainer):
-            self.num_skipped_saves += 1
-            rank_zero_warn(
-                f"the save at step {trainer.global_step} is skipped: that of step {background.step_in_flight} still "
-                f"runs ({self.num_skipped_saves} skipped so far)",
-                category=SaveSkippedWarning,
-            )
-            return True
-        self._settle(trainer, module, background.finish())
-        return background.step_in_flight is not None  # a save that is made again is one of this step
-
-    def _begin(self, trainer: Trainer, module: LightningModule, background: BackgroundSaver) -> None:
-        try:
-            background.begin(
-                trainer.global_step, lambda: self._take_snapshot(trainer, module, self._parts), self._progress()
-            )
-        except CheckpointError as error:
-            self._fail(trainer.global_step, error)
-
-    def _progress(self) -> Progress:
-        watch = self._watch
-        assert watch is not None
-        self._updates_at_begin = watch.num_updates
-        return Progress(lambda: watch.num_steps, watch.num_updates - self._updates_at_last, watch.moved(self._names))
-
-    def _settle(self, trainer: Trainer, module: LightningModule, outcome: Outcome | None) -> None:
-        """Takes note of how a save in the background ended, the same on all ranks."""
-        if outcome is None:
-            return
-        background = self._background
-        assert background is not None
-        step = background.settled_step
-        if outcome.kind == "committed":
-            self._note_saved(step)
-            self._updates_at_last = self._updates_at_begin
-            if outcome.warning is not None:
-                warnings.warn(outcome.warning, RetentionWarning, stacklevel=2)
-            self._log(trainer, step, background.staged_bytes, outcome.write_seconds)
-        elif outcome.kind == "failed":
-            self._fail(step, SaveFailedError(outcome.text))
-        else:
-            if self._best is not None:
-                self._best.drop(step)
-            if outcome.kind == "torn":
-                rank_zero_warn(
-                    f"the save at step {step} is made again at step {trainer.global_step}, and staging is blocking "
-                    f"from now on: {outcome.text}",
-                    category=TornSnapshotWarning,
-                )
-            self._begin(trainer, module, background)
-
-    def _log(self, trainer: Trainer, step: int, staged_bytes: int, write_seconds: float) -> None:
-        self._count_stall()
-        self.last_stall_seconds = self._stall_seconds
-        self.last_staged_bytes, self.last_write_seconds = staged_bytes, write_seconds
-        if not self._has_told_memory and self._background is not None:
-            self._has_told_memory = True
-            bound = self._background.memory_bytes / 1e6
-            rank_zero_info(f"Saves in the background take at most {bound:,.0f} MB of memory on rank 0.")
-        values = {
-            _STALL: self.last_stall_seconds,
-            _STAGED: float(staged_bytes),
-            _WRITE: write_seconds,
-            _SKIPPED: float(self.num_skipped_saves),
-            _STEP: float(step),
-        }
-        # Under the step of now: a logger need not take a row of the past.
-        for logger in trainer.loggers:
-            logger.log_metrics(values, step=trainer.global_step)
-        self._count_stall()  # the loggers' own time, which a figure that they write cannot hold
-        self.last_stall_seconds, self._stall_seconds = self._stall_seconds, 0.0
-
-    def _fail(self, step: int, error: CheckpointError) -> None:
-        """Ends training with the error, or warns, by policy."""
-        self.num_failed_saves += 1
-        if self._best is not None:
-            self._best.drop(step)
-        if self._on_save_failure == "raise":
-            raise error
-        message = f"the save at step {step} failed, {self._describe_last()}: {error}"
-        warnings.warn(message, SaveFailedWarning, stacklevel=2)
-
-    def _describe_last(self) -> str:
-        return "nothing is saved yet" if self.last_saved is None else f"the last good one is {self.last_saved.name}"
+        with session.saves.stalling():
+            vote = session.vote(session.saves)
+            if vote.signal_number:
+                self.stopped_by_signal = vote.signal_number
+                _stop(trainer)
+            session.saves.settle(vote.outcome)
+            options = self._options
+            if is_save_due(
+                read_moment(trainer), vote, every_n_steps=options.every_n_steps, save_at_end=options.save_at_end
+            ):
+                session.saves.save()
+        session.remember_boundary(trainer, pl_module)
 
     def _wait_staged(self) -> None:
-        """Holds training back until the save in flight has no more need of the live tensors."""
-        if self._background is not None and self._background.step_in_flight is not None:
-            with self._stalling():
-                self._background.wait_staged()
+        if self._session is not None and self._session.saves is not None:
+            self._session.saves.wait_staged()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Waits for what is left of the copy. No communication."""
@@ -729,31 +368,13 @@ class AsyncProcessCheckpoint(Checkpoint):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves, and marks what it saves, if the monitored metric is the best. Communicates if one is monitored."""
+        session = self._session
         is_dry = trainer.fast_dev_run  # type: ignore[attr-defined]  # Lightning sets it
-        if self._rng_of_training is None or self._best is None or self._saver is None or is_dry:
+        if session is None or session.saves is None or session.rng_of_training is None or self._best is None or is_dry:
             return
-        apply_rng_state(self._rng_of_training)
-        with self._stalling():
-            self._save_if_best(trainer, pl_module, self._best)
-
-    @contextlib.contextmanager
-    def _keep_generators(self) -> Iterator[None]:
-        """Gives training the generators that it had: who goes on from a step's save does not validate it again."""
-        self._rng_of_training = read_rng_state()
-        try:
-            yield
-        finally:
-            apply_rng_state(self._rng_of_training)
-            self._rng_of_training = None
-
-    def _save_if_best(self, trainer: Trainer, module: LightningModule, best: BestWatch) -> None:
-        ranks = self._join()
-        value = best.read(trainer.callback_metrics)
-        if ranks.broadcast(best.is_best(value)):
-            best.take(trainer.global_step, value)
-            self._save(trainer, module, may_skip=False)
-            if self._last_saved_step == trainer.global_step and ranks.is_first:  # it was there before the validation
-                best.mark(self.directory, trainer.global_step)
+        apply_rng_state(session.rng_of_training)
+        with session.saves.stalling():
+            session.saves.save_if_best(self._best)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Waits for the copy: others change weights here. No communication."""
@@ -761,21 +382,12 @@ class AsyncProcessCheckpoint(Checkpoint):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves if the last step is not saved yet, and waits until it is. Communicates."""
-        if self._votes is not None:
-            self._votes()
-            self._votes = None
-        is_untouched = self._last_step == 0 or trainer.global_step == 0
-        with self._stalling():
-            self._finish(trainer, pl_module)
-            if self._saver is not None and self._has_save_at_end and not is_untouched:
-                self._save(trainer, pl_module)
-                self._finish(trainer, pl_module)
-        self._remove_signals()
-        self._close_background(wait_seconds=0.0)
-
-    def _finish(self, trainer: Trainer, module: LightningModule) -> None:
-        while self._background is not None and self._background.step_in_flight is not None:
-            self._settle(trainer, module, self._background.finish())
+        session = self._session
+        if session is None:
+            return
+        if session.saves is not None:
+            session.finish(session.saves, trainer.global_step)
+        session.end()
 
     # ---- leaving
 
@@ -784,76 +396,14 @@ class AsyncProcessCheckpoint(Checkpoint):
 
         Other ranks may be gone: which, is said.
         """
-        self._votes = None
         unroute_load_checkpoint(trainer.strategy)
         unshield_validation(trainer)
-        if self._rank_watch is not None:
-            self._rank_watch.stop(exception)
-        wait_seconds = _LEAVE_SECONDS
-        if self._has_save_on_exception and self._begin_alone(trainer, pl_module, exception):
-            wait_seconds = self._save_timeout_seconds if self._join().world_size == 1 else _ALONE_SECONDS
-        self._close_background(wait_seconds=wait_seconds)
-        lost = None if self._rank_watch is None else self._rank_watch.describe_lost()
+        lost = None if self._session is None else self._session.leave(exception, trainer.global_step)
         if lost is not None:
             warnings.warn(f"{lost} is gone: without it no rank can go on", LostRankWarning, stacklevel=2)
-        if self._saver is not None:
-            rank_zero_warn(f"training ended with {type(exception).__name__}; {self._describe_last()}")
+        if self._history.saver is not None:
+            rank_zero_warn(f"training ended with {type(exception).__name__}; {self._history.describe()}")
         self._release()
-
-    def _begin_alone(self, trainer: Trainer, module: LightningModule, exception: BaseException) -> bool:
-        """Saves the last window's end without the other ranks, if it is still there, and says whether it began."""
-        boundary, saver = self._boundary, self._saver
-        if boundary is None or saver is None or boundary.step in (0, self._last_saved_step):
-            return False
-        reason = self._why_not_alone(trainer, boundary, exception)
-        if reason is not None:
-            rank_zero_warn(f"step {boundary.step} is not saved: {reason}", category=SaveFailedWarning)
-            return False
-
-        def take() -> Snapshot:
-            return self._take_snapshot(trainer, module, rng=boundary.rng)
-
-        try:
-            if self._background is None:
-                self._note_saved(saver.save(take).manifest.step)
-                return False
-            outcome = self._background.settle_alone(_LEAVE_SECONDS)
-            if outcome is not None and outcome.kind == "committed":
-                self._note_saved(self._background.settled_step)
-            if boundary.step == self._last_saved_step:
-                return False
-            self._background.begin(boundary.step, take, self._progress())
-        except CheckpointError as error:
-            warnings.warn(f"step {boundary.step} is not saved: {error}", SaveFailedWarning, stacklevel=2)
-            return False
-        return True
-
-    def _why_not_alone(self, trainer: Trainer, boundary: Boundary, exception: BaseException) -> str | None:
-        if isinstance(exception, CheckpointError):
-            return "it was a save that failed"
-        if trainer.global_step != boundary.step or not boundary.is_untouched:
-            return "parameters or buffers have been written since its end"
-        if self._rank_watch is not None and self._rank_watch.has_lost_process():
-            return "another rank's process is gone"
-        if self._join().world_size > 1 and (self._background is None or not self._background.has_plan):
-            return "several ranks cannot save without talking to one another before the first save in the background"
-        return None
-
-    def _close_background(self, *, wait_seconds: float) -> None:
-        """Ends the writer, after the save in flight if that ends in time."""
-        background, self._background = self._background, None
-        if background is not None:
-            step = background.step_in_flight
-            outcome = background.close(wait_seconds)
-            if step is not None and outcome is not None and outcome.kind == "committed":
-                self._note_saved(step)
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-        if self._watch is not None:
-            self._watch.remove()
-            self._watch = None
-        self._parts = PartsCache()  # it holds tensors
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Gives everything back. No communication."""
@@ -861,17 +411,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         unshield_validation(trainer)
         self._release()
 
-    def _remove_signals(self) -> None:
-        if self._signals is not None:
-            self._signals.remove()
-
     def _release(self) -> None:
-        self._boundary = None
-        if self._rank_watch is not None:
-            self._rank_watch.stop()
-            self._rank_watch = None
-        self._remove_signals()
-        self._close_background(wait_seconds=_LEAVE_SECONDS)
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+        session, self._session = self._session, None
+        if session is not None:
+            session.release()

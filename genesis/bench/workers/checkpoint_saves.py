@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
 from genesis.bench.workers.checkpoint_protocol import Mode, SaveClock, SaveEnd, sum_file_bytes
-from genesis_callbacks import AsyncProcessCheckpoint, async_process_checkpoint
+from genesis_callbacks import AsyncProcessCheckpoint, _fit_saves, _fit_session
 from genesis_callbacks.checkpoint import background, read_manifest
 from genesis_callbacks.checkpoint.background import BackgroundSaver
 from genesis_callbacks.checkpoint.commit import TRASH_NAME
@@ -161,9 +161,9 @@ def change_engine(mode: Mode, writer_cores: Sequence[int]) -> None:
     """
     if mode.has_own_cores:
         CoreWriter.cores = writer_cores
-        vars(async_process_checkpoint)["WriterProcess"] = CoreWriter
+        vars(_fit_session)["WriterProcess"] = CoreWriter
     if not mode.has_plan_cache:
-        vars(async_process_checkpoint)["BackgroundSaver"] = PlanlessSaver
+        vars(_fit_saves)["BackgroundSaver"] = PlanlessSaver
     if not mode.is_pinned:
         vars(background)["SharedBuffer"] = PageableBuffer
 

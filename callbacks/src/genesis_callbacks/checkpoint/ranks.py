@@ -110,3 +110,21 @@ class Ranks:
         kinds = {kind for kind, _ in failures.values()}
         kind = kinds.pop() if len(kinds) == 1 else None
         raise (kind or error_type)(f"{act}: " + "; ".join(texts)) from cause
+
+
+class WorldRanks:
+    """The ranks of the default process group that there is at a time, or this process alone where there is none.
+
+    Every rank calls `join` at the same places: it makes a group the first time, and after the world has changed.
+    """
+
+    def __init__(self) -> None:
+        self._ranks: Ranks | None = None
+        self._world: Any = None
+
+    def join(self) -> Ranks:
+        """Returns the ranks of now. Communicates where they are new."""
+        world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        if self._ranks is None or self._world is not world:
+            self._ranks, self._world = Ranks(), world
+        return self._ranks

@@ -1,0 +1,82 @@
+"""A save of the last window's end when training ends by an exception: each rank does its part without the others."""
+
+import warnings
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+from ._boundary import Boundary
+from ._fit_saves import FitSaves, SaveHistory
+from ._rank_watch import RankWatch
+from ._save_warnings import SaveFailedWarning
+from .checkpoint.errors import CheckpointError
+from .checkpoint.save import Snapshot
+
+# How long the save in flight may take to end before the last window's end cannot be saved.
+_SETTLE_SECONDS = 10.0
+
+
+def begin_alone(
+    saves: FitSaves,
+    history: SaveHistory,
+    boundary: Boundary,
+    rank_watch: RankWatch | None,
+    exception: BaseException,
+    global_step: int,
+) -> bool:
+    """Saves the last window's end without the other ranks, if it is still there, and says whether a save began.
+
+    No communication: the receipts in the staging directory bring the ranks' parts together.
+
+    Args:
+        saves: The fit's.
+        history: The run's.
+        boundary: The last window's end.
+        rank_watch: Knows which ranks are gone; None where nobody watches.
+        exception: Ended training.
+        global_step: As it is now.
+    """
+    if boundary.step in (0, history.last_step):
+        return False
+    reason = _why_not(saves, boundary, rank_watch, exception, global_step)
+    if reason is not None:
+        rank_zero_warn(f"step {boundary.step} is not saved: {reason}", category=SaveFailedWarning)
+        return False
+    try:
+        return _begin(saves, history, boundary)
+    except CheckpointError as error:
+        warnings.warn(f"step {boundary.step} is not saved: {error}", SaveFailedWarning, stacklevel=2)
+        return False
+
+
+def _begin(saves: FitSaves, history: SaveHistory, boundary: Boundary) -> bool:
+    def take() -> Snapshot:
+        return saves.take_snapshot(rng=boundary.rng)
+
+    if saves.background is None:
+        saves.note_saved(saves.saver.save(take).manifest.step)
+        return False
+    outcome = saves.background.settle_alone(_SETTLE_SECONDS)
+    if outcome is not None and outcome.kind == "committed":
+        saves.note_saved(saves.background.settled_step)
+    if boundary.step == history.last_step:
+        return False
+    saves.background.begin(boundary.step, take, saves.progress())
+    return True
+
+
+def _why_not(
+    saves: FitSaves,
+    boundary: Boundary,
+    rank_watch: RankWatch | None,
+    exception: BaseException,
+    global_step: int,
+) -> str | None:
+    if isinstance(exception, CheckpointError):
+        return "it was a save that failed"
+    if global_step != boundary.step or not boundary.is_untouched:
+        return "parameters or buffers have been written since its end"
+    if rank_watch is not None and rank_watch.has_lost_process():
+        return "another rank's process is gone"
+    if saves.saver.ranks.world_size > 1 and (saves.background is None or not saves.background.has_plan):
+        return "several ranks cannot save without talking to one another before the first save in the background"
+    return None

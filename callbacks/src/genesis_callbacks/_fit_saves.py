@@ -1,0 +1,271 @@
+"""The saves of one fit: each is begun, settled when all ranks know how it ended, and noted."""
+
+import contextlib
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+
+from ._best_watch import BestWatch
+from ._save_options import SaveOptions
+from ._save_statistics import SaveStatistics
+from ._save_warnings import SaveFailedWarning, SaveSkippedWarning, TornSnapshotWarning
+from ._step_watch import StepWatch
+from ._trainer_state import take_snapshot
+from ._triggers import may_skip, read_moment
+from .checkpoint.background import BackgroundSaver, Progress
+from .checkpoint.collect import MODEL_PREFIX, name_parameters
+from .checkpoint.errors import CheckpointError, SaveFailedError
+from .checkpoint.job import Outcome
+from .checkpoint.manifest import checkpoint_name
+from .checkpoint.plan import PartsCache
+from .checkpoint.save import RetentionWarning, Saver, Snapshot
+from .checkpoint.writer_process import WriterProcess
+
+
+@dataclass
+class SaveHistory:
+    """What a run knows of its saves from fit to fit.
+
+    Attributes:
+        saver: Of the last fit that came as far as to have one: the next fit of the same Trainer goes on from it.
+        last_saved: The newest checkpoint that was saved or restored.
+        last_step: Its step, if it lies in this run's directory.
+    """
+
+    saver: Saver | None = None
+    last_saved: Path | None = None
+    last_step: int | None = None
+
+    def describe(self) -> str:
+        """Says what is saved, for a message."""
+        return "nothing is saved yet" if self.last_saved is None else f"the last good one is {self.last_saved.name}"
+
+
+class FitSaves:
+    """Begins and settles the saves of one fit.
+
+    Every rank has one and calls its methods at the same steps. It communicates through `saver` alone.
+
+    Args:
+        trainer: The fit's.
+        module: The fit's.
+        options: The callback's.
+        saver: Says where, for whom and under which heading.
+        history: Learns of each commit.
+        statistics: Learns what each save cost.
+        best: Learns which saves became checkpoints; None without a monitored metric.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        *,
+        options: SaveOptions,
+        saver: Saver,
+        history: SaveHistory,
+        statistics: SaveStatistics,
+        best: BestWatch | None,
+    ) -> None:
+        self.background: BackgroundSaver | None = None
+        self.saver = saver
+        self._trainer, self._module = trainer, module
+        self._options = options
+        self._history, self._statistics, self._best = history, statistics, best
+        self._watch: StepWatch | None = None
+        self._names: dict[int, str] = {}
+        self._parts = PartsCache()
+        self._updates_at_begin = 0
+        self._updates_at_last = 0
+        self._last_begin_seconds = time.monotonic()
+
+    def start_background(self, writer: WriterProcess | None) -> None:
+        """Makes ready for saves in the background; `writer` is taken over. Communicates.
+
+        Raises:
+            SaveFailedError: The writer of some rank did not start; on every rank alike.
+        """
+        self.background = BackgroundSaver(
+            self.saver,
+            writer=writer,
+            staging=self._options.staging,
+            time_limit_seconds=self._options.save_timeout_seconds,
+        )
+        self.saver.ranks.attempt("starting the writer", self.background.wait_ready)
+        self._names = {parameter: MODEL_PREFIX + name for parameter, name in name_parameters(self._module).items()}
+        self._watch = StepWatch(
+            self._trainer.optimizers,
+            # In automatic optimization the step begins with its closure; on_before_optimizer_step comes after that.
+            before_step=None if self._module.automatic_optimization else self.wait_staged,
+            has_scaler=getattr(self._trainer.precision_plugin, "scaler", None) is not None,
+        )
+
+    @property
+    def elapsed_seconds(self) -> float:
+        """Since the last save began, or the fit."""
+        return time.monotonic() - self._last_begin_seconds
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether a save is not settled yet."""
+        return self.background is not None and self.background.step_in_flight is not None
+
+    @contextlib.contextmanager
+    def stalling(self) -> Iterator[None]:
+        """Counts the time of a hook for the save that is in flight."""
+        with self._statistics.stalling(lambda: self.is_in_flight):
+            yield
+
+    def take_snapshot(self, cache: PartsCache | None = None, rng: Any = None) -> Snapshot:
+        """Returns what this rank gives to a save. No communication."""
+        return take_snapshot(
+            self._trainer,
+            self._module,
+            self.saver.ranks.rank,
+            cache,
+            has_optimizer=self._options.save_optimizer,
+            rng_state=rng,
+        )
+
+    # ---- to begin
+
+    def save(self, *, may_be_skipped: bool = True) -> None:
+        """Saves this window's end, if that is not saved yet. Communicates at the first save, and where it waits.
+
+        Raises:
+            CheckpointError: It failed, by `on_save_failure="raise"`; on every rank alike.
+        """
+        is_dry = self._trainer.fast_dev_run  # type: ignore[attr-defined]  # Lightning sets it
+        if is_dry or self._history.last_step == self._trainer.global_step:
+            return
+        self._last_begin_seconds = time.monotonic()
+        if self.background is None:
+            self._save_now()
+        elif not self._is_busy(self.background, may_be_skipped=may_be_skipped):
+            self._begin(self.background)
+
+    def save_if_best(self, best: BestWatch) -> None:
+        """Saves, and marks what it saves, if the validation that has just ended is the best so far. Communicates."""
+        ranks = self.saver.ranks
+        value = best.read(self._trainer.callback_metrics)
+        if ranks.broadcast(best.is_best(value)):
+            step = self._trainer.global_step
+            best.take(step, value)
+            self.save(may_be_skipped=False)
+            if self._history.last_step == step and ranks.is_first:  # it was there before the validation
+                best.mark(self._options.directory, step)
+
+    def _save_now(self) -> None:
+        try:
+            saved = self.saver.save(self.take_snapshot)
+        except CheckpointError as error:
+            self._fail(self._trainer.global_step, error)
+            return
+        self.note_saved(saved.manifest.step)
+
+    def _is_busy(self, background: BackgroundSaver, *, may_be_skipped: bool) -> bool:
+        """Says whether there is nothing to begin: this step is on its way, or is skipped. It may wait, by policy."""
+        step = self._trainer.global_step
+        if background.step_in_flight in (None, step):
+            return background.step_in_flight is not None
+        if may_be_skipped and may_skip(read_moment(self._trainer), self._options.when_busy):
+            self._statistics.num_skipped += 1
+            rank_zero_warn(
+                f"the save at step {step} is skipped: that of step {background.step_in_flight} still "
+                f"runs ({self._statistics.num_skipped} skipped so far)",
+                category=SaveSkippedWarning,
+            )
+            return True
+        self._settle(background, background.finish())
+        return background.step_in_flight is not None  # a save that is made again is one of this step
+
+    def _begin(self, background: BackgroundSaver) -> None:
+        step = self._trainer.global_step
+        try:
+            background.begin(step, lambda: self.take_snapshot(self._parts), self.progress())
+        except CheckpointError as error:
+            self._fail(step, error)
+
+    def progress(self) -> Progress:
+        """Returns what happened since the last save, for the one that begins now."""
+        watch = self._watch
+        assert watch is not None
+        self._updates_at_begin = watch.num_updates
+        return Progress(lambda: watch.num_steps, watch.num_updates - self._updates_at_last, watch.moved(self._names))
+
+    # ---- to settle
+
+    def settle(self, agreed: int) -> None:
+        """Takes note of how the save in flight ended, if `agreed`, what all ranks voted, is about it."""
+        if self.background is not None:
+            self._settle(self.background, self.background.settle(agreed))
+
+    def finish(self) -> None:
+        """Waits for the save in flight, and for those that are made again in its place. Communicates."""
+        while self.background is not None and self.background.step_in_flight is not None:
+            self._settle(self.background, self.background.finish())
+
+    def wait_staged(self) -> None:
+        """Holds training back until the save in flight has no more need of the live tensors. No communication."""
+        if self.background is not None and self.background.step_in_flight is not None:
+            with self.stalling():
+                self.background.wait_staged()
+
+    def _settle(self, background: BackgroundSaver, outcome: Outcome | None) -> None:
+        if outcome is None:
+            return
+        step = background.settled_step
+        if outcome.kind == "committed":
+            self.note_saved(step)
+            self._updates_at_last = self._updates_at_begin
+            if outcome.warning is not None:
+                warnings.warn(outcome.warning, RetentionWarning, stacklevel=2)
+            self._statistics.log(self._trainer, background, outcome.write_seconds)
+        elif outcome.kind == "failed":
+            self._fail(step, SaveFailedError(outcome.text))
+        else:
+            if self._best is not None:
+                self._best.drop(step)
+            if outcome.kind == "torn":
+                rank_zero_warn(
+                    f"the save at step {step} is made again at step {self._trainer.global_step}, and staging is "
+                    f"blocking from now on: {outcome.text}",
+                    category=TornSnapshotWarning,
+                )
+            self._begin(background)
+
+    def note_saved(self, step: int) -> None:
+        """Takes note of a checkpoint of this run."""
+        directory = self._options.directory
+        self._history.last_saved, self._history.last_step = directory / checkpoint_name(step), step
+        if self._best is not None and self.saver.ranks.is_first:
+            self._best.mark(directory, step)
+
+    def _fail(self, step: int, error: CheckpointError) -> None:
+        """Ends training with the error, or warns, by policy."""
+        self._statistics.num_failed += 1
+        if self._best is not None:
+            self._best.drop(step)
+        if self._options.on_save_failure == "raise":
+            raise error
+        message = f"the save at step {step} failed, {self._history.describe()}: {error}"
+        warnings.warn(message, SaveFailedWarning, stacklevel=2)
+
+    def close(self, *, wait_seconds: float) -> None:
+        """Ends the writer, after the save in flight if that ends in time. No communication."""
+        background, self.background = self.background, None
+        if background is not None:
+            step = background.step_in_flight
+            outcome = background.close(wait_seconds)
+            if step is not None and outcome is not None and outcome.kind == "committed":
+                self.note_saved(step)
+        if self._watch is not None:
+            self._watch.remove()
+            self._watch = None
+        self._parts = PartsCache()  # it holds tensors

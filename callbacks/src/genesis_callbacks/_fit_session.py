@@ -1,0 +1,301 @@
+"""What `AsyncProcessCheckpoint` holds from one fit's start to its end: the directory, the writer, signals and saves."""
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.pytorch.utilities import rank_zero_warn
+
+from ._best_watch import BestWatch
+from ._boundary import Boundary
+from ._exception_save import begin_alone
+from ._fit_saves import FitSaves, SaveHistory
+from ._rank_watch import RankWatch
+from ._save_options import SaveOptions
+from ._save_statistics import SaveStatistics
+from ._signals import SignalFlag
+from ._trainer_restore import Restore
+from ._trainer_state import take_snapshot
+from ._triggers import Vote, is_interval_over
+from ._votes import VoteExchange
+from .checkpoint.commit import supersede
+from .checkpoint.errors import CheckpointError
+from .checkpoint.lineage import DirectoryLock, list_committed, remove_abandoned, wait_for_orphans
+from .checkpoint.manifest import Ancestor
+from .checkpoint.ranks import Ranks
+from .checkpoint.rng import apply_rng_state, read_rng_state
+from .checkpoint.save import Origin, Saver
+from .checkpoint.writer_process import WriterProcess
+
+# How long a restart waits for orphaned writers.
+ORPHAN_SECONDS = 60.0
+# How long a run that ends by an exception waits for the save in flight.
+_LEAVE_SECONDS = 10.0
+# How long ranks that end by an exception wait for one another's part of a save: who has not ended has none.
+_ALONE_SECONDS = 60.0
+
+
+def _read_mesh(strategy: Strategy) -> dict[str, int]:
+    if not isinstance(strategy, ModelParallelStrategy):
+        return {}
+    mesh = strategy.device_mesh
+    return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+
+
+def _name_ancestor(start: Restore, directory: Path) -> Ancestor:
+    """Returns the checkpoint that a run in `directory` goes on from, and where it lies if that is elsewhere."""
+    if start.path.parent == directory:
+        return start.ancestor
+    return replace(start.ancestor, directory=os.path.relpath(start.path.parent, directory))
+
+
+class FitSession:
+    """Everything that lives from `setup` to the end of one fit.
+
+    Every rank makes one, then calls `open`, `start`, and at the end `release`, in this order. A method that
+    communicates says so.
+
+    Args:
+        options: The callback's.
+        ranks: The run's.
+        history: The run's.
+        statistics: The run's.
+        best: Follows the monitored metric; None without one.
+    """
+
+    def __init__(
+        self,
+        options: SaveOptions,
+        ranks: Ranks,
+        *,
+        history: SaveHistory,
+        statistics: SaveStatistics,
+        best: BestWatch | None,
+    ) -> None:
+        self.ranks = ranks
+        self.saves: FitSaves | None = None
+        self.rng_of_training: dict[str, Any] | None = None
+        """The generators as training left them, while a validation runs."""
+        self._options = options
+        self._directory = options.directory
+        self._history, self._statistics, self._best = history, statistics, best
+        self._lock: DirectoryLock | None = None
+        self._rank_watch: RankWatch | None = None
+        self._writer: WriterProcess | None = None
+        self._signals = SignalFlag() if options.save_on_signal else None
+        self._votes = VoteExchange(ranks)
+        self._boundary: Boundary | None = None
+        self._last_step = 0
+
+    # ---- getting in
+
+    def open(self, *, is_dry: bool) -> None:
+        """Takes the directory, and starts the writer process, which imports while the rest of the setup runs.
+
+        Communicates.
+
+        Raises:
+            CheckpointError: The directory cannot be taken; on every rank alike.
+        """
+        self.ranks.attempt("taking the checkpoint directory", self._take_directory, error_type=CheckpointError)
+        run_dir, lost_rank_seconds = self._directory.parent, self._options.lost_rank_seconds
+        if lost_rank_seconds is not None and self.ranks.world_size > 1:
+            self._rank_watch = RankWatch(run_dir, self.ranks.rank, self.ranks.world_size, lost_rank_seconds)
+        if self._options.mode == "process" and not is_dry:
+            self._writer = WriterProcess()
+
+    def _take_directory(self) -> None:
+        if self.ranks.is_first:
+            self._lock = DirectoryLock(self._directory)
+            wait_for_orphans(self._directory, ORPHAN_SECONDS)
+            RankWatch.clear(self._directory.parent)
+
+    def start(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        *,
+        identity: Mapping[str, Any],
+        recipe: Mapping[str, Any],
+        start: Restore | None,
+        run_directories: Sequence[Path],
+    ) -> None:
+        """Tries the encoding of all state, tidies the directory and makes ready to save. Communicates.
+
+        Args:
+            trainer: The fit's.
+            module: The fit's.
+            identity: For the manifest.
+            recipe: For the manifest.
+            start: What training goes on from, if it was restored.
+            run_directories: All that this run saves into: a checkpoint of any of them is its own.
+
+        Raises:
+            CheckpointError: Some of it cannot be done; on every rank alike.
+        """
+        self.ranks.attempt(
+            "trying to encode the state",
+            lambda: take_snapshot(trainer, module, self.ranks.rank, has_optimizer=self._options.save_optimizer),
+            error_type=CheckpointError,
+        )
+        before = self._history.saver
+        saver = self._history.saver = Saver(
+            self._directory,
+            self.ranks,
+            origin=Origin(identity, recipe, _read_mesh(trainer.strategy)),
+            retention=self._options.retention,
+        )
+        last_step = self._go_on(saver, before, trainer.global_step, start, run_directories)
+        self.ranks.attempt(
+            "tidying the directory", lambda: self._tidy(saver.sequence, last_step), error_type=CheckpointError
+        )
+        self.saves = FitSaves(
+            trainer,
+            module,
+            options=self._options,
+            saver=saver,
+            history=self._history,
+            statistics=self._statistics,
+            best=self._best,
+        )
+        if self._options.mode != "sync":
+            writer, self._writer = self._writer, None
+            self.saves.start_background(writer)
+        self._last_step = trainer.global_step
+
+    def _go_on(
+        self,
+        saver: Saver,
+        before: Saver | None,
+        global_step: int,
+        start: Restore | None,
+        run_directories: Sequence[Path],
+    ) -> int:
+        """Tells the saver what it goes on from; returns the last step of this run's that stays."""
+        if start is not None:
+            saver.continue_from(_name_ancestor(start, self._directory), start.manifest.sequence)
+            self._history.last_step = start.manifest.step if start.path.parent == self._directory else None
+            # The checkpoints of this run up to there, in whichever of its directories, are what it goes on from.
+            return start.manifest.step if start.path.parent in run_directories else -1
+        if before is not None and global_step > 0:  # the same Trainer goes on with another fit
+            saver.continue_from(before.previous, before.sequence)
+            return global_step
+        self._history.last_step = None
+        return -1
+
+    def _tidy(self, sequence: int, last_step: int) -> None:
+        """Clears away what is not of this run's lineage: abandoned saves, and a future that is now another's."""
+        if not self.ranks.is_first:
+            return
+        remove_abandoned(self._directory)
+        others = [
+            path
+            for path, manifest in list_committed(self._directory)
+            if manifest.sequence > sequence or manifest.step > last_step
+        ]
+        target = supersede(others)
+        if target is not None:
+            rank_zero_warn(
+                f"{len(others)} checkpoints in {self._directory} are no ancestors of this run: see {target.name}"
+            )
+        if self._best is not None:
+            self._best.agree_with(self._directory)
+
+    def watch(self) -> None:
+        """Begins to watch signals and the other ranks. No communication."""
+        if self._signals is not None:
+            self._signals.install()
+        if self._rank_watch is not None:
+            self._rank_watch.start()
+
+    # ---- while training runs
+
+    @contextlib.contextmanager
+    def keep_generators(self) -> Iterator[None]:
+        """Gives training the generators that it had: who goes on from a step's save does not validate it again."""
+        self.rng_of_training = read_rng_state()
+        try:
+            yield
+        finally:
+            apply_rng_state(self.rng_of_training)
+            self.rng_of_training = None
+
+    def remember_boundary(self, trainer: Trainer, module: LightningModule) -> None:
+        """Notes that a window has ended, for a save on an exception."""
+        self._boundary = Boundary(trainer.global_step, module) if self._options.save_on_exception else None
+
+    def take_window(self, step: int) -> bool:
+        """Says whether a batch ended a window: `step` is another one than at the batch before."""
+        is_new, self._last_step = step != self._last_step, step
+        return is_new
+
+    def vote(self, saves: FitSaves) -> Vote:
+        """Returns what all ranks agree on at a window's end. Starts one small reduction."""
+        is_due = is_interval_over(saves.elapsed_seconds, self._options.every_n_seconds)
+        ours = Vote(
+            self._signals.received if self._signals is not None else 0,
+            self.ranks.is_first and is_due,
+            saves.background.poll() if saves.background is not None else 0,
+        )
+        return self._votes.exchange(ours)
+
+    # ---- getting out
+
+    def finish(self, saves: FitSaves, global_step: int) -> None:
+        """Saves the last step if it is not saved yet, and waits until it is. Communicates."""
+        self._votes.finish()
+        is_untouched = self._last_step == 0 or global_step == 0
+        with saves.stalling():
+            saves.finish()
+            if self._options.save_at_end and not is_untouched:
+                saves.save()
+                saves.finish()
+
+    def end(self, *, wait_seconds: float = 0.0) -> None:
+        """Gives back the signals, the writer and what holds tensors; the save in flight may take so long to end.
+
+        No communication.
+        """
+        if self._signals is not None:
+            self._signals.remove()
+        self._close_saves(wait_seconds=wait_seconds)
+
+    def _close_saves(self, *, wait_seconds: float) -> None:
+        if self.saves is not None:
+            self.saves.close(wait_seconds=wait_seconds)
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def leave(self, exception: BaseException, global_step: int) -> str | None:
+        """Saves by choice when training ends by an exception, and returns which ranks are gone. No communication."""
+        self._votes.abandon()
+        if self._rank_watch is not None:
+            self._rank_watch.stop(exception)
+        self._close_saves(wait_seconds=self._save_alone(exception, global_step))
+        return None if self._rank_watch is None else self._rank_watch.describe_lost()
+
+    def _save_alone(self, exception: BaseException, global_step: int) -> float:
+        """Begins a save of the last window's end, by choice; returns how long to wait for the save in flight."""
+        saves, boundary = self.saves, self._boundary
+        if saves is None or boundary is None:
+            return _LEAVE_SECONDS
+        if not begin_alone(saves, self._history, boundary, self._rank_watch, exception, global_step):
+            return _LEAVE_SECONDS
+        return self._options.save_timeout_seconds if self.ranks.world_size == 1 else _ALONE_SECONDS
+
+    def release(self) -> None:
+        """Gives everything back; a second call does nothing. No communication."""
+        self._boundary = None
+        if self._rank_watch is not None:
+            self._rank_watch.stop()
+            self._rank_watch = None
+        self.end(wait_seconds=_LEAVE_SECONDS)
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None

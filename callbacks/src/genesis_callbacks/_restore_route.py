@@ -1,0 +1,134 @@
+"""Stands in for a strategy's `load_checkpoint`: finds what a Trainer asks for, checks it, and hands it over."""
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_only
+
+from ._compat import LoadCheckpoint, NothingToRestore
+from ._fit_session import ORPHAN_SECONDS
+from ._save_options import SaveOptions
+from ._trainer_restore import Restore
+from .checkpoint.drift import DriftPolicy
+from .checkpoint.errors import CheckpointError
+from .checkpoint.lineage import find_latest, wait_for_orphans
+from .checkpoint.manifest import COMMITTED_NAME, MANIFEST_NAME, is_checkpoint_name
+from .checkpoint.ranks import Ranks, WorldRanks
+
+LATEST = "latest"
+
+
+def _is_ours(path: Path) -> bool:
+    return (path / MANIFEST_NAME).exists() or (path / COMMITTED_NAME).exists() or is_checkpoint_name(path.name)
+
+
+class RestoreRoute:
+    """Restores a checkpoint of the engine into a Trainer, in place of its strategy.
+
+    Args:
+        options: The callback's.
+        world: Gives the ranks that there are.
+
+    Attributes:
+        restored: What this route has restored into the fit that begins; None if it has not.
+        started_from: What that fit goes on from, whichever of the Trainer's callbacks restored it.
+    """
+
+    def __init__(self, options: SaveOptions, world: WorldRanks) -> None:
+        self.restored: Restore | None = None
+        self.started_from: Restore | None = None
+        self._options = options
+        self._world = world
+        self._verified: Path | None = None
+
+    def reset(self) -> None:
+        """Forgets what an earlier fit restored."""
+        self.restored = self.started_from = None
+
+    def find_latest(self) -> Path | None:
+        """Returns the newest checkpoint of the run that verifies, or None.
+
+        Every rank calls it. Within a process group rank 0 looks and tells the others.
+        """
+        if dist.is_available() and dist.is_initialized():
+            return self._agree_on_latest(self._world.join())
+        is_first = getattr(rank_zero_only, "rank", None) in (None, 0)
+        self._verified = self._look(put_aside=is_first)
+        return self._verified
+
+    def _agree_on_latest(self, ranks: Ranks) -> Path | None:
+        self._verified = ranks.attempt_and_gather(
+            "looking for the latest checkpoint",
+            lambda: self._look(put_aside=True) if ranks.is_first else None,
+            error_type=CheckpointError,
+        )[0]
+        return self._verified
+
+    def _look(self, *, put_aside: bool) -> Path | None:
+        wait_for_orphans(self._options.directory, ORPHAN_SECONDS)
+        return find_latest(self._options.directory, level=self._options.verify_level, put_aside=put_aside)
+
+    def load(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        original: LoadCheckpoint,
+        path: str | Path,
+        *,
+        identity: Mapping[str, Any],
+        recipe: Mapping[str, Any],
+        drift_policy: DriftPolicy,
+        siblings: Sequence["RestoreRoute"],
+    ) -> dict[str, Any]:
+        """Returns what a Trainer gets for `ckpt_path`; a path that is not the engine's goes to the strategy.
+
+        Every rank calls it. Communicates.
+
+        Args:
+            trainer: The Trainer that restores.
+            module: Its model.
+            original: The strategy's own `load_checkpoint`.
+            path: As the user gave it.
+            identity: What this run says about itself, to be compared with the checkpoint's.
+            recipe: The same for its recipe.
+            drift_policy: Which of that may differ.
+            siblings: Those of all callbacks of the Trainer: each saves into a directory of its own.
+
+        Raises:
+            CheckpointError: The checkpoint does not verify, does not fit, or differs; on every rank alike.
+        """
+        ranks = self._world.join()
+        target = ranks.broadcast(str(path))
+        if target != LATEST and not _is_ours(Path(target)):
+            return original(path)
+        found = self._agree_on_latest(ranks) if target == LATEST else Path(target).resolve()
+        if found is None:
+            return NothingToRestore({"pytorch-lightning_version": version("lightning")})
+        # What `latest` has just verified is not read a second time; what is placed is compared by digest in any case.
+        restore = Restore(found, ranks, level="quick" if found == self._verified else self._options.verify_level)
+        self._verified = None
+        is_fit = trainer.state.fn == TrainerFn.FITTING
+        is_elsewhere = found.parent != self._options.directory
+        restore.has_weights_alone = is_fit and self._options.restore == "weights" and is_elsewhere
+        restore.check_drift(
+            identity=identity,
+            recipe=recipe if is_fit and not restore.has_weights_alone else {},
+            policy=drift_policy,
+            allow_changed=self._options.allow_changed,
+        )
+        if is_fit:
+            restore.check_has_optimizer()
+            self.restored = restore
+            for sibling in siblings:
+                sibling.started_from = restore
+        if restore.has_weights_alone:
+            return NothingToRestore(restore.load_in_place(module, []))
+        restore.combine_rank_states(trainer.datamodule)  # type: ignore[attr-defined]  # Lightning sets it
+        if trainer.strategy.restore_checkpoint_after_setup:
+            return restore.load_in_place(module, trainer.optimizers if is_fit else [])
+        return restore.build_lightning_checkpoint(module, with_optimizers=is_fit)

@@ -1,0 +1,77 @@
+"""The options of `AsyncProcessCheckpoint`: checked once, then never changed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, get_args
+
+from .checkpoint.background import Staging
+from .checkpoint.best import MonitorMode
+from .checkpoint.retain import Retention
+from .checkpoint.verify import VerifyLevel
+
+Mode = Literal["sync", "thread", "process"]
+RestoredState = Literal["all", "weights"]
+WhenBusy = Literal["wait", "skip"]
+OnSaveFailure = Literal["raise", "warn"]
+
+_POSITIVE = ("every_n_steps", "every_n_minutes", "save_timeout_seconds", "lost_rank_seconds")
+_CHOICES = {
+    "on_save_failure": get_args(OnSaveFailure),
+    "mode": get_args(Mode),
+    "staging": ("blocking", "overlapped"),
+    "when_busy": get_args(WhenBusy),
+    "monitor_mode": get_args(MonitorMode),
+    "restore": get_args(RestoredState),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOptions:
+    """What `AsyncProcessCheckpoint` was given; its docstring says what each option means.
+
+    Attributes:
+        directory: Holds the checkpoints: a folder of the run's.
+        retention: What `keep_last` and `keep_every_n_steps` ask for.
+
+    Raises:
+        ValueError: An option has no meaning.
+    """
+
+    directory: Path
+    every_n_steps: int | None
+    every_n_minutes: float | None
+    save_at_end: bool
+    save_on_signal: bool
+    save_on_exception: bool
+    save_optimizer: bool
+    monitor: str | None
+    monitor_mode: MonitorMode
+    keep_last: int | None
+    keep_every_n_steps: int | None
+    restore: RestoredState
+    mode: Mode
+    staging: Staging
+    when_busy: WhenBusy
+    save_timeout_seconds: float
+    lost_rank_seconds: float | None
+    on_save_failure: OnSaveFailure
+    verify_level: VerifyLevel
+    allow_changed: Sequence[str]
+    retention: Retention = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name in _POSITIVE:
+            interval = getattr(self, name)
+            if interval is not None and interval <= 0:
+                raise ValueError(f"{name} must be positive, or None, not {interval}")
+        for name, choices in _CHOICES.items():
+            choice = getattr(self, name)
+            if choice not in choices:
+                raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, not {choice!r}")
+        object.__setattr__(self, "retention", Retention(self.keep_last, self.keep_every_n_steps))
+
+    @property
+    def every_n_seconds(self) -> float | None:
+        """The interval by the clock, None for none."""
+        return None if self.every_n_minutes is None else 60.0 * self.every_n_minutes

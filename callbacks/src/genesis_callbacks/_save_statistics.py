@@ -1,0 +1,82 @@
+"""What the saves of a run cost and how they ended: counted, and given to the Trainer's loggers."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info
+
+from .checkpoint.background import BackgroundSaver
+
+STALL = "checkpoint/stall_seconds"
+STAGED = "checkpoint/staged_bytes"
+WRITE = "checkpoint/write_seconds"
+SKIPPED = "checkpoint/num_skipped"
+STEP = "checkpoint/step"
+
+
+class SaveStatistics:
+    """Counts saves, and the training thread's time in the hooks while one is in flight.
+
+    It outlives a fit. No communication.
+
+    Attributes:
+        num_failed: Saves that failed in this fit.
+        num_skipped: Saves that were skipped in this fit.
+        last_stall_seconds: All time that the training thread spent for the last settled save.
+        last_staged_bytes: What that save copied on this rank.
+        last_write_seconds: How long it was written.
+    """
+
+    def __init__(self) -> None:
+        self.num_failed = 0
+        self.num_skipped = 0
+        self.last_stall_seconds = 0.0
+        self.last_staged_bytes = 0
+        self.last_write_seconds = 0.0
+        self._stall_seconds = 0.0
+        self._mark_seconds = 0.0
+        self._has_told_memory = False
+
+    def begin_fit(self) -> None:
+        """Counts the saves of another fit."""
+        self.num_failed = self.num_skipped = 0
+
+    @contextlib.contextmanager
+    def stalling(self, is_in_flight: Callable[[], bool]) -> Iterator[None]:
+        """Counts the time of a hook for the save that is in flight at its end."""
+        self._mark_seconds = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._count()
+            if not is_in_flight():
+                self._stall_seconds = 0.0
+
+    def _count(self) -> None:
+        now_seconds = time.perf_counter()
+        self._stall_seconds += now_seconds - self._mark_seconds
+        self._mark_seconds = now_seconds
+
+    def log(self, trainer: Trainer, background: BackgroundSaver, write_seconds: float) -> None:
+        """Gives the figures of the save that has just been settled to the loggers."""
+        self._count()
+        self.last_stall_seconds = self._stall_seconds
+        self.last_staged_bytes, self.last_write_seconds = background.staged_bytes, write_seconds
+        if not self._has_told_memory:
+            self._has_told_memory = True
+            bound = background.memory_bytes / 1e6
+            rank_zero_info(f"Saves in the background take at most {bound:,.0f} MB of memory on rank 0.")
+        values = {
+            STALL: self.last_stall_seconds,
+            STAGED: float(self.last_staged_bytes),
+            WRITE: write_seconds,
+            SKIPPED: float(self.num_skipped),
+            STEP: float(background.settled_step),
+        }
+        # Under the step of now: a logger need not take a row of the past.
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=trainer.global_step)
+        self._count()  # the loggers' own time, which a figure that they write cannot hold
+        self.last_stall_seconds, self._stall_seconds = self._stall_seconds, 0.0

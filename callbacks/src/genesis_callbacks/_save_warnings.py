@@ -1,0 +1,17 @@
+"""What `AsyncProcessCheckpoint` warns of."""
+
+
+class SaveFailedWarning(UserWarning):
+    """A save failed and training goes on, by `on_save_failure="warn"`; the message says why."""
+
+
+class SaveSkippedWarning(UserWarning):
+    """A save was due while the one before still ran, by `when_busy="skip"`."""
+
+
+class LostRankWarning(UserWarning):
+    """Training ended because the process of another rank is gone."""
+
+
+class TornSnapshotWarning(UserWarning):
+    """Training changed what was being staged; that save is made again, and staging is blocking from now on."""

@@ -1,0 +1,80 @@
+"""Decides which save is due. Pure, but for `read_moment`, which asks the Trainer where it stands."""
+
+from dataclasses import dataclass
+
+from lightning.pytorch import Trainer
+
+from ._save_options import WhenBusy
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where training stands at the end of an accumulation window.
+
+    Attributes:
+        step: Windows attempted.
+        max_steps: At which training ends; -1 for no limit.
+        epoch: The current epoch, from 0.
+        max_epochs: After which training ends; None or -1 for no limit.
+        is_last_batch: Whether the window ended its epoch.
+        should_stop: Whether training was asked to stop.
+    """
+
+    step: int
+    max_steps: int
+    epoch: int
+    max_epochs: int | None
+    is_last_batch: bool
+    should_stop: bool
+
+    @property
+    def is_last_window(self) -> bool:
+        """Whether training is known to end here; a stop that a later hook decides is not known yet."""
+        if self.should_stop or (self.max_steps != -1 and self.step >= self.max_steps):
+            return True
+        is_last_epoch = self.max_epochs not in (None, -1) and self.epoch + 1 >= (self.max_epochs or 0)
+        return is_last_epoch and self.is_last_batch
+
+
+def read_moment(trainer: Trainer) -> Moment:
+    """Returns where the Trainer stands."""
+    return Moment(
+        trainer.global_step,
+        trainer.max_steps,
+        trainer.current_epoch,
+        trainer.max_epochs,
+        trainer.is_last_batch,
+        trainer.should_stop,
+    )
+
+
+@dataclass(frozen=True)
+class Vote:
+    """What a rank has to say at the end of a window; the maximum over ranks is what they agree on.
+
+    Attributes:
+        signal_number: Of the signal that it received, 0 for none.
+        is_minute_due: Whether `every_n_minutes` has passed; rank 0's clock counts.
+        outcome: What became of the save in flight, as `BackgroundSaver.poll` codes it.
+    """
+
+    signal_number: int
+    is_minute_due: bool
+    outcome: int
+
+
+def is_interval_over(elapsed_seconds: float, every_n_seconds: float | None) -> bool:
+    """Says whether a save by the clock is due."""
+    return every_n_seconds is not None and elapsed_seconds >= every_n_seconds
+
+
+def is_save_due(moment: Moment, vote: Vote, *, every_n_steps: int | None, save_at_end: bool) -> bool:
+    """Says whether this window's end is to be saved."""
+    is_step_due = every_n_steps is not None and moment.step % every_n_steps == 0
+    is_end_due = save_at_end and moment.is_last_window
+    return bool(vote.signal_number) or vote.is_minute_due or is_step_due or is_end_due
+
+
+def may_skip(moment: Moment, when_busy: WhenBusy) -> bool:
+    """Says whether a save may be left out because the one before still runs: never the one that ends the run."""
+    return when_busy == "skip" and not moment.is_last_window
