@@ -14,7 +14,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from datetime import date
@@ -68,12 +68,14 @@ class Team:
     Args:
         tasks: One for each rank.
         log_dir: For their output.
+        environment: Beside ours.
     """
 
-    def __init__(self, tasks: Sequence[Task], log_dir: Path) -> None:
+    def __init__(self, tasks: Sequence[Task], log_dir: Path, environment: Mapping[str, str] | None = None) -> None:
         self.mode = tasks[0].mode
         self._tasks = tasks
         self._log_dir = log_dir
+        self._environment = environment or {}
         self._stack = ExitStack()
         self._workers: list[WorkerProcess] = []
 
@@ -86,7 +88,7 @@ class Team:
                 [sys.executable, "-m", _WORKER, task.to_json()],
                 self._log_dir / f"{self.mode.name}-{task.rank}.log",
                 task.workload.num_threads,
-                {name: str(number) for name, number in numbers.items()},
+                {**self._environment, **{name: str(number) for name, number in numbers.items()}},
             )
             self._workers.append(self._stack.enter_context(worker))
         return self

@@ -188,12 +188,19 @@ class Worker:
         contender: Who.
         workload: What it trains.
         log_path: Where its output goes, other than what it says to us.
+        environment: Beside ours.
     """
 
-    def __init__(self, contender: Contender, workload: Workload, log_path: Path) -> None:
+    def __init__(
+        self,
+        contender: Contender,
+        workload: Workload,
+        log_path: Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.contender = contender
         command = [contender.python, str(contender.script), workload.to_json(), *contender.arguments]
-        self._process = WorkerProcess(contender.name, command, log_path, workload.num_threads)
+        self._process = WorkerProcess(contender.name, command, log_path, workload.num_threads, environment)
 
     def __enter__(self) -> Self:
         return self

@@ -105,5 +105,6 @@ COMMANDS = (
         "bench evaluate", "evaluation beside lm-eval's hf backend", "genesis.bench.evaluate:main", "evaluate,peers"
     ),
     Command("bench checkpoint", "training steps around a save, ours and torch's", "genesis.bench.checkpoint:main"),
+    Command("bench versions", "this version's speed beside another checkout's", "genesis.bench.versions:main"),
     Command("completion", "print a completion script for bash or zsh", "genesis.cli.completion:main"),
 )

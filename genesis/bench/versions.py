@@ -1,0 +1,264 @@
+"""Two versions of Genesis beside each other in one run: the training step, reading prepared data, and a save.
+
+Both versions run the same workers, each from its own checkout and both under this interpreter. They take turns, in an
+order that alternates, and every comparison is a ratio within a round (`genesis.bench.pairs`). A ratio is time over
+time: above 1 means that the version of this command is slower than the one before.
+"""
+
+import argparse
+import os
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from genesis.arguments import Parser
+from genesis.bench.checkpoint import MODELS as CHECKPOINT_MODELS
+from genesis.bench.checkpoint import Team
+from genesis.bench.checkpoint_modes import MODES, OVERLAPPED
+from genesis.bench.contenders import OWN, Worker, WorkerProcess
+from genesis.bench.data import SHAPES
+from genesis.bench.pairs import compare_pairs, rotate_order
+from genesis.bench.random_corpus import EOS_ID, write_random_corpus
+from genesis.bench.record import anonymise, describe_hardware, write_record
+from genesis.bench.step import MODELS as STEP_MODELS
+from genesis.bench.step import plan_workload
+from genesis.bench.workers.checkpoint_protocol import Task
+from genesis.bench.workers.data_protocol import ReadTask
+from genesis.errors import UserError
+
+NOW, BEFORE = "now", "before"
+GOAL_RATIO = 1.02
+"""The 95% interval of the median ratio includes this value or lies below it."""
+
+_ROOT = Path(__file__).resolve().parents[2]
+_READER = "genesis.bench.workers.corpus_reader"
+_PAUSE_SECONDS = 0.1  # a worker's threads spin a while after their last work
+
+Seconds = Mapping[str, Mapping[str, Sequence[float]]]
+"""Of the same work: what was measured, to version, to the seconds of each round."""
+
+
+@dataclass(frozen=True)
+class Checkout:
+    """A version that takes part: its name in the report, and the root of its repository."""
+
+    name: str
+    root: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What makes a worker import this version."""
+        return {"PYTHONPATH": os.pathsep.join((str(self.root), str(self.root / "callbacks" / "src")))}
+
+
+def main(argv: list[str]) -> int:
+    """Measures, prints a table and writes the record where `--out` says."""
+    options = _parse(argv)
+    checkouts = (Checkout(NOW, _ROOT), Checkout(BEFORE, options.before))
+    console = Console(stderr=True)
+    parts: dict[str, Callable[[argparse.Namespace, Sequence[Checkout], Path, Console], Seconds]] = {
+        "step": _measure_step,
+        "data": _measure_data,
+        "checkpoint": _measure_checkpoint,
+    }
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(dir=options.dir) as directory:
+        for part in options.parts:
+            console.print(f"measuring: {part}", highlight=False)
+            (Path(directory) / part).mkdir()
+            measured = parts[part](options, checkouts, Path(directory) / part, console)
+            results |= {key: _compare(seconds) for key, seconds in measured.items()}
+    record = {
+        "what": "seconds of this version over seconds of the version before, in interleaved pairs",
+        "command": f"genesis bench versions {shlex.join(anonymise(argv))}",
+        "date": date.today().isoformat(),
+        "hardware": describe_hardware("cpu"),
+        "threads": options.threads,
+        "load_average_after": round(os.getloadavg()[0], 1),
+        "goal_ratio": GOAL_RATIO,
+        "results": results,
+    }
+    page = format_page(record)
+    sys.stdout.write(page)
+    if options.out is not None:
+        write_record(record, page, options.out)
+    return 0
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = Parser(prog="genesis bench versions", description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--before", type=Path, required=True, help="root of a checkout of the version to compare with")
+    parser.add_argument(
+        "--parts",
+        type=lambda text: text.split(","),
+        default=["step", "data", "checkpoint"],
+        help="of step, data, checkpoint (default: all)",
+    )
+    parser.add_argument("--model", choices=sorted(STEP_MODELS), default="9m", help="of step (default %(default)s)")
+    parser.add_argument(
+        "--saved-model", choices=sorted(CHECKPOINT_MODELS), default="43m", help="of checkpoint (default %(default)s)"
+    )
+    parser.add_argument("--pairs", type=int, default=20, help="rounds of each part (default %(default)s)")
+    parser.add_argument("--windows", type=int, default=5, help="windows of a turn (default %(default)s)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="length of a turn of data (default %(default)s)")
+    parser.add_argument("--tokens", type=int, default=20_000_000, help="of data's corpus (default %(default)s)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of a worker (default: all cores)")
+    parser.add_argument("--dir", type=Path, help="where corpora and checkpoints go (default: the system's)")
+    parser.add_argument("--out", type=Path, help="the record, as benchmarks/records/versions.json; .md with it")
+    options = parser.parse_args(argv)
+    for part in options.parts:
+        if part not in ("step", "data", "checkpoint"):
+            raise UserError(f"--parts has {part!r}; there are step, data, checkpoint")
+    for name, least in (("pairs", 1), ("windows", 2), ("tokens", 1), ("threads", 1)):
+        if getattr(options, name) < least:
+            raise UserError(f"--{name} is {getattr(options, name)}: it must be at least {least}")
+    if not (options.before / "genesis" / "bench" / "workers").is_dir():
+        raise UserError(f"--before is {options.before}, which is no checkout of Genesis with its benchmarks")
+    options.before = options.before.resolve()
+    # What the planning of a workload also reads, as the other benchmarks of training offer it.
+    options.micro_batch_size, options.micro_batches = None, 1
+    options.device, options.precision, options.compile = "cpu", None, False
+    return options
+
+
+# ---- the parts
+
+
+def _measure_step(
+    options: argparse.Namespace, checkouts: Sequence[Checkout], directory: Path, console: Console
+) -> Seconds:
+    workload = plan_workload(STEP_MODELS[options.model], options, num_warmup_steps=options.windows)
+    (contender,) = (own for own in OWN if own.name == "genesis")
+    seconds: dict[str, list[float]] = {checkout.name: [] for checkout in checkouts}
+    with ExitStack() as stack:
+        workers = []
+        for checkout in checkouts:
+            script = checkout.root / "genesis" / "bench" / "workers" / contender.script.name
+            version = replace(contender, name=checkout.name, script=script)
+            log_path = directory / f"{checkout.name}.log"
+            workers.append(stack.enter_context(Worker(version, workload, log_path, checkout.environment)))
+            workers[-1].wait_until_ready()
+        for round_index in range(options.pairs):
+            for worker in rotate_order(workers, round_index):
+                time.sleep(_PAUSE_SECONDS)
+                seconds[worker.contender.name].append(worker.run_burst(options.windows).seconds)
+        for worker in workers:
+            worker.stop()
+    _print_medians(console, "step", seconds)
+    return {"step": seconds}
+
+
+def _measure_data(
+    options: argparse.Namespace, checkouts: Sequence[Checkout], directory: Path, console: Console
+) -> Seconds:
+    corpus = directory / "corpus"
+    tokens_path = write_random_corpus(corpus, options.tokens)
+    measured = {}
+    for seq_len, micro_batch_size in SHAPES:
+        seconds: dict[str, list[float]] = {checkout.name: [] for checkout in checkouts}
+        with ExitStack() as stack:
+            readers = []
+            for checkout in checkouts:
+                own = directory / f"{checkout.name}-{seq_len}"
+                task = ReadTask(str(tokens_path), str(corpus), str(own), seq_len, micro_batch_size, EOS_ID)
+                command = [sys.executable, "-m", _READER, task.to_json()]
+                reader = WorkerProcess(checkout.name, command, own.with_suffix(".log"), 1, checkout.environment)
+                readers.append(stack.enter_context(reader))
+                reader.hear()
+            for round_index in range(options.pairs + 1):
+                for reader in rotate_order(readers, round_index):
+                    reader.say(f"go {options.seconds}")
+                    reading = reader.hear()
+                    if round_index:  # the first round reads from the disk
+                        seconds[reader.name].append(reading["seconds"] / reading["tokens"])
+            for reader in readers:
+                reader.say("quit")
+                reader.wait()
+        key = f"data, sequences of {seq_len}"
+        _print_medians(console, key, seconds)
+        measured[key] = seconds
+    return measured
+
+
+def _measure_checkpoint(
+    options: argparse.Namespace, checkouts: Sequence[Checkout], directory: Path, console: Console
+) -> Seconds:
+    workload = plan_workload(CHECKPOINT_MODELS[options.saved_model], options, num_warmup_steps=options.windows - 1)
+    (mode,) = (mode for mode in MODES if mode.name == OVERLAPPED)
+    keys = ("checkpoint, mean step with a save in it", "checkpoint, stall of a save", "checkpoint, save complete after")
+    seconds: dict[str, dict[str, list[float]]] = {key: {checkout.name: [] for checkout in checkouts} for key in keys}
+    with ExitStack() as stack:
+        teams: dict[str, Team] = {}
+        for checkout in checkouts:
+            run_dir = directory / checkout.name
+            run_dir.mkdir()
+            logs = directory / f"{checkout.name}-logs"
+            logs.mkdir()
+            task = Task(mode, workload, "replicated", options.windows, str(run_dir), 0, 1)
+            teams[checkout.name] = stack.enter_context(Team([task], logs, checkout.environment))
+            teams[checkout.name].wait_until_ready()
+        for team in teams.values():
+            team.take_turn(options.windows)  # with the first save, which starts things up
+        for round_index in range(options.pairs):
+            for name in rotate_order(list(teams), round_index):
+                time.sleep(_PAUSE_SECONDS)
+                turn = teams[name].take_turn(options.windows)
+                assert turn.save_seconds is not None
+                figures = (statistics.mean(turn.step_seconds), turn.stall_seconds, turn.save_seconds)
+                for key, figure in zip(keys, figures, strict=True):
+                    seconds[key][name].append(figure)
+        for team in teams.values():
+            team.stop()
+    for key, of_key in seconds.items():
+        _print_medians(console, key, of_key)
+    return seconds
+
+
+def _print_medians(console: Console, key: str, seconds: Mapping[str, Sequence[float]]) -> None:
+    medians = ", ".join(f"{name} {statistics.median(of_one):.3g} s" for name, of_one in seconds.items())
+    console.print(f"{key}: {medians}", highlight=False)
+
+
+# ---- the report
+
+
+def _compare(seconds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    return {
+        "ratio": asdict(compare_pairs(seconds[NOW], seconds[BEFORE])),
+        "median_seconds": {name: statistics.median(of_one) for name, of_one in seconds.items()},
+    }
+
+
+def format_page(record: Mapping[str, Any]) -> str:
+    """Returns a record as a page of Markdown."""
+    lines = [
+        "# This version beside the one before",
+        "",
+        f"- command: `{record['command']}`",
+        f"- date: {record['date']}",
+        f"- hardware: {record['hardware']}, {record['threads']} threads a worker; load average at the end "
+        f"{record['load_average_after']}, its own included",
+        "- the ratio is the median over rounds of the time of this version over the time of the version before; goal: "
+        f"its 95% interval includes {record['goal_ratio']} or lies below it",
+        "",
+        "| what | ratio (95%) | pairs | median before | median now |",
+        "|---|---|---|---|---|",
+    ]
+    for key, result in record["results"].items():
+        ratio, medians = result["ratio"], result["median_seconds"]
+        interval = "" if ratio["low"] is None else f" ({ratio['low']:.3f} to {ratio['high']:.3f})"
+        lines.append(
+            f"| {key} | {ratio['median']:.3f}{interval} | {ratio['num_pairs']} | {medians[BEFORE]:.3g} s | "
+            f"{medians[NOW]:.3g} s |"
+        )
+    return "\n".join(lines) + "\n"
