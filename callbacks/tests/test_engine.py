@@ -1,9 +1,12 @@
 """The engine alone, in one process: save, read, verify, refuse."""
 
+import json
 import os
 import random
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +17,8 @@ from genesis_callbacks.checkpoint import (
     CorruptCheckpointError,
     DirectoryInUseError,
     DirectoryLock,
+    LocalPart,
+    Part,
     QuarantineWarning,
     Ranks,
     Retention,
@@ -21,6 +26,7 @@ from genesis_callbacks.checkpoint import (
     Saver,
     Snapshot,
     find_latest,
+    list_committed,
     local_parts,
     read_manifest,
     read_tensors,
@@ -207,3 +213,70 @@ def test_no_tensor_is_cast_or_reshaped_on_restore(tmp_path):
 def test_engine_imports_nothing_of_lightning():
     code = "import genesis_callbacks.checkpoint, sys; sys.exit('lightning' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def forge_digest(path: Path, name: str) -> None:
+    """Changes a tensor's digest in a manifest and makes the marker vouch for it: all hashes are right."""
+    manifest = json.loads((path / "manifest.json").read_bytes())
+    digest = int(manifest["tensors"][name]["digest"], 16)
+    manifest["tensors"][name]["digest"] = f"{digest ^ 1:016x}"
+    data = json.dumps(manifest).encode()
+    (path / "manifest.json").write_bytes(data)
+    (path / "COMMITTED").write_bytes(b"blake3:" + hash_bytes(data, "blake3").encode())
+
+
+def test_latest_falls_back_from_a_wrong_digest_under_right_hashes(tmp_path):
+    first, second = save_steps(tmp_path, 3, 6)
+    forge_digest(second, "model.weight")
+    assert verify(second, "full").step == 6
+    with pytest.raises(CorruptCheckpointError, match=r"model\.weight has digest"):
+        verify(second, "deep")
+    with pytest.warns(QuarantineWarning, match=r"step-00000006 .* model\.weight has digest"):
+        assert find_latest(tmp_path) == first
+
+
+def test_a_copy_under_another_steps_name_is_refused_by_name_and_latest_passes_over_it(tmp_path):
+    first, second = save_steps(tmp_path, 3, 6)
+    copy = tmp_path / "step-00000009"
+    shutil.copytree(first, copy)
+    for read in (read_manifest, verify, read_tensors):
+        with pytest.raises(
+            CorruptCheckpointError, match="step-00000009 holds the checkpoint of step 3, not of the step"
+        ):
+            read(copy)
+    assert [path for path, _ in list_committed(tmp_path)] == [first, second]
+    with pytest.warns(QuarantineWarning, match="step-00000009 .* holds the checkpoint of step 3"):
+        assert find_latest(tmp_path) == second
+    assert (tmp_path / "quarantined-step-00000009").is_dir()
+    # Under a name that says nothing of a step, a copy is a copy.
+    shutil.copytree(first, tmp_path / "backup")
+    assert verify(tmp_path / "backup", "deep").step == 3
+
+
+def test_a_deep_look_reads_in_blocks_what_a_restore_reads_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[verify.__module__], "_BLOCK_BYTES", 64)
+    (path,) = save_steps(tmp_path, 3)
+    verify(path, "deep")
+    for name in TENSORS:
+        if TENSORS[name].numel():
+            forge_digest(path, name)
+            with pytest.raises(CorruptCheckpointError, match=f"{name} has digest"):
+                verify(path, "deep")
+            forge_digest(path, name)
+
+
+@pytest.mark.parametrize("cut", [(1, 4), (0, 2), (2, 3)])
+def test_a_deep_look_adds_up_blocks_of_a_tensor_that_is_cut_along_any_dimension(tmp_path, monkeypatch, cut):
+    monkeypatch.setattr(sys.modules[verify.__module__], "_BLOCK_BYTES", 64)
+    dim, at = cut
+    whole = torch.randn(5, 7, 4)
+    parts = []
+    for start, size in ((0, at), (at, whole.shape[dim] - at)):
+        data = whole.narrow(dim, start, size)
+        offsets = tuple(start if each == dim else 0 for each in range(3))
+        parts.append(LocalPart(Part("model.w", "parameter", (5, 7, 4), whole.dtype, offsets, tuple(data.shape)), data))
+    path = Saver(tmp_path, Ranks()).save(lambda: Snapshot(1, {}, parts, {})).path
+    verify(path, "deep")
+    forge_digest(path, "model.w")
+    with pytest.raises(CorruptCheckpointError, match=r"model\.w has digest"):
+        verify(path, "deep")

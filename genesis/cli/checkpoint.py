@@ -39,6 +39,7 @@ from genesis_callbacks.checkpoint import (
     list_committed,
     plan_removals,
     read_manifest,
+    verify,
 )
 from genesis_callbacks.checkpoint.best import read_best
 from genesis_callbacks.checkpoint.compare import TensorComparison, compare_tensors
@@ -84,7 +85,8 @@ holds, and whether that is empty or cut off; no code in it runs. Exit status 1 i
 Example: genesis checkpoint verify runs/demo/run --level deep"""
 _DIFF_DESCRIPTION = """Compares two checkpoints: recipe, versions, counters and tensors, one tensor at a time. The last
 column says what becomes of a setting when A is resumed with B's: it goes on, warns, must be allowed
-(--checkpoint.allow_changed) or is refused. Exit status 0 whether they differ or not, 1 if one is damaged.
+(--checkpoint.allow_changed) or is refused. Both are verified first, with every tensor's digest. Exit status 0 whether
+they differ or not, 1 if one is damaged.
 Example: genesis checkpoint diff runs/a runs/b/checkpoints/step-00000400"""
 _PRUNE_DESCRIPTION = """Removes older checkpoints of a run, as its own retention would: the newest that verifies always
 stays, whatever is asked. Refused while the run trains. Exit status 1 if a newer one is damaged, or none is whole.
@@ -236,7 +238,7 @@ def diff_main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     paths = [_find_checkpoint(path) for path in (arguments.a, arguments.b)]
     try:
-        manifests = [read_manifest(path) for path in paths]
+        manifests = [verify(path, "deep") for path in paths]  # equal digests say something of what verifies alone
         tensors = list(compare_tensors(paths[0], manifests[0], paths[1], manifests[1]))
     except CorruptCheckpointError as error:
         return _complain(error)
@@ -310,7 +312,7 @@ def repair_main(argv: list[str]) -> int:
     """Runs `genesis checkpoint repair` and returns its exit status."""
     parser = _build_parser("repair", _REPAIR_DESCRIPTION)
     parser.add_argument("run", type=Path, help="a run's directory")
-    parser.add_argument("--level", choices=_LEVELS, default="full", help="how much is verified; default full")
+    parser.add_argument("--level", choices=_LEVELS, default="deep", help="how much is verified; default deep")
     parser.add_argument("--apply", action="store_true", help="do it")
     arguments = parser.parse_args(argv)
     directory = checkpoints_in(arguments.run)

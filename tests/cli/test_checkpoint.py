@@ -417,7 +417,7 @@ def test_diff_that_meets_a_damaged_tensor_is_bad(tmp_path, capsys):
     shard.write_bytes(data)
     status, out = run_command(capsys, "diff", paths[0], paths[1])
     assert status == 1
-    assert "model.decoder.blocks.0.weight has digest" in out
+    assert "__0_0.distcp does not have the hash that was saved" in out
 
 
 @pytest.mark.parametrize(
@@ -434,6 +434,34 @@ def test_diff_that_meets_a_damaged_tensor_is_bad(tmp_path, capsys):
 )
 def test_max_abs_difference_of_every_kind_of_number(one, other, expected):
     assert max_abs_difference(one, other) == expected
+
+
+def forge_digest(path: Path) -> None:
+    """Changes a digest in the manifest, and the marker with it: every hash is right, and a tensor is not."""
+    content = json.loads((path / "manifest.json").read_bytes())
+    content["tensors"]["model.decoder.norm.weight"]["digest"] = "0" * 16
+    data = json.dumps(content).encode()
+    (path / "manifest.json").write_bytes(data)
+    (path / "COMMITTED").write_bytes(b"blake3:" + hash_bytes(data, "blake3").encode())
+
+
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_diff_of_a_flipped_bit_is_bad_although_the_manifests_agree(tmp_path, capsys, damaged):
+    paths = [save_run(tmp_path / name, (2,))[0] for name in ("a", "b")]
+    assert run_command(capsys, "diff", *paths)[0] == 0
+    flip_byte(paths[damaged] / "__0_0.distcp")
+    status, out = run_command(capsys, "diff", *paths)
+    assert status == 1
+    assert len(out.splitlines()) == 1
+    assert f"{paths[damaged]}: __0_0.distcp does not have the hash that was saved" in out
+
+
+def test_diff_of_a_wrong_digest_is_bad(tmp_path, capsys):
+    older, newer, _ = save_run(tmp_path)
+    forge_digest(newer)
+    status, out = run_command(capsys, "diff", older, newer)
+    assert status == 1
+    assert "model.decoder.norm.weight has digest" in out
 
 
 # ---- prune
@@ -522,6 +550,33 @@ def test_repair_says_what_to_do_and_does_it_when_asked(tmp_path, capsys):
     status, out = run_command(capsys, "repair", tmp_path)
     assert status == 0
     assert "goes on from step-00000002" in out
+
+
+def test_repair_reports_a_wrong_digest_under_right_hashes_and_prune_keeps_the_one_before(tmp_path, capsys):
+    _, good, bad = save_run(tmp_path)
+    forge_digest(bad)
+    status, content = run_json(capsys, "prune", tmp_path, "--keep_last", "1")
+    assert (status, content["newest_verified"], content["bad"]) == (1, good.name, [bad.name])
+    assert good.exists()
+    status, content = run_json(capsys, "repair", tmp_path)
+    assert status == 1
+    assert [(Path(row["path"]), row["action"]) for row in content["repairs"]] == [(bad, "quarantine")]
+    assert "model.decoder.norm.weight has digest" in content["repairs"][0]["reason"]
+    assert content["latest"] == good.name
+
+
+def test_a_copy_under_another_steps_name_is_named_by_every_command(tmp_path, capsys):
+    paths = save_run(tmp_path)
+    copy = tmp_path / "checkpoints" / "step-00000008"
+    shutil.copytree(paths[0], copy)
+    words = "holds the checkpoint of step 2, not of the step in its name"
+    for arguments in (("list", tmp_path), ("show", copy), ("verify", copy), ("diff", paths[0], copy)):
+        status, out = run_command(capsys, *arguments)
+        assert status == 1
+        assert words in " ".join(out.split())
+    status, content = run_json(capsys, "repair", tmp_path)
+    assert (status, content["latest"]) == (1, "step-00000006")
+    assert words in content["repairs"][0]["reason"]
 
 
 def test_repair_of_a_run_without_anything_whole_says_so(tmp_path, capsys):

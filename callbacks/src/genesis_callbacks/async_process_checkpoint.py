@@ -130,7 +130,8 @@ class AsyncProcessCheckpoint(Checkpoint):
             lost one, if its process group has not noticed by itself; None never.
         on_save_failure: "raise" ends training with the error; "warn" goes on, with a `SaveFailedWarning`. The last good
             checkpoint stays in either case.
-        verify_level: How much a restore verifies before it begins; what is placed is always compared by digest.
+        verify_level: How much a restore verifies before it begins; what is placed is always compared by digest. Below
+            "deep", `latest` stops at a checkpoint whose hashes are right and whose tensors are not.
         recipe: The resolved recipe as plain JSON, for the manifest. May be set as an attribute until training starts.
         identity: What must be the same at restore (`tokenizer_hash`, ...), plain JSON; it may be set like `recipe`.
         allow_changed: Globs of keys that may differ at restore: dotted keys of `recipe`, names in `identity`.
@@ -173,7 +174,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         save_timeout_seconds: float = 600.0,
         lost_rank_seconds: float | None = 10.0,
         on_save_failure: OnSaveFailure = "raise",
-        verify_level: VerifyLevel = "full",
+        verify_level: VerifyLevel = "deep",
         recipe: dict[str, Any] | None = None,
         identity: dict[str, Any] | None = None,
         allow_changed: Sequence[str] = (),

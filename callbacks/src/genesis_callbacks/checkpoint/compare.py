@@ -21,7 +21,7 @@ class TensorComparison:
 
     Attributes:
         name: The tensor's.
-        verdict: `same` means equal digests, shape and dtype: the bytes are not read.
+        verdict: `same` means equal digests, shape and dtype: the bytes are not read, so verify both before.
         before: Its record in A, if it is there.
         now: Its record in B, if it is there.
         max_abs_difference: Of a changed one; infinite where one side is not a number and the other is.

@@ -144,7 +144,7 @@ def find_problems(entries: Iterable[Entry], level: VerifyLevel) -> dict[Path, Ch
     return problems
 
 
-def newest_whole(entries: Sequence[Entry], level: VerifyLevel = "full") -> tuple[Entry | None, list[Entry]]:
+def newest_whole(entries: Sequence[Entry], level: VerifyLevel = "deep") -> tuple[Entry | None, list[Entry]]:
     """Returns the newest committed checkpoint that verifies, and the newer ones that do not."""
     bad: list[Entry] = []
     for entry in reversed([entry for entry in entries if entry.state == "committed"]):

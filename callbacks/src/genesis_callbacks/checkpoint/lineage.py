@@ -84,7 +84,7 @@ def _order(path: Path) -> tuple[int, int]:
         return sys.maxsize, step
 
 
-def find_latest(directory: Path | str, *, level: VerifyLevel = "full", put_aside: bool = True) -> Path | None:
+def find_latest(directory: Path | str, *, level: VerifyLevel = "deep", put_aside: bool = True) -> Path | None:
     """Returns the newest committed checkpoint that verifies, or None where there is none.
 
     "Newest" follows the lineage, not the number. One that does not verify is renamed to `quarantined-...`, named in a
@@ -92,7 +92,7 @@ def find_latest(directory: Path | str, *, level: VerifyLevel = "full", put_aside
 
     Args:
         directory: A run's directory, or the one in it that holds the `step-*`.
-        level: How much is verified.
+        level: How much is verified; only "deep" finds what a restore would refuse although all hashes are right.
         put_aside: False only looks: bad ones are passed over with the same warning and stay where they are.
 
     Raises:

@@ -234,7 +234,8 @@ def read_manifest(path: Path | str) -> Manifest:
 
     Raises:
         CheckpointError: There is no such directory, or its schema is newer than this version.
-        CorruptCheckpointError: It is not committed, or the manifest is not the one that was committed.
+        CorruptCheckpointError: It is not committed, the manifest is not the one that was committed, or the directory
+            has another step's name.
         UnreadableCheckpointError: It cannot be read.
     """
     path = Path(path)
@@ -249,4 +250,16 @@ def read_manifest(path: Path | str) -> Manifest:
         raise CorruptCheckpointError(f"{path / COMMITTED_NAME} holds no hash of a manifest: {marker[:80]!r}")
     if hash_bytes(data, "sha256" if algorithm == "sha256" else "blake3") != expected:
         raise CorruptCheckpointError(f"{path}: {MANIFEST_NAME} is not the one that {COMMITTED_NAME} vouches for")
-    return decode_manifest(data)
+    manifest = decode_manifest(data)
+    _check_step(path, manifest)
+    return manifest
+
+
+def _check_step(path: Path, manifest: Manifest) -> None:
+    """Refuses what lies under the name of another step: a run would go on from it as if it were that step's."""
+    name, own_name = path.absolute().name, checkpoint_name(manifest.step)
+    if is_checkpoint_name(name) and name != own_name:
+        raise CorruptCheckpointError(
+            f"{path} holds the checkpoint of step {manifest.step}, not of the step in its name: it was copied or "
+            f"renamed; rename it to {own_name} if that is not there, or delete it"
+        )

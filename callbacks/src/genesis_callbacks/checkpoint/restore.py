@@ -34,14 +34,14 @@ def _read_exactly(descriptor: int, buffer: memoryview, offset: int, file: str) -
         buffer, offset = buffer[num_bytes:], offset + num_bytes
 
 
-class _Files:
-    """The shards of one checkpoint, opened when they are first read."""
+class RecordedFiles:
+    """The shards of one checkpoint, opened when they are first read. Not thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._descriptors: dict[str, int] = {}
 
-    def __enter__(self) -> "_Files":
+    def __enter__(self) -> "RecordedFiles":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -50,18 +50,29 @@ class _Files:
 
     def read_rows(self, chunk: ChunkRecord, dtype: torch.dtype, first: int, count: int) -> Tensor:
         """Returns `count` rows (of dim 0) of a chunk, from row `first` on."""
+        shape = (count, *chunk.sizes[1:]) if chunk.sizes else ()
+        return self.read_elements(chunk, dtype, first * math.prod(chunk.sizes[1:]), math.prod(shape)).view(shape)
+
+    def read_elements(self, chunk: ChunkRecord, dtype: torch.dtype, first: int, count: int) -> Tensor:
+        """Returns `count` elements of a chunk in row-major order, from element `first` on.
+
+        Raises:
+            CorruptCheckpointError: The file is missing, or too short.
+            UnreadableCheckpointError: It cannot be read.
+        """
         if chunk.file not in self._descriptors:
             self._descriptors[chunk.file] = open_regular(self._path / chunk.file)
-        row_shape = chunk.sizes[1:]
-        row_bytes = math.prod(row_shape) * dtype.itemsize
-        raw = torch.empty(count * row_bytes, dtype=torch.uint8)
-        offset = chunk.data_offset + first * row_bytes
+        descriptor, offset = self._descriptors[chunk.file], chunk.data_offset + first * dtype.itemsize
+        num_bytes = count * dtype.itemsize
         with reading(self._path / chunk.file):
-            _read_exactly(self._descriptors[chunk.file], memoryview(raw.numpy().data), offset, chunk.file)
-        return raw.view(dtype).view((count, *row_shape) if chunk.sizes else ())
+            if os.fstat(descriptor).st_size < offset + num_bytes:  # before memory is taken for it
+                raise CorruptCheckpointError(f"{chunk.file} ends before byte {offset + num_bytes}: it is truncated")
+            raw = torch.empty(num_bytes, dtype=torch.uint8)
+            _read_exactly(descriptor, memoryview(raw.numpy().data), offset, chunk.file)
+        return raw.view(dtype)
 
 
-def _copy_overlap(files: _Files, record: TensorRecord, chunk: ChunkRecord, target: LocalPart) -> None:
+def _copy_overlap(files: RecordedFiles, record: TensorRecord, chunk: ChunkRecord, target: LocalPart) -> None:
     """Copies what `chunk` and `target` share, some rows at a time."""
     dtype = record.torch_dtype
     if not record.shape:
@@ -114,7 +125,7 @@ def restore_parts(path: Path, manifest: Manifest, targets: Iterable[LocalPart]) 
         CheckpointError: A target is not in the checkpoint, or has another shape or dtype there.
         CorruptCheckpointError: A file is missing or too short.
     """
-    with _Files(path) as files, torch.no_grad():
+    with RecordedFiles(path) as files, torch.no_grad():
         for target in targets:
             record = check_fits(manifest, target.part)
             for chunk in record.chunks:
