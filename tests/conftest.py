@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from genesis.evaluate.environment import make_quiet
 from genesis.export.export import ExportOptions, export_checkpoints
 from genesis.export.texts import SCRIPTS
 from genesis.tokenizer.tokenizer import Tokenizer
@@ -15,6 +16,9 @@ from tests.data.corpora import make_documents, write_corpus
 from tests.tiny_runs import build_decoder, save
 
 WORDS = ("alpha", "beta", "    return", "class ", "def ", "\n\n", "====", "\u00e9t\u00e9", "\u65e5\u672c")
+
+# As the table of commands does it, before a test imports lm-eval.
+make_quiet()
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("untimed", deadline=None)

@@ -22,6 +22,8 @@ class Command:
         target: `module:function`; the function takes the arguments after the name and returns the exit status.
         extra: The optional dependency group that it needs, if any.
         check: `module:function`, light to import; it takes the same arguments and refuses what is certainly wrong.
+        prepare: `module:function` without arguments, called before the command's code is imported: it sets up what
+            packages of others read when they are imported.
     """
 
     name: str
@@ -29,6 +31,7 @@ class Command:
     target: str
     extra: str | None = None
     check: str | None = None
+    prepare: str | None = None
 
     def check_arguments(self, arguments: list[str]) -> None:
         """Refuses mistakes that can be seen before the command's code is imported.
@@ -46,6 +49,8 @@ class Command:
             UserError: An optional dependency is missing; it names the extra.
         """
         try:
+            if self.prepare is not None:
+                _find(self.prepare)()
             main: Callable[[list[str]], int] = _find(self.target)
         except ImportError as error:
             if self.extra is None:
@@ -56,9 +61,9 @@ class Command:
         return main
 
 
-def _find(target: str) -> Callable[[list[str]], Any]:
+def _find(target: str) -> Callable[..., Any]:
     module_name, _, function_name = target.partition(":")
-    function: Callable[[list[str]], Any] = getattr(importlib.import_module(module_name), function_name)
+    function: Callable[..., Any] = getattr(importlib.import_module(module_name), function_name)
     return function
 
 
@@ -85,7 +90,8 @@ COMMANDS = (
     Command("generate", "write text from prompts with a checkpoint", "genesis.cli.generate:main"),
     Command("serve", "a page and an OpenAI-compatible server over a run's checkpoints", "genesis.cli.serve:main"),
     Command(
-        "evaluate", "benchmarks and held-out text, while training goes on", "genesis.cli.evaluate:main", "evaluate"
+        *("evaluate", "benchmarks and held-out text, while training goes on", "genesis.cli.evaluate:main", "evaluate"),
+        prepare="genesis.evaluate.environment:make_quiet",
     ),
     Command("export", "a checkpoint for transformers, with its proof", "genesis.cli.export:main", "export"),
     Command("import", "a Llama from Hugging Face as a checkpoint", "genesis.cli.import_:main", "export"),
@@ -102,7 +108,8 @@ COMMANDS = (
     Command("bench data", "tokens per second of the data alone, prepared and streamed", "genesis.bench.data:main"),
     Command("bench step", "the training step beside bare loops and other trainers", "genesis.bench.step:main"),
     Command(
-        "bench evaluate", "evaluation beside lm-eval's hf backend", "genesis.bench.evaluate:main", "evaluate,peers"
+        *("bench evaluate", "evaluation beside lm-eval's hf backend", "genesis.bench.evaluate:main", "evaluate,peers"),
+        prepare="genesis.evaluate.environment:make_quiet",
     ),
     Command("bench checkpoint", "training steps around a save, ours and torch's", "genesis.bench.checkpoint:main"),
     Command("bench versions", "this version's speed beside another checkout's", "genesis.bench.versions:main"),

@@ -10,16 +10,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import jinja2
 import numpy as np
 import torch
-
-import genesis.evaluate.environment  # noqa: F401 - before what reads it
-
-# isort: split
-import jinja2
 from lm_eval.evaluator import evaluate
 
 from genesis.errors import UserError
+from genesis.evaluate.environment import refuse_wrong_answers
 from genesis.evaluate.heldout import HeldOut, check_is_there, measure_held_out, open_validation_set, read_texts
 from genesis.evaluate.model import GenesisLM
 from genesis.evaluate.results import Measure
@@ -107,7 +104,7 @@ class TaskQuestion(Question):
             task.set_fewshot_seed(seed=_OTHER_SEED)
         lm = GenesisLM(loaded.decoder, loaded.tokenizer, batch_tokens, on_progress)
         try:
-            with redirect_stdout(io.StringIO()):  # it prints what it bootstraps
+            with refuse_wrong_answers(), redirect_stdout(io.StringIO()):  # it prints what it bootstraps
                 found = evaluate(lm, self.tasks.tasks, limit=self.limit, bootstrap_iters=_BOOTSTRAP_ITERATIONS)
         except UserError:
             raise

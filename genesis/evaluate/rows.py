@@ -5,9 +5,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import genesis.evaluate.environment  # noqa: F401 - before what reads it
-
-# isort: split
 import datasets
 import pyarrow as pa
 from blake3 import blake3

@@ -16,15 +16,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
-
-import genesis.evaluate.environment  # noqa: F401 - before what reads it
-
-# isort: split
 import datasets
 import huggingface_hub.constants
 import jinja2.sandbox
 import lm_eval.utils
+import yaml
 from lm_eval.tasks import TaskManager
 
 from genesis.errors import UserError

@@ -4,11 +4,13 @@ import errno
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
 from genesis import __version__
 from genesis.cli import main as main_module
+from genesis.cli import table
 from genesis.cli.main import main
 from genesis.cli.table import COMMANDS, Command
 from genesis.errors import RunEndedError, UserError
@@ -95,6 +97,21 @@ def test_every_command_helps(command: Command, genesis: Genesis) -> None:
     assert len(outcome.out.splitlines()) > 6
     for option in OPTIONS.get(command.name, ()):
         assert option in outcome.out
+
+
+def test_what_packages_read_at_their_import_is_set_before_a_command_is_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[str] = []
+
+    def find(target: str) -> Callable[[], None]:
+        found.append(target)
+        return lambda: None
+
+    monkeypatch.setattr(table, "_find", find)
+    (command,) = [command for command in COMMANDS if command.name == "evaluate"]
+    command.load()
+    assert found == ["genesis.evaluate.environment:make_quiet", "genesis.cli.evaluate:main"]
 
 
 def test_a_group_alone_lists_its_commands_and_is_a_misuse(genesis: Genesis) -> None:

@@ -179,6 +179,8 @@ def test_a_task_that_runs_what_a_model_writes_is_refused(tmp_path: Path) -> None
 def test_without_a_network_a_task_of_the_hub_says_how_to_bring_its_rows(tmp_path: Path) -> None:
     program = "\n".join(
         [
+            "from genesis.evaluate.environment import make_quiet",
+            "make_quiet()",
             "from genesis.evaluate.tasks import load_tasks",
             "from genesis.errors import UserError",
             "try:",
