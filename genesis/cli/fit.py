@@ -29,6 +29,7 @@ from lightning.pytorch.loggers import Logger
 from genesis.cli.options import check_is_yaml
 from genesis.data.datamodule import CorpusDataModule
 from genesis.errors import UserError
+from genesis.strategies import Replicated, Sharded
 from genesis.train.csv_log import CSVLog
 from genesis.train.data_telemetry import DataTelemetry
 from genesis.train.module import GenesisModule
@@ -209,7 +210,10 @@ class GenesisCLI(LightningCLI):
             callbacks.append(GenesisProgressBar())
         # After the user's and our own: the bar shows what the counters have counted.
         self.trainer_defaults["callbacks"] = callbacks
-        return super().instantiate_trainer(default_root_dir=str(run_dir), logger=loggers, **kwargs)
+        trainer = super().instantiate_trainer(default_root_dir=str(run_dir), logger=loggers, **kwargs)
+        if isinstance(trainer.strategy, Replicated | Sharded):
+            trainer.strategy.start.recipe = self.config_dump
+        return trainer
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         arguments = super()._prepare_subcommand_kwargs(subcommand)

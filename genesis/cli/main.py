@@ -8,8 +8,12 @@ from collections.abc import Sequence
 from genesis import __version__
 from genesis.cli.table import COMMANDS, Command
 from genesis.errors import RunEndedError, UserError
+from genesis.parent import end_with_parent
 
 MISUSE = 2
+_RANKS = ("fit", "validate")
+"""The commands that a launcher may start as a rank of many."""
+
 _INTERRUPTED = 130
 """What a shell reports for a program that SIGINT ended."""
 
@@ -55,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if set(arguments) & {"-h", "--help", "--version"} else MISUSE
     try:
         command, rest = find_command(arguments)
+        if command.name in _RANKS:
+            end_with_parent()
         command.check_arguments(rest)
         return command.load()(rest)
     except (UserError, RunEndedError) as error:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from genesis.errors import UserError
 from genesis.model.decoder import Decoder
+from genesis.strategies.start import Launcher, Start
 from genesis.strategies.wrap import ActivationCheckpointing, apply_wrappers
 
 
@@ -26,6 +27,9 @@ class Replicated(DDPStrategy):
         compile_blocks: Whether each block is compiled by torch.compile.
         process_group_backend: `gloo` or `nccl`; by default the one of the device.
         timeout_seconds: How long a collective may wait.
+
+    Attributes:
+        start: What the ranks compare when they have met.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class Replicated(DDPStrategy):
         self.optimizer_states = optimizer_states
         self.activation_checkpointing = activation_checkpointing
         self.compile_blocks = compile_blocks
+        self.start = Start()
 
     def apply_to(self, decoder: Decoder) -> None:
         """Applies this strategy's wrappers to a freshly built decoder, in place."""
@@ -55,10 +60,16 @@ class Replicated(DDPStrategy):
         """Whether this is the only rank."""
         return self.num_nodes * self.num_processes == 1
 
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+
     def setup_distributed(self) -> None:
-        """Joins the process group, unless this rank is alone."""
+        """Joins the process group and compares starts with the other ranks, unless this rank is alone."""
         if not self.is_alone:
+            self.start.begin()
             super().setup_distributed()
+            self.start.check(self.node_rank)
             return
         # What a rank of many does beside.
         reset_seed()
@@ -71,6 +82,11 @@ class Replicated(DDPStrategy):
             super(DDPStrategy, self).setup(trainer)
         else:
             super().setup(trainer)
+
+    def teardown(self) -> None:
+        """Ends what the start began, and what the base did."""
+        self.start.end()
+        super().teardown()
 
     def _setup_model(self, model: nn.Module) -> nn.Module:  # type: ignore[override]  # as the base of all strategies
         return model if self.is_alone else super()._setup_model(model)

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from genesis.errors import UserError
 from genesis.model.decoder import Decoder
 from genesis.strategies.skew import ForwardSkewWatchdog
+from genesis.strategies.start import Launcher, Start
 from genesis.strategies.wrap import ActivationCheckpointing, ShardOptions, apply_wrappers
 
 DType = Literal["float32", "bfloat16"]
@@ -37,6 +38,9 @@ class Sharded(ModelParallelStrategy):
         forward_skew_seconds: A rank that is alone in a forward for longer ends the run with its name.
         process_group_backend: `gloo` or `nccl`; by default the one of the device.
         timeout_seconds: How long a collective may wait.
+
+    Attributes:
+        start: What the ranks compare when they have met.
     """
 
     def __init__(
@@ -68,7 +72,13 @@ class Sharded(ModelParallelStrategy):
         self.activation_checkpointing = activation_checkpointing
         self.compile_blocks = compile_blocks
         self.forward_skew_seconds = forward_skew_seconds
+        self.start = Start()
         self._watchdog: ForwardSkewWatchdog | None = None
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
         """Joins the ranks and makes the mesh.
@@ -78,6 +88,12 @@ class Sharded(ModelParallelStrategy):
         self._data_parallel_size = self.num_nodes * self.num_processes
         self._tensor_parallel_size = 1
         super().setup_environment()
+
+    def _setup_distributed(self) -> None:
+        # Before the mesh, whose making is a collective: ranks of another start must not take part in one.
+        self.start.begin()
+        super()._setup_distributed()
+        self.start.check(self.node_rank)
 
     def setup(self, trainer: "pl.Trainer") -> None:
         """Prepares training; starts the watchdog over forwards that one rank enters alone."""
@@ -96,7 +112,8 @@ class Sharded(ModelParallelStrategy):
             self._watchdog.start()
 
     def teardown(self) -> None:
-        """Ends the watchdog and what the base began."""
+        """Ends the watchdog, what the start began, and what the base did."""
+        self.start.end()
         if self._watchdog is not None:
             self._watchdog.stop()
             self._watchdog = None

@@ -1,0 +1,200 @@
+"""Makes sure that the ranks which meet were started together, and that none outlives its launcher for long.
+
+On a fixed port a rank that an earlier start left behind can be taken for a rank of this one: its checkpoints would
+verify although its weights are another run's. So right after the process group exists all ranks compare who started
+them, and their recipes.
+
+    launcher     the same on all ranks    the same on the ranks of a node
+    Lightning    -                        a number that local rank 0 draws, inherited by the ranks that it starts
+    torchrun     the run's id             the count of restarts, which each node's agent keeps for itself
+    unknown      -                        -
+"""
+
+import json
+import os
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+
+from genesis.errors import RunEndedError
+from genesis.parent import (
+    LAUNCHER_NAME,
+    NONCE_NAME,
+    LauncherKind,
+    end_with_parent,
+    is_launched,
+    launcher_kind,
+    outlive_parent,
+)
+from genesis_callbacks.checkpoint import Ranks
+from genesis_callbacks.checkpoint.drift import compare_mappings
+from genesis_callbacks.checkpoint.hashing import hash_bytes
+
+EXIT_STATUS = 70
+"""sysexits' EX_SOFTWARE, as for a rank that has lost another one."""
+
+_ANSWER_SECONDS = 300.0
+_POLL_SECONDS = 1.0
+# The process group and the watch over ranks notice a lost rank 0 earlier, and name it.
+_ORPHAN_SECONDS = 60.0
+
+
+class Launcher(_SubprocessScriptLauncher):
+    """Lightning's launcher of further ranks; what it starts knows by whom and in which start."""
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Starts the further ranks of this node, then calls `function`."""
+        if not self.cluster_environment.creates_processes_externally:
+            os.environ[LAUNCHER_NAME] = str(os.getpid())
+            os.environ[NONCE_NAME] = uuid.uuid4().hex
+        return super().launch(function, *args, **kwargs)
+
+
+@dataclass(frozen=True)
+class StartOfRank:
+    """What a rank knows about its start.
+
+    Args:
+        launcher: Who started it.
+        node: The number of its node.
+        run: The same on all ranks.
+        nonce: The same on the ranks of a node.
+        recipe_hash: Of the resolved recipe as JSON.
+    """
+
+    launcher: LauncherKind
+    node: int
+    run: str
+    nonce: str
+    recipe_hash: str
+
+
+def read_start(node: int, recipe: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> StartOfRank:
+    """Returns what this process knows about its own start."""
+    recipe_hash = hash_bytes(json.dumps(recipe, sort_keys=True).encode(), "blake3")
+    launcher = launcher_kind(environment)
+    if launcher == "torchrun":
+        run, nonce = environment["TORCHELASTIC_RUN_ID"], environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return StartOfRank(launcher, node, run, f"restart {nonce}", recipe_hash)
+    return StartOfRank(launcher, node, "", environment.get(NONCE_NAME, ""), recipe_hash)
+
+
+def find_stray(starts: Sequence[StartOfRank]) -> tuple[int, str] | None:
+    """Returns the first rank that was not started together with those before it and what differs, or None. Pure.
+
+    Args:
+        starts: By rank.
+    """
+    nonces: dict[int, tuple[int, str]] = {}
+    for rank, start in enumerate(starts):
+        first, nonce = nonces.setdefault(start.node, (rank, start.nonce))
+        for name, own, other, other_rank in (
+            ("launcher", start.launcher, starts[0].launcher, 0),
+            ("run", start.run, starts[0].run, 0),
+            ("start", start.nonce, nonce, first),
+        ):
+            if own != other:
+                return rank, f"its {name} is {own!r}, that of rank {other_rank} is {other!r}"
+    return None
+
+
+def check_same_start(own: StartOfRank, recipe: Mapping[str, Any]) -> None:
+    """Compares what all ranks know about their start. Every rank calls it; it communicates over a group of its own.
+
+    Raises:
+        RunEndedError: On rank 0 and the first rank that differs from it: that rank is of another start, or has
+            another recipe.
+        SystemExit: On the other ranks, so that the reason is printed once.
+    """
+    try:
+        ranks = Ranks(timeout_seconds=_ANSWER_SECONDS)
+        starts = ranks.gather(own)
+        found = find_stray(starts)
+        if found is None:
+            others = [rank for rank, start in enumerate(starts) if start.recipe_hash != starts[0].recipe_hash]
+            if not others:
+                return
+            recipes = ranks.gather(recipe)
+    except RuntimeError as error:
+        raise RunEndedError(
+            f"the ranks met, but one of them did not answer ({' '.join(str(error).split())}): start the run again"
+        ) from error
+    if found is not None:
+        stray, difference = found
+        message = (
+            f"rank {stray} belongs to another start ({difference}): end what an earlier start left behind, or give "
+            "this run another MASTER_PORT, and start it again"
+        )
+    else:
+        stray = others[0]
+        difference = _describe_difference(recipes[0], recipes[stray])
+        message = f"rank {stray} has another recipe than rank 0 ({difference}): start all ranks with the same one"
+    if ranks.rank not in (0, stray):
+        raise SystemExit(RunEndedError.exit_status)
+    raise RunEndedError(message)
+
+
+def _describe_difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    (key, value, other_value), *more = compare_mappings(first, other)
+    rest = f", and {len(more)} other keys differ" if more else ""
+    return f"{key} is {other_value!r}, on rank 0 {value!r}{rest}"
+
+
+class Start:
+    """The start of this rank, from before it meets the others until its strategy ends.
+
+    Attributes:
+        recipe: The resolved recipe, the same on all ranks; to be set before they meet.
+    """
+
+    def __init__(self) -> None:
+        self.recipe: Mapping[str, Any] = {}
+        self._stopped: threading.Event | None = None
+
+    def begin(self) -> None:
+        """Ties this rank to its launcher. Called before the ranks meet."""
+        end_with_parent()
+
+    def check(self, node: int) -> None:
+        """Compares this start with that of all ranks, which have just met. Communicates.
+
+        Raises:
+            RunEndedError: See `check_same_start`.
+        """
+        if dist.get_world_size() > 1:
+            check_same_start(read_start(node, self.recipe), self.recipe)
+        if is_launched() and self._stopped is None:
+            # From here on others notice the loss of rank 0 and name it, and at the run's end rank 0 may be the first.
+            self._stopped = threading.Event()
+            watch = threading.Thread(
+                target=_watch_launcher, args=(os.getppid(), self._stopped), name="launcher-watch", daemon=True
+            )
+            watch.start()
+            outlive_parent()
+
+    def end(self) -> None:
+        """Lets this rank outlive its launcher. Waits for nobody."""
+        if self._stopped is not None:
+            self._stopped.set()
+            self._stopped = None
+
+
+def _watch_launcher(launcher: int, stopped: threading.Event) -> None:
+    """Ends this process some time after its launcher has ended, unless it is stopped before."""
+    while os.getppid() == launcher:
+        if stopped.wait(_POLL_SECONDS):
+            return
+    if stopped.wait(_ORPHAN_SECONDS):
+        return
+    sys.stderr.write(
+        f"genesis: error: [rank {os.environ['LOCAL_RANK']} of this node] the process that started it ({launcher}) is "
+        f"gone; this rank ends, too, {_ORPHAN_SECONDS:g} s after. The last checkpoint is good: start the run again\n"
+    )
+    sys.stderr.flush()
+    os._exit(EXIT_STATUS)
