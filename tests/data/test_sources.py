@@ -357,14 +357,12 @@ def test_a_remote_file_that_changes_is_refused_unless_its_copy_is_there(tmp_path
 def test_a_url_that_leads_nowhere_is_named(store):
     store.files["/d/a.md"] = b"text"
     for path in ("/none.txt", "/d/", "/d/*.txt"):
-        with pytest.raises(
-            UserError, match=rf"source web: {store.url}.* leads to no file .*mend the URL or give other"
-        ):
+        with pytest.raises(UserError, match=rf"source web: {store.url}.* leads to no file .*fix the URL or give other"):
             find_files(SourceOptions("web", (store.url + path,)))
 
 
 def test_a_sample_downloads_each_file_once_in_a_cache_that_holds_one(tmp_path, store, monkeypatch):
-    monkeypatch.setattr("genesis.data.sources._TRAINING_SPAN_BYTES", 500)
+    monkeypatch.setattr("genesis.data.sources.sample._SPAN_BYTES", 500)
     paths = []
     for name in ("a.jsonl", "b.jsonl", "c.jsonl"):
         write_jsonl(tmp_path / name, TEXTS)

@@ -1,0 +1,112 @@
+"""The bytes of a file: decompressed, in blocks, and cut into records at a delimiter."""
+
+import gzip
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import pyarrow as pa
+import zstandard
+
+from genesis.data.cache import open_copy
+from genesis.data.remote import RemoteFile, is_url
+from genesis.data.sources.files import InputFile, Span, compression_of
+
+DAMAGE: Final = (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError, pa.ArrowException)
+"""What readers raise where a file is cut short or damaged."""
+
+_BLOCK_BYTES: Final = 1 << 20
+_COMPRESSED_BLOCK_BYTES: Final = 1 << 16
+
+
+@contextmanager
+def open_local(found: InputFile) -> Iterator[Path]:
+    """Gives the path of the file on the local disk; a copy that turns out to be damaged is not read again."""
+    if not is_url(found.path):
+        yield Path(found.path)
+        return
+    with open_copy(RemoteFile(found.path, found.num_bytes, found.identity)) as path:
+        try:
+            yield path
+        except (*DAMAGE, OSError):
+            path.unlink(missing_ok=True)
+            raise
+
+
+def read_blocks(found: InputFile, start: int = 0) -> Iterator[tuple[bytes, int]]:
+    """Yields the file's decompressed bytes from `start` on, and how much of the file itself has been read."""
+    compression = compression_of(found.path)
+    with open_local(found) as path, path.open("rb") as file:
+        file.seek(start)
+        if compression == ".gz":
+            with gzip.open(file) as stream:
+                while block := stream.read(_BLOCK_BYTES):
+                    yield block, file.tell()
+        elif compression == ".zst":
+            yield from _read_zst_blocks(file)
+        else:
+            while block := file.read(_BLOCK_BYTES):
+                yield block, file.tell()
+
+
+def can_cut(delimiter: bytes | None) -> bool:
+    """Whether a file may be cut anywhere: occurrences of its delimiter can never overlap."""
+    return delimiter is not None and not any(
+        delimiter.startswith(delimiter[-length:]) for length in range(1, len(delimiter))
+    )
+
+
+def split_records(span: Span, delimiter: bytes, start: int) -> Iterator[tuple[int, bytes, int]]:
+    """Yields (offset, record, position) of the records that begin in the span, from the one at `start` on.
+
+    An uncompressed file is read from `start` on, a compressed one from its beginning. The delimiter is left out of the
+    record; `position` is how much of the span was read when the record came.
+    """
+    is_compressed = compression_of(span.file.path) is not None
+    first = max(span.start, start)
+    if first >= span.end and not is_compressed:
+        return
+    begin = 0 if is_compressed else max(0, first - len(delimiter))
+    records = _split(read_blocks(span.file, begin), delimiter, begin)
+    for offset, record, position in records:
+        if offset >= span.end and not is_compressed:
+            return
+        if offset >= first:  # else it begins before the span, or before `start`
+            yield offset, record, position - span.start
+
+
+def _read_zst_blocks(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
+    # zstandard's stream reader takes a frame that is cut short for the end of the data; a decompression object tells.
+    frame = zstandard.ZstdDecompressor().decompressobj()
+    is_between_frames = True
+    while data := file.read(_COMPRESSED_BLOCK_BYTES):
+        while data:
+            yield frame.decompress(data), file.tell()
+            is_between_frames = frame.eof
+            data = frame.unused_data
+            if frame.eof:
+                frame = zstandard.ZstdDecompressor().decompressobj()
+    if not is_between_frames:
+        raise EOFError("the compressed data ends in the middle of a frame")
+
+
+def _split(blocks: Iterator[tuple[bytes, int]], delimiter: bytes, offset: int) -> Iterator[tuple[int, bytes, int]]:
+    pending: list[bytes] = []
+    tail = b""
+    position = offset
+    for block, position in blocks:
+        pending.append(block)
+        reach = tail + block
+        tail = reach[len(reach) - len(delimiter) + 1 :]
+        if delimiter not in reach:
+            continue
+        *records, rest = b"".join(pending).split(delimiter)
+        for record in records:
+            yield offset, record, position
+            offset += len(record) + len(delimiter)
+        pending = [rest]
+        tail = rest[max(0, len(rest) - len(delimiter) + 1) :]
+    if rest := b"".join(pending):
+        yield offset, rest, position

@@ -1,0 +1,54 @@
+"""Entries and documents: a record of a file before and after it is understood."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from genesis.data.sources.options import SourceOptions
+from genesis.errors import UserError
+
+
+class DamagedFileError(UserError):
+    """A file is cut short or damaged: nothing after that place in its span can be read."""
+
+
+class Document(NamedTuple):
+    """One text, its UTF-8 form, and how many bytes of the span's file were read when it came."""
+
+    text: str
+    utf8: bytes
+    position: int
+
+
+class Entry(NamedTuple):
+    """One record of a span, not understood yet: where it begins, where the next one does, and how to read it.
+
+    `read(True)` raises `UserError` with the record's place if it is bad; `read(False)` may name a wrong line, which
+    saves the pass over the file that counts them. A record without text, as a blank line, gives an empty document.
+    """
+
+    start: int
+    end: int
+    read: Callable[[bool], Document]
+
+
+def decode(source: SourceOptions, data: bytes, position: int, place: Callable[[int], str]) -> Document:
+    """Returns the document of UTF-8 `data`; `place(index)` names where its byte `index` stands.
+
+    Raises:
+        UserError: The data are not UTF-8, and the source does not replace such bytes.
+    """
+    try:
+        return Document(data.decode(), data, position)
+    except UnicodeDecodeError as error:
+        if source.on_undecodable == "replace":
+            text = data.decode(errors="replace")
+            return Document(text, text.encode(), position)
+        raise UserError(
+            f"{place(error.start)}: byte 0x{data[error.start]:02x} is not UTF-8; "
+            f"fix it, or set on_undecodable: replace for source {source.name}"
+        ) from None
+
+
+def one_line(error: Exception) -> str:
+    """Returns what another library says of an error, as a part of our line."""
+    return " ".join(str(error).split())

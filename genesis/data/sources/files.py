@@ -1,0 +1,140 @@
+"""The files of a source: found, described, and refused once they have changed."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from genesis.data.remote import file_name, is_url, list_files, strip_local
+from genesis.data.sources.options import Kind, SourceOptions
+from genesis.errors import UserError
+
+Compression = Literal[".gz", ".zst"]
+
+_DIRECTORY_SUFFIXES: Final = (".txt", ".jsonl", ".parquet", ".arrow")
+"""Files that a directory is searched for when a source names no suffixes."""
+_COMPRESSIONS: Final[tuple[Compression, ...]] = (".gz", ".zst")
+_KINDS: Final[dict[str, Kind]] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
+"""By the ending of a file's name; any other is of text."""
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A file as it was found; a later change of it is refused.
+
+    Of a file in a store `path` is the URL, and `identity` stands for the time of modification: what the store says that
+    changes with the file, as its ETag.
+    """
+
+    path: str
+    num_bytes: int
+    mtime_ns: int
+    identity: str = ""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of a file that can be read alone: bytes, row groups (in arrow, batches), or all of it (0 to its size)."""
+
+    file: InputFile
+    start: int
+    end: int
+    num_bytes: int
+
+
+def kind_of(path: str, source: SourceOptions) -> Kind:
+    """Returns how a file holds documents."""
+    if source.format != "auto":
+        return source.format
+    stem = file_name(path).removesuffix(compression_of(path) or "")
+    return next((kind for ending, kind in _KINDS.items() if stem.endswith(ending)), "text")
+
+
+def compression_of(path: str) -> Compression | None:
+    """Returns how a file is compressed, by its name."""
+    return next((ending for ending in _COMPRESSIONS if file_name(path).endswith(ending)), None)
+
+
+def find_files(source: SourceOptions) -> tuple[InputFile, ...]:
+    """Returns the files of a source, sorted by path, each once.
+
+    Raises:
+        UserError: A path leads to nothing or cannot be read, or a directory holds no file of the suffixes.
+    """
+    found: set[str] = set()
+    remote: dict[str, InputFile] = {}
+    for pattern in map(strip_local, source.paths):
+        if is_url(pattern):
+            remote.update({file.path: file for file in _find_remote(source, pattern)})
+            continue
+        matches = [Path(pattern)] if Path(pattern).exists() else _glob(pattern)
+        if not matches:
+            raise UserError(
+                f"source {source.name}: nothing is at {pattern}; fix the path (it is relative to {Path.cwd()})"
+            )
+        for match in matches:
+            found.update(_files_under(match, source) if match.is_dir() else [str(match)])
+    local = {path: _stat(path, source) for path in found}
+    return tuple(file for _, file in sorted({**local, **remote}.items()))
+
+
+def check_unchanged(source: SourceOptions, file: InputFile) -> None:
+    """Refuses a file that is no longer what it was when it was found.
+
+    A copy in the cache never changes, and none is made of a file in a store that has.
+
+    Raises:
+        UserError: See above.
+    """
+    if not is_url(file.path) and _stat(file.path, source) != file:
+        raise UserError(
+            f"{file.path} has changed since it was found (its size or time of modification); put it back as it was, or "
+            "begin again (data prepare and data clean: --restart; a run from a stream: a new run)"
+        )
+
+
+def explain_unreadable(path: str, source: SourceOptions, error: OSError) -> UserError:
+    """Returns the error for a file that the operating system does not let us read."""
+    return UserError(f"source {source.name}: cannot read {path} ({error.strerror or error}); fix it or leave it out")
+
+
+def _find_remote(source: SourceOptions, url: str) -> list[InputFile]:
+    files = list_files(url, _endings(source))
+    if not files:
+        raise UserError(
+            f"source {source.name}: {url} leads to no file (of a directory those are taken that end in "
+            f"{', '.join(source.suffixes or _DIRECTORY_SUFFIXES)}); fix the URL or give other `suffixes`"
+        )
+    return [InputFile(file.url, file.num_bytes, 0, file.identity) for file in files]
+
+
+def _endings(source: SourceOptions) -> tuple[str, ...]:
+    suffixes = source.suffixes or _DIRECTORY_SUFFIXES
+    return tuple(suffix + ending for suffix in suffixes for ending in ("", *_COMPRESSIONS))
+
+
+def _glob(pattern: str) -> list[Path]:
+    root = Path(pattern).anchor
+    try:
+        return [match for match in Path(root).glob(str(Path(pattern).relative_to(root))) if match.is_file()]
+    except ValueError as error:
+        raise UserError(f"{pattern!r} is not a path or a glob ({error})") from None
+
+
+def _files_under(directory: Path, source: SourceOptions) -> list[str]:
+    endings = _endings(source)
+    files = [str(path) for path in directory.rglob("*") if path.name.endswith(endings) and path.is_file()]
+    if not files:
+        suffixes = source.suffixes or _DIRECTORY_SUFFIXES
+        raise UserError(
+            f"source {source.name}: {directory} holds no file that ends in {', '.join(suffixes)}; give other `suffixes`"
+        )
+    return files
+
+
+def _stat(path: str, source: SourceOptions) -> InputFile:
+    try:
+        with Path(path).open("rb"):
+            status = Path(path).stat()
+    except OSError as error:
+        raise explain_unreadable(path, source, error) from None
+    return InputFile(path, status.st_size, status.st_mtime_ns)

@@ -1,0 +1,66 @@
+"""What a source of text is."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from genesis.errors import UserError
+
+Kind = Literal["text", "jsonl", "parquet", "arrow"]
+Format = Literal["auto"] | Kind
+
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """One named source of text.
+
+    Args:
+        name: Its name, also of its directory in the corpus: letters, digits, ".", "_" and "-".
+        paths: Files, directories (searched through all levels) or globs ("**" crosses levels); also URLs of them, as
+            s3://bucket/web/*.jsonl.zst, https://host/a.parquet or whatever else fsspec knows.
+        format: How files hold documents: text (a file is one document; also source code), jsonl, parquet, arrow (a
+            dataset that Hugging Face's `datasets` saved); auto goes by the name of each file. Text and jsonl files may
+            be compressed (.gz, .zst).
+        suffixes: Endings of the files taken from directories, as [.py, .md]; [.txt, .jsonl, .parquet, .arrow] if not
+            given.
+        text_field: Field (jsonl) or column (parquet, arrow) that holds the text.
+        separator: What ends a document in a text file, as "\\n" or "<|endoftext|>"; without it a file is one document.
+        weight: Share in the training mix, an integer in proportion to the other sources' weights.
+        on_undecodable: What to do with bytes that are not UTF-8: error, or replace them by U+FFFD.
+    """
+
+    name: str
+    paths: tuple[str, ...]
+    format: Format = "auto"
+    suffixes: tuple[str, ...] = ()
+    text_field: str = "text"
+    separator: str | None = None
+    weight: int = 1
+    on_undecodable: Literal["error", "replace"] = "error"
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", self.name):
+            raise UserError(
+                f"source name {self.name!r} is not usable for a directory; use letters, digits, '.', '_', '-'"
+            )
+        if not self.paths:
+            raise UserError(f"source {self.name} has no paths; name files, directories or globs")
+        if self.weight < 1:
+            raise UserError(f"source {self.name} has weight {self.weight}; give a whole number of at least 1")
+        if self.separator == "":
+            raise UserError(f'source {self.name} has an empty separator; leave it out or give one, as "\\n"')
+
+
+def check_sources(sources: Sequence[SourceOptions]) -> None:
+    """Refuses no sources, or two of one name.
+
+    Raises:
+        UserError: See above.
+    """
+    if not sources:
+        raise UserError("no sources are given; list at least one under `sources`")
+    names = [source.name for source in sources]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"two sources are named {name}; give each its own name")

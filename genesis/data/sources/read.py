@@ -1,0 +1,78 @@
+"""Spans of all kinds of files, and their entries: documents, from any of them on."""
+
+from collections.abc import Iterator, Sequence
+
+from genesis.data.remote import is_url
+from genesis.data.sources.blocks import DAMAGE, can_cut
+from genesis.data.sources.entry import DamagedFileError, Document, Entry, one_line
+from genesis.data.sources.files import InputFile, Span, check_unchanged, compression_of, explain_unreadable, kind_of
+from genesis.data.sources.options import SourceOptions
+from genesis.data.sources.records import find_delimiter, record_entries
+from genesis.data.sources.tables import TABLES, plan_row_groups, row_entries
+
+
+def plan_spans(source: SourceOptions, files: Sequence[InputFile], target_bytes: int) -> Iterator[Span]:
+    """Yields the spans of a source's files in order, of about `target_bytes` where a file can be cut.
+
+    A file in a store is one span: all of it is copied to read a part, and a small cache would not keep it for the next.
+
+    Raises:
+        UserError: A parquet file is damaged, or has no text in `text_field`.
+    """
+    for file in files:
+        kind = kind_of(file.path, source)
+        if is_url(file.path):
+            if file.num_bytes or kind in TABLES:  # an empty table is refused where it is read
+                yield Span(file, 0, file.num_bytes, file.num_bytes)
+        elif kind in TABLES:
+            yield from plan_row_groups(source, file, target_bytes)
+        elif compression_of(file.path) is None and can_cut(find_delimiter(kind, source)):
+            for start in range(0, file.num_bytes, target_bytes):
+                end = min(start + target_bytes, file.num_bytes)
+                yield Span(file, start, end, end - start)
+        elif file.num_bytes:
+            yield Span(file, 0, file.num_bytes, file.num_bytes)
+
+
+def read_entries(source: SourceOptions, span: Span, start: int = 0) -> Iterator[Entry]:
+    """Yields the records of a span in order, from the one at `start` on: 0, or where an entry ends.
+
+    A bad record raises when it is read, not here. An uncompressed file of records is read from `start` on, a parquet
+    file from the row group that holds it, a compressed file from its beginning. Memory is bounded by the largest
+    record (and, for parquet, by a row group).
+
+    Raises:
+        DamagedFileError: The file is cut short or damaged.
+        UserError: The file has changed or cannot be read.
+    """
+    check_unchanged(source, span.file)
+    entries = row_entries if kind_of(span.file.path, source) in TABLES else record_entries
+    try:
+        yield from entries(source, span, start)
+    except DAMAGE as error:
+        raise DamagedFileError(
+            f"{span.file.path} is cut short or damaged ({one_line(error)}); fetch it again"
+        ) from None
+    except OSError as error:
+        if error.errno is None:  # pyarrow's, of data that does not decompress
+            raise DamagedFileError(f"{span.file.path} is damaged ({one_line(error)}); fetch it again") from None
+        raise explain_unreadable(span.file.path, source, error) from None
+    check_unchanged(source, span.file)
+
+
+def read_documents(source: SourceOptions, span: Span) -> Iterator[Document]:
+    """Yields the documents of a span in order; empty ones are left out.
+
+    Raises:
+        UserError: The file has changed or is damaged, or a document is not what `source` says; the line names the
+            file and the place in it.
+    """
+    for entry in read_entries(source, span):
+        document = entry.read(True)
+        if document.utf8:
+            yield document
+
+
+def is_cheap_to_reopen(source: SourceOptions, span: Span) -> bool:
+    """Whether `read_entries` begins at any entry without reading what is before it."""
+    return kind_of(span.file.path, source) not in TABLES and compression_of(span.file.path) is None

@@ -1,0 +1,101 @@
+"""Entries of files of records: text, whole or cut at a separator, and jsonl."""
+
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Final
+
+from genesis.data.sources.blocks import read_blocks, split_records
+from genesis.data.sources.entry import Document, Entry, decode, one_line
+from genesis.data.sources.files import Span, compression_of, kind_of
+from genesis.data.sources.options import Kind, SourceOptions
+from genesis.errors import UserError
+
+_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
+
+
+def find_delimiter(kind: Kind, source: SourceOptions) -> bytes | None:
+    """Returns what stands between two records; None where a file is one."""
+    if kind == "jsonl":
+        return b"\n"
+    return source.separator.encode() if source.separator is not None else None
+
+
+def record_entries(source: SourceOptions, span: Span, start: int) -> Iterator[Entry]:
+    """Yields the records of a span, from the one at `start` on."""
+    kind = kind_of(span.file.path, source)
+    delimiter = find_delimiter(kind, source)
+    read = partial(_read_record, source, span, kind)
+    if delimiter is None:
+        if start == 0:
+            data = b"".join(block for block, _ in read_blocks(span.file))
+            yield Entry(0, 1, partial(read, 0, data, span.num_bytes))
+        return
+    for offset, record, position in split_records(span, delimiter, start):
+        yield Entry(offset, offset + len(record) + len(delimiter), partial(read, offset, record, position))
+
+
+def _read_record(
+    source: SourceOptions, span: Span, kind: Kind, offset: int, record: bytes, position: int, is_located: bool
+) -> Document:
+    if kind == "text":
+        return decode(source, record, position, _place_in_file(span, offset))
+    line = record.removeprefix(_BYTE_ORDER_MARK) if offset == 0 else record
+    if not line.strip():
+        return Document("", b"", position)
+    decoded = decode(source, line, position, _place_in_file(span, offset + len(record) - len(line)))
+    shown = offset if is_located else 0
+    try:
+        fields = json.loads(decoded.text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"{_line(span, shown)} is not JSON ({one_line(error)}); fix or remove it") from None
+    return _encode(source, span, shown, _text_of(source, span, shown, fields), position)
+
+
+def _text_of(source: SourceOptions, span: Span, offset: int, fields: object) -> str:
+    if not isinstance(fields, dict):
+        raise UserError(f"{_line(span, offset)} is a JSON {type(fields).__name__}, not an object; fix or remove it")
+    if source.text_field not in fields:
+        names = ", ".join(list(fields)[:20]) or "none"
+        raise UserError(
+            f"{_line(span, offset)} has no field {source.text_field!r} (it has: {names}); "
+            f"set text_field of source {source.name}"
+        )
+    text = fields[source.text_field]
+    if not isinstance(text, str):
+        raise UserError(
+            f"{_line(span, offset)}: field {source.text_field!r} is {type(text).__name__}, not text; "
+            f"fix it or set text_field of source {source.name}"
+        )
+    return text
+
+
+def _encode(source: SourceOptions, span: Span, offset: int, text: str, position: int) -> Document:
+    try:
+        return Document(text, text.encode(), position)
+    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, which is no character
+        if source.on_undecodable == "replace":
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            return Document(text, text.encode(), position)
+        raise UserError(
+            f"{_line(span, offset)} has a lone surrogate \\u{ord(text[error.start]):04x} at character {error.start} of "
+            f"its text; fix it, or set on_undecodable: replace for source {source.name}"
+        ) from None
+
+
+def _line(span: Span, offset: int) -> str:
+    number = 1
+    for block, _ in read_blocks(span.file):
+        number += block[:offset].count(b"\n")
+        offset -= len(block)
+        if offset <= 0:
+            break
+    return f"{span.file.path}, line {number}"
+
+
+def _place_in_file(span: Span, offset: int) -> Callable[[int], str]:
+    def place(index: int) -> str:
+        text = " of its decompressed text" if compression_of(span.file.path) is not None else ""
+        return f"{span.file.path}, offset {offset + index}{text}"
+
+    return place

@@ -1,0 +1,35 @@
+"""A share of sources' documents, for what learns from some of the text: a tokenizer."""
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from genesis.data.sources.files import find_files
+from genesis.data.sources.options import SourceOptions, check_sources
+from genesis.data.sources.read import plan_spans, read_documents
+
+_SPAN_BYTES: Final = 4 << 20
+
+
+def sample_texts(sources: Sequence[SourceOptions], budget_bytes: int, seed: int = 0) -> Iterator[str]:
+    """Yields documents of all sources, by weight, up to about `budget_bytes` of text: the same for the same files.
+
+    A source's share is taken from all over its files. One smaller than its share is taken whole.
+    """
+    check_sources(sources)
+    total_weight = sum(source.weight for source in sources)
+    for source in sources:
+        yield from _sample_source(source, budget_bytes * source.weight // total_weight, seed)
+
+
+def _sample_source(source: SourceOptions, budget_bytes: int, seed: int) -> Iterator[str]:
+    spans = list(plan_spans(source, find_files(source), _SPAN_BYTES))
+    random.Random(seed).shuffle(spans)
+    for index, span in enumerate(spans):
+        quota = budget_bytes // (len(spans) - index)
+        for document in read_documents(source, span):
+            if quota <= 0:
+                break
+            quota -= len(document.utf8)
+            budget_bytes -= len(document.utf8)
+            yield document.text

@@ -1,0 +1,107 @@
+"""Entries of tables: parquet, and Arrow's streams in its shape."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from genesis.data.arrow_file import ArrowFile
+from genesis.data.sources.blocks import open_local
+from genesis.data.sources.entry import Document, Entry, decode, one_line
+from genesis.data.sources.files import InputFile, Span, kind_of
+from genesis.data.sources.options import Kind, SourceOptions
+from genesis.errors import UserError
+
+TABLES: Final[dict[Kind, Callable[[str | Path], Any]]] = {"parquet": pq.ParquetFile, "arrow": ArrowFile}
+"""What opens a table of each kind."""
+
+_ROWS_PER_BATCH: Final = 256
+
+
+def plan_row_groups(source: SourceOptions, file: InputFile, target_bytes: int) -> Iterator[Span]:
+    """Yields spans of whole row groups, of about `target_bytes`.
+
+    Raises:
+        UserError: The file is damaged, or has no text in `text_field`.
+    """
+    kind = kind_of(file.path, source)
+    try:
+        with TABLES[kind](file.path) as table:
+            _check_column(source, file.path, table.schema_arrow)
+            sizes = [table.metadata.row_group(index).total_byte_size for index in range(table.num_row_groups)]
+    except pa.ArrowException as error:
+        raise UserError(f"{file.path} is not a whole {kind} file ({one_line(error)}); fetch it again") from None
+    start, num_bytes = 0, 0
+    for index, size in enumerate(sizes):
+        num_bytes += size
+        if num_bytes >= target_bytes or index + 1 == len(sizes):
+            yield Span(file, start, index + 1, num_bytes)
+            start, num_bytes = index + 1, 0
+
+
+def row_entries(source: SourceOptions, span: Span, start: int) -> Iterator[Entry]:
+    """Yields the rows of a span, from row `start` of the span on; row groups before it are not read."""
+    with _open_table(source, span) as (table, groups):
+        first = sum(table.metadata.row_group(index).num_rows for index in range(span.start))
+        row = position = 0
+        for index in groups:
+            group = table.metadata.row_group(index)
+            num_skipped = min(max(start - row, 0), group.num_rows)
+            row += num_skipped
+            if num_skipped < group.num_rows:
+                for data in _read_texts(source, table, index, num_skipped):
+                    yield Entry(row, row + 1, partial(_read_row, source, span, first + row, position, data))
+                    row += 1
+            # Of a file that is one span, `num_bytes` is the compressed size.
+            position = min(position + group.total_byte_size, span.num_bytes)
+
+
+def _read_texts(source: SourceOptions, table: Any, group: int, num_skipped: int) -> Iterator[bytes | None]:
+    """Yields the texts of a row group, without the first `num_skipped`."""
+    for batch in table.iter_batches(_ROWS_PER_BATCH, row_groups=[group], columns=[source.text_field]):
+        column = batch.column(0)
+        if pa.types.is_dictionary(column.type):
+            column = column.dictionary_decode()
+        rest = column.slice(min(num_skipped, len(column)))
+        num_skipped -= len(column) - len(rest)
+        yield from rest.cast(pa.large_binary()).to_pylist()
+
+
+def _read_row(
+    source: SourceOptions, span: Span, row: int, position: int, data: bytes | None, is_located: bool
+) -> Document:
+    """Returns the document of a row; `is_located` is for entries of other kinds, a row always knows its number."""
+    if data is None:
+        raise UserError(
+            f"{span.file.path}, row {row} has no {source.text_field!r} (null); remove it or set another text_field for "
+            f"source {source.name}"
+        )
+    return decode(source, data, position, lambda index: f"{span.file.path}, row {row}, offset {index} of its text")
+
+
+@contextmanager
+def _open_table(source: SourceOptions, span: Span) -> Iterator[tuple[Any, range]]:
+    """Gives the file and the span's row groups."""
+    kind = kind_of(span.file.path, source)
+    with open_local(span.file) as path, TABLES[kind](path) as table:
+        _check_column(source, span.file.path, table.schema_arrow)
+        yield table, range(span.start, min(span.end, table.num_row_groups))
+
+
+def _check_column(source: SourceOptions, path: str, schema: pa.Schema) -> None:
+    if source.text_field not in schema.names:
+        raise UserError(
+            f"{path} has no column {source.text_field!r} (it has: {', '.join(schema.names)}); "
+            f"set text_field of source {source.name}"
+        )
+    kind = schema.field(source.text_field).type
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    is_text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    if not any(matches(kind) for matches in is_text):
+        raise UserError(
+            f"{path}: column {source.text_field!r} is {kind}, not text; set text_field of source {source.name}"
+        )
