@@ -3,7 +3,9 @@
 import json
 import os
 import random
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +27,7 @@ from genesis_callbacks.checkpoint import (
     SaveFailedError,
     Saver,
     Snapshot,
+    UnreadableCheckpointError,
     find_latest,
     list_committed,
     local_parts,
@@ -280,3 +283,23 @@ def test_a_deep_look_adds_up_blocks_of_a_tensor_that_is_cut_along_any_dimension(
     forge_digest(path, "model.w")
     with pytest.raises(CorruptCheckpointError, match=r"model\.w has digest"):
         verify(path, "deep")
+
+
+def test_a_save_that_a_full_disk_ends_is_no_value_error(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(SaveFailedError, match="File too large") as caught:
+            save_steps(tmp_path, 3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert not isinstance(caught.value, ValueError)
+    assert caught.value.exit_status == 1
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_statuses_of_errors_follow_one_convention():
+    assert {error.exit_status for error in (SaveFailedError, CorruptCheckpointError, UnreadableCheckpointError)} == {1}
+    assert {error.exit_status for error in (CheckpointError, DirectoryInUseError)} == {2}

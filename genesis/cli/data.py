@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 from rich.text import Text
 
-from genesis.cli.options import PLAIN_WIDTH, build_parser, make, parse
+from genesis.cli.options import FAILED_CHECK, PLAIN_WIDTH, build_parser, make, parse
 from genesis.data.corpus import open_corpus
 from genesis.data.inspect import (
     PackingReport,
@@ -24,7 +24,7 @@ from genesis.data.inspect import (
     verify_corpus,
     verify_plans,
 )
-from genesis.data.manifest import CorpusManifest, SourceRecord, Split, read_manifest
+from genesis.data.manifest import MANIFEST_NAME, CorpusManifest, SourceRecord, Split, read_manifest
 from genesis.data.plans import PlannedPacking, write_plan
 from genesis.data.prepare import PrepareOptions, PrepareProgress, prepare_corpus
 from genesis.errors import UserError
@@ -45,7 +45,7 @@ share of labels whose document's beginning is cut off, dropped the number of lab
 Example: genesis data inspect corpora/demo --num_samples 5 --seq_len 2048"""
 
 _VERIFY_DESCRIPTION = """Reads every shard and plan of a corpus and compares its size and hash with what is recorded.
-Exit status 2 if one differs. Example: genesis data verify corpora/demo"""
+Exit status 1 if one differs. Example: genesis data verify corpora/demo"""
 
 
 @dataclass(frozen=True)
@@ -133,9 +133,15 @@ def verify_main(argv: list[str]) -> int:
     parser = build_parser("data verify", _VERIFY_DESCRIPTION)
     parser.add_argument("corpus", type=Path, help="directory that `genesis data prepare` made")
     corpus: Path = parse(parser, argv).corpus
-    shards = list(verify_corpus(corpus))
+    if not (corpus / MANIFEST_NAME).exists():
+        read_manifest(corpus)  # refuses it: no corpus is the user's mistake, and no damage
+    try:
+        shards = list(verify_corpus(corpus))
+        plans = verify_plans(open_corpus(corpus, verify_hashes="never"))
+    except UserError as error:
+        print(f"genesis: error: {error}", file=sys.stderr)
+        return FAILED_CHECK
     num_bytes = sum({shard.path: shard.file_bytes for shard in shards}.values())
-    plans = verify_plans(open_corpus(corpus, verify_hashes="never"))
     told = ", ".join(f"{plan.packing} at seq_len {plan.seq_len}" for plan in plans) or "none"
     print(f"{corpus}: {len(shards):,} shards, {num_bytes:,} bytes, all as the manifest says; plans: {told}")
     return 0

@@ -26,7 +26,11 @@ def help_text(group: str | None = None) -> str:
     if group is None:
         lines += ["Trains language models from raw text, with checkpoints that never lie.", ""]
     lines += [f"  {command.name:<{width}}  {command.summary}" for command in commands]
-    lines += ["", "`genesis COMMAND --help` tells the options of one; `genesis --version` the version."]
+    lines += [
+        "",
+        "`genesis COMMAND --help` tells the options of one; `genesis --version` the version.",
+        "Exit status: 0 good, 1 a check failed or a run ended badly, 2 a mistake in what was given, 130 interrupted.",
+    ]
     return "\n".join(lines)
 
 

@@ -15,6 +15,8 @@ from genesis.errors import UserError
 
 T = TypeVar("T")
 
+FAILED_CHECK = 1
+"""Exit status of a command that looked and found something bad."""
 PLAIN_WIDTH = 120
 """Columns of a table that goes to a file or a pipe."""
 

@@ -8,7 +8,7 @@ from ._boundary import Boundary
 from ._fit_saves import FitSaves, SaveHistory
 from ._rank_watch import RankWatch
 from ._save_warnings import SaveFailedWarning
-from .checkpoint.errors import CheckpointError
+from .checkpoint.errors import CheckpointError, SaveFailedError
 from .checkpoint.save import Snapshot
 
 # How long the save in flight may take to end before the last window's end cannot be saved.
@@ -43,7 +43,7 @@ def begin_alone(
         return False
     try:
         return _begin(saves, history, boundary)
-    except CheckpointError as error:
+    except (CheckpointError, SaveFailedError) as error:
         warnings.warn(f"step {boundary.step} is not saved: {error}", SaveFailedWarning, stacklevel=2)
         return False
 
@@ -71,7 +71,7 @@ def _why_not(
     exception: BaseException,
     global_step: int,
 ) -> str | None:
-    if isinstance(exception, CheckpointError):
+    if isinstance(exception, CheckpointError | SaveFailedError):
         return "it was a save that failed"
     if global_step != boundary.step or not boundary.is_untouched:
         return "parameters or buffers have been written since its end"

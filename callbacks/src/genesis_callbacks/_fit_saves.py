@@ -164,7 +164,7 @@ class FitSaves:
     def _save_now(self) -> None:
         try:
             saved = self.saver.save(self.take_snapshot)
-        except CheckpointError as error:
+        except (CheckpointError, SaveFailedError) as error:
             self._fail(self._trainer.global_step, error)
             return
         self.note_saved(saved.manifest.step)
@@ -189,7 +189,7 @@ class FitSaves:
         step = self._trainer.global_step
         try:
             background.begin(step, lambda: self.take_snapshot(self._parts), self.progress())
-        except CheckpointError as error:
+        except (CheckpointError, SaveFailedError) as error:
             self._fail(step, error)
 
     def progress(self) -> Progress:

@@ -1,14 +1,20 @@
-"""The errors of the checkpoint engine: one line each, with the value and the remedy."""
+"""The errors of the checkpoint engine: one line each, with the value and the remedy.
 
-from genesis_callbacks.errors import UserError
+A `CheckpointError` is a `ValueError`: it is about something that somebody gave. `SaveFailedError` is not, because no
+value is wrong when a disk is full: `except ValueError` must not swallow it. `exit_status` is the command line's.
+"""
+
+from genesis_callbacks.errors import RunEndedError, UserError
 
 
 class CheckpointError(UserError):
-    """Something about a checkpoint that the user can mend, or must know; the base of the errors here."""
+    """Something about a checkpoint that the user can fix, or must know; the base of all errors here but one."""
 
 
 class CorruptCheckpointError(CheckpointError):
     """A checkpoint that is not whole: a file is missing, or holds other bytes than its manifest vouches for."""
+
+    exit_status = 1  # a check that failed
 
 
 class UnreadableCheckpointError(CheckpointError):
@@ -17,10 +23,11 @@ class UnreadableCheckpointError(CheckpointError):
     exit_status = 1  # the disk's or the machine's doing: starting again may help
 
 
-class SaveFailedError(CheckpointError):
-    """A save that did not become a checkpoint; every rank raises it, and earlier checkpoints are untouched."""
+class SaveFailedError(RunEndedError):
+    """A save that did not become a checkpoint; every rank raises it, and earlier checkpoints are untouched.
 
-    exit_status = 1  # the disk's or the machine's doing: starting again may help
+    It is the disk's or the machine's doing, and starting again may help: no `CheckpointError`, nor a `ValueError`.
+    """
 
 
 class UnsupportedStateError(CheckpointError):

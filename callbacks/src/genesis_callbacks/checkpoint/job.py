@@ -71,7 +71,9 @@ def failed_outcome(error: BaseException) -> Outcome:
     """Returns the outcome that an error makes."""
     kinds = [kind for error_type, kind in _KIND_BY_ERROR.items() if isinstance(error, error_type)]
     kind: OutcomeKind = kinds[0] if kinds else "failed"
-    return Outcome(kind, str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}")
+    return Outcome(
+        kind, str(error) if isinstance(error, CheckpointError | SaveFailedError) else f"{type(error).__name__}: {error}"
+    )
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from .errors import CheckpointError, SaveFailedError
 
 T = TypeVar("T")
+ErrorType = type[CheckpointError] | type[SaveFailedError]
 
 
 class Ranks:
@@ -69,30 +70,28 @@ class Ranks:
 
         return finish
 
-    def attempt(self, act: str, function: Callable[[], T], *, error_type: type[CheckpointError] = SaveFailedError) -> T:
+    def attempt(self, act: str, function: Callable[[], T], *, error_type: ErrorType = SaveFailedError) -> T:
         """Returns what `function()` gives on this rank; if it raises on any, raises on all alike. Communicates once.
 
         Raises:
-            CheckpointError: Of `error_type` (or, where all ranks that failed agree on it, of the type that they
-                raised); it names the act, the ranks and what they met.
+            CheckpointError, SaveFailedError: Of `error_type` (or, where all ranks that failed agree on it, of the type
+                that they raised); it names the act, the ranks and what they met.
         """
         return self._attempt(act, function, error_type, keep_local=True)[self.rank]
 
     def attempt_and_gather(
-        self, act: str, function: Callable[[], T], *, error_type: type[CheckpointError] = SaveFailedError
+        self, act: str, function: Callable[[], T], *, error_type: ErrorType = SaveFailedError
     ) -> list[T]:
         """Returns what `function()` gave on each rank, in rank order; otherwise as `attempt`. Communicates once."""
         return self._attempt(act, function, error_type, keep_local=False)
 
-    def _attempt(
-        self, act: str, function: Callable[[], T], error_type: type[CheckpointError], *, keep_local: bool
-    ) -> list[T]:
+    def _attempt(self, act: str, function: Callable[[], T], error_type: ErrorType, *, keep_local: bool) -> list[T]:
         value: Any = None
-        failure: tuple[type[CheckpointError] | None, str] | None = None
+        failure: tuple[ErrorType | None, str] | None = None
         cause: Exception | None = None
         try:
             value = function()
-        except CheckpointError as error:
+        except (CheckpointError, SaveFailedError) as error:
             failure, cause = (type(error), str(error)), error
         except Exception as error:
             failure, cause = (None, f"{type(error).__name__}: {error}"), error
