@@ -28,13 +28,14 @@ from genesis.bench.checkpoint_modes import MODES, OVERLAPPED
 from genesis.bench.contenders import OWN, Worker, WorkerProcess
 from genesis.bench.data import SHAPES
 from genesis.bench.pairs import compare_pairs, rotate_order
-from genesis.bench.random_corpus import EOS_ID, write_random_corpus
+from genesis.bench.random_corpus import write_random_corpus
 from genesis.bench.record import anonymise, describe_hardware, write_record
 from genesis.bench.step import MODELS as STEP_MODELS
 from genesis.bench.step import plan_workload
 from genesis.bench.workers.checkpoint_protocol import Task
 from genesis.bench.workers.data_protocol import ReadTask
 from genesis.errors import UserError
+from genesis.tokenizer.train import EOS_ID
 
 NOW, BEFORE = "now", "before"
 GOAL_RATIO = 1.02
