@@ -1,8 +1,6 @@
 """Bad input gets one line with the value and the remedy, and exit status 2; nothing is trained and nothing is lost."""
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +8,7 @@ import pytest
 
 from tests.cli.conftest import Genesis, Outcome
 from tests.cli.tiny import build_recipe, write_recipe
+from tests.commands import run_genesis
 
 
 def check_is_one_line(outcome: Outcome, *parts: str) -> None:
@@ -185,7 +184,6 @@ def test_the_other_commands_refuse_in_one_line_too(
 
 
 def test_a_real_process_says_one_line_and_ends_with_status_2(recipe: Path) -> None:
-    command = [sys.executable, "-m", "genesis", "fit", "--config", str(recipe), "--data.corpus", "nowhere"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_genesis("fit", "--config", recipe, "--data.corpus", "nowhere")
     check_is_one_line(Outcome(done.returncode, done.stdout, done.stderr), "nowhere is not a prepared corpus")
     assert done.stdout == ""

@@ -3,7 +3,6 @@ import json
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from genesis.evaluate import watch as watching
 from genesis.evaluate.questions import TaskQuestion
 from tests.cli.conftest import Genesis
 from tests.cli.test_configs import CONFIGS
+from tests.commands import PIPE, ForkedCommand, start_genesis
 from tests.evaluate.support import write_choices, write_rows
 from tests.tiny_runs import build_decoder, save
 
@@ -287,7 +287,7 @@ def test_watching_writes_to_the_tensorboard_of_the_run(genesis: Genesis, recipe:
     assert wanted.keys() == {"2", "4"}
 
 
-def wait_for(is_there: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+def wait_for(is_there: Callable[[], bool], process: ForkedCommand) -> None:
     deadline = time.monotonic() + DEADLINE_SECONDS
     while not is_there():
         assert process.poll() is None, process.communicate()
@@ -296,8 +296,7 @@ def wait_for(is_there: Callable[[], bool], process: subprocess.Popen[str]) -> No
 
 
 def test_ctrl_c_ends_watching_with_130_and_nothing_half_written(own_run: Path, animals: str) -> None:
-    words = ("-m", "genesis", "evaluate", str(own_run), "--tasks", animals, "--watch")
-    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = start_genesis("evaluate", own_run, "--tasks", animals, "--watch", stdout=PIPE, stderr=PIPE)
     metrics = own_run / "evaluations" / "metrics.csv"
     try:
         wait_for(lambda: metrics.exists() and len(read_metrics(own_run)) == 3, process)

@@ -4,8 +4,6 @@ import csv
 import json
 import os
 import struct
-import subprocess
-import sys
 import time
 import uuid
 from collections import defaultdict
@@ -19,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb.proto.wandb_internal_pb2 import Record
 
 from tests.cli.test_configs import CONFIGS
+from tests.commands import run_genesis
 
 DEADLINE_SECONDS = 240
 POLL_SECONDS = 0.1
@@ -36,14 +35,8 @@ def fit(recipe: Path, logger: str) -> Path:
     mark = uuid.uuid4().hex
     environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
     configs = ("--config", str(recipe), "--config", str(CONFIGS / "loggers" / logger))
-    done = subprocess.run(
-        [sys.executable, "-m", "genesis", "fit", *configs],
-        cwd=here,
-        env={**environment, "HOME": str(home), MARK: mark},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_SECONDS,
-    )
+    environment |= {"HOME": str(home), MARK: mark}
+    done = run_genesis("fit", *configs, cwd=here, env=environment, timeout=DEADLINE_SECONDS)
     assert done.returncode == 0, done.stderr
     warned = [line for line in done.stderr.splitlines() if "warning" in line.lower()]
     assert [line for line in warned if not any(known in line for known in KNOWN_WARNINGS)] == []

@@ -3,8 +3,6 @@
 import csv
 import json
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import yaml
 
 from tests.cli.conftest import Genesis
 from tests.cli.tiny import build_recipe, write_recipe
+from tests.commands import STDOUT, ForkedCommand, start_genesis
 
 DEADLINE_SECONDS = 120
 POLL_SECONDS = 0.05
@@ -67,9 +66,7 @@ def test_sigterm_in_mid_training_saves_ends_with_143_and_latest_goes_on(
     endless = {"trainer.max_steps": 1_000_000, "checkpoint.every_n_steps": 1_000_000, "checkpoint.save_at_end": False}
     recipe = write_recipe(tmp_path / "recipe.yaml", build_recipe(tiny_corpus, run_dir), endless)
     with (tmp_path / "output").open("w") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "genesis", "fit", "--config", str(recipe)], stdout=output, stderr=subprocess.STDOUT
-        )
+        process = start_genesis("fit", "--config", recipe, stdout=output, stderr=STDOUT)
         try:
             wait_for_steps(process, run_dir)
             process.send_signal(signal.SIGTERM)
@@ -90,7 +87,7 @@ def test_sigterm_in_mid_training_saves_ends_with_143_and_latest_goes_on(
     assert (run_dir / "config.resume-1.yaml").exists()
 
 
-def wait_for_steps(process: subprocess.Popen[bytes], run_dir: Path) -> None:
+def wait_for_steps(process: ForkedCommand, run_dir: Path) -> None:
     deadline = time.monotonic() + DEADLINE_SECONDS
     while not (run_dir / "metrics.csv").exists() or len(logged_steps(run_dir)) < 3:
         assert process.poll() is None, (run_dir.parent / "output").read_text()

@@ -3,8 +3,6 @@
 import csv
 import json
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import yaml
 
 from tests.cli.conftest import Genesis
 from tests.cli.tiny import build_recipe, write_recipe
+from tests.commands import start_genesis
 from tests.data.stream.streams import make_texts, make_tokenizer, write_files
 
 DEADLINE_SECONDS = 120
@@ -68,7 +67,7 @@ def test_a_streamed_run_that_is_killed_and_resumed_equals_one_that_was_not(
     outcome = genesis("fit", "--config", str(recipe))
     assert outcome.status == 0, outcome.err
     recipe = write_recipe(tmp_path / "killed.yaml", build_streamed_recipe(sources, killed))
-    process = subprocess.Popen([sys.executable, "-m", "genesis", "fit", "--config", str(recipe)])
+    process = start_genesis("fit", "--config", recipe)
     try:
         deadline = time.monotonic() + DEADLINE_SECONDS
         while not list(killed.glob("checkpoints/step-*[69]/COMMITTED")):

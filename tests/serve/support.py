@@ -6,8 +6,6 @@ import http.client
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +25,7 @@ from genesis.serve.guard import Guard
 from genesis.serve.pool import Limits
 from genesis.serve.server import Server, answering, bind
 from genesis.tokenizer.tokenizer import Tokenizer
+from tests.commands import PIPE, ForkedCommand, start_genesis
 from tests.tiny_runs import build_decoder, save
 
 START_SECONDS = 120.0
@@ -39,7 +38,7 @@ class Running:
     """A server that answers at `port` of 127.0.0.1; `process` is its own, if it has one."""
 
     port: int
-    process: "subprocess.Popen[str] | None" = None
+    process: ForkedCommand | None = None
 
     @property
     def url(self) -> str:
@@ -64,12 +63,10 @@ class Running:
 @contextmanager
 def start(*arguments: str | Path, told: str | None = None, **environment: str) -> Iterator[Running]:
     """Runs `genesis serve` on a free port; on its error output it tells what is expected, or nothing."""
-    command = [sys.executable, "-m", "genesis", "serve", *map(str, arguments), "--port", "0", "--device", "cpu"]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+    process = start_genesis(
+        *("serve", *arguments, "--port", "0", "--device", "cpu"),
+        stdout=PIPE,
+        stderr=PIPE,
         env={**os.environ, "GENESIS_TOKEN": "", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment},
     )
     try:

@@ -1,22 +1,20 @@
 """One device needs nobody: no process group, and no port that another program could have or reach."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
+from tests.commands import REPOSITORY, run_module
+
 DEADLINE_SECONDS = 120
 
 
 def run_alone(strategy: str, run_dir: Path) -> list[dict[str, Any]]:
     """Runs `alone.py` in a process that no test has given a process group."""
     run_dir.mkdir()
-    command = [sys.executable, "-m", "tests.strategies.alone", strategy, str(run_dir)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
+    done = run_module("tests.strategies.alone", strategy, run_dir, cwd=REPOSITORY, timeout=DEADLINE_SECONDS)
     assert done.returncode == 0, done.stderr
     return json.loads((run_dir / "seen.json").read_text())
 

@@ -1,0 +1,172 @@
+"""Commands of tests in processes of their own, forked from one that has imported Lightning (`tests.forkserver`).
+
+A forked command has a process id, signals, directory, environment, stdin and exit status of its own, as one that the
+shell starts; only its command line in /proc is not its own. Where a test is about starting, or looks for processes by
+their command line or first environment, it starts `sys.executable` instead.
+"""
+
+import atexit
+import functools
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+PIPE, STDOUT, DEVNULL = subprocess.PIPE, subprocess.STDOUT, subprocess.DEVNULL
+
+Target = int | IO[Any] | None
+REPOSITORY = Path(__file__).parents[1]
+
+
+class ForkedCommand:
+    """A running command, with the methods of `subprocess.Popen` that tests use; it may be used in a `with`."""
+
+    def __init__(
+        self,
+        module: str,
+        *arguments: str | Path,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        stdout: Target = None,
+        stderr: Target = None,
+    ) -> None:
+        self.args = ["python", "-m", module, *map(str, arguments)]
+        self.returncode: int | None = None
+        request = {
+            "module": module,
+            "arguments": self.args[3:],
+            "cwd": str(cwd or Path.cwd()),
+            "environment": dict(os.environ if env is None else env),
+        }
+        self.stdout, out = _open(stdout, 1)
+        self.stderr, err = (None, os.dup(out)) if stderr == STDOUT else _open(stderr, 2)
+        reports, pipe = os.pipe()
+        stdin = os.open(os.devnull, os.O_RDONLY)
+        socket.send_fds(_requests(), [json.dumps(request).encode()], [stdin, out, err, pipe])
+        for descriptor in (stdin, out, err, pipe):
+            os.close(descriptor)
+        self._reports = os.fdopen(reports, "r", encoding="ascii")
+        self.pid = int(self._reports.readline())
+
+    def poll(self) -> int | None:
+        """Returns the exit status, or None while the command runs."""
+        return self._look(0.0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Returns the exit status; waits for it."""
+        status = self._look(timeout)
+        if status is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return status
+
+    def _look(self, timeout: float | None) -> int | None:
+        if self.returncode is None and select.select([self._reports], [], [], timeout)[0]:
+            line = self._reports.readline()
+            assert line, "the forkserver has ended"
+            self.returncode = os.waitstatus_to_exitcode(int(line))
+            self._reports.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal, unless the command has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Sends SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Sends SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Returns what is left to read of stdout and stderr (empty where they are no pipes); waits for the end."""
+        texts = {"stdout": "", "stderr": ""}
+
+        def read(name: str, stream: IO[str]) -> None:
+            texts[name] = stream.read()
+
+        pipes = {name: stream for name in texts if (stream := getattr(self, name)) is not None and not stream.closed}
+        readers = [threading.Thread(target=read, args=pipe, daemon=True) for pipe in pipes.items()]
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for reader in readers:
+            reader.start()
+        for reader in readers:
+            reader.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            if reader.is_alive():
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        self.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        for stream in pipes.values():
+            stream.close()
+        return texts["stdout"], texts["stderr"]
+
+    def __enter__(self) -> "ForkedCommand":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.kill()
+        self.communicate()
+
+
+def start_genesis(*arguments: str | Path, **options: Any) -> ForkedCommand:
+    """Starts `python -m genesis ARGUMENTS`; `options` are those of `ForkedCommand`."""
+    return ForkedCommand("genesis", *arguments, **options)
+
+
+def run_module(
+    module: str, *arguments: str | Path, timeout: float | None = None, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Runs `python -m MODULE ARGUMENTS` to its end and returns status and output."""
+    with ForkedCommand(module, *arguments, **{"stdout": PIPE, "stderr": PIPE, **options}) as command:
+        out, err = command.communicate(timeout)
+    assert command.returncode is not None
+    return subprocess.CompletedProcess(command.args, command.returncode, out, err)
+
+
+def run_genesis(
+    *arguments: str | Path, timeout: float | None = None, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Runs `python -m genesis ARGUMENTS` to its end and returns status and output."""
+    return run_module("genesis", *arguments, timeout=timeout, **options)
+
+
+def _open(target: Target, standard: int) -> tuple[IO[str] | None, int]:
+    """Returns the end of a pipe to read from, if one is asked for, and a descriptor for the child."""
+    if target == PIPE:
+        ours, theirs = os.pipe()
+        return os.fdopen(ours, "r", encoding="utf-8", errors="replace"), theirs
+    if target == DEVNULL:
+        return None, os.open(os.devnull, os.O_WRONLY)
+    if target is None:
+        return None, os.dup(standard)
+    return None, os.dup(target if isinstance(target, int) else target.fileno())
+
+
+@functools.cache
+def _requests() -> socket.socket:
+    """Returns the socket of this process's forkserver, which ends with this process or at its exit."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    # Its imports would start threads of OpenBLAS; after a fork there are none.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.forkserver", str(theirs.fileno())]
+    process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, pass_fds=[theirs.fileno()])
+    theirs.close()
+
+    def end() -> None:
+        ours.close()
+        process.wait()
+
+    atexit.register(end)
+    return ours

@@ -1,0 +1,116 @@
+"""The process that the commands of tests are forked from: it has imported Lightning once, which takes seconds.
+
+It reads requests from the socket whose descriptor is its argument: as JSON a module, its arguments, the directory and
+the environment, and with them the descriptors of stdin, stdout, stderr and a pipe. To the pipe it writes the child's
+process id, and in the end the status that the kernel reports. A child leaves the loop, runs the module as
+`python -m MODULE` does and ends as any interpreter ends. Nothing may compute before the fork: the threads of OpenMP
+do not survive one.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+MODULES = ("torch.distributed.fsdp", "lightning.pytorch", "genesis.cli.fit", "genesis.cli.serve")
+MAX_REQUEST_BYTES = 1 << 20
+NUM_DESCRIPTORS = 4
+
+
+@dataclass(frozen=True)
+class Request:
+    """One command: what to run, and the descriptors of its stdin, stdout and stderr."""
+
+    module: str
+    arguments: list[str]
+    cwd: str
+    environment: dict[str, str]
+    standard: list[int]
+
+
+def serve(requests: socket.socket) -> Request | None:
+    """Forks a child for each request. Returns the request in the child, and None when the tests have ended."""
+    pipes: dict[int, int] = {}
+    ends, ends_writer = socket.socketpair()
+    ends_writer.setblocking(False)
+    signal.set_wakeup_fd(ends_writer.fileno())
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which end their commands themselves
+    while True:
+        ready, _, _ = select.select([requests, ends], [], [])
+        if ends in ready:
+            ends.recv(4096)
+            report_ends(pipes)
+        if requests not in ready:
+            continue
+        message, descriptors, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, NUM_DESCRIPTORS)
+        if not message:
+            return None
+        *standard, pipe = descriptors
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            for end in (requests, ends, ends_writer):
+                end.close()
+            for descriptor in (*pipes.values(), pipe):
+                os.close(descriptor)
+            return Request(standard=standard, **json.loads(message))
+        for descriptor in standard:
+            os.close(descriptor)
+        os.write(pipe, f"{pid}\n".encode())
+        pipes[pid] = pipe
+
+
+def report_ends(pipes: dict[int, int]) -> None:
+    """Writes the status of each child that has ended to its pipe, and closes it."""
+    while pipes:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        pipe = pipes.pop(pid)
+        with contextlib.suppress(BrokenPipeError):  # nobody waits for it
+            os.write(pipe, f"{status}\n".encode())
+        os.close(pipe)
+
+
+def become(request: Request) -> None:
+    """Turns this process into `python -m MODULE`, and runs it."""
+    for number, descriptor in enumerate(request.standard):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.chdir(request.cwd)
+    os.environ.clear()
+    os.environ.update(request.environment)
+    if request.environment.get("PYTHONUNBUFFERED"):
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+    sys.path[0] = request.cwd
+    given = request.environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [path for path in given if path and path not in sys.path]
+    sys.argv[1:] = request.arguments
+    runpy.run_module(request.module, run_name="__main__", alter_sys=True)
+
+
+def main() -> None:
+    """Imports what is slow to import, and serves."""
+    channel: Any = socket.socket(fileno=int(sys.argv[1]))
+    for module in MODULES:
+        importlib.import_module(module)
+    gc.freeze()  # what is imported is nobody's garbage: children neither look at it nor copy its pages
+    request = serve(channel)
+    if request is not None:
+        become(request)
+
+
+if __name__ == "__main__":
+    main()
