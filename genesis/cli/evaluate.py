@@ -40,6 +40,9 @@ from genesis_callbacks.checkpoint.manifest import MANIFEST_NAME
 CORPUS = "corpus"
 """The value of --heldout that means: the validation set of the corpus that the recipe names."""
 
+UNANSWERED = 1
+"""The exit status where a task has a row that the model cannot be asked; all others are answered."""
+
 _DESCRIPTION = """Measures a checkpoint, or the checkpoints of a run: tasks of EleutherAI's lm-eval, with the figures of
 its `hf` backend on the export, and bits per byte on held-out text. Without --tasks, held-out text alone. Needs no
 trainer and disturbs none. Results lie in RUN/evaluations, and what stands there is not computed again.
@@ -63,19 +66,30 @@ def main(argv: list[str]) -> int:
     questions = _list_questions(arguments)
     if arguments.watch:
         print(f"watching {arguments.checkpoint}; Ctrl-C ends it", file=sys.stderr, flush=True)
-        is_good = watch(arguments.checkpoint, questions, settings, out, _show, until_step=arguments.until_step)
-        return 0 if is_good else MISUSE
-    results, num_refused = [], 0
+        return _status(*watch(arguments.checkpoint, questions, settings, out, _show, until_step=arguments.until_step))
+    results: list[Result] = []
+    unanswered: list[str] = []
+    num_refused = 0
     for checkpoint in checkpoints:
         try:
-            results += answer_questions(checkpoint, questions, settings, out, _show)
+            answers = answer_questions(checkpoint, questions, settings, out, _show)
+            results += answers.results
+            unanswered += answers.unanswered
         except UserError as error:
             if len(checkpoints) == 1:
                 raise
             num_refused += 1
             print(f"genesis: error: {error}", file=sys.stderr)
-    _report(out, results, read_hashes(arguments.checkpoint), is_json=arguments.json)
-    return MISUSE if num_refused else 0
+    if results or not unanswered:
+        _report(out, results, read_hashes(arguments.checkpoint), is_json=arguments.json)
+    for line in unanswered:  # at the end, where they are seen
+        print(f"genesis: error: {line}", file=sys.stderr)
+    return _status(num_refused, len(unanswered))
+
+
+def _status(num_refused: int, num_unanswered: int) -> int:
+    """Returns the exit status: of checkpoints that cannot be read, and of questions that a model cannot be asked."""
+    return MISUSE if num_refused else UNANSWERED if num_unanswered else 0
 
 
 def _check(arguments: Namespace) -> None:

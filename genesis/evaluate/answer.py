@@ -5,11 +5,12 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from genesis.errors import UserError
+from genesis.evaluate.model import UnanswerableError
 from genesis.evaluate.questions import Progress, Question, list_versions
 from genesis.evaluate.results import Result, read_result, write_result
 from genesis.generate.load import load_decoder, load_tokenizer
@@ -43,9 +44,16 @@ class Settings:
     again: bool = False
 
 
+class Answers(NamedTuple):
+    """What a checkpoint was found to be, and a line for each question that cannot be asked of this model."""
+
+    results: list[Result]
+    unanswered: list[str]
+
+
 def answer_questions(
     checkpoint: Path, questions: Sequence[Question], settings: Settings, out: Path, display: Display
-) -> list[Result]:
+) -> Answers:
     """Returns the answers of all questions about a checkpoint; those that stand in `out` are taken from there.
 
     The checkpoint is verified before it is loaded, weights are compared with their digests, and it is loaded only if
@@ -59,7 +67,7 @@ def answer_questions(
         display: Shows the work.
 
     Raises:
-        UserError: The checkpoint does not verify, or a question cannot be answered.
+        UserError: The checkpoint does not verify, or a task's rows or settings are wrong for every model.
     """
     manifest = read_manifest(checkpoint)
     checkpoint_hash = read_committed_hash(checkpoint)
@@ -79,10 +87,15 @@ def answer_questions(
         loaded = load_decoder(checkpoint, settings.tokenizer, settings.device, settings.dtype)
         if read_committed_hash(checkpoint) != checkpoint_hash:
             raise UserError(f"{checkpoint} was saved anew while it was read: evaluate it again")
+    unanswered = []
     for question, details in open_questions:
         start_seconds = perf_counter()
-        with display(f"{checkpoint.name} {question.name}") as on_progress:
-            measures, items = question.answer(loaded, manifest, settings.batch_tokens, on_progress)
+        try:
+            with display(f"{checkpoint.name} {question.name}") as on_progress:
+                measures, items = question.answer(loaded, manifest, settings.batch_tokens, on_progress)
+        except UnanswerableError as error:
+            unanswered.append(f"{checkpoint.name}: {error}")
+            continue
         standing[question.name] = result = Result(
             checkpoint.name,
             manifest.step,
@@ -94,7 +107,8 @@ def answer_questions(
             perf_counter() - start_seconds,
         )
         write_result(out, result, items)
-    return [standing[question.name] for question in questions]
+    answered = [standing[question.name] for question in questions if question.name in standing]
+    return Answers(answered, unanswered)
 
 
 def read_hashes(place: Path) -> dict[str, str]:

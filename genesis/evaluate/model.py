@@ -26,6 +26,10 @@ _CACHED_TEXTS: Final = 65_536
 _QUOTED_CHARS: Final = 60
 
 
+class UnanswerableError(UserError):
+    """A row cannot be asked of this model; other tasks can."""
+
+
 class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
     """Answers lm-eval's requests. Pairs of texts become ids by lm-eval's own rules (`TemplateLM.loglikelihood`).
 
@@ -78,19 +82,38 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
         """Returns log-likelihood and greediness of each continuation after its context.
 
         Raises:
-            UserError: A continuation is empty, or longer than the model's context.
+            UnanswerableError: A continuation is empty, has no token of its own, or is longer than the model's context.
         """
         for request in requests:
             if not request.args[1]:
-                raise UserError(f"task {request.task_name} has an empty continuation after {_quote(request.args[0])}")
+                raise UnanswerableError(f"{_name(request)}: an empty continuation after {_quote(request.args[0])}")
+        self._asked = requests
         answers: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
         return answers
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str] | None, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        cut = [_fit(text, context, continuation, self.max_length) for text, context, continuation in requests]
+        # lm-eval gives the pairs in the order of the requests, of which it passes on nothing else.
+        for asked, (_, _, continuation) in zip(self._asked, requests, strict=True):
+            self._check_fits(asked, continuation)
+        room = self.max_length + 1
+        cut = [
+            Request(tuple(context[-(room - len(continuation)) :]), tuple(continuation))
+            for _, context, continuation in requests
+        ]
         return [(score.log_likelihood, score.is_greedy) for score in self._score(cut)]
+
+    def _check_fits(self, asked: Instance, continuation: Sequence[int]) -> None:
+        """Refuses a continuation that leaves no room for a token of context; its last token is never fed."""
+        if continuation and len(continuation) <= self.max_length:
+            return
+        reason = (
+            f"has {len(continuation):,} tokens, and the model's context only {self.max_length:,}"
+            if continuation
+            else "has no token of its own after its context: the tokenizer joins them"
+        )
+        raise UnanswerableError(f"{_name(asked)}: the continuation {_quote(asked.args[1])} {reason}")
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
         """Returns the log-likelihood of each text, in windows of the model's context, each token scored once.
@@ -147,7 +170,7 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
                 "until, max_gen_toks, do_sample, temperature, top_k and top_p"
             )
         if not 0 < max_new_tokens < self.max_length:
-            raise UserError(
+            raise UnanswerableError(
                 f"task {request.task_name} asks for {max_new_tokens:,} new tokens, and the model's context has "
                 f"{self.max_length:,}; set max_gen_toks in the generation_kwargs of its task.yaml"
             )
@@ -155,19 +178,9 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
         return CompleteOptions(max_new_tokens, tuple(stop), sampling, SEED, self._scorer.batch_tokens)
 
 
-def _fit(text: tuple[str, str] | None, context: list[int], continuation: list[int], max_length: int) -> Request:
-    """Returns the request with as much of its context as the model takes; the last token is scored and never fed."""
-    quoted = _quote(text[1] if text else "")
-    if not continuation:
-        raise UserError(
-            f"the continuation {quoted} has no token of its own after its context: the tokenizer joins them"
-        )
-    if len(continuation) > max_length:
-        raise UserError(
-            f"the continuation {quoted} has {len(continuation):,} tokens, and the model's context only {max_length:,}"
-        )
-    room = max_length + 1 - len(continuation)
-    return Request(tuple(context[-room:]), tuple(continuation))
+def _name(request: Instance) -> str:
+    """Returns the task and the row of a request; rows are counted from 1, as lines of a file are."""
+    return f"task {request.task_name}" + ("" if request.doc_id is None else f", row {request.doc_id + 1}")
 
 
 def _quote(text: str) -> str:

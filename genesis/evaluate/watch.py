@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from genesis.errors import UserError
 from genesis.evaluate.answer import Display, Settings, answer_questions, read_hashes
@@ -17,6 +17,13 @@ from genesis_callbacks.checkpoint import list_committed
 POLL_SECONDS: Final = 5.0
 
 
+class Watched(NamedTuple):
+    """How many checkpoints were passed over, and how many questions could not be asked of a model."""
+
+    num_passed_over: int
+    num_unanswered: int
+
+
 def watch(
     run: Path,
     questions: Sequence[Question],
@@ -25,15 +32,15 @@ def watch(
     display: Display,
     until_step: int | None = None,
     poll_seconds: float = POLL_SECONDS,
-) -> bool:
-    """Evaluates every checkpoint that stands in a run and that comes; returns whether all could be evaluated.
+) -> Watched:
+    """Evaluates every checkpoint that stands in a run and that comes; returns how many could not be.
 
     The newest is next, so that what is learned is of today even where evaluation is slower than training; older ones
     follow while nothing new comes. One that retention removes before or while it is read is passed over, and one that
     cannot be evaluated, each with a line.
     """
     done: set[tuple[str, float]] = set()
-    last_step, is_good = -1, True
+    last_step, num_passed_over, num_unanswered = -1, 0, 0
     log = RunLog(run)
     try:
         while True:
@@ -45,20 +52,23 @@ def watch(
                 done.add((path.name, manifest.created_seconds))
                 before = read_results(out)
                 try:
-                    answers = answer_questions(path, questions, settings, out, display)
+                    answers, unanswered = answer_questions(path, questions, settings, out, display)
                 except (UserError, OSError) as error:
-                    answers = []
+                    answers, unanswered = [], []
                     is_there = path.exists()
-                    is_good = is_good and not is_there
+                    num_passed_over += is_there
                     reason = f"is passed over: {error}" if is_there else "was removed before it was evaluated"
                     print(f"genesis: {path.name} {reason}", file=sys.stderr)
+                num_unanswered += len(unanswered)
+                for line in unanswered:
+                    print(f"genesis: error: {line}", file=sys.stderr)
                 if results := [answer for answer in answers if answer not in before]:
                     write_metrics(out, select_comparable(read_results(out), read_hashes(run), results)[0])
                     print(_tell(results), flush=True)
                     for line in log.write(manifest, results):
                         print(f"genesis: {line}", file=sys.stderr)
             elif until_step is not None and last_step >= until_step:
-                return is_good
+                return Watched(num_passed_over, num_unanswered)
             else:
                 time.sleep(poll_seconds)
     finally:

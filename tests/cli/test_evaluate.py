@@ -208,6 +208,38 @@ def test_rows_that_cannot_be_asked_are_told_and_nothing_is_written(
     assert not (own_run / "evaluations").exists()
 
 
+def write_too_long(folder: Path) -> str:
+    """A task whose second row has a choice that is longer than the model's context."""
+    spec = write_choices(folder)
+    good = {"question": "a", "choices": ["b", "c"], "answer": 1}
+    write_rows(folder / "test.jsonl", [good, {**good, "choices": ["b", "alpha " * 300]}, good])
+    return spec
+
+
+def test_a_choice_longer_than_the_context_is_named_and_the_other_tasks_are_finished(
+    genesis: Genesis, own_run: Path, animals: str, tmp_path: Path
+) -> None:
+    spec = write_too_long(tmp_path / "plants")
+    outcome = genesis("evaluate", str(own_run), "--tasks", f"{spec},{animals}")
+    assert outcome.status == 1
+    error = outcome.err.splitlines()[-1]
+    assert error.startswith(f"genesis: error: {NEWEST}: task plants, row 2: the continuation ' alpha alpha")
+    assert re.search(r"has \d{3} tokens, and the model's context only 256$", error)
+    assert re.search(r"animals +acc +0\.\d{4}", outcome.out)
+    assert {path.name for path in (own_run / "evaluations" / NEWEST).glob("*.json")} == {"animals.json"}
+    alone = genesis("evaluate", str(own_run), "--tasks", spec)
+    assert (alone.status, alone.out) == (1, "")
+
+
+def test_watching_finishes_the_other_tasks_of_each_checkpoint(
+    genesis: Genesis, own_run: Path, animals: str, tmp_path: Path
+) -> None:
+    outcome = watch(genesis, own_run, f"{write_too_long(tmp_path / 'plants')},{animals}", until_step=3)
+    assert outcome.status == 1
+    assert outcome.err.count("task plants, row 2: ") == 3
+    assert [row["step"] for row in read_metrics(own_run)] == ["1", "2", "3"]
+
+
 def test_a_task_asked_twice_is_refused(genesis: Genesis, run: Path, animals: str) -> None:
     outcome = genesis("evaluate", str(run), "--tasks", f"{animals},{animals}")
     assert (outcome.status, "animals is asked twice" in outcome.err) == (2, True)
