@@ -15,6 +15,8 @@ import threading
 import warnings
 from pathlib import Path
 
+from .checkpoint.descriptor import PrivateDescriptor
+
 EXIT_STATUS = 70
 """sysexits' EX_SOFTWARE, as a forward that one rank enters alone ends with."""
 
@@ -44,11 +46,10 @@ class RankWatch:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
         self._directory.mkdir(exist_ok=True)
-        self._descriptor = os.open(self._path(rank), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        self._descriptor = PrivateDescriptor(self._path(rank), os.O_CREAT | os.O_RDWR)
         self._is_watching = True
         try:
-            # A lock of the process, not of the descriptor: a forked data worker that outlives it does not hold it.
-            fcntl.lockf(self._descriptor, fcntl.LOCK_EX)
+            fcntl.flock(self._descriptor.number, fcntl.LOCK_EX)
             self._say(f"process {os.getpid()}")
         except OSError:  # no locks here: nobody must take this rank for lost
             self._is_watching = False
@@ -88,22 +89,21 @@ class RankWatch:
 
     def stop(self, failure: BaseException | None = None) -> None:
         """Stops watching; `failure` tells the others why this rank ends before the run does. Waits for nobody."""
-        if self._descriptor < 0:
+        if self._descriptor.number < 0:
             return
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join(timeout=10 * _INTERVAL_SECONDS)
         with contextlib.suppress(OSError):
             self._say(_ENDED if failure is None else f"{_FAILED} {type(failure).__name__}")
-        os.close(self._descriptor)
-        self._descriptor = -1
+        self._descriptor.close()
 
     def _path(self, rank: int) -> Path:
         return self._directory / str(rank)
 
     def _say(self, text: str) -> None:
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, text.encode(), 0)
+        os.ftruncate(self._descriptor.number, 0)
+        os.pwrite(self._descriptor.number, text.encode(), 0)
 
     def _find_lost(self, rank: int) -> str | None:
         """Returns what a rank said last whose lock is free although it has not ended; None where all is well."""
@@ -112,7 +112,7 @@ class RankWatch:
         except OSError:
             return None
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             said = os.pread(descriptor, 500, 0).decode(errors="replace")
         except OSError:
             return None

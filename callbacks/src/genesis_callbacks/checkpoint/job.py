@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .assemble import Heading, assemble, collect_records, retain
 from .commit import discard
+from .descriptor import PrivateDescriptor
 from .digest import digest_chunk
 from .errors import CheckpointError, SaveFailedError
 from .hashing import HashAlgorithm, hash_bytes
@@ -185,13 +186,16 @@ def _decode_receipt(content: Any) -> RankReceipt:
 
 @contextlib.contextmanager
 def _held(staging: Path) -> Iterator[None]:
-    """Holds a shared lock on the staging directory, so that a restart can wait for whoever still writes into it."""
-    descriptor = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    """Holds a shared lock on the staging directory, so that a restart can wait for whoever still writes into it.
+
+    In mode "thread" that is the trainer, whose forked data workers write nothing and hold nothing.
+    """
+    descriptor = PrivateDescriptor(staging, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(descriptor.number, fcntl.LOCK_SH | fcntl.LOCK_NB)
         yield
     finally:
-        os.close(descriptor)
+        descriptor.close()
 
 
 # ---- one rank's part

@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 
 from .commit import discard, quarantine
+from .descriptor import PrivateDescriptor
 from .errors import CheckpointError, CorruptCheckpointError, DirectoryInUseError
 from .manifest import Manifest, is_checkpoint_name, is_staging_name, read_manifest, step_of
 from .safe_read import reading
@@ -25,7 +26,8 @@ class QuarantineWarning(UserWarning):
 class DirectoryLock:
     """Holds a checkpoint directory for one run, by an advisory lock that ends with the process.
 
-    Rank 0 takes it; it does not communicate.
+    Processes that this one forks do not hold it: when the owner is gone, the directory is free at once. Rank 0 takes
+    it; it does not communicate.
 
     Raises:
         DirectoryInUseError: Another live run holds it.
@@ -33,23 +35,22 @@ class DirectoryLock:
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(directory / LOCK_NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        self._descriptor = PrivateDescriptor(directory / LOCK_NAME, os.O_CREAT | os.O_RDWR)
+        number = self._descriptor.number
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            holder = os.pread(self._descriptor, 64, 0).decode(errors="replace").strip() or "unknown"
-            os.close(self._descriptor)
+            holder = os.pread(number, 64, 0).decode(errors="replace").strip() or "unknown"
+            self._descriptor.close()
             raise DirectoryInUseError(
                 f"{directory} is in use by another run (process {holder}): stop it, or give this run its own"
             ) from error
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, str(os.getpid()).encode(), 0)
+        os.ftruncate(number, 0)
+        os.pwrite(number, str(os.getpid()).encode(), 0)
 
     def release(self) -> None:
         """Gives the directory back; a second call does nothing."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._descriptor.close()
 
 
 def checkpoints_in(path: Path | str) -> Path:

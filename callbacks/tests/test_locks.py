@@ -1,0 +1,148 @@
+"""Only the trainer holds its run's directory: a restart right after its SIGKILL goes on, whatever it has forked."""
+
+import fcntl
+import multiprocessing
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import plain_project
+import pytest
+import torch
+from lightning.pytorch import Callback
+from plain_project import train
+from torch.utils.data import DataLoader
+
+from genesis_callbacks._rank_watch import RankWatch
+from genesis_callbacks.checkpoint import DirectoryInUseError, DirectoryLock
+from genesis_callbacks.checkpoint.job import _held
+from genesis_callbacks.checkpoint.lineage import wait_for_orphans
+from genesis_callbacks.testing import run_ranks
+
+STEPS = 8
+KILLED_AFTER = 5
+
+
+def leave_a_child_behind(hold: Callable[[], object]) -> int:
+    """Kills a process that holds something and has forked a child since; returns the child's id."""
+    told, tell = os.pipe()
+    owner = os.fork()
+    if owner == 0:
+        held = hold()
+        child = os.fork()
+        if child == 0:
+            os.write(tell, f"{os.getpid()}".encode())
+            signal.pause()
+        os.waitpid(child, 0)
+        del held
+        os._exit(0)
+    child = int(os.read(told, 20))
+    os.kill(owner, signal.SIGKILL)
+    os.waitpid(owner, 0)
+    return child
+
+
+def check_that_nothing_is_held(root: Path) -> None:
+    staging = root / "step-00000001.staging-0"
+    staging.mkdir()
+
+    def hold_staging() -> object:
+        context = _held(staging)
+        context.__enter__()
+        return context
+
+    children = []
+    try:
+        children.append(leave_a_child_behind(lambda: DirectoryLock(root)))
+        lock = DirectoryLock(root)
+        lock.release()
+        children.append(leave_a_child_behind(hold_staging))
+        assert wait_for_orphans(root, 0.0) == []
+        watch = RankWatch(root, 0, 2, 1.0)
+        children.append(leave_a_child_behind(lambda: RankWatch(root, 1, 2, 1.0)))
+        assert "rank 1 (process" in (watch.describe_lost() or "")
+        watch.stop()
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_forked_child_holds_none_of_its_parents_locks(tmp_path):
+    run_ranks(check_that_nothing_is_held, 1, tmp_path)
+
+
+def test_another_process_and_the_same_one_are_refused_while_the_owner_lives(tmp_path):
+    lock = DirectoryLock(tmp_path)
+    with pytest.raises(DirectoryInUseError, match=f"process {os.getpid()}"):
+        DirectoryLock(tmp_path)
+    lock.release()
+    DirectoryLock(tmp_path).release()
+
+
+def test_a_run_that_copies_its_own_directory_keeps_its_locks(tmp_path):
+    (tmp_path / "run").mkdir()
+    lock, watch = DirectoryLock(tmp_path / "run"), RankWatch(tmp_path / "run", 0, 2, 1.0)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    with (
+        (tmp_path / "run/.lock").open() as held,
+        pytest.raises(BlockingIOError),
+    ):
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with (tmp_path / "run/.ranks/0").open() as held, pytest.raises(BlockingIOError):
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    watch.stop()
+    lock.release()
+
+
+class KillAndLeaveWorkers(Callback):
+    """Stops the loader's workers, so that they surely outlive the trainer, notes their ids, and kills the trainer."""
+
+    def __init__(self, note: Path) -> None:
+        self.note = note
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        if trainer.global_step == KILLED_AFTER:
+            workers = [worker.pid for worker in multiprocessing.active_children()]
+            for worker in workers:
+                os.kill(worker, signal.SIGSTOP)
+            self.note.write_text(" ".join(map(str, workers)))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_with_workers(root: Path, mode: str, **options: object) -> dict[str, object]:
+    plain_project.DataLoader = lambda items: DataLoader(items, num_workers=2, multiprocessing_context="fork")
+    options = {"every_n_steps": 2, "dropout": 0.2, **options}
+    return train(root / "run", "single", STEPS, mode=mode, **options)
+
+
+def kill_and_restart(root: Path, mode: str) -> list[dict[str, object]]:
+    """Returns what an undisturbed run and one that is killed and restarted at once came to."""
+    straight = train_with_workers(root / "straight", mode)
+    trainer = os.fork()
+    if trainer == 0:
+        try:
+            train_with_workers(root, mode, callbacks=(KillAndLeaveWorkers(root / "workers"),))
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(trainer, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+    workers = [int(pid) for pid in (root / "workers").read_text().split()]
+    try:
+        assert len(workers) == 2
+        resumed = train_with_workers(root, mode, ckpt_path="latest")
+        assert all(Path(f"/proc/{worker}").exists() for worker in workers)
+    finally:
+        for worker in workers:
+            os.kill(worker, signal.SIGKILL)
+    return [straight, resumed]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("mode", ["sync", "thread", "process"])
+def test_a_restart_right_after_a_kill_goes_on_bit_for_bit_while_the_loaders_workers_live(tmp_path, mode):
+    ((straight, resumed),) = run_ranks(kill_and_restart, 1, tmp_path, mode)
+    assert len(resumed["losses"]) in (STEPS - 4, STEPS - 2)
+    assert resumed["losses"] == straight["losses"][-len(resumed["losses"]) :]
+    assert all(torch.equal(tensor, resumed["weights"][name]) for name, tensor in straight["weights"].items())
