@@ -15,4 +15,11 @@ def main(argv: list[str]) -> int:
     """Runs `genesis demo` and returns its exit status."""
     parser = Parser("genesis demo", description=_DESCRIPTION, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--configs", type=Path, default=Path("configs"), help="the repository's folder of configs")
-    return run_demo(parser.parse_args(argv).configs)
+    parser.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help="train for N steps; intervals shrink with them (default: the recipe's 1000)",
+    )
+    arguments = parser.parse_args(argv)
+    return run_demo(arguments.configs, arguments.steps)

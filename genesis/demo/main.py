@@ -19,13 +19,14 @@ from rich.markup import escape
 from rich.rule import Rule
 
 from genesis.demo.plot import plot_loss, read_curve
+from genesis.demo.scale import scale_recipe
 from genesis.demo.text import gather_text
 from genesis.errors import UserError
 from genesis_callbacks.checkpoint import read_manifest
 
 PROMPTS = ("class Stack:\n", "def __init__(self,", "import os\n\ndef ")
 
-_POLL_SECONDS = 0.2
+_POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,15 @@ class StepFailedError(RuntimeError):
 class Demo:
     """The steps, in order; each prints its command and the time it took."""
 
-    def __init__(self, directory: Path, recipe: Path, corpus_config: Path, tokenizer_config: Path) -> None:
+    def __init__(
+        self, directory: Path, recipe: Path, corpus_config: Path, tokenizer_config: Path, num_steps: int | None
+    ) -> None:
         self.directory = directory
         self.recipe, self.corpus_config, self.tokenizer_config = recipe, corpus_config, tokenizer_config
+        options = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+        scaled = () if num_steps is None else scale_recipe(options, num_steps)
+        self.recipe_options = ("--config", str(recipe), *scaled)
+        self.num_steps: int = num_steps or options["trainer"]["max_steps"]
         self.run_dir = directory / "run"
         self.metrics = self.run_dir / "metrics.csv"
         self.console = Console(highlight=False, soft_wrap=True)
@@ -70,13 +77,13 @@ class Demo:
         self._title("3/8  Tokens")
         self._genesis("data", "prepare", "--config", str(self.corpus_config))
         self._title("4/8  Training, until it is killed")
-        fit = ("fit", "--config", str(self.recipe))
+        fit = ("fit", *self.recipe_options)
         kill = self._train_and_kill(fit)
         self._title("5/8  Training goes on from the last checkpoint")
         self._genesis(*fit, "--ckpt_path", "latest")
         self._title("6/8  Validation of the last checkpoint, in a process of its own")
         last = self._committed()[-1]
-        self._genesis("validate", "--config", str(self.recipe), "--ckpt_path", str(last))
+        self._genesis("validate", *self.recipe_options, "--ckpt_path", str(last))
         self._title("7/8  Text from an early and from the last checkpoint")
         for checkpoint in (self._committed()[0], last):
             self.console.print(f"\n[bold]{checkpoint.name}[/bold]")
@@ -89,10 +96,10 @@ class Demo:
 
     def _train_and_kill(self, fit: Sequence[str]) -> Kill:
         """Starts training, waits until it is a few steps past a checkpoint in the middle, and sends SIGKILL."""
-        middle = yaml.safe_load(self.recipe.read_text(encoding="utf-8"))["trainer"]["max_steps"] // 2
+        gap = min(3, self.num_steps // 20)  # half of what lies between two saves, where that is less
         process = subprocess.Popen(self._command(*fit))
         try:
-            while self._newest_step() < middle or self._last_step() <= self._newest_step() + 3:
+            while self._newest_step() < self.num_steps // 2 or self._last_step() <= self._newest_step() + gap:
                 if process.poll() is not None:
                     raise StepFailedError(self._command(*fit), process.returncode)
                 time.sleep(_POLL_SECONDS)
@@ -136,8 +143,9 @@ class Demo:
         print_("\nNext:")
         print_(f"  genesis generate {self.run_dir} --prompt 'class '")
         print_(f"  genesis serve {self.run_dir}   a page with its checkpoints, side by side")
-        longer = "--trainer.max_steps 2000 --checkpoint.allow_changed '[trainer.max_steps]'"
-        print_(f"  genesis fit --config {self.recipe} --ckpt_path latest {escape(longer)}   go on for longer")
+        longer = f"--trainer.max_steps {2 * self.num_steps} --checkpoint.allow_changed '[trainer.max_steps]'"
+        options = shlex.join(self.recipe_options)
+        print_(f"  genesis fit {options} --ckpt_path latest {escape(longer)}   go on for longer")
         print_("  configs/genesis-10m.yaml   a larger model; configs/corpora/ shows how to bring your own text")
 
     def _title(self, text: str) -> None:
@@ -157,23 +165,25 @@ class Demo:
         self.console.print(f"[dim]{time.monotonic() - began:.0f} s[/dim]")
 
 
-def run_demo(configs: Path) -> int:
+def run_demo(configs: Path, num_steps: int | None = None) -> int:
     """Runs the demo in `runs/demo`; returns 0, or the status of the step that failed.
 
     Args:
         configs: The repository's folder of configs.
+        num_steps: How many steps are trained; by default the recipe's.
 
     Raises:
-        UserError: It has no recipe for the demo.
+        UserError: It has no recipe for the demo, or there are too few steps.
     """
     recipe = configs / "demo.yaml"
     if not recipe.exists():
         raise UserError(f"{recipe} does not exist; run the demo from a clone of the repository, or say --configs")
     directory = Path("runs/demo")
+    folders = (configs / "corpora" / "demo.yaml", configs / "tokenizers" / "demo.yaml")
+    demo = Demo(directory, recipe, *folders, num_steps)
     if (directory / "run").exists():
         number = 1 + sum(1 for _ in directory.glob("run.before-*"))
         (directory / "run").rename(directory / f"run.before-{number}")
-    demo = Demo(directory, recipe, configs / "corpora" / "demo.yaml", configs / "tokenizers" / "demo.yaml")
     try:
         demo.run()
     except StepFailedError as error:

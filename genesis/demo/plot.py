@@ -6,6 +6,8 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+TRAINING, HELD_OUT, KILL, RESUME = "#8fb8de", "#c0392b", "black", "gray"
+
 
 def read_curve(metrics: Path, x: str, y: str) -> tuple[list[float], list[float]]:
     """Returns the columns `x` and `y` of the rows of a run's CSV log that have both."""
@@ -14,23 +16,19 @@ def read_curve(metrics: Path, x: str, y: str) -> tuple[list[float], list[float]]
     return [point[0] for point in points], [point[1] for point in points]
 
 
-def plot_loss(
-    metrics: Path, out: Path, killed_at_step: int | None = None, resumed_from_step: int | None = None
-) -> None:
-    """Writes the training and validation loss over steps to `out` (PNG), with the kill and the resume marked."""
-    figure = Figure(figsize=(9, 5), layout="constrained")
+def build_figure(metrics: Path, killed_at_step: int | None = None, resumed_from_step: int | None = None) -> Figure:
+    """Returns the training and validation loss over steps, with the kill and the resume marked."""
+    figure = Figure(figsize=(9, 5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.plot(*read_curve(metrics, "step", "train/bits_per_byte"), color="#8fb8de", linewidth=1, label="training")
-    axes.plot(*read_curve(metrics, "step", "validation/bits_per_byte"), "o-", color="#c0392b", label="held-out text")
+    axes.plot(*read_curve(metrics, "step", "train/bits_per_byte"), color=TRAINING, linewidth=1, label="training")
+    axes.plot(*read_curve(metrics, "step", "validation/bits_per_byte"), "o-", color=HELD_OUT, label="held-out text")
     if killed_at_step is not None:
-        axes.axvline(
-            killed_at_step, color="black", linestyle="--", linewidth=1, label=f"killed at step {killed_at_step}"
-        )
+        axes.axvline(killed_at_step, color=KILL, linestyle="--", linewidth=1, label=f"killed at step {killed_at_step}")
     if resumed_from_step is not None:
         axes.axvline(
             resumed_from_step,
-            color="gray",
+            color=RESUME,
             linestyle=":",
             linewidth=1.5,
             label=f"resumed from step {resumed_from_step}",
@@ -39,4 +37,11 @@ def plot_loss(
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(out, dpi=120)
+    return figure
+
+
+def plot_loss(
+    metrics: Path, out: Path, killed_at_step: int | None = None, resumed_from_step: int | None = None
+) -> None:
+    """Writes that figure to `out` (PNG)."""
+    build_figure(metrics, killed_at_step, resumed_from_step).savefig(out)
