@@ -1,9 +1,13 @@
 """The `genesis` command: finds a command in the table, runs it, and turns a mistake into one line and a status."""
 
+import contextlib
 import difflib
 import errno
+import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 
 from genesis import __version__
 from genesis.cli.table import COMMANDS, Command
@@ -65,8 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         command, rest = find_command(arguments)
         if command.name in _RANKS:
             end_with_parent()
-        command.check_arguments(rest)
-        return command.load()(rest)
+        with _ended_at_once_by_sigint():
+            command.check_arguments(rest)
+            function = command.load()
+        return function(rest)
     except (UserError, RunEndedError) as error:
         return _complain(str(error), error.exit_status)
     except OSError as error:
@@ -75,6 +81,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(f"{error.filename or 'a file'}: {error.strerror}", MISUSE)
     except KeyboardInterrupt:
         return _INTERRUPTED
+    except SystemExit as end:
+        if isinstance(end.__context__, KeyboardInterrupt):  # Lightning makes a status of 1 of it
+            return _INTERRUPTED
+        raise
+
+
+@contextlib.contextmanager
+def _ended_at_once_by_sigint() -> Iterator[None]:
+    """Lets SIGINT end this process without a word while it has begun nothing.
+
+    An exception in the midst of imports is caught, printed and taken for something else by the modules that it meets.
+    """
+    is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not is_ours or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(_INTERRUPTED))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 _USERS_ERRORS = (

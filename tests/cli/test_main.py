@@ -187,3 +187,40 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, genesis: Gene
     outcome = genesis("export")
     assert outcome.status == 2
     assert "pip install 'genesis-lm[hub]'" in outcome.err
+
+
+# As modules do that take an interruption of their import for a failure of their own.
+INTERRUPTED_IMPORT = """
+import os, signal, sys, traceback
+from genesis.cli.main import main
+from genesis.cli.table import Command
+
+def load(command):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000):
+            pass
+    except BaseException:
+        traceback.print_exc()
+        raise ImportError("a module of a module") from None
+
+Command.load = load
+sys.exit(main(["demo"]))
+"""
+
+
+@pytest.mark.process
+def test_an_interruption_of_the_imports_ends_without_a_word() -> None:
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED_IMPORT], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
+def test_an_interruption_that_became_an_exit_has_the_shells_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(argv: list[str]) -> int:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            sys.exit(1)
+
+    monkeypatch.setattr(Command, "load", lambda command: fail)
+    assert main(["demo"]) == 130

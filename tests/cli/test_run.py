@@ -2,10 +2,15 @@
 
 import csv
 import json
+import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as pl
+import pytest
 import yaml
 
 from tests.cli.conftest import Genesis
@@ -85,6 +90,47 @@ def test_sigterm_in_mid_training_saves_ends_with_143_and_latest_goes_on(
     assert committed_steps(run_dir) == [saved, saved + 2]
     assert logged_steps(run_dir) == list(range(1, saved + 3))
     assert (run_dir / "config.resume-1.yaml").exists()
+
+
+class SendSignals(pl.Callback):
+    """Sends signals to its own process before step 3."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, idx: int) -> None:
+        if trainer.global_step == 2:
+            for name in self.names:
+                os.kill(os.getpid(), getattr(signal, name))
+
+
+@pytest.fixture
+def kept_sigint() -> Iterator[None]:
+    """Lightning ignores SIGINT from an interruption on."""
+    previous = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+@pytest.mark.parametrize(
+    ("names", "status", "saved"),
+    [
+        (["SIGINT"], 130, [3]),
+        (["SIGTERM"], 143, [3]),
+        (["SIGTERM", "SIGTERM"], 143, [3]),
+        (["SIGINT", "SIGINT"], 130, []),
+        (["SIGTERM", "SIGINT"], 130, []),
+    ],
+)
+@pytest.mark.usefixtures("kept_sigint")
+@pytest.mark.filterwarnings("ignore:training ended with KeyboardInterrupt:UserWarning")
+def test_sigint_after_another_signal_interrupts_at_once_with_the_shells_status(
+    names: list[str], status: int, saved: list[int], genesis: Genesis, recipe: Path
+) -> None:
+    callback = {"class_path": "tests.cli.test_run.SendSignals", "init_args": {"names": names}}
+    quiet = ("--checkpoint.every_n_steps", "null", "--trainer.callbacks", json.dumps([callback]))
+    assert genesis("fit", "--config", str(recipe), *quiet).status == status
+    assert committed_steps(recipe.parent / "run") == saved
 
 
 def wait_for_steps(process: ForkedCommand, run_dir: Path) -> None:

@@ -9,7 +9,7 @@ WATCHED_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class SignalFlag:
-    """Remembers the first signal that came while it is installed; a second SIGINT is handed to whoever had it before.
+    """Remembers the first signal that came while it is installed; SIGINT after it is handed to whoever had it before.
 
     It can only be installed by the main thread; elsewhere `install` does nothing.
     """
@@ -34,6 +34,6 @@ class SignalFlag:
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         previous = self._previous.get(number)
-        if self.received == number == signal.SIGINT and callable(previous):
+        if self.received and number == signal.SIGINT and callable(previous):
             previous(number, frame)
         self.received = self.received or number

@@ -107,7 +107,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         every_n_minutes: Save when so many minutes have passed since the last save, by rank 0's clock; None for not.
         save_at_end: Save when training ends, if the last step is not saved yet.
         save_on_signal: On SIGTERM or SIGINT on any rank: all ranks save at the next step's end and stop
-            (`stopped_by_signal`). A second SIGINT interrupts at once.
+            (`stopped_by_signal`). SIGINT after the first signal interrupts at once.
         save_on_exception: When training ends by an exception and nothing has been written since the last window's end,
             save that. With several ranks every rank must have met it, and `mode` must not be "sync".
         save_optimizer: Whether the optimizers' state is saved. Without it a checkpoint can only give its weights.
