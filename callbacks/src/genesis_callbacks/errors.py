@@ -1,6 +1,22 @@
 """What is told in one line instead of a traceback."""
 
 
+def printable(text: str) -> str:
+    r"""Returns `text` in one line that a terminal prints and does not obey: what is not printable is escaped.
+
+    Names in a checkpoint are whatever somebody wrote there: control sequences, line ends, text from right to left.
+
+    Example:
+        >>> printable("weight\x1b[2J\n")
+        'weight\\x1b[2J\\n'
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
+    )
+
+
 class UserError(ValueError):
     """A user's mistake, or what only the user can decide: one line that holds the value and the remedy."""
 

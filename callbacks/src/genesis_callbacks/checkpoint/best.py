@@ -10,16 +10,17 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from .commit import replace_file
 from .errors import CheckpointError, CorruptCheckpointError
 from .lineage import checkpoints_in
-from .manifest import checkpoint_name, read_committed_hash
+from .manifest import checkpoint_name, is_checkpoint_name, read_committed_hash
 from .safe_read import MAX_NOTE_BYTES, parse_json, read_file
 
 BEST_NAME = "best.json"
 MonitorMode = Literal["min", "max"]
+_MAX = math.inf
 
 
 @dataclass(frozen=True)
@@ -70,13 +71,30 @@ def read_best(directory: Path | str) -> Best | None:
     if not os.path.lexists(path):
         return None
     try:
-        best = Best(**parse_json(read_file(path, MAX_NOTE_BYTES), BEST_NAME))
-    except (CorruptCheckpointError, TypeError) as error:
+        best = _decode(parse_json(read_file(path, MAX_NOTE_BYTES), BEST_NAME))
+    except CorruptCheckpointError as error:
         raise CorruptCheckpointError(f"{path} is no mark of a best checkpoint: {error}; delete it") from error
     try:
         return best if read_committed_hash(directory / best.name) == best.manifest_hash else None
     except CorruptCheckpointError:  # it is gone
         return None
+
+
+def _decode(content: Any) -> Best:
+    """Returns the mark that JSON holds, each value of it of its type.
+
+    Raises:
+        CorruptCheckpointError: It holds none.
+    """
+    if not isinstance(content, dict) or content.keys() != {field.name for field in dataclasses.fields(Best)}:
+        raise CorruptCheckpointError("it has other fields")
+    texts = [content[name] for name in ("name", "manifest_hash", "monitor", "mode")]
+    value = content["value"]
+    if not all(isinstance(text, str) for text in texts) or type(value) not in (int, float):
+        raise CorruptCheckpointError("a field has another type")
+    if not is_checkpoint_name(content["name"]) or content["mode"] not in ("min", "max") or not -_MAX < value < _MAX:
+        raise CorruptCheckpointError("a field has no meaning")
+    return Best(**content)
 
 
 def find_best(directory: Path | str) -> Path | None:

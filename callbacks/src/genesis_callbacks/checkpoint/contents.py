@@ -7,13 +7,12 @@ other name. `find_non_finite` reads the bytes, block by block. Nothing here comm
 """
 
 import io
-import json
 import math
 import os
 import pickle
 import re
 import zipfile
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,8 +23,10 @@ import torch
 from torch import Tensor
 
 from .._compat import offset_in_file
+from .dcp_metadata import InertRecord, InertTensorRecord, read_dcp_metadata
 from .errors import CheckpointError, CorruptCheckpointError
 from .manifest import COMMITTED_NAME, DCP_METADATA_NAME, MANIFEST_NAME, is_checkpoint_name
+from .safe_read import MAX_DOCUMENT_BYTES, open_regular, parse_json, read_file, reading
 from .verify import verify
 
 CheckpointFormat = Literal["genesis", "torch", "dcp", "safetensors"]
@@ -34,6 +35,7 @@ _TORCH_SUFFIXES = (".ckpt", ".pt", ".pth")
 _LIGHTNING_META_NAME = "meta.pt"
 _INDEX_PATTERN = "*.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000  # as the safetensors package has it
+_MAX_PICKLE_BYTES = 64 << 20
 _BLOCK_BYTES = 16 << 20
 _LOCAL_HEADER_BYTES = 30  # of an entry of a zip archive, before its name
 _SAFETENSORS_DTYPES: Final = {
@@ -161,7 +163,15 @@ def read_contents(path: Path | str) -> Contents:
             f"{path} is no checkpoint that can be read: give a directory of genesis, DCP or safetensors, or a file "
             f"that ends in .safetensors, {', '.join(_TORCH_SUFFIXES)}"
         )
-    return _READERS[kind](path)
+    try:
+        return _READERS[kind](path)
+    except (CheckpointError, OSError):
+        raise
+    except Exception as error:  # whatever stands where a number or a name is due
+        reason = (str(error).splitlines() or [""])[0]
+        raise CorruptCheckpointError(
+            f"{path} is not what a checkpoint of this format holds: {type(error).__name__}: {reason[:200]}"
+        ) from error
 
 
 # ---- ours
@@ -190,6 +200,33 @@ def _read_genesis(path: Path) -> Contents:
 # ---- torch.save
 
 
+def _check_archive(path: Path) -> None:
+    """Refuses an archive that would become more in memory than it is on the disk.
+
+    Raises:
+        CorruptCheckpointError: It has compressed entries, or pickles that are too large.
+    """
+    descriptor = open_regular(path)
+    with reading(path), os.fdopen(descriptor, "rb") as file:
+        if not zipfile.is_zipfile(file):
+            file.seek(0)
+            is_part = file.read(4) == b"PK\x03\x04"
+            what = "is truncated: its table of contents is missing" if is_part else "is no file that torch.save wrote"
+            raise CorruptCheckpointError(f"{path.name} {what}")
+        try:
+            with zipfile.ZipFile(file) as archive:
+                entries = archive.infolist()
+        except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+            raise CorruptCheckpointError(f"{path.name} is no file that torch.save wrote: {error}") from error
+    for entry in entries:
+        if entry.compress_type != zipfile.ZIP_STORED:
+            raise CorruptCheckpointError(f"{path.name} has a compressed entry {entry.filename}: torch.save writes none")
+        if entry.filename.endswith(".pkl") and entry.file_size > _MAX_PICKLE_BYTES:
+            raise CorruptCheckpointError(
+                f"{path.name}: {entry.filename} has {entry.file_size} bytes, more than {_MAX_PICKLE_BYTES}"
+            )
+
+
 def _load_plain(path: Path) -> Any:
     """Returns what `torch.save` wrote, its tensors without their bytes.
 
@@ -197,11 +234,7 @@ def _load_plain(path: Path) -> Any:
         CheckpointError: It holds something that is no plain data.
         CorruptCheckpointError: It is no such file, or only a part of one.
     """
-    if not zipfile.is_zipfile(path):
-        with path.open("rb") as file:
-            is_part = file.read(4) == b"PK\x03\x04"
-        what = "is truncated: its table of contents is missing" if is_part else "is no file that torch.save wrote"
-        raise CorruptCheckpointError(f"{path.name} {what}")
+    _check_archive(path)
     try:
         return torch.load(path, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -254,81 +287,7 @@ def _read_torch(path: Path) -> Contents:
 # ---- DCP
 
 
-class _Record:
-    """Stands for an instance of one of DCP's dataclasses: it takes its state and does nothing."""
-
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
-
-    def __setstate__(self, state: Any) -> None:
-        if isinstance(state, dict):
-            self.__dict__.update(state)
-        else:
-            self.arguments = tuple(state)
-
-
-class _TensorRecord(_Record):
-    properties: "_Record"
-    size: tuple[int, ...]
-    chunks: list[Any]
-
-
-class _BytesRecord(_Record):
-    pass
-
-
-_DCP = "torch.distributed.checkpoint"
-_PLAIN_GLOBALS: Final[Mapping[tuple[str, str], Any]] = {
-    **{
-        (f"{_DCP}.metadata", name): _Record
-        for name in (
-            *("Metadata", "ChunkStorageMetadata", "TensorProperties", "MetadataIndex", "StorageMeta"),
-            "_MEM_FORMAT_ENCODING",
-        )
-    },
-    (f"{_DCP}.metadata", "TensorStorageMetadata"): _TensorRecord,
-    (f"{_DCP}.metadata", "BytesStorageMetadata"): _BytesRecord,
-    (f"{_DCP}.filesystem", "_StorageInfo"): _Record,
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): _Record,
-    ("collections", "OrderedDict"): OrderedDict,
-    **{(module, name): _Record for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")},
-}
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickles DCP's `.metadata`: its own records become inert ones, and any other name is refused."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        found = _PLAIN_GLOBALS.get((module, name))
-        if found is None and module == "torch":
-            dtype = vars(torch).get(name)
-            found = dtype if isinstance(dtype, torch.dtype) else None
-        if found is None:
-            raise CheckpointError(
-                f"{DCP_METADATA_NAME} holds a {module}.{name}, which is none of DCP's own records, and was not loaded: "
-                "none of its code has run"
-            )
-        return found
-
-
-def _read_metadata(path: Path) -> _Record:
-    file = path / DCP_METADATA_NAME
-    if not file.exists():
-        raise CorruptCheckpointError(f"{DCP_METADATA_NAME} is missing, so that nobody can tell what the shards hold")
-    with file.open("rb") as stream:
-        try:
-            metadata = _MetadataUnpickler(stream).load()
-        except CheckpointError:
-            raise
-        except Exception as error:  # what a damaged pickle raises has no end
-            raise CorruptCheckpointError(f"{DCP_METADATA_NAME} cannot be read: {type(error).__name__}") from error
-    if not isinstance(metadata, _Record):
-        raise CorruptCheckpointError(f"{DCP_METADATA_NAME} holds a {type(metadata).__name__}")
-    return metadata
-
-
-def _read_dcp_tensors(metadata: _Record) -> tuple[dict[str, StoredTensor], list[str]]:
+def _read_dcp_tensors(metadata: InertRecord) -> tuple[dict[str, StoredTensor], list[str]]:
     """Returns the tensors by their flat name, and what does not fit."""
     infos: dict[str, list[Any]] = defaultdict(list)
     for index, info in vars(metadata)["storage_data"].items():
@@ -336,7 +295,7 @@ def _read_dcp_tensors(metadata: _Record) -> tuple[dict[str, StoredTensor], list[
     tensors: dict[str, StoredTensor] = {}
     problems: list[str] = []
     for name, record in vars(metadata)["state_dict_metadata"].items():
-        if not isinstance(record, _TensorRecord):
+        if not isinstance(record, InertTensorRecord):
             continue
         shape = tuple(record.size)
         blocks = tuple(
@@ -374,7 +333,7 @@ def _check_files(path: Path, tensors: Mapping[str, StoredTensor]) -> list[str]:
 
 
 def _read_dcp(path: Path) -> Contents:
-    metadata = _read_metadata(path)
+    metadata = read_dcp_metadata(path)
     try:
         tensors, problems = _read_dcp_tensors(metadata)
         places = vars(metadata).get("planner_data") or {}
@@ -407,14 +366,14 @@ def _read_safetensors_file(file: Path) -> dict[str, StoredTensor]:
         CorruptCheckpointError: It is truncated, or its header is none.
     """
     num_bytes = file.stat().st_size
-    with file.open("rb") as stream:
+    with os.fdopen(open_regular(file), "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if num_bytes < 8 or length > min(_MAX_HEADER_BYTES, num_bytes - 8):
             raise CorruptCheckpointError(f"{file.name} is truncated, or is no safetensors file: it has no header")
         header = stream.read(length)
     tensors: dict[str, StoredTensor] = {}
     try:
-        for name, entry in json.loads(header).items():
+        for name, entry in parse_json(header, f"the header of {file.name}").items():
             if name == "__metadata__":
                 continue
             start, end = entry["data_offsets"]
@@ -441,7 +400,7 @@ def _read_index(path: Path) -> dict[str, list[str]]:
     promised: dict[str, list[str]] = defaultdict(list)
     for index in path.glob(_INDEX_PATTERN):
         try:
-            for name, file in json.loads(index.read_bytes())["weight_map"].items():
+            for name, file in parse_json(read_file(index, MAX_DOCUMENT_BYTES), index.name)["weight_map"].items():
                 promised[Path(file).name].append(name)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CorruptCheckpointError(f"{index.name} is no index of safetensors files: {error!r}") from error
@@ -588,7 +547,7 @@ def find_non_finite(
                 blocks_by_file[block.file].append((name, tensor.dtype, block))
     found: dict[str, int] = defaultdict(int)
     for file, blocks in blocks_by_file.items():
-        with io.FileIO(directory / file) as stream:
+        with reading(directory / file), io.FileIO(open_regular(directory / file)) as stream:
             for name, dtype, block in sorted(blocks, key=lambda item: item[2].offset):
                 for elements in _read_elements(stream, block, dtype):
                     if should_stop():

@@ -4,11 +4,17 @@ A `CheckpointError` is a `ValueError`: it is about something that somebody gave.
 value is wrong when a disk is full: `except ValueError` must not swallow it. `exit_status` is the command line's.
 """
 
-from genesis_callbacks.errors import RunEndedError, UserError
+from genesis_callbacks.errors import RunEndedError, UserError, printable
 
 
 class CheckpointError(UserError):
-    """Something about a checkpoint that the user can fix, or must know; the base of all errors here but one."""
+    """Something about a checkpoint that the user can fix, or must know; the base of all errors here but one.
+
+    Its text may name what stands in a checkpoint, and is made printable.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
 
 
 class CorruptCheckpointError(CheckpointError):

@@ -61,7 +61,7 @@ class Repair:
 
 
 def _measure(path: Path) -> tuple[int, float]:
-    stats = [file.stat() for file in path.rglob("*") if file.is_file()]
+    stats = [file.stat() for file in path.iterdir() if file.is_file()]  # what the engine makes has no directories in it
     return sum(stat.st_size for stat in stats), max((stat.st_mtime for stat in stats), default=path.stat().st_mtime)
 
 
@@ -71,6 +71,8 @@ def _read_entry(path: Path, state: EntryState) -> Entry | None:
         num_bytes, modified_seconds = _measure(path)
     except FileNotFoundError:
         return None
+    except OSError:  # it may not be looked into; its problem says so
+        num_bytes, modified_seconds = 0, path.lstat().st_mtime
     try:
         manifest = read_manifest(path)
     except (CheckpointError, OSError):
@@ -211,14 +213,14 @@ def trace_ancestors(path: Path, manifest: Manifest) -> list[tuple[Ancestor, Ance
     chain: list[tuple[Ancestor, AncestorState]] = []
     ancestor, place, seen = manifest.previous, path.resolve(), {path.resolve()}
     while ancestor is not None:
-        place = ancestor.locate(place.parent).resolve()
-        if place in seen:
-            break
-        seen.add(place)
         try:
+            place = ancestor.locate(place.parent).resolve()
+            if place in seen:
+                break
+            seen.add(place)
             is_same = read_committed_hash(place) == ancestor.manifest_hash
             parent = read_manifest(place)
-        except CheckpointError:
+        except (CheckpointError, OSError, RuntimeError):  # a RuntimeError is pathlib's word for a loop of links
             return [*chain, (ancestor, "gone")]
         if not is_same:
             return [*chain, (ancestor, "replaced")]

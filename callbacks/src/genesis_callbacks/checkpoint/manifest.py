@@ -6,16 +6,19 @@ the manifest says. A restore plans from the manifest alone; DCP's `.metadata` is
 
 import dataclasses
 import json
+import math
 import re
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from .errors import CheckpointError, CorruptCheckpointError
 from .hashing import HashAlgorithm, hash_bytes
-from .safe_read import MAX_DOCUMENT_BYTES, MAX_NOTE_BYTES, read_file, reading
+from .safe_read import MAX_DOCUMENT_BYTES, MAX_NOTE_BYTES, parse_json, read_file, reading
 
 SCHEMA_VERSION = 2
 """1 had no `has_optimizer` (it always was true) and no `directory` of an ancestor (it always was the same)."""
@@ -25,6 +28,20 @@ STATE_NAME = "state.json"
 DCP_METADATA_NAME = ".metadata"
 _CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
 _STAGING_NAME = re.compile(r"step-\d{8,}\.staging-\w+")
+_FILE_NAME = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9_.-]{1,200}")
+_HASH = re.compile(r"[0-9a-f]{64}")
+_MARKER = re.compile(r"(?:blake3|sha256):[0-9a-f]{64}")
+_DIGEST = re.compile(r"[0-9a-f]{16}")
+_DTYPE_NAME = re.compile(r"[a-z0-9_]{1,40}")
+_ALGORITHM = re.compile(r"blake3|sha256")
+_PATH = re.compile(r"[^\0\ud800-\udfff]{0,4000}")
+_ANY_TEXT = re.compile(r".*", re.DOTALL)
+_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_MAX_NUMBER = (1 << 63) - 1
+_MAX_RANKS = 1 << 20
+_MAX_DIMS = 64  # torch's own limit
+_MAX_SECONDS = 253_402_300_800  # the year 10000, which no calendar in the standard library has
+_MAX_SHOWN = 80
 
 
 def checkpoint_name(step: int) -> str:
@@ -151,10 +168,14 @@ def dtype_from_name(name: str) -> torch.dtype:
     Raises:
         CheckpointError: This torch has no such dtype.
     """
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
+    dtype = _DTYPES.get(name)
+    if dtype is None:
         raise CheckpointError(f"unknown dtype {name!r}: restore with a torch that has it (this is {torch.__version__})")
     return dtype
+
+
+def _keys_of(kind: type[Any]) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)}
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -165,51 +186,176 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return (json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
-def _decode_tensor(content: dict[str, Any]) -> TensorRecord:
-    chunks = tuple(
-        ChunkRecord(**{**chunk, "offsets": tuple(chunk["offsets"]), "sizes": tuple(chunk["sizes"])})
-        for chunk in content["chunks"]
+# ---- decoding: every value is checked here, once, so that nothing behind it meets a type that it does not expect
+
+
+def _refuse(where: str, value: Any, due: str) -> NoReturn:
+    brief = f"{type(value).__name__} {value!r}" if isinstance(value, str | int | float) else type(value).__name__
+    raise CorruptCheckpointError(f"{MANIFEST_NAME}: {where[:_MAX_SHOWN]} is {brief[:_MAX_SHOWN]} where {due} is due")
+
+
+def _whole(value: Any, where: str, low: int = 0, high: int = _MAX_NUMBER) -> int:
+    if type(value) is not int or not low <= value <= high:
+        _refuse(where, value, f"a whole number from {low} to {high}")
+    return value
+
+
+def _wholes(value: Any, where: str, count: int | None = None) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > _MAX_DIMS or (count is not None and len(value) != count):
+        _refuse(where, value, f"a list of {_MAX_DIMS if count is None else count} numbers at most")
+    return tuple(_whole(item, where) for item in value)
+
+
+def _text(value: Any, where: str, pattern: re.Pattern[str] = _ANY_TEXT) -> str:
+    if not isinstance(value, str) or pattern.fullmatch(value) is None:
+        _refuse(where, value, f"a text like {pattern.pattern}" if pattern is not _ANY_TEXT else "a text")
+    return value
+
+
+def _items(value: Any, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        _refuse(where, value, "a list")
+    return value
+
+
+def _object(
+    value: Any, where: str, keys: Collection[str] | None = None, optional: Collection[str] = ()
+) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        _refuse(where, value, "an object")
+    if keys is not None:
+        lacking, odd = set(keys) - value.keys(), value.keys() - set(keys) - set(optional)
+        if lacking or odd:
+            what = f"lacks {min(lacking)!r}" if lacking else f"has {min(odd)[:_MAX_SHOWN]!r}, which nobody knows"
+            raise CorruptCheckpointError(f"{MANIFEST_NAME}: {where[:_MAX_SHOWN]} {what}")
+    return value
+
+
+def _decode_file(content: Any, world_size: int) -> FileRecord:
+    record = _object(content, "a file", _keys_of(FileRecord))
+    name = _text(record["name"], "a file's name", _FILE_NAME)
+    return FileRecord(
+        name,
+        _whole(record["num_bytes"], f"the size of {name}"),
+        _text(record["hash"], f"the hash of {name}", _HASH),
+        _whole(record["rank"], f"the rank of {name}", high=world_size - 1),
     )
-    return TensorRecord(tuple(content["shape"]), content["dtype"], int(content["digest"], 16), chunks)
 
 
-def _check_names(files: set[str], tensors: dict[str, TensorRecord]) -> None:
-    for name in files:
-        if Path(name).name != name or name in ("", ".", ".."):
-            raise ValueError(f"file {name!r} is not in the checkpoint's own directory")
-    for name, record in tensors.items():
-        for chunk in record.chunks:
-            if chunk.file not in files:
-                raise ValueError(f"tensor {name!r} lies in {chunk.file!r}, which is not listed")
+def _decode_chunk(content: Any, name: str, shape: tuple[int, ...], sizes_of_files: Mapping[str, int]) -> ChunkRecord:
+    record = _object(content, f"a chunk of {name}", _keys_of(ChunkRecord))
+    chunk = ChunkRecord(
+        _wholes(record["offsets"], f"the offsets of a chunk of {name}", len(shape)),
+        _wholes(record["sizes"], f"the sizes of a chunk of {name}", len(shape)),
+        _text(record["file"], f"the file of a chunk of {name}", _FILE_NAME),
+        *(_whole(record[key], f"{key} of a chunk of {name}") for key in ("byte_offset", "num_bytes", "data_offset")),
+    )
+    if chunk.file not in sizes_of_files:
+        raise CorruptCheckpointError(f"{MANIFEST_NAME}: {name} lies in {chunk.file}, which is not listed")
+    if chunk.byte_offset + chunk.num_bytes > sizes_of_files[chunk.file]:
+        raise CorruptCheckpointError(f"{name}: a chunk lies beyond the end of {chunk.file}")
+    if any(offset + size > whole for offset, size, whole in zip(chunk.offsets, chunk.sizes, shape, strict=True)):
+        raise CorruptCheckpointError(f"{name}: a chunk lies outside of its shape {list(shape)}")
+    return chunk
+
+
+def _decode_tensor(name: str, content: Any, sizes_of_files: Mapping[str, int]) -> TensorRecord:
+    record = _object(content, f"tensor {name}", _keys_of(TensorRecord))
+    shape = _wholes(record["shape"], f"the shape of {name}")
+    _whole(math.prod(shape), f"the number of elements of {name}", high=_MAX_NUMBER >> 4)
+    chunks = _items(record["chunks"], f"chunks of {name}")
+    tensor = TensorRecord(
+        shape,
+        _text(record["dtype"], f"the dtype of {name}", _DTYPE_NAME),
+        int(_text(record["digest"], f"the digest of {name}", _DIGEST), 16),
+        tuple(_decode_chunk(chunk, name, shape, sizes_of_files) for chunk in chunks),
+    )
+    dtype = _DTYPES.get(tensor.dtype)
+    for chunk in tensor.chunks if dtype is not None else ():
+        data_end = chunk.data_offset + math.prod(chunk.sizes) * dtype.itemsize
+        if not chunk.byte_offset <= chunk.data_offset <= data_end <= chunk.byte_offset + chunk.num_bytes:
+            raise CorruptCheckpointError(f"{name}: a chunk's elements lie outside of its bytes")
+    return tensor
+
+
+def _decode_tensors(content: Any, files: Sequence[FileRecord]) -> dict[str, TensorRecord]:
+    sizes_of_files = {record.name: record.num_bytes for record in files}
+    if len(sizes_of_files) < len(files):
+        raise CorruptCheckpointError(f"{MANIFEST_NAME}: a file is listed twice")
+    tensors = {
+        name: _decode_tensor(name, record, sizes_of_files) for name, record in _object(content, "tensors").items()
+    }
+    # Else a small file could stand for tensors of any size.
+    used = Counter[str]()
+    for tensor in tensors.values():
+        for chunk in tensor.chunks:
+            used[chunk.file] += chunk.num_bytes
+    for name, num_bytes in used.items():
+        if num_bytes > sizes_of_files[name]:
+            raise CorruptCheckpointError(f"{MANIFEST_NAME}: the chunks in {name} have more bytes than it has")
+    return tensors
+
+
+def _decode_ancestor(content: Any) -> Ancestor | None:
+    if content is None:
+        return None
+    record = _object(content, "previous", ("name", "manifest_hash"), ("directory",))
+    directory = record.get("directory")
+    return Ancestor(
+        _text(record["name"], "the name of the checkpoint before", _CHECKPOINT_NAME),
+        _text(record["manifest_hash"], "the hash of the checkpoint before", _MARKER),
+        None if directory is None else _text(directory, "the directory of the checkpoint before", _PATH),
+    )
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """Returns the manifest that `data` holds.
+    """Returns the manifest that `data` holds, each value of it of its type and in its range.
 
     Raises:
         CheckpointError: It is of a newer schema.
         CorruptCheckpointError: It is no manifest.
     """
-    try:
-        content = json.loads(data)
-        schema_version = content["schema_version"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise CorruptCheckpointError(f"{MANIFEST_NAME} is not a manifest: {error}") from error
+    content = _object(parse_json(data, MANIFEST_NAME), "it")
+    schema_version = _whole(content.get("schema_version"), "schema_version", low=1)
     if schema_version > SCHEMA_VERSION:
         raise CheckpointError(
             f"{MANIFEST_NAME} has schema {schema_version}, this version reads up to {SCHEMA_VERSION}: "
             "upgrade genesis-callbacks"
         )
-    try:
-        previous = content.pop("previous")
-        files = tuple(FileRecord(**record) for record in content.pop("files"))
-        tensors = {name: _decode_tensor(record) for name, record in content.pop("tensors").items()}
-        _check_names({record.name for record in files}, tensors)
-        return Manifest(
-            previous=Ancestor(**previous) if previous is not None else None, files=files, tensors=tensors, **content
-        )
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CorruptCheckpointError(f"{MANIFEST_NAME} lacks or has too much: {error}") from error
+    optional = {"has_optimizer", "hash_algorithm"}
+    _object(content, "it", _keys_of(Manifest) - optional, optional)
+    world_size = _whole(content["world_size"], "world_size", low=1, high=_MAX_RANKS)
+    files = tuple(_decode_file(record, world_size) for record in _items(content["files"], "files"))
+    created_seconds = content["created_seconds"]
+    if type(created_seconds) not in (int, float) or not 0 <= created_seconds < _MAX_SECONDS:
+        _refuse("created_seconds", created_seconds, "a Unix time")
+    has_optimizer = content.get("has_optimizer", True)
+    if type(has_optimizer) is not bool:
+        _refuse("has_optimizer", has_optimizer, "true or false")
+    algorithm = _text(content.get("hash_algorithm", "blake3"), "hash_algorithm", _ALGORITHM)
+    return Manifest(
+        step=_whole(content["step"], "step"),
+        sequence=_whole(content["sequence"], "sequence"),
+        counters={
+            name: _whole(value, f"counter {name}", low=-_MAX_NUMBER)
+            for name, value in _object(content["counters"], "counters").items()
+        },
+        world_size=world_size,
+        mesh={name: _whole(value, f"mesh {name}") for name, value in _object(content["mesh"], "mesh").items()},
+        identity=_object(content["identity"], "identity"),
+        recipe=_object(content["recipe"], "recipe"),
+        versions={
+            name: _text(value, f"the version of {name}")
+            for name, value in _object(content["versions"], "versions").items()
+        },
+        created_seconds=created_seconds,
+        previous=_decode_ancestor(content["previous"]),
+        files=files,
+        tensors=_decode_tensors(content["tensors"], files),
+        has_optimizer=has_optimizer,
+        hash_algorithm="sha256" if algorithm == "sha256" else "blake3",
+        schema_version=schema_version,
+    )
 
 
 def read_committed_hash(path: Path) -> str:

@@ -4,7 +4,6 @@ Nothing is unpickled. Each rank reads only the rows that overlap what it holds. 
 compared with its digest at once; sharded ones are compared after they are placed, by adding up over ranks.
 """
 
-import json
 import math
 import os
 from collections import defaultdict
@@ -19,9 +18,10 @@ from .digest import DIGEST_MODULUS, digest_chunk, digest_tensor
 from .errors import CheckpointError, CorruptCheckpointError
 from .hashing import hash_bytes
 from .manifest import STATE_NAME, ChunkRecord, Manifest, TensorRecord, dtype_name, read_manifest
-from .plan import LocalPart, Part, blocks_overlap
+from .plan import LocalPart, Part, blocks_overlap, check_tiling
 from .ranks import Ranks
-from .safe_read import MAX_DOCUMENT_BYTES, open_regular, read_file, reading
+from .safe_read import MAX_DOCUMENT_BYTES, open_regular, parse_json, read_file, reading
+from .tagged_json import check_tagged
 
 _READ_BLOCK_BYTES = 64 << 20
 
@@ -178,6 +178,20 @@ def check_restored(manifest: Manifest, parts: Iterable[LocalPart], ranks: Ranks)
         raise CorruptCheckpointError(f"{len(reasons)} tensors are not what was saved at step {manifest.step}: {listed}")
 
 
+def _check_whole(name: str, record: TensorRecord) -> None:
+    """Checks that a tensor's chunks make the whole of it, before memory is taken for it."""
+    check_tiling(name, record.shape, [(chunk.offsets, chunk.sizes) for chunk in record.chunks])
+
+
+def _check_readable(path: Path, record: TensorRecord) -> None:
+    """Checks that the files are there and long enough, before memory is taken for what they should hold."""
+    with RecordedFiles(path) as files:
+        for chunk in record.chunks:
+            files.read_elements(
+                chunk, record.torch_dtype, max(0, math.prod(chunk.sizes) - 1), 1 if math.prod(chunk.sizes) else 0
+            )
+
+
 def read_recorded_tensors(path: Path, manifest: Manifest, names: Iterable[str]) -> dict[str, Tensor]:
     """Returns whole tensors on the CPU by name, each compared with its digest. No communication.
 
@@ -189,6 +203,8 @@ def read_recorded_tensors(path: Path, manifest: Manifest, names: Iterable[str]) 
         record = manifest.tensors.get(name)
         if record is None:
             raise CheckpointError(f"{name} is not in {path}")
+        _check_whole(name, record)
+        _check_readable(path, record)
         tensor = torch.empty(record.shape, dtype=record.torch_dtype)
         zeros = (0,) * len(record.shape)
         part = Part(name, "state", record.shape, tensor.dtype, zeros, record.shape)
@@ -240,15 +256,41 @@ def read_state(path: Path, manifest: Manifest) -> list[Any]:
         raise CorruptCheckpointError(
             f"{path / STATE_NAME} does not have the hash that was saved: its bytes have changed"
         )
-    sections: list[Any] = json.loads(data)["sections"]
+    content = parse_json(data, f"{path / STATE_NAME}")
+    sections = content.get("sections") if isinstance(content, dict) else None
+    if not isinstance(sections, list) or not sections:
+        raise CorruptCheckpointError(f"{path / STATE_NAME} has no list of sections")
     _check_optimizers(path, manifest, sections)
     return sections
+
+
+def check_state(path: Path, manifest: Manifest) -> None:
+    """Checks that the state of a checkpoint can be decoded, one section for each rank. Nothing is made of it.
+
+    Raises:
+        CorruptCheckpointError: It cannot.
+        UnreadableCheckpointError: It cannot be read.
+    """
+    sections = read_state(path, manifest)
+    if len(sections) != manifest.world_size:
+        raise CorruptCheckpointError(
+            f"{path / STATE_NAME} has {len(sections)} sections where {manifest.world_size} ranks saved"
+        )
+    dtypes = {name: record.torch_dtype for name, record in manifest.tensors.items()}
+    try:
+        for section in sections:
+            check_tagged(section, dtypes)
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(f"{path / STATE_NAME} cannot be restored: {error}") from error
 
 
 def _check_optimizers(path: Path, manifest: Manifest, sections: Sequence[Any]) -> None:
     """Refuses an emptied optimizer: one that had state, of which neither tensors nor values are there."""
     filled = {name.split(".", 2)[1] for name in manifest.tensors if name.startswith("optimizer.")}
     for section in sections:
-        for index, optimizer in enumerate((section or {}).get("optimizers", ())):
-            if optimizer["has_state"] and not optimizer["values"] and str(index) not in filled:
+        optimizers = section.get("optimizers", []) if isinstance(section, dict) else []
+        if not isinstance(optimizers, list) or not all(isinstance(each, dict) for each in optimizers):
+            raise CorruptCheckpointError(f"{path / STATE_NAME} has no list of optimizers")
+        for index, optimizer in enumerate(optimizers):
+            if optimizer.get("has_state") and not optimizer.get("values") and str(index) not in filled:
                 raise CorruptCheckpointError(f"{path}: optimizer {index} had state, and none of it is there")

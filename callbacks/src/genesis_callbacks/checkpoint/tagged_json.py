@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .errors import CorruptCheckpointError, UnsupportedStateError
+from .errors import CheckpointError, CorruptCheckpointError, UnsupportedStateError
 from .manifest import dtype_from_name, dtype_name
 
 TAG = "!"
@@ -172,7 +172,7 @@ def _pairs(content: Any, decode: Callable[[Any], Any]) -> list[tuple[Any, Any]]:
 
 def _decode_enum(content: Any) -> Enum:
     # Only what the program has imported itself: a file from a stranger cannot make it import, or call, anything.
-    found: Any = sys.modules.get(content["module"])
+    found: Any = sys.modules.get(str(content["module"]))
     for name in str(content["class"]).split("."):
         found = getattr(found, name, None)
     if not (isinstance(found, type) and issubclass(found, Enum)):
@@ -186,7 +186,8 @@ def _decode_numpy(content: Any) -> Any:
     return np.frombuffer(bytes.fromhex(content["data"]), dtype=np.dtype(content["dtype"]))[0]
 
 
-_DECODERS: dict[str, Callable[[Any, Callable[[Any], Any], Mapping[str, Tensor]], Any]] = {
+_Decoder = Callable[[Any, Callable[[Any], Any], Mapping[str, Tensor]], Any]
+_DECODERS: dict[str, _Decoder] = {
     "float": lambda content, decode, tensors: float(content["value"]),
     "complex": lambda content, decode, tensors: complex(*(decode(part) for part in content["parts"])),
     "dict": lambda content, decode, tensors: dict(_pairs(content, decode)),
@@ -213,6 +214,12 @@ _DECODERS: dict[str, Callable[[Any, Callable[[Any], Any], Mapping[str, Tensor]],
     "ndarray": lambda content, decode, tensors: tensors[content["name"]].numpy(),
 }
 
+# An enum's class need not be imported by whoever looks into a checkpoint.
+_CHECKERS: dict[str, _Decoder] = {
+    **_DECODERS,
+    "enum": lambda content, decode, tensors: tuple(str(content[key]) for key in ("module", "class", "name")),
+}
+
 
 def decode_tagged(content: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Returns the value that `encode_tagged` was given.
@@ -224,27 +231,60 @@ def decode_tagged(content: Any, tensors: Mapping[str, Tensor]) -> Any:
     Raises:
         CorruptCheckpointError: It names a type that this version does not know, or a tensor that is not there.
     """
+    return _decode(content, tensors, _DECODERS)
+
+
+def check_tagged(content: Any, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Checks that an encoded state can be decoded, without its tensors' bytes and without its enums' classes.
+
+    Args:
+        content: The JSON.
+        dtypes: Of the tensors that there are, by name.
+
+    Raises:
+        CorruptCheckpointError: It cannot.
+    """
+    named = named_tensors(content)
+    lacking = named - dtypes.keys()
+    if lacking:
+        raise CorruptCheckpointError(f"the state names a tensor that was not saved: {min(lacking)}")
+    _decode(content, {name: torch.empty(0, dtype=dtypes[name]) for name in named}, _CHECKERS)
+
+
+def _decode(content: Any, tensors: Mapping[str, Tensor], decoders: Mapping[str, _Decoder]) -> Any:
     if isinstance(content, list):
-        return [decode_tagged(item, tensors) for item in content]
+        return [_decode(item, tensors, decoders) for item in content]
     if not isinstance(content, dict):
         return content
     if TAG not in content:
-        return {key: decode_tagged(item, tensors) for key, item in content.items()}
-    decode = _DECODERS.get(content[TAG])
+        return {key: _decode(item, tensors, decoders) for key, item in content.items()}
+    kind = content[TAG]
+    decode = decoders.get(kind) if isinstance(kind, str) else None
     if decode is None:
-        raise CorruptCheckpointError(f"the state holds a {content[TAG]!r}, which this version does not know")
+        raise CorruptCheckpointError(f"the state holds a {str(kind)[:80]!r}, which this version does not know")
     try:
-        return decode(content, lambda item: decode_tagged(item, tensors), tensors)
+        return decode(content, lambda item: _decode(item, tensors, decoders), tensors)
     except KeyError as error:
-        raise CorruptCheckpointError(f"the state lacks {error} in a {content[TAG]!r}") from error
+        raise CorruptCheckpointError(f"the state lacks {error} in a {kind!r}") from error
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError, AttributeError, IndexError, ArithmeticError, RuntimeError) as error:
+        raise CorruptCheckpointError(f"the state holds a {kind!r} that cannot be decoded: {error}") from error
 
 
 def named_tensors(content: Any) -> set[str]:
-    """Returns the names of the tensors that an encoded state refers to."""
+    """Returns the names of the tensors that an encoded state refers to.
+
+    Raises:
+        CorruptCheckpointError: What should be a name is none.
+    """
     if isinstance(content, list):
         return set().union(*(named_tensors(item) for item in content))
     if not isinstance(content, dict):
         return set()
     if content.get(TAG) in ("tensor", "ndarray"):
-        return {content["name"]}
+        name = content.get("name")
+        if not isinstance(name, str):
+            raise CorruptCheckpointError(f"the state has a tensor without a name: {str(name)[:80]}")
+        return {name}
     return set().union(*(named_tensors(item) for item in content.values()))

@@ -1,0 +1,155 @@
+"""Reads the `.metadata` of torch's distributed checkpoint (DCP) without executing it.
+
+It is a pickle, and other tools unpickle it. Here DCP's own records become inert ones, and any other name is refused. A
+checkpoint of ours is compared by it with the manifest, so that whoever goes by `.metadata` reads what we vouch for.
+"""
+
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from .errors import CheckpointError, CorruptCheckpointError, UnreadableCheckpointError
+from .manifest import DCP_METADATA_NAME, Manifest, TensorRecord, dtype_from_name
+from .safe_read import read_file
+
+_MAX_BYTES = 64 << 20
+# Of ours: what a pickle takes for one tensor or chunk, with long names, and for the rest.
+_MAX_BYTES_EACH = 4096
+_MAX_BYTES_BESIDE = 64 << 10
+
+
+class InertRecord:
+    """Stands for an instance of one of DCP's dataclasses: it takes its state and does nothing."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+        else:
+            self.arguments = tuple(state)
+
+
+class InertTensorRecord(InertRecord):
+    """Stands for a `TensorStorageMetadata`."""
+
+    properties: InertRecord
+    size: tuple[int, ...]
+    chunks: list[Any]
+
+
+_DCP = "torch.distributed.checkpoint"
+_PLAIN_GLOBALS: Final[Mapping[tuple[str, str], Any]] = {
+    **{
+        (f"{_DCP}.metadata", name): InertRecord
+        for name in (
+            *("Metadata", "ChunkStorageMetadata", "TensorProperties", "MetadataIndex", "StorageMeta"),
+            *("_MEM_FORMAT_ENCODING", "BytesStorageMetadata"),
+        )
+    },
+    (f"{_DCP}.metadata", "TensorStorageMetadata"): InertTensorRecord,
+    (f"{_DCP}.filesystem", "_StorageInfo"): InertRecord,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): InertRecord,
+    ("collections", "OrderedDict"): OrderedDict,
+    **{
+        (module, name): InertRecord for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")
+    },
+}
+
+
+# The unpickler in C takes gigabytes for one opcode that names a large place of its memo; the one in Python has a dict.
+class _MetadataUnpickler(pickle._Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        found = _PLAIN_GLOBALS.get((module, name))
+        if found is None and module == "torch":
+            dtype = vars(torch).get(name)
+            found = dtype if isinstance(dtype, torch.dtype) else None
+        if found is None:
+            raise CheckpointError(
+                f"{DCP_METADATA_NAME} holds a {module}.{name}, which is none of DCP's own records, and was not loaded: "
+                "none of its code has run"
+            )
+        return found
+
+
+def read_dcp_metadata(path: Path, max_bytes: int = _MAX_BYTES) -> InertRecord:
+    """Returns what the `.metadata` in the directory `path` holds.
+
+    Raises:
+        CheckpointError: It holds something else than DCP's own records.
+        CorruptCheckpointError: It is missing, too large, or is no such file.
+        UnreadableCheckpointError: It cannot be read.
+    """
+    file = path / DCP_METADATA_NAME
+    if not file.exists():
+        raise CorruptCheckpointError(f"{DCP_METADATA_NAME} is missing, so that nobody can tell what the shards hold")
+    stream = io.BytesIO(read_file(file, max_bytes))
+    try:
+        metadata = _MetadataUnpickler(stream).load()
+    except CheckpointError:
+        raise
+    except Exception as error:  # what a damaged pickle raises has no end
+        raise CorruptCheckpointError(f"{DCP_METADATA_NAME} cannot be read: {type(error).__name__}") from error
+    if not isinstance(metadata, InertRecord) or stream.read(1):
+        raise CorruptCheckpointError(f"{DCP_METADATA_NAME} holds something else than one record of DCP's metadata")
+    return metadata
+
+
+def check_dcp_metadata(path: Path, manifest: Manifest) -> None:
+    """Compares the `.metadata` of a checkpoint of ours with its manifest. Nothing in it is executed.
+
+    Raises:
+        CorruptCheckpointError: It says something else, or holds something else than DCP's own records.
+        UnreadableCheckpointError: It cannot be read.
+    """
+    num_chunks = sum(len(record.chunks) for record in manifest.tensors.values())
+    num_bytes = _MAX_BYTES_BESIDE + _MAX_BYTES_EACH * (num_chunks + len(manifest.tensors))
+    try:
+        metadata = read_dcp_metadata(path, num_bytes)
+        found = vars(metadata)
+        tensors = {name: _describe(record) for name, record in found["state_dict_metadata"].items()}
+        places = {
+            (index.fqn, tuple(index.offset), index.index): (info.relative_path, info.offset, info.length)
+            for index, info in found["storage_data"].items()
+            if not getattr(info, "transform_descriptors", None)
+        }
+        planned = {name: ".".join(parts) for name, parts in (found.get("planner_data") or {}).items()}
+    except UnreadableCheckpointError:
+        raise
+    except CheckpointError as error:
+        raise CorruptCheckpointError(f"{path}: {error}") from error
+    except (KeyError, AttributeError, TypeError, IndexError, ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{path}: {DCP_METADATA_NAME} is not what was saved: it lacks {error}") from error
+    expected = {name: _expect(record) for name, record in manifest.tensors.items()}
+    expected_places = {
+        (name, chunk.offsets, number): (chunk.file, chunk.byte_offset, chunk.num_bytes)
+        for name, record in manifest.tensors.items()
+        for number, chunk in enumerate(record.chunks)
+    }
+    for what, ours, theirs in (
+        ("tensors", expected, tensors),
+        ("places of tensors", expected_places, places),
+        ("names", {name: name for name in planned}, planned),
+    ):
+        if ours != theirs:
+            raise CorruptCheckpointError(f"{path}: {DCP_METADATA_NAME} names other {what} than the manifest")
+
+
+def _describe(record: Any) -> tuple[Any, ...]:
+    chunks = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in record.chunks]
+    return record.properties.arguments[0], tuple(record.size), chunks
+
+
+def _expect(record: TensorRecord) -> tuple[Any, ...]:
+    return (
+        dtype_from_name(record.dtype),
+        record.shape,
+        [(chunk.offsets, chunk.sizes) for chunk in record.chunks],
+    )
