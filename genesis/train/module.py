@@ -1,31 +1,20 @@
 """The training step: one accumulation window from count to update.
 
     logged                     unit and meaning
-    train/loss                 nats per valid token since the last log line, over all ranks
-    train/perplexity           exp of it
-    train/bits_per_byte        bits per byte of text
-    train/valid_tokens         valid tokens of this window, over all ranks
-    train/tokens_per_second    valid tokens over wall time since the last log line, over all ranks
-    train/grad_norm            2-norm of the synchronised gradient before the clip
-    train/scale_factor         what a rank's summed loss is multiplied by: dp_world_size / valid tokens
-    train/loss_scale           the gradient scaler's scale, where there is one
-    memory/allocated_bytes     peak memory that tensors took, memory/reserved_bytes what the allocator reserved (CUDA);
-                               memory/resident_bytes elsewhere
     validation/loss            nats per valid token of the validation set, over all ranks; validation/perplexity and
                                validation/bits_per_byte with it
 
-Clocks and schedule are callbacks (`TokenCounters`, `SkipAwareLR`), which log their own.
+What training logs is `TrainingLog`'s, a callback that the module brings along. Clocks and schedule are callbacks of the
+run (`TokenCounters`, `SkipAwareLR`), which log their own.
 """
 
 import math
-import time
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -38,9 +27,10 @@ from genesis.optim import OptimizerOptions, build_optimizer
 from genesis.strategies import Replicated, Sharded
 from genesis.strategies.wrap import free_gathered_parameters, set_gradient_sync
 from genesis.train.gradients import global_gradient_norm, scale_gradients
-from genesis.train.memory import peak_memory_bytes
+from genesis.train.logged_values import log_exactly
 from genesis.train.metrics import BitsPerByte, TokenLoss
-from genesis_callbacks.host_group import HostGroup
+from genesis.train.training_log import TrainingLog, WindowFigures
+from genesis_callbacks.host_group import HostGroup, Pending
 
 
 def seed_of_step(seed: int, step: int, dp_rank: int) -> int:
@@ -84,9 +74,9 @@ class GenesisModule(pl.LightningModule):
         self._num_valid_tokens = 0
         self._num_bytes = 0
         self._grad_norm = math.nan
-        self._timed_from = math.nan
-        self._timed_tokens = 0
-        self.train_loss, self.train_bits = TokenLoss(), BitsPerByte()
+        self._window_loss_sum: Tensor | None = None
+        self._loss_sum_of_ranks: Pending[float] | None = None
+        self._training_log = TrainingLog(self._read_window)
         self.validation_loss, self.validation_bits = TokenLoss(), BitsPerByte()
 
     # ---- building
@@ -115,6 +105,10 @@ class GenesisModule(pl.LightningModule):
     def configure_optimizers(self) -> Optimizer:
         """Builds the optimizer; the schedule is a callback's."""
         return build_optimizer(self._model, self.optimizer_options)
+
+    def configure_callbacks(self) -> list[pl.Callback]:
+        """Returns the log of the training steps."""
+        return [self._training_log]
 
     @property
     def _model(self) -> Decoder:
@@ -155,7 +149,8 @@ class GenesisModule(pl.LightningModule):
             self._backward(loss_sum * scale)
         set_gradient_sync(self._model, is_last_micro_batch=True)
         loss_sum = self._sum_loss(last)
-        return {"loss": loss_sum * scale, "loss_sum": window_loss_sum + loss_sum.detach()}
+        self._window_loss_sum = window_loss_sum + loss_sum.detach()
+        return {"loss": loss_sum * scale, "loss_sum": self._window_loss_sum}
 
     def configure_gradient_clipping(
         self,
@@ -165,6 +160,7 @@ class GenesisModule(pl.LightningModule):
     ) -> None:
         """Takes the norm of the synchronised gradient once, then clips, or vetoes by removing every gradient."""
         self._grad_norm = global_gradient_norm(self.parameters(), self.trainer.strategy.root_device)
+        self._sum_window_loss()
         self.skip_reason = self._find_skip_reason()
         if self.skip_reason is not None:
             for parameter in self.parameters():
@@ -203,52 +199,31 @@ class GenesisModule(pl.LightningModule):
         plugin = self.trainer.precision_plugin
         return plugin.scaler if isinstance(plugin, MixedPrecision) else None
 
-    # ---- counting and logging
+    # ---- figures of the window
 
-    def on_train_start(self) -> None:
-        """Begins to measure time."""
-        self._timed_from, self._timed_tokens = time.perf_counter(), 0
+    def _sum_window_loss(self) -> None:
+        """Begins to add the window's loss over all ranks, while the optimizer steps.
 
-    def on_train_batch_end(self, outputs: Any, batch: Window, batch_idx: int) -> None:
-        """Counts the window and, every `log_every_n_steps`, logs."""
-        self._timed_tokens += self._num_valid_tokens
-        if self.skip_reason is None:
-            self.train_loss.update(outputs["loss_sum"], batch.num_valid_tokens)
-            self.train_bits.update(outputs["loss_sum"], batch.num_bytes)
-        if self.trainer.global_step % vars(self.trainer)["log_every_n_steps"] == 0:
-            self._log_train()
+        Here, because the norm has waited for the device: what was computed before it is read without another wait.
+        """
+        assert self._window_loss_sum is not None
+        if self._loss_sum_of_ranks is not None:
+            self._loss_sum_of_ranks.wait()  # the window is run again: its first loss does not count
+        self._loss_sum_of_ranks = self._host_group.sum_floats((float(self._window_loss_sum),))
+        self._window_loss_sum = None
 
-    def _log_train(self) -> None:
-        now = time.perf_counter()
-        values = {
-            "train/valid_tokens": float(self._num_valid_tokens),
-            "train/tokens_per_second": self._timed_tokens / (now - self._timed_from),
-            "train/grad_norm": self._grad_norm,
-            "train/scale_factor": self._dp_world_size / max(self._num_valid_tokens, 1),
-            **peak_memory_bytes(self.device),
-        }
-        if self.train_loss.update_count:  # else every window since the last row was skipped
-            loss = self.train_loss.compute()
-            values |= {
-                "train/loss": float(loss),
-                "train/perplexity": float(loss.exp()),
-                "train/bits_per_byte": float(self.train_bits.compute()),
-            }
-        scaler = self._gradient_scaler()
-        if scaler is not None:
-            values["train/loss_scale"] = float(scaler.get_scale())
-        self.train_loss.reset()
-        self.train_bits.reset()
-        self._timed_from, self._timed_tokens = now, 0
-        self._log(values)
-
-    def _log(self, values: dict[str, float]) -> None:
-        # In float64, because Lightning would make a number a float32; and under the steps done, of which Lightning's
-        # own count for the loggers is one behind.
-        if self.trainer.state.fn == TrainerFn.FITTING:
-            values["step"] = float(self.trainer.global_step)
-        exact = {key: torch.tensor(value, dtype=torch.float64) for key, value in values.items()}
-        self.log_dict(exact, batch_size=1)
+    def _read_window(self) -> WindowFigures:
+        assert self._loss_sum_of_ranks is not None
+        (loss_sum,) = self._loss_sum_of_ranks.wait()
+        self._loss_sum_of_ranks = None
+        return WindowFigures(
+            loss_sum=loss_sum,
+            num_valid_tokens=self._num_valid_tokens,
+            num_bytes=self._num_bytes,
+            grad_norm=self._grad_norm,
+            scale_factor=self._dp_world_size / max(self._num_valid_tokens, 1),
+            is_skipped=self.skip_reason is not None,
+        )
 
     # ---- validation
 
@@ -261,12 +236,13 @@ class GenesisModule(pl.LightningModule):
     def on_validation_epoch_end(self) -> None:
         """Logs the whole set's figures, and frees what the last forward left gathered."""
         loss = self.validation_loss.compute()
-        self._log(
+        log_exactly(
+            self,
             {
                 "validation/loss": float(loss),
                 "validation/perplexity": float(loss.exp()),
                 "validation/bits_per_byte": float(self.validation_bits.compute()),
-            }
+            },
         )
         self.validation_loss.reset()
         self.validation_bits.reset()

@@ -105,8 +105,7 @@ def build_trainer(strategy: Any, world_size: int, max_steps: int, callbacks: lis
         use_distributed_sampler=False,
         inference_mode=False,
         callbacks=callbacks,
-        log_every_n_steps=1,
-        **{"logger": False, **options},
+        **{"logger": False, "log_every_n_steps": 1, **options},
     )
 
 

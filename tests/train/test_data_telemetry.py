@@ -69,7 +69,7 @@ def test_a_run_whose_data_keep_up_logs_and_says_nothing(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", DataWaitWarning)
         rows = train(tmp_path, make_seconds=0.0, num_steps=45, prefetch_windows=2)
-    last = rows[-1]
+    last = [row for row in rows if row["data/packer_fill"]][-1]  # the loader may have made all windows long ago
     assert float(last["data/packer_fill"]) == pytest.approx(62 / 128)
     assert float(last["data/headroom"]) > 1.0
     assert float(last["data/tokens_per_second"]) > 0.0

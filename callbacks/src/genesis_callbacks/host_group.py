@@ -1,10 +1,11 @@
-"""Sums and maxima of a few integers over all ranks, between hosts.
+"""Sums and maxima of a few numbers over all ranks, between hosts.
 
-They run on a gloo group of our own and never on the default group: on CUDA that is nccl, where a host's integer would
+They run on a gloo group of our own and never on the default group: on CUDA that is nccl, where a host's number would
 cost a copy to the device, a kernel in the queue of the gradients and a wait for both.
 """
 
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,15 +16,18 @@ from torch import Tensor
 _GLOO_GROUPS: "WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = WeakKeyDictionary()
 
 
-class Pending:
+Number = TypeVar("Number", int, float)
+
+
+class Pending(Generic[Number]):
     """The result of a reduction that may still be under way."""
 
     def __init__(self, values: Tensor, work: dist.Work | None) -> None:
         self._values = values
         self._work = work
 
-    def wait(self) -> tuple[int, ...]:
-        """Returns the reduced integers, the same on every rank; waits for the slowest rank to begin."""
+    def wait(self) -> tuple[Number, ...]:
+        """Returns the reduced numbers, the same on every rank; waits for the slowest rank to begin."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -48,20 +52,25 @@ class HostGroup:
         if self.world_size > 1:
             self._group()
 
-    def sum(self, values: Sequence[int]) -> Pending:
+    def sum(self, values: Sequence[int]) -> Pending[int]:
         """Returns the sums over ranks of integers, element by element."""
-        return self._reduce(values, dist.ReduceOp.SUM)
+        return Pending(*self._reduce(values, torch.int64, dist.ReduceOp.SUM))
 
-    def max(self, values: Sequence[int]) -> Pending:
+    def sum_floats(self, values: Sequence[float]) -> Pending[float]:
+        """Returns the sums over ranks of floats, element by element, in float64; they are the same on every rank."""
+        return Pending(*self._reduce(values, torch.float64, dist.ReduceOp.SUM))
+
+    def max(self, values: Sequence[int]) -> Pending[int]:
         """Returns the maxima over ranks of integers, element by element."""
-        return self._reduce(values, dist.ReduceOp.MAX)
+        return Pending(*self._reduce(values, torch.int64, dist.ReduceOp.MAX))
 
-    def _reduce(self, values: Sequence[int], op: "dist.ReduceOp.RedOpType") -> Pending:
-        tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
+    def _reduce(
+        self, values: Sequence[float], dtype: torch.dtype, op: "dist.ReduceOp.RedOpType"
+    ) -> tuple[Tensor, dist.Work | None]:
+        tensor = torch.tensor(values, dtype=dtype, device="cpu")
         if self.world_size == 1:
-            return Pending(tensor, None)
-        work = dist.all_reduce(tensor, op=op, group=self._group(), async_op=True)
-        return Pending(tensor, work)
+            return tensor, None
+        return tensor, dist.all_reduce(tensor, op=op, group=self._group(), async_op=True)
 
     @staticmethod
     def _group() -> dist.ProcessGroup:

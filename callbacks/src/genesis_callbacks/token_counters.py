@@ -107,7 +107,7 @@ class TokenCounters(pl.Callback):
         self._global_step = 0
         self._scaler: Any | None = None
         self._hooks: list[RemovableHandle] = []
-        self._pending: Pending | None = None
+        self._pending: Pending[int] | None = None
         self._was_called = False
         self._stepped_surely = False
         self._fused_scale: float | None = None

@@ -1,0 +1,163 @@
+"""What training logs of its windows, and the means that a checkpoint carries from one log line to the next.
+
+    logged                     unit and meaning
+    train/loss                 nats per valid token since the last log line, over all ranks; absent where every window
+                               since then was skipped
+    train/perplexity           exp of it
+    train/bits_per_byte        bits per byte of text
+    train/valid_tokens         valid tokens of this window, over all ranks
+    train/tokens_per_second    valid tokens over wall time since the last log line, over all ranks
+    train/grad_norm            2-norm of the synchronised gradient before the clip
+    train/scale_factor         what a rank's summed loss is multiplied by: dp_world_size / valid tokens
+    train/loss_scale           the gradient scaler's scale, where there is one
+    memory/allocated_bytes     peak memory that tensors took, memory/reserved_bytes what the allocator reserved (CUDA);
+                               memory/resident_bytes elsewhere
+
+Does it communicate? No: the figures of a window are already those of all ranks.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from genesis.errors import UserError
+from genesis.train.logged_values import align_log_steps, forget_logged, log_exactly
+from genesis.train.memory import peak_memory_bytes
+
+_STATE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class WindowFigures:
+    """What one window was, over all ranks.
+
+    Args:
+        loss_sum: Nats, over the valid tokens.
+        num_valid_tokens: Tokens that the loss counts.
+        num_bytes: Of the text of these tokens; 0 where no tokenizer is known.
+        grad_norm: Before the clip.
+        scale_factor: What a rank's summed loss was multiplied by.
+        is_skipped: Whether the window changed no parameter.
+    """
+
+    loss_sum: float
+    num_valid_tokens: int
+    num_bytes: int
+    grad_norm: float
+    scale_factor: float
+    is_skipped: bool
+
+
+class TrainingLog(pl.Callback):
+    """Adds up the windows that were not skipped and logs their means, every `log_every_n_steps`.
+
+    It is a callback, because callbacks see the end of a batch before the checkpoint's does: what a save at some step
+    holds includes that step. Its state is the sums since the last log line, exact and the same on every rank, so that
+    a resumed run, on any number of ranks, logs what the uninterrupted one logs.
+
+    Args:
+        read_window: Returns the figures of the window that has just ended.
+    """
+
+    def __init__(self, read_window: Callable[[], WindowFigures]) -> None:
+        self._read_window = read_window
+        self._timed_from_seconds = math.nan
+        self._timed_tokens = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._loss_sum = 0.0
+        self._num_tokens = 0
+        self._num_bytes = 0
+
+    # ---- state
+
+    @property
+    def state_key(self) -> str:
+        """The key of our state in a checkpoint."""
+        return "genesis.TrainingLog"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the sums since the last log line, over all ranks; a float keeps all of its digits in a checkpoint."""
+        return {
+            "version": _STATE_VERSION,
+            "loss_sum": self._loss_sum,
+            "num_tokens": self._num_tokens,
+            "num_bytes": self._num_bytes,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the sums of a checkpoint."""
+        if state_dict["version"] != _STATE_VERSION:
+            raise UserError(
+                f"the checkpoint's training log has version {state_dict['version']}, this release reads "
+                f"{_STATE_VERSION}: resume with the release of Genesis that wrote it"
+            )
+        self._loss_sum = state_dict["loss_sum"]
+        self._num_tokens = state_dict["num_tokens"]
+        self._num_bytes = state_dict["num_bytes"]
+
+    # ---- hooks
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begins to measure time, and to add up where no checkpoint was restored."""
+        if trainer.global_step == 0:
+            self._reset()
+        self._timed_from_seconds, self._timed_tokens = time.perf_counter(), 0
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Makes Lightning log in the same steps as this callback, and nothing of the steps before."""
+        align_log_steps(trainer)
+        forget_logged(trainer)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Counts the window and, every `log_every_n_steps`, logs."""
+        window = self._read_window()
+        self._timed_tokens += window.num_valid_tokens
+        if not window.is_skipped:
+            self._loss_sum += window.loss_sum
+            self._num_tokens += window.num_valid_tokens
+            self._num_bytes += window.num_bytes
+        every = vars(trainer)["log_every_n_steps"]  # a public attribute that Lightning's annotations leave out
+        is_log_step = every > 0 and trainer.global_step % every == 0
+        if is_log_step or trainer.should_stop:  # Lightning logs in both cases
+            log_exactly(pl_module, self._take(trainer, pl_module, window) if is_log_step else {})
+
+    # ---- what they do
+
+    def _take(self, trainer: pl.Trainer, pl_module: pl.LightningModule, window: WindowFigures) -> dict[str, float]:
+        """Returns the metrics of a log line, and begins the next."""
+        now_seconds = time.perf_counter()
+        values = {
+            "train/valid_tokens": float(window.num_valid_tokens),
+            "train/tokens_per_second": self._timed_tokens / (now_seconds - self._timed_from_seconds),
+            "train/grad_norm": window.grad_norm,
+            "train/scale_factor": window.scale_factor,
+            **peak_memory_bytes(pl_module.device),
+            **self._read_means(),
+        }
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        if scaler is not None:
+            values["train/loss_scale"] = float(scaler.get_scale())
+        self._reset()
+        self._timed_from_seconds, self._timed_tokens = now_seconds, 0
+        return values
+
+    def _read_means(self) -> dict[str, float]:
+        if self._num_tokens == 0:  # every window since the last log line was skipped
+            return {}
+        loss = self._loss_sum / self._num_tokens
+        return {
+            "train/loss": loss,
+            "train/perplexity": float(torch.tensor(loss, dtype=torch.float64).exp()),  # infinite instead of an error
+            "train/bits_per_byte": self._loss_sum / self._num_bytes / math.log(2) if self._num_bytes else math.nan,
+        }
