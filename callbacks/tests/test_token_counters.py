@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from genesis_callbacks.testing import run_ranks
 from genesis_callbacks.token_counters import (
     RankDisagreementError,
+    SkippedWindowsWarning,
     TokenCounters,
     TooManySkipsError,
     count_tokens,
@@ -133,6 +134,24 @@ def test_too_many_skips_in_a_row_end_the_run_with_the_reason(tmp_path: Path) -> 
     with pytest.raises(TooManySkipsError, match=r"2 windows in a row .* step 4 for 'no_gradient'.* update 1\."):
         trainer(tmp_path, [counters]).fit(Module({0: VETO, 2: VETO, 3: VETO}), loader(TOKENS))
     assert _clocks(counters) == (4, 36, 1, 7)
+
+
+def test_by_default_a_hundred_skips_in_a_row_end_the_run(tmp_path: Path) -> None:
+    with pytest.raises(TooManySkipsError, match=r"100 windows in a row .* step 101 for"):
+        trainer(tmp_path, [TokenCounters()]).fit(Module(dict.fromkeys(range(1, 120), VETO)), loader([1] * 120))
+
+
+def test_a_run_with_skips_warns_at_its_end_how_many_there_were_and_why(tmp_path: Path) -> None:
+    counters = TokenCounters()
+    message = "5 of 6 windows were skipped and changed no parameter: 5 for no_gradient"
+    with pytest.warns(SkippedWindowsWarning, match=message):
+        trainer(tmp_path, [counters]).fit(Module(dict.fromkeys(range(1, 6), VETO)), loader(TOKENS))
+    assert counters.updates == 1
+
+
+def test_a_run_without_skips_warns_of_none(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    trainer(tmp_path, [TokenCounters()]).fit(Module({}), loader(TOKENS))
+    assert not [warning for warning in recwarn if warning.category is SkippedWindowsWarning]
 
 
 def test_logged_counts_are_exact_beyond_what_float32_holds(tmp_path: Path) -> None:

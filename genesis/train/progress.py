@@ -98,6 +98,8 @@ class GenesisProgressBar(ProgressBar):
                 self._rate = (counters.tokens_seen - self._rate_from[1]) / (now - self._rate_from[0])
             self._rate_from = (now, counters.tokens_seen)
             words = [f"{counters.updates} updates", f"{_tokens_text(counters.tokens_seen)} tokens"]
+            if counters.skips:
+                words.append(f"{sum(counters.skips.values())} skipped")
             if self._rate:
                 words.append(f"{_tokens_text(self._rate)} tokens/s")
                 left = trainer.max_steps - trainer.global_step

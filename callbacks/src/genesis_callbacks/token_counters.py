@@ -51,6 +51,22 @@ class RankDisagreementError(RunEndedError):
     """Some ranks updated their parameters in a window that others skipped: their weights are no longer the same."""
 
 
+class SkippedWindowsWarning(UserWarning):
+    """A run has ended in which some windows were skipped: they changed no parameter."""
+
+
+def describe_skips(num_windows: int, skips: Mapping[str, int]) -> str:
+    """Returns how many of a run's windows were skipped, by reason, most frequent first.
+
+    Example:
+        >>> describe_skips(16, {"scaler_overflow": 2, "no_gradient": 13})
+        '15 of 16 windows were skipped and changed no parameter: 13 for no_gradient, 2 for scaler_overflow'
+    """
+    by_reason = sorted(skips.items(), key=lambda item: -item[1])
+    reasons = ", ".join(f"{count} for {reason}" for reason, count in by_reason)
+    return f"{sum(skips.values())} of {num_windows} windows were skipped and changed no parameter: {reasons}"
+
+
 def count_tokens(batch: Any) -> int:
     """Returns the tokens of a batch without reading from the device.
 
@@ -81,11 +97,12 @@ class TokenCounters(pl.Callback):
     `scaler_overflow` or `no_gradient`.
 
     The counts are exact from our `on_train_batch_end` on. A run that starts at global_step 0 starts its clocks at 0;
-    one that resumes from a checkpoint without our state says so and counts from there.
+    one that resumes from a checkpoint without our state says so and counts from there. A run with skipped windows warns
+    at its end how many of how many they were, by reason.
 
     Args:
         count_fn: Tokens of one rank's batch; a function or its dotted path. By default `count_tokens`.
-        max_consecutive_skips: Ends the run when this many windows in a row were skipped. None never does.
+        max_consecutive_skips: Ends the run when this many windows in a row were skipped; None never does.
 
     Raises:
         TooManySkipsError: In `on_train_batch_end`, on all ranks alike.
@@ -93,7 +110,7 @@ class TokenCounters(pl.Callback):
     """
 
     def __init__(
-        self, *, count_fn: Callable[[Any], int] | str | None = None, max_consecutive_skips: int | None = None
+        self, *, count_fn: Callable[[Any], int] | str | None = None, max_consecutive_skips: int | None = 100
     ) -> None:
         if max_consecutive_skips is not None and max_consecutive_skips < 1:
             raise UserError(
@@ -242,11 +259,13 @@ class TokenCounters(pl.Callback):
             self._log(pl_module)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Checks the last window's agreement and leaves the optimizers."""
+        """Checks the last window's agreement, leaves the optimizers, and warns of the windows that were skipped."""
         if not self._is_alone:
             (updates_of_ranks,) = self._group.sum((self._updates,)).wait()
             self._check_agreement(updates_of_ranks, trainer.world_size)
         self._leave()
+        if self._skips:
+            rank_zero_warn(describe_skips(self._step, self._skips), category=SkippedWindowsWarning)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Leaves the optimizers; the clocks stay at the last batch that ended."""
