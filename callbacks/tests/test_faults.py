@@ -14,6 +14,7 @@ from lightning.pytorch import Callback
 from plain_project import run_training
 
 from genesis_callbacks.checkpoint import (
+    CorruptCheckpointError,
     DirectoryLock,
     Ranks,
     Retention,
@@ -217,8 +218,10 @@ def plant_pickles(path: Path, proof: Path) -> None:
     for record in manifest["tensors"].values():
         for chunk in record["chunks"]:
             chunk["data_offset"] += len(payload)
-            chunk["num_bytes"] += chunk["byte_offset"] + len(payload)
-            chunk["byte_offset"] = 0  # a reader that unpickles a chunk would meet the payload first
+            if chunk["byte_offset"] == 0:  # a reader that unpickles this chunk would meet the payload first
+                chunk["num_bytes"] += len(payload)
+            else:
+                chunk["byte_offset"] += len(payload)
     state = json.loads((path / "state.json").read_bytes())
     state["sections"][0]["trainer"]["stranger"] = {"!": "bytes", "base64": ""}
     (path / "state.json").write_bytes(json.dumps(state).encode())
@@ -234,12 +237,14 @@ def test_planted_pickles_run_nothing(tmp_path):
     run_training(1, tmp_path / "run", "single", 2)
     path, proof = find_latest(tmp_path / "run"), tmp_path / "proof"
     plant_pickles(path, proof)
-    verify(path, "deep")
+    verify(path, "full")
+    with pytest.raises(CorruptCheckpointError, match=r"metadata holds a posix\.mkdir"):
+        verify(path, "deep")
     read_tensors(path)
-    assert find_latest(tmp_path / "run") == path
+    assert find_latest(tmp_path / "run", level="full") == path
     for strategy, world_size in (("single", 1), ("fsdp2", 2)):
         shutil.copytree(tmp_path / "run", tmp_path / strategy)
-        runs = run_training(world_size, tmp_path / strategy, strategy, 4, ckpt_path="latest")
+        runs = run_training(world_size, tmp_path / strategy, strategy, 4, ckpt_path="latest", verify_level="full")
         assert len(runs[0]["losses"]) == 2
     assert not proof.exists()
     pickle.loads((path / ".metadata").read_bytes())  # the payload does work, where somebody unpickles
@@ -262,4 +267,4 @@ def test_state_that_names_code_is_refused(tmp_path):
     (path / "manifest.json").write_bytes(data)
     (path / "COMMITTED").write_bytes(b"blake3:" + hash_bytes(data, "blake3").encode())
     with pytest.raises(AssertionError, match="that this program has not imported"):
-        run_training(1, tmp_path, "single", 4, ckpt_path="latest")
+        run_training(1, tmp_path, "single", 4, ckpt_path="latest", verify_level="full")
