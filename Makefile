@@ -1,4 +1,4 @@
-# The newcomer's entry: `make demo`, `make test`, `make check`. Each makes .venv itself, once.
+# The newcomer's entry: `make demo`, `make test`, `make check`; `make test-all` runs every test. Each makes .venv itself, once.
 #
 #   PYTHON   the interpreter that .venv is made with (>= 3.11)
 #   TORCH    how torch is installed; for another build of it, say
@@ -10,7 +10,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 STAMP := .venv/installed
 
-.PHONY: install demo test check format golden clean
+.PHONY: install demo demo-short test test-rest test-all check format golden clean
 
 install: $(STAMP)
 
@@ -26,10 +26,26 @@ demo: $(STAMP)
 	@$(BIN)/genesis demo
 
 # Two workers on two cores: a thread more each would only spin against the other's.
-test: export OMP_NUM_THREADS := 1
+test test-rest demo-short: export OMP_NUM_THREADS := 1
+PYTEST := -m pytest -q -n 2 --dist loadgroup
+
+# What proves the product, in minutes.
+QUICK := not slow and not bench
 test: $(STAMP)
-	@cd callbacks && ../$(BIN)/python -m pytest -q -n 2
-	@$(BIN)/python -m pytest -q -n 2
+	@cd callbacks && ../$(BIN)/python $(PYTEST) -m "$(QUICK)"
+	@$(BIN)/python $(PYTEST) -m "$(QUICK) and not demo"
+
+# Every test that `make test` leaves out; `demo-short` has the demo's.
+REST := (slow or bench)
+test-rest: $(STAMP)
+	@cd callbacks && ../$(BIN)/python $(PYTEST) -m "$(REST)"
+	@$(BIN)/python $(PYTEST) -m "$(REST) and not demo"
+
+# The README's first command with fewer steps, its kill, its resume and its picture.
+demo-short: $(STAMP)
+	@$(BIN)/python -m pytest -q -m demo
+
+test-all: test test-rest demo-short
 
 check: $(STAMP)
 	@$(BIN)/ruff format --check .
@@ -37,6 +53,7 @@ check: $(STAMP)
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(BIN)/codespell
+	@$(BIN)/python .ci/sizes.py
 
 format: $(STAMP)
 	@$(BIN)/ruff format .

@@ -17,6 +17,8 @@ import pytest
 
 from genesis.cli.main import help_text
 
+pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.xdist_group("wheels")]
+
 REPOSITORY = Path(__file__).parents[1]
 QUICK_TESTS = ("test_retention.py", "test_tagged_json.py")
 

@@ -69,7 +69,10 @@ def committed(run_dir: Path) -> list[str]:
 KILL = {2: signal.SIGSTOP, 3: signal.SIGKILL}
 
 
-@pytest.mark.parametrize(("strategy", "rank"), [("single", 0), ("ddp", 0), ("fsdp2", 1)])
+@pytest.mark.parametrize(
+    ("strategy", "rank"),
+    [pytest.param("single", 0, marks=pytest.mark.slow), ("ddp", 0), pytest.param("fsdp2", 1, marks=pytest.mark.slow)],
+)
 def test_a_killed_writer_fails_its_save_loudly_and_is_started_again(tmp_path, strategy, rank):
     world_size = 1 if strategy == "single" else 2
     options = {"mode": "process", "every_n_steps": 2, "callbacks": (SignalWriter(rank, KILL),)}
@@ -102,7 +105,7 @@ class KillIdleWriter(Callback):
                 wait_until(lambda: has_died(writer))  # that takes a process a moment
 
 
-@pytest.mark.parametrize(("strategy", "rank"), [("single", 0), ("ddp", 1)])
+@pytest.mark.parametrize(("strategy", "rank"), [("single", 0), pytest.param("ddp", 1, marks=pytest.mark.slow)])
 def test_a_writer_that_dies_between_two_saves_costs_none(tmp_path, strategy, rank):
     world_size = 1 if strategy == "single" else 2
     options = {"mode": "process", "every_n_steps": 2, "callbacks": (KillIdleWriter(rank, 2),), "keep_last": None}
@@ -120,6 +123,7 @@ def test_a_killed_writer_ends_training_by_policy(tmp_path):
 
 
 @pytest.mark.parametrize(("strategy", "rank"), [("single", 0), ("ddp", 1)])
+@pytest.mark.slow
 def test_a_hung_writer_fails_its_save_after_the_limit(tmp_path, strategy, rank):
     world_size = 1 if strategy == "single" else 2
     hung = (SignalWriter(rank, {2: signal.SIGSTOP}),)
@@ -163,7 +167,7 @@ class KillTrainer(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("strategy", ["single", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["single", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_a_restart_waits_for_the_orphans_of_a_killed_trainer(tmp_path, strategy):
     world_size = 1 if strategy == "single" else 2
     straight = run_training(world_size, tmp_path / "straight", strategy, 6, save_at_end=False)
@@ -221,6 +225,7 @@ def save_often(root: Path, mode: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("mode", ["thread", "process"])
+@pytest.mark.slow
 def test_a_hundred_saves_leak_nothing(tmp_path, mode):
     (tmp_path / "checkpoints").mkdir()
     (left,) = run_ranks(save_often, 1, tmp_path / "checkpoints", mode)

@@ -190,7 +190,7 @@ def test_a_damaged_mark_stops_retention_and_says_so(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["sync", "process"])
-@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_validation_start"])
+@pytest.mark.parametrize("hook", ["on_train_batch_start", pytest.param("on_validation_start", marks=pytest.mark.slow)])
 def test_an_exception_saves_the_last_window_and_the_run_goes_on_bit_for_bit(tmp_path, hook, mode):
     straight = fit_on(1, tmp_path / "straight", "single", 6, save_at_end=False)
     fail = (FailsAt(hook, 4),)
@@ -204,6 +204,7 @@ def test_an_exception_saves_the_last_window_and_the_run_goes_on_bit_for_bit(tmp_
         assert torch.equal(tensor, resumed["weights"][name]), name
 
 
+@pytest.mark.slow
 def test_ranks_that_fail_together_save_without_talking(tmp_path):
     fail = (FailsAt("on_train_batch_start", 4),)
     options = {"mode": "process", "save_on_exception": True, "every_n_steps": 2}

@@ -126,7 +126,7 @@ def resume_manually(root, is_manual, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("is_manual", [False, True])
+@pytest.mark.parametrize("is_manual", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_automatic_and_manual_optimization_resume_bit_equal(tmp_path, is_manual, mode):
     (report,) = run_ranks(resume_manually, 1, tmp_path, is_manual, mode)
     assert ("there was none yet" in report) == (not is_manual)
@@ -185,7 +185,7 @@ def verified_fits(root, is_manual):
     return [*counts, verification.num_verified, verification.num_bad]
 
 
-@pytest.mark.parametrize("is_manual", [False, True])
+@pytest.mark.parametrize("is_manual", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_verification_survives_several_fits_and_a_resume(tmp_path, is_manual):
     ((first, third, num_bad),) = run_ranks(verified_fits, 1, tmp_path, is_manual)
     assert (first, third, num_bad) == ((4, 4, 0) if is_manual else (2, 2, 0))

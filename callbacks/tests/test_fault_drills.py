@@ -236,6 +236,7 @@ class BadDisk(Callback):
         os.environ["PYTHONPATH"] = os.pathsep.join((str(WRITER_FAULTS), os.environ.get("PYTHONPATH", "")))
 
 
+@pytest.mark.slow
 def test_bad_and_hung_disks_under_writers_fail_their_saves_by_name_and_training_ends(tmp_path):
     faults = {
         0: [("1.staging-.*/manifest.json", "write", "ENOSPC"), ("2.staging-.*/COMMITTED", "open", "EIO")],
@@ -402,6 +403,7 @@ class SignalGroup(Callback):
 
 
 @pytest.mark.parametrize("strategy", ["single", "fsdp2"])
+@pytest.mark.slow
 def test_a_signal_to_all_processes_in_mid_save_loses_nothing(tmp_path, strategy):
     world_size = 1 if strategy == "single" else 2
     straight = run_training(world_size, tmp_path / "straight", strategy, 6, save_at_end=False, mode="sync")
@@ -451,6 +453,7 @@ class RaiseOnce(Callback):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.slow
 def test_an_exception_on_one_rank_ends_all_and_the_run_goes_on(tmp_path, strategy):
     straight = run_training(2, tmp_path / "straight", strategy, 4, save_at_end=False, mode="sync")
     options = {"mode": "process", "every_n_steps": 2}
@@ -474,6 +477,7 @@ class SlowRank(Callback):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.slow
 def test_saves_add_no_collective_to_the_training_group_whoever_is_slow_or_stopped(tmp_path, strategy):
     plain = run_ranks(listen, 2, (tmp_path / "plain", strategy, 6), {"save_at_end": False, "mode": "sync"})
     stopped = SignalWriter(1, {2: signal.SIGSTOP, 4: signal.SIGCONT})

@@ -117,7 +117,9 @@ class KillInSave(Callback):
 
 
 @pytest.mark.parametrize("mode", ["sync", "thread"])
-@pytest.mark.parametrize(("strategy", "rank"), [("single", 0), ("ddp", 0), ("fsdp2", 1)])
+@pytest.mark.parametrize(
+    ("strategy", "rank"), [("single", 0), ("ddp", 0), pytest.param("fsdp2", 1, marks=pytest.mark.slow)]
+)
 def test_a_trainer_killed_in_a_save_goes_on_from_the_one_before(tmp_path, strategy, rank, mode):
     world_size = 1 if strategy == "single" else 2
     straight = run_training(world_size, tmp_path / "straight", strategy, 6, save_at_end=False)
@@ -183,7 +185,9 @@ class SignalOnce(Callback):
             os.kill(os.getpid(), self.number)
 
 
-@pytest.mark.parametrize("mode", ["sync", "thread", "process"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("sync", marks=pytest.mark.slow), pytest.param("thread", marks=pytest.mark.slow), "process"]
+)
 @pytest.mark.parametrize(
     ("strategy", "number", "stopped_after"),
     [("single", signal.SIGTERM, 3), ("ddp", signal.SIGTERM, 4), ("fsdp2", signal.SIGINT, 4)],

@@ -42,6 +42,7 @@ def run_dir(saved_run, tmp_path) -> Path:
     return Path(shutil.copytree(saved_run, tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_a_thousand_flips_of_single_bytes_are_all_refused_and_passed_over(run_dir):
     old, new = (run_dir / "checkpoints" / f"step-{step:08d}" for step in (2, 4))
     assert {path.name for path in new.iterdir()} == set(FILES)

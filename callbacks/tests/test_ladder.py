@@ -107,7 +107,9 @@ def names_in(run_dir: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("is_manual", [False, True])
-@pytest.mark.parametrize("strategy", WORLD_SIZES)
+@pytest.mark.parametrize(
+    "strategy", [name if name == "single" else pytest.param(name, marks=pytest.mark.slow) for name in WORLD_SIZES]
+)
 def test_a_plain_project_climbs_the_ladder(tmp_path, strategy, is_manual):
     """Saves, is killed, resumes, saves over the retention limit, fits twice; two callbacks at once, with the clocks."""
     world_size = WORLD_SIZES[strategy]

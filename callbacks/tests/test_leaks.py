@@ -94,6 +94,7 @@ def save_three_hundred_times(directory: Path, mode: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("mode", ["thread", "process"])
+@pytest.mark.slow
 def test_three_hundred_saves_leak_nothing(memory_path, mode):
     (memory_path / "checkpoints").mkdir()
     (counted,) = run_ranks(save_three_hundred_times, 1, memory_path / "checkpoints", mode)

@@ -28,8 +28,11 @@ def global_losses(runs):
     return torch.tensor([run["losses"] for run in runs]).mean(dim=0)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("strategy", WORLD_SIZES)
+@pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.slow), "thread", "process"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["single", pytest.param("ddp", marks=pytest.mark.slow), pytest.param("zero", marks=pytest.mark.slow), "fsdp2"],
+)
 def test_four_steps_a_save_and_four_in_a_new_process_equal_eight(tmp_path, strategy, mode):
     """The first run saves nothing, the others at every step: saving changes no bit of the training."""
     world_size = WORLD_SIZES[strategy]
@@ -67,7 +70,10 @@ def test_any_strategy_restores_any_other(tmp_path, saved_by, saver, restorer):
         assert "random number generators" in resumed[0]["report"].partition("afresh")[2]
 
 
-@pytest.mark.parametrize(("saver", "restorer"), [("zero", "single"), ("single", "zero"), ("zero", "fsdp2")])
+@pytest.mark.parametrize(
+    ("saver", "restorer"),
+    [("zero", "single"), ("single", "zero"), pytest.param("zero", "fsdp2", marks=pytest.mark.slow)],
+)
 def test_partitioned_optimizer_state_goes_anywhere(tmp_path, saver, restorer):
     straight = run_training(1, tmp_path / "straight", "single", 8, num_groups=1, save_at_end=False)
     run_training(WORLD_SIZES[saver], tmp_path / "run", saver, 4, num_groups=1)
@@ -92,7 +98,9 @@ def test_directory_is_readable_by_stock_dcp_and_by_name(tmp_path, saved_by):
     assert len(manifest.tensors["model.net.embed.weight"].chunks) == 2
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param("sync", marks=pytest.mark.slow), pytest.param("thread", marks=pytest.mark.slow), "process"]
+)
 def test_saves_run_nothing_on_the_training_group(tmp_path, mode):
     for strategy in ("ddp", "fsdp2"):
         for run in run_training(2, tmp_path / strategy, strategy, 4, every_n_steps=1, keep_last=2, mode=mode):

@@ -49,6 +49,7 @@ def run_bench(tmp_path: Path, *arguments: str) -> dict[str, Any]:
 
 
 @MANY_PROCESSES
+@pytest.mark.bench
 def test_a_run_measures_every_mode_and_each_saved_the_whole_state(tmp_path: Path) -> None:
     record = run_bench(tmp_path, "--pairs", "2")
 
@@ -98,6 +99,7 @@ def check_pictures_and_page(directory: Path, names: list[str]) -> None:
 
 
 @MANY_PROCESSES
+@pytest.mark.bench
 def test_several_ranks_save_with_a_kept_plan_and_with_a_new_one(tmp_path: Path) -> None:
     record = run_bench(tmp_path, "--pairs", "1", "--ranks", "2", "--strategy", "sharded")
     assert list(record["modes"]) == [BASELINE, OVERLAPPED, PLANNING_ANEW]
@@ -110,6 +112,7 @@ def test_several_ranks_save_with_a_kept_plan_and_with_a_new_one(tmp_path: Path) 
 
 @MANY_PROCESSES
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+@pytest.mark.bench
 def test_a_writer_on_its_own_core_is_measured_beside_a_trainer_on_as_many(tmp_path: Path) -> None:
     record = run_bench(tmp_path, "--pairs", "1", "--modes", f"{BASELINE},{BASELINE_SPARING},{OWN_CORE}")
     assert record["modes"][OWN_CORE]["mean_step_ratio_sparing"] is not None

@@ -14,6 +14,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.bench
 def test_a_record_tells_of_every_part_and_has_a_page_beside_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

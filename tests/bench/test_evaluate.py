@@ -17,6 +17,7 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.bench
 def test_a_short_measurement_writes_a_record_with_equal_answers(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

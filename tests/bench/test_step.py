@@ -10,6 +10,7 @@ from genesis.bench.workers.protocol import Workload
 from genesis.errors import UserError
 
 
+@pytest.mark.bench
 def test_a_run_measures_every_contender_and_writes_a_record_without_paths(tmp_path: Path) -> None:
     out = tmp_path / "records" / "step.json"
     arguments = ["--model", "tiny", "--contenders", "genesis,genesis-packed,bare,matmul", "--pairs", "2"]

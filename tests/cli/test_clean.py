@@ -156,6 +156,7 @@ def test_without_datatrove_the_command_names_the_extra() -> None:
     assert result.stderr.endswith("pip install 'genesis-lm[clean]'\n")
 
 
+@pytest.mark.slow
 def test_slurm_jobs_wait_for_each_other_and_make_the_same_result(
     recipe: Path, slurm: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

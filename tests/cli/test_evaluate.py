@@ -327,6 +327,7 @@ def wait_for(is_there: Callable[[], bool], process: ForkedCommand) -> None:
         time.sleep(POLL_SECONDS)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_watching_with_130_and_nothing_half_written(own_run: Path, animals: str) -> None:
     process = start_genesis("evaluate", own_run, "--tasks", animals, "--watch", stdout=PIPE, stderr=PIPE)
     metrics = own_run / "evaluations" / "metrics.csv"

@@ -94,6 +94,7 @@ def read_wandb(path: Path) -> Iterator[Record]:
             yield Record.FromString(parts)
 
 
+@pytest.mark.slow
 def test_wandb_offline_has_every_metric_and_leaves_no_service_behind(recipe: Path) -> None:
     run_dir = fit(recipe, "wandb-offline.yaml")
     (file,) = run_dir.glob("wandb/offline-run-*/*.wandb")
@@ -109,6 +110,7 @@ def test_wandb_offline_has_every_metric_and_leaves_no_service_behind(recipe: Pat
     assert settings["model"]["decoder"]["dim"] == 32
 
 
+@pytest.mark.slow
 def test_tensorboard_has_every_metric(recipe: Path) -> None:
     run_dir = fit(recipe, "tensorboard.yaml")
     (file,) = run_dir.rglob("events.out.tfevents.*")

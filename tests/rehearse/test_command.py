@@ -66,6 +66,7 @@ def processes_about(path: Path) -> list[str]:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.slow
 def test_two_sharded_ranks_end_bit_equal_after_kills_of_all_one_and_a_writer(tmp_path: Path, tiny_corpus: Path) -> None:
     recipe = write_recipe(
         tmp_path / "recipe.yaml",
@@ -108,6 +109,7 @@ def test_two_sharded_ranks_end_bit_equal_after_kills_of_all_one_and_a_writer(tmp
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_a_recipe_that_does_not_repeat_is_found_different_by_tensor_and_by_loss(
     tmp_path: Path, tiny_corpus: Path
 ) -> None:
@@ -135,6 +137,7 @@ def test_a_recipe_that_does_not_repeat_is_found_different_by_tensor_and_by_loss(
     assert found["rounds"][0]["losses"][0]["step"] < 40
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_what_was_started(tmp_path: Path, tiny_corpus: Path) -> None:
     recipe = write_recipe(
         tmp_path / "recipe.yaml",

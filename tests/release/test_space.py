@@ -137,6 +137,7 @@ def running(command: list[str], directory: Path) -> Iterator[str]:
             process.stdout.close()
 
 
+@pytest.mark.slow
 def test_its_wheels_in_an_empty_environment_serve_the_model(space: Path, tmp_path: Path) -> None:
     venv.create(tmp_path / "environment", with_pip=False, symlinks=True)
     python = tmp_path / "environment/bin/python"

@@ -12,6 +12,8 @@ from tests.serve.conftest import DAMAGED
 from tests.serve.support import save_endless, start, wait_until
 from tests.tiny_runs import build_decoder, save
 
+pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.xdist_group("page")]
+
 CHROMIUM = Path(os.environ.get("GENESIS_CHROMIUM", "/usr/bin/chromium"))
 FLAGS = [
     "--no-sandbox",

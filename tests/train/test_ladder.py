@@ -60,15 +60,15 @@ def climb(directory: str, corpus: str, strategy: str, mode: str, *callbacks: pl.
     ("strategy", "world_size"),
     [
         ("single", 1),
-        ("replicated", 1),
+        pytest.param("replicated", 1, marks=pytest.mark.slow),
         ("replicated", 2),
-        ("zero1", 2),
+        pytest.param("zero1", 2, marks=pytest.mark.slow),
         ("full", 2),
-        ("grad_op", 2),
-        ("hybrid", 4),
-        ("two_blocks", 2),
-        ("offload", 2),
-        ("checkpointing", 2),
+        pytest.param("grad_op", 2, marks=pytest.mark.slow),
+        pytest.param("hybrid", 4, marks=pytest.mark.slow),
+        pytest.param("two_blocks", 2, marks=pytest.mark.slow),
+        pytest.param("offload", 2, marks=pytest.mark.slow),
+        pytest.param("checkpointing", 2, marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_run_climbs_on_bit_for_bit(tmp_path: Path, tiny_corpus: Path, strategy: str, world_size: int) -> None:

@@ -98,7 +98,14 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize(
-    ("strategy", "world_size"), [("replicated", 1), ("replicated", 2), ("zero1", 2), ("full", 2), ("offload", 2)]
+    ("strategy", "world_size"),
+    [
+        ("replicated", 1),
+        pytest.param("replicated", 2, marks=pytest.mark.slow),
+        pytest.param("zero1", 2, marks=pytest.mark.slow),
+        ("full", 2),
+        pytest.param("offload", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_twenty_and_twenty_steps_are_bit_equal_to_forty(
     tmp_path: Path, tiny_corpus: Path, straight: Straight, strategy: str, world_size: int, optimizer: str
@@ -138,9 +145,9 @@ def global_batches(ranks: list[dict[str, Any]]) -> list[Any]:
     ("before", "after"),
     [
         (("full", 2), ("replicated", 1)),
-        (("single", 1), ("full", 2)),
-        (("replicated", 2), ("full", 1)),
-        (("zero1", 2), ("full", 4)),
+        pytest.param(("single", 1), ("full", 2), marks=pytest.mark.slow),
+        pytest.param(("replicated", 2), ("full", 1), marks=pytest.mark.slow),
+        pytest.param(("zero1", 2), ("full", 4), marks=pytest.mark.slow),
     ],
 )
 def test_another_world_size_and_strategy_goes_on_with_the_same_batches_and_losses(

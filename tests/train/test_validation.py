@@ -35,6 +35,8 @@ from tests.cli.tiny import build_recipe, write_recipe
 from tests.data.corpora import BOS, EOS, Documents, write_corpus
 from tests.data.stream.streams import write_files
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("validation")]
+
 STEPS = 3
 TOLERANCE = 1e-5
 WORDS = ("ante", " rests", "on\n", "  see", " a", "train", "\u00e9t\u00e9", " 7", "\u65e5\u672c", "==")

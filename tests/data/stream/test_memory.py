@@ -50,6 +50,7 @@ def run(directory: Path, tokenizer: Path, packing: str, num_rounds: int) -> list
 
 
 @pytest.mark.parametrize("packing", ["chunk", "best_fit"])
+@pytest.mark.slow
 def test_memory_is_flat_over_many_epochs(tmp_path: Path, tokenizer: Path, packing: str) -> None:
     for suffix in (".jsonl", ".jsonl.zst", ".parquet"):
         write_files(tmp_path / "sources" / suffix.strip(".").replace(".", "-"), make_texts(400, seed=1), suffix)
@@ -57,6 +58,7 @@ def test_memory_is_flat_over_many_epochs(tmp_path: Path, tokenizer: Path, packin
     assert late < early + (6 << 20), f"{late - early} bytes more"
 
 
+@pytest.mark.slow
 def test_a_long_document_takes_a_bounded_multiple_of_its_size(tmp_path: Path, tokenizer: Path) -> None:
     (tmp_path / "short" / "web").mkdir(parents=True)
     (tmp_path / "long" / "web").mkdir(parents=True)
