@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch.distributed as dist
 import yaml
 from jsonargparse import Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -28,7 +29,7 @@ from lightning.pytorch.loggers import Logger
 
 from genesis.cli.options import check_is_yaml
 from genesis.data.datamodule import CorpusDataModule
-from genesis.errors import UserError
+from genesis.errors import RunEndedError, UserError
 from genesis.strategies import Replicated, Sharded
 from genesis.train.csv_log import CSVLog
 from genesis.train.data_telemetry import DataTelemetry
@@ -215,6 +216,19 @@ class GenesisCLI(LightningCLI):
             trainer.strategy.start.recipe = self.config_dump
         return trainer
 
+    def _run_subcommand(self, subcommand: str) -> None:
+        try:
+            super()._run_subcommand(subcommand)
+        except Exception as error:
+            lost = self.checkpoint.lost_ranks
+            if lost is None or not _is_lost_connection(error):
+                raise
+            committed = list_committed(self.checkpoint.directory)  # of the last save only rank 0 may know yet
+            last = f"the newest checkpoint is {committed[-1][0]}" if committed else "nothing is saved yet"
+            raise RunEndedError(
+                f"{lost} is gone, and the other ranks cannot go on; {last}: start the run again with --ckpt_path latest"
+            ) from error
+
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         arguments = super()._prepare_subcommand_kwargs(subcommand)
         wanted = arguments.get("ckpt_path")
@@ -266,6 +280,11 @@ def _place_run(run_dir: str, fork: str | None) -> str:
     if fork is not None and Path(fork).name != fork:
         raise UserError(f"--fork is {fork!r}: give a name, without a directory; it comes to lie beside {run_dir}")
     return run_dir if fork is None else str(Path(run_dir).parent / fork)
+
+
+def _is_lost_connection(error: Exception) -> bool:
+    """Says whether a process group failed, which after the loss of a rank is no news; gloo's errors have no type."""
+    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error))
 
 
 def _check_is_checkpoint(path: Path) -> None:

@@ -12,6 +12,8 @@ them, and their recipes.
 
 import json
 import os
+import signal
+import subprocess
 import sys
 import threading
 import uuid
@@ -20,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
 from genesis.errors import RunEndedError
@@ -41,19 +44,54 @@ EXIT_STATUS = 70
 
 _ANSWER_SECONDS = 300.0
 _POLL_SECONDS = 1.0
-# The process group and the watch over ranks notice a lost rank 0 earlier, and name it.
+# The process group and the checkpoint callback's watch notice a lost rank earlier, and name it.
 _ORPHAN_SECONDS = 60.0
+_FAILED_SECONDS = 30.0
 
 
 class Launcher(_SubprocessScriptLauncher):
-    """Lightning's launcher of further ranks; what it starts knows by whom and in which start."""
+    """Lightning's launcher of further ranks, with another watch over them; each rank knows its launcher and its start.
+
+    Lightning's own watch kills all ranks some seconds after one has ended, before they have named the lost one or
+    finished a save. Here they have time for that, and what ended is named.
+    """
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Starts the further ranks of this node, then calls `function`."""
-        if not self.cluster_environment.creates_processes_externally:
+        """Starts the further ranks of this node, calls `function`, and returns what it returns."""
+        del kwargs["trainer"]
+        environment = self.cluster_environment
+        environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not environment.creates_processes_externally:
             os.environ[LAUNCHER_NAME] = str(os.getpid())
             os.environ[NONCE_NAME] = uuid.uuid4().hex
-        return super().launch(function, *args, **kwargs)
+            self._call_children_scripts()
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        is_over = threading.Event()
+        threading.Thread(target=_watch_ranks, args=(self.procs, is_over), name="ranks-watch", daemon=True).start()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            is_over.set()
+
+
+def _watch_ranks(processes: Sequence[subprocess.Popen[bytes]], is_over: threading.Event) -> None:
+    """Ends this process and the ranks that it started some time after one of them has failed."""
+    while not (failed := [(n, process) for n, process in enumerate(processes, 1) if process.poll()]):
+        if is_over.wait(_POLL_SECONDS):
+            return
+    if is_over.wait(_FAILED_SECONDS):
+        return
+    number, process = failed[0]
+    status = process.returncode
+    how = f"exit status {status}" if status > 0 else f"killed by {signal.Signals(-status).name}"
+    sys.stderr.write(
+        f"genesis: error: local rank {number} (process {process.pid}) ended ({how}), and the others, which still ran "
+        f"{_FAILED_SECONDS:g} s after, are ended, too: start the run again\n"
+    )
+    sys.stderr.flush()
+    for other in processes:
+        other.kill()
+    os._exit(EXIT_STATUS)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from genesis.errors import RunEndedError
 from genesis.parent import LAUNCHER_NAME, NONCE_NAME
 from genesis.strategies import Replicated, Sharded
+from genesis.strategies import start as start_module
 from genesis.strategies.start import Start, StartOfRank, find_stray, read_start
 from genesis_callbacks.testing import run_ranks
 from tests.train.support import build_module, build_trainer, loader
@@ -241,3 +243,27 @@ def lose_launcher(root: Path) -> bool:
 def test_a_rank_whose_launcher_is_killed_before_the_rendezvous_ends(tmp_path: Path) -> None:
     (was_alive,) = run_ranks(lose_launcher, 1, tmp_path)
     assert not was_alive
+
+
+def watch_a_rank_that_fails(root: Path) -> tuple[int, str, list[int]]:
+    """Returns status and words of a launcher whose first rank fails, and the ids of the ranks that it started."""
+    told, tell = os.pipe()
+
+    def launch() -> None:
+        start_module._FAILED_SECONDS = 0.1
+        ranks = [subprocess.Popen(["sh", "-c", "exit 3"]), subprocess.Popen(["sleep", "100"])]
+        os.write(tell, " ".join(str(rank.pid) for rank in ranks).encode())
+        start_module._watch_ranks(ranks, threading.Event())
+
+    launcher = fork(launch, out=root / "launcher")
+    status = os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1])
+    return status, (root / "launcher").read_text(), [int(pid) for pid in os.read(told, 40).split()]
+
+
+@pytest.mark.process
+def test_a_rank_that_fails_is_named_and_ends_those_that_still_run(tmp_path: Path) -> None:
+    ((status, words, (failed, other)),) = run_ranks(watch_a_rank_that_fails, 1, tmp_path)
+    assert status == 70, words
+    assert words.startswith(f"genesis: error: local rank 1 (process {failed}) ended (exit status 3), and the others,")
+    assert words.count("\n") == 1
+    wait_for(lambda: not is_alive(other))

@@ -141,6 +141,7 @@ class AsyncProcessCheckpoint(Checkpoint):
     Attributes:
         save_optimizer: As given.
         stopped_by_signal: Number of the signal that ended the last fit, or None. The caller makes the exit status.
+        lost_ranks: Which ranks had ended when the last fit ended by an exception, as text, or None.
         restore_report: What the last restore kept, rebuilt and started afresh, or None.
         last_saved: The newest checkpoint that this run has saved or restored, or None.
         num_failed_saves: In the last fit.
@@ -209,6 +210,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         self.identity: Mapping[str, Any] = identity or {}
         self.drift_policy = drift_policy or DriftPolicy()
         self.stopped_by_signal: int | None = None
+        self.lost_ranks: str | None = None
         self.restore_report: RestoreReport | None = None
         self._world = WorldRanks()
         self._route = RestoreRoute(self._options, self._world)
@@ -286,7 +288,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         self._route.reset()
         if stage == TrainerFn.FITTING:
             _refuse_strategy(trainer.strategy)
-            self.stopped_by_signal, self.restore_report = None, None
+            self.stopped_by_signal, self.lost_ranks, self.restore_report = None, None, None
             self._statistics.begin_fit()
             self._release()
             self._session = FitSession(
@@ -401,6 +403,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         unshield_validation(trainer)
         lost = None if self._session is None else self._session.leave(exception, trainer.global_step)
         if lost is not None:
+            self.lost_ranks = lost
             warnings.warn(f"{lost} is gone: without it no rank can go on", LostRankWarning, stacklevel=2)
         if self._history.saver is not None:
             rank_zero_warn(f"training ended with {type(exception).__name__}; {self._history.describe()}")
