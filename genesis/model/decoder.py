@@ -12,7 +12,6 @@ that sharding, activation checkpointing and compilation are applied to them from
 """
 
 import copy
-import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -22,11 +21,11 @@ import torch
 from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import linear, pad, rms_norm, scaled_dot_product_attention, silu
 
 from genesis.errors import UserError
+from genesis.model.initial import fill_normal
 
 INIT_STD = 0.02
 
@@ -384,14 +383,14 @@ class Decoder(nn.Module):
         """Fills every parameter: the same values for the same seed, whatever the device, the sharding or the rank.
 
         Normal with deviation `INIT_STD`; what writes into the residual stream is scaled by 1/sqrt(number of such
-        writes), so that the stream's variance at the last layer does not grow with depth; norms begin at one. Each
-        parameter has a generator of its own, and a rank keeps its part of the whole.
+        writes), so that the stream's variance at the last layer does not grow with depth; norms begin at one. A rank
+        draws only what it holds (`genesis.model.initial`).
 
         References:
             Radford et al., Language Models are Unsupervised Multitask Learners (GPT-2), section 2.3.
         """
         residual_std = INIT_STD / math.sqrt(2 * self.config.num_layers)
-        _fill_normal(self.embedding.weight, INIT_STD, f"{seed} embedding")
+        fill_normal(self.embedding.weight, INIT_STD, f"{seed} embedding.weight")
         for index, module in enumerate(self.blocks):
             block = cast("Block", module)  # or a wrapper that forwards attributes
             attention, feed_forward = block.attention, block.feed_forward
@@ -404,12 +403,12 @@ class Decoder(nn.Module):
                 ("feed_forward.up", feed_forward.up.weight, INIT_STD),
                 ("feed_forward.down", feed_forward.down.weight, residual_std),
             ):
-                _fill_normal(weight, std, f"{seed} blocks.{index}.{name}")
+                fill_normal(weight, std, f"{seed} blocks.{index}.{name}.weight")
             nn.init.ones_(block.attention_norm.weight)
             nn.init.ones_(block.feed_forward_norm.weight)
         nn.init.ones_(self.norm.weight)
         if not self.config.has_tied_embeddings:
-            _fill_normal(self.output.weight, INIT_STD, f"{seed} output")
+            fill_normal(self.output.weight, INIT_STD, f"{seed} output.weight")
 
     def forward(
         self,
@@ -467,15 +466,3 @@ class Decoder(nn.Module):
         is_autocast = torch.is_autocast_enabled(x.device.type)
         dtype = torch.get_autocast_dtype(x.device.type) if is_autocast else x.dtype
         return dtype in (torch.float16, torch.bfloat16) and self.config.head_dim % 8 == 0
-
-
-def _fill_normal(parameter: Tensor, std: float, key: str) -> None:
-    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") >> 1
-    whole = torch.empty(parameter.shape, device="cpu", dtype=torch.float32)
-    whole.normal_(0.0, std, generator=torch.Generator("cpu").manual_seed(seed))
-    if isinstance(parameter, DTensor):
-        mesh, placements = parameter.device_mesh, parameter.placements
-        local = distribute_tensor(whole.to(parameter.device), mesh, placements, src_data_rank=None).to_local()
-        parameter.to_local().copy_(local)
-    else:
-        parameter.copy_(whole)

@@ -1,10 +1,12 @@
 """The decoder: equal to transformers' Llama, blind across documents, the same from every start."""
 
+import hashlib
 import math
 from functools import partial
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import rms_norm
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -12,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from genesis.errors import UserError
 from genesis.loss import sum_cross_entropy
 from genesis.model import decoder as decoder_module
+from genesis.model import initial
 from genesis.model.decoder import (
     INIT_STD,
     Decoder,
@@ -240,23 +243,67 @@ def test_a_decoder_from_the_meta_device_is_the_same():
     assert not list(decoder.buffers())
 
 
-def sharded_weights():
+LARGE = DecoderConfig(vocab_size=389, dim=48, num_layers=1, num_heads=6, num_kv_heads=2, ffn_dim=200, max_seq_len=8)
+"""Several blocks of rows in a parameter, in numbers that no number of ranks divides."""
+
+
+def sharded_weights(mesh_shape):
+    """Returns all weights, put together from the ranks' shards, and the number of blocks that this rank drew."""
+    draw, drawn = initial.draw_block, []
+    initial.draw_block = lambda *arguments: drawn.append(arguments) or draw(*arguments)
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
     with torch.device("meta"):
-        decoder = Decoder(TINY)
+        decoder = Decoder(LARGE)
     for block in decoder.blocks:
-        fully_shard(block)
-    fully_shard(decoder)
+        fully_shard(block, mesh=mesh)
+    fully_shard(decoder, mesh=mesh)
     decoder.to_empty(device="cpu")
     decoder.init_weights(seed=5)
-    return {name: parameter.full_tensor().detach() for name, parameter in decoder.named_parameters()}
+    weights = {name: parameter.full_tensor().detach() for name, parameter in decoder.named_parameters()}
+    return weights, len(drawn)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_sharded_weights_begin_with_the_values_of_one_process(world_size):
-    wanted = build(seed=5).state_dict()
-    for weights in run_ranks(sharded_weights, world_size):
+@pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2)], ids=["two", "three-uneven", "hybrid"])
+def test_sharded_weights_begin_with_the_values_of_one_process(mesh_shape):
+    wanted = build(LARGE, seed=5).state_dict()
+    num_blocks = sum(-(-len(weight) // initial.BLOCK_ROWS) for weight in wanted.values() if weight.dim() > 1)
+    for weights, num_drawn in run_ranks(sharded_weights, math.prod(mesh_shape), mesh_shape):
         assert weights.keys() == wanted.keys()
         assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
+        assert 0 < num_drawn < num_blocks
+
+
+def draw_slowly(shape, std, key):
+    """Row blocks in their order, each by its own generator, put together."""
+    blocks, start = [], 0
+    while start < shape[0]:
+        seed = int.from_bytes(hashlib.sha256(f"{key} {len(blocks)}".encode()).digest()[:8], "little") // 2
+        generator = torch.Generator().manual_seed(seed)
+        blocks.append(torch.normal(0.0, std, (min(64, shape[0] - start), *shape[1:]), generator=generator))
+        start += 64
+    return torch.cat(blocks)
+
+
+@pytest.mark.parametrize("shape", [(389, 48), (64, 7), (1, 3), (130,), (70, 3, 5)])
+def test_weights_are_drawn_in_blocks_of_rows_by_name_and_number(shape):
+    weight = torch.empty(shape)
+    initial.fill_normal(weight, 0.5, "7 blocks.0.some.weight")
+    assert torch.equal(weight, draw_slowly(shape, 0.5, "7 blocks.0.some.weight"))
+
+
+def test_drawn_weights_are_normal_and_blocks_are_unrelated():
+    weight = torch.empty(20 * initial.BLOCK_ROWS, 512)
+    initial.fill_normal(weight, 0.02, "0 embedding.weight")
+    values = weight.double() / 0.02
+    num = values.numel()
+    assert abs(values.mean()) < 5 / num**0.5
+    assert abs((values**2).mean() - 1.0) < 5 * (2 / num) ** 0.5
+    assert abs((values**3).mean()) < 5 * (15 / num) ** 0.5
+    assert abs((values**4).mean() - 3.0) < 5 * (96 / num) ** 0.5
+    assert values.abs().max() > 4.0  # not truncated
+    blocks = values.reshape(20, -1)
+    correlation = blocks @ blocks.T / blocks.shape[1] - torch.eye(20)
+    assert correlation.abs().max() < 0.05
 
 
 def test_weights_begin_with_their_deviation_and_no_two_alike():

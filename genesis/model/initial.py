@@ -1,0 +1,53 @@
+"""Initial weights, drawn in blocks of rows.
+
+Each block has a generator of its own, seeded from the parameter's name and the block's number. So a rank draws only the
+blocks of which it holds rows, and how parameters are sharded does not change a value.
+"""
+
+import hashlib
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from genesis_callbacks.checkpoint import local_parts
+
+BLOCK_ROWS: Final = 64
+"""Of a parameter; another number gives other values. Fewer would cost more generators, more would draw for nobody."""
+
+
+@torch.no_grad()
+def fill_normal(parameter: Tensor, std: float, key: str) -> None:
+    """Fills what this rank holds of a parameter with normal values of mean 0. Does not communicate.
+
+    Args:
+        parameter: Plain or a DTensor, on any device, with at least one dimension.
+        std: The deviation.
+        key: Decides the values, together with shape and deviation: seed and name.
+    """
+    for local in local_parts(key, parameter, "parameter"):
+        corner = zip(local.part.offsets, local.part.sizes, strict=True)
+        first, *others = (slice(offset, offset + size) for offset, size in corner)
+        for number in find_blocks(first.start, first.stop):
+            block = draw_block(local.part.shape, std, key, number)
+            start = number * BLOCK_ROWS
+            rows = slice(max(first.start, start), min(first.stop, start + len(block)))
+            held = block[(slice(rows.start - start, rows.stop - start), *others)]
+            local.data[rows.start - first.start : rows.stop - first.start].copy_(held)
+
+
+def find_blocks(start: int, stop: int) -> range:
+    """Returns the numbers of the blocks that have rows from `start` up to `stop`.
+
+    >>> find_blocks(60, 130)
+    range(0, 3)
+    """
+    return range(start // BLOCK_ROWS, -(-stop // BLOCK_ROWS))
+
+
+def draw_block(shape: tuple[int, ...], std: float, key: str, number: int) -> Tensor:
+    """Returns the rows of one block of a parameter, float32 on the CPU: a function of its arguments alone."""
+    seed = int.from_bytes(hashlib.sha256(f"{key} {number}".encode()).digest()[:8], "little") >> 1
+    num_rows = min(BLOCK_ROWS, shape[0] - number * BLOCK_ROWS)
+    block = torch.empty((num_rows, *shape[1:]), device="cpu", dtype=torch.float32)
+    return block.normal_(0.0, std, generator=torch.Generator("cpu").manual_seed(seed))
