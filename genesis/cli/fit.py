@@ -238,6 +238,7 @@ class GenesisCLI(LightningCLI):
             self._check_is_new()
         elif wanted is not None:
             _check_is_checkpoint(Path(wanted))
+        self.model.is_restored = arguments["ckpt_path"] is not None
         if subcommand == "validate" and arguments["ckpt_path"] is None:
             place = f"there is none in {self.checkpoint.directory}" if wanted == LATEST else "none is given"
             raise UserError(f"validation needs a checkpoint, {place}; give one by --ckpt_path")

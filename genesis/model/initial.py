@@ -1,4 +1,4 @@
-"""Initial weights, drawn in blocks of rows.
+"""Initial weights, drawn in blocks of rows, or marked as unset where a restore follows.
 
 Each block has a generator of its own, seeded from the parameter's name and the block's number. So a rank draws only the
 blocks of which it holds rows, and how parameters are sharded does not change a value.
@@ -14,6 +14,29 @@ from genesis_callbacks.checkpoint import local_parts
 
 BLOCK_ROWS: Final = 64
 """Of a parameter; another number gives other values. Fewer would cost more generators, more would draw for nobody."""
+_UNSET_BITS: Final = {2: 0x7FDE, 4: 0x7FDEADED, 8: 0x7FFDEADEDEADEDED}
+"""By bytes of an element: a quiet NaN that no arithmetic gives. A use of it is seen, and a restored NaN is another."""
+_INTEGERS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@torch.no_grad()
+def mark_unset(parameter: Tensor) -> None:
+    """Fills what this rank holds of a parameter with a NaN that `is_unset` knows. Does not communicate."""
+    for local in local_parts("unset", parameter, "parameter"):
+        _view_bits(local.data).fill_(_UNSET_BITS[parameter.element_size()])
+
+
+def is_unset(parameter: Tensor) -> bool | None:
+    """Returns whether what this rank holds of a parameter is as `mark_unset` left it; None if it holds nothing."""
+    found = None
+    for local in local_parts("unset", parameter, "parameter"):
+        bits, mark = _view_bits(local.data), _UNSET_BITS[parameter.element_size()]
+        found = bool(bits.flatten()[0] == mark) and bool((bits == mark).all())
+    return found
+
+
+def _view_bits(data: Tensor) -> Tensor:
+    return data.view(_INTEGERS[data.element_size()])
 
 
 @torch.no_grad()

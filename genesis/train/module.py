@@ -20,9 +20,10 @@ from torch.optim import Optimizer
 
 from genesis.data.datamodule import CorpusDataModule
 from genesis.data.window import MicroBatch, Window
-from genesis.errors import UserError
+from genesis.errors import RunEndedError, UserError
 from genesis.loss import sum_cross_entropy
 from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.initial import is_unset, mark_unset
 from genesis.optim import OptimizerOptions, build_optimizer
 from genesis.strategies import Replicated, Sharded
 from genesis.strategies.wrap import free_gathered_parameters, set_gradient_sync
@@ -61,6 +62,9 @@ class GenesisModule(pl.LightningModule):
         decoder: The model's shape.
         optimizer: The optimizer and its peak learning rate.
         seed: Of the initial weights, and of dropout.
+
+    Set `is_restored` before a fit or a validation that begins with a checkpoint: then no initial weights are drawn.
+    They are NaN until the restore; should none come, they are drawn when training or validation starts.
     """
 
     def __init__(self, decoder: DecoderConfig, optimizer: OptimizerOptions | None = None, seed: int = 0) -> None:
@@ -69,6 +73,8 @@ class GenesisModule(pl.LightningModule):
         self.optimizer_options = optimizer or OptimizerOptions()
         self.seed = seed
         self.decoder: Decoder | None = None
+        self.is_restored = False
+        self._has_unset_weights = False
         self.skip_reason: str | None = None
         self._host_group = HostGroup()
         self._num_valid_tokens = 0
@@ -88,7 +94,10 @@ class GenesisModule(pl.LightningModule):
             _check_fits(self.decoder_config, data)
 
     def configure_model(self) -> None:
-        """Builds the decoder under the strategy's wrappers. The weights are the same under every strategy."""
+        """Builds the decoder under the strategy's wrappers. The weights are the same under every strategy.
+
+        Lightning tells nobody here whether a restore follows; `is_restored` does.
+        """
         if self.decoder is not None:
             return
         with torch.device("meta"):
@@ -99,8 +108,28 @@ class GenesisModule(pl.LightningModule):
             strategy.apply_to(decoder)
             device = strategy.parameter_device
         decoder.to_empty(device=device)
-        decoder.init_weights(self.seed)
+        self._has_unset_weights = self.is_restored
+        if self.is_restored:
+            for parameter in decoder.parameters():
+                mark_unset(parameter)
+        else:
+            decoder.init_weights(self.seed)
         self.decoder = decoder
+
+    def _draw_what_was_not_restored(self) -> None:
+        """Draws the initial weights if they were left to a restore and none came. Does not communicate."""
+        if not self._has_unset_weights:
+            return
+        self._has_unset_weights = False
+        unset = {name: is_unset(parameter) for name, parameter in self._model.named_parameters()}
+        left = [name for name, is_left in unset.items() if is_left]
+        if False in unset.values() and left:
+            raise RunEndedError(
+                f"the restore left {len(left)} of {len(unset)} parameters without values, such as {left[0]}: the "
+                "checkpoint is not one of this model"
+            )
+        if left:
+            self._model.init_weights(self.seed)
 
     def configure_optimizers(self) -> Optimizer:
         """Builds the optimizer; the schedule is a callback's."""
@@ -126,6 +155,10 @@ class GenesisModule(pl.LightningModule):
                 f"trainer.accumulate_grad_batches is {self.trainer.accumulate_grad_batches}; a window is accumulated "
                 "inside one step, set data.global_batch_size and data.micro_batch_size instead"
             )
+
+    def on_train_start(self) -> None:
+        """Makes sure that there are weights."""
+        self._draw_what_was_not_restored()
 
     # ---- the step
 
@@ -226,6 +259,10 @@ class GenesisModule(pl.LightningModule):
         )
 
     # ---- validation
+
+    def on_validation_start(self) -> None:
+        """Makes sure that there are weights."""
+        self._draw_what_was_not_restored()
 
     def validation_step(self, window: Window, batch_idx: int) -> None:
         """Adds one batch of the validation set; ranks run the same number of batches, and nothing is gathered."""

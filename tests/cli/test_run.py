@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import yaml
 
+from genesis.model import initial
 from tests.cli.conftest import Genesis
 from tests.cli.tiny import build_recipe, write_recipe
 from tests.commands import STDOUT, ForkedCommand, start_genesis
@@ -46,6 +47,23 @@ def test_the_recipe_that_a_run_leaves_makes_the_same_run(genesis: Genesis, recip
     again = genesis("fit", "--config", str(left), "--run_dir", str(tmp_path / "again"))
     assert again.status == 0
     assert losses(tmp_path / "again") == losses(tmp_path / "run")
+
+
+@pytest.mark.parametrize("strategy", ["replicated", "sharded"])
+def test_a_run_that_goes_on_draws_no_initial_weights(
+    genesis: Genesis, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    options = ("--config", str(recipe), "--trainer.strategy", strategy)
+    assert genesis("fit", *options, "--trainer.max_steps", "6", "--run_dir", str(tmp_path / "straight")).status == 0
+    assert genesis("fit", *options).status == 0
+    drawn: list[object] = []
+    monkeypatch.setattr(initial, "draw_block", lambda *arguments: drawn.append(arguments))
+    allowed = ("--trainer.max_steps", "6", "--checkpoint.allow_changed", "[trainer.max_steps]")
+    resumed = genesis("fit", *options, "--ckpt_path", "latest", *allowed)
+    assert resumed.status == 0, resumed.err
+    assert genesis("validate", *options, "--ckpt_path", "latest").status == 0
+    assert drawn == []
+    assert losses(tmp_path / "run") == losses(tmp_path / "straight")
 
 
 def losses(run_dir: Path) -> list[str]:
