@@ -12,10 +12,15 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from genesis_callbacks._compat import (
     NothingToRestore,
     build_dcp_metadata,
+    finish_before_hooks,
+    loader_generators,
     local_chunks,
     offset_in_file,
+    read_fetch_generators,
+    read_loader_states,
     route_load_checkpoint,
     shield_validation,
+    unfinish_before_hooks,
     unroute_load_checkpoint,
     unshield_validation,
 )
@@ -88,3 +93,20 @@ def test_a_validation_is_shielded_and_given_back():
     unshield_validation(trainer)
     unshield_validation(trainer)
     assert loop.run.__func__ is type(loop).run
+
+
+def test_a_fits_end_is_heard_of_before_the_hooks_and_given_back():
+    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+    loop, order = trainer.fit_loop, []
+    loop.on_run_end = lambda: order.append("hooks")  # as the loop's own would
+    finish_before_hooks(trainer, lambda: order.append("finish"))
+    loop.on_run_end()
+    assert order == ["finish", "hooks"]
+    unfinish_before_hooks(trainer)
+    unfinish_before_hooks(trainer)
+    assert loop.on_run_end.__func__ is type(loop).on_run_end
+
+
+def test_a_trainer_without_loaders_has_no_states_of_loaders():
+    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+    assert (read_loader_states(trainer), loader_generators(trainer), read_fetch_generators(trainer)) == ([], [], None)

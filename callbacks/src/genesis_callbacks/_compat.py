@@ -4,6 +4,7 @@ Nothing of Lightning is imported here, so that the engine may use this module: t
 arguments.
 """
 
+import copy
 import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
@@ -155,3 +156,137 @@ def unshield_validation(trainer: Any) -> None:
     """Gives the loop its own methods back; nothing happens where they were not shielded."""
     for name in _VALIDATES:
         vars(trainer.fit_loop.epoch_loop.val_loop).pop(name, None)
+
+
+def finish_before_hooks(trainer: Any, finish: Callable[[], None]) -> None:
+    """Makes `finish()` run when training has ended, before any `on_train_end` hook, by an attribute on the fit's loop.
+
+    Averaging callbacks give the model other weights in that hook.
+    """
+    loop = trainer.fit_loop
+    original: Callable[[], None] = loop.on_run_end
+
+    def on_run_end() -> None:
+        finish()
+        original()
+
+    loop.on_run_end = on_run_end
+
+
+def unfinish_before_hooks(trainer: Any) -> None:
+    """Gives the loop its own method back; nothing happens where it was not changed."""
+    vars(trainer.fit_loop).pop("on_run_end", None)
+
+
+class _WatchedLoader:
+    """Stands in a data fetcher for its loader, and keeps what was there before the newest fetch.
+
+    Args:
+        loader: The fetcher's.
+        read_generators: Returns the state of the process's random generators.
+
+    Attributes:
+        states: Of the loaders; None before the first fetch.
+        generators: Of the random generators; None before the first fetch.
+    """
+
+    def __init__(self, loader: Any, read_generators: Callable[[], dict[str, Any]]) -> None:
+        self._loader = loader
+        self._read_generators = read_generators
+        self.states: list[dict[str, Any]] | None = None
+        self.generators: dict[str, Any] | None = None
+
+    def __iter__(self) -> "_WatchedLoader":
+        iter(self._loader)
+        return self
+
+    def __next__(self) -> Any:
+        self.states = copy.deepcopy(self._loader._state_dicts())
+        self.generators = self._read_generators()
+        return next(self._loader)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def reset(self) -> None:
+        self._loader.reset()
+
+
+def watch_loaders(trainer: Any, read_generators: Callable[[], dict[str, Any]]) -> None:
+    """Makes `read_loader_states` exact where Lightning fetches a batch ahead: where loaders have no length.
+
+    Nothing happens elsewhere. It lasts as long as the fit's data fetcher.
+
+    Args:
+        trainer: The fit's.
+        read_generators: Returns the state of the process's random generators, from which a fetch may draw.
+    """
+    fetcher = trainer.fit_loop._data_fetcher
+    loader = fetcher._combined_loader
+    is_ahead = fetcher.length is None and getattr(fetcher, "prefetch_batches", 0) > 0
+    if is_ahead and not isinstance(loader, _WatchedLoader) and loader._state_dicts():
+        fetcher._combined_loader = fetcher.iterator = _WatchedLoader(loader, read_generators)
+
+
+def read_loader_states(trainer: Any) -> list[dict[str, Any]]:
+    """Returns the state of each loader of the fit that has one, after the last batch that training was given."""
+    fetcher, loader = trainer.fit_loop._data_fetcher, trainer.fit_loop._combined_loader
+    if loader is None:
+        return []
+    watched = getattr(fetcher, "_combined_loader", None)
+    if isinstance(watched, _WatchedLoader) and watched.states is not None:
+        return watched.states
+    states: list[dict[str, Any]] = loader._state_dicts()
+    return states
+
+
+def read_fetch_generators(trainer: Any) -> dict[str, Any] | None:
+    """Returns the generators from before the batch that was fetched ahead; None where none is, or nobody watches."""
+    watched = getattr(trainer.fit_loop._data_fetcher, "_combined_loader", None)
+    return watched.generators if isinstance(watched, _WatchedLoader) else None
+
+
+def _samplers(loader: Any) -> list[Any]:
+    return [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
+
+
+def loader_generators(trainer: Any) -> list[torch.Generator]:
+    """Returns the random generators that the fit's loaders and their samplers have for themselves."""
+    loader = trainer.fit_loop._combined_loader
+    owners = [owner for one in (loader.flattened if loader is not None else ()) for owner in (one, *_samplers(one))]
+    found = [getattr(owner, "generator", None) for owner in owners]
+    return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())
+
+
+def load_loader_states(trainer: Any, states: Sequence[dict[str, Any]], epoch: int) -> None:
+    """Gives the fit's loaders their states, within `epoch`, and begins their iterators again from there.
+
+    Lightning does so before samplers know the epoch, and not at all where the loaders were built before the restore.
+
+    Raises:
+        RuntimeError: There are not as many loaders with a state as states.
+    """
+    loop = trainer.fit_loop
+    for loader in loop._combined_loader.flattened:
+        for sampler in _samplers(loader):
+            if callable(getattr(sampler, "set_epoch", None)):
+                sampler.set_epoch(epoch)
+    loop._combined_loader._load_state_dicts(list(states))
+    loop._combined_loader_states_to_load = []
+    iter(loop._data_fetcher)
+
+
+def begin_next_epoch(trainer: Any) -> None:
+    """Makes a fit that goes on after an epoch's last batch begin the next epoch as any other.
+
+    To be called in `on_train_start`. Lightning takes that epoch for unfinished: it would keep the loader's iterator,
+    leave out `on_train_epoch_start`, and count one epoch too few from then on.
+    """
+    loop = trainer.fit_loop
+    epoch_loop = loop.epoch_loop
+    if epoch_loop.restarted_on_train_batch_end:  # the save came before this batch was counted as completed
+        epoch_loop.batch_progress.increment_completed()
+        epoch_loop._batches_that_stepped += 1
+    optimizations = (epoch_loop.automatic_optimization, epoch_loop.manual_optimization)
+    for restarted in (epoch_loop.val_loop, *optimizations, epoch_loop, loop):
+        restarted.on_iteration_done()

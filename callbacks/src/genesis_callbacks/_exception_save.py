@@ -22,6 +22,8 @@ def begin_alone(
     rank_watch: RankWatch | None,
     exception: BaseException,
     global_step: int,
+    *,
+    is_swapped: bool,
 ) -> bool:
     """Saves the last window's end without the other ranks, if it is still there, and says whether a save began.
 
@@ -34,10 +36,13 @@ def begin_alone(
         rank_watch: Knows which ranks are gone; None where nobody watches.
         exception: Ended training.
         global_step: As it is now.
+        is_swapped: Whether a callback may have given the model other weights: an average, for a validation.
     """
     if boundary.step in (0, history.last_step):
         return False
     reason = _why_not(saves, boundary, rank_watch, exception, global_step)
+    if reason is None and is_swapped:
+        reason = "a callback may have put an average in the place of the weights"
     if reason is not None:
         rank_zero_warn(f"step {boundary.step} is not saved: {reason}", category=SaveFailedWarning)
         return False

@@ -23,6 +23,7 @@ from ._trainer_restore import Restore
 from ._trainer_state import take_snapshot
 from ._triggers import Vote, is_interval_over
 from ._votes import VoteExchange
+from .checkpoint.collect import SWAPPED_PREFIX
 from .checkpoint.commit import supersede
 from .checkpoint.errors import CheckpointError
 from .checkpoint.lineage import DirectoryLock, list_committed, remove_abandoned, wait_for_orphans
@@ -91,6 +92,8 @@ class FitSession:
         self._votes = VoteExchange(ranks)
         self._boundary: Boundary | None = None
         self._last_step = 0
+        self._has_swapped = False
+        self._is_finished = False
 
     # ---- getting in
 
@@ -138,11 +141,13 @@ class FitSession:
         Raises:
             CheckpointError: Some of it cannot be done; on every rank alike.
         """
-        self.ranks.attempt(
+        trial = self.ranks.attempt(
             "trying to encode the state",
             lambda: take_snapshot(trainer, module, self.ranks.rank, has_optimizer=self._options.save_optimizer),
             error_type=CheckpointError,
         )
+        self._has_swapped = any(part.part.name.startswith(SWAPPED_PREFIX) for part in trial.parts)
+        del trial  # it holds tensors
         before = self._history.saver
         saver = self._history.saver = Saver(
             self._directory,
@@ -246,10 +251,13 @@ class FitSession:
 
     # ---- getting out
 
-    def finish(self, saves: FitSaves, global_step: int) -> None:
+    def finish(self, global_step: int) -> None:
         """Saves the last step if it is not saved yet, and waits until it is. Communicates."""
+        self._is_finished = True
         self._votes.finish()
         is_untouched = self._last_step == 0 or global_step == 0
+        saves = self.saves
+        assert saves is not None
         with saves.stalling():
             saves.finish()
             if self._options.save_at_end and not is_untouched:
@@ -272,20 +280,24 @@ class FitSession:
             self._writer.close()
             self._writer = None
 
-    def leave(self, exception: BaseException, global_step: int) -> str | None:
+    def leave(self, trainer: Trainer, exception: BaseException) -> str | None:
         """Saves by choice when training ends by an exception, and returns which ranks are gone. No communication."""
         self._votes.abandon()
         if self._rank_watch is not None:
             self._rank_watch.stop(exception)
-        self._close_saves(wait_seconds=self._save_alone(exception, global_step))
+        self._close_saves(wait_seconds=self._save_alone(trainer, exception))
         return None if self._rank_watch is None else self._rank_watch.describe_lost()
 
-    def _save_alone(self, exception: BaseException, global_step: int) -> float:
+    def _save_alone(self, trainer: Trainer, exception: BaseException) -> float:
         """Begins a save of the last window's end, by choice; returns how long to wait for the save in flight."""
         saves, boundary = self.saves, self._boundary
         if saves is None or boundary is None:
             return _LEAVE_SECONDS
-        if not begin_alone(saves, self._history, boundary, self._rank_watch, exception, global_step):
+        # Averaging callbacks write through `.data`, which torch does not count: the boundary cannot see it.
+        is_swapped = self._has_swapped and (trainer.validating or self._is_finished)
+        if not begin_alone(
+            saves, self._history, boundary, self._rank_watch, exception, trainer.global_step, is_swapped=is_swapped
+        ):
             return _LEAVE_SECONDS
         return self._options.save_timeout_seconds if self.ranks.world_size == 1 else _ALONE_SECONDS
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
+from ._data_position import OnLostDataPosition
 from .checkpoint.background import Staging
 from .checkpoint.best import MonitorMode
 from .checkpoint.retain import Retention
@@ -23,6 +24,7 @@ _CHOICES = {
     "when_busy": get_args(WhenBusy),
     "monitor_mode": get_args(MonitorMode),
     "restore": get_args(RestoredState),
+    "on_lost_data_position": get_args(OnLostDataPosition),
 }
 
 
@@ -56,6 +58,7 @@ class SaveOptions:
     save_timeout_seconds: float
     lost_rank_seconds: float | None
     on_save_failure: OnSaveFailure
+    on_lost_data_position: OnLostDataPosition
     verify_level: VerifyLevel
     allow_changed: Sequence[str]
     retention: Retention = field(init=False)

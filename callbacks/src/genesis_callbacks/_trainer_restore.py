@@ -8,9 +8,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
+from ._data_position import LostDataPositionWarning, OnLostDataPosition, count_epoch, place, read_saved_states
 from ._trainer_state import HasRankState
 from .checkpoint.collect import (
     MODEL_PREFIX,
+    SWAPPED_PREFIX,
     NamedModel,
     canonical_name,
     check_groups,
@@ -79,6 +81,7 @@ class Restore:
         self._changed: tuple[str, ...] = ()
         self._sections: list[Any] = []
         self._rng: Any = None
+        self._fetch_rng: Any = None
         self._content: Any = ranks.attempt("reading the state", self._read_content, error_type=CheckpointError)
         self._has_combined = False
 
@@ -139,9 +142,13 @@ class Restore:
         """This rank's section where as many ranks saved, else rank 0's; generators are decoded later."""
         self._sections = read_state(self.path, self.manifest)
         own = dict(self._sections[self._ranks.rank if self._has_same_world else 0])
-        rng = own.pop("rng")
-        self._rng = rng if self._has_same_world else None
-        return self._decode(own)
+        rng, fetch_rng = own.pop("rng"), own.pop("rng_of_fetch", None)
+        self._rng, self._fetch_rng = (rng, fetch_rng) if self._has_same_world else (None, None)
+        content = self._decode(own)
+        loops = content["trainer"].get("loops", {})
+        if "fit_loop" in loops:
+            loops["fit_loop"] = count_epoch(loops["fit_loop"])
+        return content
 
     def combine_rank_states(self, datamodule: Any) -> None:
         """Gives a data module that keeps a state by rank what all of them saved. No communication."""
@@ -153,6 +160,11 @@ class Restore:
 
     def _decode(self, content: Any) -> Any:
         return decode_tagged(content, read_recorded_tensors(self.path, self.manifest, sorted(named_tensors(content))))
+
+    @property
+    def _swapped(self) -> dict[str, Any]:
+        """What hooks had put in the place of the model's own values, by key of the state dict."""
+        return self._content.get("swapped", {})  # type: ignore[no-any-return]  # it is what take_snapshot made
 
     @property
     def _groups(self) -> list[list[dict[str, Any]]]:
@@ -189,6 +201,9 @@ class Restore:
         state_dict |= {name: saved[name] for name in saved.keys() - set(names.values())}
         extras = self._content["model_extras"]
         state_dict |= {key: extras[canonical_name(key)] for key in live if canonical_name(key) in extras}
+        # Hooks find what hooks put there: an averaging callback its average, whose `on_load_checkpoint` makes the model
+        # what it was; `check_after_lightning` does so where that callback is gone.
+        state_dict |= {key: value for key, value in self._swapped.items() if key in live}
         optimizer_states = []
         for index, groups in enumerate(self._groups if with_optimizers else []):
             state = self._optimizer_values(index)
@@ -207,7 +222,7 @@ class Restore:
         """
         parts = self._ranks.attempt("restoring", lambda: self._fill(module, optimizers), error_type=CheckpointError)
         check_restored(self.manifest, parts, self._ranks)
-        return {**self._content["trainer"], "state_dict": {}, "optimizer_states": []}
+        return {**self._content["trainer"], "state_dict": dict(self._swapped), "optimizer_states": []}
 
     def check_after_lightning(self, module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
         """Compares the live tensors with what was saved, once Lightning has loaded its dict. Every rank calls it.
@@ -221,13 +236,17 @@ class Restore:
 
         def settle() -> list[LocalPart]:
             parts = self._settle_optimizers(module, optimizers, has_loaded=True)
-            live = name_model(module.state_dict(keep_vars=True))
-            return parts + [part for part in self._recorded(live) if part.part.kind == "parameter"]
+            model = self._recorded(name_model(module.state_dict(keep_vars=True)))
+            restore_parts(self.path, self.manifest, [part for part in model if self._is_swapped(part)])
+            return parts + [part for part in model if part.part.kind == "parameter"]
 
         if self.has_weights_alone:
             optimizers = []
         parts = self._ranks.attempt("restoring the optimizer", settle, error_type=CheckpointError)
         check_restored(self.manifest, parts, self._ranks)
+
+    def _is_swapped(self, part: LocalPart) -> bool:
+        return SWAPPED_PREFIX + part.part.name.removeprefix(MODEL_PREFIX) in self.manifest.tensors
 
     def _recorded(self, model: NamedModel) -> list[LocalPart]:
         return [part for part in model_parts(model) if part.part.name in self.manifest.tensors]
@@ -277,6 +296,43 @@ class Restore:
             settled += parts
         return settled
 
+    def place_data(self, trainer: Trainer, on_lost: OnLostDataPosition) -> None:
+        """Puts the fit's loaders where the checkpoint left them, before `apply_rng`. Communicates once.
+
+        Raises:
+            CheckpointError: A loader's position is lost, by `on_lost="raise"`; on every rank alike.
+        """
+        if self.has_weights_alone:
+            return
+        problems = self._ranks.attempt_and_gather(
+            "placing the data", lambda: self._place_data(trainer), error_type=CheckpointError
+        )
+        found = [(rank, problem) for rank, problem in enumerate(problems) if problem is not None]
+        if not found:
+            return
+        rank, problem = found[0]
+        message = f"the position in the data is lost on rank {rank}: {problem}"
+        if on_lost == "raise":
+            raise CheckpointError(
+                f"{message}; on_lost_data_position='warn' goes on with the data where the loader then stands"
+            )
+        self._afresh.append(f"the position in the data ({problem})")
+        rank_zero_warn(message, category=LostDataPositionWarning)
+
+    def _place_data(self, trainer: Trainer) -> str | None:
+        fit_loop = self._content["trainer"].get("loops", {}).get("fit_loop")
+        if fit_loop is None:
+            return None
+        if self._fetch_rng is not None:
+            apply_rng_state(self._decode(self._fetch_rng))
+        generators = self._content.get("loader_generators") if self._has_same_world else None
+        problem = place(trainer, fit_loop, generators)
+        if problem is None and read_saved_states(fit_loop) and not self._has_same_world:
+            return (
+                f"{self.manifest.world_size} ranks saved the states of their loaders, {self._ranks.world_size} restore"
+            )
+        return problem
+
     def apply_rng(self) -> None:
         """Sets this rank's generators to what it saved; nothing happens where another number of ranks saved.
 
@@ -304,6 +360,8 @@ class Restore:
             f"{num_model} model tensors and {num_optimizer} of optimizer state, compared by digest",
             "loops, schedulers and precision",
         ]
+        num_swapped = sum(name.startswith(SWAPPED_PREFIX) for name in manifest.tensors)
+        kept += [f"{num_swapped} tensors that callbacks give for the model's (an average)"] if num_swapped else []
         kept += [f"state of {', '.join(sorted(saved_callbacks))}"] if saved_callbacks else []
         data = type(trainer.datamodule).__qualname__  # type: ignore[attr-defined]  # Lightning sets it
         kept += [f"state of {data} (the data's position)"] if data in self._content["trainer"] else []

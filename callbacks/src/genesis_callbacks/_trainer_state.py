@@ -1,14 +1,27 @@
 """What a Lightning Trainer holds beside tensors, through its public getters: to be saved, and to be given back."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .checkpoint.collect import NamedModel, model_parts, name_model, name_optimizer, name_parameters, optimizer_parts
-from .checkpoint.plan import PartsCache, local_parts
+from ._compat import loader_generators, read_fetch_generators, read_loader_states
+from ._data_position import write_states
+from .checkpoint.collect import (
+    MODEL_PREFIX,
+    SWAPPED_PREFIX,
+    NamedModel,
+    model_parts,
+    name_model,
+    name_optimizer,
+    name_parameters,
+    optimizer_parts,
+)
+from .checkpoint.plan import LocalPart, PartsCache, local_parts
 from .checkpoint.rng import read_rng_state
 from .checkpoint.save import Snapshot
 from .checkpoint.tagged_json import encode_tagged
@@ -45,17 +58,22 @@ def read_counters(trainer: Trainer) -> dict[str, int]:
     return {**counters, "step": trainer.global_step}
 
 
-def read_trainer_state(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+def read_trainer_state(trainer: Trainer, module: LightningModule, live: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the dict that Lightning would save, with live tensors in `state_dict` and no optimizer states.
 
     Callbacks and module see it in their `on_save_checkpoint` hooks, as they would see Lightning's. Not
     `dump_checkpoint`: that one gathers and copies. No communication.
+
+    Args:
+        trainer: The run's.
+        module: The run's.
+        live: The module's state dict, made with `keep_vars=True`; it stays as it is.
     """
     state: dict[str, Any] = {
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
         "pytorch-lightning_version": _LIGHTNING_VERSION,
-        "state_dict": module.state_dict(keep_vars=True),
+        "state_dict": dict(live),
         "loops": {
             "fit_loop": trainer.fit_loop.state_dict(),
             "validate_loop": trainer.validate_loop.state_dict(),
@@ -66,6 +84,7 @@ def read_trainer_state(trainer: Trainer, module: LightningModule) -> dict[str, A
         "optimizer_states": [],
         "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
     }
+    write_states(state["loops"]["fit_loop"], read_loader_states(trainer))
     callbacks = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it
     for callback in callbacks:
         callback_state = callback.state_dict()
@@ -88,6 +107,46 @@ def read_trainer_state(trainer: Trainer, module: LightningModule) -> dict[str, A
         callback.on_save_checkpoint(trainer, module, state)
     module.on_save_checkpoint(state)
     return state
+
+
+@dataclass(frozen=True)
+class _Swapped:
+    """What `on_save_checkpoint` hooks put in the place of the model's own values, as weight averaging does.
+
+    Attributes:
+        values: Key of the state dict to the value that stands there instead.
+        names: The name under which each tensor among them is stored, by `id`.
+        tensors: The same tensors by that name, and whether a buffer is what they replace.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
+    tensors: dict[str, tuple[Tensor, bool]] = field(default_factory=dict)
+
+    def parts(self) -> list[LocalPart]:
+        """Returns what this rank holds of these tensors: the replicas of all ranks are stored once."""
+        return [
+            part
+            for name, (tensor, is_buffer) in self.tensors.items()
+            for part in local_parts(name, tensor, "buffer" if is_buffer else "parameter")
+        ]
+
+
+def _separate(live: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[NamedModel, _Swapped]:
+    """Returns (the model as it trains, what hooks put in its place), from its state dict before and after the hooks.
+
+    A key that a hook took away is not saved, one that it added is.
+    """
+    model = name_model({key: live.get(key, value) for key, value in given.items()})
+    swapped = _Swapped({key: value for key, value in given.items() if key in live and value is not live[key]})
+    for key, value in swapped.values.items():
+        if isinstance(value, Tensor) and key in model.names:
+            name = SWAPPED_PREFIX + model.names[key]
+            known, _ = swapped.tensors.setdefault(name, (value, not isinstance(live[key], nn.Parameter)))
+            # Tied tensors share their elements, and then one name.
+            if known is value or (known.data_ptr() == value.data_ptr() and known.shape == value.shape):
+                swapped.names[id(value)] = name
+    return model, swapped
 
 
 def _name_parameters(module: LightningModule, model: NamedModel, optimizers: Sequence[Optimizer]) -> dict[int, str]:
@@ -126,8 +185,9 @@ def take_snapshot(
     Raises:
         UnsupportedStateError: Something cannot be saved without pickle; the message names its key.
     """
-    state = read_trainer_state(trainer, module)
-    model = name_model(state.pop("state_dict"))
+    live = module.state_dict(keep_vars=True)
+    state = read_trainer_state(trainer, module, live)
+    model, swapped = _separate(live, state.pop("state_dict"))
     del state["optimizer_states"]
     saved_optimizers = trainer.optimizers if has_optimizer else []
     names = _name_parameters(module, model, saved_optimizers)
@@ -138,11 +198,21 @@ def take_snapshot(
         "optimizers": [optimizer.section for optimizer in optimizers],
         "rng": read_rng_state() if rng_state is None else rng_state,
     }
-    section, tensors = encode_tagged(content, f"state.{rank}")
+    own_generators = loader_generators(trainer)
+    if own_generators:
+        content["loader_generators"] = [generator.get_state() for generator in own_generators]
+    fetch_generators = read_fetch_generators(trainer)
+    if fetch_generators is not None:
+        content["rng_of_fetch"] = fetch_generators
+    if swapped.values:
+        content["swapped"] = swapped.values
+    stored = {id(tensor): MODEL_PREFIX + name for name, tensor in model.tensors.items()} | swapped.names
+    section, tensors = encode_tagged(content, f"state.{rank}", stored)
     cache = cache or PartsCache()
     parts = model_parts(model, cache)
     for optimizer in optimizers:
         parts += optimizer_parts(optimizer, cache)
+    parts += swapped.parts()
     for name, tensor in tensors.items():
         parts += local_parts(name, tensor, "state")
     cache.end_save()

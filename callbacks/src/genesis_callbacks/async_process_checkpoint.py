@@ -33,11 +33,15 @@ from torch.optim import Optimizer
 from ._best_watch import BestWatch
 from ._compat import (
     LoadCheckpoint,
+    finish_before_hooks,
     route_load_checkpoint,
     shield_validation,
+    unfinish_before_hooks,
     unroute_load_checkpoint,
     unshield_validation,
+    watch_loaders,
 )
+from ._data_position import OnLostDataPosition
 from ._fit_saves import SaveHistory
 from ._fit_session import FitSession
 from ._restore_route import LATEST, RestoreRoute
@@ -51,7 +55,7 @@ from .checkpoint.drift import DriftPolicy
 from .checkpoint.errors import CheckpointError
 from .checkpoint.lineage import CHECKPOINTS_NAME
 from .checkpoint.ranks import WorldRanks
-from .checkpoint.rng import apply_rng_state
+from .checkpoint.rng import apply_rng_state, read_rng_state
 from .checkpoint.verify import VerifyLevel
 from .restore_report import RestoreReport
 
@@ -130,6 +134,8 @@ class AsyncProcessCheckpoint(Checkpoint):
             lost one, if its process group has not noticed by itself; None never.
         on_save_failure: "raise" ends training with the error; "warn" goes on, with a `SaveFailedWarning`. The last good
             checkpoint stays in either case.
+        on_lost_data_position: What a restore does if a data loader does not take its saved state, or another number of
+            ranks had saved it: "raise" refuses; "warn" goes on, with a `LostDataPositionWarning`.
         verify_level: How much a restore verifies before it begins; what is placed is always compared by digest. Below
             "deep", `latest` stops at a checkpoint whose hashes are right and whose tensors are not.
         recipe: The resolved recipe as plain JSON, for the manifest. May be set as an attribute until training starts.
@@ -175,6 +181,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         save_timeout_seconds: float = 600.0,
         lost_rank_seconds: float | None = 10.0,
         on_save_failure: OnSaveFailure = "raise",
+        on_lost_data_position: OnLostDataPosition = "raise",
         verify_level: VerifyLevel = "deep",
         recipe: dict[str, Any] | None = None,
         identity: dict[str, Any] | None = None,
@@ -201,6 +208,7 @@ class AsyncProcessCheckpoint(Checkpoint):
             save_timeout_seconds=save_timeout_seconds,
             lost_rank_seconds=lost_rank_seconds,
             on_save_failure=on_save_failure,
+            on_lost_data_position=on_lost_data_position,
             verify_level=verify_level,
             allow_changed=tuple(allow_changed),
         )
@@ -317,6 +325,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         assert session is not None
         if restore is not None and not trainer.strategy.restore_checkpoint_after_setup:
             restore.check_after_lightning(pl_module, trainer.optimizers)
+        watch_loaders(trainer, read_rng_state)
         session.start(
             trainer,
             pl_module,
@@ -326,6 +335,7 @@ class AsyncProcessCheckpoint(Checkpoint):
             run_directories=[sibling.directory for sibling in _siblings(trainer)],
         )
         if restore is not None:
+            restore.place_data(trainer, self._options.on_lost_data_position)
             restore.apply_rng()
             self._history.last_saved = restore.path
             self.restore_report = restore.build_report(trainer)
@@ -333,6 +343,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         self._route.reset()
         session.watch()
         shield_validation(trainer, session.keep_generators)
+        finish_before_hooks(trainer, lambda: session.finish(trainer.global_step))
         session.remember_boundary(trainer, pl_module)
 
     # ---- saving
@@ -355,6 +366,8 @@ class AsyncProcessCheckpoint(Checkpoint):
                 read_moment(trainer), vote, every_n_steps=options.every_n_steps, save_at_end=options.save_at_end
             ):
                 session.saves.save()
+            if trainer.is_last_batch:
+                session.saves.wait_staged()  # others change weights in on_train_epoch_end, before this callback's
         session.remember_boundary(trainer, pl_module)
 
     def _wait_staged(self) -> None:
@@ -384,13 +397,9 @@ class AsyncProcessCheckpoint(Checkpoint):
         self._wait_staged()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Saves if the last step is not saved yet, and waits until it is. Communicates."""
-        session = self._session
-        if session is None:
-            return
-        if session.saves is not None:
-            session.finish(session.saves, trainer.global_step)
-        session.end()
+        """Ends the writer. The last step has been saved before any callback's `on_train_end`. No communication."""
+        if self._session is not None:
+            self._session.end()
 
     # ---- leaving
 
@@ -401,7 +410,8 @@ class AsyncProcessCheckpoint(Checkpoint):
         """
         unroute_load_checkpoint(trainer.strategy)
         unshield_validation(trainer)
-        lost = None if self._session is None else self._session.leave(exception, trainer.global_step)
+        unfinish_before_hooks(trainer)
+        lost = None if self._session is None else self._session.leave(trainer, exception)
         if lost is not None:
             self.lost_ranks = lost
             warnings.warn(f"{lost} is gone: without it no rank can go on", LostRankWarning, stacklevel=2)
@@ -413,6 +423,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         """Gives everything back. No communication."""
         unroute_load_checkpoint(trainer.strategy)
         unshield_validation(trainer)
+        unfinish_before_hooks(trainer)
         self._release()
 
     def _release(self) -> None:

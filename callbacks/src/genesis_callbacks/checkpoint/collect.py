@@ -1,9 +1,9 @@
 """Gives the live tensors of a model and its optimizers their canonical names.
 
 `model.<fqn>` for parameters and persistent buffers, `optimizer.<i>.<fqn of the parameter>.<key>` for optimizer
-state. Wrappers leave no trace in a name, and tied parameters have one name, so that any strategy finds what any
-other saved. Optimizer state is found by the identity of its parameter, never by its position. Nothing here
-communicates or takes a step.
+state, `swapped.<fqn>` for what a callback puts in a model tensor's place in checkpoints (an average). Wrappers leave
+no trace in a name, and tied parameters have one name, so that any strategy finds what any other saved. Optimizer
+state is found by the identity of its parameter, never by its position. Nothing here communicates or takes a step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,6 +20,7 @@ from .manifest import Manifest, TensorRecord
 from .plan import LocalPart, PartsCache
 
 MODEL_PREFIX = "model."
+SWAPPED_PREFIX = "swapped."
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from .assemble import Heading, assemble, collect_records, retain
+from .collect import SWAPPED_PREFIX
 from .commit import discard
 from .descriptor import PrivateDescriptor
 from .digest import digest_chunk
@@ -369,7 +370,11 @@ def _check_moved(
         SaveFailedError: It names what did not move.
     """
     is_same = {name: name in before and before[name].digest == record.digest for name, record in tensors.items()}
-    moving = [name for name, part in parts.items() if part.kind in ("parameter", "optimizer")]
+    moving = [
+        name
+        for name, part in parts.items()
+        if part.kind in ("parameter", "optimizer") and not name.startswith(SWAPPED_PREFIX)  # an average moves by itself
+    ]
     if moving and all(is_same[name] for name in moving):
         raise SaveFailedError(
             f"a stale snapshot: no parameter and no optimizer state has changed since {previous.name}, although "

@@ -38,8 +38,9 @@ _FACTORIES: dict[str, Callable[[], Any]] = {
 
 
 class _Encoder:
-    def __init__(self) -> None:
+    def __init__(self, names: Mapping[int, str]) -> None:
         self.tensors: dict[str, Tensor] = {}
+        self._names = names
 
     def encode(self, value: Any, path: str) -> Json:
         kind = type(value)
@@ -105,6 +106,9 @@ class _Encoder:
         return {TAG: "complex", "parts": [self.encode(value.real, path), self.encode(value.imag, path)]}
 
     def _tensor(self, value: Tensor, path: str) -> Json:
+        name = self._names.get(id(value))
+        if name is not None:
+            return {TAG: "tensor", "name": name}
         if isinstance(value, DTensor):
             raise UnsupportedStateError(
                 f"{path}: a sharded tensor belongs to the model or its optimizer, not to other state"
@@ -149,7 +153,7 @@ _ENCODERS: dict[type, Callable[[_Encoder, Any, str], Json]] = {
 }
 
 
-def encode_tagged(value: Any, path: str) -> tuple[Json, dict[str, Tensor]]:
+def encode_tagged(value: Any, path: str, names: Mapping[int, str] | None = None) -> tuple[Json, dict[str, Tensor]]:
     """Returns `value` as plain JSON, and the tensors in it by the path at which they stand.
 
     Dicts keep their order; sets are written in a fixed one. The tensors share memory with those in `value`; arrays
@@ -158,11 +162,13 @@ def encode_tagged(value: Any, path: str) -> tuple[Json, dict[str, Tensor]]:
     Args:
         value: Any nesting of the types named in the module's tables.
         path: Where `value` stands; it begins every name.
+        names: Tensors that are stored under a name of their own, by `id`: the JSON refers to them by that name, and
+            they are not among those returned.
 
     Raises:
         UnsupportedStateError: Something in it is of another type; the message names its path.
     """
-    encoder = _Encoder()
+    encoder = _Encoder(names or {})
     return encoder.encode(value, path), encoder.tensors
 
 

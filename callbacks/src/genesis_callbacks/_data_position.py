@@ -1,0 +1,142 @@
+"""Where a run's data stand: what a checkpoint says about it, and whether the loaders have taken it.
+
+Lightning saves the state of each loader that has `state_dict` and `load_state_dict`. It gives the state back too early
+for some (before samplers know their epoch), to some not at all (loaders that `configure_optimizers` had built), and
+begins the iterator before the random generators are restored.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from lightning.pytorch import Trainer
+
+from ._compat import begin_next_epoch, load_loader_states, loader_generators, read_loader_states
+
+OnLostDataPosition = Literal["raise", "warn"]
+_STATES = "combined_loader"
+
+
+class LostDataPositionWarning(UserWarning):
+    """A loader did not take its saved state, and training goes on by `on_lost_data_position="warn"`."""
+
+
+def read_saved_states(fit_loop: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the loaders' states in the saved state of a fit's loop, for each loader that had one."""
+    states: list[dict[str, Any]] = fit_loop.get("state_dict", {}).get(_STATES, [])
+    return states
+
+
+def write_states(fit_loop: Mapping[str, Any], states: Sequence[dict[str, Any]]) -> None:
+    """Puts the loaders' states into the state of a fit's loop, if it has any."""
+    if _STATES in fit_loop["state_dict"]:
+        fit_loop["state_dict"][_STATES] = list(states)
+
+
+def _is_batch_end(fit_loop: Mapping[str, Any]) -> bool:
+    """Says whether a loop's state is that of `on_train_batch_end`: the batch is not counted as completed yet."""
+    batch = fit_loop["epoch_loop.batch_progress"]["current"]
+    return bool(batch["completed"] < batch["processed"])
+
+
+def is_epoch_over(fit_loop: Mapping[str, Any]) -> bool:
+    """Says whether a loop's state is that after an epoch's last batch, or after training."""
+    if _is_batch_end(fit_loop):
+        return bool(fit_loop["epoch_loop.batch_progress"]["is_last_batch"])
+    epoch = fit_loop["epoch_progress"]["current"]
+    return bool(epoch["ready"] == epoch["processed"] > 0)
+
+
+def count_epoch(fit_loop: dict[str, Any]) -> dict[str, Any]:
+    """Returns a loop's state that counts the epoch which it is in.
+
+    A run that had gone on after an epoch's last batch counted one too few before `begin_next_epoch` was there, and
+    Lightning would have begun the epoch again.
+    """
+    progress = fit_loop["epoch_progress"]
+    if not _is_batch_end(fit_loop) or progress["current"]["ready"] > progress["current"]["processed"]:
+        return fit_loop
+    counted = {
+        name: {**counts, "ready": counts["ready"] + 1, "started": counts["started"] + 1}
+        for name, counts in progress.items()
+    }
+    return {**fit_loop, "epoch_progress": counted}
+
+
+def find_difference(saved: Any, live: Any, path: str = "") -> str | None:
+    """Returns the first place at which two states differ, with both values, or None.
+
+    Example:
+        >>> find_difference({"epoch": 1, "batch": 7}, {"epoch": 1, "batch": 0})
+        'batch is 0 where 7 was saved'
+    """
+    if isinstance(saved, Mapping) and isinstance(live, Mapping):
+        if saved.keys() != live.keys():
+            key = min(map(str, saved.keys() ^ live.keys()))
+            return f"{_join(path, key)} was {'saved and is not there' if key in saved else 'not saved'}"
+        pairs = [(key, saved[key], live[key]) for key in saved]
+    elif isinstance(saved, list | tuple) and isinstance(live, list | tuple) and len(saved) == len(live):
+        pairs = [(index, *both) for index, both in enumerate(zip(saved, live, strict=True))]
+    else:
+        return None if _is_equal(saved, live) else f"{path} is {_show(live)} where {_show(saved)} was saved"
+    found = (find_difference(one, other, _join(path, key)) for key, one, other in pairs)
+    return next((difference for difference in found if difference is not None), None)
+
+
+def _join(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _is_equal(saved: Any, live: Any) -> bool:
+    if isinstance(saved, torch.Tensor) and isinstance(live, torch.Tensor):
+        return saved.dtype == live.dtype and torch.equal(saved, live)
+    if isinstance(saved, np.ndarray) and isinstance(live, np.ndarray):
+        return np.array_equal(saved, live)
+    return type(saved) is type(live) and bool(saved == live)
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"another {type(value).__name__}"
+
+
+def place(trainer: Trainer, fit_loop: Mapping[str, Any], generators: Sequence[torch.Tensor] | None) -> str | None:
+    """Puts the loaders of a restored fit where the checkpoint left them; returns why that was not possible, or None.
+
+    To be called in `on_train_start`, before the process's generators are restored: the next epoch's iterator draws
+    from those, and an iterator made here must not. No communication.
+
+    Args:
+        trainer: The fit's.
+        fit_loop: The saved state of its loop.
+        generators: States of the generators that the loaders have for themselves; None where they are not known.
+    """
+    problem = _load(trainer, fit_loop)
+    own = loader_generators(trainer)
+    if generators is not None and len(own) == len(generators):
+        for generator, state in zip(own, generators, strict=True):
+            generator.set_state(state)
+    elif generators is not None:
+        problem = problem or f"{len(generators)} random generators of loaders were saved, {len(own)} are there"
+    if is_epoch_over(fit_loop):
+        begin_next_epoch(trainer)
+    return problem
+
+
+def _load(trainer: Trainer, fit_loop: Mapping[str, Any]) -> str | None:
+    saved = read_saved_states(fit_loop)
+    if not saved:
+        return None
+    try:
+        load_loader_states(trainer, saved, max(fit_loop["epoch_progress"]["current"]["ready"] - 1, 0))
+    except RuntimeError as error:
+        return str(error)
+    for index, (state, live) in enumerate(zip(saved, read_loader_states(trainer), strict=True)):
+        difference = find_difference(state, live)
+        if difference is not None:
+            return (
+                f"loader {index} did not take its state ({difference}): after load_state_dict and iter(), its "
+                "state_dict must give what was saved"
+            )
+    return None
