@@ -28,10 +28,10 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
 
 from genesis.cli.options import check_is_yaml
-from genesis.data.datamodule import CorpusDataModule
 from genesis.errors import RunEndedError, UserError
 from genesis.strategies import Replicated, Sharded
 from genesis.train.csv_log import CSVLog
+from genesis.train.data_module import CorpusDataModule
 from genesis.train.data_telemetry import DataTelemetry
 from genesis.train.module import GenesisModule
 from genesis.train.progress import GenesisProgressBar
@@ -203,7 +203,7 @@ class GenesisCLI(LightningCLI):
         self.checkpoint: AsyncProcessCheckpoint = self._get(self.config_init, "checkpoint")
         self.checkpoint.recipe = self.config_dump
         self.checkpoint.drift_policy = RECIPE_POLICY
-        self.checkpoint.identity = self.datamodule.identity
+        self.checkpoint.identity = self.datamodule.training.identity
         # A validation of some checkpoint must not write into the log of the run that goes on.
         loggers = _loggers(config.get("logger"), run_dir) if self.subcommand == "fit" else False
         callbacks: list[Callback] = [SaveRecipe(run_dir, self.config_dump), DataTelemetry()]

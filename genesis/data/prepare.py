@@ -18,12 +18,9 @@ import json
 import os
 import secrets
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +37,10 @@ from genesis.data.manifest import (
 from genesis.data.plans import PLANS_DIRECTORY, PlannedPacking, write_plan
 from genesis.data.shards import HASH_ALGORITHM, hash_file, publish_shard, sync_directory, token_dtype
 from genesis.data.sources import InputFile, SourceOptions, Span, check_sources, find_files, plan_spans
+from genesis.data.tokenize_pool import run_jobs
 from genesis.data.tokenize_worker import (
-    Failure,
     FinishedPart,
     Job,
-    Progress,
     Setup,
     Unit,
     explain_write_error,
@@ -205,7 +201,7 @@ def _prepare(
             validation_fraction=options.validation_fraction,
             shard_tokens=options.shard_tokens,
         )
-        for message in _run_jobs(jobs, setup, num_workers):
+        for message in run_jobs(jobs, setup, num_workers):
             if isinstance(message, FinishedPart):
                 _commit_part(corpus, staging, message)
                 finished.append(message)
@@ -290,6 +286,10 @@ def _source_record(source: SourceOptions, shards: tuple[ShardRecord, ...]) -> So
         num_tokens=sum(shard.num_tokens for shard in shards),
         shards=shards,
     )
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # The directory of an attempt
@@ -438,73 +438,3 @@ def _write_durably(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
     staging.replace(path)
     sync_directory(path.parent)
-
-
-# Workers
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-@dataclass(frozen=True)
-class _Worker:
-    process: subprocess.Popen[bytes]
-    connection: "Connection[object, object]"
-
-
-def _run_jobs(jobs: Sequence[Job], setup: Setup, num_workers: int) -> Iterator[Progress | FinishedPart]:
-    """Runs the jobs in worker processes and yields their messages as they come."""
-    waiting = iter(jobs)
-    workers: dict[Connection[object, object], _Worker] = {}
-    try:
-        for _, job in zip(range(num_workers), waiting, strict=False):
-            worker = _start_worker(setup)
-            workers[worker.connection] = worker
-            worker.connection.send(job)
-        busy = set(workers)
-        while busy:
-            for connection in wait(list(busy)):
-                assert isinstance(connection, Connection)
-                message = _receive(workers[connection])
-                yield message
-                if isinstance(message, FinishedPart) and message.is_last:
-                    job_or_none = next(waiting, None)
-                    if job_or_none is None:
-                        busy.remove(connection)
-                    else:
-                        connection.send(job_or_none)
-    finally:
-        for worker in workers.values():
-            worker.connection.close()
-            worker.process.kill()
-            worker.process.wait()
-
-
-def _start_worker(setup: Setup) -> _Worker:
-    # A program of its own instead of multiprocessing: nothing is forked from a process that may hold threads, and the
-    # caller's main script is not run again.
-    ours, theirs = Pipe()
-    with theirs:
-        program = f"from genesis.data.tokenize_worker import main; main({theirs.fileno()})"
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-c", program], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
-        )
-    ours.send(setup)
-    return _Worker(process, ours)
-
-
-def _receive(worker: _Worker) -> Progress | FinishedPart:
-    try:
-        message = worker.connection.recv()
-    except (EOFError, ConnectionResetError):
-        status = worker.process.wait()
-        cause = f"by signal {-status} (out of memory?)" if status < 0 else f"with status {status}"
-        raise UserError(
-            f"a worker of data prepare ended {cause}; run the same command again (with fewer num_workers if memory is "
-            "short): finished shards are kept"
-        ) from None
-    if isinstance(message, Failure):
-        raise UserError(message.message)
-    assert isinstance(message, Progress | FinishedPart)
-    return message

@@ -23,15 +23,15 @@ import lightning.pytorch as pl
 import torch
 
 from genesis.data.clock import LoaderTimes
-from genesis.data.datamodule import CorpusDataModule
 from genesis.data.loader import WindowLoader
-from genesis.data.stream.windows import StreamWindows
+from genesis.data.training_data import TrainingData
 from genesis.data.window import Window
+from genesis.train.data_module import CorpusDataModule
 
 WAIT_SHARE_LIMIT = 0.05
 _JUDGED_STEPS = 20
-_REMEDY = "raise data.prefetch_windows, put the corpus on a faster disk, or leave the loader a core"
-_STREAM_REMEDY = "raise data.stream.num_workers where there are cores, or make a corpus by `genesis data prepare`"
+_REMEDY = "raise data.prefetch_windows, or leave the loader a core"
+"""For a loader of windows from elsewhere; a `TrainingData` has its own."""
 
 
 class DataWaitWarning(UserWarning):
@@ -59,9 +59,9 @@ def rate_data(times: LoaderTimes, seconds: float, stream_tokens_per_second: floa
     return values
 
 
-def _find_stream(data: Any) -> StreamWindows | None:
-    has_stream = isinstance(data, CorpusDataModule) and data.stream_options is not None
-    return data.stream_windows if has_stream else None
+def _find_training_data(trainer: pl.Trainer) -> TrainingData | None:
+    data = vars(trainer).get("datamodule")
+    return data.training if isinstance(data, CorpusDataModule) else None
 
 
 class DataTelemetry(pl.Callback):
@@ -91,18 +91,18 @@ class DataTelemetry(pl.Callback):
             return
         now_seconds = time.perf_counter()
         times = loader.clock.take()
-        stream = _find_stream(data)
-        rate = None if stream is None else stream.tokens_per_second
+        training = _find_training_data(trainer)
+        rate = None if training is None else training.tokens_per_second
         values = rate_data(times, now_seconds - self._log_from_seconds, rate)
         values["data/queue_depth"] = float(loader.clock.num_ready)
-        for worker, depth in enumerate(() if stream is None else stream.queue_depths):
+        for worker, depth in enumerate(() if training is None else training.queue_depths):
             values[f"data/queue_depth_{worker}"] = float(depth)
         copy_ms = data.copy_clock.take_mean_ms() if isinstance(data, CorpusDataModule) else None
         if copy_ms is not None:
             values["data/host_to_device_ms"] = copy_ms
         # In float64, as the module logs its own: Lightning would make a number a float32.
         pl_module.log_dict({key: torch.tensor(value, dtype=torch.float64) for key, value in values.items()})
-        remedy = _REMEDY if stream is None else _STREAM_REMEDY
+        remedy = _REMEDY if training is None else training.wait_remedy
         self._judge(times, now_seconds, f"rank {trainer.global_rank}", remedy)
         self._log_from_seconds = time.perf_counter()
 

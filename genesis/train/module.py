@@ -18,7 +18,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.optim import Optimizer
 
-from genesis.data.datamodule import CorpusDataModule
+from genesis.data.training_data import TrainingData
 from genesis.data.window import MicroBatch, Window
 from genesis.errors import RunEndedError, UserError
 from genesis.loss import sum_cross_entropy
@@ -27,6 +27,7 @@ from genesis.model.initial import is_unset, mark_unset
 from genesis.optim import OptimizerOptions, build_optimizer
 from genesis.strategies import Replicated, Sharded
 from genesis.strategies.wrap import free_gathered_parameters, set_gradient_sync
+from genesis.train.data_module import CorpusDataModule
 from genesis.train.gradients import global_gradient_norm, scale_gradients
 from genesis.train.logged_values import log_exactly
 from genesis.train.metrics import BitsPerByte, TokenLoss
@@ -91,7 +92,7 @@ class GenesisModule(pl.LightningModule):
         """Refuses a corpus that the decoder can't take, before it is built."""
         data = vars(self.trainer).get("datamodule")
         if isinstance(data, CorpusDataModule):
-            _check_fits(self.decoder_config, data)
+            _check_fits(self.decoder_config, data.training)
 
     def configure_model(self) -> None:
         """Builds the decoder under the strategy's wrappers. The weights are the same under every strategy.
@@ -286,16 +287,16 @@ class GenesisModule(pl.LightningModule):
         free_gathered_parameters(self)
 
 
-def _check_fits(decoder: DecoderConfig, data: CorpusDataModule) -> None:
+def _check_fits(decoder: DecoderConfig, data: TrainingData) -> None:
     vocab_size = data.vocab_size
     if vocab_size > decoder.vocab_size:
-        whose = f"the corpus {data.path}" if data.stream is None else "the stream's tokenizer"
         raise UserError(
-            f"model.decoder.vocab_size is {decoder.vocab_size}, {whose} has a vocabulary of "
+            f"model.decoder.vocab_size is {decoder.vocab_size}, {data.vocabulary_owner} has a vocabulary of "
             f"{vocab_size}; set model.decoder.vocab_size to {vocab_size} or more"
         )
-    if data.seq_len > decoder.max_seq_len:
+    seq_len = data.options.seq_len
+    if seq_len > decoder.max_seq_len:
         raise UserError(
-            f"data.seq_len is {data.seq_len}, longer than model.decoder.max_seq_len {decoder.max_seq_len}; lower the "
+            f"data.seq_len is {seq_len}, longer than model.decoder.max_seq_len {decoder.max_seq_len}; lower the "
             "one or raise the other"
         )

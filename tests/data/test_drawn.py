@@ -1,7 +1,7 @@
 """What a checkpoint says of the data that were drawn."""
 
-from genesis.data.datamodule import CorpusDataModule
 from genesis.data.drawn import DATA_STATE, Drawn, read_drawn
+from genesis.train.data_module import CorpusDataModule
 
 
 def test_the_state_is_looked_for_under_the_data_modules_name() -> None:

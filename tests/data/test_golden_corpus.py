@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from genesis.cli.data import verify_main
-from genesis.data.datamodule import CorpusDataModule
 from genesis.data.prepare import PrepareOptions, prepare_corpus
 from genesis.data.sources import SourceOptions
 from genesis.data.stream.options import StreamOptions
 from genesis.data.window import Window
+from genesis.train.data_module import CorpusDataModule
 from tests.data.corpus_support import read_tree
 from tests.golden.files import GOLDEN
 
@@ -54,9 +54,9 @@ def train(data: CorpusDataModule) -> list[list[Any]]:
     found = []
     windows: Iterable[Window] = data.train_dataloader()
     for window in islice(windows, NUM_WINDOWS):
-        data.advance(window)
+        data.training.advance(window)
         found.append(describe(window))
-    data.close()
+    data.training.close()
     return found
 
 

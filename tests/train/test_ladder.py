@@ -9,9 +9,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from genesis.data.datamodule import CorpusDataModule
 from genesis.model.decoder import DecoderConfig
 from genesis.optim import OptimizerOptions
+from genesis.train.data_module import CorpusDataModule
 from genesis.train.module import GenesisModule
 from genesis_callbacks import AsyncProcessCheckpoint, CheckpointVerification, SkipAwareLR, TokenCounters
 from genesis_callbacks.checkpoint import find_latest, list_committed, verify
@@ -50,7 +50,7 @@ def climb(directory: str, corpus: str, strategy: str, mode: str, *callbacks: pl.
     return {
         "weights": {name: whole(parameter) for name, parameter in module.named_parameters()},
         "counters": counters_of(trainer).checkpoint_counters(),
-        "position": data.data_position,
+        "position": data.training.data_position,
         "restored": None if checkpoint.restore_report is None else checkpoint.restore_report.step,
         "failed": checkpoint.num_failed_saves,
     }

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from genesis.data.datamodule import CorpusDataModule
 from genesis.model.decoder import DecoderConfig
 from genesis.optim import OptimizerOptions
 from genesis.train.csv_log import CSVLog
+from genesis.train.data_module import CorpusDataModule
 from genesis.train.module import GenesisModule
 from genesis_callbacks import AsyncProcessCheckpoint, SkipAwareLR, TokenCounters
 from genesis_callbacks.testing import run_ranks
@@ -62,7 +62,7 @@ def train(directory: str, corpus: str, strategy: str, max_steps: int, optimizer:
         "batches": record.batches,
         "lrs": record.lrs,
         "counters": counters_of(trainer).checkpoint_counters(),
-        "position": data.data_position,
+        "position": data.training.data_position,
         "report": checkpoint.restore_report,
     }
 

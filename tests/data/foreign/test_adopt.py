@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from genesis.cli.main import main
 from genesis.data.corpus import Corpus, StoredTokens, TokenSource, find_fault, open_corpus
-from genesis.data.datamodule import CorpusDataModule
 from genesis.data.foreign import adopt
 from genesis.data.foreign.adopt import Adoption, AdoptOptions, ForeignSource, adopt_corpus
 from genesis.data.inspect import draw_samples
@@ -30,6 +29,7 @@ from genesis.data.sources import SourceOptions
 from genesis.data.window import Window
 from genesis.errors import UserError
 from genesis.tokenizer.tokenizer import Tokenizer
+from genesis.train.data_module import CorpusDataModule
 from tests.data.corpus_support import make_options, make_texts, write_jsonl
 from tests.data.foreign.files import (
     flatten,
@@ -203,7 +203,7 @@ def test_a_resume_at_every_step_gives_the_same_stream_at_any_world_size(
     for step in range(1, 12):
         data = CorpusDataModule(here, seq_len=SEQ_LEN, micro_batch_size=2, global_batch_size=GLOBAL_BATCH, seed=3)
         for _, window in zip(range(step), data.train_dataloader(), strict=False):
-            data.advance(window)
+            data.training.advance(window)
         resumed = CorpusDataModule(here, seq_len=SEQ_LEN, micro_batch_size=2, global_batch_size=GLOBAL_BATCH, seed=3)
         resumed.load_state_dict(data.state_dict())
         window = next(iter(resumed.train_dataloader()))

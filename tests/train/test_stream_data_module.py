@@ -11,12 +11,12 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from genesis.data.datamodule import CorpusDataModule
 from genesis.data.sources import SourceOptions
 from genesis.data.stream.options import StreamOptions
 from genesis.data.window import Window
 from genesis.errors import UserError
 from genesis.model.decoder import DecoderConfig
+from genesis.train.data_module import CorpusDataModule
 from genesis.train.module import GenesisModule
 from genesis_callbacks import AsyncProcessCheckpoint
 from genesis_callbacks.testing import run_ranks
@@ -26,12 +26,19 @@ from tests.data.stream.streams import (
     count_pairs,
     expected_pairs,
     make_texts,
+    make_tokenizer,
     rows_of,
     write_files,
 )
 from tests.data.stream.test_pool import is_alive
 
 TEXTS = {"web": make_texts(50, seed=1), "code": make_texts(30, seed=2)}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the model file of a real tokenizer of 320 ids."""
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +131,7 @@ def test_a_trainer_that_fits_twice_goes_on_and_leaves_no_worker(
 
     class Watch(Callback):
         def on_train_batch_end(self, *_: Any) -> None:
-            workers.extend(data.stream_windows.process_ids)
+            workers.extend(data.training.windows.process_ids)
 
     running = trainer(tmp_path, 3, callbacks=[Watch()])
     running.fit(module, data)
@@ -141,7 +148,7 @@ def test_a_failed_step_leaves_no_worker(directory: Path, tokenizer: Path, tmp_pa
 
     class Fail(Callback):
         def on_train_batch_end(self, *_: Any) -> None:
-            workers.extend(data.stream_windows.process_ids)
+            workers.extend(data.training.windows.process_ids)
             raise RuntimeError("as the test wants it")
 
     with pytest.raises(RuntimeError, match="as the test wants it"):
@@ -178,14 +185,13 @@ def test_a_run_of_one_epoch_sees_every_token_once_and_ends_by_itself(
     with caplog.at_level("INFO"):
         running.fit(small_module(), data)
     assert running.global_step < 1_000
-    assert f"training ends at position {data.data_position}" in caplog.text
-    assert data.stream is not None
-    assert count_pairs(remember.rows) == expected_pairs(data.stream.tokenizer, TEXTS["web"] + TEXTS["code"])
+    assert f"training ends at position {data.training.data_position}" in caplog.text
+    assert count_pairs(remember.rows) == expected_pairs(data.training.stream.tokenizer, TEXTS["web"] + TEXTS["code"])
     assert remember.metrics["data/epochs_web"] == remember.metrics["data/epochs_code"] == 1.0
     assert remember.metrics["data/bad_documents_web"] == 0.0
     again = data_module(directory, tokenizer, max_epochs={"web": 1, "code": 1})
     again.load_state_dict(json.loads(json.dumps(data.state_dict())))
-    assert again.has_stream_ended
+    assert again.training.has_ended
 
 
 def _run_rank(directory: Path, tokenizer: Path, folder: Path, world_size: int, max_steps: int) -> list[Any]:
@@ -222,17 +228,23 @@ def test_two_ranks_then_four_then_one_go_on_from_real_checkpoints_with_the_same_
 
 def test_a_changed_mix_holds_from_the_restored_position_on(directory: Path, tokenizer: Path) -> None:
     data = data_module(directory, tokenizer)
-    for window in [data.stream_windows.window(step * GLOBAL_BATCH) for step in range(4)]:
-        data.advance(window)
+    for window in [data.training.windows.window(step * GLOBAL_BATCH) for step in range(4)]:
+        data.training.advance(window)
     changed = data_module(directory, tokenizer, mix={"web": 2, "code": 5})
     changed.setup("fit")  # a fit makes the windows before it restores
     changed.load_state_dict(json.loads(json.dumps(data.state_dict())))
     for step in range(4, 12):
-        changed.advance(changed.stream_windows.window(step * GLOBAL_BATCH))
-        ledger = changed.stream_windows.ledger(changed.data_position)
-        drawn = dict(zip(changed.order.names, changed.order.sequences_drawn(changed.data_position), strict=True))
+        changed.training.advance(changed.training.windows.window(step * GLOBAL_BATCH))
+        ledger = changed.training.windows.ledger(changed.training.data_position)
+        drawn = dict(
+            zip(
+                changed.training.order.names,
+                changed.training.order.sequences_drawn(changed.training.data_position),
+                strict=True,
+            )
+        )
         assert {name: entry.num_sequences for name, entry in ledger.items()} == drawn
-    assert [mix.weights for mix in changed.order.mixes] == [(1, 1), (2, 5)]
+    assert [mix.weights for mix in changed.training.order.mixes] == [(1, 1), (2, 5)]
 
 
 def test_a_corpus_beside_the_stream_gives_the_validation_set_and_the_tokenizer(
@@ -241,7 +253,7 @@ def test_a_corpus_beside_the_stream_gives_the_validation_set_and_the_tokenizer(
     options = StreamOptions(sources=(SourceOptions("web", (str(directory / "web"),)),), block_tokens=100, num_workers=0)
     data = data_module(directory, tokenizer, stream=options, corpus=str(tiny_corpus))
     assert len(data.val_dataloader()) > 0
-    assert data.identity["tokenizer_hash"] == data.corpus.manifest.tokenizer_hash
+    assert data.training.identity["tokenizer_hash"] == data.training.corpus.manifest.tokenizer_hash
     other = data_module(directory, tokenizer, corpus=str(tiny_corpus))
     with pytest.raises(UserError, match=r"the stream's tokenizer is .*, the tokenizer of .* is .*; give the same"):
         other.setup("fit")

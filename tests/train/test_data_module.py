@@ -16,7 +16,6 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 from genesis.data.corpus import open_corpus
-from genesis.data.datamodule import CorpusDataModule
 from genesis.data.loader import Ranks, TrainWindows
 from genesis.data.packing import Packing
 from genesis.data.plans import measure_source, write_plan
@@ -24,6 +23,7 @@ from genesis.data.window import IGNORE_INDEX, Window
 from genesis.errors import UserError
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
+from genesis.train.data_module import CorpusDataModule
 from genesis.train.recipe_policy import RECIPE_POLICY
 from genesis_callbacks import checkpoint
 from genesis_callbacks.testing import run_ranks
@@ -121,7 +121,7 @@ def test_training_sees_the_windows_of_the_order_across_lightnings_epochs(corpus:
     num_steps = 3 * len(data.train_dataloader()) + 2
     module = fit(tmp_path, data, num_steps)
     assert [position for position, _ in module.trained] == [GLOBAL_BATCH * step for step in range(1, num_steps + 1)]
-    assert data.data_position == GLOBAL_BATCH * num_steps
+    assert data.training.data_position == GLOBAL_BATCH * num_steps
     windows = list(data_module(corpus).train_dataloader())
     expected = [[micro_batch.input_ids.tolist() for micro_batch in window.micro_batches] for window in windows]
     assert [rows for _, rows in module.trained[: len(windows)]] == expected
@@ -129,11 +129,11 @@ def test_training_sees_the_windows_of_the_order_across_lightnings_epochs(corpus:
 
 def test_an_epoch_is_as_many_windows_as_the_corpus_has_and_max_epochs_counts_them(corpus: Path, tmp_path: Path) -> None:
     data = data_module(corpus)
-    num_sequences = sum(data.order.num_sequences)
+    num_sequences = sum(data.training.order.num_sequences)
     module = fit(tmp_path, data, -1, max_epochs=2)
     assert len(module.trained) == 2 * (num_sequences // GLOBAL_BATCH)
     alone = data_module(corpus, mix={"code": 5})
-    assert len(alone.train_dataloader()) == alone.order.num_sequences[1] // GLOBAL_BATCH
+    assert len(alone.train_dataloader()) == alone.training.order.num_sequences[1] // GLOBAL_BATCH
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -147,7 +147,7 @@ def test_a_resume_at_every_step_goes_on_with_the_next_window(corpus: Path, tmp_p
     num_steps = len(data.train_dataloader()) + 3
     straight = fit(tmp_path, data, num_steps, callbacks=[SaveEveryStep(tmp_path)])
     assert len(straight.trained) == num_steps
-    assert data.ledger["code"]["epochs"] == 1.0
+    assert data.training.ledger["code"]["epochs"] == 1.0
     for step in range(1, num_steps):
         resumed_data = data_module(corpus, **options)
         resumed = fit(tmp_path, resumed_data, num_steps, tmp_path / f"step={step}.ckpt")
@@ -168,7 +168,7 @@ def test_a_failed_step_leaves_the_position_after_the_last_trained_window(corpus:
     data = data_module(corpus)
     with pytest.raises(RuntimeError, match="as the test wants it"):
         trainer(tmp_path, 9).fit(Recorder(fail_at=4 * GLOBAL_BATCH), data)
-    assert data.data_position == 3 * GLOBAL_BATCH
+    assert data.training.data_position == 3 * GLOBAL_BATCH
 
 
 def test_a_callback_that_stands_first_reads_the_moved_position(corpus: Path, tmp_path: Path) -> None:
@@ -224,11 +224,11 @@ def test_a_changed_mix_holds_from_the_restored_position_on(corpus: Path) -> None
     data.load_state_dict({**data.state_dict(), "data_position": 30})
     changed = data_module(corpus, mix={"code": 1})
     changed.load_state_dict(data.state_dict())
-    assert [mix.start_position for mix in changed.order.mixes] == [0, 30]
-    assert set(changed.order.sequences(30, 20)[0].tolist()) == {1}
+    assert [mix.start_position for mix in changed.training.order.mixes] == [0, 30]
+    assert set(changed.training.order.sequences(30, 20)[0].tolist()) == {1}
     again = data_module(corpus, mix={"code": 1})
     again.load_state_dict({**changed.state_dict(), "data_position": 40})
-    assert again.order == changed.order
+    assert again.training.order == changed.training.order
 
 
 @pytest.mark.parametrize(
@@ -248,13 +248,13 @@ def test_a_state_of_another_order_is_refused(corpus: Path, changes: dict[str, An
 def test_windows_are_advanced_in_order_and_each_once(corpus: Path) -> None:
     data = data_module(corpus)
     first, second, third = list(data.train_dataloader())[:3]
-    data.advance(first)
-    data.advance(first)
-    data.advance(second)
-    with pytest.raises(AssertionError, match="in their order"):
-        data.advance(first)
-    data.advance(third)
-    assert data.data_position == 3 * GLOBAL_BATCH
+    data.training.advance(first)
+    data.training.advance(first)
+    data.training.advance(second)
+    with pytest.raises(RuntimeError, match="in their order"):
+        data.training.advance(first)
+    data.training.advance(third)
+    assert data.training.data_position == 3 * GLOBAL_BATCH
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -263,30 +263,32 @@ def test_the_ledger_counts_the_tokens_that_were_drawn(corpus: Path, packing: Pac
     data = data_module(corpus, packing=packing, mix={"code": 1})
     num_tokens = 0
     for window in list(data.train_dataloader()):
-        data.advance(window)
+        data.training.advance(window)
         for batch in window.micro_batches:
             is_padding = (batch.input_ids == EOS) & (batch.input_ids.roll(1, dims=1) == EOS)
             is_padding[:, 0] = False
             num_tokens += int((~is_padding).sum())
-    assert data.ledger["web"] == {"tokens": 0, "epochs": 0.0}
-    assert data.ledger["code"]["tokens"] == num_tokens
-    assert data.ledger["code"]["epochs"] == data.data_position / data.order.num_sequences[1]
+    assert data.training.ledger["web"] == {"tokens": 0, "epochs": 0.0}
+    assert data.training.ledger["code"]["tokens"] == num_tokens
+    assert data.training.ledger["code"]["epochs"] == data.training.data_position / data.training.order.num_sequences[1]
     state = json.loads(json.dumps(data.state_dict()))
-    assert (state["tokens_drawn"]["code"], state["epochs_drawn"]["code"]) == tuple(data.ledger["code"].values())
+    assert (state["tokens_drawn"]["code"], state["epochs_drawn"]["code"]) == tuple(
+        data.training.ledger["code"].values()
+    )
     again = data_module(corpus, packing=packing, mix={"code": 1})
     again.load_state_dict(state)
-    assert again.ledger == data.ledger
+    assert again.training.ledger == data.training.ledger
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_tokens_are_mixed_in_the_proportions_asked_for(corpus: Path, packing: Packing) -> None:
     """Whatever the sources' sequences hold: those of "code" are longer here, so that fewer of them are drawn."""
     data = data_module(corpus, packing=packing, mix={"web": 1, "code": 1})
-    while data.data_position < 5_000:
-        data.advance(Window((), 0, 0, data.data_position + GLOBAL_BATCH))
-    web, code = (drawn["tokens"] for drawn in data.ledger.values())
+    while data.training.data_position < 5_000:
+        data.training.advance(Window((), 0, 0, data.training.data_position + GLOBAL_BATCH))
+    web, code = (drawn["tokens"] for drawn in data.training.ledger.values())
     assert abs(code / web - 1) < 0.01
-    drawn = data.order.sequences_drawn(data.data_position)
+    drawn = data.training.order.sequences_drawn(data.training.data_position)
     assert (drawn[0] == drawn[1]) == (packing == "chunk")
 
 
@@ -299,7 +301,7 @@ def test_what_was_drawn_is_logged_by_source(corpus: Path, tmp_path: Path) -> Non
     last = {name: float(value) for name, value in rows[-1].items() if name.startswith("data/")}
     assert len(rows) == 2
     assert last == pytest.approx(
-        {f"data/{what}_{name}": value for name, drawn in data.ledger.items() for what, value in drawn.items()}
+        {f"data/{what}_{name}": value for name, drawn in data.training.ledger.items() for what, value in drawn.items()}
     )
 
 
@@ -326,14 +328,20 @@ def test_one_epoch_shows_every_token_once_or_says_what_it_dropped(
     corpus: Path, packing: Packing, world_size: int
 ) -> None:
     data = data_module(corpus, packing=packing, max_epochs={"web": 1, "code": 1})
-    last, end = data.last_position, data.order.end
+    last, end = data.training.last_position, data.training.order.end
     assert last is not None
     assert end is not None
-    assert end == sum(data.order.num_sequences)
+    assert end == sum(data.training.order.num_sequences)
     assert last == end - end % GLOBAL_BATCH
     data_windows = [
         TrainWindows(
-            data.order, data.corpus.train, data._sequence_format(), GLOBAL_BATCH, 1, Ranks(rank, world_size), data.plans
+            data.training.order,
+            data.training.corpus.train,
+            data.training.sequence_format,
+            GLOBAL_BATCH,
+            1,
+            Ranks(rank, world_size),
+            data.training.plans,
         )
         for rank in range(world_size)
     ]
@@ -342,7 +350,7 @@ def test_one_epoch_shows_every_token_once_or_says_what_it_dropped(
     dropped = [alone.window(at) for at in range(last, end)]
     expected = pairs_of(WEB) + pairs_of(CODE)
     if packing == "chunk":  # a source's last, incomplete sequence
-        for documents, source in zip((WEB, CODE), data.corpus.train, strict=True):
+        for documents, source in zip((WEB, CODE), data.training.corpus.train, strict=True):
             figures = measure_source(source, SEQ_LEN, "chunk")
             rest = [token for document in documents for token in document][figures.num_sequences * SEQ_LEN :]
             lost = Counter((token, label) for token, label in pairwise(rest) if token != EOS)
@@ -357,13 +365,18 @@ def test_the_run_ends_with_the_data_and_says_what_is_left(
 ) -> None:
     caplog.set_level(logging.INFO)
     data = data_module(corpus, packing=packing, max_epochs={"web": 1, "code": 2}, global_batch_size=7)
-    last, end = data.last_position, data.order.end
+    last, end = data.training.last_position, data.training.order.end
     assert last is not None
     assert end is not None
     module = fit(tmp_path, data, 10_000, callbacks=[SaveEveryStep(tmp_path)])
-    assert len(module.trained) * 7 == data.data_position == last
+    assert len(module.trained) * 7 == data.training.data_position == last
     (message,) = [record.message for record in caplog.records if "training ends" in record.message]
-    left = [b - a for a, b in zip(data.order.sequences_drawn(last), data.order.sequences_drawn(end), strict=True)]
+    left = [
+        b - a
+        for a, b in zip(
+            data.training.order.sequences_drawn(last), data.training.order.sequences_drawn(end), strict=True
+        )
+    ]
     assert sum(left) == (end - last) > 0
     told = [f"{name} {count}" for name, count in zip(("web", "code"), left, strict=True) if count]
     assert f"at position {last}; dropped, too few for a global batch: sequences of {', '.join(told)}" in message
@@ -373,8 +386,8 @@ def test_the_run_ends_with_the_data_and_says_what_is_left(
     more = data_module(corpus, packing=packing, max_epochs={"web": 2, "code": 2}, global_batch_size=7)
     longer = fit(tmp_path, more, 10_000, tmp_path / f"step={len(module.trained)}.ckpt")
     assert longer.trained[0][0] == last + 7
-    assert more.order.end is not None
-    assert more.order.end - more.data_position < 7
+    assert more.training.order.end is not None
+    assert more.training.order.end - more.training.data_position < 7
 
 
 def test_more_steps_than_the_data_have_are_refused_where_they_are_a_must(corpus: Path, tmp_path: Path) -> None:
@@ -388,16 +401,27 @@ def test_a_change_of_the_mix_is_named_when_it_comes_and_when_a_run_goes_on_with_
 ) -> None:
     caplog.set_level(logging.INFO)
     data = data_module(corpus, max_epochs={"code": 1})
-    (_, mix) = data.order.mixes
+    (_, mix) = data.training.order.mixes
     num_steps = mix.start_position // GLOBAL_BATCH + 1
     fit(tmp_path, data, num_steps, callbacks=[SaveEveryStep(tmp_path)])
     told = [record.message for record in caplog.records if "mix of sources" in record.message]
-    assert told == [f"the mix of sources changes: web 1 from position {mix.start_position} on"]
+    assert told == [f"the mix of sources changes: web 2 (100%) from position {mix.start_position} on"]
     caplog.clear()
     fit(tmp_path, data_module(corpus, max_epochs={"code": 1}), num_steps, tmp_path / "step=2.ckpt")
     fit(tmp_path, data_module(corpus, mix={"web": 1, "code": 3}), 3, tmp_path / "step=2.ckpt")
     told = [record.message for record in caplog.records if "mix of sources" in record.message]
-    assert told[1:] == [f"the mix of sources changes: web 1, code 3 from position {2 * GLOBAL_BATCH} on"]
+    assert told[1:] == [f"the mix of sources changes: web 1 (25%), code 3 (75%) from position {2 * GLOBAL_BATCH} on"]
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_a_changed_mix_is_named_by_the_weights_that_the_user_wrote(corpus: Path, packing: Packing) -> None:
+    """Not by those of the order, which count sequences, and are large where packed sources' sequences differ."""
+    state = data_module(corpus, packing=packing).state_dict()
+    changed = data_module(corpus, packing=packing, mix={"web": 5, "code": 10})
+    assert changed.training.load_state(state) == (
+        "the mix of sources changes: web 5 (33.3%), code 10 (66.7%) from position 0 on"
+    )
+    assert data_module(corpus, packing=packing).training.load_state(state) is None
 
 
 def test_a_changed_mix_is_in_the_difference_of_recipes(tmp_path: Path) -> None:

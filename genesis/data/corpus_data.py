@@ -1,0 +1,263 @@
+"""Training on a prepared corpus."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+from genesis.data.corpus import Corpus, TokenSource, VerifyHashes, open_corpus
+from genesis.data.loader import Ranks, SequenceFormat, TrainWindows, plan_micro_batches
+from genesis.data.manifest import read_manifest
+from genesis.data.order import SequenceOrder, build_order, weigh_sequences
+from genesis.data.packing import count_train_sequences
+from genesis.data.plans import SourcePlan, open_plan
+from genesis.data.shards import little_endian
+from genesis.data.training_data import (
+    SumOverRanks,
+    TrainingOptions,
+    check_kind,
+    check_sequences,
+    continue_order,
+    describe_passed,
+    find_last_position,
+    moved_position,
+)
+from genesis.data.window import Window
+from genesis.errors import UserError
+
+
+class CorpusData:
+    """The `TrainingData` of a prepared corpus.
+
+    Args:
+        path: The directory that `genesis data prepare` or `genesis data adopt` wrote. It is opened when it is first
+            needed.
+        options: How sequences and batches are made; `best_fit` and `pad` need the plan of `genesis data plan`.
+        verify_hashes: Whether to compare each shard with its hash when it is first read.
+        tokenizer_hash: The tokenizer that the corpus must have been made with; None allows any.
+    """
+
+    tokens_per_second: Final = None
+    queue_depths: Final = ()
+    wait_remedy: Final = "raise data.prefetch_windows, put the corpus on a faster disk, or leave the loader a core"
+
+    def __init__(
+        self, path: Path, options: TrainingOptions, *, verify_hashes: VerifyHashes, tokenizer_hash: str | None
+    ) -> None:
+        self.path = path
+        self.options = options
+        self.data_position = 0
+        self._verify_hashes: VerifyHashes = verify_hashes
+        self._tokenizer_hash = tokenizer_hash
+        self._ranks = Ranks()
+        self._order: SequenceOrder | None = None
+        self._windows: TrainWindows | None = None
+        self._packed_tokens: dict[str, int] = {}
+
+    @cached_property
+    def corpus(self) -> Corpus:
+        """Returns the opened corpus."""
+        return open_corpus(self.path, tokenizer_hash=self._tokenizer_hash, verify_hashes=self._verify_hashes)
+
+    @cached_property
+    def plans(self) -> tuple[SourcePlan, ...] | None:
+        """Returns the packing's plan of each source; None under `chunk`, which needs none."""
+        if self.options.packing == "chunk":
+            return None
+        return open_plan(self.corpus, self.options.packing, self.options.seq_len, self._verify_hashes)
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Returns what a checkpoint says of the corpus."""
+        manifest = read_manifest(self.path)
+        return {"tokenizer_hash": manifest.tokenizer_hash, "corpus": manifest.name}
+
+    @property
+    def vocab_size(self) -> int:
+        """Returns how many ids the tokenizer has."""
+        return self.corpus.manifest.vocab_size
+
+    @property
+    def vocabulary_owner(self) -> str:
+        """Returns whose vocabulary that is, for an error."""
+        return f"the corpus {self.path}"
+
+    @cached_property
+    def sequence_format(self) -> SequenceFormat:
+        """Returns how a sequence is made of tokens."""
+        manifest = self.corpus.manifest
+        return SequenceFormat(
+            self.options.seq_len,
+            manifest.eos_id,
+            self.corpus.piece_num_bytes(),
+            little_endian(manifest.token_dtype),
+        )
+
+    # ---- training
+
+    def open(self, ranks: Ranks) -> None:
+        """Opens the corpus for one rank and refuses what cannot be trained on; may be called again."""
+        plan_micro_batches(self.options.global_batch_size, self.options.micro_batch_size, ranks.world_size)
+        self._ranks, self._windows = ranks, None
+        _ = self.order
+
+    def close(self) -> None:
+        """Does nothing: a corpus is read by the loader's thread."""
+
+    @property
+    def order(self) -> SequenceOrder:
+        """Returns the order of the training sequences."""
+        if self._order is None:
+            self._order = self._build_order()
+        return self._order
+
+    @property
+    def last_position(self) -> int | None:
+        """Returns the position after the last window; None if the data do not end."""
+        return find_last_position(self.order, self.data_position, self.options.global_batch_size)
+
+    @property
+    def num_windows(self) -> int:
+        """Returns as many windows as the corpus has sequences for, whatever the mix."""
+        counts = zip(self.order.names, self.order.num_sequences, strict=True)
+        num_sequences = sum(count for name, count in counts if self._weights.get(name))
+        return max(1, num_sequences // self.options.global_batch_size)
+
+    def window(self, position: int) -> Window:
+        """Returns this rank's window of the global batch that begins at `position`."""
+        if self._windows is None:
+            self._windows = TrainWindows(
+                self.order,
+                self.corpus.train,
+                self.sequence_format,
+                self.options.global_batch_size,
+                self.options.micro_batch_size,
+                self._ranks,
+                self.plans,
+            )
+        return self._windows.window(position)
+
+    def advance(self, window: Window, *, has_tokens: bool = True) -> str | None:
+        """Moves the position past a window that was trained, and returns a line about a mix that begins there."""
+        before, after = self.data_position, moved_position(window, self.data_position, self.options.global_batch_size)
+        if after == before:
+            return None
+        self._count_packed_tokens()
+        self.data_position = after
+        return describe_passed(self.order, before, after, self._weights)
+
+    def find_end(self) -> str | None:
+        """Returns a line that says why training ends at the position, None where it goes on."""
+        order, last = self.order, self.last_position
+        if order.end is None or last is None or self.data_position < last:
+            return None
+        drawn = zip(
+            order.names, order.sequences_drawn(self.data_position), order.sequences_drawn(order.end), strict=True
+        )
+        dropped = ", ".join(f"{name} {end - now}" for name, now, end in drawn if end > now)
+        return f"every source has reached its limit of epochs: training ends at position {self.data_position}; " + (
+            f"dropped, too few for a global batch: sequences of {dropped}" if dropped else "nothing is dropped"
+        )
+
+    @property
+    def ledger(self) -> dict[str, dict[str, float]]:
+        """Returns what was drawn of each source up to the position."""
+        drawn = self.order.sequences_drawn(self.data_position)
+        return {
+            name: {
+                "tokens": self._packed_tokens.get(name, count * self.options.seq_len),
+                "epochs": count / max(1, length),
+            }
+            for name, count, length in zip(self.order.names, drawn, self.order.num_sequences, strict=True)
+        }
+
+    def measure_drawn(self, sum_over_ranks: SumOverRanks) -> dict[str, dict[str, float]]:
+        """Returns what was drawn of each source up to the position, which every rank knows."""
+        return self.ledger
+
+    # ---- validation
+
+    @property
+    def validation(self) -> Sequence[TokenSource]:
+        """Returns the sources of the corpus's validation set."""
+        return self.corpus.validation
+
+    @property
+    def validation_remedy(self) -> str:
+        """Returns a line for a run that has no validation set and wants one."""
+        return (
+            f"the corpus {self.path} has no validation set; prepare it with a validation_fraction, or give another by "
+            "data.corpus"
+        )
+
+    # ---- state
+
+    def state(self) -> dict[str, Any]:
+        """Returns the position after the last trained window, the order and the ledger, in plain types."""
+        ledger = self.ledger
+        return {
+            "data_position": self.data_position,
+            **self._describe_sequences(),
+            "tokens_drawn": {name: drawn["tokens"] for name, drawn in ledger.items()},
+            "epochs_drawn": {name: drawn["epochs"] for name, drawn in ledger.items()},
+            "order": self.order.state(),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> str | None:
+        """Goes on where a saved run stood, and returns a line about the mix where it is another."""
+        check_kind(state, is_stream=False)
+        check_sequences(state, self._describe_sequences())
+        position: int = state["data_position"]
+        self._order, note = continue_order(self._build_order(), state["order"], position, self._weights)
+        self.data_position, self._windows = position, None
+        if self.plans is not None:
+            self._packed_tokens = dict(state["tokens_drawn"])
+        return note
+
+    def combine_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Returns the first rank's state: every rank saves the same."""
+        first, *_ = states
+        return first
+
+    # ---- parts
+
+    @property
+    def _weights(self) -> Mapping[str, int]:
+        if self.options.mix is not None:
+            return self.options.mix
+        return {source.name: source.weight for source in self.corpus.train}
+
+    def _build_order(self) -> SequenceOrder:
+        counts, weights = self._count_sequences(), self._weights
+        if self.plans is not None:
+            sources = zip(self.corpus.train, self.plans, strict=True)
+            weights = weigh_sequences(weights, {source.name: plan.tokens_per_sequence for source, plan in sources})
+        return build_order(counts, weights, self.options.seed, self.options.max_epochs)
+
+    def _count_sequences(self) -> dict[str, int]:
+        sources, seq_len = self.corpus.train, self.options.seq_len
+        if self.plans is not None:
+            return {source.name: plan.num_sequences for source, plan in zip(sources, self.plans, strict=True)}
+        for source in sources:
+            if self._weights.get(source.name) and source.num_tokens <= seq_len:
+                raise UserError(
+                    f"source {source.name!r} has {source.num_tokens} tokens, a sequence of data.seq_len "
+                    f"{seq_len} reads {seq_len + 1}; lower data.seq_len, or give the source weight 0"
+                )
+        return {source.name: count_train_sequences(source.num_tokens, seq_len) for source in sources}
+
+    def _describe_sequences(self) -> dict[str, Any]:
+        """Returns what decides which tokens a sequence holds, beside the order."""
+        packed = () if self.plans is None else zip(self.corpus.train, self.plans, strict=True)
+        plans = {source.name: plan.hash for source, plan in packed}
+        return {"seq_len": self.options.seq_len, "packing": self.options.packing, "plans": plans}
+
+    def _count_packed_tokens(self) -> None:
+        """Enters the global batch at the position into the ledger: packed sequences differ in length."""
+        if self.plans is None:
+            return
+        source_ids, sequence_ids = self.order.sequences(self.data_position, self.options.global_batch_size)
+        for number, name in enumerate(self.order.names):
+            own = sequence_ids[source_ids == number]
+            num_tokens = self.plans[number].num_tokens(own) if len(own) else 0
+            self._packed_tokens[name] = self._packed_tokens.get(name, 0) + num_tokens

@@ -1,0 +1,288 @@
+"""Training straight from raw shards, without a corpus on disk."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+from genesis.data.corpus import Corpus, TokenSource, VerifyHashes, open_corpus
+from genesis.data.loader import Ranks, SequenceFormat, plan_micro_batches
+from genesis.data.order import SequenceOrder, build_order
+from genesis.data.shards import little_endian, token_dtype
+from genesis.data.stream.ledger import count_spans
+from genesis.data.stream.open import Stream, open_stream
+from genesis.data.stream.options import StreamOptions
+from genesis.data.stream.state import combine_states
+from genesis.data.stream.windows import StreamWindows
+from genesis.data.training_data import (
+    SumOverRanks,
+    TrainingOptions,
+    check_kind,
+    check_sequences,
+    continue_order,
+    describe_passed,
+    find_last_position,
+    moved_position,
+)
+from genesis.data.window import Window
+from genesis.errors import UserError
+from genesis.tokenizer.tokenizer import Tokenizer
+
+_ENDLESS_WINDOWS: Final = 1 << 40
+"""An epoch of a stream, in Lightning's sense: nobody has counted its sequences."""
+
+
+class StreamData:
+    """The `TrainingData` of a stream.
+
+    Args:
+        stream_options: What to stream.
+        options: How sequences and batches are made.
+        corpus_path: A corpus beside the stream, which gives the validation set and the tokenizer alone.
+        verify_hashes: Whether to compare each shard of that corpus with its hash when it is first read.
+        tokenizer_hash: The tokenizer that makes the tokens; None allows any.
+    """
+
+    wait_remedy: Final = (
+        "raise data.stream.num_workers where there are cores, or make a corpus by `genesis data prepare`"
+    )
+
+    def __init__(
+        self,
+        stream_options: StreamOptions,
+        options: TrainingOptions,
+        *,
+        corpus_path: Path | None,
+        verify_hashes: VerifyHashes,
+        tokenizer_hash: str | None,
+    ) -> None:
+        self.stream_options = stream_options
+        self.options = options
+        self.corpus_path = corpus_path
+        self.data_position = 0
+        self._verify_hashes: VerifyHashes = verify_hashes
+        self._tokenizer_hash = tokenizer_hash
+        self._ranks = Ranks()
+        self._order: SequenceOrder | None = None
+        self._num_empty_positions = 0
+
+    @cached_property
+    def corpus(self) -> Corpus | None:
+        """Returns the opened corpus beside the stream."""
+        if self.corpus_path is None:
+            return None
+        return open_corpus(self.corpus_path, tokenizer_hash=self._tokenizer_hash, verify_hashes=self._verify_hashes)
+
+    @cached_property
+    def stream(self) -> Stream:
+        """Returns the opened stream."""
+        return open_stream(
+            self.stream_options,
+            self._load_tokenizer(),
+            seed=self.options.seed,
+            seq_len=self.options.seq_len,
+            packing=self.options.packing,
+            max_epochs=self.options.max_epochs,
+        )
+
+    @cached_property
+    def windows(self) -> StreamWindows:
+        """Returns this rank's windows of the stream."""
+        return StreamWindows(
+            self.stream,
+            self.order,
+            self.sequence_format,
+            self.options.global_batch_size,
+            self.options.micro_batch_size,
+            self._ranks,
+        )
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Returns what a checkpoint says of the stream."""
+        return {"tokenizer_hash": self.stream.tokenizer.hash, "stream": self.stream.hash()}
+
+    @property
+    def vocab_size(self) -> int:
+        """Returns how many ids the tokenizer has."""
+        return self.stream.tokenizer.vocab_size
+
+    @property
+    def vocabulary_owner(self) -> str:
+        """Returns whose vocabulary that is, for an error."""
+        return "the stream's tokenizer"
+
+    @cached_property
+    def sequence_format(self) -> SequenceFormat:
+        """Returns how a sequence is made of tokens."""
+        tokenizer = self.stream.tokenizer
+        dtype = little_endian(token_dtype(tokenizer.vocab_size))
+        return SequenceFormat(self.options.seq_len, tokenizer.eos_id, tokenizer.piece_num_bytes, dtype)
+
+    # ---- training
+
+    def open(self, ranks: Ranks) -> None:
+        """Opens the stream for one rank and refuses what cannot be trained on; may be called again."""
+        plan_micro_batches(self.options.global_batch_size, self.options.micro_batch_size, ranks.world_size)
+        if ranks != self._ranks and "windows" in vars(self):
+            # It holds the lanes of the rank that it was opened for, and nobody has those of the other ranks.
+            raise RuntimeError(f"the stream was opened for {self._ranks}, and is used by {ranks}; make new data for it")
+        self._ranks = ranks
+        self.windows.open()
+
+    def close(self) -> None:
+        """Ends the workers; the next `open` allows new ones."""
+        if "windows" in vars(self):
+            self.windows.close()
+
+    @property
+    def order(self) -> SequenceOrder:
+        """Returns the order whose sources, not sequences, are drawn from the lanes."""
+        if self._order is None:
+            self._order = self._build_order()
+        return self._order
+
+    @property
+    def last_position(self) -> int | None:
+        """Returns None: limits of epochs are the lanes' to keep."""
+        return find_last_position(self.order, self.data_position, self.options.global_batch_size)
+
+    @property
+    def num_windows(self) -> int:
+        """Returns a number that no run reaches."""
+        return _ENDLESS_WINDOWS
+
+    def window(self, position: int) -> Window:
+        """Returns this rank's window of the global batch that begins at `position`."""
+        return self.windows.window(position)
+
+    def advance(self, window: Window, *, has_tokens: bool = True) -> str | None:
+        """Moves the position past a window that was trained, and returns a line about a mix that begins there."""
+        before, after = self.data_position, moved_position(window, self.data_position, self.options.global_batch_size)
+        if after == before:
+            return None
+        self._num_empty_positions = 0 if has_tokens else self._num_empty_positions + self.options.global_batch_size
+        self.data_position = after
+        self.windows.release(after)
+        return describe_passed(self.order, before, after, self._weights)
+
+    @property
+    def has_ended(self) -> bool:
+        """Returns whether every lane was asked in a row and none had a sequence left."""
+        return self._num_empty_positions >= self.stream.num_lanes
+
+    def find_end(self) -> str | None:
+        """Returns a line that says why training ends at the position, None where it goes on."""
+        if not self.has_ended:
+            return None
+        return (
+            "every source of the stream has reached its limit of epochs, or holds no text: training ends at position "
+            f"{self.data_position}"
+        )
+
+    def measure_drawn(self, sum_over_ranks: SumOverRanks) -> dict[str, dict[str, float]]:
+        """Returns what all ranks' lanes together have drawn of each source."""
+        entries = self.windows.ledger(self.data_position).values()
+        own = [(e.num_tokens, e.num_spans, e.num_bad_documents, e.num_damaged_spans) for e in entries]
+        sums = iter(sum_over_ranks([value for values in own for value in values]))
+        return {
+            name: {
+                "tokens": next(sums),
+                "epochs": next(sums) / num_spans,
+                "bad_documents": next(sums),
+                "damaged_spans": next(sums),
+            }
+            for name, num_spans in count_spans(self.stream).items()
+        }
+
+    # ---- validation
+
+    @property
+    def validation(self) -> Sequence[TokenSource]:
+        """Returns the sources of the validation set of the corpus beside the stream."""
+        return () if self.corpus is None else self.corpus.validation
+
+    @property
+    def validation_remedy(self) -> str:
+        """Returns a line for a run that has no validation set and wants one."""
+        if self.corpus_path is None:
+            return "data.stream has no validation set; give data.corpus, the corpus that has one"
+        return (
+            f"the corpus {self.corpus_path} has no validation set; prepare it with a validation_fraction, or give "
+            "another by data.corpus"
+        )
+
+    # ---- state
+
+    def state(self) -> dict[str, Any]:
+        """Returns the position after the last trained window, where this rank's lanes stand, and their ledger."""
+        ledger_of_lanes = self.windows.ledger(self.data_position)
+        return {
+            "data_position": self.data_position,
+            **self._describe_sequences(),
+            "order": self.order.state(),
+            "num_empty_positions": self._num_empty_positions,
+            "stream": self.windows.state(self.data_position),
+            "ledger_of_lanes": {name: asdict(entry) for name, entry in ledger_of_lanes.items()},
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> str | None:
+        """Goes on where a saved run stood, and returns a line about the mix where it is another."""
+        check_kind(state, is_stream=True)
+        check_sequences(state, self._describe_sequences())
+        position: int = state["data_position"]
+        self._order, note = continue_order(self._build_order(), state["order"], position, self._weights)
+        self.data_position, self._num_empty_positions = position, state["num_empty_positions"]
+        self.windows.order = self._order
+        self.windows.load_state(state["stream"], position)
+        return note
+
+    def combine_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Returns the state with all ranks' lanes."""
+        first, *_ = states
+        return {**first, "stream": combine_states([state["stream"] for state in states])}
+
+    # ---- telemetry
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Returns what the workers can make together, None before they made anything."""
+        return self.windows.tokens_per_second
+
+    @property
+    def queue_depths(self) -> tuple[int, ...]:
+        """Returns how many blocks each worker still has to make."""
+        return self.windows.queue_depths
+
+    # ---- parts
+
+    @property
+    def _weights(self) -> Mapping[str, int]:
+        if self.options.mix is not None:
+            return self.options.mix
+        return {source.name: source.weight for source in self.stream_options.sources}
+
+    def _build_order(self) -> SequenceOrder:
+        # A stream's sequences have no numbers, and its limits of epochs are the lanes' to keep.
+        return build_order(dict.fromkeys(self.stream.names, 1), self._weights, self.options.seed)
+
+    def _describe_sequences(self) -> dict[str, Any]:
+        """Returns what decides which tokens a sequence holds, beside the order."""
+        return {"seq_len": self.options.seq_len, "packing": self.options.packing, "plans": {}}
+
+    def _load_tokenizer(self) -> Tokenizer:
+        given = self.stream_options.tokenizer
+        if given is not None:
+            tokenizer = Tokenizer.load(given)
+        elif self.corpus is not None:
+            tokenizer = Tokenizer.load(self.corpus.tokenizer_path)
+        else:
+            raise UserError("data.stream.tokenizer is not given, and no data.corpus that holds one; give one of them")
+        wanted = self._tokenizer_hash if self.corpus is None else self.corpus.manifest.tokenizer_hash
+        if wanted is not None and tokenizer.hash != wanted:
+            other = "data.tokenizer_hash" if self.corpus is None else f"the tokenizer of {self.corpus_path}"
+            raise UserError(
+                f"the stream's tokenizer is {tokenizer.hash[:16]}, {other} is {wanted[:16] or 'unknown'}; give the same"
+            )
+        return tokenizer

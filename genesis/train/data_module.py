@@ -1,0 +1,248 @@
+"""The data of a run as Lightning takes them: loaders over a prepared corpus or a stream, from an exact position.
+
+What is trained on is a `TrainingData` (`genesis.data`), which has the position; this module makes loaders of its
+windows and answers Lightning's hooks. A callback that the module puts before all others moves the position
+(`data_position.py`).
+
+An epoch, in Lightning's sense, is as many windows as the corpus has sequences for, whatever the mix; it ends nothing:
+position and order go on. So `max_steps` is the natural length of a run, `trainer.max_epochs` counts corpus sizes. Only
+limits on all sources (`data.max_epochs`) make the data end, and the run with them. Lightning's epoch of a stream never
+ends: nobody has counted its sequences.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+
+from genesis.data.clock import CopyClock
+from genesis.data.corpus import VerifyHashes
+from genesis.data.corpus_data import CorpusData
+from genesis.data.loader import Ranks, ValidationWindows, WindowLoader
+from genesis.data.packing import Packing
+from genesis.data.stream.options import StreamOptions
+from genesis.data.stream_data import StreamData
+from genesis.data.training_data import TrainingData, TrainingOptions, check_counts
+from genesis.data.window import Window
+from genesis.errors import UserError
+from genesis.train.data_position import MoveDataPosition
+
+
+class CorpusDataModule(pl.LightningDataModule):
+    """Windows of a prepared corpus or of a stream; the batch of its loaders is a `Window`.
+
+    Every rank calls it alike; it communicates nothing, but for a stream's figures when they are logged. A run that goes
+    on starts from a restored state; a new run takes a new data module.
+
+    Args:
+        corpus: The directory that `genesis data prepare` wrote. Beside a stream it gives the validation set and the
+            tokenizer alone, and may be left out.
+        seq_len: Tokens of a sequence.
+        micro_batch_size: Sequences of one forward and backward on one rank.
+        global_batch_size: Sequences of one step, over all ranks.
+        seed: Of the order.
+        mix: Integer weights of sources, by their tokens (of a stream, by their sequences); by default those that the
+            corpus was prepared with, or the stream's sources have.
+        max_epochs: How often a source is drawn at most; one that it does not name has no limit.
+        packing: How documents are put into sequences. Of a corpus, `best_fit` and `pad` need the plan of
+            `genesis data plan`.
+        stream: Raw shards to train on instead of a corpus.
+        validation_micro_batch_size: Sequences of one validation forward; by default `micro_batch_size`.
+        limit_validation_sequences: Validates on so many sequences, evenly spread, instead of on all.
+        prefetch_windows: How many windows a thread makes ahead of the training step.
+        verify_hashes: Whether to compare each shard with its hash when it is first read.
+        tokenizer_hash: The tokenizer that the corpus must have been made with; by default any.
+
+    Attributes:
+        training: What is trained on.
+        copy_clock: How long windows take to a GPU.
+    """
+
+    def __init__(
+        self,
+        corpus: str | None = None,
+        *,
+        seq_len: int,
+        micro_batch_size: int,
+        global_batch_size: int,
+        seed: int = 0,
+        mix: dict[str, int] | None = None,
+        max_epochs: dict[str, int] | None = None,
+        packing: Packing = "chunk",
+        stream: StreamOptions | None = None,
+        validation_micro_batch_size: int | None = None,
+        limit_validation_sequences: int | None = None,
+        prefetch_windows: int = 2,
+        verify_hashes: VerifyHashes = "first_touch",
+        tokenizer_hash: str | None = None,
+    ) -> None:
+        super().__init__()
+        options = TrainingOptions(seq_len, micro_batch_size, global_batch_size, seed, mix, max_epochs, packing)
+        self.training = _build_training_data(corpus, stream, options, verify_hashes, tokenizer_hash)
+        self.copy_clock = CopyClock()
+        self._validation_micro_batch_size = validation_micro_batch_size or micro_batch_size
+        self._limit_validation_sequences = limit_validation_sequences
+        self._prefetch_windows = prefetch_windows
+        self._limit_val_batches: int | float | None = None  # the trainer's own, while there is nothing to validate
+
+    # ---- Lightning's hooks
+
+    def setup(self, stage: str) -> None:
+        """Opens the data and refuses what can't be trained on, before a model is built."""
+        self._give_back_validation()  # what raised before may have had no teardown
+        check_counts(
+            seq_len=self.training.options.seq_len,
+            validation_micro_batch_size=self._validation_micro_batch_size,
+            limit_validation_sequences=self._limit_validation_sequences,
+        )
+        if self._prefetch_windows < 0:
+            raise UserError(f"data.prefetch_windows is {self._prefetch_windows}; it counts from 0 up")
+        if self.trainer is not None:
+            _check_validation(self.trainer)
+        if stage == "fit":
+            self.training.open(self._ranks())
+            self._put_position_callback_first()
+        has_validation_set = any(source.num_tokens for source in self.training.validation)
+        if stage == "validate":
+            self._check_can_validate(has_validation_set)
+        if stage == "fit" and self.trainer is not None and not has_validation_set:
+            self._limit_val_batches = self.trainer.limit_val_batches
+            self.trainer.limit_val_batches = 0  # else Lightning warns of a loader without batches
+
+    def train_dataloader(self) -> WindowLoader:
+        """Returns this rank's windows from the position on."""
+        self.training.open(self._ranks())
+        return WindowLoader(
+            self.training.window,
+            self._positions,
+            self.training.num_windows,
+            self._prefetch_windows,
+            self._has_cuda(),
+        )
+
+    def val_dataloader(self) -> WindowLoader:
+        """Returns this rank's share of the validation set: no window where there is no such set."""
+        windows = ValidationWindows(
+            self.training.validation,
+            self.training.sequence_format,
+            self._validation_micro_batch_size,
+            self._ranks(),
+            self._limit_validation_sequences,
+        )
+        return WindowLoader(
+            windows.window, lambda: range(len(windows)), len(windows), self._prefetch_windows, self._has_cuda()
+        )
+
+    def transfer_batch_to_device(self, batch: Window, device: torch.device, dataloader_idx: int) -> Window:
+        """Returns the window on `device`; from page-locked memory the copy overlaps what the device is doing."""
+        return self.copy_clock.copy(batch, device)
+
+    def teardown(self, stage: str) -> None:
+        """Undoes what `setup` did to the trainer, and ends a stream's workers."""
+        self.training.close()
+        self._give_back_validation()
+        callbacks = self._callbacks()
+        callbacks[:] = [callback for callback in callbacks if not self._is_own(callback)]
+
+    # ---- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns where the data stand after the last trained window, in plain types."""
+        return self.training.state()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on where a saved run stood, with this run's mix from there on. Validation needs none of it.
+
+        Raises:
+            UserError: The saved run's order can't be continued here.
+        """
+        if self.trainer is not None and self.trainer.state.fn == TrainerFn.VALIDATING:
+            return
+        note = self.training.load_state(state_dict)
+        if note is not None:
+            rank_zero_info(note)
+
+    def combine_rank_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        """Returns one state for `load_state_dict` from those of all ranks that saved."""
+        return self.training.combine_states(states)
+
+    # ---- parts
+
+    def _positions(self) -> range:
+        """Returns the positions of an epoch's windows, fewer where the data end before."""
+        training, step = self.training, self.training.options.global_batch_size
+        end = training.data_position + training.num_windows * step
+        if training.last_position is not None:
+            end = min(end, training.last_position)
+        return range(training.data_position, end, step)
+
+    def _ranks(self) -> Ranks:
+        """Returns this rank among those that the strategy gives different data."""
+        if self.trainer is None or not isinstance(self.trainer.strategy, ParallelStrategy):
+            return Ranks()
+        sampler = self.trainer.strategy.distributed_sampler_kwargs
+        return Ranks(sampler["rank"], sampler["num_replicas"])
+
+    def _give_back_validation(self) -> None:
+        if self.trainer is not None and self._limit_val_batches is not None:
+            self.trainer.limit_val_batches, self._limit_val_batches = self._limit_val_batches, None
+
+    def _check_can_validate(self, has_validation_set: bool) -> None:
+        if not has_validation_set:
+            raise UserError(self.training.validation_remedy)
+        if self.trainer is not None and not self.trainer.limit_val_batches:
+            raise UserError("trainer.limit_val_batches is 0, so that nothing would be validated; leave it out")
+
+    def _has_cuda(self) -> bool:
+        return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+
+    def _callbacks(self) -> list[pl.Callback]:
+        if self.trainer is None:
+            return []
+        callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]  # set by its connector
+        return callbacks
+
+    def _put_position_callback_first(self) -> None:
+        callbacks = self._callbacks()
+        if not any(self._is_own(callback) for callback in callbacks):
+            callbacks.insert(0, MoveDataPosition(self.training))
+
+    def _is_own(self, callback: pl.Callback) -> bool:
+        return isinstance(callback, MoveDataPosition) and callback.data is self.training
+
+
+def _build_training_data(
+    corpus: str | None,
+    stream: StreamOptions | None,
+    options: TrainingOptions,
+    verify_hashes: VerifyHashes,
+    tokenizer_hash: str | None,
+) -> TrainingData:
+    path = None if corpus is None else Path(corpus)
+    if stream is not None:
+        return StreamData(stream, options, corpus_path=path, verify_hashes=verify_hashes, tokenizer_hash=tokenizer_hash)
+    if path is None:
+        raise UserError("there is nothing to train on; give data.corpus (of `genesis data prepare`) or data.stream")
+    return CorpusData(path, options, verify_hashes=verify_hashes, tokenizer_hash=tokenizer_hash)
+
+
+def _check_validation(trainer: pl.Trainer) -> None:
+    """Refuses what would make validation another one on another number of ranks, or leave a rank waiting."""
+    settings = vars(trainer)
+    if settings["fast_dev_run"] or settings["overfit_batches"]:  # these try things out, on few batches
+        return
+    limit = trainer.limit_val_batches
+    if limit and not (isinstance(limit, float) and limit == 1.0):
+        raise UserError(
+            f"trainer.limit_val_batches is {limit}: it counts micro-batches of each rank, which are other sequences on "
+            "another number of ranks; set data.limit_validation_sequences, which takes them from all over the set"
+        )
+    if trainer.world_size > 1 and "val_check_interval" not in settings:  # where Lightning keeps a number of steps
+        raise UserError(
+            "trainer.val_check_interval is a time: each rank would go by its own clock, and wait for others that do "
+            "not validate; give a number of steps"
+        )

@@ -1,0 +1,85 @@
+"""The callback that moves the position of a run's data, logs what was drawn, and ends the run with the data.
+
+logged                       unit and meaning
+data/epochs_SOURCE           how often the source was drawn: its sequences drawn over those that it has; of a
+                             stream, spans of its files read over those that there are
+data/tokens_SOURCE           tokens drawn from it, padding not counted
+data/bad_documents_SOURCE    of a stream: documents skipped because they could not be read
+data/damaged_spans_SOURCE    of a stream: spans of damaged files whose rest was skipped
+"""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+
+from genesis.data.training_data import TrainingData
+from genesis.data.window import Window
+from genesis.errors import UserError
+from genesis_callbacks.host_group import HostGroup
+
+
+class MoveDataPosition(pl.Callback):
+    """Moves the data's position when a window has been trained. The data module puts it before all other callbacks.
+
+    So whatever saves at `on_train_batch_end` saves the position after the window. The callback has no state. All ranks
+    come to the same position by themselves, or by what the module has summed before; a stream's figures are summed over
+    ranks when they are logged.
+
+    Args:
+        data: What is trained on.
+    """
+
+    def __init__(self, data: TrainingData) -> None:
+        self.data = data
+        self._host_group = HostGroup()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Reports a length of training that the data do not have; ends a run whose data ended before."""
+        last = self.data.last_position
+        if last is not None:
+            num_left = max(0, last - self.data.data_position) // self.data.options.global_batch_size
+            num_steps = trainer.global_step + num_left
+            if trainer.min_steps and trainer.min_steps > num_steps:
+                raise UserError(
+                    f"trainer.min_steps is {trainer.min_steps}, data.max_epochs ends the data after {num_steps} steps; "
+                    "lower the one or raise the other"
+                )
+            if trainer.max_steps > num_steps:
+                rank_zero_info(
+                    f"data.max_epochs ends the data after {num_steps} steps of trainer.max_steps {trainer.max_steps}"
+                )
+        self._stop_at_the_end(trainer)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Window, batch_idx: int
+    ) -> None:
+        """Moves the position."""
+        has_tokens = getattr(pl_module, "skip_reason", None) != "no_valid_tokens"
+        note = self.data.advance(batch, has_tokens=has_tokens)
+        if note is not None:
+            rank_zero_info(note)
+        self._stop_at_the_end(trainer)
+        if trainer.global_step % vars(trainer)["log_every_n_steps"] == 0 or trainer.should_stop:
+            pl_module.log_dict(self._metrics(), on_step=True, on_epoch=False, batch_size=1)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Ends a stream's workers."""
+        self.data.close()
+
+    def _stop_at_the_end(self, trainer: pl.Trainer) -> None:
+        reason = self.data.find_end()
+        if reason is not None:
+            rank_zero_info(reason)
+            trainer.should_stop = True
+
+    def _metrics(self) -> dict[str, Tensor]:
+        drawn = self.data.measure_drawn(lambda values: self._host_group.sum(values).wait())
+        # As float64 on the CPU: Lightning would move a number to the device, as a float32.
+        return {
+            f"data/{what}_{name}": torch.tensor(value, dtype=torch.float64)
+            for name, figures in drawn.items()
+            for what, value in figures.items()
+        }
