@@ -16,6 +16,7 @@ from genesis.arguments import Parser
 from genesis.cli.device import add_device_options, read_device
 from genesis.cli.main import MISUSE
 from genesis.cli.options import PLAIN_WIDTH
+from genesis.data.places import find_run_dir
 from genesis.errors import UserError
 from genesis.evaluate.answer import Settings, answer_questions, read_hashes
 from genesis.evaluate.plot import PLOT_NAME, plot_results
@@ -122,7 +123,8 @@ def _list_questions(arguments: Namespace) -> list[Question]:
     held_out = arguments.heldout or (None if specs else CORPUS)
     questions: list[Question] = []
     if held_out is not None:
-        questions.append(HeldOutQuestion(None if held_out == CORPUS else Path(held_out)))
+        run_dir = find_run_dir(arguments.checkpoint)
+        questions.append(HeldOutQuestion(None if held_out == CORPUS else Path(held_out), run_dir))
     for spec in specs:
         tasks = load_tasks(spec, arguments.num_fewshot, may_run_code=arguments.allow_code)
         questions.append(TaskQuestion(tasks, arguments.limit))

@@ -28,6 +28,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
 
 from genesis.cli.options import check_is_yaml
+from genesis.data.places import find_path, find_run_dir, record_places
 from genesis.errors import RunEndedError, UserError
 from genesis.strategies import Replicated, Sharded
 from genesis.train.csv_log import CSVLog
@@ -97,6 +98,8 @@ def _known_keys(parser: argparse.ArgumentParser) -> set[str]:
 class SaveRecipe(Callback):
     """Writes the resolved recipe into the run's directory: config.yaml, then config.resume-1.yaml for a resumed run.
 
+    Beside it lies where the run's data are as seen from there, for commands in other working directories.
+
     The run's loggers get it as hyperparameters.
     """
 
@@ -119,6 +122,7 @@ class SaveRecipe(Callback):
             number += 1
             path = self._run_dir / f"config.resume-{number}.yaml"
         path.write_text(yaml.safe_dump(self._recipe, sort_keys=False), encoding="utf-8")
+        record_places(self._run_dir, self._recipe)
 
 
 class GenesisCLI(LightningCLI):
@@ -182,6 +186,20 @@ class GenesisCLI(LightningCLI):
 
     def _parse_ckpt_path(self) -> None:
         """Leaves the configuration alone: a checkpoint's hyperparameters must not override what the user wrote."""
+
+    def before_instantiate_classes(self) -> None:
+        """Finds the data of the run that goes on or is validated, where the working directory is another."""
+        wanted, run_dir = self._get(self.config, "ckpt_path"), Path(self._get(self.config, "run_dir"))
+        if wanted is None:
+            return
+        if wanted not in (LATEST, BEST):
+            run_dir = find_run_dir(Path(wanted))
+        config = self.config[str(self.subcommand)]
+        for key in ("data.corpus", "data.stream.tokenizer"):
+            given = config.get(key)
+            if given is not None and not Path(given).exists():
+                found = find_path(given, run_dir, config.as_dict(), what="the corpus", remedy=f"give it by --{key}")
+                config[key] = os.path.relpath(found)
 
     def instantiate_classes(self) -> None:
         """Builds module, data, callbacks and Trainer; what one of them refuses is a user's mistake."""

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from lm_eval.evaluator import evaluate
 
+from genesis.data.places import find_path, read_path
 from genesis.errors import UserError
 from genesis.evaluate.environment import refuse_wrong_answers
 from genesis.evaluate.heldout import HeldOut, check_is_there, measure_held_out, open_validation_set, read_texts
@@ -138,15 +139,18 @@ class HeldOutQuestion(Question):
 
     Args:
         path: A file or folder of text; None for the validation set of the corpus that the recipe names.
+        run_dir: The run's directory, from which its corpus is found in whatever working directory; None looks for the
+            corpus only where the recipe has it.
 
     Raises:
         UserError: Nothing is at `path`.
     """
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(self, path: Path | None = None, run_dir: Path | None = None) -> None:
         if path is not None:
             check_is_there(path)
         self._path = path
+        self._run_dir = run_dir
         self._opened: dict[tuple[str, int, str], HeldOut] = {}  # for all checkpoints of a run it is the same
 
     @property
@@ -171,14 +175,20 @@ class HeldOutQuestion(Question):
         data, model = (manifest.recipe.get(key) or {} for key in ("data", "model"))
         config = build_decoder_config(model.get("decoder"), where=f"the recipe of step {manifest.step}")
         seq_len = data.get("seq_len") or config.max_seq_len
-        place = self._path or data.get("corpus")
-        if not place:
-            raise UserError("the recipe names no corpus, so that there is no validation set; give --heldout PATH")
+        place = self._path or self._find_corpus(manifest.recipe)
         key = (str(place), seq_len, tokenizer.hash)
         if key not in self._opened:
             opens = open_validation_set if self._path is None else read_texts
-            self._opened[key] = opens(Path(place), seq_len, tokenizer)
+            self._opened[key] = opens(place, seq_len, tokenizer)
         return self._opened[key]
+
+    def _find_corpus(self, recipe: dict[str, Any]) -> Path:
+        named = read_path(recipe, "data", "corpus")
+        if named is None:
+            raise UserError("the recipe names no corpus, so that there is no validation set; give --heldout PATH")
+        if self._run_dir is None:
+            return Path(named)
+        return find_path(named, self._run_dir, recipe, what="the corpus", remedy="give --heldout PATH")
 
 
 def list_versions() -> dict[str, str]:

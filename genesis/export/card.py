@@ -10,6 +10,7 @@ import yaml
 
 from genesis.data.drawn import Drawn, read_drawn
 from genesis.data.manifest import CorpusManifest, read_manifest
+from genesis.data.places import find_run_dir, list_places, read_path
 from genesis.errors import UserError
 from genesis.export.evaluation import HEADS, Finding, build_model_index, describe_finding, find_results
 from genesis.export.proof import UNPROVED_TOKENIZER, Layout, TokenizerOrigin
@@ -130,7 +131,7 @@ def _describe_data(source: Source) -> str:
     """Returns what the corpus holds, where that is at hand, beside what the checkpoint says was drawn of it."""
     manifest = source.manifest
     drawn = read_drawn(read_state(source.path, manifest))
-    corpus = _open_corpus(manifest.recipe, manifest.identity)
+    corpus = _open_corpus(source)
     if corpus is None:
         absent = "The corpus was not at hand when this was written; the recipe below names what it was."
         rows = [(name, *_describe_drawn(one)) for name, one in drawn.items()]
@@ -156,17 +157,17 @@ def _describe_drawn(drawn: Drawn | None) -> tuple[str, str]:
     return f"{drawn.tokens:,}", unknown if drawn.epochs is None else f"{drawn.epochs:.3g}"
 
 
-def _open_corpus(recipe: dict[str, Any], identity: dict[str, Any]) -> CorpusManifest | None:
-    """Returns the manifest of the corpus that the recipe names, if it is there and still the one."""
-    data = recipe.get("data")
-    path = data.get("corpus") if isinstance(data, dict) else None
-    if not isinstance(path, str):
-        return None
-    try:
-        corpus = read_manifest(Path(path))
-    except UserError:
-        return None
-    return corpus if corpus.tokenizer_hash == identity.get("tokenizer_hash") else None
+def _open_corpus(source: Source) -> CorpusManifest | None:
+    """Returns the manifest of the corpus that the recipe names, if it is at hand and still the one."""
+    named = read_path(source.manifest.recipe, "data", "corpus")
+    for place in () if named is None else list_places(named, find_run_dir(source.path), source.manifest.recipe):
+        try:
+            corpus = read_manifest(place.path)
+        except UserError:
+            continue
+        if corpus.tokenizer_hash == source.manifest.identity.get("tokenizer_hash"):
+            return corpus
+    return None
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

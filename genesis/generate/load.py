@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from genesis.data.places import find_path, find_run_dir, read_path
 from genesis.errors import UserError
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.huggingface_files import (
@@ -87,21 +88,24 @@ def load_tokenizer(path: Path | None, manifest: Manifest, checkpoint: Path) -> T
 
     Args:
         path: Its file or directory; None for the one in the run's directory, where an import puts it, or else the
-            one in the corpus that the recipe names.
+            one in the corpus that the recipe names (`genesis.data.places` says where that is looked for).
         manifest: The checkpoint's.
         checkpoint: Where that lies.
 
     Raises:
         UserError: It is not found, or another.
     """
-    own = checkpoint.parent.parent / MODEL_NAME
+    run_dir = find_run_dir(checkpoint)
+    own = run_dir / MODEL_NAME
     if path is None and own.exists():
         path = own
     if path is None:
-        corpus = _find(manifest.recipe, "data", "corpus") or _find(manifest.recipe, "data", "stream", "tokenizer")
-        if not isinstance(corpus, str):
+        named = read_path(manifest.recipe, "data", "corpus") or read_path(
+            manifest.recipe, "data", "stream", "tokenizer"
+        )
+        if named is None:
             raise UserError(f"the recipe in {checkpoint} names no corpus; give --tokenizer")
-        path = Path(corpus)
+        path = find_path(named, run_dir, manifest.recipe, what="the tokenizer in", remedy="give --tokenizer")
     if not path.exists():
         raise UserError(f"the tokenizer of {checkpoint} was in {path}, which is not there; give --tokenizer")
     tokenizer = Tokenizer.load(path)

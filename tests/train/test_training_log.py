@@ -11,8 +11,8 @@ import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import Checkpoint
 
-from genesis.data.datamodule import CorpusDataModule
 from genesis.train.csv_log import CSVLog
+from genesis.train.data_module import CorpusDataModule
 from genesis.train.training_log import TrainingLog
 from genesis_callbacks import AsyncProcessCheckpoint, TokenCounters
 from genesis_callbacks.testing import run_ranks
