@@ -17,9 +17,6 @@ MAX_METHODS = 30
 
 EXCEPTIONS: dict[str, str] = {
     "genesis/cli/checkpoint.py": "is about to become a file for each command",
-    "genesis/data/datamodule.py": "is about to become corpus data and stream data behind one protocol",
-    "genesis/data/datamodule.py::CorpusDataModule": "is about to become a thin data module over that protocol",
-    "genesis/data/prepare.py": "one pipeline of preparation, which reads top to bottom",
     "callbacks/src/genesis_callbacks/checkpoint/background.py": "is about to become part of one save pipeline",
     "callbacks/src/genesis_callbacks/checkpoint/contents.py": "is about to become a file for each format",
     "callbacks/src/genesis_callbacks/checkpoint_verification.py": "is about to become a file for each class",
