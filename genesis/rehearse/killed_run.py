@@ -48,7 +48,8 @@ class KilledRun:
         self.round = Round(directory=str(run_dir))
         self._run_dir, self._pace, self._losses = run_dir, pace, losses
         self._launcher, self._display, self._kills = launcher, display, kills
-        self._triggers = deque(triggers)
+        self._triggers = deque(trigger for trigger in triggers if trigger.kill.aim != "start")
+        self._start_triggers = deque(trigger for trigger in triggers if trigger.kill.aim == "start")
         # The kill that ended the training before, until the next one goes on.
         self._unresumed: KillRecord | None = None
         self._reached_step = 0
@@ -72,13 +73,29 @@ class KilledRun:
     def _train(self) -> bool:
         """Starts a training, kills it when a kill is due, and says whether it came to the run's end."""
         start = self._launcher.launch(self._run_dir, f"{self._run_dir.name}-start-{self.round.num_starts}")
-        struck = self._watch(start)
+        struck = self._watch_start(start)
+        if not struck:
+            struck = self._watch(start)
         ended_seconds = start.training.wait_ended(_OTHERS_END_SECONDS)
         if ended_seconds is None:
             start.training.kill_ranks()
             start.training.wait_ended(_OTHERS_END_SECONDS)
         self._take_stock(start)
         return self._conclude(start, struck, ended_seconds)
+
+    def _watch_start(self, start: Start) -> list[KillRecord]:
+        """Looks on until the first step or until the training is killed, if a kill waits for a restart by now."""
+        if not self._start_triggers or self._start_triggers[0].kill.step > self._reached_step:
+            return []
+        trigger = self._start_triggers.popleft()
+        while start.training.poll() is None:
+            sight = start.look_at_start()
+            self._display.show(f"{self._run_dir.name} run, start {self.round.num_starts}", sight)
+            self._check_progress(start, sight)
+            if trigger.is_due(sight):
+                return [self._strike(start, trigger.kill, sight)]
+            time.sleep(POLL_SECONDS)
+        return []
 
     def _watch(self, start: Start) -> list[KillRecord]:
         """Looks on until the training ends or is killed, and returns the kills that it met."""
@@ -122,12 +139,13 @@ class KilledRun:
             victim=victim,
             who=who,
             aim=kill.aim,
+            phase=kill.phase if last_step is None else None,
             start=self.round.num_starts,
             at_step=last_step,
             saving=sight.staging[-1] if sight.staging else None,
         )
         self._kills.append(record)
-        where = "before its first step" if last_step is None else f"at step {last_step}"
+        where = f"in a start ({kill.phase})" if last_step is None else f"at step {last_step}"
         saving = "" if record.saving is None else f", in the save {record.saving.partition('.')[0]}"
         self._display.say(f"  kill {record.number}: {who}, {where}{saving}")
         return record

@@ -1,11 +1,13 @@
 """Starts the trainings of a rehearsal, each beside a view of its run and with its output in a file."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from genesis.rehearse.processes import Training
-from genesis.rehearse.watch import RunView
+from genesis.errors import RunEndedError
+from genesis.rehearse.plan import Phase, Sight
+from genesis.rehearse.processes import Training, find_processes
+from genesis.rehearse.watch import RunView, has_begun_restore, read_restored_step
 
 
 @dataclass(frozen=True)
@@ -15,6 +17,17 @@ class Start:
     training: Training
     view: RunView
     log: Path
+
+    def look_at_start(self) -> Sight:
+        """Returns what is there now, with the phase of the start; it costs more than a look at the run alone."""
+        return replace(self.view.look(), phase=self._find_phase())
+
+    def _find_phase(self) -> Phase:
+        if read_restored_step(self.log) is not None:
+            return "first step"
+        if has_begun_restore(self.log):
+            return "restore"
+        return "rendezvous" if len(self.training.ranks()) > 1 else "imports"
 
 
 @dataclass(frozen=True)
@@ -32,11 +45,22 @@ class Launcher:
     mark: str
 
     def launch(self, run_dir: Path, name: str) -> Start:
-        """Starts a training in `run_dir`, from its latest checkpoint if there is one; `name` is its output's."""
+        """Starts a training in `run_dir`, from its latest checkpoint if there is one; `name` is its output's.
+
+        Raises:
+            RunEndedError: A rank of an earlier training is still there, so that it could join this one.
+        """
+        self._refuse_strays(name)
         log = self.directory / f"{name}.log"
         view = RunView(run_dir)
         command = [sys.executable, "-m", "genesis", *self.fit, "--run_dir", str(run_dir), "--ckpt_path", "latest"]
         return Start(Training(command, log, self.mark), view, log)
+
+    def _refuse_strays(self, name: str) -> None:
+        strays = [process for process in find_processes(self.mark) if process.kind == "rank"]
+        if strays:
+            who = ", ".join(f"rank {process.local_rank} (process {process.pid})" for process in strays)
+            raise RunEndedError(f"ranks of an earlier training still ran when {name} was to begin: {who}")
 
 
 def read_last_words(log: Path) -> str:

@@ -2,9 +2,9 @@
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import cycle, islice
-from typing import Literal
+from dataclasses import dataclass, replace
+from itertools import cycle, islice, product
+from typing import Literal, get_args
 
 Victim = Literal["group", "rank", "writer"]
 """All ranks at once, one rank alone, or the process that writes one rank's part of a checkpoint."""
@@ -12,8 +12,23 @@ Victim = Literal["group", "rank", "writer"]
 Aim = Literal["step", "save", "start"]
 """Within a step, within a save, or between a restart and its first step."""
 
-_STARTS_SHARE = 6
+Phase = Literal["imports", "rendezvous", "restore", "first step"]
+"""Of a start: from its launch on; from the moment on at which more ranks than the first run, before they meet; from the
+begin of the restore on; from its end on."""
+
+PHASES: tuple[Phase, ...] = get_args(Phase)
+"""In their order."""
+
+_STARTS_SHARE = 4
 """One kill of so many falls into a restart."""
+
+# All ranks, the first alone, the last alone: the victim, and the draw that chooses the rank.
+_ALL_RANKS: tuple[Victim, float] = ("group", 0.0)
+_FIRST_RANK: tuple[Victim, float] = ("rank", 0.0)
+_LAST_RANK: tuple[Victim, float] = ("rank", 0.999)
+
+# Of the time from the launch to the first step, how much the imports of a rank take at most.
+_IMPORTS_SHARE = 0.4
 
 
 @dataclass(frozen=True)
@@ -23,9 +38,11 @@ class PlannedKill:
     Args:
         victim: What is killed.
         aim: Into what it falls.
-        step: The last step that is logged before it; of a save, the step that is saved.
-        fraction: How far into the step, the save or the restart.
+        step: The last step that is logged before it; of a save, the step that is saved; a restart is the first after
+            that step was reached.
+        fraction: How far into the step, the save or the phase of the restart.
         draw: Chooses the rank, where one is killed: 0 is the first, nearly 1 the last.
+        phase: Of the restart, where it falls into one.
     """
 
     victim: Victim
@@ -33,6 +50,7 @@ class PlannedKill:
     step: int
     fraction: float
     draw: float
+    phase: Phase | None = None
 
 
 @dataclass(frozen=True)
@@ -60,11 +78,13 @@ class Sight:
         seconds: Since its launch.
         last_step: The last step that it has logged; None before its first.
         staging: Names of the staging directories of saves in flight.
+        phase: Of its start, as far as that can be seen; looked for only where a kill waits for it.
     """
 
     seconds: float
     last_step: int | None
     staging: tuple[str, ...] = ()
+    phase: Phase = "imports"
 
 
 def plan_kills(
@@ -72,7 +92,8 @@ def plan_kills(
 ) -> list[PlannedKill]:
     """Returns the kills in the order of their steps; the same arguments always give the same ones.
 
-    Steps are uniform over the run. Half of the kills fall into saves. The victims take turns, in a random order.
+    Steps are uniform over the run. Half of the kills fall into saves. The victims take turns, in a random order. Those
+    that fall into restarts take turns with the phases of a restart as well.
 
     Example:
         >>> [kill.aim for kill in plan_kills(1, 3, max_steps=60, every_n_steps=10, victims=("group",))]
@@ -90,11 +111,29 @@ def plan_kills(
     saved_steps = range(every_n_steps, max_steps, every_n_steps)
     steps = [rng.choice(saved_steps) if aim == "save" else rng.randrange(1, max_steps) for aim in aims]
     kills = [
-        # What begins has no writer yet.
-        PlannedKill("group" if aim == "start" and kind == "writer" else kind, aim, step, rng.random(), rng.random())
+        PlannedKill(kind, aim, step, rng.random(), rng.random())
         for kind, aim, step in zip(kinds, aims, steps, strict=True)
     ]
+    starts = cycle(_plan_starts(rng, has_ranks="rank" in victims))
+    kills = [_aim_at_start(kill, *next(starts)) if kill.aim == "start" else kill for kill in kills]
     return sorted(kills, key=lambda kill: kill.step)
+
+
+def _plan_starts(rng: random.Random, *, has_ranks: bool) -> list[tuple[Phase, tuple[Victim, float]]]:
+    """Returns every kind of kill in a restart once, in a random order."""
+    phases = list(PHASES)
+    chosen = [_ALL_RANKS, _FIRST_RANK, _LAST_RANK]
+    if not has_ranks:
+        phases.remove("rendezvous")
+        chosen = [_ALL_RANKS]
+    kinds = list(product(phases, chosen))
+    rng.shuffle(kinds)
+    return kinds
+
+
+def _aim_at_start(kill: PlannedKill, phase: Phase, chosen: tuple[Victim, float]) -> PlannedKill:
+    victim, draw = chosen
+    return replace(kill, victim=victim, draw=draw, phase=phase)
 
 
 class Trigger:
@@ -109,19 +148,30 @@ class Trigger:
 
     def __init__(self, kill: PlannedKill, pace: Pace, seconds_by_step: Mapping[int, float]) -> None:
         self.kill = kill
-        step_seconds = seconds_by_step.get(kill.step, pace.step)
-        self._delay_seconds = kill.fraction * {"step": step_seconds, "save": pace.save, "start": pace.start}[kill.aim]
+        self._delay_seconds = kill.fraction * self._find_window_seconds(pace, seconds_by_step)
         self._due_seconds: float | None = None
+
+    def _find_window_seconds(self, pace: Pace, seconds_by_step: Mapping[int, float]) -> float:
+        """Returns how long that takes into which the kill falls."""
+        if self.kill.aim == "save":
+            return pace.save
+        if self.kill.phase in ("imports", "rendezvous"):  # a further rank imports as much as the first, then they meet
+            return _IMPORTS_SHARE * pace.start
+        if self.kill.aim == "start":  # what follows is short: a restore, and a first step
+            return pace.step
+        return seconds_by_step.get(self.kill.step, pace.step)
 
     def is_due(self, sight: Sight) -> bool:
         """Says whether the moment has come, or has just gone by."""
-        if self.kill.aim == "start":
-            return sight.last_step is not None or sight.seconds >= self._delay_seconds
+        if self.kill.aim == "start" and sight.last_step is not None:
+            return True
         if self._due_seconds is None and self._is_reached(sight):
             self._due_seconds = sight.seconds + self._delay_seconds
         return self._due_seconds is not None and sight.seconds >= self._due_seconds
 
     def _is_reached(self, sight: Sight) -> bool:
+        if self.kill.phase is not None:
+            return PHASES.index(sight.phase) >= PHASES.index(self.kill.phase)
         if sight.last_step is None:
             return False
         if self.kill.aim == "save":

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from genesis.rehearse.compare import CheckpointComparison, LossDifference
-from genesis.rehearse.plan import Aim, Pace, Victim
+from genesis.rehearse.plan import Aim, Pace, Phase, Victim
 
 Verdict = Literal["equal", "different", "too short", "failed"]
 
@@ -35,6 +35,7 @@ class KillRecord:
             or never came so far.
         lost_steps: Those after it that were logged before the end, and were trained again.
         restart_seconds: From the launch of the next training to its first logged step, if it came to one.
+        phase: Of the start, where the kill fell into one.
     """
 
     number: int
@@ -48,6 +49,7 @@ class KillRecord:
     resumed_from: int | None = None
     lost_steps: int = 0
     restart_seconds: float | None = None
+    phase: Phase | None = None
 
 
 @dataclass
@@ -149,7 +151,7 @@ def describe_kill(kill: KillRecord) -> tuple[str, ...]:
     return (
         str(kill.number),
         kill.who,
-        "start" if kill.at_step is None else str(kill.at_step),
+        ("start" if kill.phase is None else f"start: {kill.phase}") if kill.at_step is None else str(kill.at_step),
         "" if kill.saving is None else kill.saving.partition(".")[0],
         kill.outcome,
         resumed,
@@ -161,10 +163,11 @@ def describe_kill(kill: KillRecord) -> tuple[str, ...]:
 def summarise(report: Report) -> list[str]:
     """Returns the lines under the table; the last one is the verdict."""
     in_saves = sum(kill.saving is not None for kill in report.kills)
+    in_starts = sum(kill.at_step is None for kill in report.kills)
     restarts = [kill.restart_seconds for kill in report.kills if kill.restart_seconds is not None]
     lines = [
-        f"kills: {len(report.kills)}, in a save {in_saves}; steps trained again: {report.lost_steps}; "
-        f"all of it took {report.seconds / 60:.1f} minutes"
+        f"kills: {len(report.kills)}, in a save {in_saves}, in a start {in_starts}; steps trained again: "
+        f"{report.lost_steps}; all of it took {report.seconds / 60:.1f} minutes"
     ]
     if restarts:
         lines.append(

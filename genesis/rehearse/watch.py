@@ -13,6 +13,7 @@ from genesis_callbacks.checkpoint.manifest import is_staging_name
 METRICS_NAME = "metrics.csv"
 _TAIL_BYTES = 1 << 15
 _RESTORED = re.compile(r"Restored step (\d+) from ")
+_RESTORING = "Restoring states from the checkpoint path"  # Lightning prints it right before
 
 
 class RunView:
@@ -78,6 +79,11 @@ def read_restored_step(log: Path) -> int | None:
     """Returns the step that a training says it goes on from; None: it begins anew, or has not said so yet."""
     found = _RESTORED.search(log.read_text(encoding="utf-8", errors="replace"))
     return None if found is None else int(found[1])
+
+
+def has_begun_restore(log: Path) -> bool:
+    """Says whether a training prints that it restores a checkpoint."""
+    return _RESTORING in log.read_text(encoding="utf-8", errors="replace")
 
 
 def _sign(path: Path) -> tuple[int, int, int] | None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from genesis.rehearse.plan import Aim, Pace, PlannedKill, Sight, Trigger, Victim, plan_kills
+from genesis.rehearse.plan import PHASES, Aim, Pace, Phase, PlannedKill, Sight, Trigger, Victim, plan_kills
 
 VICTIMS: tuple[Victim, ...] = ("group", "rank", "writer")
 PACE = Pace(start=10.0, step=2.0, save=4.0, slowest=5.0)
@@ -32,9 +32,23 @@ def test_kills_come_in_the_order_of_their_steps_within_the_run(num_kills: int) -
 def test_half_of_the_kills_fall_into_saves_and_some_into_restarts() -> None:
     kills = plan(1, 50)
     aims = [kill.aim for kill in kills]
-    assert (aims.count("save"), aims.count("start"), aims.count("step")) == (25, 8, 17)
+    assert (aims.count("save"), aims.count("start"), aims.count("step")) == (25, 12, 13)
     assert all(kill.step % 10 == 0 for kill in kills if kill.aim == "save")
-    assert all(kill.victim != "writer" for kill in kills if kill.aim == "start")
+
+
+def test_fifty_kills_hit_all_ranks_the_first_and_the_last_in_every_phase_of_a_start() -> None:
+    starts = [kill for kill in plan(1, 50) if kill.aim == "start"]
+    chosen = [("group", 0.0), ("rank", 0.0), ("rank", 0.999)]
+    assert {(kill.phase, kill.victim, kill.draw) for kill in starts} == {
+        (phase, victim, draw) for phase in PHASES for victim, draw in chosen
+    }
+    assert {kill.phase for kill in plan(1, 50) if kill.aim != "start"} == {None}
+
+
+def test_a_run_of_one_rank_is_killed_in_the_phases_that_its_starts_have() -> None:
+    starts = [kill for kill in plan(1, 50, ("group", "writer")) if kill.aim == "start"]
+    assert {kill.victim for kill in starts} == {"group"}
+    assert {kill.phase for kill in starts} == {"imports", "restore", "first step"}
 
 
 def test_steps_are_spread_over_the_whole_run() -> None:
@@ -92,7 +106,26 @@ def test_what_an_earlier_training_left_in_flight_is_no_save_of_this_one() -> Non
     assert not trigger("save", fraction=0.0).is_due(Sight(1.0, None, STAGING))
 
 
-def test_a_kill_of_a_restart_is_due_its_fraction_of_a_start_after_the_launch() -> None:
-    assert not trigger("start").is_due(Sight(4.9, None))
-    assert trigger("start").is_due(Sight(5.0, None))
-    assert trigger("start").is_due(Sight(3.0, 31))
+def start_trigger(phase: Phase) -> Trigger:
+    return Trigger(PlannedKill("rank", "start", step=30, fraction=0.5, draw=0.0, phase=phase), PACE, {})
+
+
+def test_a_kill_during_imports_is_due_its_fraction_of_them_after_the_launch() -> None:
+    imports = start_trigger("imports")
+    assert not imports.is_due(Sight(0.0, None))
+    assert not imports.is_due(Sight(1.9, None))
+    assert imports.is_due(Sight(2.0, None))
+
+
+@pytest.mark.parametrize(("phase", "delay_seconds"), [("rendezvous", 2.0), ("restore", 1.0), ("first step", 1.0)])
+def test_a_kill_in_a_later_phase_of_a_start_waits_for_that_phase(phase: Phase, delay_seconds: float) -> None:
+    trigger = start_trigger(phase)
+    assert not trigger.is_due(Sight(50.0, None, phase="imports"))
+    assert not trigger.is_due(Sight(60.0, None, phase=phase))
+    assert not trigger.is_due(Sight(60.0 + 0.9 * delay_seconds, None, phase=phase))
+    assert trigger.is_due(Sight(60.0 + delay_seconds, None, phase=phase))
+    assert start_trigger("rendezvous").is_due(Sight(70.0, None, phase="first step")) is False
+
+
+def test_a_kill_in_a_start_that_was_missed_is_due_at_the_first_step() -> None:
+    assert start_trigger("restore").is_due(Sight(3.0, 31))
