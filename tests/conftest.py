@@ -12,6 +12,7 @@ from genesis.export.export import ExportOptions, export_checkpoints
 from genesis.export.texts import SCRIPTS
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
+from genesis_callbacks.testing import preload
 from tests.data.corpora import make_documents, write_corpus
 from tests.tiny_runs import build_decoder, save
 
@@ -23,6 +24,8 @@ make_quiet()
 # How long an example takes says how busy the machine is.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+# Ranks of tests find the application imported, too.
+preload("genesis.cli.fit")
 
 
 @pytest.fixture(scope="session")

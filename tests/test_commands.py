@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from genesis_callbacks.testing import run_ranks
 from tests.commands import PIPE, REPOSITORY, ForkedCommand, run_genesis, run_module, start_genesis
 
 pytestmark = pytest.mark.process
@@ -35,6 +36,15 @@ def test_a_forked_command_sees_and_ends_as_a_started_one(end: str, tmp_path: Pat
     assert seen["environment"]["GENESIS_TEST_VARIABLE"] == "given"
     assert forked.returncode == started.returncode
     assert forked.stderr.splitlines()[-1:] == started.stderr.splitlines()[-1:]
+
+
+def loaded_modules() -> set[str]:
+    return set(sys.modules)
+
+
+def test_a_rank_finds_torch_lightning_and_the_application_imported() -> None:
+    (loaded,) = run_ranks(loaded_modules, 1)
+    assert {"torch", "lightning.pytorch", "genesis.train.module", "genesis.data.datamodule"} <= loaded
 
 
 def test_what_is_printed_last_arrives(tmp_path: Path) -> None:

@@ -21,7 +21,13 @@ import torch.distributed as dist
 _GRACE_SECONDS = 5.0
 
 _CONTEXT = get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "lightning.pytorch", "genesis_callbacks.testing"])
+_PRELOADED = ["torch", "torch.distributed.fsdp", "lightning.pytorch", "genesis_callbacks.testing"]
+_CONTEXT.set_forkserver_preload(_PRELOADED)
+
+
+def preload(*modules: str) -> None:
+    """Lets the fork server import `modules`, too, so that ranks need not; call it before the first ranks start."""
+    _CONTEXT.set_forkserver_preload([*_PRELOADED, *modules])
 
 
 def _serve_rank(
