@@ -45,6 +45,7 @@ def imported(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_training_begins_with_the_weights_of_an_import(
     genesis: Genesis, imported: Path, recipe: Path, tmp_path: Path
 ) -> None:

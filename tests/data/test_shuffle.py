@@ -26,6 +26,7 @@ def permute_slowly(index: int, length: int, seed: int) -> int:
 
 
 @given(length=st.integers(2, 2**45), seed=st.integers(0, 2**32 - 1), data=st.data())
+@pytest.mark.slow
 def test_the_values_are_those_of_grain(length: int, seed: int, data: st.DataObject) -> None:
     if (length - 1).bit_count() == 1:
         length += 1  # one longer than a power of two: see below

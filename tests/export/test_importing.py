@@ -16,6 +16,7 @@ from genesis_callbacks.checkpoint import read_manifest
 from tests.model.test_huggingface_files import write_llama
 
 
+@pytest.mark.slow
 def test_an_untied_llama_in_bfloat16_without_tokenizer_becomes_a_checkpoint(tmp_path: Path) -> None:
     model = write_llama(tmp_path / "llama", tie_word_embeddings=False, rope_theta=20_000.0)
     proof = import_directory(tmp_path / "llama", tmp_path / "run", has_tokenizer=False)

@@ -210,6 +210,7 @@ def _run_rank(directory: Path, tokenizer: Path, folder: Path, world_size: int, m
     return module.trained
 
 
+@pytest.mark.slow
 def test_two_ranks_then_four_then_one_go_on_from_real_checkpoints_with_the_same_global_batches(
     directory: Path, tokenizer: Path, tmp_path: Path
 ) -> None:

@@ -294,6 +294,7 @@ def count_finished(out: Path) -> int:
     return len(list(out.glob(".clean/logs/*/completions/*")))
 
 
+@pytest.mark.slow
 def test_killed_again_and_again_it_ends_as_if_never_killed(inputs: Path) -> None:
     options = make_options(inputs, out=inputs / "killed")
     finished: dict[Path, int] = {}
