@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from genesis.model.decoder import Decoder, DecoderConfig
-from genesis_callbacks.checkpoint import Origin, Ranks, Saver, Snapshot, local_parts
+from genesis_callbacks.checkpoint import Origin, Ranks, SaveTarget, Snapshot, local_parts, save_blocking
 
 SHAPE = {
     "dim": 32,
@@ -42,5 +42,5 @@ def save(directory: Path, step: int, decoder: Decoder, identity: dict[str, Any],
         part for name, tensor in state.items() for part in local_parts(f"model.decoder.{name}", tensor, "parameter")
     ]
     directory.mkdir(parents=True, exist_ok=True)
-    saver = Saver(directory, Ranks(), origin=Origin(identity, recipe))
-    return saver.save(lambda: Snapshot(step, {"step": step, "tokens_seen": 100 * step}, parts, {})).path
+    target = SaveTarget(directory, Ranks(), origin=Origin(identity, recipe))
+    return save_blocking(target, lambda: Snapshot(step, {"step": step, "tokens_seen": 100 * step}, parts, {}))

@@ -18,16 +18,17 @@ from genesis_callbacks import AsyncProcessCheckpoint
 from genesis_callbacks.checkpoint import (
     Ranks,
     Retention,
-    Saver,
+    SaveTarget,
     Snapshot,
     find_latest,
     local_parts,
     read_tensors,
+    save_blocking,
     verify,
 )
-from genesis_callbacks.checkpoint.background import BackgroundSaver, Progress
 from genesis_callbacks.checkpoint.channel import Channel
 from genesis_callbacks.checkpoint.job import WriteJob, perform
+from genesis_callbacks.checkpoint.pipeline import Progress, SavePipeline
 from genesis_callbacks.checkpoint.stage import SharedBuffer, copy_into, place_parts
 from genesis_callbacks.checkpoint.writer import serve
 from genesis_callbacks.checkpoint.writer_process import WriterProcess
@@ -202,20 +203,24 @@ def list_descriptors() -> dict[str, str]:
 
 
 def save_often(root: Path, mode: str) -> dict[str, int]:
-    saver = Saver(root, Ranks(), retention=Retention(keep_last=2))
+    target = SaveTarget(root, Ranks(), retention=Retention(keep_last=2))
     live = torch.zeros(1000)
     before = len(list_descriptors())
-    background = BackgroundSaver(
-        saver, writer=WriterProcess() if mode == "process" else None, staging="overlapped", time_limit_seconds=60.0
+    pipeline = SavePipeline(
+        target,
+        mode=mode,
+        writer=WriterProcess() if mode == "process" else None,
+        staging="overlapped",
+        time_limit_seconds=60.0,
     )
     for step in range(1, 101):
         live += 1
         extra = torch.zeros(step)  # another tensor of this rank's own at each step
         parts = local_parts("model.x", live, "parameter") + local_parts("state.0.x", extra, "state")
-        background.begin(step, lambda step=step, parts=parts: Snapshot(step, {}, parts, {}), Progress(lambda: 0))
-        assert background.finish().kind == "committed"
+        pipeline.begin(step, lambda step=step, parts=parts: Snapshot(step, {}, parts, {}), Progress(lambda: 0))
+        assert pipeline.finish().kind == "committed"
     during = len(list_descriptors())
-    background.close(0.0)
+    pipeline.close(0.0)
     return {
         "during": during - before,
         "after": len(list_descriptors()) - before,
@@ -274,17 +279,17 @@ def kill_writer_before_every_operation(root: Path) -> list[str]:
     while True:
         directory = root / f"kill-{len(endings) + 1}"
         directory.mkdir(parents=True)
-        saver = Saver(directory, Ranks(), retention=Retention(keep_last=1))
+        target = SaveTarget(directory, Ranks(), retention=Retention(keep_last=1))
         live = torch.full((300,), 1.0)
         parts = local_parts("model.a", live, "parameter")
-        saver.save(lambda parts=parts: Snapshot(1, {}, parts, {}))
+        save_blocking(target, lambda parts=parts: Snapshot(1, {}, parts, {}))
         live.fill_(2.0)
         writer = DoomedWriter(len(endings) + 1)
-        background = BackgroundSaver(saver, writer=writer, staging="overlapped", time_limit_seconds=60.0)
-        background.begin(2, lambda parts=parts: Snapshot(2, {}, parts, {}), Progress(lambda: 0))
-        outcome = background.finish()
+        pipeline = SavePipeline(target, mode="process", writer=writer, staging="overlapped", time_limit_seconds=60.0)
+        pipeline.begin(2, lambda parts=parts: Snapshot(2, {}, parts, {}), Progress(lambda: 0))
+        outcome = pipeline.finish()
         was_killed = writer._process.code is not None
-        background.close(0.0)
+        pipeline.close(0.0)
         # What is said is so: committed means there and whole, failed means the old one and nothing else.
         latest = find_latest(directory)
         assert verify(latest, "deep").step == (2 if outcome.kind == "committed" else 1), outcome
@@ -304,20 +309,20 @@ def test_a_writer_killed_before_any_operation_never_lies(tmp_path):
     assert endings == sorted(endings, reverse=True)  # failed until it is committed, and never again
 
 
-def begin_and_finish(background, step, parts, progress):
-    background.begin(step, lambda: Snapshot(step, {}, parts, {}), progress)
-    return background.finish()
+def begin_and_finish(pipeline, step, parts, progress):
+    pipeline.begin(step, lambda: Snapshot(step, {}, parts, {}), progress)
+    return pipeline.finish()
 
 
 def test_a_step_during_staging_is_torn_then_blocking_then_refused(tmp_path):
     parts = local_parts("model.x", torch.ones(5), "parameter")
-    background = BackgroundSaver(Saver(tmp_path, Ranks()), writer=None, staging="overlapped", time_limit_seconds=60.0)
+    pipeline = SavePipeline(SaveTarget(tmp_path, Ranks()), mode="thread", staging="overlapped", time_limit_seconds=60.0)
     steps = iter(range(10))
-    outcome = begin_and_finish(background, 1, parts, Progress(lambda: next(steps)))
-    assert (outcome.kind, background.staging) == ("torn", "blocking")
+    outcome = begin_and_finish(pipeline, 1, parts, Progress(lambda: next(steps)))
+    assert (outcome.kind, pipeline.staging) == ("torn", "blocking")
     assert "an optimizer step came before its end" in outcome.text
-    assert begin_and_finish(background, 1, parts, Progress(lambda: next(steps))).kind == "failed"
-    assert begin_and_finish(background, 1, parts, Progress(lambda: 0)).kind == "committed"
+    assert begin_and_finish(pipeline, 1, parts, Progress(lambda: next(steps))).kind == "failed"
+    assert begin_and_finish(pipeline, 1, parts, Progress(lambda: 0)).kind == "committed"
     assert {path.name for path in tmp_path.iterdir()} == {".trash", "step-00000001"}
 
 
@@ -338,15 +343,15 @@ def test_a_stale_snapshot_is_refused(tmp_path):
     live, other, counter = torch.ones(5), torch.ones(5), torch.tensor(1.0)
     parts = local_parts("model.x", live, "parameter") + local_parts("model.y", other, "parameter")
     parts += local_parts("optimizer.0.x.step", counter, "optimizer")
-    background = BackgroundSaver(Saver(tmp_path, Ranks()), writer=None, staging="overlapped", time_limit_seconds=60.0)
+    pipeline = SavePipeline(SaveTarget(tmp_path, Ranks()), mode="thread", staging="overlapped", time_limit_seconds=60.0)
     moved = Progress(lambda: 0, num_updates=1, moved=frozenset({"model.x"}))
-    assert begin_and_finish(background, 1, parts, moved).kind == "committed"
-    outcome = begin_and_finish(background, 2, parts, moved)
+    assert begin_and_finish(pipeline, 1, parts, moved).kind == "committed"
+    outcome = begin_and_finish(pipeline, 2, parts, moved)
     assert outcome.kind == "failed"
     assert "a stale snapshot: no parameter and no optimizer state has changed since step-00000001" in outcome.text
     other += 1
-    outcome = begin_and_finish(background, 2, parts, moved)
+    outcome = begin_and_finish(pipeline, 2, parts, moved)
     assert "model.x and its optimizer state have not changed" in outcome.text
-    assert begin_and_finish(background, 2, parts, Progress(lambda: 0)).kind == "committed"  # no update happened
+    assert begin_and_finish(pipeline, 2, parts, Progress(lambda: 0)).kind == "committed"  # no update happened
     counter += 1  # an update smaller than half a unit in the last place moves the state alone
-    assert begin_and_finish(background, 3, parts, moved).kind == "committed"
+    assert begin_and_finish(pipeline, 3, parts, moved).kind == "committed"

@@ -205,9 +205,10 @@ def test_an_exception_saves_the_last_window_and_the_run_goes_on_bit_for_bit(tmp_
 
 
 @pytest.mark.slow
-def test_ranks_that_fail_together_save_without_talking(tmp_path):
+@pytest.mark.parametrize("mode", ["sync", "process"])
+def test_ranks_that_fail_together_save_without_talking(tmp_path, mode):
     fail = (FailsAt("on_train_batch_start", 4),)
-    options = {"mode": "process", "save_on_exception": True, "every_n_steps": 2}
+    options = {"mode": mode, "save_on_exception": True, "every_n_steps": 2}
     fit_on(2, tmp_path, "fsdp2", 6, callbacks=fail, is_failing=True, save_at_end=False, **options)
     assert find_latest(tmp_path, level="deep").name == "step-00000004"
     late = (FailsAt("on_train_batch_start", 5),)

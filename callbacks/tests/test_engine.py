@@ -25,7 +25,7 @@ from genesis_callbacks.checkpoint import (
     Ranks,
     Retention,
     SaveFailedError,
-    Saver,
+    SaveTarget,
     Snapshot,
     UnreadableCheckpointError,
     find_latest,
@@ -34,6 +34,7 @@ from genesis_callbacks.checkpoint import (
     read_manifest,
     read_tensors,
     restore_parts,
+    save_blocking,
     verify,
 )
 from genesis_callbacks.checkpoint.hashing import hash_bytes
@@ -53,10 +54,10 @@ TENSORS = {
 
 def save_steps(directory, *steps, tensors=TENSORS, retention=None):
     directory.mkdir(exist_ok=True)
-    saver = Saver(directory, Ranks(), retention=retention)
+    target = SaveTarget(directory, Ranks(), retention=retention)
     parts = [part for name, tensor in tensors.items() for part in local_parts(name, tensor, "parameter")]
     return [
-        saver.save(lambda step=step: Snapshot(step, {"tokens_seen": step * 10}, parts, {"step": step})).path
+        save_blocking(target, lambda step=step: Snapshot(step, {"tokens_seen": step * 10}, parts, {"step": step}))
         for step in steps
     ]
 
@@ -166,10 +167,10 @@ def test_retention_after_commit_leaves_foreign_and_in_flight_alone(tmp_path):
 
 def test_latest_follows_the_lineage_not_the_number(tmp_path):
     (newer_number,) = save_steps(tmp_path, 5)
-    saver = Saver(tmp_path, Ranks())
-    saver.continue_from(None, 1)
-    saved = saver.save(lambda: Snapshot(3, {}, local_parts("x", torch.ones(2), "parameter"), {}))
-    assert find_latest(tmp_path) == saved.path != newer_number
+    target = SaveTarget(tmp_path, Ranks())
+    target.continue_from(None, 1)
+    saved = save_blocking(target, lambda: Snapshot(3, {}, local_parts("x", torch.ones(2), "parameter"), {}))
+    assert find_latest(tmp_path) == saved != newer_number
 
 
 def test_every_single_byte_flip_is_refused(tmp_path):
@@ -278,7 +279,7 @@ def test_a_deep_look_adds_up_blocks_of_a_tensor_that_is_cut_along_any_dimension(
         data = whole.narrow(dim, start, size)
         offsets = tuple(start if each == dim else 0 for each in range(3))
         parts.append(LocalPart(Part("model.w", "parameter", (5, 7, 4), whole.dtype, offsets, tuple(data.shape)), data))
-    path = Saver(tmp_path, Ranks()).save(lambda: Snapshot(1, {}, parts, {})).path
+    path = save_blocking(SaveTarget(tmp_path, Ranks()), lambda: Snapshot(1, {}, parts, {}))
     verify(path, "deep")
     forge_digest(path, "model.w")
     with pytest.raises(CorruptCheckpointError, match=r"model\.w has digest"):

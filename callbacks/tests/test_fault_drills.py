@@ -27,17 +27,18 @@ from genesis_callbacks.checkpoint import (
     Ranks,
     Retention,
     SaveFailedError,
-    Saver,
+    SaveTarget,
     Snapshot,
     find_latest,
     local_parts,
+    one_save,
     read_tensors,
+    save_blocking,
     verify,
 )
-from genesis_callbacks.checkpoint import background as background_module
-from genesis_callbacks.checkpoint.background import BackgroundSaver, Progress
 from genesis_callbacks.checkpoint.job import WriteJob
 from genesis_callbacks.checkpoint.lineage import remove_abandoned, wait_for_orphans
+from genesis_callbacks.checkpoint.pipeline import Progress, SavePipeline
 from genesis_callbacks.checkpoint.stage import SharedBuffer, place_parts
 from genesis_callbacks.checkpoint.writer_process import WriterProcess
 from genesis_callbacks.testing import run_ranks
@@ -57,36 +58,29 @@ def filled(value: float) -> dict[str, torch.Tensor]:
     return {name: torch.full((300,), value) for name in ("model.a", "model.b")}
 
 
-def save_with_fault(saver: Saver, mode: str, act: str, number: int) -> tuple[str, bool]:
+def save_with_fault(target: SaveTarget, mode: str, act: str, number: int) -> tuple[str, bool]:
     """Saves step 2 with a fault at this rank's n-th file operation; returns (outcome, whether the fault happened)."""
     live = filled(2.0)
     ours = contextlib.nullcontext() if mode == "process" else OperationFault(number, act)
-    if mode == "sync":
-        with ours as fault:
-            try:
-                saver.save(lambda: snapshot(2, live))
-            except SaveFailedError as error:
-                return f"failed: {error}", fault.is_met
-            return "committed", fault.is_met
     writer = FaultyWriter(number, act) if mode == "process" else None
-    background = BackgroundSaver(saver, writer=writer, staging="overlapped", time_limit_seconds=20.0)
+    pipeline = SavePipeline(target, mode=mode, writer=writer, staging="overlapped", time_limit_seconds=20.0)
     with ours as fault:
-        background.begin(2, lambda: snapshot(2, live), Progress(lambda: 0))
-        outcome = background.finish()
-    background.close(0.0)
+        pipeline.begin(2, lambda: snapshot(2, live), Progress(lambda: 0))
+        outcome = pipeline.finish()
+    pipeline.close(0.0)
     return f"{outcome.kind}: {outcome.text}", fault.is_met if writer is None else writer.was_met()
 
 
 def meet_every_operation(root: Path, mode: str, act: str) -> list[str]:
     """Returns how the save of step 2 ended after a fault of the last rank at its operation 1, 2, ..."""
-    background_module._NOTE_WAIT_SECONDS = 0.1  # the staging directory is there before a writer can meet a fault
+    one_save._NOTE_WAIT_SECONDS = 0.1  # the staging directory is there before a writer can meet a fault
     ranks = Ranks()
     is_faulty = ranks.rank == ranks.world_size - 1
     first = root / "first"
     if ranks.is_first:
         first.mkdir()
     ranks.gather(None)
-    Saver(first, ranks).save(lambda: snapshot(1, filled(1.0)))
+    save_blocking(SaveTarget(first, ranks), lambda: snapshot(1, filled(1.0)))
     endings: list[str] = []
     while True:
         number = len(endings) + 1 if is_faulty else NO_FAULT
@@ -94,14 +88,14 @@ def meet_every_operation(root: Path, mode: str, act: str) -> list[str]:
         if ranks.is_first:
             shutil.copytree(first, directory)
         ranks.gather(None)
-        saver = Saver(directory, ranks, retention=Retention(keep_last=1))
-        saver.continue_from(None, 1)
-        outcome, is_met = save_with_fault(saver, mode, act, number)
+        target = SaveTarget(directory, ranks, retention=Retention(keep_last=1))
+        target.continue_from(None, 1)
+        outcome, is_met = save_with_fault(target, mode, act, number)
         (told,) = set(ranks.gather(outcome))
         if ranks.is_first:
             check_what_is_told(directory, told, is_dead=act == "dead")
         ranks.gather(None)
-        saver.save(lambda: snapshot(3, filled(3.0)))  # the next save is as any other
+        save_blocking(target, lambda: snapshot(3, filled(3.0)))  # the next save is as any other
         if ranks.is_first:
             assert verify(find_latest(directory), "deep").step == 3
             shutil.rmtree(directory)
@@ -145,17 +139,17 @@ def test_a_fault_at_any_operation_of_one_rank_is_told_as_it_is(memory_path, worl
 
 def begin_as_trainer(directory: Path, number: int, tell: int) -> None:
     """Saves through a writer that stops before its n-th operation, tells its process id, and waits to be killed."""
-    saver = Saver(directory, Ranks(), retention=Retention(keep_last=1))
-    saver.continue_from(None, 1)
+    target = SaveTarget(directory, Ranks(), retention=Retention(keep_last=1))
+    target.continue_from(None, 1)
     writer = FaultyWriter(number, "stop")
-    background = BackgroundSaver(saver, writer=writer, staging="overlapped", time_limit_seconds=60.0)
-    background.begin(2, lambda: snapshot(2, filled(2.0)), Progress(lambda: 0))
+    pipeline = SavePipeline(target, mode="process", writer=writer, staging="overlapped", time_limit_seconds=60.0)
+    pipeline.begin(2, lambda: snapshot(2, filled(2.0)), Progress(lambda: 0))
     while True:
         pid, status = os.waitpid(writer._process.pid, os.WUNTRACED | os.WNOHANG)
         if pid and os.WIFSTOPPED(status):
             os.write(tell, f"{pid} ".encode())
             signal.pause()
-        if background.poll():
+        if pipeline.poll():
             os.write(tell, b"0 ")
             signal.pause()
         time.sleep(0.001)
@@ -167,7 +161,7 @@ def wake_orphan_at_every_operation(root: Path) -> list[int]:
     assert ctypes.CDLL(None).prctl(adopt, 1, 0, 0, 0) == 0
     first = root / "first"
     first.mkdir()
-    Saver(first, Ranks()).save(lambda: snapshot(1, filled(1.0)))
+    save_blocking(SaveTarget(first, Ranks()), lambda: snapshot(1, filled(1.0)))
     found: list[int] = []
     while True:
         directory = root / f"operation-{len(found) + 1}"
@@ -191,9 +185,9 @@ def wake_orphan_at_every_operation(root: Path) -> list[int]:
         wait_for_orphans(directory, 0.01)
         remove_abandoned(directory)
         step = verify(find_latest(directory), "deep").step
-        saver = Saver(directory, Ranks())
-        saver.continue_from(None, step)
-        saver.save(lambda step=step: snapshot(step + 1, filled(10.0)))
+        target = SaveTarget(directory, Ranks())
+        target.continue_from(None, step)
+        save_blocking(target, lambda step=step: snapshot(step + 1, filled(10.0)))
         os.kill(orphan, signal.SIGCONT)
         os.waitpid(orphan, 0)
         latest = find_latest(directory)
@@ -276,9 +270,9 @@ class Ballast(Callback):
         self.path, self.first, self.last = directory / "ballast", first, last
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
-        background = trainer.checkpoint_callback._session.saves.background
-        if background is not None and background.step_in_flight is not None:
-            wait_until(lambda: background.poll() != 0)  # each save has the disk as it was at its step
+        pipeline = trainer.checkpoint_callback._session.saves.pipeline
+        if pipeline is not None and pipeline.step_in_flight is not None:
+            wait_until(lambda: pipeline.poll() != 0)  # each save has the disk as it was at its step
         if trainer.global_step + 1 == self.first:
             with self.path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
                 while True:
@@ -295,7 +289,7 @@ def train_on_a_small_disk(root: Path, mode: str) -> dict[str, object] | None:
     return {**run, "committed": committed(root), "verified": verify(find_latest(root), "deep").step}
 
 
-@pytest.mark.parametrize("mode", ["sync", "process"])
+@pytest.mark.parametrize("mode", ["sync", "thread", "process"])
 def test_a_really_full_disk_fails_the_save_and_the_next_one_succeeds(tmp_path, mode):
     (run,) = run_ranks(train_on_a_small_disk, 1, tmp_path, mode)
     if run is None:
@@ -504,20 +498,20 @@ def test_a_buffer_that_is_used_again_holds_each_save_s_own_values(tmp_path):
 
 
 def test_an_optimizer_that_lost_its_state_is_not_saved(tmp_path):
-    saver = Saver(tmp_path, Ranks())
-    background = BackgroundSaver(saver, writer=None, staging="overlapped", time_limit_seconds=60.0)
+    target = SaveTarget(tmp_path, Ranks())
+    pipeline = SavePipeline(target, mode="thread", staging="overlapped", time_limit_seconds=60.0)
     weight, moment = torch.ones(5), torch.ones(5)
     model = local_parts("model.x", weight, "parameter")
     progress = Progress(lambda: 0, num_updates=1, moved=frozenset({"model.x"}))
     parts = model + local_parts("optimizer.0.x.exp_avg", moment, "optimizer")
-    background.begin(1, lambda: Snapshot(1, {}, parts, {}), progress)
-    assert background.finish().kind == "committed"
+    pipeline.begin(1, lambda: Snapshot(1, {}, parts, {}), progress)
+    assert pipeline.finish().kind == "committed"
     weight += 1
-    background.begin(2, lambda: Snapshot(2, {}, model, {}), progress)
-    outcome = background.finish()
+    pipeline.begin(2, lambda: Snapshot(2, {}, model, {}), progress)
+    outcome = pipeline.finish()
     assert outcome.text == "optimizer 0 has been emptied: step-00000001 has its state, this save would have none"
     assert find_latest(tmp_path).name == "step-00000001"
-    background.close(0.0)
+    pipeline.close(0.0)
 
 
 class SignalInValidation(BoringModel):
@@ -563,24 +557,26 @@ def test_a_signal_in_validation_saves_at_the_next_step_and_stops_all(tmp_path, s
 def fail_at_once_on_rank_0(directory: Path, limit_seconds: float) -> float:
     """Returns how long a save takes to be over on this rank, which rank 0 gives up at its first file operation."""
     ranks = Ranks()
-    saver = Saver(directory, ranks)
+    target = SaveTarget(directory, ranks)
     writer = FaultyWriter(1 if ranks.is_first else NO_FAULT, "EIO")
-    background = BackgroundSaver(saver, writer=writer, staging="overlapped", time_limit_seconds=limit_seconds)
+    pipeline = SavePipeline(
+        target, mode="process", writer=writer, staging="overlapped", time_limit_seconds=limit_seconds
+    )
     if ranks.rank == 1:
         writer_pid = writer._process.pid
         os.kill(writer_pid, signal.SIGSTOP)  # it comes to the job when rank 0 has given up already
-    background.begin(1, lambda: snapshot(1, filled(1.0)), Progress(lambda: 0))
+    pipeline.begin(1, lambda: snapshot(1, filled(1.0)), Progress(lambda: 0))
     if ranks.is_first:
-        wait_until(lambda: background.poll() != 0)
+        wait_until(lambda: pipeline.poll() != 0)
     ranks.gather(None)
     if ranks.rank == 1:
         os.kill(writer_pid, signal.SIGCONT)
     begin_seconds = time.monotonic()
-    outcome = background.finish()
+    outcome = pipeline.finish()
     assert outcome.kind == "failed"
     assert "Input/output error" in outcome.text
     seconds = time.monotonic() - begin_seconds
-    background.close(0.0)
+    pipeline.close(0.0)
     return seconds
 
 
@@ -595,14 +591,16 @@ def save_on_a_dying_disk(root: Path) -> list[str]:
     while True:
         directory = root / f"operation-{len(endings) + 1}"
         directory.mkdir()
-        background = BackgroundSaver(Saver(directory, Ranks()), writer=None, staging="blocking", time_limit_seconds=5.0)
+        pipeline = SavePipeline(
+            SaveTarget(directory, Ranks()), mode="thread", staging="blocking", time_limit_seconds=5.0
+        )
         with OperationFault(len(endings) + 1, "dead") as fault:
-            background.begin(2, lambda: snapshot(2, filled(2.0)), Progress(lambda: 0))
-            save = background._save
+            pipeline.begin(2, lambda: snapshot(2, filled(2.0)), Progress(lambda: 0))
+            save = pipeline._save
             if not save.finished.wait(5.0):
                 return [*endings, "never told"]
-        outcome = background.finish()
-        background.close(0.0)
+        outcome = pipeline.finish()
+        pipeline.close(0.0)
         if not fault.is_met:
             return endings
         endings.append(outcome.kind)

@@ -18,16 +18,17 @@ from genesis_callbacks.checkpoint import (
     DirectoryLock,
     Ranks,
     Retention,
-    Saver,
+    SaveTarget,
     Snapshot,
     find_latest,
     local_parts,
     read_tensors,
+    save_blocking,
     verify,
 )
-from genesis_callbacks.checkpoint.background import BackgroundSaver, Progress
 from genesis_callbacks.checkpoint.hashing import hash_bytes
 from genesis_callbacks.checkpoint.lineage import remove_abandoned
+from genesis_callbacks.checkpoint.pipeline import Progress, SavePipeline
 from genesis_callbacks.testing import run_ranks
 
 OPERATIONS = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir")
@@ -35,19 +36,19 @@ OPERATIONS = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir")
 
 def save_step(directory: Path, step: int, mode: str = "sync") -> None:
     """Saves tensors that all hold the step, after whatever is there, and keeps only the newest."""
-    saver = Saver(directory, Ranks(), retention=Retention(keep_last=1))
+    target = SaveTarget(directory, Ranks(), retention=Retention(keep_last=1))
     before = find_latest(directory)
     if before is not None:
-        saver.continue_from(None, verify(before).sequence)
+        target.continue_from(None, verify(before).sequence)
     tensors = {"model.a": torch.full((300,), float(step)), "optimizer.0.a.exp_avg": torch.full((5, 5), float(step))}
     parts = [part for name, tensor in tensors.items() for part in local_parts(name, tensor, "parameter")]
     if mode == "sync":
-        saver.save(lambda: Snapshot(step, {}, parts, {"step": step}))
+        save_blocking(target, lambda: Snapshot(step, {}, parts, {"step": step}))
         return
-    background = BackgroundSaver(saver, writer=None, staging="overlapped", time_limit_seconds=60.0)
-    background.begin(step, lambda: Snapshot(step, {}, parts, {"step": step}), Progress(lambda: 0))
-    assert background.finish().kind == "committed"
-    background.close(0.0)
+    pipeline = SavePipeline(target, mode="thread", staging="overlapped", time_limit_seconds=60.0)
+    pipeline.begin(step, lambda: Snapshot(step, {}, parts, {"step": step}), Progress(lambda: 0))
+    assert pipeline.finish().kind == "committed"
+    pipeline.close(0.0)
 
 
 class KilledBefore:
@@ -160,7 +161,7 @@ def test_a_full_disk_fails_the_save_and_training_goes_on_by_policy(tmp_path):
 def test_a_full_disk_on_one_rank_ends_all_with_its_name(tmp_path):
     with pytest.raises(AssertionError) as caught:
         run_training(2, tmp_path, "fsdp2", 6, every_n_steps=2, callbacks=(FullDisk(3, 9, rank=1),))
-    assert str(caught.value).count("SaveFailedError: writing the shards: rank 1: OSError: [Errno 27]") == 2
+    assert str(caught.value).count("SaveFailedError: rank 1: OSError: [Errno 27]") == 2
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {".lock", ".trash", "step-00000002"}
     assert find_latest(tmp_path).name == "step-00000002"
 

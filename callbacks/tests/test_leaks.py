@@ -18,14 +18,14 @@ from test_fault_drills import mount, wait_until
 from genesis_callbacks.checkpoint import (
     Ranks,
     Retention,
-    Saver,
+    SaveTarget,
     Snapshot,
     find_latest,
     local_parts,
     read_tensors,
     verify,
 )
-from genesis_callbacks.checkpoint.background import BackgroundSaver, Progress
+from genesis_callbacks.checkpoint.pipeline import Progress, SavePipeline
 from genesis_callbacks.checkpoint.writer_process import WriterProcess
 from genesis_callbacks.testing import run_ranks
 
@@ -57,32 +57,32 @@ def resident_bytes(pid: int | str = "self") -> int:
     return int(line.split()[1]) * 1024
 
 
-def build_background(directory: Path, mode: str) -> BackgroundSaver:
-    saver = Saver(directory, Ranks(), retention=Retention(keep_last=2))
+def build_pipeline(directory: Path, mode: str) -> SavePipeline:
+    target = SaveTarget(directory, Ranks(), retention=Retention(keep_last=2))
     writer = WriterProcess() if mode == "process" else None
-    return BackgroundSaver(saver, writer=writer, staging="overlapped", time_limit_seconds=60.0)
+    return SavePipeline(target, mode=mode, writer=writer, staging="overlapped", time_limit_seconds=60.0)
 
 
-def save(background: BackgroundSaver, step: int, tensors: dict[str, torch.Tensor]) -> None:
+def save(pipeline: SavePipeline, step: int, tensors: dict[str, torch.Tensor]) -> None:
     parts = [part for name, tensor in tensors.items() for part in local_parts(name, tensor, "parameter")]
-    background.begin(step, lambda: Snapshot(step, {}, parts, {}), Progress(lambda: 0))
-    outcome = background.finish()
+    pipeline.begin(step, lambda: Snapshot(step, {}, parts, {}), Progress(lambda: 0))
+    outcome = pipeline.finish()
     assert outcome.kind == "committed", outcome.text
 
 
 def save_three_hundred_times(directory: Path, mode: str) -> dict[str, object]:
     before = count_everything()
-    background = build_background(directory, mode)
+    pipeline = build_pipeline(directory, mode)
     live = torch.zeros(2_000)
     during, resident, writer_resident = {}, {}, {}
     for step in range(1, NUM_SAVES + 1):
         live += 1
-        save(background, step, {"model.x": live, "model.y": torch.zeros(step % 7 + 1)})
+        save(pipeline, step, {"model.x": live, "model.y": torch.zeros(step % 7 + 1)})
         if step in (WARM_UP_SAVES, NUM_SAVES):
             wait_until(lambda: "genesis-write" not in {thread.name for thread in threading.enumerate()})
             during[step], resident[step] = count_everything(), resident_bytes()
             writer_resident[step] = [resident_bytes(child) for child in list_children()]
-    background.close(0.0)
+    pipeline.close(0.0)
     wait_until(lambda: threading.active_count() == before["threads"])
     return {
         "before": before,
@@ -109,17 +109,17 @@ def test_three_hundred_saves_leak_nothing(memory_path, mode):
 def kill_writers(directory: Path, num_kills: int) -> tuple[dict[str, int], dict[str, int]]:
     """Counts what is held after one killed writer, and after several."""
     counts = []
-    background = build_background(directory, "process")
+    pipeline = build_pipeline(directory, "process")
     for step in range(1, num_kills + 1):
-        background.wait_ready()
+        pipeline.wait_ready()
         (writer,) = find_writers()
         os.kill(writer, signal.SIGKILL)
         parts = local_parts("model.x", torch.ones(9), "parameter")
-        background.begin(step, lambda parts=parts, step=step: Snapshot(step, {}, parts, {}), Progress(lambda: 0))
+        pipeline.begin(step, lambda parts=parts, step=step: Snapshot(step, {}, parts, {}), Progress(lambda: 0))
         # Whether the death was seen before the save was handed over is a matter of microseconds.
-        assert background.finish().kind in ("failed", "committed")
+        assert pipeline.finish().kind in ("failed", "committed")
         counts.append(count_everything())
-    background.close(0.0)
+    pipeline.close(0.0)
     return counts[0], counts[-1]
 
 
@@ -141,12 +141,12 @@ def save_with_little(directory: Path) -> bool:
     num_elements = 80_000_000 // NUM_TENSORS // 4
     tensors = {f"model.{number}": torch.full((num_elements,), float(number)) for number in range(NUM_TENSORS)}
     assert sum(tensor.nbytes for tensor in tensors.values()) > SHARED_MEMORY_BYTES
-    background = build_background(directory, "process")
+    pipeline = build_pipeline(directory, "process")
     for step in (1, 2):
-        save(background, step, tensors)
+        save(pipeline, step, tensors)
         assert not is_small or not list(Path("/dev/shm").iterdir())
         assert count_everything()["named shared memory"] == 0
-    background.close(0.0)
+    pipeline.close(0.0)
     path = find_latest(directory)
     assert verify(path, "deep").step == 2
     assert all(torch.equal(tensors[name], tensor) for name, tensor in read_tensors(path).items())
@@ -165,11 +165,11 @@ def save_with_many_descriptors(directory: Path) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     held = [os.open("/dev/null", os.O_RDONLY) for _ in range(1_100)]
-    background = build_background(directory, "process")
+    pipeline = build_pipeline(directory, "process")
     writers = find_writers()
-    save(background, 1, {"model.x": torch.ones(9)})
+    save(pipeline, 1, {"model.x": torch.ones(9)})
     assert find_writers() == writers  # none has died and been started again
-    background.close(0.0)
+    pipeline.close(0.0)
     for descriptor in held:
         os.close(descriptor)
 
@@ -181,8 +181,8 @@ def test_a_trainer_with_a_thousand_open_files_saves(tmp_path):
 
 def end_with_a_copy_of_the_channel_held(directory: Path) -> float:
     """Returns how long a writer takes to end while a forked child, as a loader's worker is, holds its channel open."""
-    background = build_background(directory, "process")
-    save(background, 1, {"model.x": torch.ones(9)})
+    pipeline = build_pipeline(directory, "process")
+    save(pipeline, 1, {"model.x": torch.ones(9)})
     child = os.fork()
     if child == 0:
         try:
@@ -190,8 +190,8 @@ def end_with_a_copy_of_the_channel_held(directory: Path) -> float:
         finally:
             os._exit(0)
     begin_seconds = time.monotonic()
-    process = background._writer._process
-    background.close(0.0)
+    process = pipeline._writer._process
+    pipeline.close(0.0)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert process.returncode == 0  # it ended by itself

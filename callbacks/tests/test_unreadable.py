@@ -16,12 +16,13 @@ from genesis_callbacks.checkpoint import (
     CorruptCheckpointError,
     QuarantineWarning,
     Ranks,
-    Saver,
+    SaveTarget,
     Snapshot,
     UnreadableCheckpointError,
     find_latest,
     local_parts,
     read_tensors,
+    save_blocking,
     verify,
 )
 
@@ -31,11 +32,11 @@ NOBODY = 65534
 
 def save_two(directory: Path) -> tuple[Path, Path]:
     directory.mkdir(exist_ok=True)
-    saver = Saver(directory, Ranks())
+    target = SaveTarget(directory, Ranks())
 
     def save(step: int) -> Path:
         parts = local_parts("model.weight", torch.full((3, 4), float(step)), "parameter")
-        return saver.save(lambda: Snapshot(step, {}, parts, {"step": step})).path
+        return save_blocking(target, lambda: Snapshot(step, {}, parts, {"step": step}))
 
     return save(3), save(6)
 

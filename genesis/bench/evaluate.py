@@ -41,7 +41,7 @@ from genesis.model.decoder import Decoder
 from genesis.model.recipe import build_decoder_config
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
-from genesis_callbacks.checkpoint import Origin, Ranks, Saver, Snapshot, local_parts
+from genesis_callbacks.checkpoint import Origin, Ranks, SaveTarget, Snapshot, local_parts, save_blocking
 
 # isort: split
 from lm_eval.models.huggingface import HFLM  # after what makes it quiet
@@ -139,8 +139,8 @@ def make_checkpoint(run: Path, texts: Sequence[str], config: Path) -> Path:
     ]
     (run / "checkpoints").mkdir()
     origin = Origin({"tokenizer_hash": Tokenizer.load(run).hash}, {"model": {"decoder": shape}})
-    saver = Saver(run / "checkpoints", Ranks(), origin=origin)
-    return saver.save(lambda: Snapshot(1, {"step": 1}, parts, {})).path
+    target = SaveTarget(run / "checkpoints", Ranks(), origin=origin)
+    return save_blocking(target, lambda: Snapshot(1, {"step": 1}, parts, {}))
 
 
 def make_requests(folder: Path, num_questions: int) -> list[Any]:

@@ -22,7 +22,7 @@ from genesis.model.decoder import DecoderConfig
 from genesis.model.huggingface_files import DECODER_PREFIX, read_llama_config, read_weights
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis.tokenizer.train import MODEL_NAME
-from genesis_callbacks.checkpoint import Origin, Ranks, Saver, Snapshot, local_parts
+from genesis_callbacks.checkpoint import Origin, Ranks, SaveTarget, Snapshot, local_parts, save_blocking
 from genesis_callbacks.checkpoint.lineage import CHECKPOINTS_NAME
 from genesis_callbacks.checkpoint.tagged_json import encode_tagged
 
@@ -89,8 +89,8 @@ def _save(state: Mapping[str, Tensor], config: DecoderConfig, tokenizer: Tokeniz
     origin = Origin(identity, {"model": {"decoder": asdict(config)}})
     parts = [part for name, tensor in state.items() for part in local_parts(DECODER_PREFIX + name, tensor, "parameter")]
     section, _ = encode_tagged(_begin_trainer_state(), "state.0")
-    saver = Saver(checkpoints, Ranks(), origin=origin)
-    return saver.save(lambda: Snapshot(0, {"step": 0}, parts, section, has_optimizer=False)).path
+    target = SaveTarget(checkpoints, Ranks(), origin=origin)
+    return save_blocking(target, lambda: Snapshot(0, {"step": 0}, parts, section, has_optimizer=False))
 
 
 def _begin_trainer_state() -> dict[str, Any]:

@@ -24,13 +24,13 @@ from genesis.bench.checkpoint_report import list_findings
 from genesis.bench.checkpoint_results import ModeRun, compare_steps_beside, count_extra_seconds, merge_ranks, summarise
 from genesis.bench.step import count_flops_per_token
 from genesis.bench.workers.checkpoint_protocol import Farewell, Task, Turn, count_steps_beside
-from genesis.bench.workers.checkpoint_saves import CoreWriter, PlanlessSaver
+from genesis.bench.workers.checkpoint_saves import CoreWriter, PlanlessPipeline
 from genesis.bench.workers.protocol import Workload
 from genesis.cli.main import main
 from genesis.errors import UserError
 from genesis.model.describe import describe
-from genesis_callbacks.checkpoint import Ranks, Saver, Snapshot, local_parts
-from genesis_callbacks.checkpoint.background import BackgroundSaver, Progress
+from genesis_callbacks.checkpoint import Ranks, SaveTarget, Snapshot, local_parts
+from genesis_callbacks.checkpoint.pipeline import Progress, SavePipeline
 
 MODE = {mode.name: mode for mode in MODES}
 # Eight processes import Lightning, and one of them starts another that does.
@@ -131,21 +131,21 @@ def test_the_writer_runs_on_its_own_core_and_the_trainer_stays_where_it_was() ->
         writer.kill()
 
 
-@pytest.mark.parametrize(("kind", "num_plans"), [(BackgroundSaver, 1), (PlanlessSaver, 2)])
+@pytest.mark.parametrize(("kind", "num_plans"), [(SavePipeline, 1), (PlanlessPipeline, 2)])
 def test_a_planless_saver_plans_each_save_and_the_engine_the_first(
-    tmp_path: Path, kind: type[BackgroundSaver], num_plans: int
+    tmp_path: Path, kind: type[SavePipeline], num_plans: int
 ) -> None:
     parts = local_parts("model.weight", torch.ones(4), "parameter")
-    saver = Saver(tmp_path, Ranks())
-    background = kind(saver, writer=None, staging="blocking", time_limit_seconds=60.0)
+    target = SaveTarget(tmp_path, Ranks())
+    pipeline = kind(target, mode="thread", staging="blocking", time_limit_seconds=60.0)
     plans = []
     for step in (1, 2):
-        background.begin(step, lambda step=step: Snapshot(step, {}, parts, {}), Progress(lambda: 0))
-        plans.append(background._plan)
-        outcome = background.finish()
+        pipeline.begin(step, lambda step=step: Snapshot(step, {}, parts, {}), Progress(lambda: 0))
+        plans.append(pipeline._plan)
+        outcome = pipeline.finish()
         assert outcome is not None
         assert outcome.kind == "committed"
-    background.close(0.0)
+    pipeline.close(0.0)
     assert len({id(plan) for plan in plans}) == num_plans
 
 

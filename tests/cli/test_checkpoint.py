@@ -24,11 +24,12 @@ from genesis_callbacks.checkpoint import (
     DirectoryLock,
     Origin,
     Ranks,
-    Saver,
+    SaveTarget,
     Snapshot,
     find_drift,
     local_parts,
     read_manifest,
+    save_blocking,
     verify,
 )
 from genesis_callbacks.checkpoint.compare import max_abs_difference
@@ -55,12 +56,12 @@ def save_run(
     """Saves tensors that depend on the step, one checkpoint after another."""
     directory = run / "checkpoints"
     directory.mkdir(parents=True)
-    saver = Saver(directory, Ranks(), origin=Origin({"tokenizer_hash": "abc"}, recipe or RECIPE))
+    target = SaveTarget(directory, Ranks(), origin=Origin({"tokenizer_hash": "abc"}, recipe or RECIPE))
 
     def save(step: int) -> Path:
         tensors = tensors_of(step, norm)
         parts = [part for name, tensor in tensors.items() for part in local_parts(name, tensor, "parameter")]
-        return saver.save(lambda: Snapshot(step, {"tokens_seen": 1000 * step}, parts, {"step": step})).path
+        return save_blocking(target, lambda: Snapshot(step, {"tokens_seen": 1000 * step}, parts, {"step": step}))
 
     return [save(step) for step in steps]
 

@@ -13,7 +13,7 @@ from genesis.export.tensors import Source
 from genesis.generate.load import load_decoder
 from genesis.model.decoder import DecoderConfig
 from genesis.tokenizer.tokenizer import Tokenizer
-from genesis_callbacks.checkpoint import Origin, Ranks, Saver, Snapshot, local_parts, read_manifest
+from genesis_callbacks.checkpoint import Origin, Ranks, SaveTarget, Snapshot, local_parts, read_manifest, save_blocking
 from genesis_callbacks.checkpoint.manifest import Ancestor, read_committed_hash
 from genesis_callbacks.checkpoint.tagged_json import encode_tagged
 from tests.tiny_runs import SHAPE, build_decoder
@@ -61,9 +61,9 @@ def save(
     recipe = {"model": {"decoder": SHAPE}, "data": {"corpus": str(corpus)}}
     state, _ = encode_tagged({"trainer": {"CorpusDataModule": data_state}}, "state.0")
     directory.mkdir(parents=True, exist_ok=True)
-    saver = Saver(directory, Ranks(), origin=Origin(identity, recipe))
-    saver.continue_from(previous, step - 1)
-    return saver.save(lambda: Snapshot(step, {"step": step}, parts, state)).path
+    target = SaveTarget(directory, Ranks(), origin=Origin(identity, recipe))
+    target.continue_from(previous, step - 1)
+    return save_blocking(target, lambda: Snapshot(step, {"step": step}, parts, state))
 
 
 def write(*checkpoints: Path) -> str:

@@ -14,7 +14,7 @@ from genesis.generate.load import load_decoder
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
-from genesis_callbacks.checkpoint import Origin, Ranks, Saver, Snapshot, local_parts
+from genesis_callbacks.checkpoint import Origin, Ranks, SaveTarget, Snapshot, local_parts, save_blocking
 
 WORDS = ["alpha", "beta", "gamma", "delta", "def", "return", "class", "\u00e9t\u00e9", "\u65e5\u672c"]
 SHAPE = {
@@ -45,7 +45,7 @@ def run(tmp_path_factory, tokenizer_file):
     (directory / "checkpoints").mkdir()
     recipe = json.loads(json.dumps({"model": {"decoder": SHAPE}, "data": {"corpus": str(corpus)}}))
     identity = {"tokenizer_hash": Tokenizer.load(tokenizer_file).hash}
-    saver = Saver(directory / "checkpoints", Ranks(), origin=Origin(identity, recipe))
+    target = SaveTarget(directory / "checkpoints", Ranks(), origin=Origin(identity, recipe))
     for step in (1, 2):
         decoder = build(seed=step)
         parts = [
@@ -54,7 +54,7 @@ def run(tmp_path_factory, tokenizer_file):
             for part in local_parts(f"model.decoder.{name}", tensor, "parameter")
         ]
         parts += local_parts("optimizer.0.decoder.embedding.weight.exp_avg", torch.ones(3), "state")
-        saver.save(lambda step=step, parts=parts: Snapshot(step, {}, parts, {}))
+        save_blocking(target, lambda step=step, parts=parts: Snapshot(step, {}, parts, {}))
     return directory
 
 

@@ -427,8 +427,8 @@ def test_a_changed_mix_is_named_by_the_weights_that_the_user_wrote(corpus: Path,
 def test_a_changed_mix_is_in_the_difference_of_recipes(tmp_path: Path) -> None:
     before = {"data": {"mix": {"web": 2}, "max_epochs": None}}
     now = {"data": {"mix": {"web": 1}, "max_epochs": {"code": 2}}}
-    saver = checkpoint.Saver(tmp_path, checkpoint.Ranks(), origin=checkpoint.Origin({}, before))
-    manifest = checkpoint.read_manifest(saver.save(lambda: checkpoint.Snapshot(1, {}, [], {})).path)
+    target = checkpoint.SaveTarget(tmp_path, checkpoint.Ranks(), origin=checkpoint.Origin({}, before))
+    manifest = checkpoint.read_manifest(checkpoint.save_blocking(target, lambda: checkpoint.Snapshot(1, {}, [], {})))
     found = checkpoint.find_drift(manifest, identity={}, recipe=now, versions=manifest.versions, policy=RECIPE_POLICY)
     assert [(difference.area, difference.text, difference.verdict) for difference in found] == [
         ("data", "data.max_epochs is {'code': 2} and was None", "refused"),

@@ -9,10 +9,13 @@ from ._fit_saves import FitSaves, SaveHistory
 from ._rank_watch import RankWatch
 from ._save_warnings import SaveFailedWarning
 from .checkpoint.errors import CheckpointError, SaveFailedError
-from .checkpoint.save import Snapshot
+from .checkpoint.pipeline import SavePipeline
+from .checkpoint.save_target import Snapshot
 
 # How long the save in flight may take to end before the last window's end cannot be saved.
 _SETTLE_SECONDS = 10.0
+ALONE_SECONDS = 60.0
+"""How long ranks that end by an exception wait for one another's part of a save: who has not ended has none."""
 
 
 def begin_alone(
@@ -46,26 +49,25 @@ def begin_alone(
     if reason is not None:
         rank_zero_warn(f"step {boundary.step} is not saved: {reason}", category=SaveFailedWarning)
         return False
+    assert saves.pipeline is not None
     try:
-        return _begin(saves, history, boundary)
+        return _begin(saves, saves.pipeline, history, boundary)
     except (CheckpointError, SaveFailedError) as error:
         warnings.warn(f"step {boundary.step} is not saved: {error}", SaveFailedWarning, stacklevel=2)
         return False
 
 
-def _begin(saves: FitSaves, history: SaveHistory, boundary: Boundary) -> bool:
+def _begin(saves: FitSaves, pipeline: SavePipeline, history: SaveHistory, boundary: Boundary) -> bool:
     def take() -> Snapshot:
         return saves.take_snapshot(rng=boundary.rng)
 
-    if saves.background is None:
-        saves.note_saved(saves.saver.save(take).manifest.step)
-        return False
-    outcome = saves.background.settle_alone(_SETTLE_SECONDS)
+    outcome = pipeline.settle_alone(_SETTLE_SECONDS)
     if outcome is not None and outcome.kind == "committed":
-        saves.note_saved(saves.background.settled_step)
+        saves.note_saved(pipeline.settled_step)
     if boundary.step == history.last_step:
         return False
-    saves.background.begin(boundary.step, take, saves.progress())
+    is_alone = saves.target.ranks.world_size > 1
+    pipeline.begin(boundary.step, take, saves.progress(), alone_within_seconds=ALONE_SECONDS if is_alone else None)
     return True
 
 
@@ -82,6 +84,8 @@ def _why_not(
         return "parameters or buffers have been written since its end"
     if rank_watch is not None and rank_watch.has_lost_process():
         return "another rank's process is gone"
-    if saves.saver.ranks.world_size > 1 and (saves.background is None or not saves.background.has_plan):
-        return "several ranks cannot save without talking to one another before the first save in the background"
+    if saves.pipeline is None:
+        return "training had ended already"
+    if saves.target.ranks.world_size > 1 and not saves.pipeline.has_plan:
+        return "several ranks cannot save without talking to one another before the first save"
     return None

@@ -18,13 +18,13 @@ from ._save_warnings import SaveFailedWarning, SaveSkippedWarning, TornSnapshotW
 from ._step_watch import StepWatch
 from ._trainer_state import take_snapshot
 from ._triggers import may_skip, read_moment
-from .checkpoint.background import BackgroundSaver, Progress
 from .checkpoint.collect import MODEL_PREFIX, name_parameters
 from .checkpoint.errors import CheckpointError, SaveFailedError
 from .checkpoint.job import Outcome
 from .checkpoint.manifest import checkpoint_name
+from .checkpoint.pipeline import Progress, SavePipeline
 from .checkpoint.plan import PartsCache
-from .checkpoint.save import RetentionWarning, Saver, Snapshot
+from .checkpoint.save_target import RetentionWarning, SaveTarget, Snapshot
 from .checkpoint.writer_process import WriterProcess
 
 
@@ -33,12 +33,12 @@ class SaveHistory:
     """What a run knows of its saves from fit to fit.
 
     Attributes:
-        saver: Of the last fit that came as far as to have one: the next fit of the same Trainer goes on from it.
+        target: Of the last fit that came as far as to have one: the next fit of the same Trainer goes on from it.
         last_saved: The newest checkpoint that was saved or restored.
         last_step: Its step, if it lies in this run's directory.
     """
 
-    saver: Saver | None = None
+    target: SaveTarget | None = None
     last_saved: Path | None = None
     last_step: int | None = None
 
@@ -50,13 +50,13 @@ class SaveHistory:
 class FitSaves:
     """Begins and settles the saves of one fit.
 
-    Every rank has one and calls its methods at the same steps. It communicates through `saver` alone.
+    Every rank has one and calls its methods at the same steps. It communicates through `target` alone.
 
     Args:
         trainer: The fit's.
         module: The fit's.
         options: The callback's.
-        saver: Says where, for whom and under which heading.
+        target: Says where, for whom and under which heading.
         history: Learns of each commit.
         statistics: Learns what each save cost.
         best: Learns which saves became checkpoints; None without a monitored metric.
@@ -68,13 +68,13 @@ class FitSaves:
         module: LightningModule,
         *,
         options: SaveOptions,
-        saver: Saver,
+        target: SaveTarget,
         history: SaveHistory,
         statistics: SaveStatistics,
         best: BestWatch | None,
     ) -> None:
-        self.background: BackgroundSaver | None = None
-        self.saver = saver
+        self.pipeline: SavePipeline | None = None
+        self.target = target
         self._trainer, self._module = trainer, module
         self._options = options
         self._history, self._statistics, self._best = history, statistics, best
@@ -85,19 +85,21 @@ class FitSaves:
         self._updates_at_last = 0
         self._last_begin_seconds = time.monotonic()
 
-    def start_background(self, writer: WriterProcess | None) -> None:
-        """Makes ready for saves in the background; `writer` is taken over. Communicates.
+    def start_pipeline(self, writer: WriterProcess | None) -> None:
+        """Makes ready to save; `writer`, which mode `process` has, is taken over. Communicates.
 
         Raises:
             SaveFailedError: The writer of some rank did not start; on every rank alike.
         """
-        self.background = BackgroundSaver(
-            self.saver,
+        self.pipeline = SavePipeline(
+            self.target,
+            # A dry run has no writer, and saves nothing.
+            mode="thread" if self._options.mode == "process" and writer is None else self._options.mode,
             writer=writer,
             staging=self._options.staging,
             time_limit_seconds=self._options.save_timeout_seconds,
         )
-        self.saver.ranks.attempt("starting the writer", self.background.wait_ready)
+        self.target.ranks.attempt("starting the writer", self.pipeline.wait_ready)
         self._names = {parameter: MODEL_PREFIX + name for parameter, name in name_parameters(self._module).items()}
         self._watch = StepWatch(
             self._trainer.optimizers,
@@ -114,7 +116,7 @@ class FitSaves:
     @property
     def is_in_flight(self) -> bool:
         """Whether a save is not settled yet."""
-        return self.background is not None and self.background.step_in_flight is not None
+        return self.pipeline is not None and self.pipeline.step_in_flight is not None
 
     @contextlib.contextmanager
     def stalling(self) -> Iterator[None]:
@@ -127,7 +129,7 @@ class FitSaves:
         return take_snapshot(
             self._trainer,
             self._module,
-            self.saver.ranks.rank,
+            self.target.ranks.rank,
             cache,
             has_optimizer=self._options.save_optimizer,
             rng_state=rng,
@@ -145,14 +147,12 @@ class FitSaves:
         if is_dry or self._history.last_step == self._trainer.global_step:
             return
         self._last_begin_seconds = time.monotonic()
-        if self.background is None:
-            self._save_now()
-        elif not self._is_busy(self.background, may_be_skipped=may_be_skipped):
-            self._begin(self.background)
+        if self.pipeline is not None and not self._is_busy(self.pipeline, may_be_skipped=may_be_skipped):
+            self._begin(self.pipeline)
 
     def save_if_best(self, best: BestWatch) -> None:
         """Saves, and marks what it saves, if the validation that has just ended is the best so far. Communicates."""
-        ranks = self.saver.ranks
+        ranks = self.target.ranks
         value = best.read(self._trainer.callback_metrics)
         if ranks.broadcast(best.is_best(value)):
             step = self._trainer.global_step
@@ -161,36 +161,31 @@ class FitSaves:
             if self._history.last_step == step and ranks.is_first:  # it was there before the validation
                 best.mark(self._options.directory, step)
 
-    def _save_now(self) -> None:
-        try:
-            saved = self.saver.save(self.take_snapshot)
-        except (CheckpointError, SaveFailedError) as error:
-            self._fail(self._trainer.global_step, error)
-            return
-        self.note_saved(saved.manifest.step)
-
-    def _is_busy(self, background: BackgroundSaver, *, may_be_skipped: bool) -> bool:
+    def _is_busy(self, pipeline: SavePipeline, *, may_be_skipped: bool) -> bool:
         """Says whether there is nothing to begin: this step is on its way, or is skipped. It may wait, by policy."""
         step = self._trainer.global_step
-        if background.step_in_flight in (None, step):
-            return background.step_in_flight is not None
+        if pipeline.step_in_flight in (None, step):
+            return pipeline.step_in_flight is not None
         if may_be_skipped and may_skip(read_moment(self._trainer), self._options.when_busy):
             self._statistics.num_skipped += 1
             rank_zero_warn(
-                f"the save at step {step} is skipped: that of step {background.step_in_flight} still "
+                f"the save at step {step} is skipped: that of step {pipeline.step_in_flight} still "
                 f"runs ({self._statistics.num_skipped} skipped so far)",
                 category=SaveSkippedWarning,
             )
             return True
-        self._settle(background, background.finish())
-        return background.step_in_flight is not None  # a save that is made again is one of this step
+        self._settle(pipeline, pipeline.finish())
+        return pipeline.step_in_flight is not None  # a save that is made again is one of this step
 
-    def _begin(self, background: BackgroundSaver) -> None:
+    def _begin(self, pipeline: SavePipeline) -> None:
         step = self._trainer.global_step
         try:
-            background.begin(step, lambda: self.take_snapshot(self._parts), self.progress())
+            pipeline.begin(step, lambda: self.take_snapshot(self._parts), self.progress())
         except (CheckpointError, SaveFailedError) as error:
             self._fail(step, error)
+            return
+        if pipeline.mode == "sync":
+            self._settle(pipeline, pipeline.finish())
 
     def progress(self) -> Progress:
         """Returns what happened since the last save, for the one that begins now."""
@@ -203,30 +198,30 @@ class FitSaves:
 
     def settle(self, agreed: int) -> None:
         """Takes note of how the save in flight ended, if `agreed`, what all ranks voted, is about it."""
-        if self.background is not None:
-            self._settle(self.background, self.background.settle(agreed))
+        if self.pipeline is not None:
+            self._settle(self.pipeline, self.pipeline.settle(agreed))
 
     def finish(self) -> None:
         """Waits for the save in flight, and for those that are made again in its place. Communicates."""
-        while self.background is not None and self.background.step_in_flight is not None:
-            self._settle(self.background, self.background.finish())
+        while self.pipeline is not None and self.pipeline.step_in_flight is not None:
+            self._settle(self.pipeline, self.pipeline.finish())
 
     def wait_staged(self) -> None:
         """Holds training back until the save in flight has no more need of the live tensors. No communication."""
-        if self.background is not None and self.background.step_in_flight is not None:
+        if self.pipeline is not None and self.pipeline.step_in_flight is not None:
             with self.stalling():
-                self.background.wait_staged()
+                self.pipeline.wait_staged()
 
-    def _settle(self, background: BackgroundSaver, outcome: Outcome | None) -> None:
+    def _settle(self, pipeline: SavePipeline, outcome: Outcome | None) -> None:
         if outcome is None:
             return
-        step = background.settled_step
+        step = pipeline.settled_step
         if outcome.kind == "committed":
             self.note_saved(step)
             self._updates_at_last = self._updates_at_begin
             if outcome.warning is not None:
                 warnings.warn(outcome.warning, RetentionWarning, stacklevel=2)
-            self._statistics.log(self._trainer, background, outcome.write_seconds)
+            self._statistics.log(self._trainer, pipeline, outcome.write_seconds)
         elif outcome.kind == "failed":
             self._fail(step, SaveFailedError(outcome.text))
         else:
@@ -238,13 +233,13 @@ class FitSaves:
                     f"blocking from now on: {outcome.text}",
                     category=TornSnapshotWarning,
                 )
-            self._begin(background)
+            self._begin(pipeline)
 
     def note_saved(self, step: int) -> None:
         """Takes note of a checkpoint of this run."""
         directory = self._options.directory
         self._history.last_saved, self._history.last_step = directory / checkpoint_name(step), step
-        if self._best is not None and self.saver.ranks.is_first:
+        if self._best is not None and self.target.ranks.is_first:
             self._best.mark(directory, step)
 
     def _fail(self, step: int, error: CheckpointError) -> None:
@@ -257,15 +252,17 @@ class FitSaves:
         message = f"the save at step {step} failed, {self._history.describe()}: {error}"
         warnings.warn(message, SaveFailedWarning, stacklevel=2)
 
-    def close(self, *, wait_seconds: float) -> None:
-        """Ends the writer, after the save in flight if that ends in time. No communication."""
-        background, self.background = self.background, None
-        if background is not None:
-            step = background.step_in_flight
-            outcome = background.close(wait_seconds)
+    def close(self, *, wait_seconds: float) -> Outcome | None:
+        """Ends the writer, after the save in flight if that ends in time; returns its outcome. No communication."""
+        pipeline, self.pipeline = self.pipeline, None
+        outcome = None
+        if pipeline is not None:
+            step = pipeline.step_in_flight
+            outcome = pipeline.close(wait_seconds)
             if step is not None and outcome is not None and outcome.kind == "committed":
                 self.note_saved(step)
         if self._watch is not None:
             self._watch.remove()
             self._watch = None
         self._parts = PartsCache()  # it holds tensors
+        return outcome

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +14,12 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from ._best_watch import BestWatch
 from ._boundary import Boundary
-from ._exception_save import begin_alone
+from ._exception_save import ALONE_SECONDS, begin_alone
 from ._fit_saves import FitSaves, SaveHistory
 from ._rank_watch import RankWatch
 from ._save_options import SaveOptions
 from ._save_statistics import SaveStatistics
+from ._save_warnings import SaveFailedWarning
 from ._signals import SignalFlag
 from ._trainer_restore import Restore
 from ._trainer_state import take_snapshot
@@ -26,19 +28,18 @@ from ._votes import VoteExchange
 from .checkpoint.collect import SWAPPED_PREFIX
 from .checkpoint.commit import supersede
 from .checkpoint.errors import CheckpointError
+from .checkpoint.job import Outcome
 from .checkpoint.lineage import DirectoryLock, list_committed, remove_abandoned, wait_for_orphans
 from .checkpoint.manifest import Ancestor
 from .checkpoint.ranks import Ranks
 from .checkpoint.rng import apply_rng_state, read_rng_state
-from .checkpoint.save import Origin, Saver
+from .checkpoint.save_target import Origin, SaveTarget
 from .checkpoint.writer_process import WriterProcess
 
 # How long a restart waits for orphaned writers.
 ORPHAN_SECONDS = 60.0
 # How long a run that ends by an exception waits for the save in flight.
 _LEAVE_SECONDS = 10.0
-# How long ranks that end by an exception wait for one another's part of a save: who has not ended has none.
-_ALONE_SECONDS = 60.0
 
 
 def _read_mesh(strategy: Strategy) -> dict[str, int]:
@@ -148,47 +149,46 @@ class FitSession:
         )
         self._has_swapped = any(part.part.name.startswith(SWAPPED_PREFIX) for part in trial.parts)
         del trial  # it holds tensors
-        before = self._history.saver
-        saver = self._history.saver = Saver(
+        before = self._history.target
+        target = self._history.target = SaveTarget(
             self._directory,
             self.ranks,
             origin=Origin(identity, recipe, _read_mesh(trainer.strategy)),
             retention=self._options.retention,
         )
-        last_step = self._go_on(saver, before, trainer.global_step, start, run_directories)
+        last_step = self._go_on(target, before, trainer.global_step, start, run_directories)
         self.ranks.attempt(
-            "tidying the directory", lambda: self._tidy(saver.sequence, last_step), error_type=CheckpointError
+            "tidying the directory", lambda: self._tidy(target.sequence, last_step), error_type=CheckpointError
         )
         self.saves = FitSaves(
             trainer,
             module,
             options=self._options,
-            saver=saver,
+            target=target,
             history=self._history,
             statistics=self._statistics,
             best=self._best,
         )
-        if self._options.mode != "sync":
-            writer, self._writer = self._writer, None
-            self.saves.start_background(writer)
+        writer, self._writer = self._writer, None
+        self.saves.start_pipeline(writer)
         self._last_step = trainer.global_step
 
     def _go_on(
         self,
-        saver: Saver,
-        before: Saver | None,
+        target: SaveTarget,
+        before: SaveTarget | None,
         global_step: int,
         start: Restore | None,
         run_directories: Sequence[Path],
     ) -> int:
-        """Tells the saver what it goes on from; returns the last step of this run's that stays."""
+        """Tells the target what the run goes on from; returns the last step of this run's that stays."""
         if start is not None:
-            saver.continue_from(_name_ancestor(start, self._directory), start.manifest.sequence)
+            target.continue_from(_name_ancestor(start, self._directory), start.manifest.sequence)
             self._history.last_step = start.manifest.step if start.path.parent == self._directory else None
             # The checkpoints of this run up to there, in whichever of its directories, are what it goes on from.
             return start.manifest.step if start.path.parent in run_directories else -1
         if before is not None and global_step > 0:  # the same Trainer goes on with another fit
-            saver.continue_from(before.previous, before.sequence)
+            target.continue_from(before.previous, before.sequence)
             return global_step
         self._history.last_step = None
         return -1
@@ -245,7 +245,7 @@ class FitSession:
         ours = Vote(
             self._signals.received if self._signals is not None else 0,
             self.ranks.is_first and is_due,
-            saves.background.poll() if saves.background is not None else 0,
+            saves.pipeline.poll() if saves.pipeline is not None else 0,
         )
         return self._votes.exchange(ours)
 
@@ -273,33 +273,36 @@ class FitSession:
             self._signals.remove()
         self._close_saves(wait_seconds=wait_seconds)
 
-    def _close_saves(self, *, wait_seconds: float) -> None:
-        if self.saves is not None:
-            self.saves.close(wait_seconds=wait_seconds)
+    def _close_saves(self, *, wait_seconds: float) -> Outcome | None:
+        outcome = None if self.saves is None else self.saves.close(wait_seconds=wait_seconds)
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+        return outcome
 
     def leave(self, trainer: Trainer, exception: BaseException) -> str | None:
         """Saves by choice when training ends by an exception, and returns which ranks are gone. No communication."""
         self._votes.abandon()
         if self._rank_watch is not None:
             self._rank_watch.stop(exception)
-        self._close_saves(wait_seconds=self._save_alone(trainer, exception))
+        seconds = self._save_alone(trainer, exception)
+        outcome = self._close_saves(wait_seconds=_LEAVE_SECONDS if seconds is None else seconds)
+        if seconds is not None and outcome is not None and outcome.text:
+            warnings.warn(f"the last window's end is not saved: {outcome.text}", SaveFailedWarning, stacklevel=2)
         return None if self._rank_watch is None else self._rank_watch.describe_lost()
 
-    def _save_alone(self, trainer: Trainer, exception: BaseException) -> float:
-        """Begins a save of the last window's end, by choice; returns how long to wait for the save in flight."""
+    def _save_alone(self, trainer: Trainer, exception: BaseException) -> float | None:
+        """Begins a save of the last window's end, by choice, and returns how long to wait for it; None: none began."""
         saves, boundary = self.saves, self._boundary
         if saves is None or boundary is None:
-            return _LEAVE_SECONDS
+            return None
         # Averaging callbacks write through `.data`, which torch does not count: the boundary cannot see it.
         is_swapped = self._has_swapped and (trainer.validating or self._is_finished)
         if not begin_alone(
             saves, self._history, boundary, self._rank_watch, exception, trainer.global_step, is_swapped=is_swapped
         ):
-            return _LEAVE_SECONDS
-        return self._options.save_timeout_seconds if self.ranks.world_size == 1 else _ALONE_SECONDS
+            return None
+        return self._options.save_timeout_seconds if self.ranks.world_size == 1 else ALONE_SECONDS
 
     def release(self) -> None:
         """Gives everything back; a second call does nothing. No communication."""

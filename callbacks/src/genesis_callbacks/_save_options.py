@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ._data_position import OnLostDataPosition
-from .checkpoint.background import Staging
 from .checkpoint.best import MonitorMode
+from .checkpoint.pipeline import SaveMode, Staging
 from .checkpoint.retain import Retention
 from .checkpoint.verify import VerifyLevel
 
-Mode = Literal["sync", "thread", "process"]
 RestoredState = Literal["all", "weights"]
 WhenBusy = Literal["wait", "skip"]
 OnSaveFailure = Literal["raise", "warn"]
@@ -19,8 +18,8 @@ OnSaveFailure = Literal["raise", "warn"]
 _POSITIVE = ("every_n_steps", "every_n_minutes", "save_timeout_seconds", "lost_rank_seconds")
 _CHOICES = {
     "on_save_failure": get_args(OnSaveFailure),
-    "mode": get_args(Mode),
-    "staging": ("blocking", "overlapped"),
+    "mode": get_args(SaveMode),
+    "staging": get_args(Staging),
     "when_busy": get_args(WhenBusy),
     "monitor_mode": get_args(MonitorMode),
     "restore": get_args(RestoredState),
@@ -52,7 +51,7 @@ class SaveOptions:
     keep_last: int | None
     keep_every_n_steps: int | None
     restore: RestoredState
-    mode: Mode
+    mode: SaveMode
     staging: Staging
     when_busy: WhenBusy
     save_timeout_seconds: float

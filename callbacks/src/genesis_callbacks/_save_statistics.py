@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
-from .checkpoint.background import BackgroundSaver
+from .checkpoint.pipeline import SavePipeline
 
 STALL = "checkpoint/stall_seconds"
 STAGED = "checkpoint/staged_bytes"
@@ -59,21 +59,21 @@ class SaveStatistics:
         self._stall_seconds += now_seconds - self._mark_seconds
         self._mark_seconds = now_seconds
 
-    def log(self, trainer: Trainer, background: BackgroundSaver, write_seconds: float) -> None:
+    def log(self, trainer: Trainer, pipeline: SavePipeline, write_seconds: float) -> None:
         """Gives the figures of the save that has just been settled to the loggers."""
         self._count()
         self.last_stall_seconds = self._stall_seconds
-        self.last_staged_bytes, self.last_write_seconds = background.staged_bytes, write_seconds
-        if not self._has_told_memory:
+        self.last_staged_bytes, self.last_write_seconds = pipeline.staged_bytes, write_seconds
+        bound = pipeline.memory_bytes / 1e6
+        if bound > 0 and not self._has_told_memory:
             self._has_told_memory = True
-            bound = background.memory_bytes / 1e6
             rank_zero_info(f"Saves in the background take at most {bound:,.0f} MB of memory on rank 0.")
         values = {
             STALL: self.last_stall_seconds,
             STAGED: float(self.last_staged_bytes),
             WRITE: write_seconds,
             SKIPPED: float(self.num_skipped),
-            STEP: float(background.settled_step),
+            STEP: float(pipeline.settled_step),
         }
         # Under the step of now: a logger need not take a row of the past.
         for logger in trainer.loggers:

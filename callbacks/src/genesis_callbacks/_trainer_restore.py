@@ -32,7 +32,7 @@ from .checkpoint.plan import LocalPart
 from .checkpoint.ranks import Ranks
 from .checkpoint.restore import check_restored, read_recorded_tensors, read_state, restore_parts
 from .checkpoint.rng import apply_rng_state
-from .checkpoint.save import read_versions
+from .checkpoint.save_target import read_versions
 from .checkpoint.tagged_json import decode_tagged, named_tensors
 from .checkpoint.verify import VerifyLevel, verify
 from .restore_report import RestoreReport

@@ -23,7 +23,7 @@ from .checkpoint.collect import (
 )
 from .checkpoint.plan import LocalPart, PartsCache, local_parts
 from .checkpoint.rng import read_rng_state
-from .checkpoint.save import Snapshot
+from .checkpoint.save_target import Snapshot
 from .checkpoint.tagged_json import encode_tagged
 
 _LIGHTNING_VERSION = version("lightning")  # it reads a file each time

@@ -55,7 +55,7 @@ class Vote:
     Attributes:
         signal_number: Of the signal that it received, 0 for none.
         is_minute_due: Whether `every_n_minutes` has passed; rank 0's clock counts.
-        outcome: What became of the save in flight, as `BackgroundSaver.poll` codes it.
+        outcome: What became of the save in flight, as `SavePipeline.poll` codes it.
     """
 
     signal_number: int

@@ -4,10 +4,10 @@
     trainer = Trainer(callbacks=[checkpoint], ...)
     trainer.fit(model, ckpt_path=checkpoint.latest())
 
-    logged                      unit and meaning, once for each save that mode `thread` or `process` committed
+    logged                      unit and meaning, once for each save that was committed
     checkpoint/stall_seconds    all time that the training thread spent in these hooks for the save
     checkpoint/staged_bytes     copied on this rank
-    checkpoint/write_seconds    from the writer's begin to its end, behind the training
+    checkpoint/write_seconds    from the writer's begin to its end: behind the training, but in mode `sync`
     checkpoint/num_skipped      saves that were due while the one before still ran (`when_busy="skip"`), so far
     checkpoint/step             of the save; the row is that of the step at which it was known to be committed
 
@@ -45,15 +45,15 @@ from ._data_position import OnLostDataPosition
 from ._fit_saves import SaveHistory
 from ._fit_session import FitSession
 from ._restore_route import LATEST, RestoreRoute
-from ._save_options import Mode, OnSaveFailure, RestoredState, SaveOptions, WhenBusy
+from ._save_options import OnSaveFailure, RestoredState, SaveOptions, WhenBusy
 from ._save_statistics import SaveStatistics
 from ._save_warnings import LostRankWarning, SaveFailedWarning, SaveSkippedWarning, TornSnapshotWarning
 from ._triggers import is_save_due, read_moment
-from .checkpoint.background import Staging
 from .checkpoint.best import MonitorMode, find_best
 from .checkpoint.drift import DriftPolicy
 from .checkpoint.errors import CheckpointError
 from .checkpoint.lineage import CHECKPOINTS_NAME
+from .checkpoint.pipeline import SaveMode, Staging
 from .checkpoint.ranks import WorldRanks
 from .checkpoint.rng import apply_rng_state, read_rng_state
 from .checkpoint.verify import VerifyLevel
@@ -113,7 +113,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         save_on_signal: On SIGTERM or SIGINT on any rank: all ranks save at the next step's end and stop
             (`stopped_by_signal`). SIGINT after the first signal interrupts at once.
         save_on_exception: When training ends by an exception and nothing has been written since the last window's end,
-            save that. With several ranks every rank must have met it, and `mode` must not be "sync".
+            save that. With several ranks every rank must have met it, after a first save.
         save_optimizer: Whether the optimizers' state is saved. Without it a checkpoint can only give its weights.
         monitor: Key of a metric that validation logs: after a validation that is the best so far, save (this never
             skips) and mark the checkpoint as the best, which stays. None for no best.
@@ -175,7 +175,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         keep_last: int | None = 3,
         keep_every_n_steps: int | None = None,
         restore: RestoredState = "all",
-        mode: Mode = "process",
+        mode: SaveMode = "process",
         staging: Staging = "overlapped",
         when_busy: WhenBusy = "wait",
         save_timeout_seconds: float = 600.0,
@@ -415,7 +415,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         if lost is not None:
             self.lost_ranks = lost
             warnings.warn(f"{lost} is gone: without it no rank can go on", LostRankWarning, stacklevel=2)
-        if self._history.saver is not None:
+        if self._history.target is not None:
             rank_zero_warn(f"training ended with {type(exception).__name__}; {self._history.describe()}")
         self._release()
 

@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 
 from genesis.bench.workers.checkpoint_protocol import Mode, SaveClock, SaveEnd, sum_file_bytes
 from genesis_callbacks import AsyncProcessCheckpoint, _fit_saves, _fit_session
-from genesis_callbacks.checkpoint import background, read_manifest
-from genesis_callbacks.checkpoint.background import BackgroundSaver
+from genesis_callbacks.checkpoint import read_manifest, stager
 from genesis_callbacks.checkpoint.commit import TRASH_NAME
 from genesis_callbacks.checkpoint.manifest import checkpoint_name
+from genesis_callbacks.checkpoint.pipeline import SavePipeline
 from genesis_callbacks.checkpoint.stage import SharedBuffer
 from genesis_callbacks.checkpoint.writer_process import WriterProcess
 
@@ -136,7 +136,7 @@ class CoreWriter(WriterProcess):
         os.sched_setaffinity(0, before)
 
 
-class PlanlessSaver(BackgroundSaver):
+class PlanlessPipeline(SavePipeline):
     """Forgets its plan before every save."""
 
     def begin(self, *arguments: Any, **keywords: Any) -> None:
@@ -163,9 +163,9 @@ def change_engine(mode: Mode, writer_cores: Sequence[int]) -> None:
         CoreWriter.cores = writer_cores
         vars(_fit_session)["WriterProcess"] = CoreWriter
     if not mode.has_plan_cache:
-        vars(_fit_saves)["BackgroundSaver"] = PlanlessSaver
+        vars(_fit_saves)["SavePipeline"] = PlanlessPipeline
     if not mode.is_pinned:
-        vars(background)["SharedBuffer"] = PageableBuffer
+        vars(stager)["SharedBuffer"] = PageableBuffer
 
 
 # ---- torch's

@@ -18,11 +18,12 @@ from .errors import (
 )
 from .lineage import DirectoryLock, QuarantineWarning, find_latest, list_committed
 from .manifest import ChunkRecord, FileRecord, Manifest, TensorRecord, read_manifest
+from .pipeline import save_blocking
 from .plan import LocalPart, Part, local_parts
 from .ranks import Ranks
 from .restore import check_restored, read_tensors, restore_parts
 from .retain import Kept, Retention, plan_removals
-from .save import Origin, RetentionWarning, Saved, Saver, Snapshot
+from .save_target import Origin, RetentionWarning, SaveTarget, Snapshot
 from .verify import VerifyLevel, verify
 
 __all__ = [
@@ -46,8 +47,7 @@ __all__ = [
     "Retention",
     "RetentionWarning",
     "SaveFailedError",
-    "Saved",
-    "Saver",
+    "SaveTarget",
     "Snapshot",
     "TensorRecord",
     "UnreadableCheckpointError",
@@ -67,5 +67,6 @@ __all__ = [
     "read_manifest",
     "read_tensors",
     "restore_parts",
+    "save_blocking",
     "verify",
 ]

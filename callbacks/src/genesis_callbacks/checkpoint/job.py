@@ -1,7 +1,8 @@
-"""What one rank writes of a save, and what rank 0 makes of it: the same code in a thread and in a writer process.
+"""What one rank writes of a save, and what rank 0 makes of it: the same code wherever it runs.
 
-Ranks meet in the staging directory alone. Each leaves a receipt there, or a note that it failed; rank 0 waits for all
-of them, compares them with the plan, and commits. There is no process group in it.
+`write_part` and `commit_save` are the work. In a thread or a writer process, `perform` does it, and ranks meet in the
+staging directory alone: each leaves a receipt there, or a note that it failed; rank 0 waits for all of them. There is
+no process group in it.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ from .hashing import HashAlgorithm, hash_bytes
 from .manifest import Ancestor, ChunkRecord, FileRecord, TensorRecord, dtype_from_name, dtype_name, read_manifest
 from .plan import Part, merge_digests
 from .retain import Retention
-from .stage import Placed, SharedBuffer
+from .stage import Placed, Staged
 from .write import Receipt, sync_directory, write_file, write_shard
 
 OutcomeKind = Literal["written", "committed", "failed", "torn", "changed"]
@@ -66,7 +67,7 @@ class ChangedPartsError(SaveFailedError):
     """A rank holds other tensors than the save was planned for."""
 
 
-_KIND_BY_ERROR: dict[type[Exception], OutcomeKind] = {TornSnapshotError: "torn", ChangedPartsError: "changed"}
+_KIND_BY_ERROR: dict[type[SaveFailedError], OutcomeKind] = {TornSnapshotError: "torn", ChangedPartsError: "changed"}
 
 
 def failed_outcome(error: BaseException) -> Outcome:
@@ -76,6 +77,12 @@ def failed_outcome(error: BaseException) -> Outcome:
     return Outcome(
         kind, str(error) if isinstance(error, CheckpointError | SaveFailedError) else f"{type(error).__name__}: {error}"
     )
+
+
+def error_from(kind: str, text: str) -> SaveFailedError:
+    """Returns the error that makes an outcome of this kind."""
+    error_type = next((error for error, other in _KIND_BY_ERROR.items() if other == kind), SaveFailedError)
+    return error_type(text)
 
 
 @dataclass(frozen=True)
@@ -186,7 +193,7 @@ def _decode_receipt(content: Any) -> RankReceipt:
 
 
 @contextlib.contextmanager
-def _held(staging: Path) -> Iterator[None]:
+def hold_staging(staging: Path) -> Iterator[None]:
     """Holds a shared lock on the staging directory, so that a restart can wait for whoever still writes into it.
 
     In mode "thread" that is the trainer, whose forked data workers write nothing and hold nothing.
@@ -202,21 +209,20 @@ def _held(staging: Path) -> Iterator[None]:
 # ---- one rank's part
 
 
-def perform(job: WriteJob, buffer: SharedBuffer, is_orphan: Callable[[], bool]) -> Outcome:
+def perform(job: WriteJob, staged: Staged, is_orphan: Callable[[], bool]) -> Outcome:
     """Writes one rank's part and, on rank 0, commits the save. It raises nothing and does not communicate.
 
     Args:
         job: What is to be done.
-        buffer: Holds the staged data until this returns.
+        staged: Holds the staged data until this returns.
         is_orphan: Says whether the trainer is gone: then a wait for other ranks is short.
     """
     begin_seconds = time.monotonic()
     try:
         if not job.staging.is_dir():
             raise SaveFailedError(f"{job.staging.name} is gone: rank 0 gave the save up")
-        with _held(job.staging):
-            receipt = _write(job, buffer)
-            outcome = Outcome("written") if job.commit is None else _finish(job, job.commit, receipt, is_orphan)
+        with hold_staging(job.staging):
+            outcome = _write_and_meet(job, staged, is_orphan)
     except Exception as error:
         outcome = failed_outcome(error)
         if is_orphan():  # nobody else is there to say so, or to clear up
@@ -228,24 +234,41 @@ def perform(job: WriteJob, buffer: SharedBuffer, is_orphan: Callable[[], bool]) 
     return dataclasses.replace(outcome, write_seconds=time.monotonic() - begin_seconds)
 
 
-def _write(job: WriteJob, buffer: SharedBuffer) -> RankReceipt:
+def _write_and_meet(job: WriteJob, staged: Staged, is_orphan: Callable[[], bool]) -> Outcome:
+    receipt = write_part(job, staged)
+    if job.commit is None:
+        content = _encode_receipt(receipt.receipt, receipt.digests, receipt.section)
+        _write_note(_receipt_path(job.staging, job.rank), content)
+        sync_directory(job.staging)
+        return Outcome("written")
+    receipts = _gather(job, receipt, job.commit.heading.world_size, is_orphan)
+    for rank in range(1, len(receipts)):
+        os.unlink(_receipt_path(job.staging, rank))  # noqa: PTH108 - the syscall by its name: fault tests wrap it
+    # An orphan leaves retention to the next run, which may be reading already.
+    return commit_save(job.staging, job.commit, receipts, may_retain=lambda: not is_orphan())
+
+
+def write_part(job: WriteJob, staged: Staged) -> RankReceipt:
+    """Writes what this rank is to write.
+
+    Raises:
+        TornSnapshotError: What is staged is not what was live.
+        OSError: The disk is full, or cannot be written.
+    """
     receipt = Receipt((), ())
     if job.placed:
-        receipt = write_shard(job.staging, job.rank, _read_staged(job, buffer), algorithm=job.hash_algorithm)
-    if job.commit is None:
-        _write_note(_receipt_path(job.staging, job.rank), _encode_receipt(receipt, job.digests, job.section))
-        sync_directory(job.staging)
+        receipt = write_shard(job.staging, job.rank, _read_staged(job, staged), algorithm=job.hash_algorithm)
     return RankReceipt(receipt, dict(job.digests), job.section)
 
 
-def _read_staged(job: WriteJob, buffer: SharedBuffer) -> Iterator[tuple[Part, Tensor]]:
+def _read_staged(job: WriteJob, staged: Staged) -> Iterator[tuple[Part, Tensor]]:
     """Yields each part with its staged data, just compared with what was live: while it is in the processor's cache.
 
     Raises:
         TornSnapshotError: It is not what was live.
     """
     for placed in job.placed:
-        part, data = placed.part, buffer.view(placed)
+        part, data = placed.part, staged.view(placed)
         if digest_chunk(data, part.shape, part.offsets) != job.digests[part]:
             raise TornSnapshotError(f"{part.name}: staged and live digests differ: it changed while it was copied")
         yield part, data
@@ -254,25 +277,35 @@ def _read_staged(job: WriteJob, buffer: SharedBuffer) -> Iterator[tuple[Part, Te
 # ---- rank 0's
 
 
-def _finish(job: WriteJob, order: CommitOrder, own: RankReceipt, is_orphan: Callable[[], bool]) -> Outcome:
-    receipts = _gather(job, own, order.heading.world_size, is_orphan)
+def commit_save(
+    staging: Path, order: CommitOrder, receipts: Sequence[RankReceipt], *, may_retain: Callable[[], bool]
+) -> Outcome:
+    """Compares what all ranks wrote with the plan and with the checkpoint before, and makes a checkpoint of it.
+
+    Args:
+        staging: Holds what they wrote.
+        order: What was to be written.
+        receipts: Theirs, in rank order.
+        may_retain: Says after the commit whether older checkpoints may be removed.
+
+    Raises:
+        SaveFailedError: It is not what was to be written, or a stale snapshot, or has an emptied optimizer.
+        OSError: The disk is full, or cannot be written.
+    """
     for rank, receipt in enumerate(receipts):
-        _check_receipt(job.staging, rank, order.parts_by_writer[rank], receipt)
+        _check_receipt(staging, rank, order.parts_by_writer[rank], receipt)
     digests = merge_digests([receipt.digests for receipt in receipts])
     parts = {part.name: part for receipt in receipts for part in receipt.digests}
     tensors = collect_records(parts.values(), [receipt.receipt for receipt in receipts], digests)
-    _check_against_previous(job.staging.parent, order, tensors, parts)
-    for rank in range(1, len(receipts)):
-        os.unlink(_receipt_path(job.staging, rank))  # noqa: PTH108 - the syscall by its name: fault tests wrap it
+    _check_against_previous(staging.parent, order, tensors, parts)
     final, _, manifest_hash = assemble(
-        job.staging,
+        staging,
         order.heading,
         tensors,
         [receipt.receipt for receipt in receipts],
         [receipt.section for receipt in receipts],
     )
-    # An orphan leaves that to the next run, which may be reading already.
-    problem = None if is_orphan() else retain(final, order.retention)[1]
+    problem = retain(final, order.retention)[1] if may_retain() else None
     return Outcome("committed", manifest_hash=manifest_hash, warning=problem)
 
 
@@ -285,10 +318,7 @@ def _gather(job: WriteJob, own: RankReceipt, world_size: int, is_orphan: Callabl
         for rank in range(world_size):
             failure = _read_note(_failure_path(job.staging, rank))
             if failure is not None:
-                error_type = next(
-                    (error for error, kind in _KIND_BY_ERROR.items() if kind == failure["kind"]), SaveFailedError
-                )
-                raise error_type(f"rank {rank}: {failure['text']}")
+                raise error_from(failure["kind"], f"rank {rank}: {failure['text']}")
             content = _read_note(_receipt_path(job.staging, rank)) if rank not in receipts else None
             if content is not None:
                 receipts[rank] = _decode_receipt(content)

@@ -1,37 +1,25 @@
 """Stages a save: takes live tensors to where training cannot change them.
 
-Blocking: a tensor at a time, just before it is written, while the training thread waits. Otherwise: into one shared
-buffer without a name (`memfd_create`), which a writer process maps by its descriptor; on CUDA it is pinned.
+While the training thread waits until everything is written: a tensor at a time, just before it is written. Otherwise:
+into one shared buffer without a name (`memfd_create`), which a writer process maps by its descriptor; on CUDA it is
+pinned.
 """
 
 import math
 import mmap
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .errors import SaveFailedError
-from .plan import LocalPart, Part
+from .plan import Part
 
 _ALIGNMENT_BYTES = 64
-
-
-def stage_tensor(data: Tensor) -> Tensor:
-    """Returns `data` on the CPU, contiguous, in a storage of its own size: a view is saved with its buffer."""
-    staged = data.detach().cpu().contiguous()
-    if staged.untyped_storage().nbytes() != staged.numel() * staged.element_size():
-        staged = staged.clone()
-    return staged
-
-
-def stage_blocking(parts: Iterable[LocalPart]) -> Iterator[tuple[Part, Tensor]]:
-    """Yields each part with its staged data. It must be consumed before the next optimizer step."""
-    for local in parts:
-        yield local.part, stage_tensor(local.data)
 
 
 @dataclass(frozen=True)
@@ -50,6 +38,28 @@ def place_parts(parts: Iterable[Part]) -> tuple[tuple[Placed, ...], int]:
         placed.append(Placed(part, byte_offset))
         byte_offset += -(-part.num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     return tuple(placed), byte_offset
+
+
+class Staged(Protocol):
+    """Gives what was staged to whoever writes it."""
+
+    def view(self, placed: Placed) -> Tensor:
+        """Returns a part on the CPU, contiguous, in a storage of exactly its size."""
+
+
+class OneAtATime:
+    """Copies each part when it is asked for: for a training thread that waits, which so needs no second state.
+
+    Args:
+        live: What this rank holds.
+    """
+
+    def __init__(self, live: Mapping[Part, Tensor]) -> None:
+        self._live = live
+
+    def view(self, placed: Placed) -> Tensor:
+        """Returns a copy, so that what is compared with the live digest is what is written."""
+        return torch.empty(placed.part.sizes, dtype=placed.part.dtype).copy_(self._live[placed.part])
 
 
 class SharedBuffer:

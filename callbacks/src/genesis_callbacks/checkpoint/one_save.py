@@ -1,0 +1,97 @@
+"""One save as one rank sees it, from its begin to its outcome, whatever happens between."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from .commit import discard
+from .errors import CheckpointError, SaveFailedError
+from .job import Outcome, failed_outcome, leave_failure
+from .manifest import COMMITTED_NAME, checkpoint_name, read_committed_hash
+from .write import sync_directory
+
+_NOTE_WAIT_SECONDS = 5.0
+_BEGIN_POLL_SECONDS = 0.002
+
+
+class OneSave:
+    """One save of one rank. One thread runs it, the only one that touches the tensors; others wait for its events.
+
+    Args:
+        number: Of the save, within the run.
+        step: Windows attempted.
+        staging: The staging directory, which rank 0 makes.
+        rank: This rank.
+        leaves_notes: Whether rank 0 reads of a failure in the staging directory, or is told by a collective.
+
+    Attributes:
+        staged: Set when the live tensors are not needed any more.
+        finished: Set when there is an outcome.
+        given_up: To be set when rank 0 has given the save up.
+        outcome: This rank's.
+        interruption: What ended the save that is no error of it, such as a KeyboardInterrupt.
+        is_begun: Whether this rank made the staging directory.
+        staged_bytes: Copied on this rank.
+    """
+
+    def __init__(self, number: int, step: int, staging: Path, rank: int, *, leaves_notes: bool) -> None:
+        self.number, self.step, self.staging, self.rank = number, step, staging, rank
+        self.staged = threading.Event()
+        self.finished = threading.Event()
+        self.given_up = threading.Event()
+        self.outcome: Outcome | None = None
+        self.interruption: BaseException | None = None
+        self._leaves_notes = leaves_notes
+        self.is_begun = False
+        self.staged_bytes = 0
+
+    def run(self, act: Callable[["OneSave"], Outcome]) -> None:
+        """Runs `act`, whatever it raises, to an outcome."""
+        try:
+            outcome = act(self)
+        except BaseException as error:  # whatever it was, the training thread must hear of it
+            outcome = failed_outcome(error)
+            if not isinstance(error, Exception):
+                self.interruption = error
+        self.staged.set()
+        if outcome.kind not in ("written", "committed"):
+            # A disk that failed the save may fail this, too; the outcome is told in any case.
+            with contextlib.suppress(OSError, CheckpointError):
+                outcome = self._clear_up(outcome)
+        self.outcome = outcome
+        self.finished.set()
+
+    def wait_begun(self, limit_seconds: float) -> None:
+        """Waits until rank 0 has made the staging directory.
+
+        Raises:
+            SaveFailedError: Rank 0 gave the save up, or did not begin it in time.
+        """
+        deadline_seconds = time.monotonic() + limit_seconds
+        while not self.staging.is_dir():
+            if self.given_up.wait(_BEGIN_POLL_SECONDS):
+                raise SaveFailedError("rank 0 gave the save up")
+            if time.monotonic() > deadline_seconds:
+                raise SaveFailedError("the staging directory did not appear: rank 0 did not begin this save")
+
+    def _clear_up(self, outcome: Outcome) -> Outcome:
+        if self.rank != 0:
+            if not self._leaves_notes:
+                return outcome
+            with contextlib.suppress(SaveFailedError):
+                self.wait_begun(_NOTE_WAIT_SECONDS)
+            leave_failure(self.staging, self.rank, outcome)
+        elif self.staging.is_dir():
+            with contextlib.suppress(OSError):
+                discard(self.staging)
+        elif self.is_begun and (self._final / COMMITTED_NAME).exists():
+            # The writer died after the commit, before it could say so; the staging directory made sure that it is ours.
+            sync_directory(self._final.parent)
+            return Outcome("committed", manifest_hash=read_committed_hash(self._final))
+        return outcome
+
+    @property
+    def _final(self) -> Path:
+        return self.staging.parent / checkpoint_name(self.step)

@@ -1,0 +1,457 @@
+"""The one way of a save, in every mode: taken by the training thread, staged, written, committed, settled.
+
+`begin` takes what only the training thread may take: references, clocks, buffers. In mode `sync` the same thread then
+stages and writes, and `begin` returns with the save done. In `thread` and `process` a thread of this rank digests and
+copies the rest while the next forward and backward run; the training thread waits for that, and only for that, before
+the next optimizer step (`wait_staged`). Then this thread, or the rank's writer process, writes. Rank 0's outcome is the
+save's. The caller votes on a number for it, since ranks need not know of it at the same step, or asks by `finish`.
+"""
+
+import os
+import time
+import uuid
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from .._compat import write_counts
+from .beside import SaveThread, perform_nicely
+from .errors import SaveFailedError
+from .inline import begin_together, perform_together
+from .job import (
+    ChangedPartsError,
+    CommitOrder,
+    Outcome,
+    OutcomeKind,
+    TornSnapshotError,
+    WriteJob,
+    error_from,
+    perform,
+)
+from .manifest import Ancestor, checkpoint_name
+from .one_save import OneSave
+from .plan import Part, SavePlan, plan_save
+from .ranks import Ranks
+from .save_target import RetentionWarning, SaveTarget, Snapshot
+from .stage import Staged
+from .stager import SharedStager, StagedParts, record_event, stage_one_at_a_time
+from .writer_process import WRITER_OVERHEAD_BYTES, WriterProcess
+
+SaveMode = Literal["sync", "thread", "process"]
+Staging = Literal["blocking", "overlapped"]
+_Stage = Callable[[], tuple[WriteJob, Staged]]
+# What rank 0 tells of an outcome in a vote; 0 says nothing.
+_CODES: dict[OutcomeKind, int] = {"committed": 1, "failed": 2, "torn": 3, "changed": 4}
+_CODE_BASE = 8
+_ANSWER_GRACE_SECONDS = 5.0
+# How long a save may take to end that has been given up, its writer killed.
+_END_SECONDS = 5.0
+_YIELD_SECONDS = 0.001
+_TIME_LIMIT_SECONDS = 600.0
+# Only an optimizer step writes these; everything else may change in the next forward and is copied at once.
+_OVERLAPPED_KINDS = ("parameter", "optimizer")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What the caller knows of the training between two saves.
+
+    Attributes:
+        num_steps: Optimizer steps so far, as it is now: asked again when staging ends.
+        num_updates: Those since the last checkpoint that changed parameters.
+        moved: Names of the parameters that the last of them changed.
+    """
+
+    num_steps: Callable[[], int]
+    num_updates: int = 0
+    moved: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Agreed by all ranks: valid while this rank holds these shared parts."""
+
+    own: tuple[Part, ...]
+    save: SavePlan
+    token: str
+
+
+class SavePipeline:
+    """Saves one run. Every rank has one and calls its methods at the same steps; one save at a time.
+
+    Args:
+        target: Says where, for whom and under which heading; it learns of each commit.
+        mode: Who writes: `sync` the training thread, `thread` a thread beside it, `process` a writer process.
+        writer: Mode `process` has one, which is taken over.
+        staging: `overlapped` returns before the copy is done, `blocking` after it, as mode `sync` always does.
+        time_limit_seconds: For one save's writing on one rank, where it is not done by the training threads together.
+    """
+
+    def __init__(
+        self,
+        target: SaveTarget,
+        *,
+        mode: SaveMode,
+        writer: WriterProcess | None = None,
+        staging: Staging = "overlapped",
+        time_limit_seconds: float = _TIME_LIMIT_SECONDS,
+    ) -> None:
+        assert (writer is None) == (mode != "process")
+        self.mode: SaveMode = mode
+        self.staging: Staging = "blocking" if mode == "sync" else staging
+        self.staged_bytes = 0
+        self.settled_step = 0
+        self._target = target
+        self._ranks: Ranks = target.ranks
+        self._time_limit_seconds = time_limit_seconds
+        self._writer = writer
+        self._stager = SharedStager()
+        self._plan: _Plan | None = None
+        self._worker = SaveThread() if mode != "sync" else None
+        self._number = 0
+        self._save: OneSave | None = None
+        self._is_closed = False
+
+    # ---- the training thread
+
+    def wait_ready(self) -> None:
+        """Waits for the writer process to have started.
+
+        Raises:
+            SaveFailedError: It did not.
+        """
+        if self._writer is not None:
+            self._writer.wait_ready()
+
+    @property
+    def step_in_flight(self) -> int | None:
+        """The step of the save that is not settled yet."""
+        return None if self._save is None else self._save.step
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether the next save can begin without talking to the other ranks."""
+        return self._plan is not None
+
+    @property
+    def memory_bytes(self) -> int:
+        """A bound on what a save takes on this rank beyond its buffers' copies: shared memory, and the writer's own."""
+        buffer = self._stager.buffer
+        shared = 0 if buffer is None else buffer.num_bytes
+        return shared + (WRITER_OVERHEAD_BYTES if self._writer is not None else 0)
+
+    def begin(
+        self,
+        step: int,
+        take_snapshot: Callable[[], Snapshot],
+        progress: Progress,
+        *,
+        alone_within_seconds: float | None = None,
+    ) -> None:
+        """Begins a save; in mode `sync` it also ends it, and what is left to do is `finish`.
+
+        It communicates where there is no plan yet: at the first save, and after a change. In mode `sync` it always
+        does.
+
+        Args:
+            step: Windows attempted.
+            take_snapshot: Gives this rank's snapshot of it.
+            progress: What happened since the save before.
+            alone_within_seconds: Does not communicate, whatever the mode, and waits so long for the other ranks'
+                parts. Several ranks need a plan for it (`has_plan`).
+
+        Raises:
+            SaveFailedError: On every rank alike: it could not begin.
+        """
+        assert self._save is None
+        taken: Snapshot | Exception
+        if self._plan is None or self._ranks.world_size == 1:
+            taken = self._take_planned(take_snapshot)
+        else:
+            taken = self._take(take_snapshot, self._plan)
+        plan = self._plan
+        assert plan is not None
+        self._number += 1
+        staging = self._target.directory / f"{checkpoint_name(step)}.staging-{plan.token}_{self._number}"
+        is_together = self._worker is None and alone_within_seconds is None
+        save = self._save = OneSave(self._number, step, staging, self._ranks.rank, leaves_notes=not is_together)
+        limit_seconds = alone_within_seconds or self._time_limit_seconds
+        stage = self._prepare(save, plan, taken, progress, limit_seconds)
+        if is_together:
+            save.run(lambda save: self._act_together(save, stage))
+        elif self._worker is None:
+            save.run(lambda save: self._act(save, stage, limit_seconds))
+        else:
+            self._worker.submit(lambda: save.run(lambda save: self._act(save, stage, limit_seconds)))
+            if self.staging == "blocking":
+                save.staged.wait()
+        if save.interruption is not None and self._worker is None:
+            raise save.interruption
+
+    def _take_planned(self, take_snapshot: Callable[[], Snapshot]) -> Snapshot:
+        """Takes the snapshot and, where this needs another plan, makes one with all ranks."""
+        taken: list[Snapshot] = []
+
+        def report() -> tuple[tuple[Part, ...], str]:
+            taken.append(take_snapshot())
+            return _shared(taken[0]), uuid.uuid4().hex[:8]
+
+        reports = self._ranks.attempt_and_gather("reporting what to save", report)
+        own = reports[self._ranks.rank][0]
+        if self._plan is None or self._plan.own != own:
+            self._plan = _Plan(own, plan_save([parts for parts, _ in reports]), reports[0][1])
+        return taken[0]
+
+    def _take(self, take_snapshot: Callable[[], Snapshot], plan: _Plan) -> Snapshot | Exception:
+        try:
+            snapshot = take_snapshot()
+        except Exception as error:
+            return error
+        if _shared(snapshot) != plan.own:
+            return ChangedPartsError("this rank holds other tensors than the save was planned for")
+        return snapshot
+
+    def _make_staging(self, save: OneSave) -> None:
+        final = self._target.directory / checkpoint_name(save.step)
+        if final.exists():
+            raise SaveFailedError(f"{final} is there already: a checkpoint is never written over")
+        os.mkdir(save.staging)  # noqa: PTH102 - the syscall by its name: fault tests wrap it
+        save.is_begun = True
+
+    def _prepare(
+        self,
+        save: OneSave,
+        plan: _Plan,
+        taken: Snapshot | Exception,
+        progress: Progress,
+        limit_seconds: float,
+    ) -> _Stage:
+        """Takes what may change after `begin`, and returns what stages the rest."""
+        if isinstance(taken, Exception):
+            error = taken
+
+            def fail() -> tuple[WriteJob, Staged]:
+                raise error
+
+            return fail
+        snapshot, parts = taken, taken.parts
+        if self.mode != "sync":
+            parts = [
+                local if local.part.kind in _OVERLAPPED_KINDS else replace(local, data=local.data.clone())
+                for local in parts
+            ]
+        overlapped = [local.data for local in parts if local.part.kind in _OVERLAPPED_KINDS]
+        before = (progress.num_steps(), write_counts(overlapped))
+        event = record_event(parts) if self.mode != "sync" else None
+
+        def stage() -> tuple[WriteJob, Staged]:
+            live = {local.part: local.data for local in parts}
+            ours = [*plan.save.parts_by_writer[self._ranks.rank], *(part for part in live if part.kind == "state")]
+            staged = stage_one_at_a_time(live, ours) if self.mode == "sync" else self._stager.stage(live, ours, event)
+            save.staged_bytes = staged.num_bytes
+            job = self._order(save, plan, snapshot, progress, staged, limit_seconds)
+            if before != (progress.num_steps(), write_counts(overlapped)):
+                raise TornSnapshotError("training changed what was being staged: an optimizer step came before its end")
+            return job, staged.data
+
+        return stage
+
+    def _order(
+        self,
+        save: OneSave,
+        plan: _Plan,
+        snapshot: Snapshot,
+        progress: Progress,
+        staged: StagedParts,
+        limit_seconds: float,
+    ) -> WriteJob:
+        target, order = self._target, None
+        if self._ranks.is_first:
+            order = CommitOrder(
+                target.heading(snapshot),
+                plan.save.parts_by_writer,
+                target.retention,
+                progress.num_updates,
+                progress.moved,
+            )
+        return WriteJob(
+            save.staging,
+            self._ranks.rank,
+            staged.placed,
+            staged.digests,
+            snapshot.section,
+            target.hash_algorithm,
+            limit_seconds,
+            order,
+        )
+
+    def wait_staged(self) -> None:
+        """Waits until the save in flight has no more need of live tensors; returns at once where there is none."""
+        if self._save is not None:
+            self._save.staged.wait()
+
+    def poll(self) -> int:
+        """Returns what this rank has to say about the save in flight, for a maximum over ranks; 0 for nothing."""
+        save = self._save
+        if save is None or not self._ranks.is_first or not save.finished.is_set():
+            return 0
+        assert save.outcome is not None
+        return save.number * _CODE_BASE + _CODES[save.outcome.kind]
+
+    def settle(self, agreed: int) -> Outcome | None:
+        """Returns the outcome of the save in flight if `agreed`, the maximum over what `poll` gave, is about it.
+
+        Communicates only where it is a failure. What `agreed` says must be the same on every rank.
+        """
+        save = self._save
+        if save is None or agreed // _CODE_BASE != save.number:
+            return None
+        if agreed % _CODE_BASE == _CODES["committed"]:
+            save.finished.wait()
+            return self._settled(save, save.outcome if self._ranks.is_first else Outcome("committed"))
+        return self.finish()
+
+    def finish(self) -> Outcome | None:
+        """Waits for the save in flight and returns its outcome; None where there is none. Communicates.
+
+        Raises:
+            SaveFailedError: Another rank is gone.
+        """
+        save = self._save
+        if save is None:
+            return None
+        if self._ranks.is_first:
+            save.finished.wait()
+        try:
+            outcome = self._ranks.broadcast(save.outcome)
+        except RuntimeError as error:
+            raise SaveFailedError(
+                f"how the save of step {save.step} ended is not known here: a rank did not answer: {error}"
+            ) from error
+        if outcome is not None and outcome.kind != "committed":
+            save.given_up.set()
+        save.finished.wait()
+        return self._settled(save, outcome)
+
+    def _settled(self, save: OneSave, outcome: Outcome | None) -> Outcome:
+        assert outcome is not None
+        self._save = None
+        self.staged_bytes, self.settled_step = save.staged_bytes, save.step
+        if outcome.kind == "committed":
+            name = checkpoint_name(save.step)
+            self._target.continue_from(Ancestor(name, outcome.manifest_hash), self._target.sequence + 1)
+        else:
+            self._plan = None
+            if outcome.kind == "torn" and self.staging == "blocking":
+                outcome = replace(outcome, kind="failed")  # somebody else writes into the tensors: no use to try again
+            elif outcome.kind == "torn":
+                self.staging = "blocking"
+        return outcome
+
+    def settle_alone(self, wait_seconds: float) -> Outcome | None:
+        """Waits so long for the save in flight and returns this rank's own outcome, if it has one. No communication.
+
+        For a rank that leaves: what the others know is not asked.
+
+        Raises:
+            SaveFailedError: It did not end in time.
+        """
+        save = self._save
+        if save is None:
+            return None
+        if not save.finished.wait(wait_seconds):
+            raise SaveFailedError(f"the save of step {save.step} still runs")
+        outcome = save.outcome
+        return self._settled(save, outcome if self._ranks.is_first else Outcome("committed"))
+
+    def close(self, wait_seconds: float) -> Outcome | None:
+        """Lets the save in flight end, for so long, gives everything back, and returns this rank's outcome, if any.
+
+        No communication.
+        """
+        self._is_closed = True
+        if self._worker is not None:
+            self._worker.close()
+        save, self._save = self._save, None
+        if save is not None:
+            save.staged.wait()
+            if not save.finished.wait(wait_seconds):
+                save.given_up.set()
+                if self._writer is not None:
+                    self._writer.kill()
+                save.finished.wait(_END_SECONDS)
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if save is None or save.finished.is_set():
+            self._stager.close()
+        return None if save is None else save.outcome
+
+    # ---- behind it, or in it
+
+    def _act_together(self, save: OneSave, stage: _Stage) -> Outcome:
+        begin_together(self._ranks, lambda: self._make_staging(save))
+        return perform_together(self._ranks, stage)
+
+    def _act(self, save: OneSave, stage: _Stage, limit_seconds: float) -> Outcome:
+        if self._worker is not None:
+            # Let the training thread get out of its hook before this one wants the GIL.
+            time.sleep(_YIELD_SECONDS)
+        if self._ranks.is_first:
+            self._make_staging(save)
+        job, staged = stage()
+        save.staged.set()
+        save.wait_begun(limit_seconds)
+        if self.mode == "sync":
+            return perform(job, staged, lambda: False)
+        if self._writer is None:
+            return perform_nicely(job, staged)
+        return self._write_by(self._writer, job)
+
+    def _write_by(self, writer: WriterProcess, job: WriteJob) -> Outcome:
+        buffer = self._stager.buffer
+        assert buffer is not None
+        if not writer.is_alive:
+            writer.kill()  # which gives back what it still holds
+            warnings.warn("a writer process died between two saves; it is started again", stacklevel=2)
+            writer = self._writer = WriterProcess()
+        limit_seconds = job.time_limit_seconds + _ANSWER_GRACE_SECONDS * (job.commit is not None)
+        try:
+            return writer.perform(job, buffer, limit_seconds)
+        except SaveFailedError:
+            writer.kill()
+            if not self._is_closed:
+                self._writer = WriterProcess()
+            raise
+
+
+def _shared(snapshot: Snapshot) -> tuple[Part, ...]:
+    """The parts that ranks plan together; tensors of a rank's own state it writes itself."""
+    return tuple(local.part for local in snapshot.parts if local.part.kind != "state")
+
+
+def save_blocking(target: SaveTarget, take_snapshot: Callable[[], Snapshot]) -> Path:
+    """Saves and returns the checkpoint, for whoever does not train. Every rank calls it. Communicates.
+
+    Args:
+        target: Says where, for whom and under which heading; it learns of the commit.
+        take_snapshot: Gives this rank's snapshot.
+
+    Raises:
+        SaveFailedError: On every rank alike. Every checkpoint from before is as it was.
+    """
+    snapshot = target.ranks.attempt("reporting what to save", take_snapshot)
+    pipeline = SavePipeline(target, mode="sync")
+    try:
+        pipeline.begin(snapshot.step, lambda: snapshot, Progress(lambda: 0))
+        outcome = pipeline.finish()
+    finally:
+        pipeline.close(0.0)
+    assert outcome is not None
+    if outcome.kind != "committed":
+        raise error_from(outcome.kind, outcome.text)
+    if outcome.warning is not None:
+        warnings.warn(outcome.warning, RetentionWarning, stacklevel=2)
+    return target.directory / checkpoint_name(snapshot.step)
