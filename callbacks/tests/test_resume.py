@@ -93,7 +93,7 @@ def test_directory_is_readable_by_stock_dcp_and_by_name(tmp_path, saved_by):
     manifest = read_manifest(path)
     assert "model.net.head.weight" not in manifest.tensors  # tied to the embedding, stored once
     assert manifest.counters == {"step": 4, "tokens_seen": 160}
-    assert manifest.mesh == {"data_parallel": 2, "tensor_parallel": 1}
+    assert manifest.mesh == {"data_parallel": 2}
     assert {record.rank for record in manifest.files if record.name.endswith(".distcp")} == {0, 1}
     assert len(manifest.tensors["model.net.embed.weight"].chunks) == 2
 

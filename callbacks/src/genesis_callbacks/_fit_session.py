@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 
 from ._best_watch import BestWatch
@@ -25,7 +24,7 @@ from ._trainer_restore import Restore
 from ._trainer_state import take_snapshot
 from ._triggers import Vote, is_interval_over
 from ._votes import VoteExchange
-from .checkpoint.collect import SWAPPED_PREFIX
+from .checkpoint.collect import SWAPPED_PREFIX, read_mesh
 from .checkpoint.commit import supersede
 from .checkpoint.errors import CheckpointError
 from .checkpoint.job import Outcome
@@ -40,13 +39,6 @@ from .checkpoint.writer_process import WriterProcess
 ORPHAN_SECONDS = 60.0
 # How long a run that ends by an exception waits for the save in flight.
 _LEAVE_SECONDS = 10.0
-
-
-def _read_mesh(strategy: Strategy) -> dict[str, int]:
-    if not isinstance(strategy, ModelParallelStrategy):
-        return {}
-    mesh = strategy.device_mesh
-    return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
 
 
 def _name_ancestor(start: Restore, directory: Path) -> Ancestor:
@@ -153,7 +145,7 @@ class FitSession:
         target = self._history.target = SaveTarget(
             self._directory,
             self.ranks,
-            origin=Origin(identity, recipe, _read_mesh(trainer.strategy)),
+            origin=Origin(identity, recipe, read_mesh(module)),
             retention=self._options.retention,
         )
         last_step = self._go_on(target, before, trainer.global_step, start, run_directories)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .errors import CheckpointError, UnsupportedStateError
@@ -88,6 +89,20 @@ def model_parts(model: NamedModel, cache: PartsCache | None = None) -> list[Loca
 def name_parameters(module: nn.Module) -> dict[int, str]:
     """Returns the canonical name of each parameter, by its `id`."""
     return {id(parameter): canonical_name(name) for name, parameter in module.named_parameters()}
+
+
+def read_mesh(module: nn.Module) -> dict[str, int]:
+    """Returns axis name to size of the device meshes that the parameters live on; empty where none is sharded.
+
+    Not the strategy's mesh: whoever shards the model may have made another one, as hybrid sharding does.
+    """
+    mesh: dict[str, int] = {}
+    for parameter in module.parameters():
+        if isinstance(parameter, DTensor):
+            axes = parameter.device_mesh
+            names = axes.mesh_dim_names or tuple(f"axis_{axis}" for axis in range(axes.ndim))
+            mesh.update(zip(names, axes.shape, strict=True))
+    return mesh
 
 
 def state_holder(optimizer: Optimizer) -> Optimizer:

@@ -131,7 +131,7 @@ class Manifest:
         sequence: Number of the save in its lineage, counted from 1: `latest` is the largest, whatever the steps say.
         counters: Exact clocks of the run, such as `tokens_seen`.
         world_size: Ranks that saved.
-        mesh: Axis name to size, where the run had a device mesh.
+        mesh: Axis name to size of what the parameters lived on, where they were sharded over a device mesh.
         identity: What must be the same at restore (`tokenizer_hash`, `corpus_hash`, ...), plain JSON.
         recipe: The resolved recipe, plain JSON.
         versions: Package to version.
