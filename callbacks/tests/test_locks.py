@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from genesis_callbacks._rank_watch import RankWatch
 from genesis_callbacks.checkpoint import DirectoryInUseError, DirectoryLock
-from genesis_callbacks.checkpoint.job import _held
+from genesis_callbacks.checkpoint.job import hold_staging
 from genesis_callbacks.checkpoint.lineage import wait_for_orphans
 from genesis_callbacks.testing import run_ranks
 
@@ -48,8 +48,8 @@ def check_that_nothing_is_held(root: Path) -> None:
     staging = root / "step-00000001.staging-0"
     staging.mkdir()
 
-    def hold_staging() -> object:
-        context = _held(staging)
+    def enter() -> object:
+        context = hold_staging(staging)
         context.__enter__()
         return context
 
@@ -58,7 +58,7 @@ def check_that_nothing_is_held(root: Path) -> None:
         children.append(leave_a_child_behind(lambda: DirectoryLock(root)))
         lock = DirectoryLock(root)
         lock.release()
-        children.append(leave_a_child_behind(hold_staging))
+        children.append(leave_a_child_behind(enter))
         assert wait_for_orphans(root, 0.0) == []
         watch = RankWatch(root, 0, 2, 1.0)
         children.append(leave_a_child_behind(lambda: RankWatch(root, 1, 2, 1.0)))

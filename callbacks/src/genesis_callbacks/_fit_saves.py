@@ -242,7 +242,7 @@ class FitSaves:
         if self._best is not None and self.target.ranks.is_first:
             self._best.mark(directory, step)
 
-    def _fail(self, step: int, error: CheckpointError) -> None:
+    def _fail(self, step: int, error: CheckpointError | SaveFailedError) -> None:
         """Ends training with the error, or warns, by policy."""
         self._statistics.num_failed += 1
         if self._best is not None:
