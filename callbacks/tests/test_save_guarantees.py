@@ -33,6 +33,7 @@ from genesis_callbacks.testing import run_ranks
 
 MODES = ("sync", "thread", "process")
 GOOD = "step-00000001"
+pytestmark = pytest.mark.process
 NUM_ELEMENTS = 3000
 Told = dict[str, tuple[str, str]]
 
@@ -165,7 +166,19 @@ def fail() -> Snapshot:
     raise OSError("no snapshot here")
 
 
-@pytest.fixture(scope="module", params=[(mode, world_size) for mode in MODES for world_size in (1, 2)], ids=str)
+SLOW = ((1, "process"), (2, "thread"))  # those that are quicker go the same ways
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(
+            (mode, world_size), id=f"{mode}-{world_size}", marks=[pytest.mark.slow] * ((world_size, mode) in SLOW)
+        )
+        for mode in MODES
+        for world_size in (1, 2)
+    ],
+)
 def told(request, tmp_path_factory) -> tuple[int, list[Told]]:
     """The number of ranks, and what each was told."""
     mode, world_size = request.param
@@ -231,7 +244,7 @@ def lose_a_rank(directory: Path, mode: str) -> None:
     pipeline.close(0.0)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["sync", pytest.param("thread", marks=pytest.mark.slow), "process"])
 def test_a_rank_that_is_killed_in_a_save_leaves_a_good_checkpoint_and_the_others_are_told(tmp_path, mode):
     with pytest.raises(AssertionError, match="rank 1: died without a word"):
         run_ranks(lose_a_rank, 2, tmp_path, mode)
