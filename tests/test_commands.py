@@ -44,7 +44,7 @@ def loaded_modules() -> set[str]:
 
 def test_a_rank_finds_torch_lightning_and_the_application_imported() -> None:
     (loaded,) = run_ranks(loaded_modules, 1)
-    assert {"torch", "lightning.pytorch", "genesis.train.module", "genesis.data.datamodule"} <= loaded
+    assert {"torch", "lightning.pytorch", "genesis.train.module", "genesis.cli.fit"} <= loaded
 
 
 def test_what_is_printed_last_arrives(tmp_path: Path) -> None:
