@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
 from genesis_callbacks import AsyncProcessCheckpoint, CheckpointVerification, SkipAwareLR, TokenCounters
 from genesis_callbacks.checkpoint import list_committed
@@ -26,10 +27,10 @@ def run_blocks(*blocks: str) -> dict[str, object]:
 
 def test_the_readmes_code_starts_a_run_goes_on_and_reads_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    script, reading = BLOCKS
+    script, reading, inference = BLOCKS
     run_blocks(script.replace("max_steps=60", "max_steps=30"))
     assert [manifest.step for _, manifest in list_committed("runs/mine")] == [20, 30]
-    names = run_blocks(script, reading)
+    names = run_blocks(script, reading, inference)
     assert names["checkpoint"].restore_report.step == 30
     assert [manifest.step for _, manifest in list_committed("runs/mine")] == [30, 40, 60]
     assert list_committed("runs/mine")[-1][1].counters == {
@@ -39,6 +40,8 @@ def test_the_readmes_code_starts_a_run_goes_on_and_reads_it(tmp_path, monkeypatc
         "tokens_updated": 60 * 32,
     }
     assert names["weights"].keys() == {"model.layer.weight", "model.layer.bias"}
+    for name, tensor in names["model"].state_dict().items():
+        assert torch.equal(tensor, names["weights"][f"model.{name}"])
 
 
 def test_the_example_is_ten_lines_or_so():

@@ -101,6 +101,9 @@ COMMANDS = (
     Command("checkpoint verify", "sizes, hashes and digests of checkpoints", "genesis.cli.checkpoint:verify_main"),
     Command("checkpoint diff", "settings and tensors of two checkpoints", "genesis.cli.checkpoint:diff_main"),
     Command("checkpoint prune", "remove older checkpoints of a run", "genesis.cli.checkpoint:prune_main"),
+    Command(
+        "checkpoint to-lightning", "one .ckpt file for stock Lightning", "genesis.cli.checkpoint_to_lightning:main"
+    ),
     Command("checkpoint repair", "what to do about broken checkpoints", "genesis.cli.checkpoint:repair_main"),
     Command("demo", "the whole road on Python's own sources, in minutes", "genesis.cli.demo:main"),
     Command("rehearse", "kill and restart a recipe before it is trained in earnest", "genesis.cli.rehearse:main"),

@@ -9,17 +9,24 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_CALLBACK_MODULES = {
+_MODULES = {
     "AsyncProcessCheckpoint": ".async_process_checkpoint",
     "CheckpointVerification": ".checkpoint_verification",
     "SkipAwareLR": ".skip_aware_lr",
     "TokenCounters": ".token_counters",
+    "export_lightning_checkpoint": ".checkpoint.lightning_file",
 }
-__all__ = ["AsyncProcessCheckpoint", "CheckpointVerification", "SkipAwareLR", "TokenCounters"]
+__all__ = [
+    "AsyncProcessCheckpoint",
+    "CheckpointVerification",
+    "SkipAwareLR",
+    "TokenCounters",
+    "export_lightning_checkpoint",
+]
 
 
 def __getattr__(name: str) -> Any:
-    """Returns a callback class, importing its module (and Lightning) on first use."""
-    if name not in _CALLBACK_MODULES:
+    """Returns a callback class, importing its module (and Lightning) on first use, or the export function."""
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_CALLBACK_MODULES[name], __name__), name)
+    return getattr(importlib.import_module(_MODULES[name], __name__), name)

@@ -158,6 +158,12 @@ def unshield_validation(trainer: Any) -> None:
         vars(trainer.fit_loop.epoch_loop.val_loop).pop(name, None)
 
 
+def hparams_name(owner: Any) -> str | None:
+    """Returns by which argument a module's hyperparameters came in ("kwargs": by several), as Lightning saves it."""
+    name: str | None = getattr(owner, "_hparams_name", None)
+    return name
+
+
 def finish_before_hooks(trainer: Any, finish: Callable[[], None]) -> None:
     """Makes `finish()` run when training has ended, before any `on_train_end` hook, by an attribute on the fit's loop.
 

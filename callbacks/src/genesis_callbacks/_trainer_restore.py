@@ -23,10 +23,10 @@ from .checkpoint.collect import (
     name_parameters,
     optimizer_parts,
     prepare_optimizer,
-    recorded_optimizer_state,
 )
 from .checkpoint.drift import DriftPolicy, DriftWarning, check_drift, find_drift
 from .checkpoint.errors import CheckpointError
+from .checkpoint.lightning_file import index_optimizer_state, read_optimizer_state
 from .checkpoint.manifest import Ancestor, Manifest, read_committed_hash
 from .checkpoint.plan import LocalPart
 from .checkpoint.ranks import Ranks
@@ -36,21 +36,6 @@ from .checkpoint.save_target import read_versions
 from .checkpoint.tagged_json import decode_tagged, named_tensors
 from .checkpoint.verify import VerifyLevel, verify
 from .restore_report import RestoreReport
-
-
-def index_optimizer_state(groups: list[dict[str, Any]], state_by_name: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Returns an optimizer state dict as `Optimizer.load_state_dict` takes it, keyed by index, from one keyed by name.
-
-    Args:
-        groups: As saved: options, and parameter names under `params`.
-        state_by_name: Parameter name to its state; parameters without any may be missing.
-    """
-    names = [name for group in groups for name in group["params"]]
-    index_by_name = {name: index for index, name in enumerate(names)}
-    return {
-        "state": {index_by_name[name]: dict(state) for name, state in state_by_name.items()},
-        "param_groups": [{**group, "params": [index_by_name[name] for name in group["params"]]} for group in groups],
-    }
 
 
 class Restore:
@@ -206,11 +191,7 @@ class Restore:
         state_dict |= {key: value for key, value in self._swapped.items() if key in live}
         optimizer_states = []
         for index, groups in enumerate(self._groups if with_optimizers else []):
-            state = self._optimizer_values(index)
-            for name, records in recorded_optimizer_state(self.manifest, index).items():
-                prefix = f"optimizer.{index}.{name}."
-                tensors = read_recorded_tensors(self.path, self.manifest, [prefix + key for key in records])
-                state.setdefault(name, {}).update({key: tensors[prefix + key] for key in records})
+            state = read_optimizer_state(self.path, self.manifest, index, self._optimizer_values(index))
             optimizer_states.append(index_optimizer_state(groups, state))
         return {**self._content["trainer"], "state_dict": state_dict, "optimizer_states": optimizer_states}
 

@@ -9,12 +9,13 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ._compat import loader_generators, read_fetch_generators, read_loader_states
+from ._compat import hparams_name, loader_generators, read_fetch_generators, read_loader_states
 from ._data_position import write_states
 from .checkpoint.collect import (
     MODEL_PREFIX,
     SWAPPED_PREFIX,
     NamedModel,
+    canonical_name,
     model_parts,
     name_model,
     name_optimizer,
@@ -98,6 +99,8 @@ def read_trainer_state(trainer: Trainer, module: LightningModule, live: Mapping[
     datamodule = trainer.datamodule  # type: ignore[attr-defined]  # Lightning sets it
     for owner in (module, datamodule):
         if owner is not None and owner.hparams:
+            if hparams_name(owner) is not None:
+                state[owner.CHECKPOINT_HYPER_PARAMS_NAME] = hparams_name(owner)
             state[owner.CHECKPOINT_HYPER_PARAMS_KEY] = dict(owner.hparams)
     if datamodule is not None:
         datamodule_state = datamodule.state_dict()
@@ -198,6 +201,8 @@ def take_snapshot(
         "optimizers": [optimizer.section for optimizer in optimizers],
         "rng": read_rng_state() if rng_state is None else rng_state,
     }
+    if len(model.names) > len(model.tensors):  # without the module nobody could say which keys tied tensors have
+        content["model_keys"] = {canonical_name(key): name for key, name in model.names.items()}
     own_generators = loader_generators(trainer)
     if own_generators:
         content["loader_generators"] = [generator.get_state() for generator in own_generators]

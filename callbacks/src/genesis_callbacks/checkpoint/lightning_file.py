@@ -1,0 +1,145 @@
+"""One portable `.ckpt` file from a checkpoint of the engine, as stock Lightning writes and reads it.
+
+`torch.load(weights_only=True)`, `Model.load_from_checkpoint` and `Trainer.fit(ckpt_path=...)` take it without any of
+this package's code. Nothing of Lightning is imported here.
+"""
+
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .collect import MODEL_PREFIX, recorded_optimizer_state
+from .errors import CheckpointError
+from .lineage import find_latest
+from .manifest import COMMITTED_NAME, Manifest
+from .restore import read_recorded_tensors, read_state
+from .tagged_json import decode_tagged, named_tensors
+from .verify import verify
+
+
+def index_optimizer_state(groups: list[dict[str, Any]], state_by_name: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Returns an optimizer state dict as `Optimizer.load_state_dict` takes it, keyed by index, from one keyed by name.
+
+    Args:
+        groups: As saved: options, and parameter names under `params`.
+        state_by_name: Parameter name to its state; parameters without any may be missing.
+    """
+    names = [name for group in groups for name in group["params"]]
+    index_by_name = {name: index for index, name in enumerate(names)}
+    return {
+        "state": {index_by_name[name]: dict(state) for name, state in state_by_name.items()},
+        "param_groups": [{**group, "params": [index_by_name[name] for name in group["params"]]} for group in groups],
+    }
+
+
+def read_optimizer_state(
+    path: Path, manifest: Manifest, index: int, values: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Returns parameter name to key to value, with full tensors, for the run's optimizer number `index`.
+
+    Args:
+        path: The checkpoint.
+        manifest: Its manifest.
+        index: Number of the optimizer.
+        values: Parameter name to key to value: what was saved beside tensors.
+    """
+    state = {name: dict(of_parameter) for name, of_parameter in values.items()}
+    for name, records in recorded_optimizer_state(manifest, index).items():
+        prefix = f"optimizer.{index}.{name}."
+        tensors = read_recorded_tensors(path, manifest, [prefix + key for key in records])
+        state.setdefault(name, {}).update({key: tensors[prefix + key] for key in records})
+    return state
+
+
+def read_lightning_checkpoint(path: Path, manifest: Manifest) -> dict[str, Any]:
+    """Returns what Lightning would have saved at this checkpoint, with full tensors on the CPU. No communication.
+
+    What ranks saved apart (the state of callbacks and loaders) is rank 0's, as Lightning saves it. The averages of
+    averaging callbacks stand in `state_dict`, and the weights that train where those callbacks put them.
+
+    Args:
+        path: A checkpoint that verifies.
+        manifest: Its manifest.
+
+    Raises:
+        CorruptCheckpointError: A tensor or the state is not what was saved.
+    """
+    sections = read_state(path, manifest)
+    content = _decode(path, manifest, {key: value for key, value in sections[0].items() if not key.startswith("rng")})
+    recorded = [name for name in manifest.tensors if name.startswith(MODEL_PREFIX)]
+    tensors = read_recorded_tensors(path, manifest, recorded)
+    model = {name.removeprefix(MODEL_PREFIX): tensor for name, tensor in tensors.items()}
+    keys = content.get("model_keys") or {name: name for name in model}
+    state_dict = {key: model[name] for key, name in keys.items()} | content["model_extras"]
+    state_dict |= {key: value for key, value in content.get("swapped", {}).items() if key in state_dict}
+    optimizers = []
+    for index, section in enumerate(content["optimizers"]):
+        values: dict[str, Any] = {}
+        for other in sections:  # each rank that held a part of the optimizer saved its own
+            values |= _decode(path, manifest, other["optimizers"][index]["values"])
+        optimizers.append(index_optimizer_state(section["groups"], read_optimizer_state(path, manifest, index, values)))
+    return {**content["trainer"], "state_dict": state_dict, "optimizer_states": optimizers}
+
+
+def _decode(path: Path, manifest: Manifest, content: Any) -> Any:
+    return decode_tagged(content, read_recorded_tensors(path, manifest, sorted(named_tensors(content))))
+
+
+def _compact(value: Any) -> Any:
+    """Returns plain containers whose tensors own no more memory than their elements: torch.save writes it all."""
+    if isinstance(value, Tensor):
+        return value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
+    if type(value) is dict:
+        return {key: _compact(item) for key, item in value.items()}
+    return [_compact(item) for item in value] if type(value) is list else value
+
+
+def export_lightning_checkpoint(source: Path | str, target: Path | str) -> Path:
+    """Writes one `.ckpt` for stock Lightning and returns its path. Any process may call it; it does not communicate.
+
+    The file holds all of a training state but the random generators: loops, callbacks, schedulers, optimizers, weights
+    and hyperparameters. It comes into being all at once.
+
+    Args:
+        source: A checkpoint, or a run's directory: then its newest checkpoint that verifies.
+        target: The file to write; it must not exist.
+
+    Raises:
+        CheckpointError: The checkpoint does not verify, the file exists or cannot be written, or the state holds a type
+            that `torch.load(weights_only=True)` refuses; the message names it.
+    """
+    source, target = Path(source), Path(target)
+    if target.exists():
+        raise CheckpointError(f"{target} exists: give the name of a new file")
+    path = source if (source / COMMITTED_NAME).exists() else find_latest(source, put_aside=False)
+    if path is None:
+        raise CheckpointError(f"there is no checkpoint in {source}: give a checkpoint, or a run's directory")
+    content = _compact(read_lightning_checkpoint(path, verify(path, "full")))
+    part = target.with_name(f".{target.name}.part-{uuid.uuid4().hex[:8]}")
+    try:
+        torch.save(content, part)
+        _check_loads(path, part)
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
+        part.rename(target)
+    except OSError as error:
+        raise CheckpointError(f"{target} cannot be written: {error}") from error
+    finally:
+        part.unlink(missing_ok=True)
+    return target
+
+
+def _check_loads(path: Path, file: Path) -> None:
+    try:
+        torch.load(file, map_location="meta", weights_only=True)
+    except Exception as error:  # torch raises pickle's errors, and others, by what it meets
+        reason = str(error).partition("WeightsUnpickler error: ")[2].partition("\n")[0] or str(error).splitlines()[0]
+        raise CheckpointError(
+            f"{path} holds state that torch.load(weights_only=True) refuses ({reason}): keep plain values and tensors "
+            "in the state of callbacks and in the hyperparameters"
+        ) from error

@@ -1,0 +1,38 @@
+"""`genesis checkpoint to-lightning`: one portable `.ckpt` file for stock Lightning.
+
+Exit status 0 is good, 1 something bad was found, 2 misuse. It only reads the run, and may work beside a training.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from genesis.arguments import Parser
+from genesis_callbacks.checkpoint import CorruptCheckpointError
+from genesis_callbacks.checkpoint.lightning_file import export_lightning_checkpoint
+
+_DESCRIPTION = """Writes one .ckpt file from a checkpoint, for Lightning without this package.
+Model.load_from_checkpoint, Trainer.fit(ckpt_path=...) and torch.load(weights_only=True) take it. It holds the whole
+training state but the random generators; the checkpoint is verified first. Exit status 1 if it is damaged.
+Example: genesis checkpoint to-lightning runs/demo/run demo.ckpt"""
+
+
+def main(argv: list[str]) -> int:
+    """Runs `genesis checkpoint to-lightning` and returns its exit status."""
+    parser = Parser(
+        prog="genesis checkpoint to-lightning",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a run's directory (its newest that verifies)")
+    parser.add_argument("output", type=Path, help="the file to write; it must not exist")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    arguments = parser.parse_args(argv)
+    try:
+        path = export_lightning_checkpoint(arguments.checkpoint, arguments.output)
+    except CorruptCheckpointError as error:
+        print(f"BAD: {error}")
+        return 1
+    num_bytes = path.stat().st_size
+    print(json.dumps({"path": str(path), "num_bytes": num_bytes}) if arguments.json else f"{path}: {num_bytes:,} bytes")
+    return 0
