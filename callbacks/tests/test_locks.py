@@ -12,7 +12,7 @@ import plain_project
 import pytest
 import torch
 from lightning.pytorch import Callback
-from plain_project import train
+from plain_project import run_training, train
 from torch.utils.data import DataLoader
 
 from genesis_callbacks._rank_watch import RankWatch
@@ -94,6 +94,25 @@ def test_a_run_that_copies_its_own_directory_keeps_its_locks(tmp_path):
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     watch.stop()
     lock.release()
+
+
+def test_a_wait_for_an_earlier_runs_writer_is_reported_once_with_its_name_and_its_limit(tmp_path, capfd):
+    staging = tmp_path / "step-00000007.staging-0"
+    staging.mkdir()
+    with hold_staging(staging):
+        assert wait_for_orphans(tmp_path, 0.0, is_told=False) == [staging.name]
+        assert capfd.readouterr().err == ""
+        assert wait_for_orphans(tmp_path, 1.2) == [staging.name]
+    line = f"genesis-callbacks: waiting up to 1.2 s for the writer of an earlier run, which still saves {staging}\n"
+    assert capfd.readouterr().err == line
+    assert wait_for_orphans(tmp_path, 1.2) == []
+    assert capfd.readouterr().err == ""
+
+
+def test_a_clean_end_leaves_no_empty_directories_behind(tmp_path):
+    run_training(2, tmp_path, "ddp", 6, every_n_steps=2, keep_last=1)
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {".lock", "step-00000006"}
+    assert not (tmp_path / ".ranks").exists()
 
 
 class KillAndLeaveWorkers(Callback):

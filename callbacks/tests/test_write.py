@@ -1,12 +1,13 @@
 """A durable file holds what was written, whatever went past the page cache."""
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
 
 from genesis_callbacks.checkpoint.hashing import hash_file
-from genesis_callbacks.checkpoint.write import _BLOCK_BYTES, DurableFile
+from genesis_callbacks.checkpoint.write import _BLOCK_BYTES, DurableFile, write_file
 
 SIZES = [(0,), (1,), (_BLOCK_BYTES - 1, 1), (_BLOCK_BYTES, 5), (3, _BLOCK_BYTES, 7), (2 * _BLOCK_BYTES + 4097,)]
 
@@ -44,3 +45,18 @@ def test_a_short_write_goes_on_where_it_ended(tmp_path, monkeypatch):
         record = file.finish(rank=0)
     assert (tmp_path / "file").read_bytes() == data
     assert record.hash == hash_file(tmp_path / "file", "blake3")
+
+
+@pytest.fixture
+def full_disk():
+    """No file of this process grows beyond a kilobyte."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.usefixtures("full_disk")
+def test_an_error_of_a_full_disk_names_the_file(tmp_path):
+    with pytest.raises(OSError, match=r"File too large: '.*/rng\.json'"):
+        write_file(tmp_path / "rng.json", bytes(5000), algorithm="blake3")

@@ -29,7 +29,7 @@ from lightning.pytorch.loggers import Logger
 
 from genesis.cli.options import check_is_yaml
 from genesis.data.places import find_path, find_run_dir, record_places
-from genesis.errors import RunEndedError, UserError
+from genesis.errors import RunEndedError, UserError, naming
 from genesis.strategies import Replicated, Sharded
 from genesis.train.csv_log import CSVLog
 from genesis.train.data_module import CorpusDataModule
@@ -121,7 +121,8 @@ class SaveRecipe(Callback):
         while path.exists():
             number += 1
             path = self._run_dir / f"config.resume-{number}.yaml"
-        path.write_text(yaml.safe_dump(self._recipe, sort_keys=False), encoding="utf-8")
+        with naming(path):
+            path.write_text(yaml.safe_dump(self._recipe, sort_keys=False), encoding="utf-8")
         record_places(self._run_dir, self._recipe)
 
 

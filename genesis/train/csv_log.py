@@ -11,6 +11,8 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
+from genesis.errors import naming
+
 
 class CSVLog(Logger):
     """Writes metrics to one CSV file: a row per step, a column per metric.
@@ -63,9 +65,11 @@ class CSVLog(Logger):
         if new_columns or not self._has_begun:
             kept = self._read_rows_before(step)
             self._columns += [column for column in new_columns if column not in self._columns]
-            self._rewrite(kept)
+            with naming(self._path):
+                self._rewrite(kept)
             self._has_begun = True
-        self._write_last_row(is_new_row)
+        with naming(self._path):
+            self._write_last_row(is_new_row)
 
     def _write_last_row(self, is_new_row: bool) -> None:
         line = io.StringIO()

@@ -547,7 +547,7 @@ def test_repair_says_what_to_do_and_does_it_when_asked(tmp_path, capsys):
     assert "put aside as quarantined-step-00000006" in out
     names = sorted(path.name for path in directory.iterdir() if not path.name.startswith("."))
     assert names == ["quarantined-step-00000004", "quarantined-step-00000006", "step-00000002"]
-    assert not list((directory / ".trash").iterdir())
+    assert not (directory / ".trash").exists()
     status, out = run_command(capsys, "repair", tmp_path)
     assert status == 0
     assert "goes on from step-00000002" in out

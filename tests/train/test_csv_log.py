@@ -1,6 +1,7 @@
 """The run's log: a row a step, whatever is logged when, and however often the run is killed and goes on."""
 
 import csv
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,19 @@ def test_only_rank_zero_writes(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(rank_zero_only, "rank", 1)
     CSVLog(path).log_metrics({LOSS: 1.0}, 1)
     assert not path.exists()
+
+
+def test_an_error_of_a_full_disk_names_the_log(path: Path) -> None:
+    log = CSVLog(path)
+    log.log_metrics({LOSS: 1.0}, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, hard))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            log.log_metrics({LOSS: 2.0}, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.filename == str(path)
 
 
 def train(directory: str, rank: int, max_steps: int = 3) -> list[str]:

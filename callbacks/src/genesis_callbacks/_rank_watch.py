@@ -88,7 +88,10 @@ class RankWatch:
         return {rank: said for rank, said in lost.items() if said is not None}
 
     def stop(self, failure: BaseException | None = None) -> None:
-        """Stops watching; `failure` tells the others why this rank ends before the run does. Waits for nobody."""
+        """Stops watching; `failure` tells the others why this rank ends before the run does. Waits for nobody.
+
+        At a clean end rank 0 removes the directory: who does not find a rank's file does not take it for lost.
+        """
         if self._descriptor.number < 0:
             return
         self._stopped.set()
@@ -96,6 +99,8 @@ class RankWatch:
             self._thread.join(timeout=10 * _INTERVAL_SECONDS)
         with contextlib.suppress(OSError):
             self._say(_ENDED if failure is None else f"{_FAILED} {type(failure).__name__}")
+        if failure is None and self._rank == 0 and not (self._directory / _VERDICT_NAME).exists():
+            shutil.rmtree(self._directory, ignore_errors=True)
         self._descriptor.close()
 
     def _path(self, rank: int) -> Path:

@@ -70,7 +70,7 @@ class RestoreRoute:
         return self._verified
 
     def _look(self, *, put_aside: bool) -> Path | None:
-        wait_for_orphans(self._options.directory, ORPHAN_SECONDS)
+        wait_for_orphans(self._options.directory, ORPHAN_SECONDS, is_told=put_aside)
         return find_latest(self._options.directory, level=self._options.verify_level, put_aside=put_aside)
 
     def load(

@@ -1,5 +1,9 @@
 """What is told in one line instead of a traceback."""
 
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
 
 def printable(text: str) -> str:
     r"""Returns `text` in one line that a terminal prints and does not obey: what is not printable is escaped.
@@ -15,6 +19,17 @@ def printable(text: str) -> str:
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
     )
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Gives an `OSError` without a file name the name `path`: writes, which meet a full disk, know only descriptors."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 class UserError(ValueError):

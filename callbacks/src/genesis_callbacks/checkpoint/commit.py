@@ -5,6 +5,7 @@ forced to the disk as well. No directory is ever renamed over something that is 
 it does not communicate.
 """
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -97,6 +98,12 @@ def empty_trash(directory: Path) -> None:
     if trash.is_dir():
         for path in trash.iterdir():
             shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_empty_trash(directory: Path) -> None:
+    """Removes the trash of a checkpoint directory if nothing lies in it. The lock's holder calls it at its end."""
+    with contextlib.suppress(OSError):  # there is none, or something could not be deleted
+        (directory / TRASH_NAME).rmdir()
 
 
 def quarantine(path: Path) -> Path:

@@ -7,7 +7,7 @@ import time
 import warnings
 from pathlib import Path
 
-from .commit import discard, quarantine
+from .commit import discard, quarantine, remove_empty_trash
 from .descriptor import PrivateDescriptor
 from .errors import CheckpointError, CorruptCheckpointError, DirectoryInUseError
 from .manifest import Manifest, is_checkpoint_name, is_staging_name, read_manifest, step_of
@@ -17,6 +17,7 @@ from .verify import VerifyLevel, verify
 LOCK_NAME = ".lock"
 CHECKPOINTS_NAME = "checkpoints"
 _ORPHAN_POLL_SECONDS = 0.05
+_MOMENT_SECONDS = 1.0
 
 
 class QuarantineWarning(UserWarning):
@@ -35,6 +36,7 @@ class DirectoryLock:
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
+        self._directory = directory
         self._descriptor = PrivateDescriptor(directory / LOCK_NAME, os.O_CREAT | os.O_RDWR)
         number = self._descriptor.number
         try:
@@ -49,7 +51,9 @@ class DirectoryLock:
         os.pwrite(number, str(os.getpid()).encode(), 0)
 
     def release(self) -> None:
-        """Gives the directory back; a second call does nothing."""
+        """Gives the directory back, without an empty trash; a second call does nothing."""
+        if self._descriptor.number >= 0:
+            remove_empty_trash(self._directory)
         self._descriptor.close()
 
 
@@ -130,16 +134,32 @@ def _put_aside(bad: dict[Path, CorruptCheckpointError], is_wanted: bool) -> None
         warnings.warn(f"{path.name} does not verify and is {where}: {error}", QuarantineWarning, stacklevel=3)
 
 
-def wait_for_orphans(directory: Path, limit_seconds: float) -> list[str]:
+def wait_for_orphans(directory: Path, limit_seconds: float, *, is_told: bool = True) -> list[str]:
     """Waits for writers whose trainer is gone and that still save into `directory`; returns where some still are.
 
     A writer holds a lock on its staging directory. After the limit `remove_abandoned` moves that away, so that a late
     rename finds nothing. No communication.
+
+    Args:
+        directory: Holds the checkpoints.
+        limit_seconds: How long it waits for all of them together.
+        is_told: Whether a wait that takes longer than a moment is reported on standard error.
     """
     deadline_seconds = time.monotonic() + limit_seconds
     held = []
     for path in sorted(directory.iterdir()) if directory.is_dir() else []:
-        if is_staging_name(path.name) and not _becomes_free(path, deadline_seconds):
+        if not is_staging_name(path.name):
+            continue
+        moment_seconds = min(deadline_seconds, time.monotonic() + _MOMENT_SECONDS)
+        if _becomes_free(path, moment_seconds):
+            continue
+        if is_told:
+            sys.stderr.write(
+                f"genesis-callbacks: waiting up to {limit_seconds:g} s for the writer of an earlier run, which still "
+                f"saves {path}\n"
+            )
+            sys.stderr.flush()
+        if not _becomes_free(path, deadline_seconds):
             held.append(path.name)
     return held
 

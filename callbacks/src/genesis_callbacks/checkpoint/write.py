@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from genesis_callbacks.errors import naming
+
 from .hashing import HashAlgorithm, build_hasher
 from .manifest import ChunkRecord, FileRecord
 from .plan import Part
@@ -95,6 +97,10 @@ class DurableFile:
         self._num_filled = 0
 
     def _write_through(self, data: memoryview) -> None:
+        with naming(self._path):
+            self._write_all(data)
+
+    def _write_all(self, data: memoryview) -> None:
         self._hasher.update(data)
         while data:
             try:
@@ -115,7 +121,8 @@ class DurableFile:
         """Forces everything to the disk and returns what the manifest says about the file."""
         if not self._is_drained:
             self.drain()
-        os.fsync(self._descriptor)
+        with naming(self._path):
+            os.fsync(self._descriptor)
         return FileRecord(self._path.name, self.num_bytes, self._hasher.hexdigest(), rank)
 
 
@@ -168,7 +175,8 @@ def sync_directory(path: Path) -> None:
     """Forces the names in a directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
