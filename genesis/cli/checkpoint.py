@@ -25,7 +25,7 @@ from rich.text import Text
 from genesis.arguments import Parser
 from genesis.cli.options import PLAIN_WIDTH
 from genesis.data.drawn import Drawn, read_drawn
-from genesis.errors import UserError
+from genesis.errors import UserError, printable
 from genesis.train.recipe_policy import RECIPE_POLICY
 from genesis_callbacks.checkpoint import (
     CheckpointError,
@@ -216,7 +216,7 @@ def _verify_foreign(path: Path, *, is_finite_asked: bool, as_json: bool) -> int:
     try:
         contents = read_contents(path)
         found = list(contents.problems) if contents.model else [*contents.problems, "holds no tensor of a model"]
-        problem = "; ".join(found) or (_describe_non_finite(contents) if is_finite_asked else None)
+        problem = printable("; ".join(found)) or (_describe_non_finite(contents) if is_finite_asked else None)
     except CheckpointError as error:
         problem = str(error)
     if as_json:
@@ -442,7 +442,7 @@ def _describe_non_finite(contents: Contents) -> str | None:
     found = find_non_finite(contents)
     if not found:
         return None
-    some = ", ".join(f"{name} ({count:,} values)" for name, count in list(found.items())[:_MAX_NAMED])
+    some = printable(", ".join(f"{name} ({count:,} values)" for name, count in list(found.items())[:_MAX_NAMED]))
     return f"{len(found):,} tensors hold values that are not finite, such as {some}"
 
 
@@ -522,7 +522,8 @@ def _print_manifest(console: Console, path: Path, manifest: Manifest, drawn: Map
     chain = trace_ancestors(path, manifest)
     for ancestor, state in chain:
         where = "" if ancestor.directory is None else f" of {ancestor.directory}"
-        console.print(Text(f"descends from {ancestor.name}{where} ({state}), manifest {ancestor.manifest_hash[:23]}"))
+        line = f"descends from {ancestor.name}{where} ({state}), manifest {ancestor.manifest_hash[:23]}"
+        console.print(Text(printable(line)))
     if not chain:
         console.print("the first of its run")
     console.rule("recipe", align="left")
@@ -605,7 +606,7 @@ def _print_repairs(
 
 
 def _complain(error: Exception) -> int:
-    print(f"genesis: error: {error}", file=sys.stderr)
+    print(f"genesis: error: {printable(str(error))}", file=sys.stderr)
     return BAD
 
 
@@ -624,7 +625,7 @@ def _table(
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(Text(printable(cell)) for cell in row))
     return table
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from genesis import __version__
 from genesis.cli.table import COMMANDS, Command
-from genesis.errors import RunEndedError, UserError
+from genesis.errors import RunEndedError, UserError, printable
 from genesis.parent import end_with_parent
 
 MISUSE = 2
@@ -124,5 +124,5 @@ def _find_page(arguments: list[str]) -> str | None:
 
 
 def _complain(message: str, status: int) -> int:
-    print(f"genesis: error: {message}", file=sys.stderr)
+    print(f"genesis: error: {printable(message)}", file=sys.stderr)
     return status

@@ -92,7 +92,8 @@ def export_checkpoints(checkpoints: Sequence[Path], out: Path, options: ExportOp
             _write_json(staging / DECODER_NAME, asdict(config))
         write_weights(staging, plan_files(names, manifest, dtype, options.max_file_bytes), sources, dtype)
         card = write_card(out.name, sources, config, dtype, options.layout, origin)
-        (staging / CARD_NAME).write_text(card, encoding="utf-8")
+        # A recipe may hold what no file can: a path with bytes that are no text.
+        (staging / CARD_NAME).write_text(card, encoding="utf-8", errors="backslashreplace")
         proof = run_proof(staging, [source.path for source in sources], staging / MODEL_NAME, options.layout)
         proof["tokenizer_origin"] = origin
         proof["files"] = hash_files(staging)

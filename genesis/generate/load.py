@@ -24,6 +24,8 @@ from genesis.tokenizer.tokenizer import Tokenizer
 from genesis.tokenizer.train import MODEL_NAME
 from genesis_callbacks.checkpoint import Manifest, find_latest, read_manifest, read_tensors
 
+_MAX_REASON = 2000
+
 
 class Loaded(NamedTuple):
     """What `load_decoder` found; `checkpoint` is the checkpoint's directory, or the export's."""
@@ -55,12 +57,15 @@ def load_decoder(
     else:
         checkpoint = find_checkpoint(path)
         config, state, found = _read_checkpoint(checkpoint, tokenizer)
+    # A recipe may claim anything, and a decoder takes its time even without memory.
+    if config.num_layers > len(state):
+        raise UserError(f"{checkpoint} names {config.num_layers} layers and holds {len(state)} tensors of a decoder")
     with torch.device("meta"):
         decoder = Decoder(config)
     try:
         decoder.load_state_dict(state, assign=True)
     except RuntimeError as error:
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(error).split())[:_MAX_REASON]
         raise UserError(f"{checkpoint} does not hold the decoder that it describes: {reason}") from None
     return Loaded(decoder.to(device=device, dtype=dtype).eval(), found, checkpoint)
 

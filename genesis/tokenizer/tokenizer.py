@@ -9,6 +9,7 @@ SentencePiece does the work, with three things added:
 """
 
 import codecs
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +26,7 @@ from genesis.tokenizer.train import MODEL_NAME
 _SPACE_MARK: Final = "\u2581"
 """SentencePiece's stand-in for a space inside pieces."""
 _CHUNK_CHARS: Final = 2048
+_MAX_MODEL_BYTES: Final = 256 << 20
 _PROBE: Final = "  two spaces\t\r\n\0 \u2581\ufb01 \u0958e\u0301 <s> <|user|> \U0001f469\u200d\U0001f467 \U0010ffff "
 """Text that a tokenizer which normalises, trims or knows no bytes does not give back."""
 
@@ -41,6 +43,8 @@ class Tokenizer:
     """
 
     def __init__(self, model: bytes) -> None:
+        if not model:
+            raise UserError("it is empty; make a tokenizer with `genesis tokenizer train`")
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         except (RuntimeError, ValueError):
@@ -70,7 +74,10 @@ class Tokenizer:
         path = Path(path)
         file = path / MODEL_NAME if path.is_dir() else path
         try:
-            model = file.read_bytes()
+            found = file.stat()
+            # The path may be one that a stranger's checkpoint names, and a device has no end.
+            is_file = stat.S_ISREG(found.st_mode) and found.st_size <= _MAX_MODEL_BYTES
+            model = file.read_bytes() if is_file and found.st_size else b""
         except OSError as error:
             raise UserError(
                 f"cannot read the tokenizer {file} ({error.strerror}); make one with `genesis tokenizer train`"

@@ -1,0 +1,36 @@
+"""Forged checkpoints: no call on one runs code, ends in a traceback, hangs or takes gigabytes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def attack(run: Path, directory: Path, seed: int, count: int) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tests.forgeries", str(run), str(directory), str(seed), str(count)]
+    done = subprocess.run(command, cwd=REPOSITORY, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def check(result: dict[str, Any], count: int) -> None:
+    assert not result["failures"], json.dumps(result["failures"][:5], indent=1)
+    assert result["num_ran_code"] == 0
+    assert result["num_calls"] >= 12 * count
+
+
+@pytest.mark.process
+def test_sixty_forgeries_end_every_call_in_a_line_of_text(run: Path, tmp_path: Path) -> None:
+    check(attack(run, tmp_path, 0, 60), 60)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_five_hundred_forgeries_end_every_call_in_a_line_of_text(run: Path, tmp_path: Path) -> None:
+    check(attack(run, tmp_path, 1, 500), 500)
