@@ -1,4 +1,4 @@
-"""What a rehearsal tells while it runs: lines of what happened, and on a terminal a live bar of the training."""
+"""What a rehearsal prints while it runs: a line for each event, and on a terminal a live bar of the training."""
 
 from types import TracebackType
 

@@ -31,7 +31,7 @@ class KilledRun:
         pace: Of the straight run.
         losses: Of the straight run.
         launcher: Starts the trainings.
-        display: Is told.
+        display: Prints what happens.
         kills: Of the rehearsal so far; those that really happen are added.
     """
 
@@ -164,7 +164,7 @@ class KilledRun:
         record.restart_seconds = start.view.first_step_seconds
         back = "" if record.restart_seconds is None else f" after {record.restart_seconds:.1f} s"
         origin = f"step {record.resumed_from}" if record.resumed_from else "the beginning"
-        self._display.say(f"    goes on from {origin}{back}, {record.lost_steps} steps lost")
+        self._display.say(f"    resumed from {origin}{back}, {record.lost_steps} steps lost")
 
     def _take_stock(self, start: Start) -> None:
         """Looks at what a training has left behind when all of its ranks have ended."""

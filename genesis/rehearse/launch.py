@@ -66,4 +66,4 @@ class Launcher:
 def read_last_words(log: Path) -> str:
     """Returns the last line of a training's output, without the prefix of an error."""
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return lines[-1].strip().removeprefix("genesis: error: ") if lines else "it said nothing"
+    return lines[-1].strip().removeprefix("genesis: error: ") if lines else "it printed nothing"

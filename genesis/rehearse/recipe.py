@@ -35,7 +35,7 @@ def check_extra(extra: Sequence[str]) -> None:
     for word in extra:
         if word.partition("=")[0] in _OWN_OPTIONS:
             raise UserError(
-                f"{word}: a rehearsal has its own; leave it out after -- (--dir says where both runs are to lie)"
+                f"{word} is set by the rehearsal itself; remove it after -- (--dir sets the directory of both runs)"
             )
 
 
@@ -69,8 +69,8 @@ def read_recipe(resolved: Mapping[str, Any]) -> RehearsedRecipe:
         )
     if every_n_steps >= max_steps:
         raise UserError(
-            f"checkpoint.every_n_steps is {every_n_steps} and trainer.max_steps {max_steps}: every kill would begin "
-            f"anew; add -- --checkpoint.every_n_steps {max(1, max_steps // 6)}, or more steps"
+            f"checkpoint.every_n_steps is {every_n_steps} and trainer.max_steps {max_steps}: after every kill the run "
+            f"would start from the beginning; add -- --checkpoint.every_n_steps {max(1, max_steps // 6)}, or more steps"
         )
     if trainer.get("logger") is False:
         raise UserError("trainer.logger is false: a rehearsal follows metrics.csv; add -- --trainer.logger null")
@@ -79,8 +79,8 @@ def read_recipe(resolved: Mapping[str, Any]) -> RehearsedRecipe:
 
 def _read_complaint(done: "subprocess.CompletedProcess[str]") -> str:
     lines = [line for line in done.stderr.splitlines() if line.strip()]
-    said = lines[-1] if lines else "it said nothing"
+    last_line = lines[-1] if lines else "it printed nothing"
     prefix = "genesis: error: "
-    if said.startswith(prefix):
-        return said.removeprefix(prefix)
-    return f"`genesis fit --print_config` ended with status {done.returncode}: {said}"
+    if last_line.startswith(prefix):
+        return last_line.removeprefix(prefix)
+    return f"`genesis fit --print_config` ended with status {done.returncode}: {last_line}"

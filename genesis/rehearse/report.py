@@ -175,7 +175,7 @@ def summarise(report: Report) -> list[str]:
         )
     for each in report.rounds:
         lines += _describe_round(each)
-    lines += [f"left over after the end, and killed: {process}" for process in report.left_over]
+    lines += [f"{process} still ran after the end and was killed" for process in report.left_over]
     return [*lines, *_describe_verdict(report)]
 
 
@@ -201,7 +201,7 @@ def _describe_round(each: Round) -> list[str]:
         steps = ", ".join(str(step) for step in each.unlogged_steps[:_MAX_TENSORS])
         lines.append(f"  only one of the two logs has the loss of {len(each.unlogged_steps)} steps, such as {steps}")
     if found.others:
-        lines.append(f"  other state that differs, and does not decide: {len(found.others)} values (--json lists them)")
+        lines.append(f"  {len(found.others)} other values differ and do not affect training (--json lists them)")
     return lines
 
 
@@ -212,8 +212,8 @@ def _describe_verdict(report: Report) -> list[str]:
         ]
     if report.verdict == "too short":
         return [
-            f"too short: the run ended after {len(report.kills)} of {report.num_wanted} kills; it was equal so far, "
-            "but give it more steps or larger ones"
+            f"too short: the run ended after {len(report.kills)} of {report.num_wanted} kills; the results are equal "
+            "so far; give the run more or larger steps"
         ]
     if report.verdict == "failed":
         return [f"failed: {report.failure}"]
@@ -230,5 +230,5 @@ def _explain_difference(report: Report) -> str:
         before_any_resume = [loss for loss in each.losses if loss.start == 1]
         if before_any_resume:
             step = before_any_resume[0].step
-            return f"step {step} had another loss before anything was resumed: the recipe does not repeat; {advice}"
+            return f"the loss of step {step} differs before anything was resumed: the recipe does not repeat; {advice}"
     return f"the losses agree up to the first resume: what the recipe needs may not be in its checkpoint; or {advice}"

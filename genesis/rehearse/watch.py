@@ -1,4 +1,4 @@
-"""What a training shows from outside: its log's last step, its saves in flight, and what it said of its restore."""
+"""What is seen of a training from outside: its last logged step, its saves in flight, the restore that it printed."""
 
 import os
 import re
@@ -76,7 +76,7 @@ class RunView:
 
 
 def read_restored_step(log: Path) -> int | None:
-    """Returns the step that a training says it goes on from; None: it begins anew, or has not said so yet."""
+    """Returns the step that a training prints as restored; None: it starts at step 0, or has not printed it yet."""
     found = _RESTORED.search(log.read_text(encoding="utf-8", errors="replace"))
     return None if found is None else int(found[1])
 
