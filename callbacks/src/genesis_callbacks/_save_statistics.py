@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
+from .checkpoint.expect import format_bytes
 from .checkpoint.pipeline import SavePipeline
 
 STALL = "checkpoint/stall_seconds"
@@ -14,6 +15,19 @@ STAGED = "checkpoint/staged_bytes"
 WRITE = "checkpoint/write_seconds"
 SKIPPED = "checkpoint/num_skipped"
 STEP = "checkpoint/step"
+
+
+def describe_memory(copy_bytes: int, writer_bytes: int) -> str:
+    """Returns what saves in the background cost in memory on one rank, for people.
+
+    Example:
+        >>> describe_memory(528, 0)
+        'Saves in the background hold 528 bytes of memory on rank 0 for copies.'
+    """
+    text = f"Saves in the background hold {format_bytes(copy_bytes)} of memory on rank 0 for copies"
+    if writer_bytes == 0:
+        return f"{text}."
+    return f"{text}; its writer process takes up to {format_bytes(writer_bytes)} more, whatever the model's size."
 
 
 class SaveStatistics:
@@ -64,10 +78,9 @@ class SaveStatistics:
         self._count()
         self.last_stall_seconds = self._stall_seconds
         self.last_staged_bytes, self.last_write_seconds = pipeline.staged_bytes, write_seconds
-        bound = pipeline.memory_bytes / 1e6
-        if bound > 0 and not self._has_told_memory:
+        if pipeline.copy_bytes > 0 and not self._has_told_memory:
             self._has_told_memory = True
-            rank_zero_info(f"Saves in the background take at most {bound:,.0f} MB of memory on rank 0.")
+            rank_zero_info(describe_memory(pipeline.copy_bytes, pipeline.writer_bytes))
         values = {
             STALL: self.last_stall_seconds,
             STAGED: float(self.last_staged_bytes),

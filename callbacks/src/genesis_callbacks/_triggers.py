@@ -75,6 +75,21 @@ def is_save_due(moment: Moment, vote: Vote, *, every_n_steps: int | None, save_a
     return bool(vote.signal_number) or vote.is_minute_due or is_step_due or is_end_due
 
 
+def describe_interval(every_n_steps: int | None, batches_per_step: int) -> str | None:
+    """Returns in which unit `every_n_steps` counts, for people, where somebody might take it for batches; or None.
+
+    Example:
+        >>> describe_interval(500, 4)
+        'Saves every 500 optimizer steps, which are 2,000 batches by accumulate_grad_batches=4.'
+    """
+    if every_n_steps is None or batches_per_step == 1:
+        return None
+    return (
+        f"Saves every {every_n_steps:,} optimizer steps, which are {every_n_steps * batches_per_step:,} batches by "
+        f"accumulate_grad_batches={batches_per_step}."
+    )
+
+
 def may_skip(moment: Moment, when_busy: WhenBusy) -> bool:
     """Says whether a save may be left out because the one before still runs: never the one that ends the run."""
     return when_busy == "skip" and not moment.is_last_window

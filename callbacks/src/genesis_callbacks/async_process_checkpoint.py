@@ -48,7 +48,7 @@ from ._restore_route import LATEST, RestoreRoute
 from ._save_options import OnSaveFailure, RestoredState, SaveOptions, WhenBusy
 from ._save_statistics import SaveStatistics
 from ._save_warnings import LostRankWarning, SaveFailedWarning, SaveSkippedWarning, TornSnapshotWarning
-from ._triggers import is_save_due, read_moment
+from ._triggers import describe_interval, is_save_due, read_moment
 from .checkpoint.best import MonitorMode, find_best
 from .checkpoint.drift import DriftPolicy
 from .checkpoint.errors import CheckpointError
@@ -107,7 +107,8 @@ class AsyncProcessCheckpoint(Checkpoint):
 
     Args:
         run_dir: The run's directory, the same on all ranks and on a disk that they share.
-        every_n_steps: Save when Lightning's global step is a multiple of it; None for not.
+        every_n_steps: Save when Lightning's global step is a multiple of it; None for not. That counts optimizer steps,
+            as `ModelCheckpoint.every_n_train_steps` does: with `accumulate_grad_batches=4` one step is four batches.
         every_n_minutes: Save when so many minutes have passed since the last save, by rank 0's clock; None for not.
         save_at_end: Save when training ends, if the last step is not saved yet.
         save_on_signal: On SIGTERM or SIGINT on any rank: all ranks save at the next step's end and stop
@@ -341,6 +342,9 @@ class AsyncProcessCheckpoint(Checkpoint):
             self.restore_report = restore.build_report(trainer)
             rank_zero_info(self.restore_report.text)
         self._route.reset()
+        interval = describe_interval(self._options.every_n_steps, trainer.accumulate_grad_batches)
+        if interval is not None:
+            rank_zero_info(interval)
         session.watch()
         shield_validation(trainer, session.keep_generators)
         finish_before_hooks(trainer, lambda: session.finish(trainer.global_step))

@@ -136,11 +136,15 @@ class SavePipeline:
         return self._plan is not None
 
     @property
-    def memory_bytes(self) -> int:
-        """A bound on what a save takes on this rank beyond its buffers' copies: shared memory, and the writer's own."""
+    def copy_bytes(self) -> int:
+        """The shared memory that this rank holds for the copies of its tensors, as long as the fit lasts."""
         buffer = self._stager.buffer
-        shared = 0 if buffer is None else buffer.num_bytes
-        return shared + (WRITER_OVERHEAD_BYTES if self._writer is not None else 0)
+        return 0 if buffer is None else buffer.num_bytes
+
+    @property
+    def writer_bytes(self) -> int:
+        """A bound on what the writer process takes for itself, whatever the model's size; 0 without one."""
+        return WRITER_OVERHEAD_BYTES if self._writer is not None else 0
 
     def begin(
         self,
