@@ -154,7 +154,7 @@ def several_fits(root, mode):
     }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["sync", "thread", pytest.param("process", marks=pytest.mark.slow)])
 def test_two_fits_two_callbacks_validate_and_stock_checkpoints(tmp_path, mode):
     (committed,) = run_ranks(several_fits, 1, tmp_path, mode)
     assert committed == {

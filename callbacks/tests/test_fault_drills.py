@@ -200,6 +200,7 @@ def wake_orphan_at_every_operation(root: Path) -> list[int]:
         found.append(step)
 
 
+@pytest.mark.slow
 def test_an_orphan_that_wakes_after_a_restart_changes_nothing(memory_path):
     (found,) = run_ranks(wake_orphan_at_every_operation, 1, memory_path)
     assert found == sorted(found)
@@ -353,6 +354,7 @@ def hang_on_a_frozen_disk(root: Path) -> str | None:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_writer_that_hangs_in_the_kernel_is_left_behind_in_time(tmp_path):
     begin_seconds = time.monotonic()
     (text,) = run_ranks(hang_on_a_frozen_disk, 1, tmp_path)

@@ -191,7 +191,11 @@ class SignalOnce(Callback):
 )
 @pytest.mark.parametrize(
     ("strategy", "number", "stopped_after"),
-    [("single", signal.SIGTERM, 3), ("ddp", signal.SIGTERM, 4), ("fsdp2", signal.SIGINT, 4)],
+    [
+        ("single", signal.SIGTERM, 3),
+        ("ddp", signal.SIGTERM, 4),
+        pytest.param("fsdp2", signal.SIGINT, 4, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_on_one_rank_saves_and_stops_all(tmp_path, strategy, number, stopped_after, mode):
     world_size = 1 if strategy == "single" else 2

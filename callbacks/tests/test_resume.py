@@ -99,7 +99,7 @@ def test_directory_is_readable_by_stock_dcp_and_by_name(tmp_path, saved_by):
 
 
 @pytest.mark.parametrize(
-    "mode", [pytest.param("sync", marks=pytest.mark.slow), pytest.param("thread", marks=pytest.mark.slow), "process"]
+    "mode", [pytest.param("sync", marks=pytest.mark.slow), "thread", pytest.param("process", marks=pytest.mark.slow)]
 )
 def test_saves_run_nothing_on_the_training_group(tmp_path, mode):
     for strategy in ("ddp", "fsdp2"):

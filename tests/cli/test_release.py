@@ -32,6 +32,7 @@ def hub() -> Iterator[Hub]:
         yield hub
 
 
+@pytest.mark.slow
 def test_a_dry_run_makes_the_folder_shows_every_file_and_contacts_nobody(
     genesis: Genesis, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,7 @@ def test_a_run_that_was_imported_finds_its_tokenizer_wherever_it_lies(imported: 
     assert loaded.tokenizer.decode(loaded.tokenizer.encode("class alpha")) == "class alpha"
 
 
+@pytest.mark.slow
 def test_a_copy_of_tied_embeddings_and_old_inverse_frequencies_are_left_out(tmp_path: Path) -> None:
     write_llama(tmp_path, tie_word_embeddings=True)
     state = load_file(tmp_path / WEIGHTS_NAME)

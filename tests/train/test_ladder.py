@@ -59,9 +59,9 @@ def climb(directory: str, corpus: str, strategy: str, mode: str, *callbacks: pl.
 @pytest.mark.parametrize(
     ("strategy", "world_size"),
     [
-        ("single", 1),
+        pytest.param("single", 1, marks=pytest.mark.slow),
         pytest.param("replicated", 1, marks=pytest.mark.slow),
-        ("replicated", 2),
+        pytest.param("replicated", 2, marks=pytest.mark.slow),
         pytest.param("zero1", 2, marks=pytest.mark.slow),
         ("full", 2),
         pytest.param("grad_op", 2, marks=pytest.mark.slow),

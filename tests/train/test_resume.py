@@ -96,7 +96,7 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("strategy", "world_size"),
     [
@@ -140,7 +140,9 @@ def global_batches(ranks: list[dict[str, Any]]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("optimizer", "tolerance"), [("adamw", 1e-5), ("muon", 5e-3)])
+@pytest.mark.parametrize(
+    ("optimizer", "tolerance"), [("adamw", 1e-5), pytest.param("muon", 5e-3, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     ("before", "after"),
     [
