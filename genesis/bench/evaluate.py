@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             best, trials = choose_batch_size(theirs, requests[: len(requests) // 2])
             theirs.batch_size_per_gpu = best
             record["tasks"][name] = {
-                **_describe_requests(loaded.tokenizer, requests),
+                **_describe_requests(loaded.text_tokenizer, requests),
                 "hf_batch_size": best,
                 "hf_trials_seconds": trials,
                 **measure(_build_contenders(loaded, theirs, requests), options.pairs),
@@ -192,7 +192,7 @@ def choose_batch_size(model: Any, requests: list[Any]) -> tuple[int, dict[int, f
 def _build_contenders(loaded: Loaded, theirs: Any, requests: list[Any]) -> dict[str, Ask]:
     """Returns what is timed; ours is made anew each time, for it keeps the ids of texts."""
     return {
-        _OURS: lambda: GenesisLM(loaded.decoder, loaded.tokenizer).loglikelihood(requests),
+        _OURS: lambda: GenesisLM(loaded.decoder, loaded.text_tokenizer).loglikelihood(requests),
         _THEIRS: lambda: theirs.loglikelihood(requests, disable_tqdm=True),
     }
 

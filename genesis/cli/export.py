@@ -59,6 +59,8 @@ def print_proof(proof: dict[str, Any]) -> None:
     tokenizer, logits, generation = (proof.get(key) for key in ("tokenizer", "logits", "generation"))
     if tokenizer:
         print(f"tokenizer: {sum(tokenizer['num_texts'].values()):,} texts with equal ids, there and back")
+    if proof.get("tokenizer_origin") == "none":
+        print("tokenizer: none, the model was trained on tokens without one")
     if proof.get("tokenizer_origin") == "unproved":
         print(f"tokenizer: unproved, {UNPROVED_TOKENIZER}")
     if logits:

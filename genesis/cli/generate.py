@@ -1,20 +1,24 @@
 """`genesis generate`."""
 
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
 from genesis.arguments import Parser
 from genesis.cli.device import add_device_options, read_device
+from genesis.errors import UserError
 from genesis.generate.batch import DEFAULT_NEW_TOKENS
-from genesis.generate.load import load_decoder
+from genesis.generate.ids import NO_EOS, build_writer, parse_ids, write_ids
+from genesis.generate.load import Loaded, load_decoder
 from genesis.generate.sample import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
-from genesis.tokenizer.tokenizer import StreamingDecoder, Tokenizer
+from genesis.tokenizer.tokenizer import Tokenizer
 
 _DESCRIPTION = """Continues prompts with the model of a checkpoint, printing tokens as they come. Several prompts are
-computed together and printed one below the other.
+computed together and printed one below the other. --prompt_ids continues token ids and prints ids, for models that
+were trained without a tokenizer, too.
 Example: genesis generate runs/demo/run --prompt "class Stack:" --prompt "import os" --temperature 0.6"""
 
 
@@ -22,13 +26,13 @@ class Printer:
     """Prints texts as their tokens come, with their prompts before them.
 
     Where there are several, each has a line above it; a text that is not on yet waits for those before it. Half a
-    character waits for its other half.
+    character waits for its other half. Without a tokenizer, tokens are printed as their ids.
     """
 
-    def __init__(self, prompts: Sequence[str], tokenizer: Tokenizer, out: TextIO) -> None:
+    def __init__(self, prompts: Sequence[str], tokenizer: Tokenizer | None, out: TextIO) -> None:
         self._prompts, self._out = prompts, out
-        self._num_ids = tokenizer.vocab_size  # a model may have more, which are no text
-        self._decoders = [StreamingDecoder(tokenizer) for _ in prompts]
+        self._num_ids = None if tokenizer is None else tokenizer.vocab_size  # a model may have more, which are no text
+        self._decoders = [build_writer(tokenizer) for _ in prompts]
         self._waiting = ["" for _ in prompts]
         self._has_ended = [False for _ in prompts]
         self._shown = 0
@@ -36,7 +40,7 @@ class Printer:
 
     def feed(self, prompt: int, token: int, *, is_last: bool) -> None:
         """Takes the next token of one prompt and prints what can be."""
-        if token < self._num_ids:
+        if self._num_ids is None or token < self._num_ids:
             self._waiting[prompt] += self._decoders[prompt].feed(token)
         if is_last:
             self._waiting[prompt] += self._decoders[prompt].flush()
@@ -69,15 +73,35 @@ def main(argv: list[str]) -> int:
         has_cache=not arguments.no_cache,
     )
     device, dtype = read_device(arguments)
-    decoder, tokenizer, _ = load_decoder(arguments.checkpoint, arguments.tokenizer, device=device, dtype=dtype)
-    prompts = arguments.prompt or [""]
-    tokens = generate(
-        decoder, [[tokenizer.bos_id, *tokenizer.encode(prompt)] for prompt in prompts], options, tokenizer.eos_id
-    )
-    printer = Printer(prompts, tokenizer, sys.stdout)
+    if arguments.prompt and arguments.prompt_ids:
+        raise UserError("--prompt gives texts and --prompt_ids ids: give one of the two")
+    loaded = load_decoder(arguments.checkpoint, arguments.tokenizer, device=device, dtype=dtype)
+    prompts, shown = _read_prompts(arguments, loaded)
+    eos_id = arguments.eos_id
+    if eos_id is None:
+        eos_id = NO_EOS if loaded.tokenizer is None else loaded.tokenizer.eos_id
+    tokens = generate(loaded.decoder, prompts, options, eos_id)
+    printer = Printer(shown, None if arguments.prompt_ids else loaded.tokenizer, sys.stdout)
     for token in tokens:
         printer.feed(token.prompt, token.id, is_last=token.is_last)
     return 0
+
+
+def _read_prompts(arguments: Namespace, loaded: Loaded) -> tuple[list[tuple[int, ...]], list[str]]:
+    """Returns the prompts as ids, and as they are printed before what continues them.
+
+    Raises:
+        UserError: Ids are no ids of the model, or it has no tokenizer for a text.
+    """
+    if arguments.prompt_ids:
+        prompts = [parse_ids(text, loaded.decoder.config.vocab_size) for text in arguments.prompt_ids]
+        return prompts, [write_ids(ids) for ids in prompts]
+    if loaded.tokenizer is None:
+        raise UserError(
+            f"{loaded.checkpoint} was trained on tokens without a tokenizer; give --prompt_ids, or --tokenizer for text"
+        )
+    tokenizer, texts = loaded.tokenizer, arguments.prompt or [""]
+    return [(tokenizer.bos_id, *tokenizer.encode(text)) for text in texts], texts
 
 
 def _build_parser() -> Parser:
@@ -85,6 +109,8 @@ def _build_parser() -> Parser:
     add = parser.add_argument
     add("checkpoint", type=Path, help="a run's directory (its newest checkpoint), one checkpoint's, or an export's")
     add("--prompt", action="append", help="text to continue; may be given more than once; without one a text is begun")
+    add("--prompt_ids", action="append", help="ids to continue, as '5 17 300', instead of text; ids are printed")
+    add("--eos_id", type=int, help="the token that ends a text; default: the tokenizer's, none without one")
     add("--max-new-tokens", type=int, help=f"for each prompt; default {DEFAULT_NEW_TOKENS} or what the context leaves")
     add("--temperature", type=float, default=1.0, help="what logits are divided by; 0 takes the likeliest token")
     add("--top-k", type=int, help="draw from the k likeliest tokens only")

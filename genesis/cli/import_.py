@@ -5,12 +5,14 @@ from pathlib import Path
 from genesis.arguments import Parser
 from genesis.cli.export import check_can_prove, print_proof
 from genesis.export.importing import import_directory
+from genesis.export.recipe import RECIPE_NAME
 
 _DESCRIPTION = """Makes a run's directory, with one committed checkpoint, of a Llama in Hugging Face's layout; what the
 decoder cannot represent is refused by name. The same proof as an export's is made and written to proof.json.
-`genesis generate` takes the directory; training goes on from its weights in a run of its own:
+`genesis generate` takes the directory; training goes on from its weights in a run of its own, by the recipe that the
+import writes.
 Example: genesis import exports/demo runs/old
-         genesis fit --config new.yaml --ckpt_path runs/old/checkpoints/step-00000000 --checkpoint.restore weights"""
+         genesis fit --config runs/old/recipe.yaml --data.corpus corpora/demo"""
 
 
 def main(argv: list[str]) -> int:
@@ -20,6 +22,7 @@ def main(argv: list[str]) -> int:
     proof = import_directory(arguments.directory, arguments.out, has_tokenizer=not arguments.no_tokenizer)
     print(f"{arguments.out}: a checkpoint of {arguments.directory}")
     print_proof(proof)
+    print(f"train on: genesis fit --config {arguments.out / RECIPE_NAME} --data.corpus CORPUS")
     return 0
 
 

@@ -13,7 +13,7 @@ from genesis.errors import UserError
 from genesis.evaluate.model import UnanswerableError
 from genesis.evaluate.questions import Progress, Question, list_versions
 from genesis.evaluate.results import Result, read_result, write_result
-from genesis.generate.load import load_decoder, load_tokenizer
+from genesis.generate.load import load_decoder, load_tokenizer, require_tokenizer
 from genesis_callbacks.checkpoint import CheckpointError, list_committed, read_manifest, verify
 from genesis_callbacks.checkpoint.manifest import MANIFEST_NAME, read_committed_hash
 
@@ -71,7 +71,7 @@ def answer_questions(
     """
     manifest = read_manifest(checkpoint)
     checkpoint_hash = read_committed_hash(checkpoint)
-    tokenizer = load_tokenizer(settings.tokenizer, manifest, checkpoint)
+    tokenizer = require_tokenizer(load_tokenizer(settings.tokenizer, manifest, checkpoint), checkpoint)
     dtype = str(settings.dtype).removeprefix("torch.")
     asked = [(question, {**question.describe(manifest, tokenizer), "dtype": dtype}) for question in questions]
     standing = {

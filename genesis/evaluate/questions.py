@@ -103,7 +103,7 @@ class TaskQuestion(Question):
         torch.manual_seed(_OTHER_SEED)
         for task in self.tasks.tasks["tasks"].values():
             task.set_fewshot_seed(seed=_OTHER_SEED)
-        lm = GenesisLM(loaded.decoder, loaded.tokenizer, batch_tokens, on_progress)
+        lm = GenesisLM(loaded.decoder, loaded.text_tokenizer, batch_tokens, on_progress)
         try:
             with refuse_wrong_answers(), redirect_stdout(io.StringIO()):  # it prints what it bootstraps
                 found = evaluate(lm, self.tasks.tasks, limit=self.limit, bootstrap_iters=_BOOTSTRAP_ITERATIONS)
@@ -165,7 +165,7 @@ class HeldOutQuestion(Question):
 
     def answer(self, loaded: Loaded, manifest: Manifest, batch_tokens: int | None, on_progress: Progress) -> Answer:
         """Sums the loss over the text."""
-        held_out = self._open(manifest, loaded.tokenizer)
+        held_out = self._open(manifest, loaded.text_tokenizer)
         device = loaded.decoder.output_weight.device.type
         measures = measure_held_out(loaded.decoder, held_out, batch_tokens or default_batch_tokens(device), on_progress)
         prefix = "" if self._path is None else f"{self.name.removeprefix('heldout-')}/"

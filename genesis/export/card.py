@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Final
 
 import torch
 import yaml
@@ -42,6 +42,14 @@ A text begins with bos, which the tokenizer puts there. A text that spells a con
     "safetensors": "The tensors have genesis' own names; `decoder.json` is the model's shape.",
 }
 
+_USE_OF_IDS: Final = """```python
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY")
+```
+
+`proof.json` says what was compared with the checkpoint."""
+
 
 def write_card(
     name: str,
@@ -59,7 +67,7 @@ def write_card(
         config: The model's shape.
         dtype: Of the exported weights.
         layout: Of the directory.
-        tokenizer: Whether the exported tokenizer is the run's.
+        tokenizer: Whether the exported tokenizer is the run's, or there is none.
     """
     last = sources[-1]
     manifest = last.manifest
@@ -68,7 +76,8 @@ def write_card(
         f"# {name}",
         f"A Llama-style language model of {describe(config).num_parameters:,} parameters with a context of "
         f"{config.max_seq_len:,} tokens, exported in {dtype_name(dtype)}.",
-        _USE[layout],
+        _USE_OF_IDS if layout == "huggingface" and tokenizer == "none" else _USE[layout],
+        *(["It was trained on tokens without a tokenizer: it reads and writes ids."] if tokenizer == "none" else []),
         *([f"**The tokenizer is unproved**: {UNPROVED_TOKENIZER}."] if tokenizer == "unproved" else []),
         "## Where it comes from\n" + "\n".join(line for source in sources for line in _describe_source(source)),
     ]

@@ -80,29 +80,32 @@ def export_checkpoints(checkpoints: Sequence[Path], out: Path, options: ExportOp
     names = _name_tensors(sources, options.layout)
     dtype = DTYPES[options.dtype]
     tokenizer, origin = _take_tokenizer(sources[-1], options)
-    if tokenizer.vocab_size > config.vocab_size:
+    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         raise UserError(f"the tokenizer has {tokenizer.vocab_size:,} ids and the model only {config.vocab_size:,}")
     manifest = sources[-1].manifest
     with staged(out, count_bytes(names, manifest, dtype) + _OTHER_BYTES) as staging:
         if options.layout == "huggingface":
-            _write_tokenizer(tokenizer, config, staging)
+            if tokenizer is not None:
+                _write_tokenizer(tokenizer, config, staging)
             _write_configs(tokenizer, config, options.dtype, staging)
         else:
-            (staging / MODEL_NAME).write_bytes(tokenizer.model)
+            if tokenizer is not None:
+                (staging / MODEL_NAME).write_bytes(tokenizer.model)
             _write_json(staging / DECODER_NAME, asdict(config))
         write_weights(staging, plan_files(names, manifest, dtype, options.max_file_bytes), sources, dtype)
         card = write_card(out.name, sources, config, dtype, options.layout, origin)
         # A recipe may hold what no file can: a path with bytes that are no text.
         (staging / CARD_NAME).write_text(card, encoding="utf-8", errors="backslashreplace")
-        proof = run_proof(staging, [source.path for source in sources], staging / MODEL_NAME, options.layout)
+        model = None if tokenizer is None else staging / MODEL_NAME
+        proof = run_proof(staging, [source.path for source in sources], model, options.layout)
         proof["tokenizer_origin"] = origin
         proof["files"] = hash_files(staging)
         write_proof(staging, proof)
     return proof
 
 
-def _take_tokenizer(source: Source, options: ExportOptions) -> tuple[Tokenizer, TokenizerOrigin]:
-    """Returns the tokenizer to export, and whether the checkpoint vouches for it.
+def _take_tokenizer(source: Source, options: ExportOptions) -> tuple[Tokenizer | None, TokenizerOrigin]:
+    """Returns the tokenizer to export, if the model has one, and whether the checkpoint vouches for it.
 
     Raises:
         UserError: The checkpoint does not vouch for it, and that is not allowed.
@@ -112,6 +115,8 @@ def _take_tokenizer(source: Source, options: ExportOptions) -> tuple[Tokenizer, 
         tokenizer = Tokenizer.load(options.tokenizer)
         return tokenizer, "run" if tokenizer.hash == wanted else "unproved"
     tokenizer = load_tokenizer(options.tokenizer, source.manifest, source.path)
+    if tokenizer is None:
+        return None, "none"
     if not wanted:
         raise UserError(
             f"{source.path} has no hash of a tokenizer, so that none can be proved to be the run's; export one by "
@@ -157,11 +162,12 @@ def _write_tokenizer(tokenizer: Tokenizer, config: DecoderConfig, staging: Path)
     write_tokenizer(tokenizer, fast, config.max_seq_len, staging)
 
 
-def _write_configs(tokenizer: Tokenizer, config: DecoderConfig, dtype: str, staging: Path) -> None:
+def _write_configs(tokenizer: Tokenizer | None, config: DecoderConfig, dtype: str, staging: Path) -> None:
+    # Null says that there is none; a missing key would have transformers' default.
     ids = {
-        "bos_token_id": tokenizer.bos_id,
-        "eos_token_id": tokenizer.eos_id,
-        "pad_token_id": tokenizer.pad_id,
+        "bos_token_id": None if tokenizer is None else tokenizer.bos_id,
+        "eos_token_id": None if tokenizer is None else tokenizer.eos_id,
+        "pad_token_id": None if tokenizer is None else tokenizer.pad_id,
     }
     _write_json(staging / CONFIG_NAME, {**llama_config_dict(config), **ids, "dtype": dtype})
     _write_json(staging / GENERATION_CONFIG_NAME, {**ids, "do_sample": True, "temperature": 1.0, "top_k": 0})

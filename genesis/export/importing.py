@@ -1,7 +1,7 @@
 """Imports a Llama of Hugging Face's: read strictly, committed as a checkpoint of the engine, proved, then named.
 
 The directory that it makes is a run's: `checkpoints/step-00000000` and, where it is taken over, `tokenizer.model`.
-Training goes on from its weights in another run (`--ckpt_path ... --checkpoint.restore weights`).
+Training goes on from its weights in another run, by the `recipe.yaml` beside them.
 """
 
 from collections.abc import Mapping
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from genesis.errors import UserError
 from genesis.export.proof import run_proof, write_proof
+from genesis.export.recipe import write_recipe
 from genesis.export.staging import check_is_new, staged
 from genesis.export.tokenizer import compare_tokenizers
 from genesis.model.decoder import DecoderConfig
@@ -78,6 +79,8 @@ def import_directory(directory: Path, out: Path, *, has_tokenizer: bool) -> dict
             (staging / MODEL_NAME).write_bytes(tokenizer.model)
         checkpoint = _save(state, config, tokenizer, staging / CHECKPOINTS_NAME)
         model = None if tokenizer is None else staging / MODEL_NAME
+        held = str(checkpoint.relative_to(staging))
+        write_recipe(out, staging, held, config, None if tokenizer is None else tokenizer.hash)
         proof = run_proof(directory, [checkpoint], model, "huggingface", is_import=True)
         write_proof(staging, proof)
     return proof

@@ -12,8 +12,8 @@ from genesis.errors import RunEndedError
 from genesis.model.huggingface_files import PROOF_NAME
 
 Layout = Literal["huggingface", "safetensors"]
-TokenizerOrigin = Literal["run", "unproved"]
-"""Whether the tokenizer's hash is that of the checkpoint's manifest, or nothing shows that it is the run's."""
+TokenizerOrigin = Literal["run", "unproved", "none"]
+"""Whether the tokenizer's hash is that of the checkpoint's manifest, or nothing shows it, or there is no tokenizer."""
 UNPROVED_TOKENIZER: Final = "nothing shows that the model was trained with this tokenizer"
 
 

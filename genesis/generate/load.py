@@ -28,11 +28,26 @@ _MAX_REASON = 2000
 
 
 class Loaded(NamedTuple):
-    """What `load_decoder` found; `checkpoint` is the checkpoint's directory, or the export's."""
+    """What `load_decoder` found.
+
+    Args:
+        decoder: In evaluation mode.
+        tokenizer: None where the model was trained on tokens without one, and none was given.
+        checkpoint: The checkpoint's directory, or the export's.
+    """
 
     decoder: Decoder
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
     checkpoint: Path
+
+    @property
+    def text_tokenizer(self) -> Tokenizer:
+        """Returns the tokenizer, for what needs text.
+
+        Raises:
+            UserError: There is none.
+        """
+        return require_tokenizer(self.tokenizer, self.checkpoint)
 
 
 def load_decoder(
@@ -88,8 +103,19 @@ def find_checkpoint(path: Path) -> Path:
     return latest
 
 
-def load_tokenizer(path: Path | None, manifest: Manifest, checkpoint: Path) -> Tokenizer:
-    """Returns the tokenizer that a checkpoint was trained with.
+def require_tokenizer(tokenizer: Tokenizer | None, checkpoint: Path) -> Tokenizer:
+    """Returns the tokenizer.
+
+    Raises:
+        UserError: There is none.
+    """
+    if tokenizer is None:
+        raise UserError(f"{checkpoint} was trained on tokens without a tokenizer; for text give one by --tokenizer")
+    return tokenizer
+
+
+def load_tokenizer(path: Path | None, manifest: Manifest, checkpoint: Path) -> Tokenizer | None:
+    """Returns the tokenizer that a checkpoint was trained with; None if it was trained without and none is given.
 
     Args:
         path: Its file or directory; None for the one in the run's directory, where an import puts it, or else the
@@ -102,8 +128,11 @@ def load_tokenizer(path: Path | None, manifest: Manifest, checkpoint: Path) -> T
     """
     run_dir = find_run_dir(checkpoint)
     own = run_dir / MODEL_NAME
+    wanted = manifest.identity.get("tokenizer_hash")
     if path is None and own.exists():
         path = own
+    if path is None and not wanted:
+        return None
     if path is None:
         named = read_path(manifest.recipe, "data", "corpus") or read_path(
             manifest.recipe, "data", "stream", "tokenizer"
@@ -114,13 +143,15 @@ def load_tokenizer(path: Path | None, manifest: Manifest, checkpoint: Path) -> T
     if not path.exists():
         raise UserError(f"the tokenizer of {checkpoint} was in {path}, which is not there; give --tokenizer")
     tokenizer = Tokenizer.load(path)
-    wanted = manifest.identity.get("tokenizer_hash")
     if wanted and tokenizer.hash != wanted:  # of tokens without a tokenizer there is none
         raise _another_tokenizer(path, tokenizer, checkpoint, wanted)
     return tokenizer
 
 
-def _read_checkpoint(checkpoint: Path, tokenizer: Path | None) -> tuple[DecoderConfig, dict[str, Tensor], Tokenizer]:
+_Read = tuple[DecoderConfig, dict[str, Tensor], Tokenizer | None]
+
+
+def _read_checkpoint(checkpoint: Path, tokenizer: Path | None) -> _Read:
     manifest = read_manifest(checkpoint)
     tensors = read_tensors(checkpoint, prefix=DECODER_PREFIX)
     config = build_decoder_config(_find(manifest.recipe, "model", "decoder"), where=f"the recipe in {checkpoint}")
@@ -128,7 +159,7 @@ def _read_checkpoint(checkpoint: Path, tokenizer: Path | None) -> tuple[DecoderC
     return config, state, load_tokenizer(tokenizer, manifest, checkpoint)
 
 
-def _read_export(directory: Path, tokenizer: Path | None) -> tuple[DecoderConfig, dict[str, Tensor], Tokenizer]:
+def _read_export(directory: Path, tokenizer: Path | None) -> _Read:
     check_files(directory)
     if (directory / CONFIG_NAME).exists():
         config = read_llama_config(directory)
@@ -136,10 +167,11 @@ def _read_export(directory: Path, tokenizer: Path | None) -> tuple[DecoderConfig
     else:
         config = build_decoder_config(read_json(directory / DECODER_NAME), where=str(directory / DECODER_NAME))
         state = read_weights(directory, config, rename=lambda name: name)
-    own = Tokenizer.load(directory / MODEL_NAME)
-    if tokenizer is not None and (given := Tokenizer.load(tokenizer)).hash != own.hash:
+    own = Tokenizer.load(directory / MODEL_NAME) if (directory / MODEL_NAME).exists() else None
+    given = None if tokenizer is None else Tokenizer.load(tokenizer)
+    if own is not None and tokenizer is not None and given is not None and given.hash != own.hash:
         raise _another_tokenizer(tokenizer, given, directory, own.hash)
-    return config, state, own
+    return config, state, own or given
 
 
 def _another_tokenizer(path: Path, tokenizer: Tokenizer, checkpoint: Path, wanted: str) -> UserError:

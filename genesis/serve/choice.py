@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from genesis.generate.batch import NewToken
-from genesis.tokenizer.tokenizer import StreamingDecoder, Tokenizer
+from genesis.generate.ids import IdWriter, build_writer
+from genesis.tokenizer.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length"]
 
@@ -49,14 +50,14 @@ class Choice:
     part belongs to a stop text is shown as the rest of it.
 
     Args:
-        tokenizer: The model's.
+        tokenizer: The model's; without one, tokens are shown as their ids.
         stop: Texts that end it, before themselves.
         offset: Characters that stand before this text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), offset: int = 0) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str] = (), offset: int = 0) -> None:
         self._tokenizer, self._stop = tokenizer, stop
-        self._decoder = StreamingDecoder(tokenizer)
+        self._decoder = build_writer(tokenizer)
         self._begin = offset  # of the text that is held
         self._text = ""
         self._held: deque[_Held] = deque()
@@ -68,7 +69,7 @@ class Choice:
         assert self.finish_reason is None, "the text has ended"
         self.num_tokens += 1
         start = self._begin + len(self._text)
-        if token.id < self._tokenizer.vocab_size:
+        if self._tokenizer is None or token.id < self._tokenizer.vocab_size:
             self._text += self._decoder.feed(token.id)
         if token.is_last:
             self._text += self._decoder.flush()
@@ -78,7 +79,8 @@ class Choice:
             self.finish_reason = "stop"
             return self._end_at(self._begin + min(cuts))
         if token.is_last:
-            self.finish_reason = "stop" if token.id == self._tokenizer.eos_id else "length"
+            is_eos = self._tokenizer is not None and token.id == self._tokenizer.eos_id
+            self.finish_reason = "stop" if is_eos else "length"
             return self._end_at(self._begin + len(self._text))
         return self._release(self._begin + len(self._text) - _num_held(self._text, self._stop))
 
@@ -110,11 +112,14 @@ class Choice:
         return ShownToken(name, start, token.log_prob, {name: token.log_prob, **likeliest})
 
 
-def token_name(tokenizer: Tokenizer, token: int) -> str:
+def token_name(tokenizer: Tokenizer | None, token: int) -> str:
     """Returns the text that a token stands for, another for each: `bytes:\\xe2` for a byte, `</s>` for a control.
 
     A model may have more tokens than its tokenizer, to make its vocabulary a round number; these are `<id 32001>`.
+    Without a tokenizer a token is its number, with a space before it.
     """
+    if tokenizer is None:
+        return IdWriter().feed(token)
     if token >= tokenizer.vocab_size:
         return f"<id {token}>"
     if tokenizer.is_control(token):

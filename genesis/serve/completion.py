@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Self
 
 from genesis.errors import UserError
 from genesis.generate.batch import NewToken, Request
+from genesis.generate.ids import write_ids
 from genesis.serve.choice import Choice, FinishReason, Shown
 from genesis.serve.errors import ApiError
 from genesis.serve.request import DEFAULT_NEW_TOKENS, CompletionRequest
@@ -42,25 +43,14 @@ def encode_prompts(asked: CompletionRequest, facts: Facts) -> list[Prompt]:
     Raises:
         ApiError: One does not fit the model's context, or holds a token that it does not have.
     """
+    if facts.tokenizer is None and asked.stop:
+        raise ApiError("stop is not supported by this model: it has no tokenizer, so that it has no text", param="stop")
     return [_encode(prompt, asked.max_new_tokens, facts) for prompt in asked.prompts]
 
 
 def _encode(prompt: str | tuple[int, ...], max_new_tokens: int | None, facts: Facts) -> Prompt:
-    tokenizer, context = facts.tokenizer, facts.max_seq_len
-    if isinstance(prompt, str):
-        text = prompt
-        longest = int(tokenizer.piece_num_bytes.max())
-        if len(text.encode()) > context * longest:  # however it is cut
-            raise _too_long(f"has more than {context:,} tokens", context)
-        ids = (tokenizer.bos_id, *tokenizer.encode(text))
-    else:
-        wrong = next((token for token in prompt if not 0 <= token < tokenizer.vocab_size), None)
-        if wrong is not None:
-            raise ApiError(
-                f"prompt holds the token {str(wrong)[:30]}: it must be from 0 to {tokenizer.vocab_size - 1}",
-                param="prompt",
-            )
-        ids, text = prompt, tokenizer.decode(prompt)
+    context = facts.max_seq_len
+    ids, text = _encode_text(prompt, facts) if isinstance(prompt, str) else (prompt, _decode_ids(prompt, facts))
     room = context - len(ids)
     if room < 1:
         raise _too_long(f"has {len(ids):,} tokens", context)
@@ -72,6 +62,31 @@ def _encode(prompt: str | tuple[int, ...], max_new_tokens: int | None, facts: Fa
             code="context_length_exceeded",
         )
     return Prompt(ids, text, max_new_tokens or min(DEFAULT_NEW_TOKENS, room))
+
+
+def _encode_text(text: str, facts: Facts) -> tuple[tuple[int, ...], str]:
+    tokenizer, context = facts.tokenizer, facts.max_seq_len
+    if tokenizer is None:
+        raise ApiError(
+            "prompt is text, and this model has no tokenizer: give a list of token ids; it answers with ids",
+            param="prompt",
+            code="no_tokenizer",
+        )
+    longest = int(tokenizer.piece_num_bytes.max())
+    if len(text.encode()) > context * longest:  # however it is cut
+        raise _too_long(f"has more than {context:,} tokens", context)
+    return (tokenizer.bos_id, *tokenizer.encode(text)), text
+
+
+def _decode_ids(ids: tuple[int, ...], facts: Facts) -> str:
+    """Returns the text of a prompt's tokens; without a tokenizer, their numbers."""
+    vocab_size = facts.vocab_size if facts.tokenizer is None else facts.tokenizer.vocab_size
+    wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise ApiError(
+            f"prompt holds the token {str(wrong)[:30]}: it must be from 0 to {vocab_size - 1}", param="prompt"
+        )
+    return write_ids(ids) if facts.tokenizer is None else facts.tokenizer.decode(ids)
 
 
 def _too_long(problem: str, context: int) -> ApiError:

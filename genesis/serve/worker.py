@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from genesis.errors import UserError
 from genesis.generate.batch import Batch, NewToken, Request
+from genesis.generate.ids import NO_EOS
 from genesis.generate.load import Loaded
 from genesis.serve.errors import ApiError, stopping
 from genesis.tokenizer.tokenizer import Tokenizer
@@ -25,8 +26,9 @@ _log = logging.getLogger(__name__)
 class Facts(NamedTuple):
     """What of a loaded model is needed outside its thread. The model itself must not outlive that."""
 
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
     max_seq_len: int
+    vocab_size: int
 
 
 @dataclass(eq=False)
@@ -115,13 +117,15 @@ class Worker:
         try:
             loaded = self._load()
             _check_is_finite(loaded)
-            batch = Batch(loaded.decoder, self._num_rows, loaded.tokenizer.eos_id)
+            eos_id = NO_EOS if loaded.tokenizer is None else loaded.tokenizer.eos_id
+            batch = Batch(loaded.decoder, self._num_rows, eos_id)
         except Exception as error:
             self._reason = error if isinstance(error, UserError) else self._explain(error)
             self._is_stopped = True
             self._post(self._fail_loading, self._reason)
             return
-        self._post(self._finish_loading, Facts(loaded.tokenizer, loaded.decoder.config.max_seq_len))
+        config = loaded.decoder.config
+        self._post(self._finish_loading, Facts(loaded.tokenizer, config.max_seq_len, config.vocab_size))
         del loaded
         try:
             while self._admit(batch):

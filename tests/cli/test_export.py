@@ -10,13 +10,16 @@ from pathlib import Path
 import pytest
 import sentencepiece
 import torch
+import yaml
 from safetensors.torch import save_file
 
 from genesis.cli.main import main
+from genesis.export.recipe import write_recipe as write_import_recipe
 from genesis.export.texts import SCRIPTS
 from genesis.model.decoder import Decoder
 from genesis.model.huggingface import llama_config_dict, to_huggingface
-from genesis.model.recipe import read_decoder_config
+from genesis.model.huggingface_files import read_llama_config
+from genesis.model.recipe import build_decoder_config, read_decoder_config
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis_callbacks.checkpoint import read_tensors
 from tests.cli.conftest import Genesis, Outcome
@@ -56,6 +59,32 @@ def test_training_begins_with_the_weights_of_an_import(
     before, after = read_tensors(checkpoint), read_tensors(tmp_path / "run/checkpoints/step-00000004", prefix="model.")
     assert before.keys() == after.keys()
     assert all(torch.allclose(before[name], after[name], atol=1e-9) for name in before)
+
+
+def test_training_goes_on_from_an_import_by_its_own_recipe(
+    genesis: Genesis, imported: Path, tiny_corpus: Path, tmp_path: Path
+) -> None:
+    content = yaml.safe_load((imported / "recipe.yaml").read_text())
+    assert content["data"]["tokenizer_hash"] == Tokenizer.load(tiny_corpus).hash
+    recipe = ("--config", str(imported / "recipe.yaml"), "--data.corpus", str(tiny_corpus))
+    short = ("--trainer.max_steps", "2", "--trainer.accelerator", "cpu", "--checkpoint.mode", "sync")
+    options = (*recipe, *short, "--run_dir", str(tmp_path / "run"), "--data.global_batch_size", "4")
+    outcome = genesis("fit", *options, "--checkpoint.every_n_steps", "1", "--model.optimizer.lr", "1e-20")
+    assert outcome.status == 0, outcome.err
+    before = read_tensors(imported / "checkpoints/step-00000000")
+    after = read_tensors(tmp_path / "run/checkpoints/step-00000002", prefix="model.")
+    assert all(torch.allclose(before[name], after[name], atol=1e-9) for name in before)
+
+
+def test_a_recipe_of_an_import_without_tokenizer_names_none(llama: Path, tmp_path: Path) -> None:
+    config = read_llama_config(llama)
+    write_import_recipe(tmp_path / "run", tmp_path, "checkpoints/step-00000000", config, None)
+    text = (tmp_path / "recipe.yaml").read_text()
+    content = yaml.safe_load(text)
+    assert "imported without a tokenizer" in text
+    assert "tokenizer_hash" not in content["data"]
+    assert content["ckpt_path"] == str(tmp_path / "run/checkpoints/step-00000000")
+    assert build_decoder_config(content["model"]["decoder"], "the recipe") == config
 
 
 def test_an_import_is_validated_and_continues_text(genesis: Genesis, imported: Path, recipe: Path) -> None:

@@ -1,0 +1,59 @@
+"""The recipe that an import leaves: what `genesis fit` needs to go on from its weights, but for the corpus."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from genesis.model.decoder import DecoderConfig
+
+RECIPE_NAME: Final = "recipe.yaml"
+_SEQ_LEN: Final = 2048
+_HEAD: Final = """\
+# Training goes on from the imported weights, with a corpus of yours:
+#   genesis fit --config {recipe} --data.corpus corpora/NAME
+# {corpus}
+# Rates, sizes and numbers of steps are a start, to be chosen for your data. A run that was stopped goes on by
+#   genesis fit --config {recipe} --data.corpus corpora/NAME --ckpt_path latest
+"""
+_OWN: Final = "The corpus must be of this tokenizer: genesis data prepare --tokenizer {out} ..."
+_NONE: Final = "The corpus must hold the ids that the model knows; the model was imported without a tokenizer."
+
+
+def write_recipe(
+    out: Path, directory: Path, checkpoint: str, config: DecoderConfig, tokenizer_hash: str | None
+) -> None:
+    """Writes `recipe.yaml`.
+
+    Args:
+        out: Where the import will lie; paths in the recipe are absolute, so that it works from everywhere.
+        directory: Where it is being made.
+        checkpoint: The checkpoint's path within it.
+        config: The model's shape.
+        tokenizer_hash: Of the tokenizer that was taken over; None where none was.
+    """
+    place = out.absolute()
+    corpus = _NONE if tokenizer_hash is None else _OWN.format(out=place)
+    head = _HEAD.format(recipe=place / RECIPE_NAME, corpus=corpus)
+    recipe = build_recipe(place, place / checkpoint, config, tokenizer_hash)
+    (directory / RECIPE_NAME).write_text(head + yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
+
+
+def build_recipe(out: Path, checkpoint: Path, config: DecoderConfig, tokenizer_hash: str | None) -> dict[str, Any]:
+    """Returns the recipe: a new run beside the import that begins with the weights alone, at a low rate."""
+    return {
+        "run_dir": str(out.with_name(f"{out.name}-continued")),
+        "seed_everything": 0,
+        "ckpt_path": str(checkpoint),
+        "model": {"decoder": asdict(config), "optimizer": {"name": "adamw", "lr": 2e-5}},
+        "data": {
+            **({} if tokenizer_hash is None else {"tokenizer_hash": tokenizer_hash}),
+            "seq_len": min(_SEQ_LEN, config.max_seq_len),
+            "micro_batch_size": 1,
+            "global_batch_size": 16,
+        },
+        "schedule": {"by": "updates", "total_updates": 1000, "warmup_updates": 50},
+        "checkpoint": {"every_n_steps": 100, "restore": "weights"},
+        "trainer": {"max_steps": 1000, "gradient_clip_val": 1.0, "log_every_n_steps": 10},
+    }

@@ -1,0 +1,53 @@
+"""Ids in place of text: for models that were trained on tokens whose tokenizer nobody has."""
+
+import re
+
+from genesis.errors import UserError
+from genesis.tokenizer.tokenizer import StreamingDecoder, Tokenizer
+
+NO_EOS = -1
+"""In place of the token that ends a text, where none is known: no token is it."""
+
+
+class IdWriter:
+    """Writes ids as numbers with a space before each, where a `StreamingDecoder` would write their text."""
+
+    def feed(self, token: int) -> str:
+        """Returns what one id is written as."""
+        return f" {token}"
+
+    def flush(self) -> str:
+        """Returns what is left, which is nothing."""
+        return ""
+
+
+def build_writer(tokenizer: Tokenizer | None) -> StreamingDecoder | IdWriter:
+    """Returns what turns new tokens into text: their own, or their numbers where there is no tokenizer."""
+    return IdWriter() if tokenizer is None else StreamingDecoder(tokenizer)
+
+
+def write_ids(ids: tuple[int, ...]) -> str:
+    """Returns ids as they are given and written.
+
+    >>> write_ids((5, 17))
+    '5 17'
+    """
+    return " ".join(map(str, ids))
+
+
+def parse_ids(text: str, vocab_size: int) -> tuple[int, ...]:
+    """Returns the ids in a text, which are separated by spaces or commas.
+
+    Args:
+        text: As `5 17 300`.
+        vocab_size: Of the model.
+
+    Raises:
+        UserError: There are none, or one is no id of the model.
+    """
+    words = re.findall(r"[^\s,]+", text)
+    wrong = next((word for word in words if not re.fullmatch(r"[0-9]{1,10}", word) or int(word) >= vocab_size), None)
+    if wrong is not None or not words:
+        shown = repr(text[:60]) if wrong is None else repr(wrong[:60])
+        raise UserError(f"prompt ids hold {shown}: give ids from 0 to {vocab_size - 1}, separated by spaces")
+    return tuple(map(int, words))

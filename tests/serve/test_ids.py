@@ -1,0 +1,58 @@
+"""A model without a tokenizer answers ids with ids, and refuses text by name."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from genesis.generate.load import load_decoder
+from genesis.generate.sample import SamplingOptions
+from genesis.generate.stream import GenerateOptions, generate
+from genesis.serve.pool import Limits
+from tests.serve.support import elsewhere, start_here
+from tests.tiny_runs import build_decoder, save
+
+GREEDY = {"model": "latest", "temperature": 0.0, "max_tokens": 7}
+
+
+@pytest.fixture(scope="module")
+def run_of_ids(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("ids") / "run"
+    save(directory / "checkpoints", 1, build_decoder(5), {})
+    return directory
+
+
+def ask_all(run: Path, *bodies: dict[str, Any]) -> list[tuple[int, Any, Any]]:
+    async def ask() -> list[tuple[int, Any, Any]]:
+        async with start_here([run], Limits()) as running:
+            return [await elsewhere(running.ask, "/v1/completions", body) for body in bodies]
+
+    return asyncio.run(ask())
+
+
+def test_token_ids_are_answered_by_token_ids(run_of_ids: Path) -> None:
+    options = GenerateOptions(7, SamplingOptions(temperature=0.0))
+    wanted = [token.id for token in generate(load_decoder(run_of_ids).decoder, [(5, 17, 300)], options, -1)]
+    asked = {**GREEDY, "prompt": [5, 17, 300]}
+    (status, answer, _), (_, echoed, _) = ask_all(run_of_ids, {**asked, "logprobs": 2}, {**asked, "echo": True})
+    assert status == 200
+    (choice,) = answer["choices"]
+    assert choice["text"] == "".join(f" {token}" for token in wanted)
+    assert (choice["finish_reason"], choice["logprobs"]["tokens"]) == ("length", [f" {token}" for token in wanted])
+    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 7, "total_tokens": 10}
+    assert echoed["choices"][0]["text"] == "5 17 300" + choice["text"]
+
+
+def test_text_and_what_needs_text_is_refused_by_name(run_of_ids: Path) -> None:
+    answers = ask_all(
+        run_of_ids,
+        {**GREEDY, "prompt": "alpha"},
+        {**GREEDY, "prompt": [5], "stop": "a"},
+        {**GREEDY, "prompt": [700]},
+    )
+    assert [status for status, _, _ in answers] == [400] * 3
+    messages = [answer["error"]["message"] for _, answer, _ in answers]
+    assert "this model has no tokenizer: give a list of token ids" in messages[0]
+    assert "stop is not supported by this model" in messages[1]
+    assert "it must be from 0 to 699" in messages[2]
