@@ -20,6 +20,7 @@ from genesis_callbacks.checkpoint import (
     DirectoryInUseError,
     DirectoryLock,
     LocalPart,
+    Origin,
     Part,
     QuarantineWarning,
     Ranks,
@@ -299,6 +300,21 @@ def test_a_save_that_a_full_disk_ends_is_no_value_error(tmp_path):
     assert not isinstance(caught.value, ValueError)
     assert caught.value.exit_status == 1
     assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("place", ["section", "recipe"])
+def test_a_save_that_no_restore_would_read_fails(tmp_path, place):
+    deep = 1
+    for _ in range(150):
+        deep = {"deeper": deep}
+    origin = Origin(recipe={"deep": deep} if place == "recipe" else {})
+    parts = local_parts("model.weight", torch.ones(3), "parameter")
+    with pytest.raises(SaveFailedError, match="nested more than 100 levels deep"):
+        save_blocking(
+            SaveTarget(tmp_path, Ranks(), origin=origin),
+            lambda: Snapshot(1, {}, parts, deep if place == "section" else {}),
+        )
+    assert list_committed(tmp_path) == []
 
 
 def test_statuses_of_errors_follow_one_convention():

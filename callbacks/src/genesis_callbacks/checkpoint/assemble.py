@@ -13,10 +13,11 @@ from typing import Any
 
 from .._compat import build_dcp_metadata
 from .commit import commit
-from .errors import CheckpointError, SaveFailedError
+from .errors import CheckpointError, CorruptCheckpointError, SaveFailedError
 from .hashing import HashAlgorithm
 from .manifest import (
     DCP_METADATA_NAME,
+    MANIFEST_NAME,
     STATE_NAME,
     Ancestor,
     ChunkRecord,
@@ -24,9 +25,11 @@ from .manifest import (
     TensorRecord,
     checkpoint_name,
     dtype_name,
+    encode_manifest,
 )
 from .plan import Part
 from .retain import Retention, apply_retention
+from .safe_read import parse_json
 from .verify import verify
 from .write import Receipt, write_file
 
@@ -86,6 +89,18 @@ def collect_records(
     }
 
 
+def _check_can_be_read(data: bytes, name: str) -> None:
+    """Refuses a document that a restore would refuse: better no checkpoint than one that nobody can read.
+
+    Raises:
+        SaveFailedError: It is nested too deeply, or too large.
+    """
+    try:
+        parse_json(data, name)
+    except CorruptCheckpointError as error:
+        raise SaveFailedError(f"{error}; keep less in the state of callbacks, data and recipe") from error
+
+
 def assemble(
     staging: Path,
     heading: Heading,
@@ -109,6 +124,7 @@ def assemble(
     final = staging.parent / checkpoint_name(heading.step)
     algorithm = heading.hash_algorithm
     state = json.dumps({"sections": list(sections)}, allow_nan=False).encode()
+    _check_can_be_read(state, STATE_NAME)
     files = [
         *(record for receipt in receipts for record in receipt.files),
         write_file(staging / STATE_NAME, state, algorithm=algorithm),
@@ -130,6 +146,7 @@ def assemble(
         has_optimizer=heading.has_optimizer,
         hash_algorithm=algorithm,
     )
+    _check_can_be_read(encode_manifest(manifest), MANIFEST_NAME)
     return final, manifest, commit(staging, final, manifest)
 
 
