@@ -95,12 +95,12 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
         self, requests: list[tuple[tuple[str, str] | None, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
         # lm-eval gives the pairs in the order of the requests, of which it passes on nothing else.
-        for asked, (_, _, continuation) in zip(self._asked, requests, strict=True):
-            self._check_fits(asked, continuation)
+        for asked, request in zip(self._asked, requests, strict=True):
+            self._check_fits(asked, request[2])
         room = self.max_length + 1
         cut = [
             Request(tuple(context[-(room - len(continuation)) :]), tuple(continuation))
-            for _, context, continuation in requests
+            for _text, context, continuation in requests
         ]
         return [(score.log_likelihood, score.is_greedy) for score in self._score(cut)]
 

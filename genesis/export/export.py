@@ -112,8 +112,8 @@ def _take_tokenizer(source: Source, options: ExportOptions) -> tuple[Tokenizer |
     """
     wanted = source.manifest.identity.get("tokenizer_hash")
     if options.may_be_unproved and options.tokenizer is not None:
-        tokenizer = Tokenizer.load(options.tokenizer)
-        return tokenizer, "run" if tokenizer.hash == wanted else "unproved"
+        given = Tokenizer.load(options.tokenizer)
+        return given, "run" if given.hash == wanted else "unproved"
     tokenizer = load_tokenizer(options.tokenizer, source.manifest, source.path)
     if tokenizer is None:
         return None, "none"
