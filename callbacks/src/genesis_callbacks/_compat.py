@@ -59,11 +59,15 @@ def write_counts(tensors: Sequence[Tensor]) -> list[int]:
 
     0 where torch does not count.
     """
-    local = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return plain_write_counts([tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors])
+
+
+def plain_write_counts(tensors: Sequence[Tensor]) -> list[int]:
+    """Returns what `write_counts` does, of tensors of which none is a DTensor."""
     try:
-        return [tensor._version for tensor in local]
+        return [tensor._version for tensor in tensors]
     except RuntimeError:  # made under inference mode
-        return [0 if tensor.is_inference() else tensor._version for tensor in local]
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def offset_in_file(tensor: Tensor) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch import LightningModule, Trainer
@@ -155,13 +156,8 @@ def _separate(live: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[NamedM
 def _name_parameters(module: LightningModule, model: NamedModel, optimizers: Sequence[Optimizer]) -> dict[int, str]:
     """Returns the canonical names of at least the optimizers' parameters, by `id`: walking the module costs more."""
     names = {id(tensor): name for name, tensor in model.tensors.items()}
-    is_named = all(
-        id(parameter) in names
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    )
-    return names if is_named else name_parameters(module)
+    updated = [map(id, group["params"]) for optimizer in optimizers for group in optimizer.param_groups]
+    return names if names.keys() >= set(chain.from_iterable(updated)) else name_parameters(module)
 
 
 def take_snapshot(

@@ -77,13 +77,8 @@ def name_model(state_dict: Mapping[str, Any]) -> NamedModel:
 def model_parts(model: NamedModel, cache: PartsCache | None = None) -> list[LocalPart]:
     """Returns what this rank holds of the model's tensors."""
     cache = cache or PartsCache()
-    return [
-        part
-        for name, tensor in model.tensors.items()
-        for part in cache.local_parts(
-            MODEL_PREFIX + name, tensor, "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-        )
-    ]
+    tensors = {MODEL_PREFIX + name: tensor for name, tensor in model.tensors.items()}
+    return cache.local_parts(tensors, lambda tensor: "parameter" if isinstance(tensor, nn.Parameter) else "buffer")
 
 
 def name_parameters(module: nn.Module) -> dict[int, str]:
@@ -166,7 +161,7 @@ def name_optimizer(index: int, optimizer: Optimizer, names: Mapping[int, str]) -
 def optimizer_parts(optimizer: NamedOptimizer, cache: PartsCache | None = None) -> list[LocalPart]:
     """Returns what this rank holds of an optimizer's state."""
     cache = cache or PartsCache()
-    return [part for name, tensor in optimizer.tensors.items() for part in cache.local_parts(name, tensor, "optimizer")]
+    return cache.local_parts(optimizer.tensors, lambda _: "optimizer")
 
 
 def recorded_optimizer_state(manifest: Manifest, index: int) -> dict[str, dict[str, TensorRecord]]:

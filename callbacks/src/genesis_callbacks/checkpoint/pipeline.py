@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from .._compat import write_counts
+from .._compat import plain_write_counts
 from .beside import SaveThread, perform_nicely
 from .errors import SaveFailedError
 from .inline import begin_together, perform_together
@@ -247,7 +247,7 @@ class SavePipeline:
                 for local in parts
             ]
         overlapped = [local.data for local in parts if local.part.kind in _OVERLAPPED_KINDS]
-        before = (progress.num_steps(), write_counts(overlapped))
+        before = (progress.num_steps(), plain_write_counts(overlapped))
         event = record_event(parts) if self.mode != "sync" else None
 
         def stage() -> tuple[WriteJob, Staged]:
@@ -256,7 +256,7 @@ class SavePipeline:
             staged = stage_one_at_a_time(live, ours) if self.mode == "sync" else self._stager.stage(live, ours, event)
             save.staged_bytes = staged.num_bytes
             job = self._order(save, plan, snapshot, progress, staged, limit_seconds)
-            if before != (progress.num_steps(), write_counts(overlapped)):
+            if before != (progress.num_steps(), plain_write_counts(overlapped)):
                 raise TornSnapshotError("training changed what was being staged: an optimizer step came before its end")
             return job, staged.data
 
