@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 _GRACE_SECONDS = 5.0
+_SILENT = "died without a word"
 
 _CONTEXT = get_context("forkserver")
 _PRELOADED = ["torch", "torch.distributed.fsdp", "lightning.pytorch", "genesis_callbacks.testing"]
@@ -79,7 +80,8 @@ def run_ranks(
             theirs.close()
             processes.append(process)
             channels[ours] = rank
-        answers, failures = _collect(channels, timeout_seconds)
+        sentinels = {process.sentinel: channel for process, channel in zip(processes, channels, strict=True)}
+        answers, failures = _collect(channels, sentinels, timeout_seconds)
         for process in processes:
             process.join(timeout=_GRACE_SECONDS)
             if process.is_alive():
@@ -91,23 +93,32 @@ def run_ranks(
     return [answers[rank] for rank in range(world_size)]
 
 
-def _collect(channels: dict[Connection, int], timeout_seconds: float) -> tuple[dict[int, Any], list[str]]:
-    """Returns the answers by rank, and what went wrong; after a failure the other ranks have little time left."""
+def _collect(
+    channels: dict[Connection, int], sentinels: dict[int, Connection], timeout_seconds: float
+) -> tuple[dict[int, Any], list[str]]:
+    """Returns the answers by rank, and what went wrong; after a failure the other ranks have little time left.
+
+    Args:
+        channels: Each rank's, which gives its answer.
+        sentinels: The channel of each process by the process's sentinel: data workers of a rank that was killed hold
+            its channel open for seconds.
+        timeout_seconds: All ranks together.
+    """
     answers: dict[int, Any] = {}
     failures: list[str] = []
     while channels:
-        ready = wait(list(channels), timeout=_GRACE_SECONDS if failures else timeout_seconds)
+        ready = wait([*channels, *sentinels], timeout=_GRACE_SECONDS if failures else timeout_seconds)
         if not ready:
             failures.append(f"ranks {sorted(channels.values())} did not answer within {timeout_seconds} s")
             break
-        for channel in ready:
-            assert isinstance(channel, Connection)
+        ended = [sentinels.pop(one) for one in ready if isinstance(one, int)]
+        for channel in [channel for channel in channels if channel in ready or channel in ended]:
             rank = channels.pop(channel)
             try:
                 # Plain pickle sends tensors by value; multiprocessing's own would share the memory of a rank that ends.
-                has_succeeded, answer = pickle.loads(channel.recv_bytes())
+                has_succeeded, answer = pickle.loads(channel.recv_bytes()) if channel.poll() else (False, _SILENT)
             except EOFError:
-                has_succeeded, answer = False, "died without a word"
+                has_succeeded, answer = False, _SILENT
             if has_succeeded:
                 answers[rank] = answer
             else:
