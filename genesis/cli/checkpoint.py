@@ -481,6 +481,7 @@ def _as_json(manifest: Manifest) -> Any:
 
 
 def _print_manifest(console: Console, path: Path, manifest: Manifest, drawn: Mapping[str, Drawn]) -> None:
+    """Prints what is asked for most first, and what is long last: files, versions, recipe."""
     age = _duration(time.time() - manifest.created_seconds)
     facts = {
         "step": _number(manifest.step),
@@ -489,35 +490,52 @@ def _print_manifest(console: Console, path: Path, manifest: Manifest, drawn: Map
         "optimizers": "saved" if manifest.has_optimizer else "not saved: it gives weights alone",
         "ranks": f"{manifest.world_size} {manifest.mesh or ''}".strip(),
         "number in its lineage": str(manifest.sequence),
-        **{name: str(value) for name, value in manifest.identity.items()},
-        **{f"version of {package}": version for package, version in manifest.versions.items()},
     }
     console.print(_table(str(path), ("", ""), facts.items()))
+    _print_parts(console, manifest)
+    if drawn:
+        _print_drawn(console, drawn)
+    _print_lineage(console, path, manifest)
     console.rule("files", align="left")
     files = ((file.name, f"{file.num_bytes:,}", str(file.rank), file.hash[:16]) for file in manifest.files)
     columns = ("file", "bytes", "rank", manifest.hash_algorithm)
     console.print(_table(None, columns, files, right=("bytes", "rank")))
+    console.rule("identity and versions", align="left")
+    versions = {f"version of {package}": version for package, version in manifest.versions.items()}
+    identity = {name: str(value) for name, value in manifest.identity.items()}
+    console.print(_table(None, ("", ""), {**identity, **versions}.items()))
+    console.rule("recipe", align="left")
+    recipe = yaml.safe_dump(dict(manifest.recipe), sort_keys=False).rstrip() if manifest.recipe else "none was given"
+    console.print(Text(recipe))
+
+
+def _print_parts(console: Console, manifest: Manifest) -> None:
     console.rule("tensors by part", align="left")
     rows = [
         (part.part, f"{part.num_tensors:,}", f"{part.num_elements:,}", decimal(part.num_bytes), ", ".join(part.dtypes))
         for part in summarise_parts(manifest)
     ]
-    part_columns = ("part", "tensors", "elements", "size", "dtype")
-    console.print(_table(None, part_columns, rows, right=("tensors", "elements", "size")))
-    if drawn:
-        console.rule("data drawn", align="left")
-        draws = (
-            (
-                name,
-                _number(one.tokens),
-                "" if one.epochs is None else f"{one.epochs:.3f}",
-                _number(one.documents),
-                _number(one.bad_documents),
-            )
-            for name, one in drawn.items()
+    columns = ("part", "tensors", "elements", "size", "dtype")
+    console.print(_table(None, columns, rows, right=("tensors", "elements", "size")))
+
+
+def _print_drawn(console: Console, drawn: Mapping[str, Drawn]) -> None:
+    console.rule("data drawn", align="left")
+    rows = (
+        (
+            name,
+            _number(one.tokens),
+            "" if one.epochs is None else f"{one.epochs:.3f}",
+            _number(one.documents),
+            _number(one.bad_documents),
         )
-        drawn_columns = ("source", "tokens", "epochs", "documents", "bad")
-        console.print(_table(None, drawn_columns, draws, right=drawn_columns[1:]))
+        for name, one in drawn.items()
+    )
+    columns = ("source", "tokens", "epochs", "documents", "bad")
+    console.print(_table(None, columns, rows, right=columns[1:]))
+
+
+def _print_lineage(console: Console, path: Path, manifest: Manifest) -> None:
     console.rule("lineage", align="left")
     chain = trace_ancestors(path, manifest)
     for ancestor, state in chain:
@@ -526,9 +544,6 @@ def _print_manifest(console: Console, path: Path, manifest: Manifest, drawn: Map
         console.print(Text(printable(line)))
     if not chain:
         console.print("the first of its run")
-    console.rule("recipe", align="left")
-    recipe = yaml.safe_dump(dict(manifest.recipe), sort_keys=False).rstrip() if manifest.recipe else "none was given"
-    console.print(Text(recipe))
 
 
 def _print_contents(contents: Contents, *, is_finite: bool) -> None:
@@ -621,11 +636,15 @@ def _console() -> Console:
 def _table(
     title: str | None, columns: Sequence[str], rows: Iterable[Iterable[str]], right: Sequence[str] = ()
 ) -> Table:
+    """Returns a table without the columns in which no row has anything."""
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", show_header=any(columns))
-    for column in columns:
+    filled = [[printable(cell) for cell in row] for row in rows]
+    kept = [number for number in range(len(columns)) if not filled or any(row[number] for row in filled)]
+    for number in kept:
+        column = columns[number]
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
+    for row in filled:
+        table.add_row(*(Text(row[number]) for number in kept))
     return table
 
 

@@ -179,6 +179,18 @@ def test_show_is_the_manifest_with_parts_and_lineage(tmp_path, capsys):
     assert all(word in out for word in ("max_steps: 6", "abc", "version of torch", "__0_0.distcp", "exp_avg", "4,000"))
 
 
+def test_show_has_its_tables_before_files_and_recipe_and_no_empty_column(tmp_path, capsys):
+    save_run(tmp_path)
+    out = run_command(capsys, "show", tmp_path)[1]
+    places = [
+        out.index(words) for words in ("number in its lineage", "exp_avg", "descends from", "__0_0.distcp", "max_steps")
+    ]
+    assert places == sorted(places)
+    listed = run_command(capsys, "list", tmp_path)[1]
+    assert "verified" in listed
+    assert "best" not in listed  # none is marked
+
+
 def test_show_says_where_the_lineage_ends(tmp_path, capsys):
     paths = save_run(tmp_path)
     shutil.rmtree(paths[0])

@@ -271,8 +271,9 @@ def _decode_tensor(name: str, content: Any, sizes_of_files: Mapping[str, int]) -
         tuple(_decode_chunk(chunk, name, shape, sizes_of_files) for chunk in chunks),
     )
     dtype = _DTYPES.get(tensor.dtype)
-    for chunk in tensor.chunks if dtype is not None else ():
-        data_end = chunk.data_offset + math.prod(chunk.sizes) * dtype.itemsize
+    itemsize = 1 if dtype is None else dtype.itemsize  # an unknown one is refused where it is used
+    for chunk in tensor.chunks:
+        data_end = chunk.data_offset + math.prod(chunk.sizes) * itemsize
         if not chunk.byte_offset <= chunk.data_offset <= data_end <= chunk.byte_offset + chunk.num_bytes:
             raise CorruptCheckpointError(f"{name}: a chunk's elements lie outside of its bytes")
     return tensor
