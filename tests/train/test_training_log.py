@@ -79,8 +79,9 @@ def read_rows(directory: Path) -> dict[int, dict[str, str]]:
 
 
 def read_losses(directory: Path) -> dict[int, list[str]]:
-    """Returns the losses of every row to their last digit."""
-    return {step: [row[column] for column in LOSSES] for step, row in read_rows(directory).items()}
+    """Returns the losses of every row that has some, to their last digit; a save may have a row of its own."""
+    rows = read_rows(directory).items()
+    return {step: [row[column] for column in LOSSES] for step, row in rows if any(row[column] for column in LOSSES)}
 
 
 @pytest.fixture(scope="module")
