@@ -379,7 +379,8 @@ def call(arguments: tuple[str, ...]) -> list[str]:
         problems.append(f"took {seconds:.1f} s")
     if used_bytes > LIMIT_BYTES:
         problems.append(f"took {used_bytes} bytes")
-    text = out.getvalue() + err.getvalue()
+    # What a model writes is its own text, whatever characters that has.
+    text = err.getvalue() + ("" if arguments[0] == "generate" else out.getvalue())
     odd = {character for character in text if not character.isprintable() and character != "\n"}
     if odd:
         problems.append(f"printed {sorted(odd)!r}: {text[-400:]!r}")
