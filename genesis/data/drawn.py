@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from genesis_callbacks.checkpoint import CorruptCheckpointError
+
 DATA_STATE: Final = "CorpusDataModule"
 """Under which name a checkpoint has the data module's state."""
 
@@ -30,7 +32,17 @@ def read_drawn(sections: Sequence[Mapping[str, Any]]) -> dict[str, Drawn]:
 
     Args:
         sections: The checkpoint's state of each rank, as `read_state` gives it.
+
+    Raises:
+        CorruptCheckpointError: What stands there is not what a data module saves.
     """
+    try:
+        return _read(sections)
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+        raise CorruptCheckpointError(f"the state of {DATA_STATE} is not what a data module saves: {error!r}") from error
+
+
+def _read(sections: Sequence[Mapping[str, Any]]) -> dict[str, Drawn]:
     states = [section.get("trainer", {}).get(DATA_STATE) for section in sections]
     states = [state for state in states if state]
     if not states:
@@ -40,7 +52,11 @@ def read_drawn(sections: Sequence[Mapping[str, Any]]) -> dict[str, Drawn]:
             name: _add_up([state["ledger_of_lanes"][name] for state in states]) for name in states[0]["ledger_of_lanes"]
         }
     epochs = states[0].get("epochs_drawn", {})
-    return {name: Drawn(int(tokens), epochs.get(name)) for name, tokens in states[0]["tokens_drawn"].items()}
+    return {name: Drawn(int(tokens), _epochs(epochs.get(name))) for name, tokens in states[0]["tokens_drawn"].items()}
+
+
+def _epochs(value: Any) -> float | None:
+    return None if value is None else float(value)
 
 
 def _add_up(entries: Sequence[Mapping[str, int]]) -> Drawn:
