@@ -168,7 +168,7 @@ def test_a_restore_of_vouched_for_damage_names_the_tensors_on_every_rank(run_dir
     take_a_stale_shard(old, new)
     vouch(new)
     with pytest.raises(AssertionError) as caught:
-        run_training(world_size, run_dir, strategy, 6, ckpt_path="latest", mode="sync")
+        run_training(world_size, run_dir, strategy, 6, ckpt_path="latest", mode="sync", verify_level="full")
     assert str(caught.value).count("CorruptCheckpointError: ") >= world_size
     assert "digest" in str(caught.value)
     assert "model.net." in str(caught.value)
@@ -225,7 +225,7 @@ def test_an_emptied_optimizer_is_refused(run_dir, strategy, world_size):
     new = run_dir / "checkpoints/step-00000004"
     vouch(new, drop_optimizer)
     with pytest.raises(AssertionError, match="optimizer 0 had state, and none of it is there"):
-        run_training(world_size, run_dir, strategy, 6, ckpt_path="latest", mode="sync")
+        run_training(world_size, run_dir, strategy, 6, ckpt_path="latest", mode="sync", verify_level="full")
 
 
 @pytest.mark.parametrize(

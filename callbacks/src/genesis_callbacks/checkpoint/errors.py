@@ -13,8 +13,11 @@ class CheckpointError(UserError):
     Its text may name what stands in a checkpoint, and is made printable.
     """
 
+    is_one_line = True
+
     def __init__(self, message: str) -> None:
-        super().__init__(printable(message))
+        lines = [message] if self.is_one_line else message.split("\n")
+        super().__init__("\n".join(map(printable, lines)))
 
 
 class CorruptCheckpointError(CheckpointError):
@@ -45,4 +48,6 @@ class DirectoryInUseError(CheckpointError):
 
 
 class DriftError(CheckpointError):
-    """What is restored and what restores it differ in something that must be the same."""
+    """What is restored and what restores it differ in something that must be the same: a line for each difference."""
+
+    is_one_line = False

@@ -58,7 +58,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def open_regular(path: Path) -> int:
-    """Returns a descriptor of the regular file at `path`, for reading; the caller closes it.
+    """Returns a descriptor of the regular file at `path`, for reading from its beginning; the caller closes it.
 
     Raises:
         CorruptCheckpointError: It is missing, is not a regular file, or consists of holes.
@@ -72,6 +72,7 @@ def open_regular(path: Path) -> int:
             found = os.fstat(descriptor)
             _check_regular(path, found)
             _check_not_sparse(path, descriptor, found.st_size)
+            os.lseek(descriptor, 0, os.SEEK_SET)  # looking for holes has moved it
         except BaseException:
             os.close(descriptor)
             raise
