@@ -1,22 +1,28 @@
 """The best by a metric, saves on an exception, weights alone, forks, and ranks that are gone."""
 
 import fcntl
+import json
+import math
 import os
 import re
+import shutil
 import signal
 import time
 import warnings
 from pathlib import Path
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given
 from lightning.pytorch import Callback, Trainer
 from plain_project import CountedCheckpoint, PlainModel, build_strategy, full, run_training
 from torch.utils.data import DataLoader
 
+from genesis_callbacks._best_watch import BestWatch
 from genesis_callbacks._rank_watch import RankWatch
-from genesis_callbacks.checkpoint import CheckpointError, find_latest, read_manifest, read_tensors, verify
-from genesis_callbacks.checkpoint.best import read_best
+from genesis_callbacks.checkpoint import CheckpointError, find_best, find_latest, read_manifest, read_tensors, verify
+from genesis_callbacks.checkpoint.best import Measured, MonitorMode, read_best
 from genesis_callbacks.checkpoint.inventory import trace_ancestors
 from genesis_callbacks.testing import run_ranks
 
@@ -182,6 +188,144 @@ def test_a_damaged_mark_stops_retention_and_says_so(tmp_path):
     fit_on(1, tmp_path, "single", 2, monitor="validation/loss", every_n_steps=1)
     mark = tmp_path / "checkpoints/best.json"
     mark.write_text(mark.read_text()[:10])
+    with pytest.raises(CheckpointError, match=r"best\.json is no mark of a best checkpoint"):
+        read_best(tmp_path)
+
+
+# ---- the best k
+
+
+def marks_in(run_dir: Path) -> list[tuple[str, float]]:
+    best = read_best(run_dir)
+    return [] if best is None else [(marked.name, marked.value) for marked in best.ranked]
+
+
+@pytest.mark.parametrize(("strategy", "mode"), [("single", "sync"), ("ddp", "process")])
+def test_the_best_two_and_the_last_stay(tmp_path, strategy, mode):
+    world_size = 1 if strategy == "single" else 2
+    options = {"monitor": "validation/loss", "keep_best": 2, "every_n_steps": 3, "keep_last": 1, "mode": mode}
+    runs = fit_on(world_size, tmp_path, strategy, 8, **options)
+    # Step 6 is as good as step 5, which was before it; step 8 is not a number.
+    assert marks_in(tmp_path) == [("step-00000004", 2.0), ("step-00000005", 2.5)]
+    assert names_in(tmp_path) == ["step-00000004", "step-00000005", "step-00000008"]
+    assert {run["best"] for run in runs} == {tmp_path / "checkpoints/step-00000004"}
+    for name in names_in(tmp_path):
+        verify(tmp_path / "checkpoints" / name, "deep")
+
+
+class KilledAt(FailsAt):
+    """Ends the process at a place of the loop, as the system does when memory runs out."""
+
+    def fail(self, trainer, *_) -> None:
+        if trainer.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_best_two_are_remembered_after_a_kill(tmp_path):
+    options = {"monitor": "validation/loss", "keep_best": 2, "keep_last": 1}
+    with pytest.raises(AssertionError, match="rank 0"):
+        fit_on(1, tmp_path, "single", 8, callbacks=(KilledAt("on_train_batch_start", 3),), **options)
+    assert marks_in(tmp_path) == [("step-00000002", 3.0), ("step-00000003", 4.0)]
+    (tmp_path / "checkpoints/best.json").unlink()  # the state of step 3 has them
+    killed = (KilledAt("on_train_batch_start", 4),)
+    with pytest.raises(AssertionError, match="rank 0"):
+        fit_on(1, tmp_path, "single", 5, ckpt_path="latest", callbacks=killed, **options)
+    assert marks_in(tmp_path) == [("step-00000004", 2.0), ("step-00000002", 3.0)]
+    fit_on(1, tmp_path, "single", 8, ckpt_path="latest", **options)
+    assert names_in(tmp_path) == ["step-00000004", "step-00000005", "step-00000008"]
+
+
+def test_a_marked_checkpoint_that_is_gone_is_forgotten_at_a_resume(tmp_path):
+    options = {"monitor": "validation/loss", "keep_best": 3, "every_n_steps": 1, "keep_last": None}
+    fit_on(1, tmp_path, "single", 5, **options)
+    assert [name for name, _ in marks_in(tmp_path)] == ["step-00000004", "step-00000005", "step-00000002"]
+    shutil.rmtree(tmp_path / "checkpoints/step-00000004")
+    assert find_best(tmp_path).name == "step-00000005"
+    fit_on(1, tmp_path, "single", 7, ckpt_path="latest", **options)
+    assert [name for name, _ in marks_in(tmp_path)] == ["step-00000005", "step-00000006", "step-00000002"]
+
+
+def test_a_run_goes_on_from_marks_and_states_that_know_only_one_best(tmp_path):
+    options = {"monitor": "validation/loss", "every_n_steps": 1, "keep_last": None}
+    fit_on(1, tmp_path, "single", 4, **options)
+    mark = json.loads((tmp_path / "checkpoints/best.json").read_text())
+    assert mark.keys() == {"name", "manifest_hash", "monitor", "mode", "value"}
+    assert marks_in(tmp_path) == [("step-00000004", 2.0)]
+    fit_on(1, tmp_path, "single", 5, ckpt_path="latest", keep_best=2, **options)
+    assert marks_in(tmp_path) == [("step-00000004", 2.0), ("step-00000005", 2.5)]
+    fit_on(1, tmp_path, "single", 6, ckpt_path="latest", **options)  # and back to one
+    assert json.loads((tmp_path / "checkpoints/best.json").read_text()) == mark
+
+
+def watch_of(*measured: tuple[int, float], count: int = 2, mode: MonitorMode = "min") -> BestWatch:
+    """A watch to which these were offered in their order, each saved at once."""
+    watch = BestWatch("loss", mode, count)
+    for step, value in measured:
+        if watch.is_among_best(step, value):
+            watch.take(step, value)
+            watch.keep(step)
+    return watch
+
+
+@given(
+    values=st.lists(st.sampled_from([1.0, 2.0, 3.0, float("nan"), float("inf")])),
+    count=st.integers(1, 4),
+    mode=st.sampled_from(["min", "max"]),
+)
+def test_the_best_k_are_those_of_a_sort(values, count, mode):
+    finite = [(step, value) for step, value in enumerate(values) if math.isfinite(value)]
+    expected = sorted(finite, key=lambda one: one[1] if mode == "min" else -one[1])[:count]  # a stable sort
+    watch = watch_of(*enumerate(values), count=count, mode=mode)
+    assert [(one.step, one.value) for one in watch.best] == expected
+    other = BestWatch("loss", mode, count)
+    other.load_state_dict(json.loads(json.dumps(watch.state_dict())))
+    assert other.best == watch.best
+
+
+def test_one_step_is_marked_once_with_its_better_value():
+    watch = watch_of((1, 2.0), (2, 3.0), (2, 1.0), (1, 2.5), (1, 2.0))
+    assert watch.best == (Measured(2, 1.0), Measured(1, 2.0))
+
+
+def test_what_a_save_that_failed_had_displaced_is_back():
+    watch = watch_of((1, 2.0), (2, 3.0))
+    watch.take(3, 1.0)
+    watch.take(4, 0.5)  # before it is known what became of step 3
+    assert watch.best == (Measured(4, 0.5), Measured(3, 1.0))
+    watch.drop(3)
+    assert watch.best == (Measured(4, 0.5), Measured(1, 2.0))
+    watch.drop(4)
+    assert watch.best == (Measured(1, 2.0), Measured(2, 3.0))
+
+
+def test_a_state_that_knows_one_best_is_taken_and_that_of_another_metric_is_not():
+    watch = watch_of()
+    watch.load_state_dict({"monitor": "loss", "mode": "min", "step": 3, "value": 1.5})
+    assert watch.best == (Measured(3, 1.5),)
+    watch.load_state_dict({"monitor": "loss", "mode": "max", "step": 4, "value": 2.5})
+    assert watch.best == (Measured(3, 1.5),)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keep_best": 0, "monitor": "loss"}, "keep_best must be from 1 to 100, not 0"),
+        ({"keep_best": 2}, "keep_best is 2 without a metric: name one by monitor"),
+    ],
+)
+def test_a_number_of_best_checkpoints_without_meaning_is_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        CountedCheckpoint(run_dir=tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    "others", [3, [3], [{}], [{"name": "../x", "manifest_hash": "a", "value": 1.0}],
+               [{"name": "step-00000001", "manifest_hash": "a", "value": 10**400}]],
+)  # fmt: skip
+def test_forged_others_are_no_marks(tmp_path, others):
+    mark = {"name": "step-00000001", "manifest_hash": "a", "monitor": "m", "mode": "min", "value": 1, "others": others}
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/best.json").write_text(json.dumps(mark))
     with pytest.raises(CheckpointError, match=r"best\.json is no mark of a best checkpoint"):
         read_best(tmp_path)
 

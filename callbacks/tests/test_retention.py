@@ -32,13 +32,16 @@ def test_nothing_goes_where_nothing_is_verified():
     verified=st.integers(0, 98),
     keep_last=st.integers(1, 5),
     every=st.one_of(st.none(), st.integers(1, 9)),
+    marked=st.sets(st.integers(0, 99).map(str)),
 )
-def test_the_newest_verified_always_stays_and_the_last_k_too(steps, verified, keep_last, every):
+def test_the_newest_verified_always_stays_and_the_last_k_and_the_marked_too(steps, verified, keep_last, every, marked):
     kept = [Kept(str(step), step, sequence) for sequence, step in enumerate(steps)]
     newest = kept[verified % len(kept)].name
-    removed = plan_removals(kept, newest, Retention(keep_last, every))
+    removed = plan_removals(kept, newest, Retention(keep_last, every), marked=marked)
     left = [one for one in kept if one.name not in removed]
     assert newest in {one.name for one in left}
     assert [one.name for one in kept[-keep_last:]] == [one.name for one in left[-min(keep_last, len(kept)) :]]
+    assert not marked & set(removed)
+    assert set(removed) | marked >= set(plan_removals(kept, newest, Retention(keep_last, every)))  # no other stays
     assert every is None or all(int(name) % every for name in removed)
     assert removed == [one.name for one in kept if one.name in removed]

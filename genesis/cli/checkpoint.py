@@ -41,7 +41,7 @@ from genesis_callbacks.checkpoint import (
     read_manifest,
     verify,
 )
-from genesis_callbacks.checkpoint.best import read_best
+from genesis_callbacks.checkpoint.best import Best, read_best, read_marked_names
 from genesis_callbacks.checkpoint.compare import TensorComparison, compare_tensors
 from genesis_callbacks.checkpoint.contents import Contents, find_format, find_non_finite, read_contents
 from genesis_callbacks.checkpoint.inventory import (
@@ -113,10 +113,12 @@ def list_main(argv: list[str]) -> int:
     entries = [entry for entry in entries if entry.state != "committed" or entry.path in problems]
     directory = checkpoints_in(arguments.run)
     best = read_best(directory)
+    marks = {} if best is None else _describe_marks(directory, best)
     rows = [
         {
             **_describe_entry(directory, entry, problems, arguments.level),
             "is_best": best is not None and entry.path == directory / best.name,
+            "metric": marks.get(entry.path),
         }
         for entry in entries
     ]
@@ -129,7 +131,7 @@ def list_main(argv: list[str]) -> int:
     console.print(
         _table(
             str(directory),
-            ("checkpoint", "step", "tokens", "age", "size", "state", "verified", "best"),
+            ("checkpoint", "step", "tokens", "age", "size", "state", "verified", "metric"),
             (
                 (
                     row["name"],
@@ -139,7 +141,7 @@ def list_main(argv: list[str]) -> int:
                     decimal(row["num_bytes"]),
                     row["state"],
                     "no" if row["problem"] else row["verified"] or "",
-                    f"{best.monitor} {best.value:.6g}" if best is not None and row["is_best"] else "",
+                    _mark(row["metric"]),
                 )
                 for row in rows
             ),
@@ -282,8 +284,7 @@ def prune_main(argv: list[str]) -> int:
         newest, bad = newest_whole(list(entries.values()))
         kept = [Kept(path.name, manifest.step, manifest.sequence) for path, manifest in list_committed(directory)]
         newest_name = None if newest is None else newest.path.name
-        best = read_best(directory)
-        removals = plan_removals(kept, newest_name, retention, best=None if best is None else best.name)
+        removals = plan_removals(kept, newest_name, retention, marked=read_marked_names(directory))
         if newest_name is not None and not arguments.dry_run:
             removals = apply_retention(directory, newest_name, retention)
     num_bytes = sum(entries[name].num_bytes for name in removals)
@@ -396,6 +397,20 @@ def _held(directory: Path, *, is_needed: bool) -> Iterator[None]:
 def _without_path(path: Path, problem: object) -> str:
     """Returns what is wrong with the checkpoint at `path`, whose name stands before it already."""
     return str(problem).removeprefix(f"{path}: ")
+
+
+def _describe_marks(directory: Path, best: Best) -> dict[Path, dict[str, Any]]:
+    """Returns the metric of each marked checkpoint by its path; the rank of the best is 1."""
+    return {
+        directory / marked.name: {"name": best.monitor, "value": marked.value, "rank": place}
+        for place, marked in enumerate(best.ranked, start=1)
+    }
+
+
+def _mark(metric: Mapping[str, Any] | None) -> str:
+    if metric is None:
+        return ""
+    return f"{metric['name']} {metric['value']:.6g}{' (best)' if metric['rank'] == 1 else ''}"
 
 
 def _describe_entry(

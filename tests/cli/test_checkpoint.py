@@ -32,6 +32,7 @@ from genesis_callbacks.checkpoint import (
     save_blocking,
     verify,
 )
+from genesis_callbacks.checkpoint.best import Measured, mark_best, rank
 from genesis_callbacks.checkpoint.compare import max_abs_difference
 from genesis_callbacks.checkpoint.hashing import hash_bytes
 from tests.cli.conftest import Genesis
@@ -128,6 +129,29 @@ def test_list_has_what_is_in_flight_put_aside_superseded_and_in_the_trash_but_no
         (".trash/step-00000002", "trash"),
     ]
     assert [row["verified"] for row in content["checkpoints"]] == ["quick"] * 3 + [None] * 4
+
+
+def test_list_shows_the_metric_of_every_marked_checkpoint(tmp_path, capsys):
+    paths = save_run(tmp_path)
+    measured = rank([Measured(2, 2.35), Measured(6, 2.3125)], "min")
+    mark_best(tmp_path / "checkpoints", measured, "validation/loss", "min", count=2)
+    shutil.copytree(paths[2], tmp_path / "checkpoints/superseded-1/step-00000006")  # another one of that name
+    _, content = run_json(capsys, "list", tmp_path)
+    assert [(row["is_best"], row["metric"]) for row in content["checkpoints"]] == [
+        (False, {"name": "validation/loss", "value": 2.35, "rank": 2}),
+        (False, None),
+        (True, {"name": "validation/loss", "value": 2.3125, "rank": 1}),
+        (False, None),
+    ]
+    lines = run_command(capsys, "list", tmp_path)[1].splitlines()
+    shown = [line for line in lines if "validation/loss" in line]
+    assert len(shown) == 2
+    assert "step-00000002" in shown[0]
+    assert shown[0].rstrip(" │").endswith("validation/loss 2.35")
+    assert "step-00000006" in shown[1]
+    assert shown[1].rstrip(" │").endswith("validation/loss 2.3125 (best)")
+    _, content = run_json(capsys, "prune", tmp_path, "--keep_last", "1", "--dry_run")
+    assert content["removed"] == ["step-00000004"]
 
 
 def test_list_of_a_run_with_a_missing_file_says_which_and_is_bad(tmp_path, capsys):

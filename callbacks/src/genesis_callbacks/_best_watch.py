@@ -1,29 +1,34 @@
-"""Follows a monitored metric from validation to validation: which step is the best, and what is marked as such."""
+"""Follows a monitored metric from validation to validation: which steps are the best, and what is marked as such."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .checkpoint.best import MonitorMode, is_better, mark_best, read_best, unmark_best
+from .checkpoint.best import Measured, MonitorMode, mark_best, rank, read_best
 from .checkpoint.errors import CheckpointError
 from .checkpoint.manifest import step_of
 
 
 class BestWatch:
-    """Knows the best step so far, and the one before it for as long as the best is not saved yet.
+    """Knows the best steps so far, and those that they displaced for as long as it is open whether they get saved.
 
     It does not communicate: rank 0 decides, and its caller tells the others.
 
     Args:
         monitor: Key of a metric that validation logs.
         mode: Whether smaller (`min`) or larger (`max`) is better.
+        count: How many are the best.
     """
 
-    def __init__(self, monitor: str, mode: MonitorMode) -> None:
-        self._monitor, self._mode = monitor, mode
-        self.step: int | None = None
-        self._value: float | None = None
-        self._before: tuple[int | None, float | None] = (None, None)
+    def __init__(self, monitor: str, mode: MonitorMode, count: int = 1) -> None:
+        self._monitor, self._mode, self._count = monitor, mode, count
+        self._ranked: tuple[Measured, ...] = ()  # the best first; more than `count` while one of them is open
+        self._open: frozenset[int] = frozenset()  # steps that are being saved
+
+    @property
+    def best(self) -> tuple[Measured, ...]:
+        """The best so far, in their order, with those that are being saved."""
+        return self._ranked[: self._count]
 
     def read(self, metrics: Mapping[str, Any]) -> float:
         """Returns the monitored metric.
@@ -36,50 +41,72 @@ class BestWatch:
             raise CheckpointError(f"monitor is {self._monitor!r}, and validation logged {logged}: name one of these")
         return float(metrics[self._monitor])
 
-    def is_best(self, value: float) -> bool:
-        """Says whether `value` is better than the best so far."""
-        return is_better(value, self._value, self._mode)
+    def is_among_best(self, step: int, value: float) -> bool:
+        """Says whether `value`, measured at `step`, makes it one of the best; on a tie the one before stays."""
+        measured = Measured(step, value)
+        return measured not in self.best and measured in rank((*self.best, measured), self._mode)[: self._count]
 
     def take(self, step: int, value: float) -> None:
-        """Notes that `step`, which is being saved, is the best."""
-        self._before = (self.step, self._value)
-        self.step, self._value = step, value
+        """Notes that `step`, which is being saved, is one of the best."""
+        self._ranked = rank((*self._ranked, Measured(step, value)), self._mode)
+        self._open |= {step}
 
     def drop(self, step: int) -> None:
-        """Notes that `step` did not become a checkpoint."""
-        if step == self.step:
-            self.step, self._value = self._before
+        """Notes that `step` did not become a checkpoint: what it displaced is back."""
+        if step in self._open:
+            self._ranked = tuple(one for one in self._ranked if one.step != step)
+            self._close(step)
 
-    def mark(self, directory: Path, step: int) -> None:
-        """Marks the checkpoint of `step` if it is the best. Rank 0 calls it."""
-        if step == self.step and self._value is not None:
-            mark_best(directory, step, self._monitor, self._mode, self._value)
+    def keep(self, step: int) -> bool:
+        """Notes that `step` became a checkpoint, and says whether it is to be marked."""
+        self._close(step)
+        return any(one.step == step for one in self.best)
+
+    def _close(self, step: int) -> None:
+        self._open -= {step}
+        if not self._open:
+            self._ranked = self.best
+
+    def mark(self, directory: Path) -> None:
+        """Marks the best of those that are saved. Rank 0 calls it.
+
+        Raises:
+            UnreadableCheckpointError: One of them cannot be read; the marks stay as they were.
+        """
+        self._mark(directory, [one for one in self._ranked if one.step not in self._open])
+
+    def _mark(self, directory: Path, measured: Sequence[Measured]) -> list[Measured]:
+        return mark_best(directory, rank(measured, self._mode), self._monitor, self._mode, count=self._count)
 
     def agree_with(self, directory: Path) -> None:
-        """Makes the mark and this one say the same, when a run begins or goes on. Rank 0 calls it.
+        """Makes the marks and this one say the same, when a run begins or goes on. Rank 0 calls it.
 
         What lies in the directory is all of the run's past by now. A mark in it may be newer than what was restored,
-        since a step is saved before it is validated; what was restored may be newer than the mark, after a kill.
+        since a step is saved before it is validated; what was restored may be newer than the marks, after a kill. A
+        step whose checkpoint is gone is forgotten.
         """
         found = read_best(directory)
-        is_ours = found is not None and (found.monitor, found.mode) == (self._monitor, self._mode)
-        if found is not None and is_ours and is_better(found.value, self._value, self._mode):
-            self.step, self._value = step_of(found.name), found.value
-            return
-        if self.step is not None and self._value is not None:
-            if mark_best(directory, self.step, self._monitor, self._mode, self._value):
-                return
-            self.step = self._value = None
-        if found is not None and is_ours:
-            self.step, self._value = step_of(found.name), found.value
-        else:
-            unmark_best(directory)
+        known = list(self._ranked)
+        if found is not None and (found.monitor, found.mode) == (self._monitor, self._mode):
+            known += [Measured(step_of(one.name), one.value) for one in found.ranked]
+        self._open = frozenset()
+        self._ranked = tuple(self._mark(directory, known))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns plain values."""
-        return {"monitor": self._monitor, "mode": self._mode, "step": self.step, "value": self._value}
+        """Returns plain values: the best one, and the others beside it."""
+        first = self.best[0] if self.best else None
+        return {
+            "monitor": self._monitor,
+            "mode": self._mode,
+            "step": None if first is None else first.step,
+            "value": None if first is None else first.value,
+            "others": [{"step": one.step, "value": one.value} for one in self.best[1:]],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes what `state_dict` returned, if it is of the same metric."""
-        if (state["monitor"], state["mode"]) == (self._monitor, self._mode):
-            self.step, self._value = state["step"], state["value"]
+        """Takes what `state_dict` returned, if it is of the same metric; what knows only one best has no others."""
+        if (state["monitor"], state["mode"]) != (self._monitor, self._mode):
+            return
+        first = [] if state["step"] is None else [Measured(state["step"], state["value"])]
+        others = [Measured(one["step"], one["value"]) for one in state.get("others", ())]
+        self._ranked, self._open = rank((*first, *others), self._mode)[: self._count], frozenset()

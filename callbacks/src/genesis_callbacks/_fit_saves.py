@@ -19,7 +19,7 @@ from ._step_watch import StepWatch
 from ._trainer_state import take_snapshot
 from ._triggers import may_skip, read_moment
 from .checkpoint.collect import MODEL_PREFIX, name_parameters
-from .checkpoint.errors import CheckpointError, SaveFailedError
+from .checkpoint.errors import CheckpointError, SaveFailedError, UnreadableCheckpointError
 from .checkpoint.job import Outcome
 from .checkpoint.manifest import checkpoint_name
 from .checkpoint.pipeline import Progress, SavePipeline
@@ -151,15 +151,22 @@ class FitSaves:
             self._begin(self.pipeline)
 
     def save_if_best(self, best: BestWatch) -> None:
-        """Saves, and marks what it saves, if the validation that has just ended is the best so far. Communicates."""
-        ranks = self.target.ranks
+        """Saves, and marks what it saves, if the validation that just ended is among the best so far. Communicates."""
+        step = self._trainer.global_step
         value = best.read(self._trainer.callback_metrics)
-        if ranks.broadcast(best.is_best(value)):
-            step = self._trainer.global_step
+        if self.target.ranks.broadcast(best.is_among_best(step, value)):
             best.take(step, value)
             self.save(may_be_skipped=False)
-            if self._history.last_step == step and ranks.is_first:  # it was there before the validation
-                best.mark(self._options.directory, step)
+            if self._history.last_step == step:  # it was there before the validation
+                self._mark(best, step)
+
+    def _mark(self, best: BestWatch, step: int) -> None:
+        if not best.keep(step) or not self.target.ranks.is_first:
+            return
+        try:
+            best.mark(self._options.directory)
+        except UnreadableCheckpointError as error:  # training goes on; the next that is marked marks all
+            warnings.warn(f"the best checkpoints are not marked: {error}", RetentionWarning, stacklevel=2)
 
     def _is_busy(self, pipeline: SavePipeline, *, may_be_skipped: bool) -> bool:
         """Says whether there is nothing to begin: this step is on its way, or is skipped. It may wait, by policy."""
@@ -239,8 +246,8 @@ class FitSaves:
         """Takes note of a checkpoint of this run."""
         directory = self._options.directory
         self._history.last_saved, self._history.last_step = directory / checkpoint_name(step), step
-        if self._best is not None and self.target.ranks.is_first:
-            self._best.mark(directory, step)
+        if self._best is not None:
+            self._mark(self._best, step)
 
     def _fail(self, step: int, error: CheckpointError | SaveFailedError) -> None:
         """Ends training with the error, or warns, by policy."""

@@ -16,6 +16,7 @@ WhenBusy = Literal["wait", "skip"]
 OnSaveFailure = Literal["raise", "warn"]
 
 _POSITIVE = ("every_n_steps", "every_n_minutes", "save_timeout_seconds", "lost_rank_seconds")
+_MAX_KEPT_BEST = 100  # so that the file of their marks stays a small one
 _CHOICES = {
     "on_save_failure": get_args(OnSaveFailure),
     "mode": get_args(SaveMode),
@@ -48,6 +49,7 @@ class SaveOptions:
     save_optimizer: bool
     monitor: str | None
     monitor_mode: MonitorMode
+    keep_best: int
     keep_last: int | None
     keep_every_n_steps: int | None
     restore: RestoredState
@@ -71,6 +73,10 @@ class SaveOptions:
             choice = getattr(self, name)
             if choice not in choices:
                 raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, not {choice!r}")
+        if not 1 <= self.keep_best <= _MAX_KEPT_BEST:
+            raise ValueError(f"keep_best must be from 1 to {_MAX_KEPT_BEST}, not {self.keep_best}")
+        if self.keep_best > 1 and self.monitor is None:
+            raise ValueError(f"keep_best is {self.keep_best} without a metric: name one by monitor")
         object.__setattr__(self, "retention", Retention(self.keep_last, self.keep_every_n_steps))
 
     @property

@@ -116,9 +116,11 @@ class AsyncProcessCheckpoint(Checkpoint):
         save_on_exception: When training ends by an exception and nothing has been written since the last window's end,
             save that. With several ranks every rank must have met it, after a first save.
         save_optimizer: Whether the optimizers' state is saved. Without it a checkpoint can only give its weights.
-        monitor: Key of a metric that validation logs: after a validation that is the best so far, save (this never
-            skips) and mark the checkpoint as the best, which stays. None for no best.
+        monitor: Key of a metric that validation logs: after a validation that is among the `keep_best` best so far,
+            save (this never skips) and mark the checkpoint, which stays. None for no best.
         monitor_mode: Whether a smaller ("min") or a larger value ("max") of it is better.
+        keep_best: How many of the best by `monitor` stay, from 1 to 100; on a tie the earlier does. One that leaves
+            them is removed after the next save, unless it stays for another reason.
         keep_last: How many of the newest checkpoints stay, beside the best; None keeps all.
         keep_every_n_steps: Those whose step is a multiple of it stay for good; None for none.
         restore: What a checkpoint of another directory gives: "all", or its "weights" alone, so that a new run begins
@@ -173,6 +175,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         save_optimizer: bool = True,
         monitor: str | None = None,
         monitor_mode: MonitorMode = "min",
+        keep_best: int = 1,
         keep_last: int | None = 3,
         keep_every_n_steps: int | None = None,
         restore: RestoredState = "all",
@@ -200,6 +203,7 @@ class AsyncProcessCheckpoint(Checkpoint):
             save_optimizer=save_optimizer,
             monitor=monitor,
             monitor_mode=monitor_mode,
+            keep_best=keep_best,
             keep_last=keep_last,
             keep_every_n_steps=keep_every_n_steps,
             restore=restore,
@@ -225,7 +229,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         self._route = RestoreRoute(self._options, self._world)
         self._history = SaveHistory()
         self._statistics = SaveStatistics()
-        self._best = None if monitor is None else BestWatch(monitor, monitor_mode)
+        self._best = None if monitor is None else BestWatch(monitor, monitor_mode, keep_best)
         self._session: FitSession | None = None  # from a fit's setup to its end
 
     @property
@@ -281,7 +285,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         return find_best(self.directory)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns plain values: which step is the best."""
+        """Returns plain values: which steps are the best."""
         return {} if self._best is None else {"best": self._best.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -387,7 +391,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         self._wait_staged()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Saves, and marks what it saves, if the monitored metric is the best. Communicates if one is monitored."""
+        """Saves, and marks what it saves, if the monitored metric is among the best. Communicates if there is one."""
         session = self._session
         is_dry = trainer.fast_dev_run  # type: ignore[attr-defined]  # Lightning sets it
         if session is None or session.saves is None or session.rng_of_training is None or self._best is None or is_dry:

@@ -1,38 +1,82 @@
-"""The mark of the best checkpoint: a small file beside the checkpoints, which themselves never change.
+"""The mark of the best checkpoints: a small file beside the checkpoints, which themselves never change.
 
 It names a checkpoint by the hash of its manifest, so that it never speaks of another one of the same name. Retention
-reads it: the best stays.
+reads it: the best stay. A file that marks one checkpoint alone has the form of the versions that knew only one.
 """
 
 import dataclasses
 import json
 import math
 import os
+import sys
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from .commit import replace_file
-from .errors import CheckpointError, CorruptCheckpointError
+from .errors import CorruptCheckpointError
 from .lineage import checkpoints_in
 from .manifest import checkpoint_name, is_checkpoint_name, read_committed_hash
 from .safe_read import MAX_NOTE_BYTES, parse_json, read_file
 
 BEST_NAME = "best.json"
 MonitorMode = Literal["min", "max"]
-_MAX = math.inf
+_MODES: dict[str, MonitorMode] = {"min": "min", "max": "max"}
+_OTHERS = "others"
 
 
 @dataclass(frozen=True)
-class Best:
-    """The best checkpoint of a run so far.
+class Measured:
+    """A step and what the monitored metric was there."""
+
+    step: int
+    value: float
+
+
+def rank(measured: Iterable[Measured], mode: MonitorMode) -> tuple[Measured, ...]:
+    """Returns the steps with the best first: each once, the earlier first on a tie, none that is not finite.
+
+    Example:
+        >>> [one.step for one in rank([Measured(1, 2.0), Measured(2, math.nan), Measured(3, 1.0)], "min")]
+        [3, 1]
+    """
+    sign = 1.0 if mode == "min" else -1.0
+    in_order = sorted(
+        (one for one in measured if math.isfinite(one.value)), key=lambda one: (sign * one.value, one.step)
+    )
+    best_by_step: dict[int, Measured] = {}
+    for one in in_order:
+        best_by_step.setdefault(one.step, one)
+    return tuple(best_by_step.values())
+
+
+@dataclass(frozen=True)
+class Marked:
+    """A checkpoint that is marked.
 
     Attributes:
         name: Of the checkpoint.
         manifest_hash: Of its manifest.
+        value: Of the metric.
+    """
+
+    name: str
+    manifest_hash: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best checkpoint of a run so far, and those that come next.
+
+    Attributes:
+        name: Of the best checkpoint.
+        manifest_hash: Of its manifest.
         monitor: Key of the metric that decided.
         mode: Whether smaller (`min`) or larger (`max`) is better.
         value: Of the metric.
+        others: The next best, in this order.
     """
 
     name: str
@@ -40,22 +84,16 @@ class Best:
     monitor: str
     mode: MonitorMode
     value: float
+    others: tuple[Marked, ...] = ()
 
-
-def is_better(value: float, than: float | None, mode: MonitorMode) -> bool:
-    """Says whether a metric's value is better than the best so far; one that is not finite never is.
-
-    Example:
-        >>> is_better(1.0, None, "min"), is_better(1.0, 1.0, "min"), is_better(math.nan, None, "max")
-        (True, False, False)
-    """
-    if not math.isfinite(value):
-        return False
-    return than is None or (value < than if mode == "min" else value > than)
+    @property
+    def ranked(self) -> tuple[Marked, ...]:
+        """All that are marked, the best first."""
+        return (Marked(self.name, self.manifest_hash, self.value), *self.others)
 
 
 def read_best(directory: Path | str) -> Best | None:
-    """Returns the mark of a run's best checkpoint; None where there is none, or the checkpoint is no longer there.
+    """Returns the marks of a run's best checkpoints that are still there; None where there is none.
 
     Any process may call it; it does not communicate.
 
@@ -64,7 +102,7 @@ def read_best(directory: Path | str) -> Best | None:
 
     Raises:
         CorruptCheckpointError: The mark is there and is none.
-        UnreadableCheckpointError: The mark, or what it names, cannot be read.
+        UnreadableCheckpointError: The mark, or a checkpoint that it names, cannot be read.
     """
     directory = checkpoints_in(directory)
     path = directory / BEST_NAME
@@ -74,27 +112,56 @@ def read_best(directory: Path | str) -> Best | None:
         best = _decode(parse_json(read_file(path, MAX_NOTE_BYTES), BEST_NAME))
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(f"{path} is no mark of a best checkpoint: {error}; delete it") from error
+    there = [marked for marked in best.ranked if _find_hash(directory / marked.name) == marked.manifest_hash]
+    return _combine(there, best.monitor, best.mode)
+
+
+def _find_hash(path: Path) -> str | None:
     try:
-        return best if read_committed_hash(directory / best.name) == best.manifest_hash else None
+        return read_committed_hash(path)
     except CorruptCheckpointError:  # it is gone
         return None
 
 
+def _combine(ranked: Sequence[Marked], monitor: str, mode: MonitorMode) -> Best | None:
+    if not ranked:
+        return None
+    first, *others = ranked
+    return Best(first.name, first.manifest_hash, monitor, mode, first.value, tuple(others))
+
+
 def _decode(content: Any) -> Best:
-    """Returns the mark that JSON holds, each value of it of its type.
+    """Returns the marks that JSON holds, each value of it of its type.
 
     Raises:
         CorruptCheckpointError: It holds none.
     """
-    if not isinstance(content, dict) or content.keys() != {field.name for field in dataclasses.fields(Best)}:
+    fields = _names_of(Best) - {_OTHERS}
+    if not isinstance(content, dict) or content.keys() not in (fields, fields | {_OTHERS}):
         raise CorruptCheckpointError("it has other fields")
-    texts = [content[name] for name in ("name", "manifest_hash", "monitor", "mode")]
-    value = content["value"]
-    if not all(isinstance(text, str) for text in texts) or type(value) not in (int, float):
+    monitor, others = content["monitor"], content.get(_OTHERS, [])
+    if not isinstance(monitor, str) or not isinstance(others, list):
         raise CorruptCheckpointError("a field has another type")
-    if not is_checkpoint_name(content["name"]) or content["mode"] not in ("min", "max") or not -_MAX < value < _MAX:
+    mode = _MODES.get(content["mode"]) if isinstance(content["mode"], str) else None
+    if mode is None:
         raise CorruptCheckpointError("a field has no meaning")
-    return Best(**content)
+    first = _decode_marked({name: content[name] for name in _names_of(Marked)})
+    return Best(first.name, first.manifest_hash, monitor, mode, first.value, tuple(map(_decode_marked, others)))
+
+
+def _decode_marked(content: Any) -> Marked:
+    if not isinstance(content, dict) or content.keys() != _names_of(Marked):
+        raise CorruptCheckpointError("it has other fields")
+    name, manifest_hash, value = content["name"], content["manifest_hash"], content["value"]
+    if not isinstance(name, str) or not isinstance(manifest_hash, str) or type(value) not in (int, float):
+        raise CorruptCheckpointError("a field has another type")
+    if not is_checkpoint_name(name) or not abs(value) <= sys.float_info.max:
+        raise CorruptCheckpointError("a field has no meaning")
+    return Marked(name, manifest_hash, float(value))
+
+
+def _names_of(kind: type[Best | Marked]) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)}
 
 
 def find_best(directory: Path | str) -> Path | None:
@@ -107,20 +174,37 @@ def find_best(directory: Path | str) -> Path | None:
     return None if best is None else checkpoints_in(directory) / best.name
 
 
-def mark_best(directory: Path, step: int, monitor: str, mode: MonitorMode, value: float) -> bool:
-    """Marks the committed checkpoint of `step` and says whether it is there to be marked.
+def read_marked_names(directory: Path | str) -> list[str]:
+    """Returns the names of the checkpoints that are marked, the best first; it does not verify.
 
-    Rank 0 of the run that holds the directory calls it; it does not communicate. The mark changes all at once.
+    Raises:
+        CorruptCheckpointError: The mark is there and is none.
+        UnreadableCheckpointError: The mark, or a checkpoint that it names, cannot be read.
     """
-    name = checkpoint_name(step)
-    try:
-        best = Best(name, read_committed_hash(directory / name), monitor, mode, value)
-    except CheckpointError:
-        return False
-    replace_file(directory / BEST_NAME, (json.dumps(dataclasses.asdict(best)) + "\n").encode())
-    return True
+    best = read_best(directory)
+    return [] if best is None else [marked.name for marked in best.ranked]
 
 
-def unmark_best(directory: Path) -> None:
-    """Takes the mark away, if there is one. The run that holds the directory calls it."""
-    (directory / BEST_NAME).unlink(missing_ok=True)
+def mark_best(
+    directory: Path, ranked: Collection[Measured], monitor: str, mode: MonitorMode, *, count: int
+) -> list[Measured]:
+    """Marks the first `count` of `ranked` that are there as committed checkpoints, and returns these.
+
+    Where there is none, nothing stays marked. Rank 0 of the run that holds the directory calls it; it does not
+    communicate. All marks change at once.
+
+    Raises:
+        UnreadableCheckpointError: One of them cannot be read; the marks stay as they were.
+    """
+    hashes = ((one, _find_hash(directory / checkpoint_name(one.step))) for one in ranked)
+    there = [(one, found) for one, found in hashes if found is not None][:count]
+    marks = [Marked(checkpoint_name(one.step), found, one.value) for one, found in there]
+    best = _combine(marks, monitor, mode)
+    if best is None:
+        (directory / BEST_NAME).unlink(missing_ok=True)
+        return []
+    content = dataclasses.asdict(best)
+    if not best.others:
+        del content[_OTHERS]  # as versions that mark only one write it, and can read it
+    replace_file(directory / BEST_NAME, (json.dumps(content) + "\n").encode())
+    return [one for one, _ in there]

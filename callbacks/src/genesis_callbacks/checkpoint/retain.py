@@ -1,17 +1,17 @@
 """Decides which committed checkpoints are kept. Pure; `apply_retention` carries it out."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .best import read_best
+from .best import read_marked_names
 from .commit import discard
 from .lineage import list_committed
 
 
 @dataclass(frozen=True)
 class Retention:
-    """What is kept, beside the newest verified checkpoint and the best, which always are.
+    """What is kept, beside the newest verified checkpoint and those that are marked as the best, which always are.
 
     Args:
         keep_last: How many of the newest; None keeps all.
@@ -38,7 +38,7 @@ class Kept:
 
 
 def plan_removals(
-    committed: Sequence[Kept], newest_verified: str | None, retention: Retention, *, best: str | None = None
+    committed: Sequence[Kept], newest_verified: str | None, retention: Retention, *, marked: Collection[str] = ()
 ) -> list[str]:
     """Returns the names to remove, oldest first: never the newest verified, never anything where none is verified.
 
@@ -46,17 +46,16 @@ def plan_removals(
         committed: All committed checkpoints of the directory; others are nobody's business here.
         newest_verified: The newest that is known to be whole.
         retention: What is kept.
-        best: The one that is marked as the best, which stays too.
+        marked: The names of those that are marked as the best, which stay too.
     """
     if retention.keep_last is None or newest_verified not in {kept.name for kept in committed}:
         return []
     in_order = sorted(committed, key=lambda kept: (kept.sequence, kept.step, kept.name))
     older = in_order[: -retention.keep_last]
     every = retention.keep_every_n_steps
+    staying = {newest_verified, *marked}
     return [
-        kept.name
-        for kept in older
-        if kept.name not in (newest_verified, best) and not (every is not None and kept.step % every == 0)
+        kept.name for kept in older if kept.name not in staying and not (every is not None and kept.step % every == 0)
     ]
 
 
@@ -64,12 +63,12 @@ def apply_retention(directory: Path, newest_verified: str, retention: Retention)
     """Removes what `plan_removals` says and returns its names. Rank 0 calls it after a commit; no communication.
 
     Raises:
-        CorruptCheckpointError: It is not known which is the best.
+        CorruptCheckpointError: It is not known which are the best.
         OSError: A directory cannot be moved to the trash.
     """
-    best = read_best(directory)
+    marked = read_marked_names(directory)
     committed = [Kept(path.name, manifest.step, manifest.sequence) for path, manifest in list_committed(directory)]
-    removals = plan_removals(committed, newest_verified, retention, best=None if best is None else best.name)
+    removals = plan_removals(committed, newest_verified, retention, marked=marked)
     for name in removals:
         discard(directory / name)
     return removals
