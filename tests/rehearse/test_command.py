@@ -108,6 +108,23 @@ def test_two_sharded_ranks_end_bit_equal_after_kills_of_all_one_and_a_writer(tmp
     assert processes_about(tmp_path) == []
 
 
+@pytest.mark.timeout(900)
+@pytest.mark.slow
+def test_a_run_that_is_killed_while_it_starts_ends_bit_equal(tmp_path: Path, tiny_corpus: Path) -> None:
+    recipe = write_recipe(
+        tmp_path / "recipe.yaml",
+        build_recipe(tiny_corpus, tmp_path / "unused"),
+        {"checkpoint.every_n_steps": 10, "trainer.max_steps": 60, "trainer.val_check_interval": 20},
+    )
+    status, output, found = rehearse(tmp_path, recipe, "--kills", "4", "--seed", "1")
+    assert status == 0, output
+    assert found["verdict"] == "equal"
+    (kill,) = [kill for kill in found["kills"] if kill["phase"] is not None]
+    assert kill["at_step"] is None
+    assert f"in a start ({kill['phase']})" in output
+    assert processes_about(tmp_path) == []
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.slow
 def test_a_recipe_that_does_not_repeat_is_found_different_by_tensor_and_by_loss(
