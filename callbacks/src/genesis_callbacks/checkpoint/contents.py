@@ -26,7 +26,16 @@ from .._compat import offset_in_file
 from .dcp_metadata import InertRecord, InertTensorRecord, read_dcp_metadata
 from .errors import CheckpointError, CorruptCheckpointError
 from .manifest import COMMITTED_NAME, DCP_METADATA_NAME, MANIFEST_NAME, is_checkpoint_name
-from .safe_read import MAX_DOCUMENT_BYTES, open_regular, parse_json, read_file, reading
+from .safe_read import (
+    MAX_DOCUMENT_BYTES,
+    MAX_PICKLE_BYTES,
+    MAX_PICKLE_MEMORY_BYTES,
+    check_pickle_size,
+    open_regular,
+    parse_json,
+    read_file,
+    reading,
+)
 from .verify import verify
 
 CheckpointFormat = Literal["genesis", "torch", "dcp", "safetensors"]
@@ -35,7 +44,7 @@ _TORCH_SUFFIXES = (".ckpt", ".pt", ".pth")
 _LIGHTNING_META_NAME = "meta.pt"
 _INDEX_PATTERN = "*.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000  # as the safetensors package has it
-_MAX_PICKLE_BYTES = 64 << 20
+_TENSOR_BYTES = 1024  # of a tensor without its elements, in memory
 _BLOCK_BYTES = 16 << 20
 _LOCAL_HEADER_BYTES = 30  # of an entry of a zip archive, before its name
 _SAFETENSORS_DTYPES: Final = {
@@ -215,16 +224,24 @@ def _check_archive(path: Path) -> None:
             raise CorruptCheckpointError(f"{path.name} {what}")
         try:
             with zipfile.ZipFile(file) as archive:
-                entries = archive.infolist()
+                _check_entries(path, archive)
+        except CheckpointError:
+            raise
         except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
             raise CorruptCheckpointError(f"{path.name} is no file that torch.save wrote: {error}") from error
-    for entry in entries:
+
+
+def _check_entries(path: Path, archive: zipfile.ZipFile) -> None:
+    for entry in archive.infolist():
         if entry.compress_type != zipfile.ZIP_STORED:
             raise CorruptCheckpointError(f"{path.name} has a compressed entry {entry.filename}: torch.save writes none")
-        if entry.filename.endswith(".pkl") and entry.file_size > _MAX_PICKLE_BYTES:
-            raise CorruptCheckpointError(
-                f"{path.name}: {entry.filename} has {entry.file_size} bytes, more than {_MAX_PICKLE_BYTES}"
-            )
+        if not entry.filename.lower().endswith(".pkl"):
+            continue
+        name = f"{path.name}: {entry.filename}"
+        if entry.file_size > MAX_PICKLE_BYTES:
+            raise CorruptCheckpointError(f"{name} has {entry.file_size} bytes, more than {MAX_PICKLE_BYTES}")
+        data = archive.read(entry)
+        check_pickle_size(data, name, object_bytes=_TENSOR_BYTES, max_memory_bytes=MAX_PICKLE_MEMORY_BYTES)
 
 
 def _load_plain(path: Path) -> Any:

@@ -6,7 +6,6 @@ checkpoint of ours is compared by it with the manifest, so that whoever goes by 
 
 import io
 import pickle
-from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -14,26 +13,33 @@ from typing import Any, Final
 import torch
 
 from .errors import CheckpointError, CorruptCheckpointError, UnreadableCheckpointError
-from .manifest import DCP_METADATA_NAME, Manifest, TensorRecord, dtype_from_name
-from .safe_read import read_file
+from .manifest import DCP_METADATA_NAME, MAX_DIMS, Manifest, TensorRecord, dtype_from_name
+from .safe_read import MAX_PICKLE_BYTES, MAX_PICKLE_MEMORY_BYTES, check_pickle_size, read_file
 
-_MAX_BYTES = 64 << 20
 # Of ours: what a pickle takes for one tensor or chunk, with long names, and for the rest.
 _MAX_BYTES_EACH = 4096
 _MAX_BYTES_BESIDE = 64 << 10
+_MAX_MEMORY_BYTES_EACH = 16 << 10
+_RECORD_BYTES = 200
+_MAX_ARGUMENTS = 256  # the parts of a path, at most
 
 
 class InertRecord:
     """Stands for an instance of one of DCP's dataclasses: it takes its state and does nothing."""
 
     def __init__(self, *arguments: Any) -> None:
+        if len(arguments) > _MAX_ARGUMENTS:
+            raise TypeError(f"a record has {len(arguments)} arguments")
         self.arguments = arguments
 
     def __setstate__(self, state: Any) -> None:
+        # Nothing is copied: a pickle of a few bytes could name the same large state for each of many records.
         if isinstance(state, dict):
-            self.__dict__.update(state)
+            self.__dict__ = state
+        elif isinstance(state, tuple):
+            self.arguments = state
         else:
-            self.arguments = tuple(state)
+            raise TypeError(f"a record's state is a {type(state).__name__}")
 
 
 class InertTensorRecord(InertRecord):
@@ -42,6 +48,17 @@ class InertTensorRecord(InertRecord):
     properties: InertRecord
     size: tuple[int, ...]
     chunks: list[Any]
+
+
+def _make_size(*arguments: Any) -> torch.Size:
+    if len(arguments) > 1 or any(len(sizes) > MAX_DIMS for sizes in arguments):
+        raise TypeError("a size has more dimensions than torch allows")
+    return torch.Size(*arguments)
+
+
+def _make_dict() -> dict[Any, Any]:
+    """Stands for an `OrderedDict`, which a pickle makes empty and then fills."""
+    return {}
 
 
 _DCP = "torch.distributed.checkpoint"
@@ -55,9 +72,9 @@ _PLAIN_GLOBALS: Final[Mapping[tuple[str, str], Any]] = {
     },
     (f"{_DCP}.metadata", "TensorStorageMetadata"): InertTensorRecord,
     (f"{_DCP}.filesystem", "_StorageInfo"): InertRecord,
-    ("torch", "Size"): torch.Size,
+    ("torch", "Size"): _make_size,
     ("torch.serialization", "_get_layout"): InertRecord,
-    ("collections", "OrderedDict"): OrderedDict,
+    ("collections", "OrderedDict"): _make_dict,
     **{
         (module, name): InertRecord for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")
     },
@@ -79,8 +96,15 @@ class _MetadataUnpickler(pickle._Unpickler):
         return found
 
 
-def read_dcp_metadata(path: Path, max_bytes: int = _MAX_BYTES) -> InertRecord:
+def read_dcp_metadata(
+    path: Path, max_bytes: int = MAX_PICKLE_BYTES, max_memory_bytes: int = MAX_PICKLE_MEMORY_BYTES
+) -> InertRecord:
     """Returns what the `.metadata` in the directory `path` holds.
+
+    Args:
+        path: The directory.
+        max_bytes: What the file may have.
+        max_memory_bytes: What it may become.
 
     Raises:
         CheckpointError: It holds something else than DCP's own records.
@@ -90,7 +114,9 @@ def read_dcp_metadata(path: Path, max_bytes: int = _MAX_BYTES) -> InertRecord:
     file = path / DCP_METADATA_NAME
     if not file.exists():
         raise CorruptCheckpointError(f"{DCP_METADATA_NAME} is missing, so that nobody can tell what the shards hold")
-    stream = io.BytesIO(read_file(file, max_bytes))
+    data = read_file(file, max_bytes)
+    check_pickle_size(data, str(file), object_bytes=_RECORD_BYTES, max_memory_bytes=max_memory_bytes)
+    stream = io.BytesIO(data)
     try:
         metadata = _MetadataUnpickler(stream).load()
     except CheckpointError:
@@ -110,9 +136,12 @@ def check_dcp_metadata(path: Path, manifest: Manifest) -> None:
         UnreadableCheckpointError: It cannot be read.
     """
     num_chunks = sum(len(record.chunks) for record in manifest.tensors.values())
-    num_bytes = _MAX_BYTES_BESIDE + _MAX_BYTES_EACH * (num_chunks + len(manifest.tensors))
+    num_records = num_chunks + len(manifest.tensors)
+    max_bytes = _MAX_BYTES_BESIDE + _MAX_BYTES_EACH * num_records
+    # What a manifest of ours names can be read, however large.
+    max_memory_bytes = 64 * _MAX_BYTES_BESIDE + _MAX_MEMORY_BYTES_EACH * num_records
     try:
-        metadata = read_dcp_metadata(path, num_bytes)
+        metadata = read_dcp_metadata(path, max_bytes, max_memory_bytes)
         found = vars(metadata)
         tensors = {name: _describe(record) for name, record in found["state_dict_metadata"].items()}
         places = {

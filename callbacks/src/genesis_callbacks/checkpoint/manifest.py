@@ -39,7 +39,8 @@ _ANY_TEXT = re.compile(r".*", re.DOTALL)
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _MAX_NUMBER = (1 << 63) - 1
 _MAX_RANKS = 1 << 20
-_MAX_DIMS = 64  # torch's own limit
+MAX_DIMS = 64
+"""torch's own limit."""
 _MAX_SECONDS = 253_402_300_800  # the year 10000, which no calendar in the standard library has
 _MAX_SHOWN = 80
 
@@ -201,8 +202,8 @@ def _whole(value: Any, where: str, low: int = 0, high: int = _MAX_NUMBER) -> int
 
 
 def _wholes(value: Any, where: str, count: int | None = None) -> tuple[int, ...]:
-    if not isinstance(value, list) or len(value) > _MAX_DIMS or (count is not None and len(value) != count):
-        _refuse(where, value, f"a list of {_MAX_DIMS if count is None else count} numbers at most")
+    if not isinstance(value, list) or len(value) > MAX_DIMS or (count is not None and len(value) != count):
+        _refuse(where, value, f"a list of {MAX_DIMS if count is None else count} numbers at most")
     return tuple(_whole(item, where) for item in value)
 
 

@@ -13,7 +13,9 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+import numpy as np
 
 from .errors import CorruptCheckpointError, UnreadableCheckpointError
 
@@ -24,6 +26,9 @@ MAX_NOTE_BYTES = 64 << 10
 MAX_JSON_DEPTH = 100
 MAX_JSON_MEMORY_BYTES = 512 << 20
 """Of what a JSON text becomes in memory, by an upper bound."""
+MAX_PICKLE_BYTES = 32 << 20
+MAX_PICKLE_MEMORY_BYTES = 768 << 20
+"""Of what a pickle becomes in memory, by an upper bound. Metadata of 100,000 chunks needs 400 to 600 MB of it."""
 _SPARSE_BYTES = 64 << 20
 _SPARSE_SHARE = 1000
 _MAX_EXTENTS = 10_000
@@ -34,6 +39,12 @@ _PROVES_DAMAGE = frozenset(
 """What an operating system answers about names and links, whoever asks and however often."""
 # What Python's objects take, rounded up.
 _BYTES_BY_CHARACTER = ((b"{", 240), (b"[", 64), (b",", 64), (b":", 64))
+# Opcodes of pickles that make an object, or keep one: they cost far more memory than their bytes have.
+_BYTES_BY_OPCODE: Final = (
+    *((b"]", 72), (b"}", 72), (b"(", 120), (b"\x85", 56), (b"\x86", 64), (b"\x87", 72), (b"\x8f", 224), (b"\x91", 224)),
+    *((b"\x94", 136), (b"r", 136), (b"X", 64), (b"\x8c", 64), (b"M", 40), (b"J", 40), (b"C", 48), (b"Q", 1024)),
+)
+_BYTES_OF_OTHER_OPCODE = 8  # a place on the stack
 
 
 @contextlib.contextmanager
@@ -159,6 +170,34 @@ def check_json_size(data: bytes, name: str) -> None:
     if needed > MAX_JSON_MEMORY_BYTES:
         raise CorruptCheckpointError(
             f"{name} would take up to {needed} bytes of memory, more than the {MAX_JSON_MEMORY_BYTES} that are allowed"
+        )
+
+
+def check_pickle_size(data: bytes, name: str, *, object_bytes: int, max_memory_bytes: int) -> None:
+    """Checks that a pickle is not too large to be loaded, before any of it is. Text in it counts as opcodes, too.
+
+    The bound holds for an unpickler that keeps to what each opcode makes: a constructor that copies its arguments
+    breaks it.
+
+    Args:
+        data: The pickle.
+        name: What it is, for messages.
+        object_bytes: What one instance takes that a constructor returns.
+        max_memory_bytes: What it may become.
+
+    Raises:
+        CorruptCheckpointError: It is too large.
+    """
+    costs = np.full(256, _BYTES_OF_OTHER_OPCODE, np.int64)
+    for opcode, num_bytes in (*_BYTES_BY_OPCODE, (b"R", object_bytes), (b"\x81", object_bytes)):
+        costs[opcode[0]] = num_bytes
+    needed = sum(
+        int(np.bincount(np.frombuffer(data[start : start + _READ_BYTES], np.uint8), minlength=256) @ costs)
+        for start in range(0, len(data), _READ_BYTES)
+    )
+    if needed > max_memory_bytes:
+        raise CorruptCheckpointError(
+            f"{name} would take up to {needed} bytes of memory, more than the {max_memory_bytes} that are allowed"
         )
 
 
