@@ -43,4 +43,5 @@ def save(directory: Path, step: int, decoder: Decoder, identity: dict[str, Any],
     ]
     directory.mkdir(parents=True, exist_ok=True)
     target = SaveTarget(directory, Ranks(), origin=Origin(identity, recipe))
-    return save_blocking(target, lambda: Snapshot(step, {"step": step, "tokens_seen": 100 * step}, parts, {}))
+    section = {"trainer": {"global_step": step}, "model_extras": {}, "optimizers": []}  # what a Trainer's has at least
+    return save_blocking(target, lambda: Snapshot(step, {"step": step, "tokens_seen": 100 * step}, parts, section))

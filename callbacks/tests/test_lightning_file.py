@@ -9,7 +9,16 @@ from plain_project import PlainModel
 from torch.utils.data import DataLoader
 
 from genesis_callbacks import AsyncProcessCheckpoint, export_lightning_checkpoint
-from genesis_callbacks.checkpoint import CheckpointError, CorruptCheckpointError
+from genesis_callbacks.checkpoint import (
+    CheckpointError,
+    CorruptCheckpointError,
+    Origin,
+    Ranks,
+    SaveTarget,
+    Snapshot,
+    local_parts,
+    save_blocking,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The '.*' does not have many workers"),
@@ -115,3 +124,10 @@ def test_a_file_that_exists_a_folder_without_checkpoints_and_damage_are_refused(
     with pytest.raises(CorruptCheckpointError, match="bytes"):
         export_lightning_checkpoint(damaged, tmp_path / "new.ckpt")
     assert not (tmp_path / "new.ckpt").exists()
+
+
+def test_a_checkpoint_whose_state_is_not_a_trainers_is_refused(tmp_path):
+    target = SaveTarget(tmp_path, Ranks(), origin=Origin({}, {}))
+    path = save_blocking(target, lambda: Snapshot(1, {}, local_parts("model.w", torch.ones(3), "parameter"), {}))
+    with pytest.raises(CheckpointError, match=r"holds no state of a Trainer \(KeyError: 'model_extras'\)"):
+        export_lightning_checkpoint(path, tmp_path / "new.ckpt")

@@ -75,11 +75,11 @@ def load_decoder(
     # A recipe may claim anything, and a decoder takes its time even without memory.
     if config.num_layers > len(state):
         raise UserError(f"{checkpoint} names {config.num_layers} layers and holds {len(state)} tensors of a decoder")
-    with torch.device("meta"):
-        decoder = Decoder(config)
     try:
+        with torch.device("meta"):
+            decoder = Decoder(config)
         decoder.load_state_dict(state, assign=True)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError, TypeError, OverflowError) as error:  # sizes that torch cannot count, too
         reason = " ".join(str(error).split())[:_MAX_REASON]
         raise UserError(f"{checkpoint} does not hold the decoder that it describes: {reason}") from None
     return Loaded(decoder.to(device=device, dtype=dtype).eval(), found, checkpoint)

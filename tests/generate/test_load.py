@@ -12,6 +12,7 @@ import torch
 from genesis.cli.generate import main
 from genesis.errors import UserError
 from genesis.generate.load import find_checkpoint, load_decoder
+from tests.tiny_runs import build_decoder, save
 
 
 @pytest.fixture
@@ -115,3 +116,9 @@ def test_another_tokenizer_than_the_exports_is_refused(exported: Path, tiny_corp
 def test_what_needs_a_checkpoint_says_that_an_export_is_none(exported: Path) -> None:
     with pytest.raises(UserError, match="is an export, which is no checkpoint; `genesis import`"):
         find_checkpoint(exported)
+
+
+def test_a_recipe_of_sizes_that_torch_cannot_count_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, build_decoder(1), {}, ffn_dim=2**62)
+    with pytest.raises(UserError, match="does not hold the decoder that it describes"):
+        load_decoder(path)

@@ -67,9 +67,22 @@ def read_lightning_checkpoint(path: Path, manifest: Manifest) -> dict[str, Any]:
         manifest: Its manifest.
 
     Raises:
+        CheckpointError: Its state is not that of a Trainer.
         CorruptCheckpointError: A tensor or the state is not what was saved.
     """
     sections = read_state(path, manifest)
+    try:
+        return _assemble(path, manifest, sections)
+    except CheckpointError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError) as error:  # anything may stand in a state
+        reason = f"{type(error).__name__}: {error}"[:200]
+        raise CheckpointError(
+            f"{path} holds no state of a Trainer ({reason}): read its weights by read_tensors instead"
+        ) from error
+
+
+def _assemble(path: Path, manifest: Manifest, sections: list[Any]) -> dict[str, Any]:
     content = _decode(path, manifest, {key: value for key, value in sections[0].items() if not key.startswith("rng")})
     recorded = [name for name in manifest.tensors if name.startswith(MODEL_PREFIX)]
     tensors = read_recorded_tensors(path, manifest, recorded)
