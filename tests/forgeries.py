@@ -308,9 +308,30 @@ def forge_foreign(path: Path, chooser: random.Random) -> Path:
     return file
 
 
+def forge_pickle(path: Path, chooser: random.Random) -> Path | None:
+    """Writes a pickle of many megabytes, each byte of which takes far more in memory."""
+    record = b"ctorch.distributed.checkpoint.metadata\nMetadata\n\x94"
+    unit = chooser.choice((b"]", b"}", b"(", b"\x8f", b"}\x94", b")\x85", b"h\x00)\x81", b"h\x00)R"))
+    data = record + unit * (chooser.choice((4 << 20, 12 << 20, 31 << 20, 63 << 20)) // len(unit)) + b"."
+    place = path.parent.parent / "foreign"
+    act = chooser.randrange(3)
+    if act == 0:
+        (path / ".metadata").write_bytes(b"\x80\x04" + data)
+        reseal(path)
+        return None
+    place.mkdir()
+    if act == 1:
+        (place / ".metadata").write_bytes(b"\x80\x04" + data)
+        return place
+    with zipfile.ZipFile(place / "model.ckpt", "w") as archive:
+        archive.writestr("model/data.pkl", b"\x80\x02" + data.replace(record, b"ccollections\nOrderedDict\nq\x00"))
+        archive.writestr("model/version", "3\n")
+    return place / "model.ckpt"
+
+
 FORGERIES: tuple[Callable[[Path, random.Random], Path | None], ...] = (
-    *(forge_manifest, forge_manifest, forge_field, forge_state, forge_depth, forge_file, forge_holes, forge_size),
-    *(forge_best, forge_names, forge_recipe, forge_lineage, forge_metadata, forge_bytes, forge_foreign),
+    *(forge_manifest, forge_field, forge_state, forge_depth, forge_file, forge_holes, forge_size),
+    *(forge_best, forge_names, forge_recipe, forge_lineage, forge_metadata, forge_bytes, forge_foreign, forge_pickle),
 )
 
 
@@ -324,6 +345,8 @@ def commands(run: Path, older: Path, forged: Path, foreign: Path | None) -> Iter
         yield "checkpoint", "verify", str(target), "--level", "deep", "--finite"
     if foreign is not None:
         yield "checkpoint", "verify", str(foreign), "--finite"
+        yield "checkpoint", "show", str(foreign)
+        yield "checkpoint", "diff", str(older), str(foreign)
     yield "checkpoint", "list", str(run)
     yield "checkpoint", "list", str(run), "--json"
     yield "checkpoint", "diff", str(older), str(forged)
@@ -331,8 +354,11 @@ def commands(run: Path, older: Path, forged: Path, foreign: Path | None) -> Iter
     yield "generate", str(forged), "--max-new-tokens", "1", "--device", "cpu"
     yield "generate", str(run), "--max-new-tokens", "1", "--device", "cpu"
     yield "export", str(forged), str(run / "exported"), "--format", "safetensors"
+    yield "checkpoint", "to-lightning", str(forged), str(run / "forged.ckpt")
+    yield "checkpoint", "to-lightning", str(run), str(run / "newest.ckpt")
     yield "find_latest", str(run)
     yield "checkpoint", "repair", str(run), "--apply"
+    yield "checkpoint", "prune", str(run), "--keep_last", "1"
 
 
 def _expire(*_: object) -> None:
@@ -354,8 +380,8 @@ def _act(arguments: tuple[str, ...]) -> int:
     return 0
 
 
-def call(arguments: tuple[str, ...]) -> list[str]:
-    """Makes a call and returns what is wrong with how it ended."""
+def call(arguments: tuple[str, ...]) -> tuple[list[str], Any, int]:
+    """Makes a call and returns what is wrong with how it ended, its exit status, and the memory that it took."""
     out, err = io.StringIO(), io.StringIO()
     problems: list[str] = []
     status: Any = None
@@ -388,7 +414,17 @@ def call(arguments: tuple[str, ...]) -> list[str]:
         problems.append(f"exit status {status}")
     if len(err.getvalue().splitlines()) > 1:
         problems.append(f"printed more than a line of error: {err.getvalue()[-600:]!r}")
-    return problems
+    return problems, status, used_bytes
+
+
+def check_commands(source: Path, directory: Path) -> None:
+    """Makes every call on a run that is whole: one that fails there would prove nothing about forgeries."""
+    run = shutil.copytree(source, directory / "whole")
+    older, newest = sorted((run / "checkpoints").iterdir())[-2:]
+    for arguments in commands(run, older, newest, None):
+        problems, status, _ = call(arguments)
+        assert (problems, status) == ([], 0), arguments
+    shutil.rmtree(run)
 
 
 def attack(source: Path, directory: Path, seed: int, count: int) -> dict[str, Any]:
@@ -400,7 +436,9 @@ def attack(source: Path, directory: Path, seed: int, count: int) -> dict[str, An
     genesis.export.export.run_proof = lambda *_: {"weights": {"num_values": 0}}  # type: ignore[assignment]  # a process
     failures: list[dict[str, Any]] = []
     kinds: Counter[str] = Counter()
-    num_calls, slowest_seconds, num_ran = 0, 0.0, 0
+    statuses: Counter[str] = Counter()
+    num_calls, slowest_seconds, most_bytes, num_ran = 0, 0.0, 0, 0
+    check_commands(source, directory)
     for number in range(count):
         forge = FORGERIES[number % len(FORGERIES)]
         chooser = random.Random(f"{seed} {number}")
@@ -411,8 +449,10 @@ def attack(source: Path, directory: Path, seed: int, count: int) -> dict[str, An
         kinds[forge.__name__] += 1
         for arguments in commands(run, older, forged, foreign):
             start_seconds = time.process_time()
-            problems = call(arguments)
+            problems, status, used_bytes = call(arguments)
             slowest_seconds = max(slowest_seconds, time.process_time() - start_seconds)
+            most_bytes = max(most_bytes, used_bytes)
+            statuses[str(status)] += 1
             num_calls += 1
             if (run / "it-ran").exists():
                 num_ran += 1
@@ -420,6 +460,7 @@ def attack(source: Path, directory: Path, seed: int, count: int) -> dict[str, An
                 (run / "it-ran").rmdir()
             if problems:
                 failures.append({"forgery": f"{forge.__name__} {number}", "call": arguments, "problems": problems})
+                print(json.dumps(failures[-1]), file=sys.stderr, flush=True)
         shutil.rmtree(run)
     return {
         "seed": seed,
@@ -427,6 +468,8 @@ def attack(source: Path, directory: Path, seed: int, count: int) -> dict[str, An
         "num_calls": num_calls,
         "num_ran_code": num_ran,
         "slowest_cpu_seconds": round(slowest_seconds, 2),
+        "largest_memory_bytes": most_bytes,
+        "exit_statuses": dict(statuses),
         "kinds": dict(kinds),
         "failures": failures,
     }

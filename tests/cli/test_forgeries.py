@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.forgeries import FORGERIES
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -22,12 +24,12 @@ def attack(run: Path, directory: Path, seed: int, count: int) -> dict[str, Any]:
 def check(result: dict[str, Any], count: int) -> None:
     assert not result["failures"], json.dumps(result["failures"][:5], indent=1)
     assert result["num_ran_code"] == 0
-    assert result["num_calls"] >= 12 * count
+    assert result["num_calls"] >= 15 * count
 
 
 @pytest.mark.process
-def test_sixty_forgeries_end_every_call_in_a_line_of_text(run: Path, tmp_path: Path) -> None:
-    check(attack(run, tmp_path, 0, 60), 60)
+def test_one_forgery_of_each_kind_ends_every_call_in_a_line_of_text(run: Path, tmp_path: Path) -> None:
+    check(attack(run, tmp_path, 0, len(FORGERIES)), len(FORGERIES))
 
 
 @pytest.mark.process
