@@ -1,6 +1,6 @@
 """Forged checkpoints from a seed, and every command that opens one, each call watched: time, memory, output, code run.
 
-    python -m tests.forgeries RUN DIRECTORY SEED COUNT
+    python -m tests.forgeries RUN DIRECTORY SEED COUNT [FIRST]
 
 RUN is a run's directory with two good checkpoints and its tokenizer. The process prints one JSON object: how many calls
 it made, and every call that ran code, raised, printed more than a line of error, or took too long or too much memory.
@@ -427,8 +427,8 @@ def check_commands(source: Path, directory: Path) -> None:
     shutil.rmtree(run)
 
 
-def attack(source: Path, directory: Path, seed: int, count: int) -> dict[str, Any]:
-    """Forges `count` checkpoints, makes every call on each, and returns what was seen."""
+def attack(source: Path, directory: Path, seed: int, count: int, first: int = 0) -> dict[str, Any]:
+    """Forges `count` checkpoints from number `first` on, makes every call on each, and returns what was seen."""
     # A process that runs away ends itself, not the machine.
     with contextlib.suppress(ValueError):
         resource.setrlimit(resource.RLIMIT_AS, (_peak_bytes() * 4 + 16 * LIMIT_BYTES, resource.RLIM_INFINITY))
@@ -439,7 +439,7 @@ def attack(source: Path, directory: Path, seed: int, count: int) -> dict[str, An
     statuses: Counter[str] = Counter()
     num_calls, slowest_seconds, most_bytes, num_ran = 0, 0.0, 0, 0
     check_commands(source, directory)
-    for number in range(count):
+    for number in range(first, first + count):
         forge = FORGERIES[number % len(FORGERIES)]
         chooser = random.Random(f"{seed} {number}")
         run = directory / f"run-{number}"
@@ -476,4 +476,4 @@ def attack(source: Path, directory: Path, seed: int, count: int) -> dict[str, An
 
 
 if __name__ == "__main__":
-    print(json.dumps(attack(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))))
+    print(json.dumps(attack(Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:]))))

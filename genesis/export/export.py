@@ -12,7 +12,7 @@ from genesis.export.proof import Layout, TokenizerOrigin, run_proof, write_proof
 from genesis.export.staging import check_is_new, staged
 from genesis.export.tensors import DTYPES, Source, count_bytes, plan_files, write_weights
 from genesis.export.tokenizer import build_fast_tokenizer, compare_tokenizers, write_tokenizer
-from genesis.generate.load import load_tokenizer
+from genesis.generate.load import build_empty_decoder, load_tokenizer
 from genesis.model.decoder import DecoderConfig
 from genesis.model.huggingface import huggingface_name, llama_config_dict
 from genesis.model.huggingface_files import (
@@ -131,6 +131,8 @@ def _read_config(sources: Sequence[Source]) -> DecoderConfig:
         model = source.manifest.recipe.get("model")
         shape = model.get("decoder") if isinstance(model, dict) else None
         configs.append(build_decoder_config(shape, where=f"the recipe in {source.path}"))
+        num_tensors = sum(name.startswith(DECODER_PREFIX) for name in source.manifest.tensors)
+        build_empty_decoder(configs[-1], num_tensors, source.path)
     tokenizers = {source.manifest.identity.get("tokenizer_hash") for source in sources}
     if len(set(configs)) > 1 or len(tokenizers) > 1:
         raise UserError(

@@ -72,17 +72,38 @@ def load_decoder(
     else:
         checkpoint = find_checkpoint(path)
         config, state, found = _read_checkpoint(checkpoint, tokenizer)
-    # A recipe may claim anything, and a decoder takes its time even without memory.
-    if config.num_layers > len(state):
-        raise UserError(f"{checkpoint} names {config.num_layers} layers and holds {len(state)} tensors of a decoder")
+    decoder = build_empty_decoder(config, len(state), checkpoint)
+    try:
+        decoder.load_state_dict(state, assign=True)
+    except RuntimeError as error:
+        raise _another_decoder(checkpoint, error) from None
+    return Loaded(decoder.to(device=device, dtype=dtype).eval(), found, checkpoint)
+
+
+def build_empty_decoder(config: DecoderConfig, num_tensors: int, checkpoint: Path) -> Decoder:
+    """Returns the decoder of a recipe that may claim anything, on the meta device.
+
+    Args:
+        config: What the recipe describes.
+        num_tensors: How many tensors of a decoder the checkpoint holds.
+        checkpoint: Where it lies.
+
+    Raises:
+        UserError: It has more layers than tensors, or sizes that torch cannot count.
+    """
+    # Each layer takes its time, even without memory.
+    if config.num_layers > num_tensors:
+        raise UserError(f"{checkpoint} names {config.num_layers} layers and holds {num_tensors} tensors of a decoder")
     try:
         with torch.device("meta"):
-            decoder = Decoder(config)
-        decoder.load_state_dict(state, assign=True)
-    except (RuntimeError, ValueError, TypeError, OverflowError) as error:  # sizes that torch cannot count, too
-        reason = " ".join(str(error).split())[:_MAX_REASON]
-        raise UserError(f"{checkpoint} does not hold the decoder that it describes: {reason}") from None
-    return Loaded(decoder.to(device=device, dtype=dtype).eval(), found, checkpoint)
+            return Decoder(config)
+    except (RuntimeError, ValueError, TypeError, OverflowError) as error:
+        raise _another_decoder(checkpoint, error) from None
+
+
+def _another_decoder(checkpoint: Path, error: Exception) -> UserError:
+    reason = " ".join(str(error).split())[:_MAX_REASON]
+    return UserError(f"{checkpoint} does not hold the decoder that it describes: {reason}")
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -11,6 +11,7 @@ import torch
 
 from genesis.cli.generate import main
 from genesis.errors import UserError
+from genesis.export.export import ExportOptions, export_checkpoints
 from genesis.generate.load import find_checkpoint, load_decoder
 from tests.tiny_runs import build_decoder, save
 
@@ -118,7 +119,18 @@ def test_what_needs_a_checkpoint_says_that_an_export_is_none(exported: Path) -> 
         find_checkpoint(exported)
 
 
-def test_a_recipe_of_sizes_that_torch_cannot_count_is_refused(tmp_path: Path) -> None:
-    path = save(tmp_path, 1, build_decoder(1), {}, ffn_dim=2**62)
-    with pytest.raises(UserError, match="does not hold the decoder that it describes"):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ffn_dim": 2**62}, "does not hold the decoder that it describes"),
+        ({"num_layers": 10**9}, "names 1000000000 layers and holds 20 tensors"),
+    ],
+)
+def test_a_recipe_that_claims_what_no_memory_holds_is_refused(
+    change: dict[str, int], message: str, tmp_path: Path
+) -> None:
+    path = save(tmp_path, 1, build_decoder(1), {}, **change)
+    with pytest.raises(UserError, match=message):
         load_decoder(path)
+    with pytest.raises(UserError, match=message):
+        export_checkpoints([path], tmp_path / "out", ExportOptions(layout="safetensors"))
