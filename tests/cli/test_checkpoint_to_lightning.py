@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from genesis.cli.checkpoint_to_lightning import main
-from genesis_callbacks.checkpoint import CheckpointError, Ranks, Saver, Snapshot, local_parts
+from genesis_callbacks.checkpoint import CheckpointError, Ranks, SaveTarget, Snapshot, local_parts, save_blocking
 from genesis_callbacks.checkpoint.tagged_json import encode_tagged
 
 
@@ -17,8 +17,8 @@ def run_dir(tmp_path):
     )
     parts = local_parts("model.weight", torch.arange(4.0), "parameter")
     (tmp_path / "run/checkpoints").mkdir(parents=True)
-    saver = Saver(tmp_path / "run/checkpoints", Ranks())
-    saver.save(lambda: Snapshot(3, {"step": 3}, parts, section, has_optimizer=False))
+    target = SaveTarget(tmp_path / "run/checkpoints", Ranks())
+    save_blocking(target, lambda: Snapshot(3, {"step": 3}, parts, section, has_optimizer=False))
     return tmp_path / "run"
 
 

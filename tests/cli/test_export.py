@@ -121,7 +121,7 @@ def test_bad_input_of_export_is_one_line(genesis: Genesis, imported: Path, tmp_p
     shutil.copytree(imported / "checkpoints/step-00000000", damaged)
     shard = next(damaged.glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"\x7f")
-    check_is_one_line(genesis("export", str(damaged), out), shard.name, "its bytes have changed")
+    check_is_one_line(genesis("export", str(damaged), out), shard.name, "its bytes have changed", status=1)
     assert not Path(out).exists()
 
 

@@ -3,8 +3,9 @@
 import contextlib
 import time
 import warnings
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from .checkpoint.plan import PartsCache
 from .checkpoint.save_target import RetentionWarning, SaveTarget, Snapshot
 from .checkpoint.writer_process import WriterProcess
 
+_NUM_RECENT = 8
+
 
 @dataclass
 class SaveHistory:
@@ -35,11 +38,14 @@ class SaveHistory:
     Attributes:
         target: Of the last fit that came as far as to have one: the next fit of the same Trainer goes on from it.
         last_saved: The newest checkpoint that was saved or restored.
+        recent: The last few that were saved, oldest first: more than one save may be settled between two hooks of
+            another callback.
         last_step: Its step, if it lies in this run's directory.
     """
 
     target: SaveTarget | None = None
     last_saved: Path | None = None
+    recent: deque[Path] = field(default_factory=lambda: deque(maxlen=_NUM_RECENT))
     last_step: int | None = None
 
     def describe(self) -> str:
@@ -246,6 +252,7 @@ class FitSaves:
         """Takes note of a checkpoint of this run."""
         directory = self._options.directory
         self._history.last_saved, self._history.last_step = directory / checkpoint_name(step), step
+        self._history.recent.append(directory / checkpoint_name(step))
         if self._best is not None:
             self._mark(self._best, step)
 

@@ -308,7 +308,9 @@ class Restore:
             apply_rng_state(self._decode(self._fetch_rng))
         generators = self._content.get("loader_generators") if self._has_same_world else None
         problem = place(trainer, fit_loop, generators)
-        if problem is None and read_saved_states(fit_loop) and not self._has_same_world:
+        # A data module that combines the ranks' states knows what its loaders mean on another number of ranks.
+        is_combined = hasattr(trainer.datamodule, "combine_rank_states")  # type: ignore[attr-defined]  # Lightning
+        if problem is None and read_saved_states(fit_loop) and not self._has_same_world and not is_combined:
             return (
                 f"{self.manifest.world_size} ranks saved the states of their loaders, {self._ranks.world_size} restore"
             )

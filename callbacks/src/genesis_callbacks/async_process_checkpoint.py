@@ -153,6 +153,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         lost_ranks: Which ranks had ended when the last fit ended by an exception, as text, or None.
         restore_report: What the last restore kept, rebuilt and started afresh, or None.
         last_saved: The newest checkpoint that this run has saved or restored, or None.
+        recent_saves: The last few checkpoints that this callback has saved, oldest first.
         num_failed_saves: In the last fit.
         num_skipped_saves: In the last fit, by `when_busy`.
         last_stall_seconds: All time that the training thread spent here for the last settled save.
@@ -241,6 +242,11 @@ class AsyncProcessCheckpoint(Checkpoint):
     def last_saved(self) -> Path | None:
         """The newest checkpoint that this run has saved or restored, or None."""
         return self._history.last_saved
+
+    @property
+    def recent_saves(self) -> tuple[Path, ...]:
+        """The last few checkpoints that this callback has saved, oldest first."""
+        return tuple(self._history.recent)
 
     @property
     def num_failed_saves(self) -> int:

@@ -565,8 +565,8 @@ def _find_announced(trainer: Trainer) -> Iterator[_Saved]:
     """Yields what the Trainer's callbacks say that they have saved, on this machine's disks."""
     for saver in _find_savers(trainer):
         if isinstance(saver, AsyncProcessCheckpoint):
-            if saver.last_saved is not None:
-                yield _Saved(saver.last_saved, "all" if saver.save_optimizer else "weights")
+            for path in saver.recent_saves:
+                yield _Saved(path, "all" if saver.save_optimizer else "weights")
             continue
         for name in dict.fromkeys((saver.best_model_path, saver.last_model_path, *saver.best_k_models)):
             if name and "://" not in name:
