@@ -34,5 +34,7 @@ def test_one_forgery_of_each_kind_ends_every_call_in_a_line_of_text(run: Path, t
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_five_hundred_forgeries_end_every_call_in_a_line_of_text(run: Path, tmp_path: Path) -> None:
-    check(attack(run, tmp_path, 1, 500), 500)
+@pytest.mark.timeout(900)
+def test_four_other_forgeries_of_each_kind_end_every_call_in_a_line_of_text(run: Path, tmp_path: Path) -> None:
+    """Five hundred take minutes of a core: benchmarks/records/forged-checkpoints.md has their results."""
+    check(attack(run, tmp_path, 1, 4 * len(FORGERIES)), 4 * len(FORGERIES))
