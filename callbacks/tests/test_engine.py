@@ -320,3 +320,10 @@ def test_a_save_that_no_restore_would_read_fails(tmp_path, place):
 def test_statuses_of_errors_follow_one_convention():
     assert {error.exit_status for error in (SaveFailedError, CorruptCheckpointError, UnreadableCheckpointError)} == {1}
     assert {error.exit_status for error in (CheckpointError, DirectoryInUseError)} == {2}
+
+
+def test_importing_the_engine_does_not_import_the_writers_program():
+    """Python warns when a module that runs as a program has been imported by its own package before."""
+    program = "import sys, genesis_callbacks.checkpoint; print('genesis_callbacks.checkpoint.writer' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -6,10 +6,16 @@ Both ends are processes of one run on one machine; nothing of it comes from a ch
 import contextlib
 import pickle
 import select
+import signal
 import socket
 import struct
 from collections.abc import Sequence
 from typing import Any
+
+READY = "ready"
+"""A writer's first message."""
+IGNORED_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""By the writer: whoever ends a run by a signal to all of its processes does not end the save in hand."""
 
 _HEADER = struct.Struct("<Q")
 _MAX_DESCRIPTORS = 1

@@ -13,13 +13,10 @@ from pathlib import Path
 
 import torch
 
-from .channel import Channel
+from .channel import IGNORED_SIGNALS, READY, Channel
 from .job import WriteJob, perform
 from .stage import SharedBuffer
 
-READY = "ready"
-# Whoever ends a run by a signal to all of its processes does not end the save in hand.
-IGNORED_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _NICENESS = 10
 _AUTOGROUP = Path("/proc/self/autogroup")
 

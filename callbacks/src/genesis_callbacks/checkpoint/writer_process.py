@@ -9,11 +9,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from .channel import Channel
+from .channel import IGNORED_SIGNALS, Channel
 from .errors import SaveFailedError
 from .job import Outcome, WriteJob
 from .stage import SharedBuffer
-from .writer import IGNORED_SIGNALS
 
 _WRITER_MODULE = "genesis_callbacks.checkpoint.writer"
 _START_SECONDS = 180.0
