@@ -16,7 +16,6 @@ MAX_LINES = 500
 MAX_METHODS = 30
 
 EXCEPTIONS: dict[str, str] = {
-    "genesis/cli/checkpoint.py": "is about to become a file for each command",
     "callbacks/src/genesis_callbacks/checkpoint/contents.py": "is about to become a file for each format",
     "callbacks/src/genesis_callbacks/checkpoint_verification.py": "is about to become a file for each class",
 }

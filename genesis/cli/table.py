@@ -96,15 +96,15 @@ COMMANDS = (
     Command("export", "a checkpoint for transformers, with its proof", "genesis.cli.export:main", "export"),
     Command("import", "a Llama from Hugging Face as a checkpoint", "genesis.cli.import_:main", "export"),
     Command("release", "an export as a folder for the Hugging Face Hub", "genesis.cli.release:main", "release"),
-    Command("checkpoint list", "a run's checkpoints: step, tokens, age, verified", "genesis.cli.checkpoint:list_main"),
-    Command("checkpoint show", "what is in a checkpoint", "genesis.cli.checkpoint:show_main"),
-    Command("checkpoint verify", "sizes, hashes and digests of checkpoints", "genesis.cli.checkpoint:verify_main"),
-    Command("checkpoint diff", "settings and tensors of two checkpoints", "genesis.cli.checkpoint:diff_main"),
-    Command("checkpoint prune", "remove older checkpoints of a run", "genesis.cli.checkpoint:prune_main"),
+    Command("checkpoint list", "a run's checkpoints: step, tokens, age, verified", "genesis.cli.checkpoint.list:main"),
+    Command("checkpoint show", "what is in a checkpoint", "genesis.cli.checkpoint.show:main"),
+    Command("checkpoint verify", "sizes, hashes and digests of checkpoints", "genesis.cli.checkpoint.verify:main"),
+    Command("checkpoint diff", "settings and tensors of two checkpoints", "genesis.cli.checkpoint.diff:main"),
+    Command("checkpoint prune", "remove older checkpoints of a run", "genesis.cli.checkpoint.prune:main"),
     Command(
-        "checkpoint to-lightning", "one .ckpt file for stock Lightning", "genesis.cli.checkpoint_to_lightning:main"
+        "checkpoint to-lightning", "one .ckpt file for stock Lightning", "genesis.cli.checkpoint.to_lightning:main"
     ),
-    Command("checkpoint repair", "what to do about broken checkpoints", "genesis.cli.checkpoint:repair_main"),
+    Command("checkpoint repair", "what to do about broken checkpoints", "genesis.cli.checkpoint.repair:main"),
     Command("demo", "the whole road on Python's own sources, in minutes", "genesis.cli.demo:main"),
     Command("rehearse", "kill and restart a recipe before it is trained in earnest", "genesis.cli.rehearse:main"),
     Command("bench tokenize", "data prepare beside SentencePiece's own encode", "genesis.bench.tokenize:main"),

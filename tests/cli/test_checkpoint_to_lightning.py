@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from genesis.cli.checkpoint_to_lightning import main
+from genesis.cli.checkpoint.to_lightning import main
 from genesis_callbacks.checkpoint import CheckpointError, Ranks, SaveTarget, Snapshot, local_parts, save_blocking
 from genesis_callbacks.checkpoint.tagged_json import encode_tagged
 

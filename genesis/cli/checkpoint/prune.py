@@ -1,0 +1,64 @@
+"""`genesis checkpoint prune`: removes older checkpoints of a run."""
+
+import argparse
+from pathlib import Path
+
+from rich.filesize import decimal
+
+from genesis.cli.checkpoint.shared import BAD, build_parser, hold_directory, print_json
+from genesis_callbacks.checkpoint import Kept, Retention, list_committed, plan_removals
+from genesis_callbacks.checkpoint.best import read_marked_names
+from genesis_callbacks.checkpoint.inventory import newest_whole, read_inventory
+from genesis_callbacks.checkpoint.lineage import checkpoints_in
+from genesis_callbacks.checkpoint.retain import apply_retention
+
+_DESCRIPTION = """Removes older checkpoints of a run, as its own retention would: the newest that verifies always
+stays, whatever is asked. Refused while the run trains. Exit status 1 if a newer one is damaged, or none is whole.
+Example: genesis checkpoint prune runs/demo/run --keep_last 2 --keep_every_n_steps 400 --dry_run"""
+
+
+def main(argv: list[str]) -> int:
+    """Runs `genesis checkpoint prune` and returns its exit status."""
+    parser = build_parser("prune", _DESCRIPTION)
+    parser.add_argument("run", type=Path, help="a run's directory")
+    parser.add_argument("--keep_last", type=_positive, required=True, help="how many of the newest stay")
+    parser.add_argument("--keep_every_n_steps", type=_positive, help="those whose step is a multiple of it stay, too")
+    parser.add_argument("--dry_run", action="store_true", help="only say what would be removed")
+    arguments = parser.parse_args(argv)
+    retention = Retention(arguments.keep_last, arguments.keep_every_n_steps)
+    directory = checkpoints_in(arguments.run)
+    read_inventory(directory)  # refuses what is no directory, before the lock makes one
+    with hold_directory(directory, is_needed=not arguments.dry_run):
+        entries = {entry.path.name: entry for entry in read_inventory(directory) if entry.state == "committed"}
+        newest, bad = newest_whole(list(entries.values()))
+        kept = [Kept(path.name, manifest.step, manifest.sequence) for path, manifest in list_committed(directory)]
+        newest_name = None if newest is None else newest.path.name
+        removals = plan_removals(kept, newest_name, retention, marked=read_marked_names(directory))
+        if newest_name is not None and not arguments.dry_run:
+            removals = apply_retention(directory, newest_name, retention)
+    num_bytes = sum(entries[name].num_bytes for name in removals)
+    if arguments.json:
+        print_json(
+            {
+                "directory": str(directory),
+                "newest_verified": newest_name,
+                "removed": removals,
+                "kept": [name for name in entries if name not in removals],
+                "bad": [entry.path.name for entry in bad],
+                "num_bytes": num_bytes,
+                "is_dry_run": arguments.dry_run,
+            }
+        )
+    else:
+        for name in removals:
+            print(f"{name}: {'would be removed' if arguments.dry_run else 'removed'}")
+        print(f"{len(removals)} of {len(entries)} checkpoints, {decimal(num_bytes)}; newest verified: {newest_name}")
+        for entry in bad:
+            print(f"{entry.path.name} does not verify: see `genesis checkpoint repair {arguments.run}`")
+    return BAD if bad or (newest is None and entries) else 0
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)

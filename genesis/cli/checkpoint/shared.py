@@ -1,0 +1,128 @@
+"""What the commands of `genesis checkpoint` share: options, which checkpoint is meant, and how it is told."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from genesis.arguments import Parser
+from genesis.cli.options import PLAIN_WIDTH
+from genesis.errors import UserError, printable
+from genesis_callbacks.checkpoint import DirectoryLock
+from genesis_callbacks.checkpoint.inventory import read_inventory
+from genesis_callbacks.checkpoint.manifest import COMMITTED_NAME, MANIFEST_NAME, is_checkpoint_name
+
+BAD = 1
+"""Exit status where something bad was found."""
+LEVELS = ("quick", "full", "deep")
+
+
+def build_parser(name: str, description: str) -> Parser:
+    """Returns a parser of `genesis checkpoint <name>`, with --json."""
+    parser = Parser(
+        prog=f"genesis checkpoint {name}", description=description, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Returns whether the directory at `path` is a checkpoint, by its names alone.
+
+    Raises:
+        UserError: There is no directory.
+    """
+    if path.is_file():
+        raise UserError(
+            f"{path} is a file: give a run's directory or one of its checkpoints (`genesis checkpoint verify` also "
+            "takes .ckpt, .pt, .pth and .safetensors)"
+        )
+    if not path.is_dir():
+        raise UserError(f"there is no directory {path}; give a run's directory or one of its checkpoints")
+    is_named_so = is_checkpoint_name(path.resolve().name)
+    return is_named_so or (path / MANIFEST_NAME).exists() or (path / COMMITTED_NAME).exists()
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Returns `path` if it is a checkpoint, else the newest of the run at `path`."""
+    if is_checkpoint(path):
+        return path
+    committed = [entry.path for entry in read_inventory(path) if entry.state == "committed"]
+    if not committed:
+        raise UserError(f"there is no committed checkpoint in {path}; `genesis fit` writes them")
+    return committed[-1]
+
+
+@contextmanager
+def hold_directory(directory: Path, *, is_needed: bool) -> Iterator[None]:
+    """Holds the directory's lock, if it is needed.
+
+    Raises:
+        DirectoryInUseError: A run holds it.
+    """
+    lock = DirectoryLock(directory) if is_needed else None
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def without_path(path: Path, problem: object) -> str:
+    """Returns what is wrong with the checkpoint at `path`, whose name stands before it already."""
+    return str(problem).removeprefix(f"{path}: ")
+
+
+def complain(error: Exception) -> int:
+    """Prints what is wrong with a checkpoint and returns the exit status."""
+    print(f"genesis: error: {printable(str(error))}", file=sys.stderr)
+    return BAD
+
+
+def print_json(content: Any) -> None:
+    """Prints what a command found as JSON."""
+    print(json.dumps(content, indent=2, allow_nan=False, default=str))
+
+
+def build_console() -> Console:
+    """Returns a console as wide as the terminal, or of a fixed width where there is none."""
+    return Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
+
+
+def build_table(
+    title: str | None, columns: Sequence[str], rows: Iterable[Iterable[str]], right: Sequence[str] = ()
+) -> Table:
+    """Returns a table without the columns in which no row has anything."""
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", show_header=any(columns))
+    filled = [[printable(cell) for cell in row] for row in rows]
+    kept = [number for number in range(len(columns)) if not filled or any(row[number] for row in filled)]
+    for number in kept:
+        column = columns[number]
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    for row in filled:
+        table.add_row(*(Text(row[number]) for number in kept))
+    return table
+
+
+def format_number(value: Any) -> str:
+    """Returns a number for people; empty where there is none."""
+    return "" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def format_duration(seconds: float) -> str:
+    """Returns a length of time in its two largest units: `3 d 4 h`."""
+    left = max(0, int(seconds))
+    parts: list[str] = []
+    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1)):
+        if left >= length or (unit == "s" and not parts):
+            parts.append(f"{left // length} {unit}")
+            left %= length
+    return " ".join(parts[:2])

@@ -1,0 +1,128 @@
+"""`genesis checkpoint show`: what a checkpoint is."""
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.filesize import decimal
+from rich.text import Text
+
+from genesis.cli.checkpoint.shared import (
+    build_console,
+    build_parser,
+    build_table,
+    complain,
+    find_checkpoint,
+    format_duration,
+    format_number,
+    print_json,
+)
+from genesis.data.drawn import Drawn, read_drawn
+from genesis.errors import printable
+from genesis_callbacks.checkpoint import CorruptCheckpointError, Manifest, read_manifest
+from genesis_callbacks.checkpoint.inventory import summarise_parts, trace_ancestors
+from genesis_callbacks.checkpoint.manifest import encode_manifest
+from genesis_callbacks.checkpoint.restore import read_state
+
+_DESCRIPTION = """Shows what a checkpoint is: counters, recipe, versions, files, tensors by part, ancestors.
+Example: genesis checkpoint show runs/demo/run/checkpoints/step-00000800"""
+
+
+def main(argv: list[str]) -> int:
+    """Runs `genesis checkpoint show` and returns its exit status."""
+    parser = build_parser("show", _DESCRIPTION)
+    parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a run's directory (its newest)")
+    arguments = parser.parse_args(argv)
+    path = find_checkpoint(arguments.checkpoint)
+    try:
+        manifest = read_manifest(path)
+        drawn = read_drawn(read_state(path, manifest))
+    except CorruptCheckpointError as error:
+        return complain(error)
+    if arguments.json:
+        content = {
+            "path": str(path),
+            "manifest": _as_json(manifest),
+            "parts": [asdict(summary) for summary in summarise_parts(manifest)],
+            "drawn": {name: asdict(of_source) for name, of_source in drawn.items()},
+            "lineage": [{**asdict(ancestor), "state": state} for ancestor, state in trace_ancestors(path, manifest)],
+        }
+        print_json(content)
+    else:
+        _print_manifest(build_console(), path, manifest, drawn)
+    return 0
+
+
+def _as_json(manifest: Manifest) -> Any:
+    return json.loads(encode_manifest(manifest))
+
+
+def _print_manifest(console: Console, path: Path, manifest: Manifest, drawn: Mapping[str, Drawn]) -> None:
+    """Prints what is asked for most first, and what is long last: files, versions, recipe."""
+    age = format_duration(time.time() - manifest.created_seconds)
+    facts = {
+        "step": format_number(manifest.step),
+        **{name: format_number(value) for name, value in manifest.counters.items() if name != "step"},
+        "saved": f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(manifest.created_seconds))}, {age} ago",
+        "optimizers": "saved" if manifest.has_optimizer else "not saved: it gives weights alone",
+        "ranks": f"{manifest.world_size} {manifest.mesh or ''}".strip(),
+        "number in its lineage": str(manifest.sequence),
+    }
+    console.print(build_table(str(path), ("", ""), facts.items()))
+    _print_parts(console, manifest)
+    if drawn:
+        _print_drawn(console, drawn)
+    _print_lineage(console, path, manifest)
+    console.rule("files", align="left")
+    files = ((file.name, f"{file.num_bytes:,}", str(file.rank), file.hash[:16]) for file in manifest.files)
+    columns = ("file", "bytes", "rank", manifest.hash_algorithm)
+    console.print(build_table(None, columns, files, right=("bytes", "rank")))
+    console.rule("identity and versions", align="left")
+    versions = {f"version of {package}": version for package, version in manifest.versions.items()}
+    identity = {name: str(value) for name, value in manifest.identity.items()}
+    console.print(build_table(None, ("", ""), {**identity, **versions}.items()))
+    console.rule("recipe", align="left")
+    recipe = yaml.safe_dump(dict(manifest.recipe), sort_keys=False).rstrip() if manifest.recipe else "none was given"
+    console.print(Text(recipe))
+
+
+def _print_parts(console: Console, manifest: Manifest) -> None:
+    console.rule("tensors by part", align="left")
+    rows = [
+        (part.part, f"{part.num_tensors:,}", f"{part.num_elements:,}", decimal(part.num_bytes), ", ".join(part.dtypes))
+        for part in summarise_parts(manifest)
+    ]
+    columns = ("part", "tensors", "elements", "size", "dtype")
+    console.print(build_table(None, columns, rows, right=("tensors", "elements", "size")))
+
+
+def _print_drawn(console: Console, drawn: Mapping[str, Drawn]) -> None:
+    console.rule("data drawn", align="left")
+    rows = (
+        (
+            name,
+            format_number(one.tokens),
+            "" if one.epochs is None else f"{one.epochs:.3f}",
+            format_number(one.documents),
+            format_number(one.bad_documents),
+        )
+        for name, one in drawn.items()
+    )
+    columns = ("source", "tokens", "epochs", "documents", "bad")
+    console.print(build_table(None, columns, rows, right=columns[1:]))
+
+
+def _print_lineage(console: Console, path: Path, manifest: Manifest) -> None:
+    console.rule("lineage", align="left")
+    chain = trace_ancestors(path, manifest)
+    for ancestor, state in chain:
+        where = "" if ancestor.directory is None else f" of {ancestor.directory}"
+        line = f"descends from {ancestor.name}{where} ({state}), manifest {ancestor.manifest_hash[:23]}"
+        console.print(Text(printable(line)))
+    if not chain:
+        console.print("the first of its run")

@@ -1,0 +1,127 @@
+"""`genesis checkpoint verify`: whether checkpoints, ours or of others, are whole."""
+
+from pathlib import Path
+from typing import Any
+
+from rich.filesize import decimal
+
+from genesis.cli.checkpoint.shared import BAD, LEVELS, build_parser, is_checkpoint, print_json, without_path
+from genesis.errors import UserError, printable
+from genesis_callbacks.checkpoint import CheckpointError
+from genesis_callbacks.checkpoint.contents import Contents, find_format, find_non_finite, read_contents
+from genesis_callbacks.checkpoint.inventory import find_problem, find_problems, read_inventory
+from genesis_callbacks.checkpoint.lineage import CHECKPOINTS_NAME
+
+_MAX_NAMED = 3
+_FORMATS = {
+    "torch": "a file of torch.save",
+    "dcp": "a directory of torch's distributed checkpoint",
+    "safetensors": "safetensors",
+}
+_DESCRIPTION = """Verifies one checkpoint, or all of a run: quick compares counts, names and sizes, full also the
+hash of every file, deep also the digest of every tensor. --finite also looks for values that are not finite. Of a
+checkpoint of others (a .ckpt, .pt or .pth file, a safetensors file or directory, a DCP directory) it tells what it
+holds, and whether that is empty or cut off; no code in it runs. Exit status 1 if one does not verify.
+Example: genesis checkpoint verify runs/demo/run --level deep"""
+
+
+def main(argv: list[str]) -> int:
+    """Runs `genesis checkpoint verify` and returns its exit status."""
+    parser = build_parser("verify", _DESCRIPTION)
+    parser.add_argument("path", type=Path, help="a checkpoint, ours or of others, or a run's directory (all of its)")
+    parser.add_argument("--level", choices=LEVELS, default="full", help="how much is verified of ours; default full")
+    parser.add_argument("--finite", action="store_true", help="read every value and look for those not finite")
+    arguments = parser.parse_args(argv)
+    is_run = (arguments.path / CHECKPOINTS_NAME).is_dir()
+    if not is_run and find_format(arguments.path) not in (None, "genesis"):
+        return _verify_foreign(arguments.path, is_finite_asked=arguments.finite, as_json=arguments.json)
+    if is_checkpoint(arguments.path):
+        problems = {arguments.path: find_problem(arguments.path, arguments.level)}
+    else:
+        problems = find_problems(read_inventory(arguments.path), arguments.level)
+        if not problems:
+            raise UserError(f"there is no committed checkpoint in {arguments.path}; `genesis fit` writes them")
+    outcomes = {path: None if problem is None else str(problem) for path, problem in problems.items()}
+    if arguments.finite:
+        outcomes = {path: problem or _describe_non_finite(read_contents(path)) for path, problem in outcomes.items()}
+    bad = [problem for problem in outcomes.values() if problem is not None]
+    if arguments.json:
+        content = [
+            {"path": str(path), "is_verified": problem is None, "problem": problem}
+            for path, problem in outcomes.items()
+        ]
+        print_json({"level": arguments.level, "checkpoints": content})
+    else:
+        verified = f"verified ({arguments.level}{', finite' if arguments.finite else ''})"
+        for path, problem in outcomes.items():
+            print(f"{path}: {verified}" if problem is None else f"{path}: BAD: {without_path(path, problem)}")
+    return BAD if bad else 0
+
+
+def _verify_foreign(path: Path, *, is_finite_asked: bool, as_json: bool) -> int:
+    """Tells what a checkpoint of others holds and returns the exit status."""
+    contents: Contents | None = None
+    problem: str | None = None
+    try:
+        contents = read_contents(path)
+        found = list(contents.problems) if contents.model else [*contents.problems, "holds no tensor of a model"]
+        problem = printable("; ".join(found)) or (_describe_non_finite(contents) if is_finite_asked else None)
+    except CheckpointError as error:
+        problem = str(error)
+    if as_json:
+        facts = {} if contents is None else _describe_contents(contents)
+        print_json({"checkpoints": [{"path": str(path), "is_verified": problem is None, "problem": problem, **facts}]})
+    else:
+        print(f"{path}: {'looks whole' if problem is None else f'BAD: {problem}'}")
+        if contents is not None:
+            _print_contents(contents, is_finite=is_finite_asked and problem is None)
+    return BAD if problem is not None else 0
+
+
+def _describe_non_finite(contents: Contents) -> str | None:
+    """Returns which tensors of model and optimizers have values that are not finite, or None; reads all of them."""
+    found = find_non_finite(contents)
+    if not found:
+        return None
+    some = printable(", ".join(f"{name} ({count:,} values)" for name, count in list(found.items())[:_MAX_NAMED]))
+    return f"{len(found):,} tensors hold values that are not finite, such as {some}"
+
+
+def _describe_contents(contents: Contents) -> dict[str, Any]:
+    optimizers = [
+        {
+            "optimizer": index,
+            "num_parameters": len(parameters),
+            "num_tensors": sum(map(len, parameters.values())),
+            "num_bytes": sum(tensor.num_bytes for state in parameters.values() for tensor in state.values()),
+        }
+        for index, parameters in contents.optimizers.items()
+    ]
+    return {
+        "format": contents.format,
+        "step": contents.step,
+        "num_bytes": contents.num_bytes,
+        "model": {
+            "num_tensors": len(contents.model),
+            "num_bytes": sum(tensor.num_bytes for tensor in contents.model.values()),
+        },
+        "optimizers": [optimizer for optimizer in optimizers if optimizer["num_tensors"]],
+    }
+
+
+def _print_contents(contents: Contents, *, is_finite: bool) -> None:
+    facts = _describe_contents(contents)
+    at_step = "" if contents.step is None else f", step {contents.step:,}"
+    print(f"  is         {_FORMATS[contents.format]}, {decimal(contents.num_bytes)}{at_step}")
+    model = facts["model"]
+    print(f"  model      {model['num_tensors']:,} tensors, {decimal(model['num_bytes'])}")
+    for row in facts["optimizers"]:
+        print(
+            f"  optimizer  number {row['optimizer']}: {row['num_tensors']:,} tensors for {row['num_parameters']:,} "
+            f"parameters, {decimal(row['num_bytes'])}"
+        )
+    if not facts["optimizers"]:
+        print("  optimizer  no state: it holds weights alone")
+    if is_finite:
+        print("  finite     every value of these")
+    print("  not shown  that the bytes are those that were saved: this format has no digests to compare with")
