@@ -15,10 +15,7 @@ PACKAGES = ("genesis", "callbacks/src")
 MAX_LINES = 500
 MAX_METHODS = 30
 
-EXCEPTIONS: dict[str, str] = {
-    "callbacks/src/genesis_callbacks/checkpoint/contents.py": "is about to become a file for each format",
-    "callbacks/src/genesis_callbacks/checkpoint_verification.py": "is about to become a file for each class",
-}
+EXCEPTIONS: dict[str, str] = {}
 """`path` or `path::Class`, and why it may be larger."""
 
 

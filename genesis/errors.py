@@ -1,5 +1,5 @@
 """What the command line prints in one line: a user's mistake (exit status 2), or why a run must not go on (1)."""
 
-from genesis_callbacks.errors import RunEndedError, UserError, naming, printable
+from genesis_callbacks.errors import RunEndedError, UserError, naming, printable, printable_lines
 
-__all__ = ["RunEndedError", "UserError", "naming", "printable"]
+__all__ = ["RunEndedError", "UserError", "naming", "printable", "printable_lines"]

@@ -8,6 +8,7 @@ their command line or first environment, it starts `sys.executable` instead.
 import atexit
 import functools
 import json
+import math
 import os
 import select
 import signal
@@ -21,7 +22,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from genesis.export.proof import PROVE_MODULE, prove_environment
+
 PIPE, STDOUT, DEVNULL = subprocess.PIPE, subprocess.STDOUT, subprocess.DEVNULL
+
+MODULES = ("torch.distributed.fsdp", "lightning.pytorch", "genesis.cli.fit", "genesis.cli.serve")
+"""What most commands import."""
+PROOF_MODULES = (
+    "genesis.export.texts",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.llama.tokenization_llama",
+)
 
 Target = int | IO[Any] | None
 REPOSITORY = Path(__file__).parents[1]
@@ -51,7 +63,8 @@ class ForkedCommand:
         self.stderr, err = (None, os.dup(out)) if stderr == STDOUT else _open(stderr, 2)
         reports, pipe = os.pipe()
         stdin = os.open(os.devnull, os.O_RDONLY)
-        socket.send_fds(_requests(), [json.dumps(request).encode()], [stdin, out, err, pipe])
+        modules = PROOF_MODULES if module == PROVE_MODULE else MODULES
+        socket.send_fds(_requests(modules), [json.dumps(request).encode()], [stdin, out, err, pipe])
         for descriptor in (stdin, out, err, pipe):
             os.close(descriptor)
         self._reports = os.fdopen(reports, "r", encoding="ascii")
@@ -68,8 +81,14 @@ class ForkedCommand:
             raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
         return status
 
+    def _is_reported(self, timeout: float | None) -> bool:
+        # Not `select.select`: a process of many tests has descriptors beyond those that it takes.
+        poll = select.poll()
+        poll.register(self._reports, select.POLLIN)
+        return bool(poll.poll(None if timeout is None else math.ceil(1000 * timeout)))
+
     def _look(self, timeout: float | None) -> int | None:
-        if self.returncode is None and select.select([self._reports], [], [], timeout)[0]:
+        if self.returncode is None and self._is_reported(timeout):
             line = self._reports.readline()
             assert line, "the forkserver has ended"
             self.returncode = os.waitstatus_to_exitcode(int(line))
@@ -135,6 +154,11 @@ def run_module(
     return subprocess.CompletedProcess(command.args, command.returncode, out, err)
 
 
+def run_prove(request: str) -> subprocess.CompletedProcess[str]:
+    """Does what `genesis.export.proof.run_prove` does; the process has imported transformers."""
+    return run_module(PROVE_MODULE, request, env=prove_environment())
+
+
 def run_genesis(
     *arguments: str | Path, timeout: float | None = None, **options: Any
 ) -> subprocess.CompletedProcess[str]:
@@ -155,12 +179,12 @@ def _open(target: Target, standard: int) -> tuple[IO[str] | None, int]:
 
 
 @functools.cache
-def _requests() -> socket.socket:
-    """Returns the socket of this process's forkserver, which ends with this process or at its exit."""
+def _requests(modules: tuple[str, ...]) -> socket.socket:
+    """Returns the socket of a forkserver that has imported `modules`; it ends with this process or at its exit."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     # Its imports would start threads of OpenBLAS; after a fork there are none.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.forkserver", str(theirs.fileno())]
+    command = [sys.executable, "-m", "tests.forkserver", str(theirs.fileno()), *modules]
     process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, pass_fds=[theirs.fileno()])
     theirs.close()
 

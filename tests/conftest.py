@@ -8,15 +8,19 @@ import pytest
 from hypothesis import settings
 
 from genesis.evaluate.environment import make_quiet
+from genesis.export import proof
 from genesis.export.export import ExportOptions, export_checkpoints
 from genesis.export.texts import SCRIPTS
-from genesis.tokenizer.tokenizer import Tokenizer
+from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
-from genesis_callbacks.testing import preload
+from genesis_callbacks.testing import fork_writers, preload
+from tests.commands import run_prove
 from tests.data.corpora import make_documents, write_corpus
 from tests.tiny_runs import build_decoder, save
 
 WORDS = ("alpha", "beta", "    return", "class ", "def ", "\n\n", "====", "\u00e9t\u00e9", "\u65e5\u672c")
+
+pytest_plugins = ["tiers"]
 
 # As the table of commands does it, before a test imports lm-eval.
 make_quiet()
@@ -24,8 +28,10 @@ make_quiet()
 # How long an example takes says how busy the machine is.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
-# Ranks of tests find the application imported, too.
-preload("genesis.cli.fit")
+# An import costs more than most tests: ranks, writers and proofs are forked from processes that have imported once.
+preload("genesis.cli.fit", "pytest", "hypothesis", "tests.cli.tiny", "tests.data.corpora")
+fork_writers()
+proof.run_prove = run_prove
 
 
 @pytest.fixture(scope="session")
@@ -56,7 +62,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tokenizer_file: Path) -> Path:
     directory = tmp_path_factory.mktemp("run")
     shutil.copy(tokenizer_file, directory)
     for step in (1, 2, 3):
-        save(directory / "checkpoints", step, build_decoder(step), {"tokenizer_hash": Tokenizer.load(directory).hash})
+        save(directory / "checkpoints", step, build_decoder(step), {"tokenizer_hash": open_tokenizer(directory).hash})
     return directory
 
 

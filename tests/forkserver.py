@@ -1,10 +1,10 @@
-"""The process that the commands of tests are forked from: it has imported Lightning once, which takes seconds.
+"""The process that the commands of tests are forked from: it has imported what they need once, which takes seconds.
 
-It reads requests from the socket whose descriptor is its argument: as JSON a module, its arguments, the directory and
-the environment, and with them the descriptors of stdin, stdout, stderr and a pipe. To the pipe it writes the child's
-process id, and in the end the status that the kernel reports. A child leaves the loop, runs the module as
-`python -m MODULE` does and ends as any interpreter ends. Nothing may compute before the fork: the threads of OpenMP
-do not survive one.
+Its arguments are the descriptor of a socket and the modules to import. It reads requests from that socket: as JSON a
+module, its arguments, the directory and the environment, and with them the descriptors of stdin, stdout, stderr and a
+pipe. To the pipe it writes the child's process id, and in the end the status that the kernel reports. A child leaves
+the loop, runs the module as `python -m MODULE` does and ends as any interpreter ends. Nothing may compute before the
+fork: the threads of OpenMP do not survive one.
 """
 
 import contextlib
@@ -20,7 +20,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-MODULES = ("torch.distributed.fsdp", "lightning.pytorch", "genesis.cli.fit", "genesis.cli.serve")
+from genesis_callbacks.testing import fork_writers
+
 MAX_REQUEST_BYTES = 1 << 20
 NUM_DESCRIPTORS = 4
 
@@ -104,8 +105,9 @@ def become(request: Request) -> None:
 def main() -> None:
     """Imports what is slow to import, and serves."""
     channel: Any = socket.socket(fileno=int(sys.argv[1]))
-    for module in MODULES:
+    for module in sys.argv[2:]:
         importlib.import_module(module)
+    fork_writers()  # of commands that train
     gc.freeze()  # what is imported is nobody's garbage: children neither look at it nor copy its pages
     request = serve(channel)
     if request is not None:

@@ -9,15 +9,32 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from genesis_callbacks.testing import fork_writers, preload
+
+pytest_plugins = ["tiers"]
+
 # How long an example takes says how busy the machine is.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
-WITHOUT_GENESIS = str(Path(__file__).parent / "without_genesis")
+TESTS = Path(__file__).parent
+WITHOUT_GENESIS = str(TESTS / "without_genesis")
 
 sys.path.insert(0, WITHOUT_GENESIS)
-# Ranks, writers and programs that tests start find it first too.
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (WITHOUT_GENESIS, os.environ.get("PYTHONPATH"))))
+# Ranks, writers and programs that tests start find it first too, and the ranks' fork server finds what it imports.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (WITHOUT_GENESIS, str(TESTS), os.environ.get("PYTHONPATH"))))
+
+# An import costs more than most tests: ranks and writers are forked from a process that has imported what tests import.
+preload("pytest", "hypothesis", "plain_project", "outside.projects")
+fork_writers()
+
+
+@pytest.fixture
+def started_writers() -> Iterator[None]:
+    """Writers are started as trainers outside of tests start them: for tests of the start, or of the whole process."""
+    fork_writers(False)
+    yield
+    fork_writers()
 
 
 @pytest.fixture

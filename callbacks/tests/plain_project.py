@@ -126,6 +126,8 @@ def wait_until(condition: Callable[[], bool], limit_seconds: float = 30.0) -> No
 def build_strategy(name: str, world_size: int):
     if name == "fsdp2":
         return ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1)
+    if name == "ddp_with_fixed_buckets":
+        return DDPStrategy(process_group_backend="gloo", find_unused_parameters=True)
     return DDPStrategy(process_group_backend="gloo") if name in ("ddp", "zero") else "auto"
 
 
@@ -172,8 +174,8 @@ def train(
         "report": checkpoint.restore_report.text if checkpoint.restore_report else None,
         "seen": counting.seen,
         "last_saved": str(checkpoint.last_saved),
-        "failed": checkpoint.num_failed_saves,
-        "skipped": checkpoint.num_skipped_saves,
+        "failed": checkpoint.statistics.num_failed,
+        "skipped": checkpoint.statistics.num_skipped,
         "training_collectives": (checkpoint.num_training_collectives, _num_collectives() > 0, checkpoint.num_hooks),
         "signal": checkpoint.stopped_by_signal,
     }

@@ -102,7 +102,10 @@ def names_in(run_dir: Path) -> list[str]:
 # ---- the best
 
 
-@pytest.mark.parametrize(("strategy", "mode"), [("single", "sync"), ("ddp", "process"), ("fsdp2", "thread")])
+@pytest.mark.parametrize(
+    ("strategy", "mode"),
+    [("single", "sync"), ("ddp", "process"), pytest.param("fsdp2", "thread", marks=pytest.mark.slow)],
+)
 def test_the_best_is_saved_marked_and_outlives_retention(tmp_path, strategy, mode):
     world_size = 1 if strategy == "single" else 2
     options = {"monitor": "validation/loss", "every_n_steps": 3, "keep_last": 1, "mode": mode}
@@ -126,7 +129,7 @@ def test_the_largest_is_the_best_by_choice(tmp_path):
     assert read_best(tmp_path).value == 9.0
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp"])
+@pytest.mark.parametrize("strategy", ["single", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_a_run_goes_on_from_the_best_bit_for_bit(tmp_path, strategy):
     """The save after a validation holds generators and loops as they are there."""
     world_size = 1 if strategy == "single" else 2
@@ -169,7 +172,7 @@ def test_a_mark_that_is_newer_than_what_was_restored_stays(tmp_path):
     assert read_best(tmp_path).name == "step-00000004"
 
 
-@pytest.mark.parametrize("strategy", ["single", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["single", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_a_save_before_a_validation_that_draws_random_numbers_resumes_bit_for_bit(tmp_path, strategy):
     world_size = 1 if strategy == "single" else 2
     straight = fit_on(world_size, tmp_path / "straight", strategy, 6, save_at_end=False)
@@ -200,7 +203,9 @@ def marks_in(run_dir: Path) -> list[tuple[str, float]]:
     return [] if best is None else [(marked.name, marked.value) for marked in best.ranked]
 
 
-@pytest.mark.parametrize(("strategy", "mode"), [("single", "sync"), ("ddp", "process")])
+@pytest.mark.parametrize(
+    ("strategy", "mode"), [("single", "sync"), pytest.param("ddp", "process", marks=pytest.mark.slow)]
+)
 def test_the_best_two_and_the_last_stay(tmp_path, strategy, mode):
     world_size = 1 if strategy == "single" else 2
     options = {"monitor": "validation/loss", "keep_best": 2, "every_n_steps": 3, "keep_last": 1, "mode": mode}
@@ -318,6 +323,12 @@ def test_a_number_of_best_checkpoints_without_meaning_is_refused(tmp_path, optio
         CountedCheckpoint(run_dir=tmp_path, **options)
 
 
+@pytest.mark.parametrize("given", ["", " ", "s3://bucket/run", Path("gs://bucket/run"), "file:///runs/a"])
+def test_a_run_directory_that_is_empty_or_a_url_is_refused_with_a_remedy(given):
+    with pytest.raises(ValueError, match=r"run_dir is '.*(give the run a directory|give one on a disk)"):
+        CountedCheckpoint(run_dir=given)
+
+
 @pytest.mark.parametrize(
     "others", [3, [3], [{}], [{"name": "../x", "manifest_hash": "a", "value": 1.0}],
                [{"name": "step-00000001", "manifest_hash": "a", "value": 10**400}]],
@@ -388,7 +399,7 @@ def test_a_window_that_was_written_into_is_not_saved(tmp_path):
 # ---- weights alone, and forks
 
 
-@pytest.mark.parametrize(("strategy", "world_size"), [("single", 1), ("fsdp2", 2)])
+@pytest.mark.parametrize(("strategy", "world_size"), [("single", 1), pytest.param("fsdp2", 2, marks=pytest.mark.slow)])
 def test_a_run_starts_from_weights_alone(tmp_path, strategy, world_size):
     run_training(1, tmp_path / "a", "single", 4)
     source = tmp_path / "a/checkpoints/step-00000004"
@@ -463,7 +474,7 @@ def fit_with_a_log(run_dir, kind, is_stuck):
     fit(run_dir / "run", "ddp", 6, every_n_steps=1, lost_rank_seconds=1.0, callbacks=trouble)
 
 
-@pytest.mark.parametrize("is_stuck", [False, True])
+@pytest.mark.parametrize("is_stuck", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(("kind", "said"), [("kill", r"process \d+"), ("raise", "failed with RuntimeError")])
 def test_a_rank_that_is_gone_ends_the_others_by_name(tmp_path, kind, said, is_stuck):
     with pytest.raises(AssertionError, match="rank 1"):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from genesis_callbacks import AsyncProcessCheckpoint, CheckpointVerification
-from genesis_callbacks.async_process_checkpoint import _refuse_strategy
+from genesis_callbacks._refused_strategies import refuse_to_save
 from genesis_callbacks.checkpoint import CheckpointError, find_latest, list_committed
 from genesis_callbacks.testing import run_ranks
 
@@ -125,7 +125,7 @@ def resume_manually(root, is_manual, mode):
     return checkpoint.restore_report.text
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["sync", pytest.param("thread", marks=pytest.mark.slow), "process"])
 @pytest.mark.parametrize("is_manual", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_automatic_and_manual_optimization_resume_bit_equal(tmp_path, is_manual, mode):
     (report,) = run_ranks(resume_manually, 1, tmp_path, is_manual, mode)
@@ -154,7 +154,9 @@ def several_fits(root, mode):
     }
 
 
-@pytest.mark.parametrize("mode", ["sync", "thread", pytest.param("process", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mode", ["sync", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("thread", "process"))]
+)
 def test_two_fits_two_callbacks_validate_and_stock_checkpoints(tmp_path, mode):
     (committed,) = run_ranks(several_fits, 1, tmp_path, mode)
     assert committed == {
@@ -256,7 +258,7 @@ def test_another_model_is_refused(tmp_path):
 )
 def test_strategies_without_support_are_refused_by_name(strategy, name):
     with pytest.raises(CheckpointError, match=name):
-        _refuse_strategy(strategy.__new__(strategy))
+        refuse_to_save(strategy.__new__(strategy))
 
 
 @pytest.mark.parametrize(

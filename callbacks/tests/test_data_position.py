@@ -1,5 +1,7 @@
 """Where the data stand comes back exactly, or the restore is refused: pure parts, and plain fits in this process."""
 
+import os
+
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -9,6 +11,7 @@ from outside.models import OneCycle, Plain
 from genesis_callbacks import AsyncProcessCheckpoint
 from genesis_callbacks._data_position import LostDataPositionWarning, count_epoch, find_difference, is_epoch_over
 from genesis_callbacks.checkpoint.errors import CheckpointError
+from genesis_callbacks.testing import run_ranks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The '.*' does not have many workers"),
@@ -40,8 +43,12 @@ def fit(run_dir, build_loader, *, stop=None, kind=Plain, max_steps=-1, **options
     checkpoint = AsyncProcessCheckpoint(
         run_dir=run_dir, **{"mode": "thread", "every_n_steps": 1, "save_at_end": False, **options}
     )
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     trainer = Trainer(
         accelerator="cpu",
+        devices=num_ranks,
+        strategy="ddp" if num_ranks > 1 else "auto",
+        use_distributed_sampler=False,
         max_epochs=-1 if max_steps != -1 else 3,
         max_steps=max_steps,
         logger=False,
@@ -64,8 +71,15 @@ def assert_goes_on(whole: Seen, resumed: Seen, step: int) -> None:
         assert torch.equal(batch, other)
 
 
-@pytest.mark.parametrize("step", [3, 4, 5, 8])
-@pytest.mark.parametrize("kind", [Plain, OneCycle])
+@pytest.mark.parametrize(
+    ("kind", "step"),
+    [
+        (Plain, 3),
+        (OneCycle, 4),
+        *(pytest.param(kind, step, marks=pytest.mark.slow) for kind, step in ((Plain, 4), (OneCycle, 3))),
+        *(pytest.param(kind, step, marks=pytest.mark.slow) for kind in (Plain, OneCycle) for step in (5, 8)),
+    ],
+)
 def test_a_loader_with_a_state_goes_on_from_every_step(tmp_path, kind, step):
     """Within an epoch and at its last step; also where `estimated_stepping_batches` builds the loader early."""
     whole = fit(tmp_path / "whole", build_counting_loader, kind=kind, every_n_steps=None)
@@ -107,6 +121,20 @@ def test_a_loader_that_does_not_take_its_state_may_be_allowed(tmp_path):
     fit(tmp_path, build_forgetful_loader, stop=6)
     with pytest.warns(LostDataPositionWarning, match="did not take its state"):
         fit(tmp_path, build_forgetful_loader, on_lost_data_position="warn")
+
+
+def fit_two_steps(run_dir) -> None:
+    fit(run_dir, build_counting_loader, max_steps=2)
+
+
+@pytest.mark.process
+def test_loaders_of_another_number_of_ranks_are_refused_with_both_numbers_and_may_be_allowed(tmp_path):
+    run_ranks(fit_two_steps, 2, tmp_path)
+    message = r"2 ranks saved the states of their loaders, 1 restore; on_lost_data_position='warn'"
+    with pytest.raises(CheckpointError, match=message), pytest.warns(UserWarning, match="training ended"):
+        fit(tmp_path, build_counting_loader, max_steps=4)
+    with pytest.warns(LostDataPositionWarning, match="2 ranks saved the states of their loaders, 1 restore"):
+        fit(tmp_path, build_counting_loader, max_steps=4, on_lost_data_position="warn")
 
 
 def build_loop(*, ready: int, processed: int, batch_processed: int, batch_completed: int, is_last: bool):

@@ -15,6 +15,7 @@ from genesis_callbacks.checkpoint import (
     find_latest,
     read_manifest,
 )
+from genesis_callbacks.checkpoint.drift import compare_mappings
 
 POLICY = DriftPolicy(
     rules=(("allow", "net.dropout"), ("never", "net"), ("never", "tokenizer"), ("free", "where"), ("free", "log_*")),
@@ -155,6 +156,28 @@ def test_the_refusal_has_the_remedy_first_and_the_diff_by_area():
     ]
 
 
+def test_recipes_that_spell_the_same_run_are_compared_in_one_form():
+    def unify(recipe):
+        return {key: value for key, value in recipe.items() if key != "dim"} | {"net": {**RECIPE["net"], "dim": 8}}
+
+    other = {**{key: value for key, value in RECIPE.items() if key != "net"}, "dim": 8}
+    for policy, keys in ((POLICY, {"dim", "net"}), (dataclasses.replace(POLICY, unify=unify), set())):
+        found = find_drift(MANIFEST, identity={}, recipe=other, versions={}, policy=policy)
+        assert {difference.key for difference in found} == keys
+
+
+def test_names_and_values_of_a_checkpoint_add_no_lines_and_no_control_characters_to_the_refusal():
+    recipe = changed(net__dim=9) | {"net\n  faked\x1b[2J": 1, "steps": "10\n\x1b[2J"}
+    differences = find_drift(
+        MANIFEST, identity={}, recipe=recipe, versions={}, policy=DriftPolicy((("never", "net*"),))
+    )
+    with pytest.raises(DriftError) as raised:
+        check_drift(MANIFEST, differences, POLICY)
+    lines = str(raised.value).split("\n")
+    assert len(lines) == 5
+    assert all(line.isprintable() for line in lines)
+
+
 def test_what_is_free_allowed_or_warned_is_not_refused():
     differences = find_drift(
         MANIFEST,
@@ -192,3 +215,13 @@ def test_a_run_with_another_recipe_is_refused_on_every_rank_until_it_is_allowed(
     options["allow_changed"] = ["*"]
     with pytest.raises(AssertionError, match=r"start a new run for another model\.dim"):
         run_training(1, tmp_path, "single", 6, ckpt_path="latest", recipe={"model": {"dim": 7}}, **options)
+
+
+def test_items_that_have_names_are_compared_by_them_and_a_new_order_is_a_difference():
+    web, code = {"name": "web", "paths": ["a"]}, {"name": "code", "paths": ["b"]}
+    moved = {**code, "paths": ["elsewhere/b"]}
+    assert list(compare_mappings({"sources": [web, code]}, {"sources": [web, moved]})) == [
+        ("sources.code.paths", ["b"], ["elsewhere/b"])
+    ]
+    for other in ([code, web], [web], [web, {**code, "name": "web"}], [web, "code"]):
+        assert list(compare_mappings({"sources": [web, code]}, {"sources": other})) == [("sources", [web, code], other)]

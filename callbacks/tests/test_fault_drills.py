@@ -121,11 +121,13 @@ def check_what_is_told(directory: Path, told: str, *, is_dead: bool) -> None:
 @pytest.mark.parametrize(
     ("world_size", "mode", "act"),
     [
-        *((1, "sync", act) for act in ("EIO", "full", "dead")),
-        (1, "thread", "EIO"),
-        *((1, "process", act) for act in ("EIO", "full")),
-        (2, "sync", "EIO"),
-        *((2, "process", act) for act in ("kill", "EIO")),
+        (1, "sync", "full"),
+        *(pytest.param(1, "sync", act, marks=pytest.mark.slow) for act in ("EIO", "dead")),
+        pytest.param(1, "thread", "EIO", marks=pytest.mark.slow),
+        *(pytest.param(1, "process", act, marks=pytest.mark.slow) for act in ("EIO", "full")),
+        pytest.param(2, "sync", "EIO", marks=pytest.mark.slow),
+        (2, "process", "kill"),
+        pytest.param(2, "process", "EIO", marks=pytest.mark.slow),
     ],
 )
 def test_a_fault_at_any_operation_of_one_rank_is_told_as_it_is(memory_path, world_size, mode, act):
@@ -231,6 +233,7 @@ class BadDisk(Callback):
         os.environ["PYTHONPATH"] = os.pathsep.join((str(WRITER_FAULTS), os.environ.get("PYTHONPATH", "")))
 
 
+@pytest.mark.usefixtures("started_writers")
 @pytest.mark.slow
 def test_bad_and_hung_disks_under_writers_fail_their_saves_by_name_and_training_ends(tmp_path):
     faults = {
@@ -398,6 +401,7 @@ class SignalGroup(Callback):
         assert trainer.global_step < 2 or find_writers() == [self.writer]
 
 
+@pytest.mark.usefixtures("started_writers")
 @pytest.mark.parametrize("strategy", ["single", "fsdp2"])
 @pytest.mark.slow
 def test_a_signal_to_all_processes_in_mid_save_loses_nothing(tmp_path, strategy):
@@ -426,12 +430,14 @@ class SignalAtStart(Callback):
             os.kill(trainer.checkpoint_callback._session._writer._process.pid, self.number)
 
 
+@pytest.mark.usefixtures("started_writers")
 def test_a_writer_that_starts_is_deaf_to_sigterm(tmp_path):
     (run,) = run_training(1, tmp_path, "single", 2, mode="process", callbacks=(SignalAtStart(0, signal.SIGTERM),))
     assert run["failed"] == 0
     assert committed(tmp_path) == ["step-00000002"]
 
 
+@pytest.mark.usefixtures("started_writers")
 def test_a_writer_that_does_not_start_ends_the_run_by_name_before_the_first_step(tmp_path):
     with pytest.raises(AssertionError) as caught:
         run_training(2, tmp_path, "ddp", 2, mode="process", callbacks=(SignalAtStart(1, signal.SIGKILL),))

@@ -98,6 +98,7 @@ def kill_before_every_operation(root: Path, mode: str) -> list[int]:
         survivors.append(step)
 
 
+@pytest.mark.slow  # a writer that is killed before any operation is in the quick tier
 @pytest.mark.parametrize("mode", ["sync", "thread"])
 def test_a_kill_before_any_operation_leaves_the_old_or_the_new(tmp_path, mode):
     (survivors,) = run_ranks(kill_before_every_operation, 1, tmp_path, mode)
@@ -117,7 +118,7 @@ class KillInSave(Callback):
             KilledBefore(self.num_operations)
 
 
-@pytest.mark.parametrize("mode", ["sync", "thread"])
+@pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.slow), "thread"])
 @pytest.mark.parametrize(
     ("strategy", "rank"), [("single", 0), ("ddp", 0), pytest.param("fsdp2", 1, marks=pytest.mark.slow)]
 )

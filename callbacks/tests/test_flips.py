@@ -126,7 +126,7 @@ def test_damage_is_refused_and_the_one_before_is_taken(run_dir, damage):
     damage(old, new)
     with pytest.raises(CorruptCheckpointError):
         verify(new, "full")
-    with pytest.warns(QuarantineWarning, match="step-00000004 does not verify and is put aside as quarantined-step-"):
+    with pytest.warns(QuarantineWarning, match="step-00000004 does not verify and is quarantined as quarantined-step-"):
         assert find_latest(run_dir) == old
 
 

@@ -56,3 +56,17 @@ def _reduce_in_two_worlds(store: str) -> list[tuple[int, ...]]:
 def test_the_group_is_forgotten_with_its_world_and_made_again_in_the_next(tmp_path: object) -> None:
     for answers in run_ranks(_reduce_in_two_worlds, 2, f"{tmp_path}/store"):
         assert answers == [(1,), (21,)]
+
+
+def _reduce_in_parts() -> tuple[tuple[int, ...], tuple[float, ...], int, bool]:
+    rank = dist.get_rank()
+    parts, same, whole = HostGroup([(0, 2), (1, 3)]), HostGroup([[0, 2], [1, 3]]), HostGroup([range(4)])
+    answer = parts.sum((rank, 1)).wait(), whole.sum_floats((rank / 2,)).wait(), parts.world_size
+    assert parts._group() is same._group()
+    return *answer, whole._group() is HostGroup()._group()
+
+
+def test_a_partition_sums_over_the_own_part_and_all_ranks_in_one_part_are_the_whole_group() -> None:
+    answers = run_ranks(_reduce_in_parts, 4)
+    assert [sums for sums, _, _, _ in answers] == [(2, 2), (4, 2), (2, 2), (4, 2)]
+    assert all(answer[1:] == ((3.0,), 2, True) for answer in answers)

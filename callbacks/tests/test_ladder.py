@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from genesis_callbacks import AsyncProcessCheckpoint, SkipAwareLR, TokenCounters
+from genesis_callbacks._bucket_order import describe_bucket_order
 from genesis_callbacks.checkpoint import find_latest, list_committed, verify
 from genesis_callbacks.testing import run_ranks
 
@@ -76,7 +77,7 @@ def climb(
     often = AsyncProcessCheckpoint(run_dir=root / "often", every_n_steps=1, keep_last=2, mode=mode)
     rarely = AsyncProcessCheckpoint(run_dir=root / "rarely", every_n_steps=3, save_at_end=False, mode=mode)
     counters = TokenCounters(count_fn=torch.numel)
-    world_size = WORLD_SIZES[strategy]
+    world_size = int(os.environ["WORLD_SIZE"])
     trainer = Trainer(
         accelerator="cpu",
         devices=world_size,
@@ -99,7 +100,11 @@ def climb(
     for steps in max_steps[1:]:
         trainer.fit_loop.epoch_loop.max_steps = steps
         trainer.fit(model)
-    return {**run, "failed": often.num_failed_saves + rarely.num_failed_saves, "num_losses": len(model.losses)}
+    return {
+        **run,
+        "failed": often.statistics.num_failed + rarely.statistics.num_failed,
+        "num_losses": len(model.losses),
+    }
 
 
 def names_in(run_dir: Path) -> list[str]:
@@ -130,3 +135,21 @@ def test_a_plain_project_climbs_the_ladder(tmp_path, strategy, is_manual):
     manifest = verify(find_latest(tmp_path / "run/often"), "deep")
     assert (manifest.counters["updates"], manifest.sequence) == (9, 9)
     assert manifest.previous.name == "step-00000008"
+
+
+@pytest.mark.slow
+def test_ddp_on_four_ranks_goes_on_bit_for_bit_if_its_buckets_stay(tmp_path):
+    strategy = "ddp_with_fixed_buckets"
+    straight = run_ranks(climb, 4, tmp_path / "straight", strategy, False, "sync", (8,))
+    with pytest.raises(AssertionError, match="died without a word"):
+        run_ranks(climb, 4, tmp_path / "run", strategy, False, "process", (8,), KillAll(5))
+    resumed = run_ranks(climb, 4, tmp_path / "run", strategy, False, "thread", (8,))
+    for run, other in zip(straight, resumed, strict=True):
+        assert all(torch.equal(tensor, other["weights"][name]) for name, tensor in run["weights"].items())
+
+
+def test_who_trains_by_ddp_on_three_ranks_is_told_how_a_resume_becomes_exact():
+    exact, usual = (build_strategy(name, 3) for name in ("ddp_with_fixed_buckets", "ddp"))
+    assert describe_bucket_order(exact, 3) is None
+    assert describe_bucket_order(usual, 2) is None
+    assert "find_unused_parameters=True" in describe_bucket_order(usual, 3)

@@ -93,6 +93,7 @@ def save_three_hundred_times(directory: Path, mode: str) -> dict[str, object]:
     }
 
 
+@pytest.mark.usefixtures("started_writers")
 @pytest.mark.parametrize("mode", ["thread", "process"])
 @pytest.mark.slow
 def test_three_hundred_saves_leak_nothing(memory_path, mode):
@@ -153,8 +154,9 @@ def save_with_little(directory: Path) -> bool:
     return is_small
 
 
+@pytest.mark.slow
 def test_many_tensors_need_few_descriptors_and_no_shared_memory_that_has_a_name(tmp_path):
-    (is_small,) = run_ranks(save_with_little, 1, tmp_path)
+    (is_small,) = run_ranks(save_with_little, 1, tmp_path, timeout_seconds=280.0)  # 160 MB go to the disk
     if not is_small:
         pytest.skip("saved with few descriptors; mounting a small /dev/shm is not allowed here")
 
@@ -207,6 +209,7 @@ def start_among_strangers(directory: Path) -> None:
     WriterProcess().wait_ready()
 
 
+@pytest.mark.usefixtures("started_writers")
 def test_a_working_directory_gives_the_writer_no_code(tmp_path):
     """A run's directory from a stranger may hold files named like modules."""
     for name in ("blake3", "numpy", "torch"):

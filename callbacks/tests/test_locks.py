@@ -5,6 +5,9 @@ import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,10 +18,11 @@ from lightning.pytorch import Callback
 from plain_project import run_training, train
 from torch.utils.data import DataLoader
 
+from genesis_callbacks import AsyncProcessCheckpoint
 from genesis_callbacks._rank_watch import RankWatch
-from genesis_callbacks.checkpoint import DirectoryInUseError, DirectoryLock
+from genesis_callbacks.checkpoint import CheckpointError, DirectoryInUseError, DirectoryLock
 from genesis_callbacks.checkpoint.job import hold_staging
-from genesis_callbacks.checkpoint.lineage import wait_for_orphans
+from genesis_callbacks.checkpoint.lineage import check_not_in_use, find_holder, wait_for_orphans
 from genesis_callbacks.testing import run_ranks
 
 STEPS = 8
@@ -78,6 +82,69 @@ def test_another_process_and_the_same_one_are_refused_while_the_owner_lives(tmp_
     with pytest.raises(DirectoryInUseError, match=f"process {os.getpid()}"):
         DirectoryLock(tmp_path)
     lock.release()
+    DirectoryLock(tmp_path).release()
+
+
+@pytest.mark.parametrize(("make", "kind"), [(os.mkfifo, "a FIFO"), (os.mkdir, "a directory")])
+@pytest.mark.parametrize("look", [DirectoryLock, check_not_in_use, find_holder])
+def test_a_lock_that_is_no_file_is_refused_without_waiting(tmp_path, make, kind, look):
+    make(tmp_path / ".lock")
+    with pytest.raises(CheckpointError, match=rf"\.lock is {kind} where the lock file of a run must be: remove it"):
+        look(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xff\x1b[2J" + b"A" * 100_000, b"-1", b"99999999999999999999", "ended"])
+def test_a_lock_without_its_owners_process_id_names_no_process(tmp_path, content):
+    if content == "ended":
+        process = subprocess.Popen(["true"])
+        process.wait()
+        content = str(process.pid).encode()
+    (tmp_path / ".lock").write_bytes(content)
+    with (tmp_path / ".lock").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert find_holder(tmp_path) == "unknown"
+        for look in (DirectoryLock, check_not_in_use):
+            with pytest.raises(DirectoryInUseError, match=r"in use by another run \(its process is unknown\)"):
+                look(tmp_path)
+
+
+def check_that_a_live_run_is_named_at_once(run_dir: Path) -> None:
+    directory = run_dir / "checkpoints"
+    staging = directory / "step-00000002.staging-0"
+    staging.mkdir(parents=True)
+    told, tell = os.pipe()
+    owner = os.fork()
+    if owner == 0:
+        held = DirectoryLock(directory), hold_staging(staging)
+        held[1].__enter__()
+        os.write(tell, b"!")
+        signal.pause()
+    try:
+        os.read(told, 1)
+        assert find_holder(directory) == str(owner)
+        for take in (DirectoryLock, check_not_in_use):
+            with pytest.raises(DirectoryInUseError, match=rf"in use by another run \(process {owner}\)"):
+                take(directory)
+        begin_seconds = time.monotonic()
+        assert AsyncProcessCheckpoint(run_dir=run_dir).latest() is None
+        assert time.monotonic() - begin_seconds < 10, "the writer of a live run is not waited for"
+    finally:
+        os.kill(owner, signal.SIGKILL)
+        os.waitpid(owner, 0)
+    assert find_holder(directory) is None
+    check_not_in_use(directory)
+
+
+def test_a_live_run_is_named_by_its_process_and_its_writer_is_not_waited_for(tmp_path):
+    run_ranks(check_that_a_live_run_is_named_at_once, 1, tmp_path)
+
+
+def test_a_look_at_the_lock_does_not_refuse_a_run_that_starts(tmp_path):
+    assert find_holder(tmp_path) is None
+    (tmp_path / ".lock").write_text("1")
+    looking = os.open(tmp_path / ".lock", os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    threading.Timer(0.02, os.close, (looking,)).start()
     DirectoryLock(tmp_path).release()
 
 

@@ -27,10 +27,10 @@ def run_blocks(*blocks: str) -> dict[str, object]:
 
 def test_the_readmes_code_starts_a_run_goes_on_and_reads_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    script, reading, inference = BLOCKS
+    script, reading, inference, story = BLOCKS
     run_blocks(script.replace("max_steps=60", "max_steps=30"))
     assert [manifest.step for _, manifest in list_committed("runs/mine")] == [20, 30]
-    names = run_blocks(script, reading, inference)
+    names = run_blocks(script, reading, inference, story)
     assert names["checkpoint"].restore_report.step == 30
     assert [manifest.step for _, manifest in list_committed("runs/mine")] == [30, 40, 60]
     assert list_committed("runs/mine")[-1][1].counters == {
@@ -39,6 +39,8 @@ def test_the_readmes_code_starts_a_run_goes_on_and_reads_it(tmp_path, monkeypatc
         "updates": 60,
         "tokens_updated": 60 * 32,
     }
+    assert [event.kind for event in names["new_ones"]].count("started") == 2
+    assert (names["event"].kind, names["event"].step) == ("ended", 60)
     assert names["weights"].keys() == {"model.layer.weight", "model.layer.bias"}
     for name, tensor in names["model"].state_dict().items():
         assert torch.equal(tensor, names["weights"][f"model.{name}"])

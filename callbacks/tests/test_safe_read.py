@@ -22,6 +22,7 @@ from genesis_callbacks.checkpoint.contents import read_contents
 from genesis_callbacks.checkpoint.dcp_metadata import read_dcp_metadata
 from genesis_callbacks.checkpoint.errors import CorruptCheckpointError
 from genesis_callbacks.checkpoint.hashing import hash_bytes, hash_descriptor
+from genesis_callbacks.checkpoint.job import _read_note
 from genesis_callbacks.checkpoint.safe_read import open_regular, read_file
 
 LARGE_BYTES = (64 << 20) + 4096
@@ -151,3 +152,18 @@ def test_a_ckpt_of_many_tensors_is_read(tmp_path: Path) -> None:
     torch.save({"state_dict": {f"layers.{number}.weight": torch.zeros(2) for number in range(5_000)}}, stream)
     (tmp_path / "model.ckpt").write_bytes(stream.getvalue())
     assert len(read_contents(tmp_path / "model.ckpt").model) == 5_000
+
+
+def test_a_receipt_of_a_rank_is_read_within_bounds(tmp_path: Path) -> None:
+    path = tmp_path / "receipt-1.json"
+    assert _read_note(path) is None
+    deep = b"[" * 200 + b"]" * 200
+    path.write_bytes(hash_bytes(deep, "blake3").encode() + b"\n" + deep[:-1])
+    assert _read_note(path) is None, "half of a note is not there yet"
+    path.write_bytes(hash_bytes(deep, "blake3").encode() + b"\n" + deep)
+    with pytest.raises(CorruptCheckpointError, match=r"receipt-1\.json is nested more than"):
+        _read_note(path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(CorruptCheckpointError, match="is a FIFO"):
+        _read_note(path)

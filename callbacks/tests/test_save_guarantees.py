@@ -166,7 +166,7 @@ def fail() -> Snapshot:
     raise OSError("no snapshot here")
 
 
-SLOW = ((1, "process"), (2, "thread"))  # those that are quicker go the same ways
+SLOW = ((1, "process"), (2, "sync"), (2, "thread"))  # the others go the same ways
 
 
 @pytest.fixture(

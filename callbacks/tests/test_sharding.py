@@ -77,11 +77,11 @@ def restore_layout(path, layout):
     ("saver", "restorer"),
     [
         ("hybrid", "columns"),
-        ("grid", "rows"),
         ("uneven", "grid"),
-        ("rows", "uneven"),
-        ("columns", "one"),
-        ("one", "hybrid"),
+        *(
+            pytest.param(saver, restorer, marks=pytest.mark.slow)
+            for saver, restorer in (("grid", "rows"), ("rows", "uneven"), ("columns", "one"), ("one", "hybrid"))
+        ),
     ],
 )
 def test_any_placement_restores_any_other(tmp_path, saver, restorer):

@@ -20,6 +20,12 @@ _STOP_TIMEOUT_SECONDS = 30.0
 _NUM_ERROR_LINES = 15
 
 
+class ContenderEndedError(UserError):
+    """A contender's process ended too early: the last lines of its log follow."""
+
+    is_one_line = False
+
+
 @dataclass(frozen=True)
 class Contender:
     """Something whose speed is measured.
@@ -176,9 +182,9 @@ class WorkerProcess:
         assert process.stdout is not None
         return process.stdin, process.stdout
 
-    def _ended(self) -> UserError:
+    def _ended(self) -> ContenderEndedError:
         errors = self._log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-_NUM_ERROR_LINES:]
-        return UserError(f"{self.name} ended before its work did; its last lines:\n" + "\n".join(errors))
+        return ContenderEndedError(f"{self.name} ended before its work did; its last lines:\n" + "\n".join(errors))
 
 
 class Worker:

@@ -22,7 +22,7 @@ from genesis.data.loader import Ranks, SequenceFormat, TrainWindows
 from genesis.data.manifest import CorpusManifest, ShardRecord, SourceRecord, write_manifest
 from genesis.data.order import build_order
 from genesis.data.shards import INDEX_ENTRY, hash_file, little_endian, shard_files
-from genesis.tokenizer.train import BOS_ID, EOS_ID, MODEL_NAME
+from genesis.tokenizer.train import BOS_ID, EOS_ID
 
 VOCAB_SIZE: Final = 49_152
 SEQ_LEN: Final = 2048
@@ -63,9 +63,7 @@ def write_sparse_corpus(path: Path, num_tokens: int, num_shards: int) -> None:
         num_tokens: Of all shards, which hold equally many.
         num_shards: How many files of tokens.
     """
-    model = b"not a tokenizer: nothing is decoded here"
     path.mkdir(parents=True, exist_ok=True)
-    (path / MODEL_NAME).write_bytes(model)
     shard_tokens = num_tokens // num_shards
     num_bytes = shard_tokens * little_endian("uint16").itemsize
     index = np.array([shard_tokens], INDEX_ENTRY).tobytes()
@@ -85,7 +83,7 @@ def write_sparse_corpus(path: Path, num_tokens: int, num_shards: int) -> None:
         CorpusManifest(
             name=path.name,
             hash_algorithm="blake3",
-            tokenizer_hash=blake3(model).hexdigest(),
+            tokenizer_hash="",
             vocab_size=VOCAB_SIZE,
             bos_id=BOS_ID,
             eos_id=EOS_ID,

@@ -39,6 +39,8 @@ from genesis.export.export import ExportOptions, export_checkpoints
 from genesis.generate.load import Loaded, load_decoder
 from genesis.model.decoder import Decoder
 from genesis.model.recipe import build_decoder_config
+from genesis.run_directory import RunDirectory
+from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
 from genesis_callbacks.checkpoint import Origin, Ranks, SaveTarget, Snapshot, local_parts, save_blocking
@@ -137,9 +139,9 @@ def make_checkpoint(run: Path, texts: Sequence[str], config: Path) -> Path:
         for name, tensor in decoder.state_dict().items()
         for part in local_parts(f"model.decoder.{name}", tensor, "parameter")
     ]
-    (run / "checkpoints").mkdir()
-    origin = Origin({"tokenizer_hash": Tokenizer.load(run).hash}, {"model": {"decoder": shape}})
-    target = SaveTarget(run / "checkpoints", Ranks(), origin=origin)
+    RunDirectory(run).checkpoints.mkdir()
+    origin = Origin({"tokenizer_hash": open_tokenizer(run).hash}, {"model": {"decoder": shape}})
+    target = SaveTarget(RunDirectory(run).checkpoints, Ranks(), origin=origin)
     return save_blocking(target, lambda: Snapshot(1, {"step": 1}, parts, {}))
 
 

@@ -4,11 +4,10 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-from blake3 import blake3
 
 from genesis.data.manifest import CorpusManifest, ShardRecord, SourceRecord, write_manifest
 from genesis.data.shards import EncodedDocuments, ShardWriter
-from genesis.tokenizer.train import BOS_ID, EOS_ID, MODEL_NAME
+from genesis.tokenizer.train import BOS_ID, EOS_ID
 
 VOCAB_SIZE: Final = 49_152
 FIRST_PIECE: Final = 16
@@ -24,9 +23,7 @@ def write_random_corpus(path: Path, num_tokens: int) -> Path:
         The flat file: uint16.
     """
     rng = np.random.default_rng(0)
-    model = b"not a tokenizer: nothing is decoded here"
     path.mkdir(parents=True)
-    (path / MODEL_NAME).write_bytes(model)
     flat_path = path.with_suffix(".tokens")
     sources = []
     with flat_path.open("wb") as flat:
@@ -53,7 +50,7 @@ def write_random_corpus(path: Path, num_tokens: int) -> Path:
         CorpusManifest(
             name="random",
             hash_algorithm="blake3",
-            tokenizer_hash=blake3(model).hexdigest(),
+            tokenizer_hash="",
             vocab_size=VOCAB_SIZE,
             bos_id=BOS_ID,
             eos_id=EOS_ID,
@@ -71,6 +68,6 @@ def _write_random_shard(path: Path, relative: str, num_tokens: int, rng: np.rand
     tokens = rng.integers(FIRST_PIECE, VOCAB_SIZE, ends[-1], dtype=np.int32)
     tokens[ends - lengths] = BOS_ID
     tokens[ends - 1] = EOS_ID
-    writer = ShardWriter(path, "uint16", "random")
+    writer = ShardWriter(path, "uint16", "random", EOS_ID)
     writer.append(EncodedDocuments(tokens, lengths, num_text_bytes=0))
     return writer.finish(relative)

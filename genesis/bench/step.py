@@ -31,7 +31,7 @@ from genesis.bench.workers.protocol import Burst, Ready, Workload
 from genesis.errors import UserError
 from genesis.model.decoder import DecoderConfig
 from genesis.model.describe import describe
-from genesis.model.recipe import read_decoder_config
+from genesis.model.recipe import dump_decoder_config, read_decoder_config
 from genesis.optim import OptimizerOptions
 
 REFERENCE = "genesis"
@@ -167,6 +167,9 @@ def read_recipe(path: Path) -> Recipe:
         UserError: It is no recipe.
     """
     decoder = read_decoder_config(path)
+    own = [part for part in decoder.parts._fields if getattr(decoder, part) is not None]
+    if own:
+        raise UserError(f"{path} has a configuration {own[0]} of its own, which no other framework is asked to build")
     recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
     try:
         optimizer = OptimizerOptions(**{**recipe["model"].get("optimizer", {}), "name": "adamw"})
@@ -181,7 +184,7 @@ def plan_workload(recipe: Recipe, options: argparse.Namespace, num_warmup_steps:
     """Returns the work of a contender, by the recipe and the options that the benches of training have in common."""
     adamw = ("lr", "betas", "eps", "weight_decay")
     return Workload(
-        decoder=asdict(recipe.decoder),
+        decoder=dump_decoder_config(recipe.decoder),
         optimizer={name: getattr(recipe.optimizer, name) for name in adamw},
         seq_len=recipe.seq_len,
         micro_batch_size=options.micro_batch_size or recipe.micro_batch_size,

@@ -1,14 +1,13 @@
 """A stream from raw text, timed from its start to its last window, and watched for the memory that it takes."""
 
 import json
-import multiprocessing
 import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import sentencepiece
 import zstandard
@@ -23,8 +22,10 @@ from genesis.data.sources import SourceOptions
 from genesis.data.stream.open import open_stream
 from genesis.data.stream.options import StreamOptions
 from genesis.data.stream.windows import StreamWindows
-from genesis.tokenizer.tokenizer import Tokenizer
-from genesis.tokenizer.train import MODEL_NAME, TokenizerOptions, train_tokenizer
+from genesis.processes import PipedWorker, serve_pipe
+from genesis.tokenizer.open import open_tokenizer
+from genesis.tokenizer.tokenizer import padding_id
+from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
 
 SEQ_LEN: Final = 2048
 GLOBAL_BATCH_SIZE: Final = 8
@@ -86,15 +87,13 @@ def measure_memory(task: TextTask, num_tokens: int) -> dict[str, Any]:
     It reads what `measure_streaming` wrote, over and over.
     """
     paths = tuple(map(str, sorted((task.directory / "text").iterdir())))
-    model = task.directory / MODEL_NAME
-    here, there = multiprocessing.get_context("spawn").Pipe(duplex=False)
-    process = multiprocessing.get_context("spawn").Process(
-        target=_watch_memory, args=(there, paths, model, num_tokens, task.num_workers)
-    )
-    process.start()
-    there.close()
-    samples = [here.recv() for _ in range(_NUM_SAMPLES)]
-    process.join()
+    model = task.directory
+    worker = PipedWorker(__name__)
+    try:
+        worker.connection.send((paths, model, num_tokens, task.num_workers))
+        samples = [worker.connection.recv() for _ in range(_NUM_SAMPLES)]
+    finally:
+        worker.end()
     return {"tokens": num_tokens, "resident_bytes": samples}
 
 
@@ -112,7 +111,7 @@ def write_shards(directory: Path, texts: list[str]) -> tuple[str, ...]:
 
 def stream_tokens(paths: tuple[str, ...], model: Path, num_workers: int, max_epochs: int | None) -> Iterator[int]:
     """Yields how many tokens each window holds, from the opening of the stream to its end."""
-    tokenizer = Tokenizer.load(model)
+    tokenizer = open_tokenizer(model)
     options = StreamOptions((SourceOptions(_SOURCE, paths),), num_workers=num_workers)
     limits = {} if max_epochs is None else {_SOURCE: max_epochs}
     stream = open_stream(options, tokenizer, seed=0, seq_len=SEQ_LEN, packing="chunk", max_epochs=limits)
@@ -120,7 +119,7 @@ def stream_tokens(paths: tuple[str, ...], model: Path, num_workers: int, max_epo
     windows = StreamWindows(
         stream,
         build_order({_SOURCE: 1 << 40}, {_SOURCE: 1}, seed=0),
-        SequenceFormat(SEQ_LEN, tokenizer.eos_id, tokenizer.piece_num_bytes, dtype),
+        SequenceFormat(SEQ_LEN, padding_id(tokenizer), tokenizer.token_num_bytes, dtype),
         GLOBAL_BATCH_SIZE,
         GLOBAL_BATCH_SIZE,
         Ranks(),
@@ -138,9 +137,13 @@ def stream_tokens(paths: tuple[str, ...], model: Path, num_workers: int, max_epo
         windows.close()
 
 
-def _watch_memory(
-    connection: "Connection[int, int]", paths: tuple[str, ...], model: Path, num_tokens: int, num_workers: int
-) -> None:
+def main(descriptor: int) -> None:
+    """Streams as the connection that `descriptor` is asks for, and sends the memory that it takes."""
+    serve_pipe(descriptor, _watch_memory)
+
+
+def _watch_memory(connection: "Connection[object, object]") -> None:
+    paths, model, num_tokens, num_workers = cast("tuple[tuple[str, ...], Path, int, int]", connection.recv())
     num_read, num_sampled = 0, 0
     for tokens in stream_tokens(paths, model, num_workers, max_epochs=None):
         num_read += tokens

@@ -62,6 +62,9 @@ def _describe(options: AdoptOptions, adoption: Adoption) -> Iterator[str]:
     if adoption.num_unfinished:
         what = f"{adoption.num_unfinished:,} files do not end with eos_id {manifest.eos_id}"
         yield f"{what}: their last document goes on in the next file"
+    if adoption.num_inner:
+        what = f"eos_id {manifest.eos_id} stands {adoption.num_inner:,} times within documents"
+        yield f"{what}: they go on after it (documents eos would end them there)"
     if not manifest.tokenizer_hash:
         yield "no tokenizer is known: bits per byte are not, either, and samples are shown as ids"
     if options.check == "sizes":

@@ -24,7 +24,7 @@ from genesis.data.inspect import (
     verify_corpus,
     verify_plans,
 )
-from genesis.data.manifest import MANIFEST_NAME, CorpusManifest, SourceRecord, Split, read_manifest
+from genesis.data.manifest import MANIFEST_NAME, SPLITS, CorpusManifest, SourceRecord, read_manifest
 from genesis.data.plans import PlannedPacking, write_plan
 from genesis.data.prepare import PrepareOptions, PrepareProgress, prepare_corpus
 from genesis.errors import UserError
@@ -46,6 +46,10 @@ Example: genesis data inspect corpora/demo --num_samples 5 --seq_len 2048"""
 
 _VERIFY_DESCRIPTION = """Reads every shard and plan of a corpus and compares its size and hash with what is recorded.
 Exit status 1 if one differs. Example: genesis data verify corpora/demo"""
+
+
+_LABELS_CELL = 5
+"""Among those of a source: after its tokens."""
 
 
 @dataclass(frozen=True)
@@ -186,13 +190,26 @@ def _manifest_table(corpus: Path, manifest: CorpusManifest) -> Table:
         title=f"{corpus}: {manifest.token_dtype} tokens of a vocabulary of {manifest.vocab_size:,}",
         caption=f"tokenizer {manifest.tokenizer_hash[:16] or 'unknown'}",
     )
-    for column in ("split", "source", "weight", "documents", "bytes", "tokens", "bytes/token", "shards"):
+    has_labels = any("labels_hash" in source.table.columns for split in SPLITS for source in manifest.split(split))
+    labels = ("labels",) if has_labels else ()
+    for column in ("split", "source", "weight", "documents", "bytes", "tokens", *labels, "bytes/token", "shards"):
         table.add_column(column, justify="left" if column in ("split", "source") else "right")
-    splits: tuple[Split, ...] = ("train", "validation")
-    for split in splits:
+    for split in SPLITS:
         for source in manifest.split(split):
-            table.add_row(split, *_source_cells(source))
+            cells = list(_source_cells(source))
+            if has_labels:
+                cells.insert(_LABELS_CELL, _labels_cell(source))
+            table.add_row(split, *cells)
     return table
+
+
+def _labels_cell(source: SourceRecord) -> str:
+    """Returns the share of a source's tokens that its label column lets be learned."""
+    if "labels_hash" not in source.table.columns:
+        return "all"
+    shards = zip(*(source.table.column(name) for name in ("labels_hash", "num_labels", "num_tokens")), strict=True)
+    num_labels = sum(num_labels if labels_hash else num_tokens for labels_hash, num_labels, num_tokens in shards)
+    return f"{num_labels / max(1, source.num_tokens):.2%}"
 
 
 def _source_cells(source: SourceRecord) -> tuple[str, ...]:
@@ -233,4 +250,5 @@ def _print_sample(console: Console, sample: Sample) -> None:
     for index, (text, num_tokens) in enumerate(zip(sample.texts, sample.num_tokens, strict=True)):
         is_cut = sample.is_cut and index + 1 == len(sample.texts)
         console.print(Text("<s>", style="dim"), Text(text), Text("…" if is_cut else "</s>", style="dim"), sep="")
-        console.rule(f"{num_tokens:,} tokens" + (" (cut here)" if is_cut else ""), style="dim", align="right")
+        labels = "" if sample.num_labels is None else f", {sample.num_labels[index]:,} of them with labels"
+        console.rule(f"{num_tokens:,} tokens{labels}" + (" (cut here)" if is_cut else ""), style="dim", align="right")

@@ -13,16 +13,15 @@ from rich.progress import Progress as Bar
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from genesis.arguments import Parser
+from genesis.checkpoint_reference import BEST, Reference, read_reference
 from genesis.cli.device import add_device_options, read_device
 from genesis.cli.main import MISUSE
 from genesis.cli.options import PLAIN_WIDTH
-from genesis.data.places import find_run_dir
 from genesis.errors import UserError
 from genesis.evaluate.answer import Settings, answer_questions, read_hashes
 from genesis.evaluate.plot import PLOT_NAME, plot_results
 from genesis.evaluate.questions import HeldOutQuestion, Progress, Question, TaskQuestion
 from genesis.evaluate.results import (
-    EVALUATIONS_NAME,
     METRICS_NAME,
     Result,
     plain,
@@ -34,9 +33,8 @@ from genesis.evaluate.score import default_batch_tokens
 from genesis.evaluate.table import build_table
 from genesis.evaluate.tasks import load_tasks
 from genesis.evaluate.watch import watch
-from genesis.generate.load import find_checkpoint
-from genesis_callbacks.checkpoint import find_best, list_committed
-from genesis_callbacks.checkpoint.manifest import MANIFEST_NAME
+from genesis.run_directory import RunDirectory
+from genesis_callbacks.checkpoint import list_committed
 
 CORPUS = "corpus"
 """The value of --heldout that means: the validation set of the corpus that the recipe names."""
@@ -54,6 +52,7 @@ def main(argv: list[str]) -> int:
     """Runs `genesis evaluate` and returns its exit status."""
     arguments = _build_parser().parse_args(argv)
     _check(arguments)
+    reference = read_reference(arguments.checkpoint)
     device = read_device(arguments)
     settings = Settings(
         device=device.name,
@@ -62,12 +61,14 @@ def main(argv: list[str]) -> int:
         tokenizer=arguments.tokenizer,
         again=arguments.again,
     )
-    out = _place(arguments.checkpoint, arguments.out)
-    checkpoints = [] if arguments.watch else _choose(arguments.checkpoint, arguments.checkpoints)
-    questions = _list_questions(arguments)
+    if arguments.watch and (reference.kind != "run" or reference.selector is not None):
+        raise UserError(f"--watch follows a run, and {arguments.checkpoint} is one checkpoint; give the run")
+    checkpoints = [] if arguments.watch else _choose(reference, arguments.checkpoints)
+    out = _place(reference, arguments.out)
+    questions = _list_questions(arguments, reference)
     if arguments.watch:
-        print(f"watching {arguments.checkpoint}; Ctrl-C ends it", file=sys.stderr, flush=True)
-        return _status(*watch(arguments.checkpoint, questions, settings, out, _show, until_step=arguments.until_step))
+        print(f"watching {reference.path}; Ctrl-C ends it", file=sys.stderr, flush=True)
+        return _status(*watch(reference.path, questions, settings, out, _show, until_step=arguments.until_step))
     results: list[Result] = []
     unanswered: list[str] = []
     num_refused = 0
@@ -82,7 +83,7 @@ def main(argv: list[str]) -> int:
             num_refused += 1
             print(f"genesis: error: {error}", file=sys.stderr)
     if results or not unanswered:
-        _report(out, results, read_hashes(arguments.checkpoint), is_json=arguments.json)
+        _report(out, results, read_hashes(reference.path), is_json=arguments.json)
     for line in unanswered:  # at the end, where they are seen
         print(f"genesis: error: {line}", file=sys.stderr)
     return _status(num_refused, len(unanswered))
@@ -100,8 +101,6 @@ def _check(arguments: Namespace) -> None:
             raise UserError(f"--{name} is {value}: it must be at least {least}")
     if arguments.until_step is not None and not arguments.watch:
         raise UserError("--until_step says when --watch ends; give --watch, too")
-    if arguments.watch and (arguments.checkpoint / MANIFEST_NAME).exists():
-        raise UserError(f"--watch follows a run, and {arguments.checkpoint} is one checkpoint; give the run")
 
 
 def _report(out: Path, results: Sequence[Result], hashes: Mapping[str, str], *, is_json: bool) -> None:
@@ -118,13 +117,12 @@ def _report(out: Path, results: Sequence[Result], hashes: Mapping[str, str], *, 
     print(f"{out}: results by checkpoint, {METRICS_NAME}, {PLOT_NAME}")
 
 
-def _list_questions(arguments: Namespace) -> list[Question]:
+def _list_questions(arguments: Namespace, reference: Reference) -> list[Question]:
     specs = [spec for spec in (arguments.tasks or "").split(",") if spec]
     held_out = arguments.heldout or (None if specs else CORPUS)
     questions: list[Question] = []
     if held_out is not None:
-        run_dir = find_run_dir(arguments.checkpoint)
-        questions.append(HeldOutQuestion(None if held_out == CORPUS else Path(held_out), run_dir))
+        questions.append(HeldOutQuestion(None if held_out == CORPUS else Path(held_out), reference.run.path))
     for spec in specs:
         tasks = load_tasks(spec, arguments.num_fewshot, may_run_code=arguments.allow_code)
         questions.append(TaskQuestion(tasks, arguments.limit))
@@ -135,30 +133,29 @@ def _list_questions(arguments: Namespace) -> list[Question]:
     return questions
 
 
-def _choose(path: Path, which: str) -> list[Path]:
+def _choose(reference: Reference, which: str) -> list[Path]:
     """Returns the checkpoints that are meant; one that is named is taken, whatever else its run has."""
-    if which == "newest" or (path / MANIFEST_NAME).exists():
-        return [find_checkpoint(path)]
-    if which == "best":
-        best = find_best(path)
-        if best is None:
-            raise UserError(f"{path} has no best checkpoint; `genesis checkpoint list {path}` shows what it has")
-        return [best]
-    found = [checkpoint for checkpoint, _ in list_committed(path)]
+    if reference.kind != "run" or reference.selector is not None or which == "newest":
+        return [reference.find_checkpoint(level="quick")]
+    if which == BEST:
+        return [reference.select(BEST).find_checkpoint(level="quick")]
+    found = [checkpoint for checkpoint, _ in list_committed(reference.path)]
     if not found:
-        raise UserError(f"there is no committed checkpoint in {path}; `genesis fit` writes them")
+        raise UserError(f"there is no committed checkpoint in {reference.path}; `genesis fit` writes them")
     return found
 
 
-def _place(path: Path, out: Path | None) -> Path:
+def _place(reference: Reference, out: Path | None) -> Path:
     """Returns where results go: into the run, or where --out says."""
     if out is not None:
         return out
-    if not (path / MANIFEST_NAME).exists():
-        return path / EVALUATIONS_NAME
-    if path.resolve().parent.name != "checkpoints":
-        raise UserError(f"{path} does not lie in a run's checkpoints; say by --out where its results go")
-    return path.resolve().parent.parent / EVALUATIONS_NAME
+    if reference.kind == "run":
+        return reference.run.evaluations
+    checkpoint = reference.path.resolve()
+    run = RunDirectory.of(checkpoint)
+    if run.checkpoints != checkpoint.parent:
+        raise UserError(f"{reference.path} does not lie in a run's checkpoints; say by --out where its results go")
+    return run.evaluations
 
 
 @contextmanager
@@ -178,7 +175,7 @@ def _show(what: str) -> Iterator[Progress]:
 def _build_parser() -> Parser:
     parser = Parser(prog="genesis evaluate", description=_DESCRIPTION)
     add = parser.add_argument
-    add("checkpoint", type=Path, help="a run's directory or one checkpoint's")
+    add("checkpoint", type=Path, help="a run, RUN/best, RUN/STEP, or a checkpoint's directory")
     add("--tasks", help="names that lm-eval knows, and folders (with a slash) that hold task.yaml or a task's rows")
     add(
         "--heldout",

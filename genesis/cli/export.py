@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from genesis.arguments import Parser
+from genesis.checkpoint_reference import BEST, read_reference
 from genesis.errors import UserError
 from genesis.export.export import ExportOptions, export_checkpoints
 from genesis.export.proof import UNPROVED_TOKENIZER
 from genesis.export.tensors import DTYPES
-from genesis.generate.load import find_checkpoint
-from genesis_callbacks.checkpoint import find_best, list_committed
+from genesis_callbacks.checkpoint import list_committed
 
 _DESCRIPTION = """Exports a checkpoint to a new directory that transformers loads: Llama's layout, a fast tokenizer that
 gives the same ids, a model card from the manifest. The checkpoint is verified first; at the end a process of its own
@@ -61,6 +61,8 @@ def print_proof(proof: dict[str, Any]) -> None:
         print(f"tokenizer: {sum(tokenizer['num_texts'].values()):,} texts with equal ids, there and back")
     if proof.get("tokenizer_origin") == "none":
         print("tokenizer: none, the model was trained on tokens without one")
+    if proof.get("tokenizer_form") == "own":
+        print("tokenizer: its own files, without a form that transformers opens")
     if proof.get("tokenizer_origin") == "unproved":
         print(f"tokenizer: unproved, {UNPROVED_TOKENIZER}")
     if logits:
@@ -70,12 +72,8 @@ def print_proof(proof: dict[str, Any]) -> None:
 
 
 def _find(path: Path, *, is_best: bool) -> Path:
-    if not is_best:
-        return find_checkpoint(path)
-    best = find_best(path)
-    if best is None:
-        raise UserError(f"{path} has no best checkpoint; `genesis checkpoint list {path}` shows what it has")
-    return best
+    reference = read_reference(path)
+    return (reference.select(BEST) if is_best else reference).find_checkpoint(level="quick")
 
 
 def _newest(checkpoint: Path, number: int) -> list[Path]:
@@ -92,7 +90,7 @@ def _newest(checkpoint: Path, number: int) -> list[Path]:
 def _build_parser() -> Parser:
     parser = Parser(prog="genesis export", description=_DESCRIPTION)
     add = parser.add_argument
-    add("checkpoint", type=Path, nargs="+", help="a run's directory (its newest checkpoint) or one checkpoint's")
+    add("checkpoint", type=Path, nargs="+", help="a run (its newest checkpoint), RUN/best, RUN/STEP, or a path")
     add("out", type=Path, help="the directory to make; it must not be there")
     add("--best", action="store_true", help="of a run, its best checkpoint instead of its newest")
     add("--average", type=int, default=1, metavar="N", help="the mean of the last N checkpoints up to the one named")

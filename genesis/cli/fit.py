@@ -27,9 +27,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
 
+from genesis.checkpoint_reference import LATEST, read_reference
 from genesis.cli.options import check_is_yaml
-from genesis.data.places import find_path, find_run_dir, record_places
+from genesis.data.places import find_path, find_source_path, record_places
 from genesis.errors import RunEndedError, UserError, naming
+from genesis.model.recipe import dump_decoder_config
+from genesis.run_directory import RunDirectory
 from genesis.strategies import Replicated, Sharded
 from genesis.train.csv_log import CSVLog
 from genesis.train.data_module import CorpusDataModule
@@ -38,14 +41,10 @@ from genesis.train.module import GenesisModule
 from genesis.train.progress import GenesisProgressBar
 from genesis.train.recipe_policy import RECIPE_POLICY
 from genesis_callbacks import AsyncProcessCheckpoint, CheckpointVerification, SkipAwareLR, TokenCounters
-from genesis_callbacks.checkpoint import find_best, find_latest, list_committed
+from genesis_callbacks.checkpoint import list_committed
+from genesis_callbacks.checkpoint.lineage import check_not_in_use
 from genesis_callbacks.checkpoint.manifest import MANIFEST_NAME
-
-LATEST = "latest"
-"""The value of --ckpt_path that means: the newest good checkpoint of this run, or none."""
-
-BEST = "best"
-"""The value of --ckpt_path that means: the checkpoint of this run that `checkpoint.monitor` marked as the best."""
+from genesis_callbacks.run_directory import read_run_dir
 
 _REFUSED_OPTION = re.compile(
     r"(?:Group '(?P<group>[^']*)' )?does not accept (?:nested )?(?:option|key) '(?P<key>[^']+)'"
@@ -53,6 +52,7 @@ _REFUSED_OPTION = re.compile(
 _NOT_ACCEPTED = re.compile(r"Option '(?P<key>[^']+)' is not accepted")
 _UNRECOGNIZED = re.compile(r"[Uu]nrecognized arguments: --(?P<key>[^=\s]+)")
 _FEW_KEYS = 20
+_MAX_SEED = 2**32 - 1  # numpy's
 _SAID_AT_EVERY_START = re.compile("GPU available|TPU available|distributed_backend|Tip:")
 
 
@@ -117,10 +117,7 @@ class SaveRecipe(Callback):
         if not trainer.is_global_zero:
             return
         self._run_dir.mkdir(parents=True, exist_ok=True)
-        path, number = self._run_dir / "config.yaml", 0
-        while path.exists():
-            number += 1
-            path = self._run_dir / f"config.resume-{number}.yaml"
+        path = RunDirectory(self._run_dir).next_recipe()
         with naming(path):
             path.write_text(yaml.safe_dump(self._recipe, sort_keys=False), encoding="utf-8")
         record_places(self._run_dir, self._recipe)
@@ -188,19 +185,33 @@ class GenesisCLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Leaves the configuration alone: a checkpoint's hyperparameters must not override what the user wrote."""
 
+    def _set_seed(self) -> None:
+        """Sets the seed; what is given beside the options of classes is checked first."""
+        run_dir = read_run_dir(self._get(self.config, "run_dir"))
+        fork, seed = self._get(self.config, "fork"), self._get(self.config, "seed_everything")
+        if fork is not None and (fork == ".." or not fork.strip() or Path(fork).name != fork):
+            raise UserError(f"--fork is {fork!r}: give a name, without a directory; it comes to lie beside {run_dir}")
+        try:
+            super()._set_seed()
+        except ValueError as error:
+            raise UserError(f"seed_everything is {seed}: give a whole number from 0 to {_MAX_SEED}") from error
+
     def before_instantiate_classes(self) -> None:
         """Finds the data of the run that goes on or is validated, where the working directory is another."""
         wanted, run_dir = self._get(self.config, "ckpt_path"), Path(self._get(self.config, "run_dir"))
         if wanted is None:
             return
-        if wanted not in (LATEST, BEST):
-            run_dir = find_run_dir(Path(wanted))
+        run_dir = read_reference(wanted, run_dir=run_dir).run.path
         config = self.config[str(self.subcommand)]
         for key in ("data.corpus", "data.stream.tokenizer"):
             given = config.get(key)
             if given is not None and not Path(given).exists():
                 found = find_path(given, run_dir, config.as_dict(), what="the corpus", remedy=f"give it by --{key}")
                 config[key] = os.path.relpath(found)
+        for source in config.get("data.stream.sources") or ():
+            source["paths"] = tuple(
+                find_source_path(path, run_dir, config.as_dict(), name=source["name"]) for path in source["paths"]
+            )
 
     def instantiate_classes(self) -> None:
         """Builds module, data, callbacks and Trainer; what one of them refuses is a user's mistake."""
@@ -219,6 +230,7 @@ class GenesisCLI(LightningCLI):
             self._check_fork(run_dir)
         # What is written into the fork describes the fork, which goes on by its own directory.
         self.config_dump.update(run_dir=str(run_dir), fork=None)
+        self.config_dump["model"]["decoder"] = dump_decoder_config(self.model.decoder_config)
         self.checkpoint: AsyncProcessCheckpoint = self._get(self.config_init, "checkpoint")
         self.checkpoint.recipe = self.config_dump
         self.checkpoint.drift_policy = RECIPE_POLICY
@@ -251,12 +263,12 @@ class GenesisCLI(LightningCLI):
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         arguments = super()._prepare_subcommand_kwargs(subcommand)
         wanted = arguments.get("ckpt_path")
-        if wanted in (LATEST, BEST):
+        if subcommand == "fit":
+            check_not_in_use(self.checkpoint.directory)
+        if wanted is not None:
             arguments["ckpt_path"] = self._find(wanted)
-        elif wanted is None and subcommand == "fit":
+        elif subcommand == "fit":
             self._check_is_new()
-        elif wanted is not None:
-            _check_is_checkpoint(Path(wanted))
         self.model.is_restored = arguments["ckpt_path"] is not None
         if subcommand == "validate" and arguments["ckpt_path"] is None:
             place = f"there is none in {self.checkpoint.directory}" if wanted == LATEST else "none is given"
@@ -264,16 +276,23 @@ class GenesisCLI(LightningCLI):
         return arguments
 
     def _find(self, wanted: str) -> Path | None:
-        """Returns the latest or the best checkpoint of `run_dir`, which is not this run's own where it is a fork."""
-        if self._get(self.config_init, "fork") is not None:
-            origin = Path(self._get(self.config_init, "run_dir"))
-            found = find_latest(origin, put_aside=False) if wanted == LATEST else find_best(origin)
-        else:
-            found = self.checkpoint.latest() if wanted == LATEST else self.checkpoint.best()
-        if found is None and (wanted == BEST or self._get(self.config_init, "fork") is not None):
-            run_dir = self._get(self.config_init, "run_dir")
+        """Returns the checkpoint that is meant; None where `latest` is, and this run has none yet.
+
+        Of this run's own, the newest that verifies is taken and damaged ones are quarantined. Where this run is a fork,
+        nothing of the other run is renamed.
+        """
+        reference = read_reference(wanted, run_dir=Path(self._get(self.config_init, "run_dir")))
+        run_dir = self.checkpoint.directory.parent
+        is_own = reference.kind == "run" and reference.path.resolve() == run_dir
+        if is_own and reference.selector in (None, LATEST):
+            newest: Path | None = self.checkpoint.latest()
+            if newest is None and wanted != LATEST:
+                raise UserError(f"there is no committed checkpoint in {run_dir}; `genesis fit` writes them")
+            return newest
+        found = reference.find_checkpoint(level="deep")
+        if not (found / MANIFEST_NAME).is_file():
             raise UserError(
-                f"{run_dir} has no {wanted} checkpoint; `genesis checkpoint list {run_dir}` shows what it has"
+                f"{found} is not a checkpoint (it has no {MANIFEST_NAME}); give a run, RUN/best, RUN/STEP, or latest"
             )
         return found
 
@@ -297,8 +316,6 @@ class GenesisCLI(LightningCLI):
 
 def _place_run(run_dir: str, fork: str | None) -> str:
     """Returns where a run lies: in `run_dir`, or beside it under the name of the fork."""
-    if fork is not None and Path(fork).name != fork:
-        raise UserError(f"--fork is {fork!r}: give a name, without a directory; it comes to lie beside {run_dir}")
     return run_dir if fork is None else str(Path(run_dir).parent / fork)
 
 
@@ -307,21 +324,12 @@ def _is_lost_connection(error: Exception) -> bool:
     return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error))
 
 
-def _check_is_checkpoint(path: Path) -> None:
-    if not path.exists():
-        raise UserError(f"checkpoint {path} does not exist; --ckpt_path latest takes the newest")
-    if not (path / MANIFEST_NAME).is_file():
-        raise UserError(
-            f"{path} is not a checkpoint (it has no {MANIFEST_NAME}); give a run's checkpoints/step-..., or latest"
-        )
-
-
 def _loggers(configured: Any, run_dir: Path) -> list[Logger] | bool:
     """Returns the run's CSV log and what the user configured beside it; False switches all off."""
     if configured is False:
         return False
     others = [] if configured in (None, True) else configured if isinstance(configured, list) else [configured]
-    return [CSVLog(run_dir / "metrics.csv"), *others]
+    return [CSVLog(RunDirectory(run_dir).metrics), *others]
 
 
 def _quieten() -> None:

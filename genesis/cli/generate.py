@@ -10,11 +10,11 @@ from genesis.arguments import Parser
 from genesis.cli.device import add_device_options, read_device
 from genesis.errors import UserError
 from genesis.generate.batch import DEFAULT_NEW_TOKENS
-from genesis.generate.ids import NO_EOS, build_writer, parse_ids, write_ids
+from genesis.generate.ids import build_writer, parse_ids, write_ids
 from genesis.generate.load import Loaded, load_decoder
 from genesis.generate.sample import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
-from genesis.tokenizer.tokenizer import Tokenizer
+from genesis.tokenizer.tokenizer import Tokenizer, encode_prompt
 
 _DESCRIPTION = """Continues prompts with the model of a checkpoint, printing tokens as they come. Several prompts are
 computed together and printed one below the other. --prompt_ids continues token ids and prints ids, for models that
@@ -77,10 +77,8 @@ def main(argv: list[str]) -> int:
         raise UserError("--prompt gives texts and --prompt_ids ids: give one of the two")
     loaded = load_decoder(arguments.checkpoint, arguments.tokenizer, device=device, dtype=dtype)
     prompts, shown = _read_prompts(arguments, loaded)
-    eos_id = arguments.eos_id
-    if eos_id is None:
-        eos_id = NO_EOS if loaded.tokenizer is None else loaded.tokenizer.eos_id
-    tokens = generate(loaded.decoder, prompts, options, eos_id)
+    stop_ids = frozenset(arguments.eos_id or (() if loaded.tokenizer is None else loaded.tokenizer.stop_ids))
+    tokens = generate(loaded.decoder, prompts, options, stop_ids)
     printer = Printer(shown, None if arguments.prompt_ids else loaded.tokenizer, sys.stdout)
     for token in tokens:
         printer.feed(token.prompt, token.id, is_last=token.is_last)
@@ -101,16 +99,25 @@ def _read_prompts(arguments: Namespace, loaded: Loaded) -> tuple[list[tuple[int,
             f"{loaded.checkpoint} was trained on tokens without a tokenizer; give --prompt_ids, or --tokenizer for text"
         )
     tokenizer, texts = loaded.tokenizer, arguments.prompt or [""]
-    return [(tokenizer.bos_id, *tokenizer.encode(text)) for text in texts], texts
+    return [encode_prompt(tokenizer, text) for text in texts], texts
 
 
 def _build_parser() -> Parser:
     parser = Parser(prog="genesis generate", description=_DESCRIPTION)
     add = parser.add_argument
-    add("checkpoint", type=Path, help="a run's directory (its newest checkpoint), one checkpoint's, or an export's")
+    add(
+        "checkpoint",
+        type=Path,
+        help="a run (its newest checkpoint), RUN/best, RUN/STEP, or the path of an export",
+    )
     add("--prompt", action="append", help="text to continue; may be given more than once; without one a text is begun")
     add("--prompt_ids", action="append", help="ids to continue, as '5 17 300', instead of text; ids are printed")
-    add("--eos_id", type=int, help="the token that ends a text; default: the tokenizer's, none without one")
+    add(
+        "--eos_id",
+        type=int,
+        action="append",
+        help="a token that ends a text; may be given more than once; default: the tokenizer's, none without one",
+    )
     add("--max-new-tokens", type=int, help=f"for each prompt; default {DEFAULT_NEW_TOKENS} or what the context leaves")
     add("--temperature", type=float, default=1.0, help="what logits are divided by; 0 takes the likeliest token")
     add("--top-k", type=int, help="draw from the k likeliest tokens only")

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 from genesis.arguments import Parser
+from genesis.checkpoint_reference import find_export
 from genesis.cli.export import check_can_prove, print_proof
 from genesis.export.importing import import_directory
-from genesis.export.recipe import RECIPE_NAME
+from genesis.run_directory import RunDirectory
 
 _DESCRIPTION = """Makes a run's directory, with one committed checkpoint, of a Llama in Hugging Face's layout; what the
 decoder cannot represent is refused by name. The same proof as an export's is made and written to proof.json.
@@ -19,16 +20,17 @@ def main(argv: list[str]) -> int:
     """Runs `genesis import` and returns its exit status."""
     arguments = _build_parser().parse_args(argv)
     check_can_prove("import")
-    proof = import_directory(arguments.directory, arguments.out, has_tokenizer=not arguments.no_tokenizer)
+    directory = find_export(arguments.directory)
+    proof = import_directory(directory, arguments.out, has_tokenizer=not arguments.no_tokenizer)
     print(f"{arguments.out}: a checkpoint of {arguments.directory}")
     print_proof(proof)
-    print(f"train on: genesis fit --config {arguments.out / RECIPE_NAME} --data.corpus CORPUS")
+    print(f"train on: genesis fit --config {RunDirectory(arguments.out).imported_recipe} --data.corpus CORPUS")
     return 0
 
 
 def _build_parser() -> Parser:
     parser = Parser(prog="genesis import", description=_DESCRIPTION)
-    parser.add_argument("directory", type=Path, help="config.json, safetensors files, and a tokenizer.model")
+    parser.add_argument("directory", type=Path, help="config.json, safetensors files, and a tokenizer")
     parser.add_argument("out", type=Path, help="the run's directory to make; it must not be there")
     parser.add_argument("--no_tokenizer", action="store_true", help="the weights alone, not the tokenizer")
     return parser

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from genesis import __version__
 from genesis.cli.table import COMMANDS, Command
-from genesis.errors import RunEndedError, UserError, printable
+from genesis.errors import RunEndedError, UserError, printable, printable_lines
 from genesis.parent import end_with_parent
 
 MISUSE = 2
@@ -74,11 +74,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             function = command.load()
         return function(rest)
     except (UserError, RunEndedError) as error:
-        return _complain(str(error), error.exit_status)
+        show = printable if error.is_one_line else printable_lines
+        return _complain(show(str(error)), error.exit_status)
     except OSError as error:
         if error.errno not in _USERS_ERRORS:
             raise
-        return _complain(f"{error.filename or 'a file'}: {error.strerror}", MISUSE)
+        return _complain(printable(f"{error.filename or 'a file'}: {error.strerror}"), MISUSE)
     except KeyboardInterrupt:
         return _INTERRUPTED
     except SystemExit as end:
@@ -124,5 +125,5 @@ def _find_page(arguments: list[str]) -> str | None:
 
 
 def _complain(message: str, status: int) -> int:
-    print(f"genesis: error: {printable(message)}", file=sys.stderr)
+    print(f"genesis: error: {message}", file=sys.stderr)
     return status

@@ -12,7 +12,7 @@ from rich.table import Table
 from genesis.arguments import Parser
 from genesis.cli.options import PLAIN_WIDTH
 from genesis.model.describe import Description, describe
-from genesis.model.recipe import read_decoder_config
+from genesis.model.recipe import dump_decoder_config, read_decoder_config
 
 _DESCRIPTION = """Prints what a model costs: parameters by part, FLOPs per token, memory. Builds nothing.
 Example: genesis model describe --config configs/genesis-1b.yaml"""
@@ -28,7 +28,8 @@ def describe_main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     description = describe(read_decoder_config(arguments.config))
     if arguments.json:
-        print(json.dumps({**asdict(description), "num_parameters": description.num_parameters}, indent=2))
+        shown = {**asdict(description), "config": dump_decoder_config(description.config)}
+        print(json.dumps({**shown, "num_parameters": description.num_parameters}, indent=2))
     else:
         console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
         console.print(_table_of(description, title=str(arguments.config)))

@@ -7,6 +7,7 @@ from typing import Literal
 from rich.filesize import decimal
 
 from genesis.arguments import Parser
+from genesis.checkpoint_reference import find_export
 from genesis.errors import UserError
 from genesis.release.folder import Folder
 from genesis.release.leaks import Machine
@@ -32,20 +33,20 @@ def main(argv: list[str]) -> int:
         languages=tuple(arguments.language),
         license_file=arguments.license_file,
     )
-    out, space = arguments.out, arguments.space
+    export, out, space = find_export(arguments.export), arguments.out, arguments.space
     is_upload = arguments.upload and not arguments.dry_run
-    machine = Machine.read(arguments.export, *filter(None, (out, space)))
+    machine = Machine.read(export, *filter(None, (out, space)))
     allowed = (options.owner, *arguments.allow)
     if arguments.torch is not None and space is None:
         raise UserError("--torch is about a Space: give --space, too, or leave it away")
-    release = plan_release(arguments.export, options)
+    release = plan_release(export, options)
     made: list[tuple[Path, Folder, Literal["model", "space"]]] = [(out, release, "model")]
     if space is not None:
         made.append((space, plan_space(release, options, arguments.torch), "space"))
     for path, folder, _ in made:
         folder.check(machine, allowed)
         folder.check_place(path)
-    _check_apart(arguments.export, *(path for path, _, _ in made))
+    _check_apart(export, *(path for path, _, _ in made))
     for path, folder, _ in made:
         folder.write(path)
     for path, folder, repo_type in made:

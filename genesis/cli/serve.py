@@ -65,7 +65,7 @@ def _build_parser() -> Parser:
         "model",
         type=Path,
         nargs="+",
-        help="a run's directory, one checkpoint's, or an export's; several by their names",
+        help="a run, RUN/best, RUN/STEP, or a checkpoint's or export's path; several are served under their names",
     )
     add("--host", default="127.0.0.1", help="the address to listen on; default 127.0.0.1, which is this machine alone")
     add("--port", type=int, default=_DEFAULT_PORT, help=f"default {_DEFAULT_PORT}; 0 takes any free one")

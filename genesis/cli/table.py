@@ -68,7 +68,7 @@ def _find(target: str) -> Callable[..., Any]:
 
 
 COMMANDS = (
-    Command("tokenizer train", "train a SentencePiece tokenizer on text", "genesis.cli.tokenizer:train_main"),
+    Command("tokenizer train", "train a tokenizer on text", "genesis.cli.tokenizer:train_main"),
     Command("tokenizer inspect", "bytes per token, round trip and unused pieces", "genesis.cli.tokenizer:inspect_main"),
     Command("data clean", "filter and deduplicate raw text, with account", "genesis.cli.clean:clean_main", "clean"),
     Command("data prepare", "turn text into token shards with a manifest", "genesis.cli.data:prepare_main"),
@@ -107,7 +107,7 @@ COMMANDS = (
     Command("checkpoint repair", "what to do about broken checkpoints", "genesis.cli.checkpoint.repair:main"),
     Command("demo", "the whole road on Python's own sources, in minutes", "genesis.cli.demo:main"),
     Command("rehearse", "kill and restart a recipe before it is trained in earnest", "genesis.cli.rehearse:main"),
-    Command("bench tokenize", "data prepare beside SentencePiece's own encode", "genesis.bench.tokenize:main"),
+    Command("bench tokenize", "data prepare beside the tokenizer's own encode", "genesis.bench.tokenize:main"),
     Command("bench data", "tokens per second of the data alone, prepared and streamed", "genesis.bench.data:main"),
     Command("bench step", "the training step beside bare loops and other trainers", "genesis.bench.step:main"),
     Command(

@@ -14,10 +14,10 @@ from genesis.cli.options import PLAIN_WIDTH, build_parser, make, parse
 from genesis.data.sources import SourceOptions, check_sources, sample_texts
 from genesis.errors import UserError
 from genesis.tokenizer.inspect import find_unused, measure_texts
-from genesis.tokenizer.tokenizer import Tokenizer
+from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
 
-_TRAIN_DESCRIPTION = """Trains a SentencePiece BPE tokenizer on the text of named sources, into OUT/tokenizer.model.
+_TRAIN_DESCRIPTION = """Trains a byte-pair-encoding tokenizer on the text of named sources, into the directory OUT.
 It has byte fallback, splits digits and changes nothing: decoding gives every text back byte for byte. Text is sampled
 from the sources by weight, the same for the same files; all that is sampled is held in memory.
 Example: genesis tokenizer train --out tokenizers/web --sources '[{name: web, paths: [data/web]}]'"""
@@ -33,7 +33,7 @@ class TrainOptions:
 
     Args:
         sources: Named sources of text, each with paths, weight and format, as for `genesis data prepare`.
-        out: Directory that tokenizer.model is written into; one that is there is replaced.
+        out: Directory that the tokenizer is written into; one that is there is replaced.
         sample_bytes: Text to learn from, over all sources by weight.
         seed: Chooses the text.
     """
@@ -54,7 +54,7 @@ class InspectOptions:
     """What to look at.
 
     Args:
-        tokenizer: A model file or the directory that holds one.
+        tokenizer: A directory that holds a tokenizer, or its file.
         sources: Named sources of text, each with paths, weight and format, as for `genesis data prepare`.
         sample_bytes: Text to look at, over all sources by weight.
         seed: Chooses the text.
@@ -82,7 +82,7 @@ def train_main(argv: list[str]) -> int:
     options = make(TrainOptions, arguments)
     texts = sample_texts(options.sources, options.sample_bytes, options.seed)
     path = train_tokenizer(texts, make(TokenizerOptions, arguments), options.out)
-    tokenizer = Tokenizer.load(path)
+    tokenizer = open_tokenizer(path)
     print(f"{path}: {tokenizer.vocab_size:,} ids, hash {tokenizer.hash[:16]}")
     return 0
 
@@ -92,11 +92,12 @@ def inspect_main(argv: list[str]) -> int:
     parser = build_parser("tokenizer inspect", _INSPECT_DESCRIPTION)
     parser.add_class_arguments(InspectOptions)
     options = make(InspectOptions, parse(parser, argv, InspectOptions))
-    tokenizer = Tokenizer.load(options.tokenizer)
+    tokenizer = open_tokenizer(options.tokenizer)
     counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     num_changed = 0
     table = Table(
-        box=box.SIMPLE_HEAD, title=f"{options.tokenizer}: {tokenizer.vocab_size:,} ids, hash {tokenizer.hash[:16]}"
+        box=box.SIMPLE_HEAD,
+        title=f"{options.tokenizer}: {tokenizer.kind}, {tokenizer.vocab_size:,} ids, hash {tokenizer.hash[:16]}",
     )
     for column in ("source", "documents", "bytes", "tokens", "bytes/token", "single bytes", "round trip"):
         table.add_column(column, justify="left" if column in ("source", "round trip") else "right")

@@ -21,8 +21,8 @@ from pathlib import Path
 from blake3 import blake3
 
 from genesis.data.remote import RemoteFile, StoreOptions, WriteError, download
-from genesis.data.shards import sync_directory
 from genesis.errors import UserError
+from genesis_callbacks.files import sync_directory
 
 _POLL_SECONDS = 0.1
 _DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -16,10 +16,10 @@ from functools import cache, partial
 from itertools import accumulate, chain
 from pathlib import Path
 from threading import Lock
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Int64, Integer
+from jaxtyping import Bool, Int64, Integer
 from numpy import ndarray
 
 from genesis.data.manifest import CorpusManifest, ShardRecord, ShardTable, SourceRecord, read_manifest
@@ -27,10 +27,12 @@ from genesis.data.shards import (
     HASH_ALGORITHM,
     INDEX_ENTRY,
     find_token_fault,
-    hash_file,
     hash_index,
     hash_tokens,
     index_path,
+    labels_path,
+    map_index,
+    map_labels,
     map_tokens,
     read_added,
     read_index,
@@ -38,13 +40,15 @@ from genesis.data.shards import (
     stored_dtype,
 )
 from genesis.errors import UserError
-from genesis.tokenizer.tokenizer import Tokenizer
-from genesis.tokenizer.train import MODEL_NAME
+from genesis.tokenizer.open import hash_tokenizer, list_file_names, open_tokenizer
 
 MAX_OPEN_MAPS: Final = 1_000
 _STAT_THREADS: Final = 16
 """Look at files at the same time: over a network, or from a cold disk, each look waits for an answer."""
 _FILES_PER_THREAD: Final = 1_000
+_LABELS_AT_ONCE: Final = 1 << 22
+_FILES_PER_SHARD: Final = 3
+"""Tokens, documents' ends and labels."""
 
 VerifyHashes = Literal["first_touch", "never"]
 
@@ -76,6 +80,22 @@ class StoredTokens:
         out[~is_stored] = self.eos_id
 
 
+class OpenShard(NamedTuple):
+    """The maps of one shard.
+
+    Args:
+        tokens: Its tokens.
+        ends: Its entries of the index, `index_base` too large.
+        index_base: Tokens that the index counts before the shard.
+        labels: A byte for each token, 0 where it has no label; None where all have one.
+    """
+
+    tokens: StoredTokens
+    ends: Int64[ndarray, " documents"]
+    index_base: int
+    labels: Integer[ndarray, " tokens"] | None
+
+
 class ShardMaps:
     """The memory maps of a corpus's shards. Several threads may read at once.
 
@@ -84,7 +104,7 @@ class ShardMaps:
         manifest: What it holds.
         verify_hashes: Whether to compare a shard's hash with the manifest's when it is first read, and when it is
             mapped again after it was written; where it has none, its tokens are looked at instead.
-        max_open: Maps that stay open at the same time.
+        max_open: Shards whose maps stay open at the same time.
     """
 
     def __init__(self, corpus: Path, manifest: CorpusManifest, verify_hashes: VerifyHashes, max_open: int) -> None:
@@ -93,30 +113,35 @@ class ShardMaps:
         self._verify_hashes = verify_hashes
         self._max_open = max_open
         self._verified: dict[tuple[str, int], int] = {}
-        self._open: OrderedDict[tuple[int, int], StoredTokens] = OrderedDict()
+        self._open: OrderedDict[tuple[int, int], OpenShard] = OrderedDict()
         self._lock = Lock()
+
+    @property
+    def eos_id(self) -> int | None:
+        """Returns the corpus's token at the end of documents, if it has one."""
+        return self._manifest.eos_id
 
     @property
     def num_open(self) -> int:
         """Returns how many shards are mapped now."""
         return len(self._open)
 
-    def tokens(self, shards: ShardTable, number: int) -> StoredTokens:
-        """Returns the tokens of one shard of a source.
+    def open(self, shards: ShardTable, number: int) -> OpenShard:
+        """Returns the maps of one shard of a source.
 
         Raises:
-            UserError: Its hash is not the manifest's, or it has none and its tokens are not what they should be.
+            UserError: A hash is not the manifest's, or it has none and its tokens are not what they should be.
         """
         key = (id(shards), number)
         with self._lock:
-            tokens = self._open.get(key)
-            if tokens is None:
-                tokens = self._open[key] = self._map(shards[number])
+            opened = self._open.get(key)
+            if opened is None:
+                opened = self._open[key] = self._map(shards[number])
                 if len(self._open) > self._max_open:
                     self._open.popitem(last=False)
             else:
                 self._open.move_to_end(key)
-            return tokens
+            return opened
 
     def ends(self, shard: ShardRecord) -> Int64[ndarray, " documents"]:
         """Returns the ends of a shard's documents, counted from its beginning.
@@ -126,7 +151,7 @@ class ShardMaps:
         """
         return read_index(self._corpus, shard)
 
-    def _map(self, shard: ShardRecord) -> StoredTokens:
+    def _map(self, shard: ShardRecord) -> OpenShard:
         if self._verify_hashes == "first_touch":
             key = (shard.path, shard.byte_offset)
             _, (mtime_ns,) = _stat_files(self._corpus, [shard.path])
@@ -135,7 +160,9 @@ class ShardMaps:
                 self._verify(shard, map_tokens(self._corpus, self._manifest.token_dtype, shard))
                 self._verified[key] = mtime_ns
         stored = map_tokens(self._corpus, self._manifest.token_dtype, shard)
-        return StoredTokens(stored, read_added(self._corpus, shard), self._manifest.eos_id)
+        tokens = StoredTokens(stored, read_added(self._corpus, shard), self._manifest.padding_id)
+        ends = map_index(self._corpus, shard).view("<i8")  # unsigned, numpy would copy all to search
+        return OpenShard(tokens, ends, shard.index_base, map_labels(self._corpus, shard))
 
     def _verify(self, shard: ShardRecord, stored: Integer[ndarray, " stored"]) -> None:
         path = self._corpus / shard.path
@@ -143,13 +170,12 @@ class ShardMaps:
             fault = find_token_fault(stored, self._manifest.vocab_size, self._manifest.eos_id, self.ends(shard))
             if fault is not None:
                 raise UserError(f"{path} {fault}")
-            return
-        found = hash_tokens(stored)
-        if found != shard.hash:
-            raise UserError(
-                f"{path} has hash {found[:16]}, the manifest says {shard.hash[:16]}: the shard is damaged or was "
-                f"changed; {remedy(shard.path)}"
-            )
+        for path, found, recorded in _hash_shard(self._corpus, shard, stored):
+            if found != recorded:
+                raise UserError(
+                    f"{path} has hash {found[:16]}, the manifest says {recorded[:16]}: the shard is damaged or was "
+                    f"changed; {remedy(shard.path)}"
+                )
 
 
 class TokenSource:
@@ -171,14 +197,66 @@ class TokenSource:
 
     def read(self, start: int, out: Integer[ndarray, " count"]) -> None:
         """Fills `out` with the tokens from `start` on; the stream must hold as many."""
-        assert 0 <= start <= self.num_tokens - len(out), "read beyond the end of a source"
+        for opened, offset, place, count in self._open_span(start, len(out)):
+            opened.tokens.read(offset, out[place : place + count])
+
+    @property
+    def end_id(self) -> int | None:
+        """Returns the token that ends each document and stands nowhere else; None where only the index says it."""
+        # A shard without a hash was adopted by its size: nobody has looked for eos within its documents.
+        is_known = "ends_by_index" not in self._shards.columns and all(self._shards.column("hash"))
+        return self._maps.eos_id if is_known else None
+
+    @property
+    def has_label_column(self) -> bool:
+        """Returns whether some tokens may have no label, beside the first of each document."""
+        return "labels_hash" in self._shards.columns
+
+    def read_labels(self, start: int, out: Bool[ndarray, " count"]) -> None:
+        """Fills `out` with whether each token from `start` on has a label, as the one that follows another."""
+        for opened, offset, place, count in self._open_span(start, len(out)):
+            labels = opened.labels
+            out[place : place + count] = True if labels is None else labels[offset : offset + count] != 0
+
+    def count_labels(self, places: Int64[ndarray, " places"]) -> Int64[ndarray, " places"]:
+        """Returns how many tokens between the first of `places` and each of them have labels by the label column.
+
+        Args:
+            places: In the stream, none before another that it follows; one beyond the end counts as the end.
+        """
+        counts = np.zeros(len(places), np.int64)
+        places = np.minimum(places, self.num_tokens)
+        num_before, num_placed = 0, 0
+        start = int(places[0]) if len(places) else 0
+        while num_placed < len(places):
+            stop = min(start + _LABELS_AT_ONCE, self.num_tokens)
+            has_label = np.empty(stop - start, np.bool_)
+            self.read_labels(start, has_label)
+            running = np.concatenate(([0], np.cumsum(has_label, dtype=np.int64)))
+            last = int(np.searchsorted(places, stop, side="right"))
+            counts[num_placed:last] = num_before + running[places[num_placed:last] - start]
+            num_before, num_placed, start = num_before + int(running[-1]), last, stop
+        return counts
+
+    def ends_between(self, start: int, stop: int) -> Int64[ndarray, " ends"]:
+        """Returns where documents end, of those that end after `start` and at `stop` at the latest."""
+        found = []
+        for opened, offset, place, count in self._open_span(start, stop - start):
+            begin = opened.index_base + offset
+            first, last = opened.ends.searchsorted((begin, begin + count), side="right")
+            found.append(opened.ends[first:last] + (start + place - begin))
+        return found[0] if len(found) == 1 else np.concatenate([np.empty(0, np.int64), *found])
+
+    def _open_span(self, start: int, num_tokens: int) -> Iterator[tuple[OpenShard, int, int, int]]:
+        """Yields each shard of a span of tokens, where in the shard it begins, where in the span, and how many."""
+        assert 0 <= start <= self.num_tokens - num_tokens, "read beyond the end of a source"
         num_read = 0
         shard = bisect_right(self._starts, start) - 1
-        while num_read < len(out):
+        while num_read < num_tokens:
             offset = start + num_read - self._starts[shard]
-            count = min(len(out) - num_read, self._starts[shard + 1] - self._starts[shard] - offset)
+            count = min(num_tokens - num_read, self._starts[shard + 1] - self._starts[shard] - offset)
             if count:  # a shard may be empty
-                self._maps.tokens(self._shards, shard).read(offset, out[num_read : num_read + count])
+                yield self._maps.open(self._shards, shard), offset, num_read, count
             num_read += count
             shard += 1
 
@@ -215,16 +293,11 @@ class Corpus:
     train: tuple[TokenSource, ...]
     validation: tuple[TokenSource, ...]
 
-    @property
-    def tokenizer_path(self) -> Path:
-        """Returns the tokenizer that made the tokens."""
-        return self.path / MODEL_NAME
-
-    def piece_num_bytes(self) -> Integer[ndarray, " vocab"]:
+    def token_num_bytes(self) -> Integer[ndarray, " vocab"]:
         """Returns the UTF-8 bytes of text behind each id; all are 0 where no tokenizer is known."""
         if not self.manifest.tokenizer_hash:
             return np.zeros(self.manifest.vocab_size, np.int32)
-        return Tokenizer.load(self.tokenizer_path).piece_num_bytes
+        return open_tokenizer(self.path).token_num_bytes
 
 
 def open_corpus(
@@ -240,8 +313,8 @@ def open_corpus(
         path: Where `genesis data prepare` or `genesis data adopt` wrote it.
         tokenizer_hash: The tokenizer that it must have been made with; by default any.
         verify_hashes: When to compare the shards' hashes with the manifest's.
-        max_open_maps: Shards that stay mapped at the same time; by default `MAX_OPEN_MAPS`, or half of the files that
-            this process may open.
+        max_open_maps: Shards that stay mapped at the same time; by default `MAX_OPEN_MAPS`, or as many as half of the
+            files that this process may open are enough for.
 
     Raises:
         UserError: There is no corpus, a file is missing or has another size than the manifest says, or the tokenizer is
@@ -279,16 +352,29 @@ def find_fault(corpus: Path, manifest: CorpusManifest, shard: ShardRecord) -> st
         if found_bytes < num_bytes or (found_bytes > num_bytes and not is_shared):
             return f"{path} has {found_bytes:,} bytes, the manifest says {num_bytes:,}"
     stored = map_tokens(corpus, manifest.token_dtype, shard)
-    for path, found, recorded in (
-        (tokens, hash_tokens(stored) if shard.hash else "", shard.hash),
-        (index, hash_index(corpus, shard), shard.index_hash),
-    ):
-        if found != recorded:
-            return f"{path} has hash {found[:16]}, the manifest says {recorded[:16]}"
+    try:
+        for path, found, recorded in _hash_shard(corpus, shard, stored):
+            if found != recorded:
+                return f"{path} has hash {found[:16]}, the manifest says {recorded[:16]}"
+    except UserError as error:  # the file of labels is gone or cut short
+        return str(error)
     if shard.hash:
         return None
     fault = find_token_fault(stored, manifest.vocab_size, manifest.eos_id, read_index(corpus, shard))
     return fault and f"{tokens} {fault}"
+
+
+def _hash_shard(
+    corpus: Path, shard: ShardRecord, stored: Integer[ndarray, " stored"]
+) -> Iterator[tuple[Path, str, str]]:
+    """Yields each file of a shard that has a hash, what the hash is, and what it should be."""
+    path = corpus / shard.path
+    if shard.hash:
+        yield path, hash_tokens(stored), shard.hash
+    yield index_path(corpus, shard), hash_index(corpus, shard), shard.index_hash
+    labels = map_labels(corpus, shard)
+    if labels is not None:
+        yield labels_path(path), hash_tokens(labels), shard.labels_hash
 
 
 def _check_tokenizer(path: Path, manifest: CorpusManifest, expected: str | None) -> None:
@@ -300,14 +386,16 @@ def _check_tokenizer(path: Path, manifest: CorpusManifest, expected: str | None)
         )
     if not here:
         return
-    model = path / MODEL_NAME
-    if not model.is_file():
-        raise UserError(f"{model} is missing; copy the tokenizer {here[:16]} there, or prepare again")
-    found = hash_file(model)
+    found = hash_tokenizer(path)
+    if found is None:
+        looked_for = ", ".join(list_file_names())
+        raise UserError(
+            f"{path} has lost its tokenizer {here[:16]} (looked for {looked_for}); put its files back, or prepare again"
+        )
     if found != here:
         raise UserError(
-            f"{model} is the tokenizer {found[:16]}, the corpus was made with {here[:16]}; put that "
-            "one back, or prepare the corpus again"
+            f"{path} has the tokenizer {found[:16]}, the corpus was made with {here[:16]}; put that one back, or "
+            "prepare the corpus again"
         )
 
 
@@ -377,4 +465,5 @@ def _item_bytes(dtype: str) -> int:
 def _limit_maps() -> int:
     """Returns how many shards may be mapped: each map holds one of the files that this process may open."""
     soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MAX_OPEN_MAPS if soft_limit == resource.RLIM_INFINITY else max(1, min(MAX_OPEN_MAPS, soft_limit // 2))
+    most = soft_limit // (2 * _FILES_PER_SHARD)
+    return MAX_OPEN_MAPS if soft_limit == resource.RLIM_INFINITY else max(1, min(MAX_OPEN_MAPS, most))

@@ -88,8 +88,8 @@ class CorpusData:
         manifest = self.corpus.manifest
         return SequenceFormat(
             self.options.seq_len,
-            manifest.eos_id,
-            self.corpus.piece_num_bytes(),
+            manifest.padding_id,
+            self.corpus.token_num_bytes(),
             little_endian(manifest.token_dtype),
         )
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from genesis_callbacks.checkpoint import CorruptCheckpointError
+from genesis_callbacks.checkpoint.roles import pick_data_sections
 
 DATA_STATE: Final = "CorpusDataModule"
 """Under which name a checkpoint has the data module's state."""
@@ -43,7 +44,7 @@ def read_drawn(sections: Sequence[Mapping[str, Any]]) -> dict[str, Drawn]:
 
 
 def _read(sections: Sequence[Mapping[str, Any]]) -> dict[str, Drawn]:
-    states = [section.get("trainer", {}).get(DATA_STATE) for section in sections]
+    states = [section.get("trainer", {}).get(DATA_STATE) for section in pick_data_sections(sections)]
     states = [state for state in states if state]
     if not states:
         return {}

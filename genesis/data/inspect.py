@@ -1,6 +1,6 @@
 """Looks into a corpus: checks it against its manifest, tells what packings make of it, and draws samples of it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,8 +12,8 @@ from genesis.data.manifest import CorpusManifest, ShardRecord, Split, read_manif
 from genesis.data.packing import Packing, PackingFigures
 from genesis.data.plans import Plan, find_plan_fault, list_plans, measure_source, plan_fits
 from genesis.errors import UserError
+from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
-from genesis.tokenizer.train import MODEL_NAME
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class Sample:
     """Tokens of one shard in their order, from the beginning of a document on, cut into documents.
 
     `texts` keeps the order; the last one may be cut short (`is_cut`), and `num_tokens` counts each with bos and eos.
-    Without a tokenizer a text is the ids, as numbers.
+    Without a tokenizer a text is the ids, as numbers. `num_labels` counts the tokens of each document that have labels;
+    it is None for a source all of whose tokens do.
     """
 
     source: str
@@ -30,6 +31,7 @@ class Sample:
     texts: tuple[str, ...]
     num_tokens: tuple[int, ...]
     is_cut: bool
+    num_labels: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -98,10 +100,10 @@ def read_corpus_tokenizer(corpus: Path, manifest: CorpusManifest) -> Tokenizer |
     """
     if not manifest.tokenizer_hash:
         return None
-    tokenizer = Tokenizer.load(corpus / MODEL_NAME)
+    tokenizer = open_tokenizer(corpus)
     if tokenizer.hash != manifest.tokenizer_hash:
         raise UserError(
-            f"{corpus / MODEL_NAME} is tokenizer {tokenizer.hash[:16]}, the corpus was made with "
+            f"{corpus} has the tokenizer {tokenizer.hash[:16]}, the corpus was made with "
             f"{manifest.tokenizer_hash[:16]}; put that one back or prepare the corpus again"
         )
     return tokenizer
@@ -156,8 +158,18 @@ def draw_samples(corpus: Corpus, split: Split, num_samples: int, sample_tokens: 
         shard = source.shard(number)
         first = int(drawn - (ends[which] - shard.num_documents))
         texts, lengths, is_cut = _read_sample(source, number, tokenizer, first, sample_tokens)
-        samples.append(Sample(source.name, shard.path, first, texts, lengths, is_cut))
+        num_labels = _count_labels(source, source.document_start(number, first), lengths)
+        samples.append(Sample(source.name, shard.path, first, texts, lengths, is_cut, num_labels))
     return samples
+
+
+def _count_labels(source: TokenSource, start: int, lengths: Sequence[int]) -> tuple[int, ...] | None:
+    """Returns how many tokens of each document have labels, from `start` on: none of its first token."""
+    if not source.has_label_column:
+        return None
+    ends = start + np.cumsum(lengths)
+    counts = (source.count_labels(np.array([end - length + 1, end])) for end, length in zip(ends, lengths, strict=True))
+    return tuple(int(count[1]) for count in counts)
 
 
 def _read_sample(

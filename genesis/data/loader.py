@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import cached_property
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -20,9 +21,8 @@ from jaxtyping import Bool, Int32, Int64, Integer
 from numpy import ndarray
 
 from genesis.data.clock import LoaderClock
-from genesis.data.corpus import TokenSource
 from genesis.data.order import SequenceOrder
-from genesis.data.packing import fill_row
+from genesis.data.packing import fill_row, mark_piece_ends
 from genesis.data.plans import SourcePlan
 from genesis.data.window import IGNORE_INDEX, MicroBatch, Window
 from genesis.errors import UserError
@@ -44,15 +44,40 @@ class SequenceFormat:
 
     Args:
         seq_len: Tokens of a sequence.
-        eos_id: The token that ends a document; no document holds another.
-        piece_num_bytes: UTF-8 bytes of text behind each token.
+        padding_id: The token of places without one.
+        token_num_bytes: UTF-8 bytes of text behind each token.
         token_dtype: As on disk.
     """
 
     seq_len: int
-    eos_id: int
-    piece_num_bytes: Integer[ndarray, " vocab"]
+    padding_id: int
+    token_num_bytes: Integer[ndarray, " vocab"]
     token_dtype: np.dtype[Any]
+
+
+class TokenStream(Protocol):
+    """What windows read: the tokens of one source as one stream."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Returns how many tokens the stream has."""
+
+    @property
+    def end_id(self) -> int | None:
+        """Returns the token that ends each document and stands nowhere else; None where only an index says it."""
+
+    @property
+    def has_label_column(self) -> bool:
+        """Returns whether some tokens may have no label, beside the first of each document."""
+
+    def read(self, start: int, out: Integer[ndarray, " count"]) -> None:
+        """Fills `out` with the tokens from `start` on; the stream must hold as many."""
+
+    def read_labels(self, start: int, out: Bool[ndarray, " count"]) -> None:
+        """Fills `out` with whether each token from `start` on has a label, as the one that follows another."""
+
+    def ends_between(self, start: int, stop: int) -> Int64[ndarray, " ends"]:
+        """Returns where documents end, of those that end after `start` and at `stop` at the latest."""
 
 
 def plan_micro_batches(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
@@ -82,8 +107,9 @@ def build_window(
     sequence_format: SequenceFormat,
     micro_batch_size: int,
     data_position: int,
+    document_ends: Bool[ndarray, "N S"],
     lengths: Int64[ndarray, " N"] | None = None,
-    has_label: Bool[ndarray, "N S"] | None = None,
+    has_label: Bool[ndarray, "N S+1"] | None = None,
 ) -> Window:
     """Returns the window of rows that hold the tokens of each sequence and the one after it.
 
@@ -92,22 +118,23 @@ def build_window(
         sequence_format: What the tokens mean.
         micro_batch_size: B; N is a multiple of it.
         data_position: What the window says of itself.
-        lengths: Labels of each row, where some have fewer than S; by default all have S.
-        has_label: Which tokens are to be followed by a label, where not all are: fine-tuning learns the answers and not
-            the questions. Inputs and documents are the same whatever it says.
+        document_ends: Which tokens end a document within the row; none of those that stand after its labels.
+        lengths: Labels of each row, where some have fewer than S; by default all have S. The token after the last of
+            fewer labels ends a document, and what follows it is padding, which is one document.
+        has_label: Which tokens have a label where another comes before them, if not all have: fine-tuning learns the
+            answers and not the questions. Inputs and documents are the same whatever it says.
     """
     inputs, labels = rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
-    ends = rows[:, :-1] == sequence_format.eos_id
-    ignored = ends
+    ends = ignored = document_ends
     if lengths is not None:
         columns = np.arange(sequence_format.seq_len)
+        ends = ends | (columns == lengths[:, None])
         ignored = ends | (columns >= lengths[:, None])
-        ends &= columns <= lengths[:, None]  # all padding is one document, however many ends it is made of
     if has_label is not None:
-        ignored = ignored | ~has_label
+        ignored = ignored | ~has_label[:, 1:]
     # By the few places instead of masks of all: this is what a window of prepared tokens costs.
     places = np.flatnonzero(ignored)
-    label_num_bytes = sequence_format.piece_num_bytes.take(labels)
+    label_num_bytes = sequence_format.token_num_bytes.take(labels)
     num_bytes = int(label_num_bytes.sum(dtype=np.int64)) - int(label_num_bytes.take(places).sum(dtype=np.int64))
     labels.put(places, IGNORE_INDEX)
     document_ids = _number_documents(ends)
@@ -145,12 +172,19 @@ class TrainWindows:
     """
 
     order: SequenceOrder
-    sources: Sequence[TokenSource]
+    sources: Sequence[TokenStream]
     sequence_format: SequenceFormat
     global_batch_size: int
     micro_batch_size: int
     ranks: Ranks
     plans: Sequence[SourcePlan] | None = None
+
+    def __post_init__(self) -> None:
+        assert len({source.end_id for source in self.sources} - {None}) <= 1, "sources of more than one corpus"
+
+    @cached_property
+    def _end_ids(self) -> tuple[int | None, ...]:
+        return tuple(source.end_id for source in self.sources)
 
     def window(self, position: int) -> Window:
         """Returns this rank's window of the global batch that begins at `position`."""
@@ -158,16 +192,60 @@ class TrainWindows:
         source_ids, sequence_ids = self.order.sequences(position + self.ranks.rank * num_rows, num_rows)
         seq_len = self.sequence_format.seq_len
         rows = np.empty((num_rows, seq_len + 1), self.sequence_format.token_dtype)
-        lengths = None if self.plans is None else np.empty(num_rows, np.int64)
-        for number, (source, sequence) in enumerate(zip(source_ids.tolist(), sequence_ids.tolist(), strict=True)):
-            read = self.sources[source].read
-            if self.plans is None or lengths is None:
-                read(sequence * seq_len, rows[number])
-            else:
-                starts, piece_lengths = self.plans[source].pieces(sequence)
-                lengths[number] = fill_row(rows[number], starts, piece_lengths, read, self.sequence_format.eos_id)
+        has_label = _make_label_rows(self.sources, rows)
+        ids = list(zip(source_ids.tolist(), sequence_ids.tolist(), strict=True))
+        lengths = None
+        if self.plans is None:
+            ends = self._read_rows(ids, rows, has_label)
+        else:
+            ends, lengths = np.zeros((num_rows, seq_len), np.bool_), np.empty(num_rows, np.int64)
+            for number, (source_id, sequence) in enumerate(ids):
+                of_row = None if has_label is None else has_label[number]
+                starts, sizes = self.plans[source_id].pieces(sequence)
+                source = self.sources[source_id]
+                lengths[number] = self._fill_row(source, starts, sizes, rows[number], ends[number], of_row)
         end = position + self.global_batch_size
-        return build_window(rows, self.sequence_format, self.micro_batch_size, end, lengths)
+        return build_window(rows, self.sequence_format, self.micro_batch_size, end, ends, lengths, has_label)
+
+    def _read_rows(
+        self, ids: list[tuple[int, int]], rows: Integer[ndarray, "N S+1"], has_label: Bool[ndarray, "N S+1"] | None
+    ) -> Bool[ndarray, "N S"]:
+        """Reads rows that are cut evenly from the sources, and returns which tokens end a document."""
+        seq_len = self.sequence_format.seq_len
+        indexed = []
+        for number, (source_id, sequence) in enumerate(ids):
+            source, start = self.sources[source_id], sequence * seq_len
+            source.read(start, rows[number])
+            if has_label is not None:
+                source.read_labels(start, has_label[number])
+            if self._end_ids[source_id] is None:
+                indexed.append((number, source, start))
+        # To compare all tokens at once costs a third of a look into the index for each row.
+        end_id = next((end_id for end_id in self._end_ids if end_id is not None), None)
+        ends: Bool[ndarray, "N S"] = (
+            np.zeros((len(rows), seq_len), np.bool_) if end_id is None else rows[:, :-1] == end_id
+        )
+        for number, source, start in indexed:
+            ends[number] = False
+            _mark_ends(source, start, ends[number])
+        return ends
+
+    def _fill_row(
+        self,
+        source: TokenStream,
+        starts: Int64[ndarray, " pieces"],
+        lengths: Integer[ndarray, " pieces"],
+        row: Integer[ndarray, " S+1"],
+        ends: Bool[ndarray, " S"],
+        has_label: Bool[ndarray, " S+1"] | None,
+    ) -> int:
+        """Fills one row with the pieces of a plan, and returns how many labels it has."""
+        cut = int(starts[-1]) + int(lengths[-1])
+        goes_on = int(lengths[-1]) == self.sequence_format.seq_len and not len(source.ends_between(cut - 1, cut))
+        mark_piece_ends(ends, lengths)
+        if has_label is not None:
+            fill_row(has_label, starts, lengths, source.read_labels, 0, goes_on=goes_on)
+        return fill_row(row, starts, lengths, source.read, self.sequence_format.padding_id, goes_on=goes_on)
 
 
 class ValidationWindows:
@@ -187,7 +265,7 @@ class ValidationWindows:
 
     def __init__(
         self,
-        sources: Sequence[TokenSource],
+        sources: Sequence[TokenStream],
         sequence_format: SequenceFormat,
         micro_batch_size: int,
         ranks: Ranks,
@@ -210,21 +288,48 @@ class ValidationWindows:
         seq_len = self._format.seq_len
         begin = index * self._micro_batch_size * self._ranks.world_size
         first = begin + self._ranks.rank * self._micro_batch_size
-        rows = np.full((self._micro_batch_size, seq_len + 1), self._format.eos_id, self._format.token_dtype)
+        rows = np.full((self._micro_batch_size, seq_len + 1), self._format.padding_id, self._format.token_dtype)
+        ends = np.zeros((self._micro_batch_size, seq_len), np.bool_)
+        has_label = _make_label_rows(self._sources, rows)
         lengths = np.zeros(self._micro_batch_size, np.int64)
         for row in range(min(self._micro_batch_size, self.num_sequences - first)):
             source, start = self._locate(first + row)
-            lengths[row] = min(seq_len, source.num_tokens - 1 - start)
-            source.read(start, rows[row, : lengths[row] + 1])
+            length = lengths[row] = min(seq_len, source.num_tokens - 1 - start)
+            of_row = None if has_label is None else has_label[row, : length + 1]
+            _read_row(source, start, rows[row, : length + 1], ends[row, :length], of_row)
         end = min(begin + self._micro_batch_size * self._ranks.world_size, self.num_sequences)
-        return build_window(rows, self._format, self._micro_batch_size, end, lengths)
+        return build_window(rows, self._format, self._micro_batch_size, end, ends, lengths, has_label)
 
-    def _locate(self, sequence: int) -> tuple[TokenSource, int]:
+    def _locate(self, sequence: int) -> tuple[TokenStream, int]:
         """Returns where a sequence's tokens begin."""
         in_set = sequence * self._num_in_set // self.num_sequences
         source = int(np.searchsorted(self._last_of_source, in_set, side="right"))
         before = int(self._last_of_source[source - 1]) if source else 0
         return self._sources[source], (in_set - before) * self._format.seq_len
+
+
+def _make_label_rows(sources: Sequence[TokenStream], rows: Integer[ndarray, "N S+1"]) -> Bool[ndarray, "N S+1"] | None:
+    """Returns what says which tokens of `rows` have labels, all of them so far; None where no source says it."""
+    return np.ones(rows.shape, np.bool_) if any(source.has_label_column for source in sources) else None
+
+
+def _mark_ends(source: TokenStream, start: int, ends: Bool[ndarray, " count"]) -> None:
+    """Marks which tokens of a stream from `start` on end a document, by the stream's index."""
+    ends[source.ends_between(start, start + len(ends)) - start - 1] = True
+
+
+def _read_row(
+    source: TokenStream,
+    start: int,
+    row: Integer[ndarray, " count+1"],
+    ends: Bool[ndarray, " count"],
+    has_label: Bool[ndarray, " count+1"] | None,
+) -> None:
+    """Reads a stream from `start` on: its tokens, which of them but the last end a document, and which have labels."""
+    source.read(start, row)
+    _mark_ends(source, start, ends)
+    if has_label is not None:
+        source.read_labels(start, has_label)
 
 
 class WindowLoader:

@@ -2,18 +2,21 @@
 
 `genesis data prepare` and `genesis data adopt` write it last and atomically; whoever opens a corpus starts here. The
 shards of a source are a table by columns, here and on disk, because a large corpus has a hundred thousand of them.
+
+A manifest is written in schema 2 where that says all, so that earlier versions read it, too; they find documents' ends
+by eos. It is schema 3 where a shard has a column that schema 2 lacks: `ends_by_index` or `labels_hash`.
 """
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Literal, Self, overload
 
 from genesis.errors import UserError
+from genesis_callbacks.files import find_irregular_kind, replace_file
 
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3
 MANIFEST_NAME: Final = "manifest.json"
 
 Split = Literal["train", "validation"]
@@ -40,6 +43,9 @@ class ShardRecord:
         num_added: Documents' ends (eos) that the file lacks; they are added when it is read. Where they stand says the
             file beside `index` with the suffix ".added".
         mtime_ns: The file's time of modification, where there is no hash to know a change by.
+        ends_by_index: Whether only the index says where documents end: eos stands within one, or not at each one's end.
+        labels_hash: Of the file that says which tokens have labels; empty where all have.
+        num_labels: Tokens that have labels by that file.
     """
 
     path: str
@@ -56,6 +62,9 @@ class ShardRecord:
     index_base: int = 0
     num_added: int = 0
     mtime_ns: int | None = None
+    ends_by_index: bool = False
+    labels_hash: str = ""
+    num_labels: int = 0
 
 
 _DEFAULTS: Final = {field.name: field.default for field in fields(ShardRecord)}
@@ -146,8 +155,8 @@ class SourceRecord:
 class CorpusManifest:
     """Everything about a corpus. Hashes are hex digests made with `hash_algorithm`.
 
-    A corpus that was adopted may have no tokenizer (`tokenizer_hash` is empty) and no `bos_id`. `token_dtype` is the
-    type that tokens are read as, and that of every shard that names no other.
+    A corpus that was adopted may have no tokenizer (`tokenizer_hash` is empty) and no `bos_id`; `eos_id` is None where
+    the tokenizer has no eos. `token_dtype` is the type that tokens are read as, and that of shards that name no other.
     """
 
     name: str
@@ -155,11 +164,15 @@ class CorpusManifest:
     tokenizer_hash: str
     vocab_size: int
     bos_id: int | None
-    eos_id: int
+    eos_id: int | None
     token_dtype: Literal["uint16", "uint32"]
     train: tuple[SourceRecord, ...]
     validation: tuple[SourceRecord, ...]
-    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def padding_id(self) -> int:
+        """Returns the id that fills places without a token: eos, as ever, or any other."""
+        return 0 if self.eos_id is None else self.eos_id
 
     def split(self, split: Split) -> tuple[SourceRecord, ...]:
         """Returns the sources of `split`."""
@@ -171,33 +184,29 @@ def write_manifest(corpus: Path, manifest: CorpusManifest) -> None:
     raw = vars(manifest) | {
         split: [vars(source) | {"shards": source.table.columns} for source in manifest.split(split)] for split in SPLITS
     }
-    staging = corpus / (MANIFEST_NAME + ".staging")
-    with staging.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(raw))
-        file.flush()
-        os.fsync(file.fileno())
-    staging.replace(corpus / MANIFEST_NAME)
-    directory = os.open(corpus, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    raw["schema_version"] = _needed_schema(manifest)
+    replace_file(corpus / MANIFEST_NAME, json.dumps(raw).encode())
 
 
 def read_manifest(corpus: Path) -> CorpusManifest:
-    """Returns the manifest of the corpus in the directory `corpus`, in today's schema.
+    """Returns the manifest of the corpus in the directory `corpus`, whatever its schema.
 
     Raises:
-        UserError: There is none, it is not JSON, or its schema is newer than this version reads.
+        UserError: There is none, it is no file or not JSON, or its schema is newer than this version reads.
     """
     path = corpus / MANIFEST_NAME
     try:
+        kind = find_irregular_kind(path.stat().st_mode)
+        if kind is not None:
+            raise UserError(
+                f"{path} is {kind} where the manifest of a corpus must be; remove it, and prepare the corpus again"
+            )
         raw: dict[str, Any] = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{corpus} is not a prepared corpus (no {MANIFEST_NAME}); run `genesis data prepare`") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is damaged ({error}); prepare the corpus again") from None
-    schema = raw.get("schema_version") if isinstance(raw, dict) else None
+    schema = raw.pop("schema_version", None) if isinstance(raw, dict) else None
     if schema not in _SHARD_READERS:
         raise UserError(f"{path} has schema {schema}, this version reads 1 to {SCHEMA_VERSION}; upgrade genesis")
     try:
@@ -205,12 +214,19 @@ def read_manifest(corpus: Path) -> CorpusManifest:
             raw[split] = tuple(
                 SourceRecord(**{**source, "shards": _SHARD_READERS[schema](source["shards"])}) for source in raw[split]
             )
-        return replace(CorpusManifest(**raw), schema_version=SCHEMA_VERSION)
+        return CorpusManifest(**raw)
     except (AttributeError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}); prepare the corpus again") from None
+
+
+def _needed_schema(manifest: CorpusManifest) -> int:
+    """Returns the oldest schema that says all of a manifest."""
+    columns = {column for split in SPLITS for source in manifest.split(split) for column in source.table.columns}
+    return 2 if columns.isdisjoint(("ends_by_index", "labels_hash")) else SCHEMA_VERSION
 
 
 _SHARD_READERS: Final[dict[int, Callable[[Any], ShardTable]]] = {
     1: lambda shards: ShardTable.of([ShardRecord(**shard) for shard in shards]),
     2: ShardTable,
+    3: ShardTable,
 }

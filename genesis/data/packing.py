@@ -11,7 +11,8 @@ cut piece's last token is the document's next token, so that every label of the 
 token, the document's end, has no label of its own: it is the label of the piece before, and takes no place.
 
 A sequence's row is S + 1 tokens, as under `chunk`: its pieces one after the other, then padding that does not count.
-Masks and positions follow from the documents' ends in the row, whatever the packing.
+Masks and positions follow from the documents' ends in the row, whatever the packing. Where documents end, the corpus's
+index says: the token that mostly ends one may stand within another.
 
 Everything here is a pure function of its arguments.
 """
@@ -24,7 +25,7 @@ from itertools import pairwise
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Int64, Integer
+from jaxtyping import Bool, Int64, Integer, Shaped
 from numpy import ndarray
 
 Packing = Literal["chunk", "best_fit", "pad"]
@@ -136,20 +137,23 @@ def _fit_longest_first(lengths: Int64[ndarray, " pieces"], seq_len: int) -> Int6
 
 
 def fill_row(
-    row: Integer[ndarray, " S+1"],
+    row: Shaped[ndarray, " S+1"],
     starts: Int64[ndarray, " pieces"],
-    lengths: Int64[ndarray, " pieces"],
-    read: Callable[[int, Integer[ndarray, " count"]], None],
-    eos_id: int,
+    lengths: Integer[ndarray, " pieces"],
+    read: Callable[[int, Shaped[ndarray, " count"]], None],
+    padding: int,
+    *,
+    goes_on: bool,
 ) -> int:
     """Fills the row with the pieces of one sequence and with padding; returns how many of its labels may count.
 
     Args:
-        row: S + 1 tokens.
+        row: S + 1 tokens, or what else there is for each token.
         starts: Where the pieces begin in the stream.
         lengths: Their tokens, S in all at most.
         read: `read(start, out)` fills `out` with the stream's tokens from `start` on.
-        eos_id: The token that ends a document.
+        padding: What fills the places after the pieces.
+        goes_on: Whether the document of the last piece goes on after it; only that of a piece of S tokens may.
 
     Returns:
         What `build_window` takes as the row's length.
@@ -158,11 +162,17 @@ def fill_row(
     for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
         read(start, row[filled : filled + length])
         filled += length
-    row[filled:] = eos_id
-    if filled == len(row) - 1 and row[filled - 1] != eos_id:  # cut here: the document goes on
+    row[filled:] = padding
+    if goes_on:
+        assert filled == len(row) - 1, "only a piece that fills the row is cut"
         read(start + length, row[filled:])
         return filled
     return max(0, filled - 1)
+
+
+def mark_piece_ends(ends: Bool[ndarray, " S"], lengths: Integer[ndarray, " pieces"]) -> None:
+    """Marks in `ends` the last token of each piece but the last, after which `build_window` knows what comes."""
+    ends[np.cumsum(lengths[:-1]) - 1] = True
 
 
 @dataclass(frozen=True)
@@ -206,6 +216,7 @@ def measure_packing(
     seq_len: int,
     packing: Packing,
     num_sequences: int,
+    count_labels: Callable[[Int64[ndarray, " places"]], Int64[ndarray, " places"]] = lambda places: places,
 ) -> PackingFigures:
     """Returns the figures of documents that lie between these places of a stream.
 
@@ -215,6 +226,7 @@ def measure_packing(
         seq_len: S.
         packing: How they are packed.
         num_sequences: Into so many sequences; under `chunk`, those of the whole stream.
+        count_labels: Returns how many tokens before each place have labels, up to a constant; by default all have.
     """
     last = document_ends - 1  # the label after a document's end does not count
     if packing == "chunk":
@@ -222,12 +234,18 @@ def measure_packing(
         read = np.minimum(last, num_sequences * seq_len)
     else:
         cut, read = document_starts + seq_len, last
-    truncated = np.maximum(read - cut, 0)
+
+    def between(first: Int64[ndarray, " documents"], end: Int64[ndarray, " documents"]) -> Int64[ndarray, " documents"]:
+        """Returns how many labels follow each token `first` up to `end`, which may be one of them."""
+        counts: Int64[ndarray, " documents"] = count_labels(np.maximum(first, end) + 1) - count_labels(first + 1)
+        return counts
+
+    truncated = between(cut, read)
     return PackingFigures(
         num_sequences=num_sequences,
         num_documents=len(document_ends),
-        num_labels=int((last - document_starts).sum()),
-        num_valid_tokens=int(np.maximum(read - document_starts, 0).sum()),
+        num_labels=int(between(document_starts, last).sum()),
+        num_valid_tokens=int(between(document_starts, read).sum()),
         num_documents_cut=int(np.count_nonzero(truncated)),
         num_truncated_tokens=int(truncated.sum()),
     )

@@ -1,8 +1,8 @@
 """Where the data of a run lie, found from any working directory.
 
-A recipe names the corpus (or a stream's tokenizer) as the user wrote it, mostly relative to the working directory of
-the run. A run therefore records, beside its checkpoints, the same place relative to its own directory. A path of a
-recipe is looked for in this order, and the first place where something is counts:
+A recipe names the corpus (or a stream's tokenizer and sources) as the user wrote it, mostly relative to the working
+directory of the run. A run therefore records, beside its checkpoints, the same place relative to its own directory. A
+path of a recipe is looked for in this order, and the first place where something is counts:
 
 1. as the recipe has it, relative to the working directory of now
 2. as `RUN/data_places.json` has it, relative to the run's directory
@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from genesis.errors import UserError
-from genesis_callbacks.checkpoint.manifest import MANIFEST_NAME
+from genesis.run_directory import RunDirectory
+from genesis_callbacks.files import replace_file
 
-PLACES_NAME: Final = "data_places.json"
 _MAX_BYTES: Final = 1 << 20
 
 
@@ -45,21 +45,36 @@ def read_path(recipe: Mapping[str, Any], *keys: str) -> str | None:
     return content if isinstance(content, str) else None
 
 
-def find_run_dir(path: Path) -> Path:
-    """Returns the run's directory of `path`, which is that directory itself or one of its checkpoints'."""
-    return _absolute(path).parent.parent if (path / MANIFEST_NAME).exists() else path
-
-
 def record_places(run_dir: Path, recipe: Mapping[str, Any]) -> None:
     """Records where the paths of a recipe lead to from the run's directory; earlier records of other paths stay."""
     named = (read_path(recipe, "data", "corpus"), read_path(recipe, "data", "stream", "tokenizer"))
+    stream = (recipe.get("data") or {}).get("stream") or {}
+    sources = [path for source in stream.get("sources") or () for path in source["paths"] if is_local(path)]
     base = run_dir.resolve()  # "..", from there, leads where the system takes it
-    places = {given: os.path.relpath(given, base) for given in named if given is not None and Path(given).exists()}
+    places = {
+        given: os.path.relpath(given, base) for given in (*named, *sources) if given is not None and _leads(given)
+    }
     if places:
-        path = run_dir / PLACES_NAME
-        staging = path.with_name(path.name + ".staging")
-        staging.write_text(json.dumps({**_read_records(run_dir), **places}, indent=1), encoding="utf-8")
-        staging.replace(path)
+        replace_file(
+            RunDirectory(run_dir).data_places, json.dumps({**_read_records(run_dir), **places}, indent=1).encode()
+        )
+
+
+def is_local(given: str) -> bool:
+    """Returns whether a source's path is one of this machine that the working directory may change the meaning of."""
+    return "://" not in given and "::" not in given
+
+
+def find_source_path(given: str, run_dir: Path, recipe: Mapping[str, Any], *, name: str) -> str:
+    """Returns where a path of the source `name` of a run's stream leads to: itself where something is there.
+
+    Raises:
+        UserError: Nothing is at any of the places, which the line names.
+    """
+    if not is_local(given) or _leads(given):
+        return given
+    remedy = "give the sources by data.stream.sources in the recipe"
+    return os.path.relpath(find_path(given, run_dir, recipe, what=f"the source {name} at", remedy=remedy))
 
 
 def list_places(given: str, run_dir: Path, recipe: Mapping[str, Any]) -> list[Place]:
@@ -67,7 +82,7 @@ def list_places(given: str, run_dir: Path, recipe: Mapping[str, Any]) -> list[Pl
     places = [Place(Path(given), f"relative to the working directory {Path.cwd()}")]
     record = _read_records(run_dir).get(given)
     if record is not None:
-        places.append(Place(run_dir.resolve() / record, f"recorded in {run_dir / PLACES_NAME}"))
+        places.append(Place(run_dir.resolve() / record, f"recorded in {RunDirectory(run_dir).data_places}"))
     start = _find_start(run_dir, read_path(recipe, "run_dir"))
     if start is not None:
         places.append(Place(start / given, "relative to the directory that the run was started from"))
@@ -92,14 +107,23 @@ def find_path(given: str, run_dir: Path, recipe: Mapping[str, Any], *, what: str
     """
     places = list_places(given, run_dir, recipe)
     for place in places:
-        if place.path.exists():
+        if _leads(place.path):
             return place.path
     tried = "; ".join(f"{os.path.normpath(place.path)} ({place.reason})" for place in places)
     raise UserError(f"{what} {given} of the run {run_dir} is not there; looked for at {tried}; {remedy}")
 
 
+def _leads(path: Path | str) -> bool:
+    """Returns whether something is at a path, or matches it where it is a glob."""
+    path = Path(path)
+    try:
+        return path.exists() or any(True for _ in Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+    except ValueError:  # no glob, either
+        return False
+
+
 def _read_records(run_dir: Path) -> dict[str, str]:
-    path = run_dir / PLACES_NAME
+    path = RunDirectory(run_dir).data_places
     if not path.is_file():
         return {}
     try:

@@ -10,12 +10,12 @@
 All is little-endian. A plan is whole or not there: it gets its name when it is on disk. Training maps it into memory.
 """
 
+import contextlib
 import fcntl
 import json
-import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from fractions import Fraction
@@ -40,8 +40,9 @@ from genesis.data.packing import (
     measure_packing,
     pack_documents,
 )
-from genesis.data.shards import hash_index, index_path, remedy, sync_directory
+from genesis.data.shards import hash_index, index_path, remedy
 from genesis.errors import UserError
+from genesis_callbacks.files import create_file, sync_directory
 
 PLANS_DIRECTORY: Final = "packing"
 BLOCK_DOCUMENTS: Final = 1 << 21
@@ -210,7 +211,10 @@ def measure_source(source: TokenSource, seq_len: int, packing: Packing) -> Packi
     """Returns what a packing would make of a source."""
     if packing == "chunk":
         num_chunks = count_train_sequences(source.num_tokens, seq_len)
-        blocks = (measure_packing(*block, seq_len, packing, num_chunks) for block in _blocks(source.document_ends()))
+        blocks = (
+            measure_packing(*block, seq_len, packing, num_chunks, _label_counter(source, *block))
+            for block in _blocks(source.document_ends())
+        )
         total = reduce(add, blocks, PackingFigures())
         return PackingFigures(**{**asdict(total), "num_sequences": num_chunks})
     return reduce(add, (figures for _, figures in _pack(source, seq_len, packing)), PackingFigures())
@@ -228,10 +232,8 @@ def _write_plan(corpus: Corpus, packing: PlannedPacking, seq_len: int, directory
             for source, record in zip(corpus.train, corpus.manifest.train, strict=True)
         }
         plan = Plan(packing, seq_len, sources)
-        with (staging / _PLAN_NAME).open("w", encoding="utf-8") as file:
-            json.dump({"plan_version": _PLAN_VERSION, **asdict(plan)}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+        with create_file(staging / _PLAN_NAME) as file:
+            file.write(json.dumps({"plan_version": _PLAN_VERSION, **asdict(plan)}, indent=1).encode())
         sync_directory(staging)
         staging.rename(directory)
         sync_directory(directory.parent)
@@ -245,9 +247,9 @@ def _write_source(
 ) -> PlanRecord:
     _check_index(corpus, record)
     paths = {name: _file(staging, source.name, name) for name in _DTYPES}
-    files = {name: path.open("wb") for name, path in paths.items()}
     figures, num_pieces, num_tokens = PackingFigures(), 0, 0
-    try:
+    with contextlib.ExitStack() as opened:
+        files = {name: opened.enter_context(create_file(path)) for name, path in paths.items()}
         for packed, of_block in _pack(source, seq_len, packing):
             firsts = packed.sequence_ends - np.diff(packed.sequence_ends, prepend=0)
             arrays = {
@@ -260,12 +262,6 @@ def _write_source(
                 files[name].write(array.astype(_DTYPES[name]).tobytes())
             figures, num_pieces = figures + of_block, num_pieces + len(packed.starts)
             num_tokens += int(packed.lengths.sum())
-        for file in files.values():
-            file.flush()
-            os.fsync(file.fileno())
-    finally:
-        for file in files.values():
-            file.close()
     hashes = {name: _hash_file(path) for name, path in paths.items()}
     return PlanRecord(_hash_shards(record), num_pieces, num_tokens, figures, hashes)
 
@@ -277,7 +273,22 @@ def _pack(
     for starts, ends in _blocks(source.document_ends()):
         packed = pack_documents(ends - starts[0], seq_len, packing)
         moved = PackedSequences(packed.starts + starts[0], packed.lengths, packed.sequence_ends)
-        yield moved, measure_packing(starts, ends, seq_len, packing, len(packed))
+        count_labels = _label_counter(source, starts, ends)
+        yield moved, measure_packing(starts, ends, seq_len, packing, len(packed), count_labels)
+
+
+def _label_counter(
+    source: TokenSource, starts: Int64[ndarray, " documents"], ends: Int64[ndarray, " documents"]
+) -> Callable[[Int64[ndarray, " places"]], Int64[ndarray, " places"]]:
+    """Returns what counts the labels before places in a block of documents, for `measure_packing`."""
+    if not source.has_label_column:
+        return lambda places: places
+    first = starts[:1]
+
+    def count(places: Int64[ndarray, " places"]) -> Int64[ndarray, " places"]:
+        return source.count_labels(np.concatenate((first, np.minimum(places, ends[-1]))))[1:]
+
+    return count
 
 
 def _blocks(
@@ -383,5 +394,10 @@ def _hash_file(path: Path) -> str:
 
 
 def _hash_shards(record: SourceRecord) -> str:
-    columns = [list(record.table.column(name)) for name in ("num_tokens", "num_documents", "hash", "index_hash")]
+    names = ["num_tokens", "num_documents", "hash", "index_hash"]
+    if (
+        "labels_hash" in record.table.columns
+    ):  # without the column, a plan's hash stays what it was before there was one
+        names.append("labels_hash")
+    columns = [list(record.table.column(name)) for name in names]
     return blake3(json.dumps(columns).encode()).hexdigest()

@@ -35,7 +35,7 @@ from genesis.data.manifest import (
     write_manifest,
 )
 from genesis.data.plans import PLANS_DIRECTORY, PlannedPacking, write_plan
-from genesis.data.shards import HASH_ALGORITHM, hash_file, publish_shard, sync_directory, token_dtype
+from genesis.data.shards import HASH_ALGORITHM, labels_path, publish_shard, token_dtype
 from genesis.data.sources import InputFile, SourceOptions, Span, check_sources, find_files, plan_spans
 from genesis.data.tokenize_pool import run_jobs
 from genesis.data.tokenize_worker import (
@@ -47,8 +47,10 @@ from genesis.data.tokenize_worker import (
     staged_path,
 )
 from genesis.errors import UserError
+from genesis.tokenizer.files import write_files
+from genesis.tokenizer.open import hash_tokenizer, open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
-from genesis.tokenizer.train import MODEL_NAME
+from genesis_callbacks.files import replace_file
 
 PREPARE_DIRECTORY = ".prepare"
 _PLAN_NAME = "plan.json"
@@ -65,7 +67,7 @@ class PrepareOptions:
 
     Args:
         name: The corpus's name; it is made in the directory OUT/NAME.
-        tokenizer: A model file or the directory that holds one, as `genesis tokenizer train` writes it.
+        tokenizer: The directory that holds a tokenizer, as `genesis tokenizer train` writes it, or its file.
         sources: Named sources of text, each with paths, weight and format.
         out: The directory that corpora are made in.
         validation_fraction: Share of the documents held out, chosen by a hash of their text: 0 to 0.5.
@@ -138,7 +140,7 @@ def prepare_corpus(
         UserError: The input, the disk or a changed plan stands in the way; the line says what to do. Finished shards
             stay.
     """
-    tokenizer = Tokenizer.load(options.tokenizer)
+    tokenizer = open_tokenizer(options.tokenizer)
     files = {source.name: find_files(source) for source in options.sources}
     try:
         with _locked(options.corpus):
@@ -194,7 +196,7 @@ def _prepare(
     report(progress)
     with _staging(corpus) as staging:
         setup = Setup(
-            tokenizer=corpus / MODEL_NAME,
+            tokenizer=corpus,
             tokenizer_hash=tokenizer.hash,
             staging=staging,
             seed=options.seed,
@@ -326,11 +328,10 @@ def _begin(options: PrepareOptions, tokenizer: Tokenizer, files: dict[str, tuple
         _compare_plans(json.loads(path.read_text(encoding="utf-8")), plan, options.corpus)
     elif (options.corpus / MANIFEST_NAME).exists():
         raise UserError(f"{options.corpus} is a corpus without its plan; begin again with --restart")
-    model = options.corpus / MODEL_NAME
-    if not model.exists() or hash_file(model) != tokenizer.hash:
-        _write_durably(model, tokenizer.model)
+    if hash_tokenizer(options.corpus) != tokenizer.hash:
+        write_files(tokenizer.files, options.corpus)
     if not path.exists():
-        _write_durably(path, json.dumps(plan, indent=1).encode())
+        replace_file(path, json.dumps(plan, indent=1).encode())
 
 
 def _describe_plan(
@@ -409,7 +410,7 @@ def _commit_part(corpus: Path, staging: Path, part: FinishedPart) -> None:
             publish_shard(staged_path(staging, shard.path), corpus / shard.path)
     record = corpus / PREPARE_DIRECTORY / "parts" / f"{part.source}-{part.unit:05d}_{part.part:03d}.json"
     record.parent.mkdir(exist_ok=True)
-    _write_durably(record, json.dumps(asdict(part)).encode())
+    replace_file(record, json.dumps(asdict(part)).encode())
 
 
 def _read_parts(corpus: Path) -> list[FinishedPart]:
@@ -425,16 +426,9 @@ def _read_parts(corpus: Path) -> list[FinishedPart]:
 
 
 def _check_present(corpus: Path, shard: ShardRecord) -> None:
-    path = corpus / shard.path
-    if not path.exists() or path.stat().st_size != shard.file_bytes:
+    sizes = {corpus / shard.path: shard.file_bytes}
+    if shard.labels_hash:
+        sizes[labels_path(corpus / shard.path)] = shard.num_tokens
+    path = next((path for path, size in sizes.items() if not path.exists() or path.stat().st_size != size), None)
+    if path is not None:
         raise UserError(f"the finished shard {path} is gone or has another size; begin again with --restart")
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    staging = path.with_name(path.name + ".staging")
-    with staging.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    staging.replace(path)
-    sync_directory(path.parent)

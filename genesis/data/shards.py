@@ -3,15 +3,17 @@
 NAME.ds             the tokens of all documents, one after another: little-endian uint16 or uint32
 NAME.ds.index       uint64, the cumulative end of each document, in tokens
 NAME.ds.metadata    text: "TOKENIZER|bytes per token", the number of tokens, the same for people
+NAME.ds.loss        a byte for each token, 1 where the token has a label, 0 where nothing is learned of it; where there
+                    is no such file, all tokens have labels, but for the first of each document
 """
 
+import contextlib
 import mmap
-import os
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal
 
 import numpy as np
 from blake3 import blake3
@@ -19,11 +21,13 @@ from numpy.typing import NDArray
 
 from genesis.data.manifest import ShardRecord
 from genesis.errors import UserError
+from genesis_callbacks.files import create_file, sync_directory
 
 HASH_ALGORITHM = "blake3"
 SHARD_SUFFIX = ".ds"
 INDEX_SUFFIX = ".index"
 METADATA_SUFFIX = ".metadata"
+LABELS_SUFFIX = ".loss"
 ADDED_SUFFIX = ".added"
 INDEX_ENTRY = np.dtype("<u8")
 
@@ -48,6 +52,11 @@ def shard_files(shard: Path) -> tuple[Path, Path, Path]:
     return shard, Path(f"{shard}{INDEX_SUFFIX}"), Path(f"{shard}{METADATA_SUFFIX}")
 
 
+def labels_path(shard: Path) -> Path:
+    """Returns the file that says which tokens of a shard have labels, where not all have."""
+    return Path(f"{shard}{LABELS_SUFFIX}")
+
+
 def hash_file(path: Path) -> str:
     """Returns the BLAKE3 hex digest of a file."""
     digest = blake3(max_threads=blake3.AUTO)
@@ -58,42 +67,45 @@ def hash_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def sync_file(file: BinaryIO) -> None:
-    """Makes what was written to `file` durable."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def sync_directory(directory: Path) -> None:
-    """Makes the names in `directory` durable."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 @dataclass(frozen=True)
 class EncodedDocuments:
-    """Documents to append: all their tokens (with bos and eos), how many each has, and the bytes of their text."""
+    """Documents to append.
+
+    Args:
+        tokens: Of all documents, with bos and eos.
+        lengths: Tokens of each document.
+        num_text_bytes: UTF-8 bytes of their text.
+        has_label: Which tokens are learned, each as the label of the token before it; None for all.
+    """
 
     tokens: NDArray[np.int32]
     lengths: NDArray[np.int64]
     num_text_bytes: int
+    has_label: NDArray[np.bool_] | None = None
 
 
 class ShardWriter:
     """Writes one shard; it belongs to one thread.
 
-    Nothing is a shard before `finish` returns: it flushes the three files to disk and says what they hold. The caller
-    gives them their final names.
+    Nothing is a shard before `finish` returns: it flushes the files to disk and says what they hold. The caller gives
+    them their final names.
+
+    Args:
+        path: Where the tokens go; the other files lie beside them.
+        dtype: Of the tokens on disk.
+        tokenizer_name: What the metadata calls the tokenizer.
+        eos_id: The token that mostly ends a document; the shard's record says where that is not so. None for no token.
     """
 
-    def __init__(self, path: Path, dtype: TokenDtype, tokenizer_name: str) -> None:
+    def __init__(self, path: Path, dtype: TokenDtype, tokenizer_name: str, eos_id: int | None) -> None:
         self.path = path
         self._dtype = little_endian(dtype)
         self._tokenizer_name = tokenizer_name
-        self._file: BinaryIO = path.open("wb")
+        self._eos_id = eos_id
+        self._ends_by_index = eos_id is None
+        self._labels: bytearray | None = None
+        self._opened = contextlib.ExitStack()
+        self._file = self._opened.enter_context(create_file(path))
         self._hash = blake3()
         self._ends = array("Q")
         self.num_tokens = 0
@@ -104,19 +116,25 @@ class ShardWriter:
         data = documents.tokens.astype(self._dtype).tobytes()
         self._file.write(data)
         self._hash.update(data)
-        self._ends.extend((np.cumsum(documents.lengths) + self.num_tokens).tolist())
+        ends = np.cumsum(documents.lengths)
+        is_eos = documents.tokens == self._eos_id
+        if not (np.count_nonzero(is_eos) == len(ends) and is_eos[ends - 1].all()):
+            self._ends_by_index = True
+        self._append_labels(documents)
+        self._ends.extend((ends + self.num_tokens).tolist())
         self.num_tokens += len(documents.tokens)
         self._num_text_bytes += documents.num_text_bytes
 
     def finish(self, final_path: str) -> ShardRecord:
-        """Completes the three files, durable when this returns, and returns the record of the shard at `final_path`."""
+        """Completes the files, durable when this returns, and returns the record of the shard at `final_path`."""
         _, index_path, metadata_path = shard_files(self.path)
-        with self._file:
-            sync_file(self._file)
+        self._opened.close()
         index = np.array(self._ends, dtype="<u8").tobytes()
         _write(index_path, index)
         lines = (f"{self._tokenizer_name}|{self._dtype.itemsize}", str(self.num_tokens), _readable(self.num_tokens))
         _write(metadata_path, "\n".join(lines).encode())
+        if self._labels is not None:
+            _write(labels_path(self.path), self._labels)
         return ShardRecord(
             path=final_path,
             num_tokens=self.num_tokens,
@@ -125,12 +143,27 @@ class ShardWriter:
             file_bytes=self.num_tokens * self._dtype.itemsize,
             hash=self._hash.hexdigest(),
             index_hash=blake3(index).hexdigest(),
+            ends_by_index=self._ends_by_index,
+            labels_hash="" if self._labels is None else blake3(self._labels).hexdigest(),
+            num_labels=0 if self._labels is None else self._labels.count(1),
         )
+
+    def _append_labels(self, documents: EncodedDocuments) -> None:
+        """Keeps which tokens have labels, from the first documents on that say so."""
+        if documents.has_label is None and self._labels is None:
+            return
+        if self._labels is None:
+            self._labels = bytearray(b"\1" * self.num_tokens)
+        has_label = np.ones(len(documents.tokens), np.bool_) if documents.has_label is None else documents.has_label
+        assert len(has_label) == len(documents.tokens), "one for each token"
+        self._labels += has_label.tobytes()
 
 
 def publish_shard(staged: Path, final: Path) -> None:
     """Gives a finished shard its final name, the tokens last; durable when this returns."""
     final.parent.mkdir(parents=True, exist_ok=True)
+    if labels_path(staged).exists():
+        labels_path(staged).replace(labels_path(final))
     for source, target in reversed(tuple(zip(shard_files(staged), shard_files(final), strict=True))):
         source.replace(target)
     sync_directory(final.parent)
@@ -162,8 +195,22 @@ def read_index(corpus: Path, shard: ShardRecord) -> NDArray[np.int64]:
     Raises:
         UserError: The index is gone or has another size than the manifest says.
     """
-    entries = _map_index(corpus, shard)
-    return entries.astype(np.int64) - shard.index_base
+    return map_index(corpus, shard).astype(np.int64) - shard.index_base
+
+
+def map_labels(corpus: Path, shard: ShardRecord) -> NDArray[np.unsignedinteger] | None:
+    """Returns a byte for each token of a shard, 0 where it has no label, in a memory map; None where all have.
+
+    Raises:
+        UserError: The file is gone or has another size than the manifest says.
+    """
+    if not shard.labels_hash:
+        return None
+    path = labels_path(corpus / shard.path)
+    found = _file_bytes(path)
+    if found != shard.num_tokens:
+        raise UserError(f"{path} has {found} bytes, the manifest says {shard.num_tokens}; {remedy(shard.path)}")
+    return _map_run(path, np.dtype(np.uint8), 0, shard.num_tokens)
 
 
 def hash_tokens(tokens: NDArray[np.unsignedinteger]) -> str:
@@ -173,7 +220,7 @@ def hash_tokens(tokens: NDArray[np.unsignedinteger]) -> str:
 
 def hash_index(corpus: Path, shard: ShardRecord) -> str:
     """Returns the hash of a shard's entries in its index."""
-    return hash_tokens(_map_index(corpus, shard))
+    return hash_tokens(map_index(corpus, shard))
 
 
 def read_added(corpus: Path, shard: ShardRecord) -> NDArray[np.int64]:
@@ -193,14 +240,14 @@ def read_added(corpus: Path, shard: ShardRecord) -> NDArray[np.int64]:
 
 
 def find_token_fault(
-    tokens: NDArray[np.unsignedinteger], vocab_size: int, eos_id: int, ends: NDArray[np.int64] | None
+    tokens: NDArray[np.unsignedinteger], vocab_size: int, eos_id: int | None, ends: NDArray[np.int64]
 ) -> str | None:
     """Returns what is wrong with a shard's tokens, None if nothing is.
 
     Args:
         tokens: All of them.
         vocab_size: No id reaches it.
-        eos_id: The last token of each document, and of no other place; without `ends` it is not looked at.
+        eos_id: The last token of each document; None where documents end with any token.
         ends: Of the documents.
     """
     largest = int(tokens.max(initial=0))
@@ -209,7 +256,7 @@ def find_token_fault(
         signed = int(tokens[place : place + 1].view(f"<i{tokens.itemsize}")[0])
         shown = signed if signed < 0 and tokens.itemsize > 2 else largest
         return f"holds the id {shown} (token {place:,}), vocab_size is {vocab_size:,}; mend the one or the other"
-    if ends is None:
+    if eos_id is None:
         return None
     lacking = np.flatnonzero(tokens[ends - 1] != eos_id)
     if len(lacking):
@@ -217,9 +264,6 @@ def find_token_fault(
             f"has {len(lacking):,} of {len(ends):,} documents that do not end with eos_id {eos_id} (from document "
             f"{lacking[0]:,} of a shard on); name the id that ends them, or adopt with add_eos"
         )
-    within = int(np.count_nonzero(tokens == eos_id)) - len(ends)
-    if within:
-        return f"holds eos_id {eos_id} {within:,} times within documents; adopt with documents eos if it ends them"
     return None
 
 
@@ -240,7 +284,12 @@ def iterate_documents(shard: Path, dtype: TokenDtype) -> Iterator[NDArray[np.uns
         start = end
 
 
-def _map_index(corpus: Path, shard: ShardRecord) -> NDArray[np.unsignedinteger]:
+def map_index(corpus: Path, shard: ShardRecord) -> NDArray[np.unsignedinteger]:
+    """Returns a shard's entries of its index, in a memory map: ends of documents, `shard.index_base` too large.
+
+    Raises:
+        UserError: The index is gone or has another size than the manifest says.
+    """
     path = index_path(corpus, shard)
     found = _file_bytes(path)
     expected = (shard.index_start + shard.num_documents) * INDEX_ENTRY.itemsize
@@ -275,10 +324,9 @@ def _file_bytes(path: Path) -> int:
         raise UserError(f"{path} can't be read ({error.strerror}); put it back as it was") from None
 
 
-def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
+def _write(path: Path, data: bytes | bytearray) -> None:
+    with create_file(path) as file:
         file.write(data)
-        sync_file(file)
 
 
 def _readable(count: int) -> str:

@@ -27,7 +27,8 @@ from genesis.data.training_data import (
 )
 from genesis.data.window import Window
 from genesis.errors import UserError
-from genesis.tokenizer.tokenizer import Tokenizer
+from genesis.tokenizer.open import open_tokenizer
+from genesis.tokenizer.tokenizer import Tokenizer, padding_id
 
 _ENDLESS_WINDOWS: Final = 1 << 40
 """An epoch of a stream, in Lightning's sense: nobody has counted its sequences."""
@@ -118,7 +119,7 @@ class StreamData:
         """Returns how a sequence is made of tokens."""
         tokenizer = self.stream.tokenizer
         dtype = little_endian(token_dtype(tokenizer.vocab_size))
-        return SequenceFormat(self.options.seq_len, tokenizer.eos_id, tokenizer.piece_num_bytes, dtype)
+        return SequenceFormat(self.options.seq_len, padding_id(tokenizer), tokenizer.token_num_bytes, dtype)
 
     # ---- training
 
@@ -274,9 +275,9 @@ class StreamData:
     def _load_tokenizer(self) -> Tokenizer:
         given = self.stream_options.tokenizer
         if given is not None:
-            tokenizer = Tokenizer.load(given)
+            tokenizer = open_tokenizer(given)
         elif self.corpus is not None:
-            tokenizer = Tokenizer.load(self.corpus.tokenizer_path)
+            tokenizer = open_tokenizer(self.corpus.path)
         else:
             raise UserError("data.stream.tokenizer is not given, and no data.corpus that holds one; give one of them")
         wanted = self._tokenizer_hash if self.corpus is None else self.corpus.manifest.tokenizer_hash

@@ -1,19 +1,13 @@
 """The worker processes of `genesis data prepare`: each takes one job after another and sends what it made."""
 
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import Connection, wait
 
 from genesis.data.tokenize_worker import Failure, FinishedPart, Job, Progress, Setup
 from genesis.errors import UserError
+from genesis.processes import PipedWorker
 
-
-@dataclass(frozen=True)
-class _Worker:
-    process: subprocess.Popen[bytes]
-    connection: "Connection[object, object]"
+_WORKER_MODULE = "genesis.data.tokenize_worker"
 
 
 def run_jobs(jobs: Sequence[Job], setup: Setup, num_workers: int) -> Iterator[Progress | FinishedPart]:
@@ -23,11 +17,12 @@ def run_jobs(jobs: Sequence[Job], setup: Setup, num_workers: int) -> Iterator[Pr
         UserError: A job could not be done, or a worker died; other workers' finished parts were yielded before.
     """
     waiting = iter(jobs)
-    workers: dict[Connection[object, object], _Worker] = {}
+    workers: dict[Connection[object, object], PipedWorker] = {}
     try:
         for _, job in zip(range(num_workers), waiting, strict=False):
-            worker = _start_worker(setup)
+            worker = PipedWorker(_WORKER_MODULE)
             workers[worker.connection] = worker
+            worker.connection.send(setup)
             worker.connection.send(job)
         busy = set(workers)
         while busy:
@@ -43,33 +38,16 @@ def run_jobs(jobs: Sequence[Job], setup: Setup, num_workers: int) -> Iterator[Pr
                         connection.send(job_or_none)
     finally:
         for worker in workers.values():
-            worker.connection.close()
-            worker.process.kill()
-            worker.process.wait()
+            worker.end()
 
 
-def _start_worker(setup: Setup) -> _Worker:
-    # A program of its own instead of multiprocessing: nothing is forked from a process that may hold threads, and the
-    # caller's main script is not run again.
-    ours, theirs = Pipe()
-    with theirs:
-        program = f"from genesis.data.tokenize_worker import main; main({theirs.fileno()})"
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-c", program], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
-        )
-    ours.send(setup)
-    return _Worker(process, ours)
-
-
-def _receive(worker: _Worker) -> Progress | FinishedPart:
+def _receive(worker: PipedWorker) -> Progress | FinishedPart:
     try:
         message = worker.connection.recv()
     except (EOFError, ConnectionResetError):
-        status = worker.process.wait()
-        cause = f"by signal {-status} (out of memory?)" if status < 0 else f"with status {status}"
         raise UserError(
-            f"a worker of data prepare ended {cause}; run the same command again (with fewer num_workers if memory is "
-            "short): finished shards are kept"
+            f"a worker of data prepare ended {worker.describe_end()}; run the same command again (with fewer "
+            "num_workers if memory is short): finished shards are kept"
         ) from None
     if isinstance(message, Failure):
         raise UserError(message.message)

@@ -1,15 +1,13 @@
 """One process of `genesis data prepare`: reads the documents of a work unit and writes them as staged shards.
 
-It is started by `subprocess` on `main`, takes `Job`s from its connection and answers with `Progress`, `FinishedPart`s
-and at the end of a unit with the part that `is_last`. It renames nothing: whatever a worker leaves behind when its
-parent dies lies in that attempt's staging directory. When the parent is gone, its next message ends it.
+It is a `PipedWorker`, takes `Job`s from its connection and answers with `Progress`, `FinishedPart`s and at the end of a
+unit with the part that `is_last`. It renames nothing: whatever a worker leaves behind when its parent dies lies in that
+attempt's staging directory. When the parent is gone, so is it.
 
 A unit is written in *parts*: one train and one validation shard each. A part is closed when a shard of it has reached
 its size, so that a unit of any length is restarted at its last finished part.
 """
 
-import signal
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -23,7 +21,9 @@ from genesis.data.manifest import ShardRecord, Split
 from genesis.data.shards import EncodedDocuments, ShardWriter, TokenDtype, token_dtype
 from genesis.data.sources import Document, SourceOptions, Span, read_documents
 from genesis.errors import UserError
-from genesis.tokenizer.tokenizer import Tokenizer
+from genesis.processes import serve_pipe
+from genesis.tokenizer.open import open_tokenizer
+from genesis.tokenizer.tokenizer import Tokenizer, frame_document
 
 _BATCH_BYTES = 1 << 20
 _HASH_RANGE = 1 << 64
@@ -31,7 +31,7 @@ _HASH_RANGE = 1 << 64
 
 @dataclass(frozen=True)
 class Setup:
-    """What holds for all units of one attempt; `tokenizer` is a model file, `staging` a directory."""
+    """What holds for all units of one attempt; `tokenizer` and `staging` are directories."""
 
     tokenizer: Path
     tokenizer_hash: str
@@ -188,7 +188,8 @@ class _Part:
     def _writer(self, split: Split) -> ShardWriter:
         if split not in self._writers:
             path = staged_path(self._setup.staging, self._path(split))
-            self._writers[split] = ShardWriter(path, self._dtype, f"genesis-{self._tokenizer.hash[:16]}")
+            name = f"genesis-{self._tokenizer.hash[:16]}"
+            self._writers[split] = ShardWriter(path, self._dtype, name, self._tokenizer.eos_id)
         return self._writers[split]
 
     def _finish_shard(self, split: Split) -> ShardRecord | None:
@@ -196,12 +197,11 @@ class _Part:
 
 
 def _encode(tokenizer: Tokenizer, documents: Sequence[Document], num_threads: int) -> EncodedDocuments:
-    bos = np.array([tokenizer.bos_id], dtype=np.int32)
-    eos = np.array([tokenizer.eos_id], dtype=np.int32)
     texts = tokenizer.encode_batch([document.text for document in documents], num_threads)
+    framed = [frame_document(tokenizer, text) for text in texts]
     return EncodedDocuments(
-        tokens=np.concatenate([piece for text in texts for piece in (bos, text, eos)]),
-        lengths=np.array([len(text) + 2 for text in texts], dtype=np.int64),
+        tokens=np.concatenate(framed),
+        lengths=np.array([len(tokens) for tokens in framed], dtype=np.int64),
         num_text_bytes=sum(len(document.utf8) for document in documents),
     )
 
@@ -230,18 +230,13 @@ def _batches(documents: Iterator[Document], num_bytes: int) -> Iterator[list[Doc
 
 def main(descriptor: int) -> None:
     """Serves the connection that `descriptor` is until its other end is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent decides
-    connection: Connection[object, object] = Connection(descriptor)
-    try:
-        _serve(connection)
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        sys.exit(1)
+    serve_pipe(descriptor, _serve)
 
 
 def _serve(connection: "Connection[object, object]") -> None:
     setup = connection.recv()
     assert isinstance(setup, Setup)
-    tokenizer = Tokenizer.load(setup.tokenizer)
+    tokenizer = open_tokenizer(setup.tokenizer)
     while True:
         job = connection.recv()
         assert isinstance(job, Job)
@@ -259,8 +254,8 @@ def _serve(connection: "Connection[object, object]") -> None:
 
 
 def explain_write_error(error: OSError, corpus: Path) -> str:
-    """Returns the line that tells a user of a disk that is full or fails."""
+    """Returns the line that tells a user of a disk that is full or fails, with the file where the error names one."""
     return (
-        f"cannot write to {corpus} ({error.strerror or error}); mend that (make room) and run the same command again: "
-        "finished shards are kept"
+        f"cannot write to {error.filename or corpus} ({error.strerror or error}); make room or fix the disk, "
+        "and run the same command again: finished shards are kept"
     )

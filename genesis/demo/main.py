@@ -22,7 +22,8 @@ from genesis.demo.plot import plot_loss, read_curve
 from genesis.demo.scale import scale_recipe
 from genesis.demo.text import gather_text
 from genesis.errors import UserError
-from genesis_callbacks.checkpoint import read_manifest
+from genesis.run_directory import RunDirectory
+from genesis_callbacks.checkpoint import list_committed, read_manifest
 
 PROMPTS = ("class Stack:\n", "def __init__(self,", "import os\n\ndef ")
 
@@ -63,7 +64,7 @@ class Demo:
         self.recipe_options = ("--config", str(recipe), *scaled)
         self.num_steps: int = num_steps or options["trainer"]["max_steps"]
         self.run_dir = directory / "run"
-        self.metrics = self.run_dir / "metrics.csv"
+        self.metrics = RunDirectory(self.run_dir).metrics
         self.console = Console(highlight=False, soft_wrap=True)
 
     def run(self) -> None:
@@ -113,7 +114,7 @@ class Demo:
         return kill
 
     def _committed(self) -> list[Path]:
-        return sorted(marker.parent for marker in self.run_dir.glob("checkpoints/step-????????/COMMITTED"))
+        return [path for path, _ in list_committed(self.run_dir)]
 
     def _newest_step(self) -> int:
         committed = self._committed()
@@ -126,7 +127,7 @@ class Demo:
         return int(steps[-1]) if steps else 0
 
     def _summarise(self, kill: Kill, last: Path, seconds: float) -> None:
-        picture = self.run_dir / "loss.png"
+        picture = RunDirectory(self.run_dir).loss_plot
         plot_loss(self.metrics, picture, kill.step, _step_of(kill.checkpoint))
         _, held_out = read_curve(self.metrics, "step", "validation/bits_per_byte")
         manifest = read_manifest(last)
@@ -138,7 +139,7 @@ class Demo:
         print_(f"checkpoint        {last}")
         print_(f"loss              {picture}")
         print_(f"metrics           {self.metrics}")
-        print_(f"recipe            {self.run_dir / 'config.yaml'}")
+        print_(f"recipe            {RunDirectory(self.run_dir).recipe}")
         print_(f"all of it took    {seconds / 60:.1f} minutes")
         print_("\nNext:")
         print_(f"  genesis generate {self.run_dir} --prompt 'class '")

@@ -1,5 +1,6 @@
 """Questions about one checkpoint: those that are open are answered, and written down one by one."""
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -14,8 +15,10 @@ from genesis.evaluate.model import UnanswerableError
 from genesis.evaluate.questions import Progress, Question, list_versions
 from genesis.evaluate.results import Result, read_result, write_result
 from genesis.generate.load import load_decoder, load_tokenizer, require_tokenizer
-from genesis_callbacks.checkpoint import CheckpointError, list_committed, read_manifest, verify
+from genesis.run_directory import RunDirectory
+from genesis_callbacks.checkpoint import CheckpointError, Manifest, list_committed, read_manifest, verify
 from genesis_callbacks.checkpoint.manifest import MANIFEST_NAME, read_committed_hash
+from genesis_callbacks.events import EventLog
 
 
 class Display(Protocol):
@@ -107,8 +110,26 @@ def answer_questions(
             perf_counter() - start_seconds,
         )
         write_result(out, result, items)
+    new = [standing[question.name] for question, _ in open_questions if question.name in standing]
+    _note(checkpoint.resolve(), manifest, new, out)
     answered = [standing[question.name] for question in questions if question.name in standing]
     return Answers(answered, unanswered)
+
+
+def _note(checkpoint: Path, manifest: Manifest, results: Sequence[Result], out: Path) -> None:
+    """Makes new results an event of the run, where they are filed there."""
+    run = RunDirectory.of(checkpoint)
+    if not results or out.resolve() != run.evaluations:
+        return
+    measures = [measure for result in results for measure in result.measures]
+    EventLog(run.path, None).write(
+        "evaluated",
+        step=manifest.step,
+        clocks=manifest.counters,
+        checkpoint=checkpoint,
+        metrics={measure.key: math.nan if measure.value is None else measure.value for measure in measures},
+        text=", ".join(result.name for result in results),
+    )
 
 
 def read_hashes(place: Path) -> dict[str, str]:

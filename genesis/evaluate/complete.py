@@ -1,7 +1,6 @@
 """Text after prompts, up to a string that stops it."""
 
 from collections.abc import Callable, Sequence
-from itertools import groupby
 from typing import Final, NamedTuple
 
 from genesis.generate.batch import Batch, Request, check_is_number
@@ -39,10 +38,10 @@ def complete(
     options: CompleteOptions,
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> list[str]:
-    """Returns what follows each prompt. A text ends with eos, before a stop string, or after its number of tokens."""
+    """Returns what follows each prompt: up to a stop id, a stop string, or its number of tokens."""
     num_slots = max(map(len, prompts)) + options.max_new_tokens
     num_rows = min(len(prompts), max(1, options.batch_tokens // num_slots))
-    batch = Batch(decoder, num_rows, tokenizer.eos_id, num_slots=num_slots)
+    batch = Batch(decoder, num_rows, tokenizer.stop_ids, num_slots=num_slots)
     # Batch numbers texts as they are added. Longest first: those that begin together are alike in length.
     order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
     seeds = plan_seeds(prompts, options.seed)
@@ -79,38 +78,9 @@ def cut_at(text: str, stop: Sequence[str]) -> str:
 
 
 def spell(tokenizer: Tokenizer, ids: Sequence[int], *, has_controls: bool) -> str:
-    """Returns the text of ids as the exported tokenizer gives it.
-
-    It differs from `Tokenizer.decode` in bytes that are no text: in a run of byte tokens that is not all UTF-8, each
-    byte is U+FFFD.
-
-    Args:
-        tokenizer: Ours.
-        ids: New tokens.
-        has_controls: Whether control symbols are spelled or left out.
-    """
-    parts = []
-    known = (token for token in ids if token < tokenizer.vocab_size)  # a model may have more, which are no text
-    shown = (token for token in known if has_controls or not tokenizer.is_control(token))
-    for is_byte, run in groupby(shown, tokenizer.is_byte):
-        tokens = list(run)
-        if is_byte:
-            data = tokenizer.decode_bytes(tokens)
-            parts.append(data.decode() if _is_utf8(data) else "\ufffd" * len(data))
-        else:
-            parts += [
-                tokenizer.pieces[token] if tokenizer.is_control(token) else tokenizer.decode([token])
-                for token in tokens
-            ]
-    return "".join(parts)
-
-
-def _is_utf8(data: bytes) -> bool:
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+    """Returns the text of new tokens as the exported tokenizer gives it, with control symbols spelled or left out."""
+    # A model may have more ids than its tokenizer, which are no text.
+    return tokenizer.spell([token for token in ids if token < tokenizer.vocab_size], has_controls=has_controls)
 
 
 class _StopFinder:

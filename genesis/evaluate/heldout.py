@@ -9,42 +9,61 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, cast
+from typing import Final, Protocol
 
 import numpy as np
 import torch
 from blake3 import blake3
-from jaxtyping import Integer
+from jaxtyping import Bool, Int64, Integer
 from numpy import ndarray
 
-from genesis.data.corpus import TokenSource, open_corpus
-from genesis.data.loader import Ranks, SequenceFormat, ValidationWindows
+from genesis.data.corpus import open_corpus
+from genesis.data.loader import Ranks, SequenceFormat, TokenStream, ValidationWindows
 from genesis.data.shards import little_endian, token_dtype
 from genesis.data.sources import SourceOptions, find_files, plan_spans, read_documents
 from genesis.errors import UserError
 from genesis.evaluate.results import Measure
 from genesis.loss import sum_cross_entropy
 from genesis.model.decoder import Decoder
-from genesis.tokenizer.tokenizer import Tokenizer
+from genesis.tokenizer.tokenizer import Tokenizer, frame_document, padding_id
 
 ALL: Final = "all"
 """The subject of what is summed over all sources."""
 _SPAN_BYTES: Final = 64 << 20
 
 
+class NamedStream(TokenStream, Protocol):
+    """A source of held-out text: a stream of tokens with a name."""
+
+    name: str
+
+
 class TextSource:
     """The tokens of some documents as one stream, in memory, as `TokenSource` has those of a corpus."""
+
+    end_id: Final = None
+    has_label_column: Final = False
 
     def __init__(self, name: str, documents: Sequence[str], tokenizer: Tokenizer) -> None:
         self.name = name
         ids = tokenizer.encode_batch(documents, num_threads=torch.get_num_threads())
-        framed = [np.concatenate(([tokenizer.bos_id], document, [tokenizer.eos_id])) for document in ids]
+        framed = [frame_document(tokenizer, document) for document in ids]
         self._tokens = np.concatenate(framed).astype(little_endian(token_dtype(tokenizer.vocab_size)))
+        self._ends = np.cumsum([len(document) for document in framed])
         self.num_tokens = len(self._tokens)
 
     def read(self, start: int, out: Integer[ndarray, " count"]) -> None:
         """Fills `out` with the tokens from `start` on; the stream must hold as many."""
         out[:] = self._tokens[start : start + len(out)]
+
+    def read_labels(self, start: int, out: Bool[ndarray, " count"]) -> None:
+        """Fills `out` with True: every token that follows another one has a label."""
+        out[:] = True
+
+    def ends_between(self, start: int, stop: int) -> Int64[ndarray, " ends"]:
+        """Returns where documents end, of those that end after `start` and at `stop` at the latest."""
+        first, last = np.searchsorted(self._ends, (start, stop), side="right").tolist()
+        return self._ends[first:last]
 
 
 @dataclass(frozen=True)
@@ -57,7 +76,7 @@ class HeldOut:
         data_hash: Of all that was read.
     """
 
-    sources: tuple[TokenSource, ...]
+    sources: tuple[NamedStream, ...]
     sequence_format: SequenceFormat
     data_hash: str
 
@@ -73,7 +92,7 @@ def open_validation_set(corpus: Path, seq_len: int, tokenizer: Tokenizer) -> Hel
         raise UserError(f"{corpus} has no validation set; give text by --heldout PATH, or prepare the corpus with one")
     manifest = opened.manifest
     dtype = little_endian(manifest.token_dtype)
-    sequence_format = SequenceFormat(seq_len, manifest.eos_id, opened.piece_num_bytes(), dtype)
+    sequence_format = SequenceFormat(seq_len, manifest.padding_id, opened.token_num_bytes(), dtype)
     digest = blake3()
     for source in opened.validation:
         shards = [source.shard(number) for number in range(source.num_shards)]
@@ -103,9 +122,8 @@ def read_texts(path: Path, seq_len: int, tokenizer: Tokenizer) -> HeldOut:
     if not sources:
         raise UserError(f"{path} holds no text")
     dtype = little_endian(token_dtype(tokenizer.vocab_size))
-    sequence_format = SequenceFormat(seq_len, tokenizer.eos_id, tokenizer.piece_num_bytes, dtype)
-    # What a window reads of a source, a stream in memory has, too.
-    return HeldOut(cast("tuple[TokenSource, ...]", tuple(sources)), sequence_format, digest.hexdigest())
+    sequence_format = SequenceFormat(seq_len, padding_id(tokenizer), tokenizer.token_num_bytes, dtype)
+    return HeldOut(tuple(sources), sequence_format, digest.hexdigest())
 
 
 def check_is_there(path: Path) -> None:

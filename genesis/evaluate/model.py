@@ -59,12 +59,12 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
     @property
     def eot_token_id(self) -> int:
         """Returns the token that ends a document."""
-        return self._tokenizer.eos_id
+        return self._require(self._tokenizer.eos_id, self._tokenizer.bos_id)
 
     @property
     def prefix_token_id(self) -> int:
-        """Returns the token before a text."""
-        return self._tokenizer.bos_id
+        """Returns the token before a text: bos, or eos where no text begins with bos."""
+        return self._require(self._tokenizer.bos_id, self._tokenizer.eos_id)
 
     @property
     def max_length(self) -> int:
@@ -72,11 +72,13 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
         return self._decoder.config.max_seq_len
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Returns the ids of a text, with bos before it unless it spells one or none is wanted."""
+        """Returns the ids of a text, with bos, if there is one, before it unless it spells one or none is wanted."""
+        ids, bos_id = list(self._encode(string)), self._tokenizer.bos_id
+        if bos_id is None:
+            return ids
         if add_special_tokens is None:
-            add_special_tokens = not string.startswith(self._tokenizer.pieces[self._tokenizer.bos_id])
-        ids: list[int] = self._encode(string)
-        return [self._tokenizer.bos_id, *ids] if add_special_tokens else list(ids)
+            add_special_tokens = not string.startswith(self._tokenizer.pieces[bos_id])
+        return [bos_id, *ids] if add_special_tokens else ids
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Returns log-likelihood and greediness of each continuation after its context.
@@ -156,13 +158,22 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
                 answers[number] = text
         return answers
 
+    @staticmethod
+    def _require(*tokens: int | None) -> int:
+        for token in tokens:
+            if token is not None:
+                return token
+        raise UnanswerableError("the model's tokenizer has neither bos nor eos, which a text must begin with here")
+
     def _score(self, requests: Sequence[Request]) -> list[Score]:
         return self._scorer.score(requests, self._on_progress)
 
     def _read_options(self, request: Instance) -> CompleteOptions:
         asked: dict[str, Any] = dict(normalize_gen_kwargs(request.args[1], MAX_NEW_TOKENS))
         max_new_tokens, is_sampled = asked.pop("max_gen_toks"), asked.pop("do_sample")
-        stop = handle_stop_sequences(asked.pop("until"), eos=self._tokenizer.pieces[self._tokenizer.eos_id])
+        eos_id = self._tokenizer.eos_id
+        eos = None if eos_id is None else self._tokenizer.pieces[eos_id]
+        stop = handle_stop_sequences(asked.pop("until"), eos=eos)
         temperature, top_k, top_p = asked.pop("temperature", 1.0), asked.pop("top_k", 0), asked.pop("top_p", 1.0)
         if asked:
             raise UserError(

@@ -9,8 +9,9 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from genesis.evaluate.results import Result, write_whole
+from genesis.evaluate.results import Result
 from genesis.evaluate.table import select_shown
+from genesis_callbacks.files import replace_file
 
 PLOT_NAME = "evaluations.png"
 _PANELS_ACROSS = 3
@@ -42,7 +43,7 @@ def plot_results(results: Sequence[Result], out: Path) -> None:
             )
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=120)
-    write_whole(out, picture.getvalue())
+    replace_file(out, picture.getvalue(), has_rivals=True)
 
 
 def _group(results: Sequence[Result]) -> dict[str, dict[str, list[tuple[int, float, float]]]]:

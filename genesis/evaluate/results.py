@@ -9,15 +9,14 @@ import csv
 import io
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from genesis.errors import UserError
+from genesis_callbacks.files import replace_file
 
-EVALUATIONS_NAME: Final = "evaluations"
 METRICS_NAME: Final = "metrics.csv"
 SCHEMA_VERSION: Final = 1
 
@@ -83,9 +82,10 @@ def write_result(directory: Path, result: Result, items: Iterable[dict[str, Any]
     place.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(plain(item), ensure_ascii=False, default=str) + "\n" for item in items]
     if lines:
-        write_whole(place / f"{result.name}.jsonl", "".join(lines))
+        replace_file(place / f"{result.name}.jsonl", "".join(lines).encode(), has_rivals=True)
     content = {"schema": SCHEMA_VERSION, **asdict(result)}
-    write_whole(place / f"{result.name}.json", json.dumps(plain(content), indent=2, ensure_ascii=False) + "\n")
+    text = json.dumps(plain(content), indent=2, ensure_ascii=False) + "\n"
+    replace_file(place / f"{result.name}.json", text.encode(), has_rivals=True)
 
 
 def read_results(directory: Path) -> list[Result]:
@@ -153,17 +153,7 @@ def write_metrics(directory: Path, results: Sequence[Result]) -> None:
     writer.writeheader()
     writer.writerows(rows[place] for place in sorted(rows))
     directory.mkdir(parents=True, exist_ok=True)
-    write_whole(directory / METRICS_NAME, text.getvalue())
-
-
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes a file that a reader sees whole or not at all."""
-    staging = path.with_name(f".{path.name}.{os.getpid()}.staging")
-    try:
-        staging.write_bytes(content.encode() if isinstance(content, str) else content)
-        staging.replace(path)
-    finally:
-        staging.unlink(missing_ok=True)
+    replace_file(directory / METRICS_NAME, text.getvalue().encode(), has_rivals=True)
 
 
 def plain(value: Any) -> Any:

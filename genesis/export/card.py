@@ -10,13 +10,14 @@ import yaml
 
 from genesis.data.drawn import Drawn, read_drawn
 from genesis.data.manifest import CorpusManifest, read_manifest
-from genesis.data.places import find_run_dir, list_places, read_path
+from genesis.data.places import list_places, read_path
 from genesis.errors import UserError
 from genesis.export.evaluation import HEADS, Finding, build_model_index, describe_finding, find_results
-from genesis.export.proof import UNPROVED_TOKENIZER, Layout, TokenizerOrigin
+from genesis.export.proof import UNPROVED_TOKENIZER, Layout, TokenizerForm, TokenizerOrigin
 from genesis.export.tensors import Source
 from genesis.model.decoder import DecoderConfig
 from genesis.model.describe import describe
+from genesis.run_directory import RunDirectory
 from genesis_callbacks.checkpoint.inventory import trace_ancestors
 from genesis_callbacks.checkpoint.manifest import dtype_name, read_committed_hash
 from genesis_callbacks.checkpoint.restore import read_state
@@ -51,6 +52,12 @@ model = AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY")
 `proof.json` says what was compared with the checkpoint."""
 
 
+_OWN_FORM: Final = (
+    "The tokenizer has no form that transformers opens: its own files lie here, and genesis reads them "
+    '(`genesis generate THIS_DIRECTORY --prompt "..."`). With transformers, give and take ids.'
+)
+
+
 def write_card(
     name: str,
     sources: Sequence[Source],
@@ -58,6 +65,7 @@ def write_card(
     dtype: torch.dtype,
     layout: Layout,
     tokenizer: TokenizerOrigin = "run",
+    form: TokenizerForm = "huggingface",
 ) -> str:
     """Returns the text of `README.md`.
 
@@ -68,6 +76,7 @@ def write_card(
         dtype: Of the exported weights.
         layout: Of the directory.
         tokenizer: Whether the exported tokenizer is the run's, or there is none.
+        form: Which of the tokenizer's files the directory has.
     """
     last = sources[-1]
     manifest = last.manifest
@@ -76,7 +85,8 @@ def write_card(
         f"# {name}",
         f"A Llama-style language model of {describe(config).num_parameters:,} parameters with a context of "
         f"{config.max_seq_len:,} tokens, exported in {dtype_name(dtype)}.",
-        _USE_OF_IDS if layout == "huggingface" and tokenizer == "none" else _USE[layout],
+        _USE_OF_IDS if layout == "huggingface" and form != "huggingface" else _USE[layout],
+        *([_OWN_FORM] if layout == "huggingface" and form == "own" else []),
         *(["It was trained on tokens without a tokenizer: it reads and writes ids."] if tokenizer == "none" else []),
         *([f"**The tokenizer is unproved**: {UNPROVED_TOKENIZER}."] if tokenizer == "unproved" else []),
         "## Where it comes from\n" + "\n".join(line for source in sources for line in _describe_source(source)),
@@ -169,7 +179,7 @@ def _describe_drawn(drawn: Drawn | None) -> tuple[str, str]:
 def _open_corpus(source: Source) -> CorpusManifest | None:
     """Returns the manifest of the corpus that the recipe names, if it is at hand and still the one."""
     named = read_path(source.manifest.recipe, "data", "corpus")
-    for place in () if named is None else list_places(named, find_run_dir(source.path), source.manifest.recipe):
+    for place in () if named is None else list_places(named, RunDirectory.of(source.path).path, source.manifest.recipe):
         try:
             corpus = read_manifest(place.path)
         except UserError:

@@ -4,9 +4,9 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
-from genesis.evaluate.results import EVALUATIONS_NAME, Result, read_results
+from genesis.evaluate.results import Result, read_results
 from genesis.export.tensors import Source
-from genesis_callbacks.checkpoint.lineage import CHECKPOINTS_NAME
+from genesis.run_directory import RunDirectory
 from genesis_callbacks.checkpoint.manifest import read_committed_hash
 
 HEADS: Final = ("task", "metric", "value", "shots", "limit", "items")
@@ -48,10 +48,11 @@ def find_results(source: Source) -> list[Finding]:
     Raises:
         UserError: A file there is no result.
     """
-    if source.path.resolve().parent.name != CHECKPOINTS_NAME:
+    run = RunDirectory.of(source.path.resolve())
+    if run.checkpoints != source.path.resolve().parent:
         return []
     digest = read_committed_hash(source.path)
-    results = read_results(source.path.resolve().parent.parent / EVALUATIONS_NAME)
+    results = read_results(run.evaluations)
     return [finding for result in results if result.hash == digest for finding in _read_findings(result)]
 
 

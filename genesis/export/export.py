@@ -2,30 +2,26 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from genesis.errors import UserError
 from genesis.export.card import write_card
-from genesis.export.proof import Layout, TokenizerOrigin, run_proof, write_proof
+from genesis.export.proof import Layout, TokenizerForm, TokenizerOrigin, run_proof, write_proof
 from genesis.export.staging import check_is_new, staged
 from genesis.export.tensors import DTYPES, Source, count_bytes, plan_files, write_weights
-from genesis.export.tokenizer import build_fast_tokenizer, compare_tokenizers, write_tokenizer
+from genesis.export.tokenizer import compare_fast_tokenizer
 from genesis.generate.load import build_empty_decoder, load_tokenizer
+from genesis.huggingface.directory import CARD_NAME, CONFIG_NAME, DECODER_NAME, GENERATION_CONFIG_NAME, hash_files
+from genesis.huggingface.family import Family
+from genesis.huggingface.shape import find_family, write_shape
 from genesis.model.decoder import DecoderConfig
-from genesis.model.huggingface import huggingface_name, llama_config_dict
-from genesis.model.huggingface_files import (
-    CARD_NAME,
-    CONFIG_NAME,
-    DECODER_NAME,
-    DECODER_PREFIX,
-    GENERATION_CONFIG_NAME,
-    hash_files,
-)
-from genesis.model.recipe import build_decoder_config
+from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, dump_decoder_config
+from genesis.tokenizer.fast_form import FAST_NAME
+from genesis.tokenizer.files import write_files
+from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
-from genesis.tokenizer.train import MODEL_NAME
 from genesis_callbacks.checkpoint import verify
 
 _OTHER_BYTES = 64 << 20
@@ -77,28 +73,26 @@ def export_checkpoints(checkpoints: Sequence[Path], out: Path, options: ExportOp
     check_is_new(out)
     sources = [Source(path, verify(path, "full")) for path in checkpoints]
     config = _read_config(sources)
-    names = _name_tensors(sources, options.layout)
+    family = find_family(config) if options.layout == "huggingface" else None
+    names = _name_tensors(sources, family)
     dtype = DTYPES[options.dtype]
     tokenizer, origin = _take_tokenizer(sources[-1], options)
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         raise UserError(f"the tokenizer has {tokenizer.vocab_size:,} ids and the model only {config.vocab_size:,}")
     manifest = sources[-1].manifest
     with staged(out, count_bytes(names, manifest, dtype) + _OTHER_BYTES) as staging:
-        if options.layout == "huggingface":
-            if tokenizer is not None:
-                _write_tokenizer(tokenizer, config, staging)
-            _write_configs(tokenizer, config, options.dtype, staging)
+        form = _write_tokenizer(tokenizer, config, options.layout, staging)
+        if family is not None:
+            _write_configs(tokenizer, config, family, options.dtype, staging)
         else:
-            if tokenizer is not None:
-                (staging / MODEL_NAME).write_bytes(tokenizer.model)
-            _write_json(staging / DECODER_NAME, asdict(config))
+            _write_json(staging / DECODER_NAME, dump_decoder_config(config))
         write_weights(staging, plan_files(names, manifest, dtype, options.max_file_bytes), sources, dtype)
-        card = write_card(out.name, sources, config, dtype, options.layout, origin)
+        card = write_card(out.name, sources, config, dtype, options.layout, origin, form)
         # A recipe may hold what no file can: a path with bytes that are no text.
         (staging / CARD_NAME).write_text(card, encoding="utf-8", errors="backslashreplace")
-        model = None if tokenizer is None else staging / MODEL_NAME
-        proof = run_proof(staging, [source.path for source in sources], model, options.layout)
-        proof["tokenizer_origin"] = origin
+        place = None if tokenizer is None else staging
+        proof = run_proof(staging, [source.path for source in sources], place, options.layout)
+        proof |= {"tokenizer_origin": origin, "tokenizer_form": form}
         proof["files"] = hash_files(staging)
         write_proof(staging, proof)
     return proof
@@ -112,7 +106,7 @@ def _take_tokenizer(source: Source, options: ExportOptions) -> tuple[Tokenizer |
     """
     wanted = source.manifest.identity.get("tokenizer_hash")
     if options.may_be_unproved and options.tokenizer is not None:
-        given = Tokenizer.load(options.tokenizer)
+        given = open_tokenizer(options.tokenizer)
         return given, "run" if given.hash == wanted else "unproved"
     tokenizer = load_tokenizer(options.tokenizer, source.manifest, source.path)
     if tokenizer is None:
@@ -142,36 +136,41 @@ def _read_config(sources: Sequence[Source]) -> DecoderConfig:
     return configs[-1]
 
 
-def _name_tensors(sources: Sequence[Source], layout: Layout) -> dict[str, str]:
+def _name_tensors(sources: Sequence[Source], family: Family | None) -> dict[str, str]:
     """Returns canonical name to name in the files, in the checkpoint's order of names."""
     held = [sorted(name for name in source.manifest.tensors if name.startswith(DECODER_PREFIX)) for source in sources]
     if not held[0] or any(names != held[0] for names in held):
         raise UserError(f"{sources[0].path} holds no decoder, or another than {sources[-1].path}")
     short = {name: name.removeprefix(DECODER_PREFIX) for name in held[0]}
-    if layout == "safetensors":
-        return short
-    return {name: huggingface_name(ours) for name, ours in short.items()}
+    return short if family is None else {name: family.their_name(ours) for name, ours in short.items()}
 
 
-def _write_tokenizer(tokenizer: Tokenizer, config: DecoderConfig, staging: Path) -> None:
-    fast = build_fast_tokenizer(tokenizer)
+def _write_tokenizer(
+    tokenizer: Tokenizer | None, config: DecoderConfig, layout: Layout, staging: Path
+) -> TokenizerForm:
+    """Writes the tokenizer's own files and, for transformers, those that it opens; returns which these are."""
+    if tokenizer is None:
+        return "none"
+    write_files(tokenizer.files, staging)
+    files = tokenizer.huggingface_files(config.max_seq_len) if layout == "huggingface" else None
+    if files is None:
+        return "own"
     # Before the weights: a tokenizer that cannot be taken along is told at once.
-    compare_tokenizers(
-        tokenizer,
-        lambda text: fast.encode(text, add_special_tokens=False).ids,
-        lambda ids: fast.decode(ids, skip_special_tokens=False),
-    )
-    write_tokenizer(tokenizer, fast, config.max_seq_len, staging)
+    compare_fast_tokenizer(tokenizer, files[FAST_NAME])
+    write_files(files, staging)
+    return "huggingface"
 
 
-def _write_configs(tokenizer: Tokenizer | None, config: DecoderConfig, dtype: str, staging: Path) -> None:
+def _write_configs(
+    tokenizer: Tokenizer | None, config: DecoderConfig, family: Family, dtype: str, staging: Path
+) -> None:
     # Null says that there is none; a missing key would have transformers' default.
     ids = {
         "bos_token_id": None if tokenizer is None else tokenizer.bos_id,
         "eos_token_id": None if tokenizer is None else tokenizer.eos_id,
         "pad_token_id": None if tokenizer is None else tokenizer.pad_id,
     }
-    _write_json(staging / CONFIG_NAME, {**llama_config_dict(config), **ids, "dtype": dtype})
+    _write_json(staging / CONFIG_NAME, {**write_shape(family, config), **ids, "dtype": dtype})
     _write_json(staging / GENERATION_CONFIG_NAME, {**ids, "do_sample": True, "temperature": 1.0, "top_k": 0})
 
 

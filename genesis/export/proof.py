@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from genesis.errors import RunEndedError
-from genesis.model.huggingface_files import PROOF_NAME
+from genesis.huggingface.directory import PROOF_NAME
 
 Layout = Literal["huggingface", "safetensors"]
 TokenizerOrigin = Literal["run", "unproved", "none"]
 """Whether the tokenizer's hash is that of the checkpoint's manifest, or nothing shows it, or there is no tokenizer."""
+TokenizerForm = Literal["huggingface", "own", "none"]
+"""Which of a tokenizer's files an export has: those that transformers opens beside its own, its own alone, or none."""
+PROVE_MODULE = "genesis.export.prove"
 UNPROVED_TOKENIZER: Final = "nothing shows that the model was trained with this tokenizer"
 
 
@@ -30,10 +33,10 @@ def run_proof(
     Args:
         directory: What was exported, or is imported.
         checkpoints: Of the engine; several stand for their average.
-        tokenizer: SentencePiece's model; None where none is taken over.
+        tokenizer: A directory that holds it; None where none is taken over.
         layout: `huggingface`, or `safetensors` for our own names: then only weights are compared.
-        is_import: Whether the directory is of others, whose tokenizers take U+2581 for a space, and what spells a
-            control symbol for the symbol: the one is left out, the other asked to be read as text.
+        is_import: Whether the directory is of others, whose tokenizers may change some characters, and take what
+            spells a control symbol for the symbol: the former are left out, the latter asked to be read as text.
 
     Raises:
         RunEndedError: Something differs; the line says what.
@@ -45,13 +48,7 @@ def run_proof(
         "layout": layout,
         "is_import": is_import,
     }
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "genesis.export.prove", json.dumps(request)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
-        check=False,
-    )
+    done = run_prove(json.dumps(request))
     lines = done.stdout.splitlines()
     if done.returncode != 0 or not lines:
         reason = (done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"])[-1]
@@ -60,6 +57,22 @@ def run_proof(
     if "problem" in result:
         raise RunEndedError(f"the proof failed, so that nothing is kept: {result['problem']}")
     return result
+
+
+def run_prove(request: str) -> subprocess.CompletedProcess[str]:
+    """Runs `genesis.export.prove` on a request in a process of its own and returns its status and output."""
+    return subprocess.run(
+        [sys.executable, "-P", "-m", PROVE_MODULE, request],
+        capture_output=True,
+        text=True,
+        env=prove_environment(),
+        check=False,
+    )
+
+
+def prove_environment() -> dict[str, str]:
+    """Returns this process's environment with transformers offline and quiet."""
+    return {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
 
 def write_proof(directory: Path, proof: dict[str, Any]) -> None:

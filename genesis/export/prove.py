@@ -24,11 +24,13 @@ from genesis.export.texts import SCRIPTS
 from genesis.export.tokenizer import compare_tokenizers
 from genesis.generate.sample import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
+from genesis.huggingface.family import OUTPUT_WEIGHT, Family
+from genesis.huggingface.shape import read_shape
+from genesis.huggingface.weights import iterate_tensors, read_file_names
 from genesis.model.decoder import Decoder, DecoderConfig
-from genesis.model.huggingface import decoder_name, from_huggingface
-from genesis.model.huggingface_files import DECODER_PREFIX, iterate_tensors, read_file_names
-from genesis.model.recipe import build_decoder_config
-from genesis.tokenizer.tokenizer import Tokenizer
+from genesis.model.recipe import DECODER_PREFIX, build_decoder_config
+from genesis.tokenizer.open import open_tokenizer
+from genesis.tokenizer.tokenizer import Tokenizer, encode_prompt
 from genesis_callbacks.checkpoint import read_manifest, read_tensors
 
 RELATIVE_TOLERANCE = 1e-4
@@ -37,7 +39,7 @@ _NUM_SEQUENCES = 8
 _SEQUENCE_TOKENS = 128
 _PROMPT_TOKENS = 16
 _NEW_TOKENS = 64
-_PACKAGES = ("genesis-lm", "genesis-callbacks", "torch", "safetensors", "transformers", "tokenizers", "sentencepiece")
+_PACKAGES = ("genesis-lm", "genesis-callbacks", "torch", "safetensors", "transformers", "tokenizers")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -55,17 +57,20 @@ def _prove(request: dict[str, Any]) -> dict[str, Any]:
     directory, layout = Path(request["directory"]), request["layout"]
     checkpoints = [Path(path) for path in request["checkpoints"]]
     names = read_file_names(directory)
+    ours = None if request["tokenizer"] is None else open_tokenizer(request["tokenizer"])
+    packages = (*_PACKAGES, *(() if ours is None else ours.packages))
+    family = read_shape(directory)[0] if layout == "huggingface" else None
     result: dict[str, Any] = {
-        "weights": _compare_weights(directory, names, checkpoints, layout),
-        "versions": {"python": platform.python_version()} | {package: version(package) for package in _PACKAGES},
+        "weights": _compare_weights(directory, names, checkpoints, family),
+        "versions": {"python": platform.python_version()} | {package: version(package) for package in packages},
     }
-    if layout != "huggingface":
+    if family is None:
         return result
     recipe = read_manifest(checkpoints[0]).recipe
     config = build_decoder_config(recipe["model"]["decoder"], where=str(checkpoints[0]))
-    ours = None if request["tokenizer"] is None else Tokenizer.load(request["tokenizer"])
-    result["tokenizer"] = None if ours is None else _compare_tokenizers(directory, ours, request["is_import"])
-    result |= _compare_models(directory, names, config, ours)
+    is_open = ours is not None and ours.huggingface_files(config.max_seq_len) is not None  # to transformers
+    result["tokenizer"] = _compare_tokenizers(directory, ours, request["is_import"]) if ours and is_open else None
+    result |= _compare_models(directory, names, config, family, ours)
     return result
 
 
@@ -73,14 +78,14 @@ def _prove(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compare_weights(
-    directory: Path, names: dict[str, str], checkpoints: Sequence[Path], layout: str
+    directory: Path, names: dict[str, str], checkpoints: Sequence[Path], family: Family | None
 ) -> dict[str, Any]:
     missing = {name for name in read_manifest(checkpoints[0]).tensors if name.startswith(DECODER_PREFIX)}
     num_values = 0
     for name, tensor in iterate_tensors(directory, names):
-        ours = DECODER_PREFIX + (decoder_name(name) if layout == "huggingface" else name)
+        ours = DECODER_PREFIX + (name if family is None else family.our_name(name))
         if ours not in missing:
-            if ours == DECODER_PREFIX + "output.weight":
+            if ours == DECODER_PREFIX + OUTPUT_WEIGHT:
                 continue  # a copy of tied embeddings, which the import has compared
             raise UserError(f"{name} is in the directory and not in the checkpoint")
         missing.remove(ours)
@@ -107,13 +112,15 @@ def _read_average(checkpoints: Sequence[Path], name: str) -> Tensor:
 
 def _compare_tokenizers(directory: Path, ours: Tokenizer, is_import: bool) -> dict[str, Any]:
     fast: Any = AutoTokenizer.from_pretrained(directory, **({"split_special_tokens": True} if is_import else {}))
+    left_out = ours.altered_characters if is_import else ""
     counts = compare_tokenizers(
         ours,
         lambda text: fast.encode(text, add_special_tokens=False),
         lambda ids: fast.decode(ids, skip_special_tokens=False),
-        has_space_mark=not is_import,
+        left_out=left_out,
     )
-    compared = "ids and the text that they give back" + (", without U+2581" if is_import else "")
+    without = "".join(f", without U+{ord(character):04X}" for character in left_out)
+    compared = f"ids and the text that they give back{without}"
     return {"compared": compared, "num_texts": counts, "num_different": 0}
 
 
@@ -121,14 +128,14 @@ def _compare_tokenizers(directory: Path, ours: Tokenizer, is_import: bool) -> di
 
 
 def _compare_models(
-    directory: Path, names: dict[str, str], config: DecoderConfig, tokenizer: Tokenizer | None
+    directory: Path, names: dict[str, str], config: DecoderConfig, family: Family, tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
     sequences = _build_sequences(config, tokenizer)
     prompt = sequences[0][:_PROMPT_TOKENS]
     num_new = min(_NEW_TOKENS, config.max_seq_len - len(prompt))
     their_logits, their_text = _ask_transformers(directory, sequences, prompt, num_new)
     gc.collect()  # one model at a time
-    decoder = _build_decoder(directory, names, config)
+    decoder = _build_decoder(directory, names, config, family)
     largest = difference = 0.0
     num_same_choice = num_tokens = 0
     with torch.no_grad():
@@ -142,7 +149,7 @@ def _compare_models(
     if not difference <= tolerance:
         raise UserError(f"logits differ by {difference:.3g}, and {tolerance:.3g} is what rounding may do")
     options = GenerateOptions(num_new, SamplingOptions(temperature=0.0))
-    our_text = [token.id for token in generate(decoder, [prompt], options, -1)]
+    our_text = [token.id for token in generate(decoder, [prompt], options, frozenset())]
     num_equal = _count_equal(decoder, prompt, our_text, their_text, tolerance)
     return {
         "logits": {
@@ -168,7 +175,7 @@ def _build_sequences(config: DecoderConfig, tokenizer: Tokenizer | None) -> list
     if tokenizer is None:
         generator = torch.Generator().manual_seed(0)
         return torch.randint(config.vocab_size, (_NUM_SEQUENCES, length), generator=generator).tolist()
-    ids = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in SCRIPTS.values()]
+    ids = [encode_prompt(tokenizer, text) for text in SCRIPTS.values()]
     stream = [token for text in ids for token in text]
     return [stream[start : start + length] for start in range(0, len(stream), length)][:_NUM_SEQUENCES]
 
@@ -196,11 +203,11 @@ def _ask_transformers(
     return logits, text[0, len(prompt) :].tolist()
 
 
-def _build_decoder(directory: Path, names: dict[str, str], config: DecoderConfig) -> Decoder:
+def _build_decoder(directory: Path, names: dict[str, str], config: DecoderConfig, family: Family) -> Decoder:
     state = {name: tensor.float() for name, tensor in iterate_tensors(directory, names)}
     with torch.device("meta"):
         decoder = Decoder(config)
-    decoder.load_state_dict(from_huggingface(state, config), assign=True)
+    decoder.load_state_dict(family.to_ours(state, config), assign=True)
     return decoder.eval()
 
 

@@ -1,14 +1,14 @@
 """The recipe that an import leaves: what `genesis fit` needs to go on from its weights, but for the corpus."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
 
 from genesis.model.decoder import DecoderConfig
+from genesis.model.recipe import dump_decoder_config
+from genesis.run_directory import RunDirectory
 
-RECIPE_NAME: Final = "recipe.yaml"
 _SEQ_LEN: Final = 2048
 _HEAD: Final = """\
 # Training goes on from the imported weights, with a corpus of yours:
@@ -35,9 +35,10 @@ def write_recipe(
     """
     place = out.absolute()
     corpus = _NONE if tokenizer_hash is None else _OWN.format(out=place)
-    head = _HEAD.format(recipe=place / RECIPE_NAME, corpus=corpus)
+    head = _HEAD.format(recipe=RunDirectory(place).imported_recipe, corpus=corpus)
     recipe = build_recipe(place, place / checkpoint, config, tokenizer_hash)
-    (directory / RECIPE_NAME).write_text(head + yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
+    text = head + yaml.safe_dump(recipe, sort_keys=False)
+    RunDirectory(directory).imported_recipe.write_text(text, encoding="utf-8")
 
 
 def build_recipe(out: Path, checkpoint: Path, config: DecoderConfig, tokenizer_hash: str | None) -> dict[str, Any]:
@@ -46,7 +47,7 @@ def build_recipe(out: Path, checkpoint: Path, config: DecoderConfig, tokenizer_h
         "run_dir": str(out.with_name(f"{out.name}-continued")),
         "seed_everything": 0,
         "ckpt_path": str(checkpoint),
-        "model": {"decoder": asdict(config), "optimizer": {"name": "adamw", "lr": 2e-5}},
+        "model": {"decoder": dump_decoder_config(config), "optimizer": {"name": "adamw", "lr": 2e-5}},
         "data": {
             **({} if tokenizer_hash is None else {"tokenizer_hash": tokenizer_hash}),
             "seq_len": min(_SEQ_LEN, config.max_seq_len),

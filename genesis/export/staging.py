@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from genesis.errors import UserError
-from genesis_callbacks.checkpoint.write import sync_directory
+from genesis_callbacks.files import sync_directory
 
 
 @contextmanager

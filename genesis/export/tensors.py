@@ -6,7 +6,6 @@ file's header is known before, from shapes and dtypes alone.
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +15,10 @@ import torch
 from torch import Tensor
 
 from genesis.errors import UserError
-from genesis.model.huggingface_files import INDEX_NAME, WEIGHTS_NAME
+from genesis.huggingface.directory import INDEX_NAME, WEIGHTS_NAME
 from genesis_callbacks.checkpoint import CorruptCheckpointError, LocalPart, Manifest, Part, digest_chunk, restore_parts
 from genesis_callbacks.checkpoint.digest import DIGEST_MODULUS
-from genesis_callbacks.checkpoint.write import sync_directory
+from genesis_callbacks.files import create_file, sync_directory
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CODES: Final = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -86,13 +85,11 @@ def write_weights(directory: Path, files: Sequence[WeightsFile], sources: Sequen
     """
     manifest = sources[0].manifest
     for file in files:
-        with (directory / file.name).open("xb") as out:
+        with create_file(directory / file.name) as out:
             out.write(_encode_header(file, manifest, dtype))
             for ours, _ in file.tensors:
                 for block in iterate_blocks(sources, ours, dtype):
                     out.write(block.reshape(-1).view(torch.uint8).numpy().data)
-            out.flush()
-            os.fsync(out.fileno())
     if len(files) > 1:
         index = {
             "metadata": {"total_size": sum(count_bytes(dict(file.tensors), manifest, dtype) for file in files)},

@@ -7,7 +7,7 @@ B  texts of a forward     V  vocabulary
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,6 +20,8 @@ from genesis.generate.sample import SamplingOptions, sample_token
 from genesis.model.decoder import Decoder, KVCache
 
 DEFAULT_NEW_TOKENS = 256
+_NO_TOKEN = -1
+"""In place of a token that could not be drawn."""
 
 
 @dataclass(frozen=True)
@@ -74,16 +76,22 @@ class Batch:
     Args:
         decoder: In evaluation mode.
         num_rows: Texts at a time.
-        eos_id: The token that ends a text; it is given out.
+        stop_ids: The tokens that end a text; the one that does is given out.
         num_slots: Tokens of the longest text, prompt included; None for the model's context.
         has_cache: Whether keys and values are kept, or each text is computed whole for every token.
     """
 
     def __init__(
-        self, decoder: Decoder, num_rows: int, eos_id: int, *, num_slots: int | None = None, has_cache: bool = True
+        self,
+        decoder: Decoder,
+        num_rows: int,
+        stop_ids: Set[int],
+        *,
+        num_slots: int | None = None,
+        has_cache: bool = True,
     ) -> None:
         assert not decoder.training, "dropout would be part of the text"
-        self._decoder, self._num_rows, self._eos_id = decoder, num_rows, eos_id
+        self._decoder, self._num_rows, self._stop_ids = decoder, num_rows, frozenset(stop_ids)
         self._num_slots = decoder.config.max_seq_len if num_slots is None else num_slots
         weight = decoder.output_weight
         self._cache = (
@@ -174,7 +182,7 @@ class Batch:
 
     def _draw(self, row: _Row, logits: Float[Tensor, " V"]) -> NewToken:
         if not bool(logits.isfinite().all()):  # nothing can be drawn; the other texts go on
-            return NewToken(row.handle, self._eos_id, math.nan, (), is_last=True)
+            return NewToken(row.handle, _NO_TOKEN, math.nan, (), is_last=True)
         token = sample_token(logits, row.request.sampling, row.generator)
         row.text.append(token)
         log_probs = logits.log_softmax(dim=0)
@@ -184,7 +192,7 @@ class Batch:
             token,
             float(log_probs[token]),
             tuple(zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)),
-            is_last=token == self._eos_id or len(row.text) == row.end,
+            is_last=token in self._stop_ids or len(row.text) == row.end,
         )
 
 

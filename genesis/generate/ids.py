@@ -5,9 +5,6 @@ import re
 from genesis.errors import UserError
 from genesis.tokenizer.tokenizer import StreamingDecoder, Tokenizer
 
-NO_EOS = -1
-"""In place of the token that ends a text, where none is known: no token is it."""
-
 
 class IdWriter:
     """Writes ids as numbers with a space before each, where a `StreamingDecoder` would write their text."""

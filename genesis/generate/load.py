@@ -6,23 +6,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from genesis.data.places import find_path, find_run_dir, read_path
+from genesis.checkpoint_reference import read_reference
+from genesis.data.places import find_path, read_path
 from genesis.errors import UserError
+from genesis.huggingface.directory import CONFIG_NAME, DECODER_NAME, check_files, read_json
+from genesis.huggingface.shape import read_shape
+from genesis.huggingface.weights import read_weights
 from genesis.model.decoder import Decoder, DecoderConfig
-from genesis.model.huggingface_files import (
-    CONFIG_NAME,
-    DECODER_NAME,
-    DECODER_PREFIX,
-    check_files,
-    is_export,
-    read_json,
-    read_llama_config,
-    read_weights,
-)
-from genesis.model.recipe import build_decoder_config
+from genesis.model.recipe import DECODER_PREFIX, build_decoder_config
+from genesis.run_directory import RunDirectory
+from genesis.tokenizer.open import find_format, list_file_names, open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
-from genesis.tokenizer.train import MODEL_NAME
-from genesis_callbacks.checkpoint import Manifest, find_latest, read_manifest, read_tensors
+from genesis_callbacks.checkpoint import Manifest, read_manifest, read_tensors
 
 _MAX_REASON = 2000
 
@@ -56,8 +51,8 @@ def load_decoder(
     """Returns the decoder of a checkpoint or an export, in evaluation mode, and its tokenizer. Nothing is unpickled.
 
     Args:
-        path: A run's directory (its newest good checkpoint is taken; bad ones stay where they are), a checkpoint's, or
-            one that `genesis export` wrote.
+        path: A run (its newest good checkpoint is taken; bad ones stay where they are), a checkpoint or an export: all
+            that `genesis.checkpoint_reference` reads.
         tokenizer: A tokenizer's file or directory; None for what `load_tokenizer` finds, or the export's own.
         device: Where the decoder goes.
         dtype: Of its weights; None for what was saved.
@@ -66,11 +61,12 @@ def load_decoder(
         UserError: There is no checkpoint, it is damaged, or its tokenizer is not found or another; an export has
             changed since it was proved.
     """
-    if is_export(path):
-        config, state, found = _read_export(path, tokenizer)
-        checkpoint = path
+    reference = read_reference(path)
+    if reference.kind == "export":
+        checkpoint = reference.path
+        config, state, found = _read_export(checkpoint, tokenizer)
     else:
-        checkpoint = find_checkpoint(path)
+        checkpoint = reference.find_checkpoint(level="quick")
         config, state, found = _read_checkpoint(checkpoint, tokenizer)
     decoder = build_empty_decoder(config, len(state), checkpoint)
     try:
@@ -106,24 +102,6 @@ def _another_decoder(checkpoint: Path, error: Exception) -> UserError:
     return UserError(f"{checkpoint} does not hold the decoder that it describes: {reason}")
 
 
-def find_checkpoint(path: Path) -> Path:
-    """Returns the checkpoint at `path`, or the newest good one of the run there; bad ones stay where they are.
-
-    Raises:
-        UserError: There is none.
-    """
-    if not path.is_dir():
-        raise UserError(f"there is no directory {path}; give a run's directory or one of its checkpoints")
-    if (path / "manifest.json").exists():
-        return path
-    if is_export(path):
-        raise UserError(f"{path} is an export, which is no checkpoint; `genesis import` makes a run of it")
-    latest = find_latest(path, level="quick", put_aside=False)
-    if latest is None:
-        raise UserError(f"there is no committed checkpoint in {path}; `genesis fit` writes them")
-    return latest
-
-
 def require_tokenizer(tokenizer: Tokenizer | None, checkpoint: Path) -> Tokenizer:
     """Returns the tokenizer.
 
@@ -147,11 +125,10 @@ def load_tokenizer(path: Path | None, manifest: Manifest, checkpoint: Path) -> T
     Raises:
         UserError: It is not found, or another.
     """
-    run_dir = find_run_dir(checkpoint)
-    own = run_dir / MODEL_NAME
+    run_dir = RunDirectory.of(checkpoint).path
     wanted = manifest.identity.get("tokenizer_hash")
-    if path is None and own.exists():
-        path = own
+    if path is None and find_format(run_dir) is not None:
+        path = run_dir
     if path is None and not wanted:
         return None
     if path is None:
@@ -163,7 +140,7 @@ def load_tokenizer(path: Path | None, manifest: Manifest, checkpoint: Path) -> T
         path = find_path(named, run_dir, manifest.recipe, what="the tokenizer in", remedy="give --tokenizer")
     if not path.exists():
         raise UserError(f"the tokenizer of {checkpoint} was in {path}, which is not there; give --tokenizer")
-    tokenizer = Tokenizer.load(path)
+    tokenizer = open_tokenizer(path)
     if wanted and tokenizer.hash != wanted:  # of tokens without a tokenizer there is none
         raise _another_tokenizer(path, tokenizer, checkpoint, wanted)
     return tokenizer
@@ -181,15 +158,18 @@ def _read_checkpoint(checkpoint: Path, tokenizer: Path | None) -> _Read:
 
 
 def _read_export(directory: Path, tokenizer: Path | None) -> _Read:
-    check_files(directory)
+    proved = check_files(directory)
+    for name in list_file_names():
+        if (directory / name).exists() and name not in proved:
+            raise UserError(f"{directory / name} was not there when the export was proved; take it away")
     if (directory / CONFIG_NAME).exists():
-        config = read_llama_config(directory)
-        state = read_weights(directory, config)
+        family, config = read_shape(directory)
+        state = read_weights(directory, config, family)
     else:
         config = build_decoder_config(read_json(directory / DECODER_NAME), where=str(directory / DECODER_NAME))
-        state = read_weights(directory, config, rename=lambda name: name)
-    own = Tokenizer.load(directory / MODEL_NAME) if (directory / MODEL_NAME).exists() else None
-    given = None if tokenizer is None else Tokenizer.load(tokenizer)
+        state = read_weights(directory, config, family=None)
+    own = open_tokenizer(directory) if find_format(directory) is not None else None
+    given = None if tokenizer is None else open_tokenizer(tokenizer)
     if own is not None and tokenizer is not None and given is not None and given.hash != own.hash:
         raise _another_tokenizer(tokenizer, given, directory, own.hash)
     return config, state, own or given

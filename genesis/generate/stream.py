@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -43,15 +43,15 @@ class Token(NamedTuple):
 
 
 def generate(
-    decoder: Decoder, prompts: Sequence[Sequence[int]], options: GenerateOptions, eos_id: int
+    decoder: Decoder, prompts: Sequence[Sequence[int]], options: GenerateOptions, stop_ids: Set[int]
 ) -> Iterator[Token]:
-    """Continues all prompts together and yields their tokens round by round; `eos_id` ends a prompt and is yielded.
+    """Continues all prompts together and yields their tokens round by round, with the one of `stop_ids` that ends it.
 
     Args:
         decoder: In evaluation mode.
         prompts: The ids of each, at least one.
         options: How.
-        eos_id: The token that ends a text.
+        stop_ids: The tokens that end a text.
 
     Raises:
         UserError: A prompt is empty, or it and its new tokens are longer than the context. Raised at the call.
@@ -59,7 +59,7 @@ def generate(
     lengths = [len(prompt) for prompt in prompts]
     budgets = plan_budgets(lengths, options.max_new_tokens, decoder.config.max_seq_len)
     num_slots = max(length + budget for length, budget in zip(lengths, budgets, strict=True))
-    batch = Batch(decoder, len(prompts), eos_id, num_slots=num_slots, has_cache=options.has_cache)
+    batch = Batch(decoder, len(prompts), stop_ids, num_slots=num_slots, has_cache=options.has_cache)
     seeds = plan_seeds(prompts, options.seed)
     for prompt, budget, seed in zip(prompts, budgets, seeds, strict=True):
         batch.add(Request(prompt, budget, options.sampling, seed))

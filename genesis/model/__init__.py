@@ -1,1 +1,1 @@
-"""The model, its description and its way to and from other layouts."""
+"""The model, its parts and its description."""

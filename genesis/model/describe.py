@@ -15,8 +15,8 @@ class Description:
 
     Attributes:
         parameters: By part; together they are all of the model's.
-        flops_per_token: One forward and backward, without attention's products of tokens with tokens: six for each
-            weight that multiplies (norms and looked-up embeddings do not).
+        flops_per_token: One forward and backward, without attention's products of tokens with tokens: what the parts
+            count, and six for each element of the output weight.
         attention_flops_per_token: What those products add at a context of `max_seq_len`, counted in full although half
             of them are masked, as is the custom for MFU.
         kv_cache_bytes_per_token: Of one sequence in bfloat16.
@@ -51,13 +51,14 @@ def describe(config: DecoderConfig) -> Description:
     for name, parameter in decoder.named_parameters():
         parameters[_part_of(name)] += parameter.numel()
     num_parameters = sum(parameters.values())
-    num_multiplying = parameters["attention"] + parameters["feed_forward"] + decoder.output_weight.numel()
+    parts = decoder.parts.values()
+    attention = config.parts.attention
     return Description(
         config=config,
         parameters=parameters,
-        flops_per_token=6 * num_multiplying,
-        attention_flops_per_token=12 * config.num_layers * config.dim * config.max_seq_len,
-        kv_cache_bytes_per_token=2 * config.num_layers * config.num_kv_heads * config.head_dim * BFLOAT16_BYTES,
+        flops_per_token=6 * decoder.output_weight.numel() + sum(part.flops_per_token for part in parts),
+        attention_flops_per_token=config.max_seq_len * sum(part.flops_per_token_pair for part in parts),
+        kv_cache_bytes_per_token=2 * config.num_layers * attention.num_kv_heads * config.head_dim * BFLOAT16_BYTES,
         weights_bytes=FLOAT32_BYTES * num_parameters,
         gradients_bytes=FLOAT32_BYTES * num_parameters,
         optimizer_bytes=2 * FLOAT32_BYTES * num_parameters,

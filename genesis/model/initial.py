@@ -5,6 +5,7 @@ blocks of which it holds rows, and how parameters are sharded does not change a 
 """
 
 import hashlib
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from genesis_callbacks.checkpoint import local_parts
 
+INIT_STD: Final = 0.02
 BLOCK_ROWS: Final = 64
 """Of a parameter; another number gives other values. Fewer would cost more generators, more would draw for nobody."""
 _UNSET_BITS: Final = {2: 0x7FDE, 4: 0x7FDEADED, 8: 0x7FFDEADEDEADEDED}
@@ -37,6 +39,30 @@ def is_unset(parameter: Tensor) -> bool | None:
 
 def _view_bits(data: Tensor) -> Tensor:
     return data.view(_INTEGERS[data.element_size()])
+
+
+@dataclass(frozen=True)
+class InitialValues:
+    """Draws the initial values of one part: a function of the seed and the parameters' canonical names.
+
+    Args:
+        key: The seed and the part's canonical name: `0 blocks.3.attention`.
+        residual_std: The deviation of what writes into the residual stream.
+
+    References:
+        Radford et al., Language Models are Unsupervised Multitask Learners (GPT-2), section 2.3.
+    """
+
+    key: str
+    residual_std: float
+
+    def fill(self, name: str, parameter: Tensor) -> None:
+        """Fills a parameter, by its name in the part, with normal values of deviation `INIT_STD`."""
+        fill_normal(parameter, INIT_STD, f"{self.key}.{name}")
+
+    def fill_residual(self, name: str, parameter: Tensor) -> None:
+        """Does the same for a parameter that writes into the residual stream."""
+        fill_normal(parameter, self.residual_std, f"{self.key}.{name}")
 
 
 @torch.no_grad()

@@ -1,15 +1,23 @@
-"""Reads the shape of a decoder from a recipe, or from a YAML file that holds only the shape."""
+"""The shape of a decoder in a recipe or a YAML file of its own: read strictly, and written in the same form."""
 
 import difflib
-from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Final, get_args
 
 import yaml
 
 from genesis.errors import UserError
-from genesis.model.decoder import DecoderConfig
+from genesis.model.attention import AttentionConfig
+from genesis.model.decoder import SHORT_FIELDS, DecoderConfig, Parts
+from genesis.model.feed_forward import FeedForwardConfig
+from genesis.model.norm import NormConfig
+
+DECODER_PREFIX: Final = "model.decoder."
+"""Of the decoder's tensors in a checkpoint."""
+_PLAIN_TYPES: Final = (int, float, bool, str, NoneType)
 
 
 def read_decoder_config(path: Path) -> DecoderConfig:
@@ -30,6 +38,8 @@ def read_decoder_config(path: Path) -> DecoderConfig:
 def build_decoder_config(content: Any, where: str) -> DecoderConfig:
     """Returns the shape whose fields `content` maps to values.
 
+    No code is imported because a file names it: a class of a part must be known already.
+
     Args:
         content: What a YAML or JSON file held.
         where: The file's name, for the message.
@@ -39,24 +49,122 @@ def build_decoder_config(content: Any, where: str) -> DecoderConfig:
     """
     if not isinstance(content, Mapping):
         raise UserError(f"{where}: no model shape there; give the fields of model.decoder (dim, num_layers, ...)")
-    types = {field.name: field.type for field in fields(DecoderConfig)}
+    parts: dict[str, Any] = {}
+    for name, part in (("attention", AttentionConfig), ("norm", NormConfig)):
+        if content.get(name) is not None:
+            parts[name] = _build(part, content[name], f"{where}: {name}")
+    if content.get("feed_forward") is not None:
+        parts["feed_forward"] = _build_feed_forward(content["feed_forward"], f"{where}: feed_forward")
+    config: DecoderConfig = _build(DecoderConfig, {**content, **parts}, where)
+    return config
+
+
+def dump_decoder_config(config: DecoderConfig) -> dict[str, Any]:
+    """Returns the fields of a shape as a recipe has them, plain JSON.
+
+    `build_decoder_config` reads it. A part that the short fields can describe is written by them, which earlier
+    releases read, too.
+    """
+    config = _shorten(config)
+    content: dict[str, Any] = {}
+    for field in fields(config):
+        value = getattr(config, field.name)
+        part = SHORT_FIELDS.get(field.name, (field.name,))[0]
+        if isinstance(value, FeedForwardConfig):
+            content[field.name] = {"class_path": _path_of(type(value)), "init_args": asdict(value)}  # type: ignore[call-overload]  # it is a dataclass
+        elif is_dataclass(value):
+            content[field.name] = asdict(value)  # type: ignore[arg-type]  # it is no class
+        elif value is not None and (part == field.name or getattr(config, part) is None):
+            content[field.name] = value
+    return content
+
+
+def unify_decoder(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a recipe whose decoder has each part in the short form that can have it.
+
+    Two recipes of the same decoder then have equal decoders, however they spell it. A recipe without a decoder that
+    can be built is returned as it is.
+
+    Args:
+        recipe: Plain JSON, as a manifest has it.
+    """
+    model = recipe.get("model")
+    if not isinstance(model, Mapping) or not isinstance(model.get("decoder"), Mapping):
+        return recipe
+    try:
+        config = build_decoder_config(model["decoder"], where="the recipe")
+    except UserError:
+        return recipe
+    return {**recipe, "model": {**model, "decoder": dump_decoder_config(config)}}
+
+
+def _shorten(config: DecoderConfig) -> DecoderConfig:
+    """Returns the same decoder with short fields in the place of each part's configuration that they can describe."""
+    for part in Parts._fields:
+        given = getattr(config, part)
+        short = {name: getattr(given, field, None) for name, (owner, field) in SHORT_FIELDS.items() if owner == part}
+        if given is not None and None not in short.values():
+            changes: dict[str, Any] = {part: None, **short}
+            shortened = replace(config, **changes)
+            if shortened.parts == config.parts:  # not where the part is of another class, or has fields of its own
+                config = shortened
+    return config
+
+
+def _build_feed_forward(content: Any, where: str) -> FeedForwardConfig:
+    known = {_path_of(config): config for config in _subclasses(FeedForwardConfig)}
+    if not isinstance(content, Mapping) or not content.keys() <= {"class_path", "init_args"}:
+        raise UserError(f"{where} is {content!r}: it must be a mapping of class_path, init_args")
+    path = content.get("class_path")
+    if not isinstance(path, str) or path not in known:
+        raise UserError(f"{where}: class_path is {path!r}; it must be {' or '.join(sorted(known))}")
+    built: FeedForwardConfig = _build(known[path], content.get("init_args", {}), where)
+    return built
+
+
+def _subclasses(config: type[Any]) -> Iterator[type[Any]]:
+    for subclass in config.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
+
+
+def _path_of(config: type) -> str:
+    return f"{config.__module__}.{config.__qualname__}"
+
+
+def _build(config: Any, content: Any, where: str) -> Any:
+    """Returns the dataclass `config` of the fields in `content`, checked by name and type."""
+    if not isinstance(content, Mapping):
+        raise UserError(f"{where} is {content!r}: it must be a mapping of {', '.join(f.name for f in fields(config))}")
+    types = {field.name: field.type for field in fields(config)}
     for name, value in content.items():
         if name not in types:
             near = difflib.get_close_matches(str(name), types, n=1)
             raise UserError(f"{where}: unknown key {name!r}{f'; did you mean {near[0]!r}?' if near else ''}")
         if not _has_type(value, types[name]):
-            raise UserError(f"{where}: {name} is {value!r}; it must be {getattr(types[name], '__name__', types[name])}")
-    missing = [field.name for field in fields(DecoderConfig) if field.default is MISSING and field.name not in content]
+            raise UserError(f"{where}: {name} is {value!r}; it must be {_name_of(types[name])}")
+    missing = [field.name for field in fields(config) if field.default is MISSING and field.name not in content]
     if missing:
-        raise UserError(f"{where}: {missing[0]} is missing; a decoder needs {', '.join(missing)}")
+        needed = [field.name for field in fields(config) if field.default is MISSING]
+        raise UserError(f"{where}: {missing[0]} is missing; it needs {', '.join(needed)}")
     try:
-        return DecoderConfig(**content)
+        return config(**content)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
 
 
+def _options(wanted: Any) -> tuple[Any, ...]:
+    return get_args(wanted) if isinstance(wanted, UnionType) else (wanted,)
+
+
 def _has_type(value: Any, wanted: Any) -> bool:
-    return type(value) in ((int, float) if wanted is float else (wanted,))
+    """Returns whether a value has one of the types that are wanted; what else than plain values there is, is built."""
+    options = _options(wanted)
+    return not set(options) <= set(_PLAIN_TYPES) or type(value) in (*options, *((int,) if float in options else ()))
+
+
+def _name_of(wanted: Any) -> str:
+    return " or ".join(option.__name__ for option in _options(wanted) if option is not NoneType)
 
 
 def _read_yaml(path: Path) -> Any:

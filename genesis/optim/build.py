@@ -1,11 +1,13 @@
 """From a model to its optimizer: which parameter is updated how."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from torch import nn
 
 from genesis.errors import UserError
+from genesis.model.part import EMBEDDINGS, HEAD, MATRICES, VECTORS, ParameterGroup
 from genesis.optim.optimizer import GroupedOptimizer
 
 
@@ -50,32 +52,48 @@ class OptimizerOptions:
                 raise UserError(f"optimizer.{name} has {value}: it must be at least 0 and below 1")
 
 
-def build_optimizer(model: nn.Module, options: OptimizerOptions) -> GroupedOptimizer:
-    """Builds the optimizer of a model's trainable parameters, in up to four named groups.
+class GroupedModule(Protocol):
+    """A module that knows the group of each of its parameters, as `genesis.model.decoder.Decoder` does."""
 
-    `matrices` are the blocks' weights, `head` the output weight where it is not the embedding table, `embeddings` the
-    table, `vectors` everything of one dimension. Only `matrices` may be Muon's: the rows of a table or of a head belong
-    to tokens.
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields every parameter by its name."""
+
+    def parameter_groups(self) -> Mapping[str, ParameterGroup]:
+        """Returns the group of each parameter by its name."""
+
+
+def build_optimizer(model: GroupedModule, options: OptimizerOptions) -> GroupedOptimizer:
+    """Builds the optimizer of a model's trainable parameters, in the groups that its parts name.
+
+    The four usual groups come first, in an order that checkpoints know: `matrices`, which alone may be Muon's, `head`
+    (the output weight where it is not the embedding table), `embeddings` and `vectors`. Groups of a part's own follow.
+
+    Raises:
+        UserError: Muon is chosen, and a part has matrices that are not two-dimensional.
     """
-    tables = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
-    head = id(getattr(model, "output_weight", None))
-    groups: dict[str, list[nn.Parameter]] = {"matrices": [], "head": [], "embeddings": [], "vectors": []}
-    for parameter in model.parameters():
+    groups: dict[ParameterGroup, list[nn.Parameter]] = {MATRICES: [], HEAD: [], EMBEDDINGS: [], VECTORS: []}
+    group_of = model.parameter_groups()
+    for name, parameter in model.named_parameters():
+        group = group_of[name]
         if not parameter.requires_grad:
             continue
-        if id(parameter) in tables:
-            groups["embeddings"].append(parameter)
-        elif parameter.ndim < 2:
-            groups["vectors"].append(parameter)
-        else:
-            groups["head" if id(parameter) == head else "matrices"].append(parameter)
+        groups.setdefault(group, []).append(parameter)
+        if options.name == "muon" and group.kind == "matrix" and parameter.ndim != 2:
+            raise UserError(
+                f"optimizer.name is 'muon', which updates two-dimensional matrices, and {name} has {parameter.ndim} "
+                "dimensions: use adamw"
+            )
     return GroupedOptimizer(
-        [{"name": name, "params": params, **_group_options(name, options)} for name, params in groups.items() if params]
+        [
+            {"name": group.name, "params": params, **_group_options(group, options)}
+            for group, params in groups.items()
+            if params
+        ]
     )
 
 
-def _group_options(name: str, options: OptimizerOptions) -> dict[str, Any]:
-    if name == "matrices" and options.name == "muon":
+def _group_options(group: ParameterGroup, options: OptimizerOptions) -> dict[str, Any]:
+    if group.kind == "matrix" and options.name == "muon":
         return {
             "algorithm": "muon",
             "lr": options.muon_lr,
@@ -83,7 +101,9 @@ def _group_options(name: str, options: OptimizerOptions) -> dict[str, Any]:
             "weight_decay": options.muon_weight_decay,
             "adjust_lr_fn": options.muon_lr_scaling,
         }
-    is_decayed = name in ("matrices", "head") or (name == "embeddings" and options.decayed == "matrices_and_embeddings")
+    is_decayed = group.kind in ("matrix", "head") or (
+        group.kind == "embedding" and options.decayed == "matrices_and_embeddings"
+    )
     return {
         "algorithm": "adamw",
         "lr": options.lr,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from genesis.errors import RunEndedError
-from genesis.rehearse.watch import METRICS_NAME
+from genesis.run_directory import RunDirectory
 from genesis_callbacks.checkpoint import CorruptCheckpointError, Manifest, list_committed, verify
 from genesis_callbacks.checkpoint.compare import compare_tensors
 from genesis_callbacks.checkpoint.restore import read_state
@@ -153,7 +153,7 @@ def find_differences(one: Any, other: Any, key: str = "") -> Iterator[ValueDiffe
 
 def read_losses(run_dir: Path) -> Losses:
     """Returns the losses in a run's log. A last row that a kill has torn is left out."""
-    path = run_dir / METRICS_NAME
+    path = RunDirectory(run_dir).metrics
     if not path.exists():
         return {}
     with path.open(newline="", encoding="utf-8") as file:

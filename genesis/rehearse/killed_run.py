@@ -11,7 +11,6 @@ from genesis.rehearse.display import Display
 from genesis.rehearse.launch import Launcher, Start, read_last_words
 from genesis.rehearse.plan import Pace, PlannedKill, Sight, Trigger
 from genesis.rehearse.report import KillRecord, Round
-from genesis.rehearse.watch import read_restored_step
 
 POLL_SECONDS = 0.004
 
@@ -154,7 +153,7 @@ class KilledRun:
         """Notes from where the training that follows a kill goes on, once that is known."""
         record, resumed_from = self._unresumed, None
         if record is not None:
-            resumed_from = read_restored_step(start.log)
+            resumed_from = start.view.restored_step
         has_begun = start.view.first_step_seconds is not None
         if record is None or (resumed_from is None and not has_begun):
             return
@@ -170,7 +169,7 @@ class KilledRun:
         """Looks at what a training has left behind when all of its ranks have ended."""
         last_step = start.view.look().last_step
         self._note_resume(start)
-        resumed_from = read_restored_step(start.log)
+        resumed_from = start.view.restored_step
         if last_step is not None or resumed_from is not None:
             self._reached_step = last_step or resumed_from or 0
         if last_step is not None:  # until then the log is that of the training before

@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from genesis.errors import RunEndedError
+from genesis.processes import Mark, find_processes
 from genesis.rehearse.plan import Phase, Sight
-from genesis.rehearse.processes import Training, find_processes
-from genesis.rehearse.watch import RunView, has_begun_restore, read_restored_step
+from genesis.rehearse.processes import Training, find_kind
+from genesis.rehearse.watch import RunView
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,9 @@ class Start:
         return replace(self.view.look(), phase=self._find_phase())
 
     def _find_phase(self) -> Phase:
-        if read_restored_step(self.log) is not None:
+        if self.view.restored_step is not None:
             return "first step"
-        if has_begun_restore(self.log):
+        if self.view.has_started:
             return "restore"
         return "rendezvous" if len(self.training.ranks()) > 1 else "imports"
 
@@ -42,7 +43,7 @@ class Launcher:
 
     fit: tuple[str, ...]
     directory: Path
-    mark: str
+    mark: Mark
 
     def launch(self, run_dir: Path, name: str) -> Start:
         """Starts a training in `run_dir`, from its latest checkpoint if there is one; `name` is its output's.
@@ -57,7 +58,7 @@ class Launcher:
         return Start(Training(command, log, self.mark), view, log)
 
     def _refuse_strays(self, name: str) -> None:
-        strays = [process for process in find_processes(self.mark) if process.kind == "rank"]
+        strays = [process for process in find_processes(self.mark) if find_kind(process) == "rank"]
         if strays:
             who = ", ".join(f"rank {process.local_rank} (process {process.pid})" for process in strays)
             raise RunEndedError(f"ranks of an earlier training still ran when {name} was to begin: {who}")

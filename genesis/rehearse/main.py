@@ -19,12 +19,13 @@ from typing import NoReturn
 from rich.console import Console
 
 from genesis.errors import RunEndedError, UserError
+from genesis.processes import Mark, check_can_find, end_all, wait_until_gone
 from genesis.rehearse.compare import read_losses
 from genesis.rehearse.display import Display
 from genesis.rehearse.killed_run import POLL_SECONDS, KilledRun
 from genesis.rehearse.launch import Launcher, Start, read_last_words
 from genesis.rehearse.plan import Trigger, Victim, plan_kills
-from genesis.rehearse.processes import check_system, end_all, wait_until_gone
+from genesis.rehearse.processes import MARK_NAME, find_kind
 from genesis.rehearse.recipe import RehearsedRecipe, resolve_recipe
 from genesis.rehearse.report import Report
 from genesis.rehearse.watch import RunView
@@ -60,7 +61,7 @@ def rehearse(options: Options, console: Console) -> Report:
     Raises:
         UserError: The recipe cannot be rehearsed.
     """
-    check_system()
+    check_can_find("genesis rehearse")
     recipe = resolve_recipe(options.fit)
     options.directory.mkdir(parents=True, exist_ok=True)
     rehearsal = _Rehearsal(options, recipe, Display(console, recipe.max_steps))
@@ -70,7 +71,7 @@ def rehearse(options: Options, console: Console) -> Report:
 class _Rehearsal:
     def __init__(self, options: Options, recipe: RehearsedRecipe, display: Display) -> None:
         self._options, self._recipe, self._display = options, recipe, display
-        self._mark = uuid.uuid4().hex
+        self._mark = Mark(MARK_NAME, uuid.uuid4().hex)
         self._launcher = Launcher(options.fit, options.directory, self._mark)
         self._straight = options.directory / "straight"
         self._report = Report(
@@ -90,7 +91,7 @@ class _Rehearsal:
                 view, victims = self._train_straight()
                 self._train_and_kill(view, victims)
                 left = wait_until_gone(self._mark, _ORPHANS_END_SECONDS)
-                report.left_over = [f"{process.kind} of rank {process.local_rank}" for process in left]
+                report.left_over = [f"{find_kind(process)} of rank {process.local_rank}" for process in left]
         except RunEndedError as error:
             report.failure = str(error)
         finally:

@@ -1,32 +1,38 @@
-"""What is seen of a training from outside: its last logged step, its saves in flight, the restore that it printed."""
+"""What is seen of a training from outside: its last logged step, its saves in flight, and the run's events."""
 
 import os
-import re
 import statistics
 import time
 from pathlib import Path
 
 from genesis.rehearse.plan import Pace, Sight
-from genesis_callbacks.checkpoint.lineage import CHECKPOINTS_NAME
+from genesis.run_directory import RunDirectory
 from genesis_callbacks.checkpoint.manifest import is_staging_name
+from genesis_callbacks.event_reader import EventFollower
 
-METRICS_NAME = "metrics.csv"
 _TAIL_BYTES = 1 << 15
-_RESTORED = re.compile(r"Restored step (\d+) from ")
-_RESTORING = "Restoring states from the checkpoint path"  # Lightning prints it right before
 
 
 class RunView:
     """Looks at the directory of a run from the launch of one training in it to that training's end.
 
-    What an earlier training has logged there does not count: the log is another file once this one writes.
+    What an earlier training has logged there does not count: the log is another file once this one writes, and events
+    are those since the launch.
+
+    Attributes:
+        has_started: Whether a rank has told that it has the run's directory and is about to restore.
+        restored_step: The step of the checkpoint that was restored; None: the training starts at step 0, or has not
+            come so far yet.
     """
 
     def __init__(self, run_dir: Path) -> None:
-        self._metrics = run_dir / METRICS_NAME
-        self._checkpoints = run_dir / CHECKPOINTS_NAME
+        self._metrics = RunDirectory(run_dir).metrics
+        self._checkpoints = RunDirectory(run_dir).checkpoints
         self._launched_seconds = time.monotonic()
         self._at_launch = self._seen = _sign(self._metrics)
+        self._events = EventFollower(run_dir, is_from_now=True)
+        self.has_started = False
+        self.restored_step: int | None = None
         self._last_step: int | None = None
         self._steps: list[tuple[float, int]] = []
         self._saves: dict[str, tuple[float, float]] = {}
@@ -34,6 +40,9 @@ class RunView:
     def look(self) -> Sight:
         """Returns what is there now."""
         seconds = time.monotonic() - self._launched_seconds
+        for event in self._events.poll():
+            self.has_started = self.has_started or event.kind == "started"
+            self.restored_step = event.step if event.kind == "restored" else self.restored_step
         sign = _sign(self._metrics)
         if sign not in (self._seen, self._at_launch):
             self._seen = sign
@@ -73,17 +82,6 @@ class RunView:
         """From each logged step to the next that was seen; of steps that went by between two looks, the last alone."""
         pairs = zip(self._steps, self._steps[1:], strict=False)
         return {step: later - seconds for (seconds, step), (later, _) in pairs}
-
-
-def read_restored_step(log: Path) -> int | None:
-    """Returns the step that a training prints as restored; None: it starts at step 0, or has not printed it yet."""
-    found = _RESTORED.search(log.read_text(encoding="utf-8", errors="replace"))
-    return None if found is None else int(found[1])
-
-
-def has_begun_restore(log: Path) -> bool:
-    """Says whether a training prints that it restores a checkpoint."""
-    return _RESTORING in log.read_text(encoding="utf-8", errors="replace")
 
 
 def _sign(path: Path) -> tuple[int, int, int] | None:

@@ -15,10 +15,10 @@ from typing import Final, Self
 from huggingface_hub.constants import HF_TOKEN_PATH
 
 from genesis.errors import UserError
+from genesis.tokenizer.fast_form import FAST_NAME
+from genesis.tokenizer.open import list_file_names
 
 WHEEL_SUFFIX: Final = ".whl"
-_VOCABULARIES: Final = ("tokenizer.json", "tokenizer.model")
-"""They hold words and paths of the training text: there, only this machine's own paths and credentials count."""
 _ROOTS: Final = (
     *("home", "root", "Users", "Volumes", "mnt", "media", "opt", "srv", "tmp", "private"),
     *("data", "scratch", "work", "fsx", "gpfs", "lustre", "nfs"),
@@ -134,7 +134,8 @@ def _find_traces(name: str, text: str, machine: Machine) -> Iterator[tuple[str, 
     for place in machine.places:
         for found in re.finditer(rf"(?<![\w.-]){re.escape(place)}(?![\w-]){_END_OF_PATH}", text):
             yield "a path of this machine", found[0].rstrip(_PUNCTUATION), found.start()
-    if name in _VOCABULARIES or f"{WHEEL_SUFFIX}/" in name:  # code is about paths, too
+    # A vocabulary holds words and paths of the training text: only this machine's own paths and credentials count.
+    if name in (FAST_NAME, *list_file_names()) or f"{WHEEL_SUFFIX}/" in name:  # code is about paths, too
         return
     for found in machine.local_path.finditer(text):
         yield "a local path", found[0].rstrip(_PUNCTUATION), found.start()

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from genesis.errors import UserError
-from genesis.model.huggingface_files import CARD_NAME, PROOF_NAME, check_files, read_json
+from genesis.huggingface.directory import CARD_NAME, PROOF_NAME, check_files, read_json
 from genesis.release.card import LICENSE_NAME, write_release_card
 from genesis.release.folder import Folder
 from genesis.release.options import ReleaseOptions

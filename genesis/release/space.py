@@ -6,7 +6,7 @@ from typing import Final
 from huggingface_hub import SpaceCardData
 
 from genesis.errors import UserError
-from genesis.model.huggingface_files import CARD_NAME
+from genesis.huggingface.directory import CARD_NAME
 from genesis.release.card import LICENSE_NAME
 from genesis.release.folder import Folder
 from genesis.release.options import ReleaseOptions

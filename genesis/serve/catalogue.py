@@ -5,19 +5,18 @@ import difflib
 import math
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
 
+from genesis.checkpoint_reference import LATEST, Reference, read_reference
 from genesis.errors import UserError
-from genesis.model.huggingface_files import PROOF_NAME, is_export
+from genesis.huggingface.directory import PROOF_NAME, is_export
+from genesis.run_directory import RunDirectory
 from genesis.serve.errors import ApiError
 from genesis_callbacks.checkpoint import CheckpointError, Manifest, list_committed, read_manifest
-from genesis_callbacks.checkpoint.lineage import CHECKPOINTS_NAME, checkpoints_in
+from genesis_callbacks.checkpoint.lineage import checkpoints_in
 from genesis_callbacks.checkpoint.manifest import COMMITTED_NAME
 
-LATEST: Final = "latest"
-_METRICS_NAME = "metrics.csv"
 _VALIDATION_LOSS, _TRAIN_LOSS = "validation/loss", "train/loss"
 
 
@@ -59,13 +58,14 @@ class Catalogue:
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        resolved = [_run_of(path.resolve()) for path in paths]
+        found = [_find(path) for path in paths]
+        resolved = [reference.path for reference in found]
         for path, given in zip(resolved, paths, strict=True):
             if resolved.count(path) > 1:
                 raise UserError(f"{given} is given twice")
         names = _short_names(resolved)
         self._sources = [
-            _open(path, name, has_prefix=len(paths) > 1) for path, name in zip(resolved, names, strict=True)
+            _open(reference, name, has_prefix=len(paths) > 1) for reference, name in zip(found, names, strict=True)
         ]
 
     def entries(self) -> list[Entry]:
@@ -119,7 +119,7 @@ class _Run:
         with self._lock:
             paths = [self._only] if self._only else sorted(checkpoints_in(self._path).glob("step-*"))
             marks = [(path.name, _stamp(path / COMMITTED_NAME)) for path in paths]
-            log = _stamp(self._path / _METRICS_NAME)
+            log = _stamp(RunDirectory(self._path).metrics)
             if marks != self._marks:
                 self._found = self._read()
             if (marks, log) != (self._marks, self._log):
@@ -136,7 +136,7 @@ class _Run:
             return []
 
     def _describe(self) -> list[Entry]:
-        losses = read_losses(self._path / _METRICS_NAME, [manifest.step for _, manifest in self._found])
+        losses = read_losses(RunDirectory(self._path).metrics, [manifest.step for _, manifest in self._found])
         entries = []
         for path, manifest in self._found:
             at_step = losses.get(manifest.step, {})
@@ -176,23 +176,26 @@ class _Export:
         ]
 
 
-def _run_of(path: Path) -> Path:
-    """Returns the run, where the directory in it that holds its checkpoints is given."""
-    return path.parent if path.name == CHECKPOINTS_NAME else path
+def _find(value: Path) -> Reference:
+    """Returns what a path or name means, with its path resolved; a step or the best of a run is one checkpoint."""
+    reference = read_reference(value)
+    if reference.kind == "run" and reference.selector not in (None, LATEST):
+        reference = Reference(reference.value, "checkpoint", reference.find_checkpoint(level="quick"))
+    path = reference.run.path if reference.kind == "run" else reference.path
+    return replace(reference, path=path.resolve())
 
 
-def _open(path: Path, name: str, *, has_prefix: bool) -> _Run | _Export:
+def _open(reference: Reference, name: str, *, has_prefix: bool) -> _Run | _Export:
     prefix = f"{name}/" if has_prefix else ""
-    if not path.is_dir():
-        raise UserError(f"there is no directory {path}; give a run, one of its checkpoints, or an export")
-    if (path / COMMITTED_NAME).exists():
+    path = reference.path
+    if reference.kind == "checkpoint":
         read_manifest(path)
-        return _Run(_run_of(path.parent), name, prefix, only=path)
-    if is_export(path):
+        return _Run(RunDirectory.of(path).path, name, prefix, only=path)
+    if reference.kind == "export":
         if not (path / PROOF_NAME).exists():
             raise UserError(f"{path} has no {PROOF_NAME}, as exports of genesis have; `genesis import` takes others'")
         return _Export(path, name)
-    if checkpoints_in(path) != path or (path / "config.yaml").exists() or list_committed(path):
+    if checkpoints_in(path) != path or RunDirectory(path).recipe.exists() or list_committed(path):
         return _Run(path, name, prefix)
     raise UserError(
         f"{path} is no run, no checkpoint and no export; `genesis fit` makes runs, `genesis export` exports"

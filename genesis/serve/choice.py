@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
 from genesis.generate.batch import NewToken
@@ -79,8 +80,8 @@ class Choice:
             self.finish_reason = "stop"
             return self._end_at(self._begin + min(cuts))
         if token.is_last:
-            is_eos = self._tokenizer is not None and token.id == self._tokenizer.eos_id
-            self.finish_reason = "stop" if is_eos else "length"
+            has_stopped = self._tokenizer is not None and token.id in self._tokenizer.stop_ids
+            self.finish_reason = "stop" if has_stopped else "length"
             return self._end_at(self._begin + len(self._text))
         return self._release(self._begin + len(self._text) - _num_held(self._text, self._stop))
 
@@ -125,7 +126,10 @@ def token_name(tokenizer: Tokenizer | None, token: int) -> str:
     if tokenizer.is_control(token):
         return tokenizer.pieces[token]
     content = tokenizer.decode_bytes([token])
-    return f"bytes:\\x{content[0]:02x}" if tokenizer.is_byte(token) else content.decode()
+    if not tokenizer.is_byte(token):
+        with suppress(UnicodeDecodeError):  # a piece may hold a part of a character
+            return content.decode()
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
 
 def _num_held(text: str, stop: Sequence[str]) -> int:

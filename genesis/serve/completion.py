@@ -17,6 +17,7 @@ from genesis.serve.choice import Choice, FinishReason, Shown
 from genesis.serve.errors import ApiError
 from genesis.serve.request import DEFAULT_NEW_TOKENS, CompletionRequest
 from genesis.serve.worker import Facts, Ticket, Worker
+from genesis.tokenizer.tokenizer import encode_prompt
 
 _END = b"data: [DONE]\n\n"
 
@@ -72,10 +73,10 @@ def _encode_text(text: str, facts: Facts) -> tuple[tuple[int, ...], str]:
             param="prompt",
             code="no_tokenizer",
         )
-    longest = int(tokenizer.piece_num_bytes.max())
+    longest = int(tokenizer.token_num_bytes.max())
     if len(text.encode()) > context * longest:  # however it is cut
         raise _too_long(f"has more than {context:,} tokens", context)
-    return (tokenizer.bos_id, *tokenizer.encode(text)), text
+    return encode_prompt(tokenizer, text), text
 
 
 def _decode_ids(ids: tuple[int, ...], facts: Facts) -> str:

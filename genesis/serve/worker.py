@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from genesis.errors import UserError
 from genesis.generate.batch import Batch, NewToken, Request
-from genesis.generate.ids import NO_EOS
 from genesis.generate.load import Loaded
 from genesis.serve.errors import ApiError, stopping
 from genesis.tokenizer.tokenizer import Tokenizer
@@ -117,8 +116,8 @@ class Worker:
         try:
             loaded = self._load()
             _check_is_finite(loaded)
-            eos_id = NO_EOS if loaded.tokenizer is None else loaded.tokenizer.eos_id
-            batch = Batch(loaded.decoder, self._num_rows, eos_id)
+            stop_ids = frozenset() if loaded.tokenizer is None else loaded.tokenizer.stop_ids
+            batch = Batch(loaded.decoder, self._num_rows, stop_ids)
         except Exception as error:
             self._reason = error if isinstance(error, UserError) else self._explain(error)
             self._is_stopped = True

@@ -1,18 +1,26 @@
 """Replicated: every rank holds the whole model; gradients are averaged by DDP once per window."""
 
+import warnings
+from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
+from genesis.data.window import MicroBatch
 from genesis.errors import UserError
+from genesis.loss import sum_cross_entropy
 from genesis.model.decoder import Decoder
+from genesis.strategies.degrees import Degrees
+from genesis.strategies.layout import ParallelLayout, lay_out
+from genesis.strategies.micro_batches import Head, WindowLoss, sum_in_turn, train_in_turn
 from genesis.strategies.start import Launcher, Start
 from genesis.strategies.wrap import ActivationCheckpointing, apply_wrappers
 
@@ -40,20 +48,66 @@ class Replicated(DDPStrategy):
         process_group_backend: str | None = None,
         timeout_seconds: float = 1800.0,
     ) -> None:
-        # The bucket is the gradient: one copy of every gradient less.
         super().__init__(
             process_group_backend=process_group_backend,
             timeout=timedelta(seconds=timeout_seconds),
+            # The bucket is the gradient: one copy of every gradient less.
             gradient_as_bucket_view=True,
+            # Otherwise DDP sorts gradients into other buckets after its first step. A bucket's place decides in which
+            # order three or more ranks are added, so a resumed run would differ from one that was never killed.
+            find_unused_parameters=True,
         )
         self.optimizer_states = optimizer_states
         self.activation_checkpointing = activation_checkpointing
         self.compile_blocks = compile_blocks
         self.start = Start()
+        self._layout: ParallelLayout | None = None
+
+    # ---- what training asks
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """Where this rank stands; to be asked once the ranks have met."""
+        assert self._layout is not None, "setup_distributed makes the layout"
+        return self._layout
+
+    def _lay_out(self) -> ParallelLayout:
+        num_ranks = self.num_nodes * self.num_processes
+        degrees = Degrees(dp_replicate=num_ranks).resolve(num_ranks)
+        return lay_out(degrees, self.global_rank, gradient_divisor=num_ranks)  # DDP averages
+
+    @property
+    def parallel_degrees(self) -> dict[str, int]:
+        """How many ranks each kind of parallelism takes, for the manifests of checkpoints."""
+        return self.layout.degrees.named()
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """This rank among those that read different data, as Lightning and its callbacks ask for it."""
+        return {"num_replicas": self.layout.data_world_size, "rank": self.layout.data_rank}
+
+    @property
+    def parameter_device(self) -> torch.device:
+        """Where parameters live between steps."""
+        return self.root_device
 
     def apply_to(self, decoder: Decoder) -> None:
         """Applies this strategy's wrappers to a freshly built decoder, in place."""
         apply_wrappers(decoder, self.activation_checkpointing, self.compile_blocks)
+
+    def head(self, labels: Tensor) -> Head:
+        """Returns the head that computes the summed loss of `labels`."""
+        return partial(sum_cross_entropy, labels=labels)
+
+    def train_micro_batches(self, decoder: Decoder, micro_batches: Sequence[MicroBatch], scale: float) -> WindowLoss:
+        """Runs the micro-batches one after the other; DDP's reduction waits for the returned loss's backward."""
+        return train_in_turn(decoder, micro_batches, scale, head=self.head, backward=self.backward)
+
+    def sum_losses(self, decoder: Decoder, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """Returns the summed loss of micro-batches of validation."""
+        return sum_in_turn(decoder, micro_batches, head=self.head)
+
+    # ---- Lightning's hooks
 
     @property
     def is_alone(self) -> bool:
@@ -66,14 +120,15 @@ class Replicated(DDPStrategy):
 
     def setup_distributed(self) -> None:
         """Joins the process group and compares starts with the other ranks, unless this rank is alone."""
-        if not self.is_alone:
+        if self.is_alone:
+            # What a rank of many does beside.
+            reset_seed()
+            self.set_world_ranks()
+        else:
             self.start.begin()
             super().setup_distributed()
             self.start.check(self.node_rank)
-            return
-        # What a rank of many does beside.
-        reset_seed()
-        self.set_world_ranks()
+        self._layout = self._lay_out()
 
     def setup(self, trainer: "pl.Trainer") -> None:
         """Moves the module to its device and builds its optimizers; with several ranks, wraps it in DDP."""
@@ -89,12 +144,11 @@ class Replicated(DDPStrategy):
         super().teardown()
 
     def _setup_model(self, model: nn.Module) -> nn.Module:  # type: ignore[override]  # as the base of all strategies
-        return model if self.is_alone else super()._setup_model(model)
-
-    @property
-    def parameter_device(self) -> torch.device:
-        """Where parameters live between steps."""
-        return self.root_device
+        if self.is_alone:
+            return model
+        # DDP advises against the option when it finds no unused parameter; see `__init__` for why it is set.
+        warnings.filterwarnings("ignore", "find_unused_parameters=True was specified", UserWarning)
+        return super()._setup_model(model)
 
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
         """Builds the module's optimizers and, under ZeRO-1, spreads their state over the ranks."""

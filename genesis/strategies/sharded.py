@@ -1,17 +1,25 @@
 """Sharded: every rank holds a part of the parameters, gradients and optimizer state (FSDP2)."""
 
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from genesis.data.window import MicroBatch
 from genesis.errors import UserError
+from genesis.loss import sum_cross_entropy
 from genesis.model.decoder import Decoder
+from genesis.strategies.degrees import Degrees, list_divisors
+from genesis.strategies.layout import ParallelLayout, lay_out
+from genesis.strategies.mesh import WorldMesh
+from genesis.strategies.micro_batches import Head, WindowLoss, sum_in_turn, train_in_turn
 from genesis.strategies.skew import ForwardSkewWatchdog
 from genesis.strategies.start import Launcher, Start
 from genesis.strategies.wrap import ActivationCheckpointing, ShardOptions, apply_wrappers
@@ -74,6 +82,81 @@ class Sharded(ModelParallelStrategy):
         self.forward_skew_seconds = forward_skew_seconds
         self.start = Start()
         self._watchdog: ForwardSkewWatchdog | None = None
+        self._mesh: WorldMesh | None = None
+        self._layout: ParallelLayout | None = None
+
+    # ---- what training asks
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """Where this rank stands; to be asked once the ranks have met."""
+        assert self._layout is not None, "setup_environment makes the layout"
+        return self._layout
+
+    def _plan_degrees(self) -> Degrees:
+        num_ranks = self.num_nodes * self.num_processes
+        if self.shard != "hybrid":
+            return Degrees().resolve(num_ranks)
+        group = self.ranks_per_shard_group or self.num_processes
+        if group < 1 or num_ranks % group:
+            raise UserError(
+                f"ranks_per_shard_group {group} does not divide {num_ranks} ranks; one of {list_divisors(num_ranks)} "
+                "does"
+            )
+        return Degrees(dp_replicate=num_ranks // group).resolve(num_ranks)
+
+    @property
+    def parallel_degrees(self) -> dict[str, int]:
+        """How many ranks each kind of parallelism takes, for the manifests of checkpoints."""
+        return self.layout.degrees.named()
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """This rank among those that read different data, as Lightning and its callbacks ask for it."""
+        return {"num_replicas": self.layout.data_world_size, "rank": self.layout.data_rank}
+
+    @property
+    def parameter_device(self) -> torch.device:
+        """Where parameters live between steps."""
+        return torch.device("cpu") if self.cpu_offload else self.root_device
+
+    def apply_to(self, decoder: Decoder) -> None:
+        """Applies this strategy's wrappers to a freshly built decoder, in place."""
+        assert self._mesh is not None, "setup_environment makes the mesh"
+        gather = self.gather_dtype or self._default_gather_dtype()
+        precision = MixedPrecisionPolicy(
+            param_dtype=None if gather is None else getattr(torch, gather),
+            reduce_dtype=getattr(torch, self.reduce_dtype),
+            # Rotary tables stay in float32: positions beyond 256 are not all different in bfloat16.
+            cast_forward_inputs=False,
+        )
+        options = ShardOptions(
+            mesh=self._mesh.shard,
+            reshard_after_forward=self.shard != "grad_op",
+            blocks_per_unit=self.blocks_per_unit,
+            max_gathers_in_flight=self.max_gathers_in_flight,
+            precision=precision,
+            offload_to_cpu=self.cpu_offload,
+        )
+        apply_wrappers(decoder, self.activation_checkpointing, self.compile_blocks, options)
+
+    def _default_gather_dtype(self) -> DType | None:
+        plugin = self.precision_plugin
+        return "bfloat16" if isinstance(plugin, MixedPrecision) and plugin.precision == "bf16-mixed" else None
+
+    def head(self, labels: Tensor) -> Head:
+        """Returns the head that computes the summed loss of `labels`."""
+        return partial(sum_cross_entropy, labels=labels)
+
+    def train_micro_batches(self, decoder: Decoder, micro_batches: Sequence[MicroBatch], scale: float) -> WindowLoss:
+        """Runs the micro-batches one after the other; gradients are reduced in the returned loss's backward."""
+        return train_in_turn(decoder, micro_batches, scale, head=self.head, backward=self.backward)
+
+    def sum_losses(self, decoder: Decoder, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """Returns the summed loss of micro-batches of validation."""
+        return sum_in_turn(decoder, micro_batches, head=self.head)
+
+    # ---- Lightning's hooks
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
@@ -83,11 +166,20 @@ class Sharded(ModelParallelStrategy):
     def setup_environment(self) -> None:
         """Joins the ranks and makes the mesh.
 
-        All ranks are data-parallel; by default the base would make those of a node tensor-parallel, on the same data.
+        Not as the base does, whose mesh has an axis for data and one for tensor parallelism and no others.
         """
-        self._data_parallel_size = self.num_nodes * self.num_processes
-        self._tensor_parallel_size = 1
-        super().setup_environment()
+        degrees = self._plan_degrees()
+        degrees.check_available()
+        self._setup_distributed()
+        self._mesh = WorldMesh(degrees, self.root_device.type)
+        self._layout = self._lay_out(degrees, self._mesh)
+        assert self.lightning_module is not None
+        self._device_mesh = self.lightning_module._device_mesh = self._mesh.dense
+
+    def _lay_out(self, degrees: Degrees, mesh: WorldMesh) -> ParallelLayout:
+        # Where all ranks together read every row once, they need no further process group.
+        tokens = mesh.tokens.get_group() if len(degrees.token_groups()) > 1 else None
+        return lay_out(degrees, self.global_rank, gradient_divisor=1, token_process_group=tokens)
 
     def _setup_distributed(self) -> None:
         # Before the mesh, whose making is a collective: ranks of another start must not take part in one.
@@ -108,7 +200,9 @@ class Sharded(ModelParallelStrategy):
         super().setup(trainer)
         if self.world_size > 1:
             assert self.lightning_module is not None
-            self._watchdog = ForwardSkewWatchdog(self.lightning_module, self.forward_skew_seconds)
+            self._watchdog = ForwardSkewWatchdog(
+                self.lightning_module, self.forward_skew_seconds, self.layout.stage_ranks
+            )
             self._watchdog.start()
 
     def teardown(self) -> None:
@@ -123,44 +217,3 @@ class Sharded(ModelParallelStrategy):
         """Moves what is not sharded; offloaded parameters stay in CPU memory."""
         if not self.cpu_offload:
             super().model_to_device()
-
-    @property
-    def parameter_device(self) -> torch.device:
-        """Where parameters live between steps."""
-        return torch.device("cpu") if self.cpu_offload else self.root_device
-
-    def apply_to(self, decoder: Decoder) -> None:
-        """Applies this strategy's wrappers to a freshly built decoder, in place."""
-        gather = self.gather_dtype or self._default_gather_dtype()
-        precision = MixedPrecisionPolicy(
-            param_dtype=None if gather is None else getattr(torch, gather),
-            reduce_dtype=getattr(torch, self.reduce_dtype),
-            # Rotary tables stay in float32: positions beyond 256 are not all different in bfloat16.
-            cast_forward_inputs=False,
-        )
-        options = ShardOptions(
-            mesh=self._shard_mesh(),
-            reshard_after_forward=self.shard != "grad_op",
-            blocks_per_unit=self.blocks_per_unit,
-            max_gathers_in_flight=self.max_gathers_in_flight,
-            precision=precision,
-            offload_to_cpu=self.cpu_offload,
-        )
-        apply_wrappers(decoder, self.activation_checkpointing, self.compile_blocks, options)
-
-    def _default_gather_dtype(self) -> DType | None:
-        plugin = self.precision_plugin
-        return "bfloat16" if isinstance(plugin, MixedPrecision) and plugin.precision == "bf16-mixed" else None
-
-    def _shard_mesh(self) -> DeviceMesh:
-        if self.shard != "hybrid":
-            return self.device_mesh["data_parallel"]
-        group = self.ranks_per_shard_group or self.num_processes
-        if group < 1 or self.world_size % group:
-            divisors = [n for n in range(1, self.world_size + 1) if self.world_size % n == 0]
-            raise UserError(
-                f"ranks_per_shard_group {group} does not divide {self.world_size} ranks; one of {divisors} does"
-            )
-        return init_device_mesh(
-            self.root_device.type, (self.world_size // group, group), mesh_dim_names=("replicate", "shard")
-        )

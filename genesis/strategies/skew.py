@@ -1,6 +1,6 @@
 """Names a forward that not all ranks enter, and ends the run, instead of letting it hang.
 
-Under sharding every forward gathers parameters from all ranks. A callback that samples text on rank 0 alone makes
+Under sharding every forward gathers parameters from other ranks. A callback that samples text on rank 0 alone makes
 rank 0 gather from peers that have gone on: the collectives pair up wrongly or wait until the process group's timeout,
 without a name. So each rank counts the forwards of its sharded root and notes their kind (training or not, with
 gradients or not). A thread publishes the count in a store beside the process group and compares: two ranks whose
@@ -81,10 +81,12 @@ class ForwardSkewWatchdog:
     Args:
         module: Holds one root that `fully_shard` was applied to.
         forward_skew_seconds: How long a rank may be ahead of another.
+        ranks: Those that run the same forwards, this one among them.
     """
 
-    def __init__(self, module: nn.Module, forward_skew_seconds: float) -> None:
+    def __init__(self, module: nn.Module, forward_skew_seconds: float, ranks: Sequence[int]) -> None:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._ranks = ranks
         self._seconds = forward_skew_seconds
         self._num_forwards = 0
         self._kinds: deque[str] = deque(maxlen=_NUM_KINDS_KEPT)
@@ -157,7 +159,7 @@ class ForwardSkewWatchdog:
             entry = f"{self._num_forwards} {''.join(self._kinds)}"
         self._store.set(f"log/{self._rank}", entry)
         logs = []
-        for rank in range(self._world_size):
+        for rank in self._ranks:
             count, _, kinds = self._store.get(f"log/{rank}").decode().partition(" ")
             logs.append(ForwardLog(rank, int(count), kinds))
         return logs

@@ -30,7 +30,7 @@ class ShardOptions:
     """How FSDP2 shards a decoder.
 
     Args:
-        mesh: One axis (shard), or two (replicate, shard) for hybrid sharding.
+        mesh: One axis (shard), or two (replicate, shard) for hybrid sharding. Gradients are summed over all of it.
         reshard_after_forward: Whether a unit's parameters are freed between its forward and its backward.
         blocks_per_unit: Blocks whose parameters are gathered by one collective.
         max_gathers_in_flight: Units that are gathered or being gathered at once: the one that computes and those
@@ -105,7 +105,20 @@ def _apply_shard(decoder: Decoder, options: ShardOptions) -> None:
     fully_shard(
         decoder, mesh=options.mesh, reshard_after_forward=False, mp_policy=options.precision, offload_policy=offload
     )
+    _sum_gradients(decoder)
     _limit_prefetch([unit[0] for unit in units], options.max_gathers_in_flight - 1)
+
+
+def _sum_gradients(decoder: Decoder) -> None:
+    """Makes every unit's reduction a sum, so that the scale of the loss does not depend on how many ranks share it.
+
+    FSDP2's own average divides by the ranks of the unit's mesh, which need not be the ranks that read different data.
+    """
+    for module in decoder.modules():
+        if isinstance(module, FSDPModule):
+            # The factor alone would ask for a product before the sum, which gloo lacks.
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
 
 
 def _limit_prefetch(first_blocks: list[nn.Module], num_prefetched: int) -> None:

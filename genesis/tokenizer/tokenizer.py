@@ -1,184 +1,112 @@
-"""The tokenizer: text to ids and back, byte for byte.
+"""What a tokenizer is: text to ids and back, byte for byte, whatever library computes it.
 
-SentencePiece does the work, with three things added:
-
-- U+2581, which it takes for a space, is spelled in its three bytes; so every text comes back as it was.
-- A long text is encoded in chunks cut where no piece can reach across. The ids are the same, the speed does not fall
-  with the length of the document, and memory stays small.
-- Decoding joins the bytes that the ids stand for, so that half a character is never lost or printed broken.
+`genesis.tokenizer.open` opens one; `genesis.tokenizer.sentencepiece` is the first implementation. What follows from the
+protocol alone, for every implementation, is here: how a text and a document begin and end, and decoding as ids come.
 """
 
 import codecs
-import stat
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
-from pathlib import Path
-from typing import Final, Self
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
-import sentencepiece
-from blake3 import blake3
 from numpy.typing import NDArray
 
-from genesis.errors import UserError
-from genesis.tokenizer.train import MODEL_NAME
 
-_SPACE_MARK: Final = "\u2581"
-"""SentencePiece's stand-in for a space inside pieces."""
-_CHUNK_CHARS: Final = 2048
-_MAX_MODEL_BYTES: Final = 256 << 20
-_PROBE: Final = "  two spaces\t\r\n\0 \u2581\ufb01 \u0958e\u0301 <s> <|user|> \U0001f469\u200d\U0001f467 \U0010ffff "
-"""Text that a tokenizer which normalises, trims or knows no bytes does not give back."""
+class Tokenizer(Protocol):
+    """Text to ids and back.
 
-
-class Tokenizer:
-    """A trained SentencePiece model.
-
-    Deterministic; encoding and decoding may be called from several threads at once. `load` makes one from a file.
-    `model` is the file's content, `hash` the BLAKE3 hex digest of it; `piece_num_bytes[id]` counts the UTF-8 bytes that
-    an id stands for, 0 for control symbols.
-
-    Raises:
-        UserError: The bytes are not a SentencePiece model, or one that does not give text back as it was.
+    Deterministic; encoding and decoding may be called from several threads at once. Decoding the ids of a text gives
+    that text back, byte for byte. A text that spells a control symbol is text: `encode` never gives a control's id.
     """
 
-    def __init__(self, model: bytes) -> None:
-        if not model:
-            raise UserError("it is empty; make a tokenizer with `genesis tokenizer train`")
-        try:
-            self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-        except (RuntimeError, ValueError):
-            raise UserError("not a SentencePiece model; make one with `genesis tokenizer train`") from None
-        self.model: bytes = model
-        self.hash: str = blake3(model).hexdigest()
-        self.vocab_size: int = self._processor.vocab_size()
-        self.bos_id: int = self._processor.bos_id()
-        self.eos_id: int = self._processor.eos_id()
-        self.pad_id: int = self._processor.pad_id()
-        if min(self.bos_id, self.eos_id, self.pad_id) < 0:
-            raise UserError("this tokenizer lacks a pad, bos or eos id; make one with `genesis tokenizer train`")
-        self.pieces: tuple[str, ...] = tuple(self._processor.id_to_piece(list(range(self.vocab_size))))
-        self._bytes = [self._bytes_of(token) for token in range(self.vocab_size)]
-        self.piece_num_bytes: NDArray[np.int32] = np.array([len(piece) for piece in self._bytes], dtype=np.int32)
-        self._space_mark_ids = np.array([self._byte_id(byte) for byte in _SPACE_MARK.encode()], dtype=np.int32)
-        self._can_cut = not any(_SPACE_MARK in piece.lstrip(_SPACE_MARK) for piece in self._text_pieces())
-        if self.decode(self.encode(_PROBE)) != _PROBE:
-            raise UserError(
-                "this tokenizer does not give text back as it was (it normalises, trims or lacks byte fallback); "
-                "make one with `genesis tokenizer train`"
-            )
+    @property
+    def kind(self) -> str:
+        """Returns what people call this kind of tokenizer, as "SentencePiece"."""
 
-    @classmethod
-    def load(cls, path: Path | str) -> Self:
-        """Returns the tokenizer in the model file `path`, or in the directory `path` that holds one."""
-        path = Path(path)
-        file = path / MODEL_NAME if path.is_dir() else path
-        try:
-            found = file.stat()
-            # The path may be one that a stranger's checkpoint names, and a device has no end.
-            is_file = stat.S_ISREG(found.st_mode) and found.st_size <= _MAX_MODEL_BYTES
-            model = file.read_bytes() if is_file and found.st_size else b""
-        except OSError as error:
-            raise UserError(
-                f"cannot read the tokenizer {file} ({error.strerror}); make one with `genesis tokenizer train`"
-            ) from None
-        try:
-            return cls(model)
-        except UserError as error:
-            raise UserError(f"{file}: {error}") from None
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """Returns the distributions that compute it, whose versions a record names."""
+
+    @property
+    def files(self) -> Mapping[str, bytes]:
+        """Returns the files that it was opened from, by name: what a corpus, a run and an export keep of it."""
+
+    @property
+    def hash(self) -> str:
+        """Returns its identity: `genesis.tokenizer.files.hash_files` of `files`."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Returns how many ids there are."""
+
+    @property
+    def bos_id(self) -> int | None:
+        """Returns the id that begins a document; None where documents begin with their text."""
+
+    @property
+    def eos_id(self) -> int | None:
+        """Returns the id that `genesis data prepare` ends a document with; None where documents end with their text.
+
+        It may stand within documents, too: a document ends where the corpus's index says.
+        """
+
+    @property
+    def pad_id(self) -> int | None:
+        """Returns the id that fills places without a token; None where there is no such id."""
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Returns the ids at which generated text ends."""
+
+    @property
+    def pieces(self) -> Sequence[str]:
+        """Returns how each id is spelled in the tokenizer's own vocabulary."""
+
+    @property
+    def token_num_bytes(self) -> NDArray[np.int32]:
+        """Returns the UTF-8 bytes of text that each id stands for, 0 for control symbols; bits per byte need it."""
+
+    @property
+    def altered_characters(self) -> str:
+        """Returns characters that other tokenizers of this kind change, and that the proof of an import leaves out."""
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of `text`, without bos and eos."""
-        ids: list[int] = self.encode_batch([text], num_threads=1)[0].tolist()
-        return ids
 
     def encode_batch(self, texts: Sequence[str], num_threads: int = 1) -> list[NDArray[np.int32]]:
         """Returns the ids of each text, without bos and eos; the number of threads does not change them."""
-        chunks: list[str] = []
-        bounds = [0]
-        for text in texts:
-            chunks.extend(self._cut(text))
-            bounds.append(len(chunks))
-        encoded = self._processor.encode(chunks, return_type="numpy", num_threads=num_threads)
-        for index, chunk in enumerate(chunks):
-            if chunk == _SPACE_MARK:
-                encoded[index] = self._space_mark_ids
-        return [
-            encoded[start] if end - start == 1 else np.concatenate(encoded[start:end])
-            for start, end in pairwise(bounds)
-        ]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of `ids`; control symbols give nothing, bytes that are no UTF-8 give U+FFFD."""
-        return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """Returns the UTF-8 bytes of `ids`, which may begin or end within a character."""
-        return b"".join([self._bytes[token] for token in ids])
+
+    def spell(self, ids: Iterable[int], *, has_controls: bool) -> str:
+        """Returns the text of `ids` as `huggingface_files` decode it, where bytes that are no UTF-8 may differ.
+
+        Args:
+            ids: Any ids of the vocabulary.
+            has_controls: Whether control symbols are spelled or left out.
+        """
 
     def is_control(self, token: int) -> bool:
         """Whether the id stands for no text (bos, eos, pad, unknown, chat and reserved tokens)."""
-        return bool(self._processor.is_control(token) or self._processor.is_unknown(token))
 
     def is_byte(self, token: int) -> bool:
         """Whether the id spells one byte of a character that has no piece."""
-        return bool(self._processor.is_byte(token))
 
-    def token_id(self, piece: str) -> int:
-        """Returns the id of a piece by its name, as `<|user|>`.
+    def huggingface_files(self, max_seq_len: int) -> Mapping[str, bytes] | None:
+        """Returns the files that transformers opens it from, by name; None where transformers has no form of it.
+
+        An export compares ids and texts of the `tokenizer.json` among them with this tokenizer's.
+
+        Args:
+            max_seq_len: The model's context.
 
         Raises:
-            UserError: The tokenizer has no such piece.
+            UserError: Its kind has such a form, but this tokenizer has none that is exact.
         """
-        token: int = self._processor.piece_to_id(piece)
-        if token == self._processor.unk_id():
-            raise UserError(f"the tokenizer has no token {piece!r}")
-        return token
-
-    def _bytes_of(self, token: int) -> bytes:
-        if self.is_control(token):
-            return b""
-        if self.is_byte(token):
-            return bytes([int(self.pieces[token][3:-1], 16)])  # <0x41>
-        return self.pieces[token].replace(_SPACE_MARK, " ").encode()
-
-    def _byte_id(self, byte: int) -> int:
-        token: int = self._processor.piece_to_id(f"<0x{byte:02X}>")
-        return token
-
-    def _text_pieces(self) -> Iterator[str]:
-        for token, piece in enumerate(self.pieces):
-            if not self.is_control(token) and not self.is_byte(token):
-                yield piece
-
-    def _cut(self, text: str) -> list[str]:
-        """Returns chunks whose ids, joined, are those of the text."""
-        if _SPACE_MARK not in text:
-            return self._cut_at_spaces(text)
-        chunks: list[str] = []
-        first, *rest = text.split(_SPACE_MARK)
-        chunks.extend(self._cut_at_spaces(first))
-        for part in rest:
-            chunks.append(_SPACE_MARK)
-            chunks.extend(self._cut_at_spaces(part))
-        return chunks
-
-    def _cut_at_spaces(self, text: str) -> list[str]:
-        # A piece holds spaces only at its beginning, so none lies across the place between a character and a space.
-        if not self._can_cut:
-            return [text]
-        chunks = []
-        start = 0
-        while len(text) - start > _CHUNK_CHARS:
-            cut = text.find(" ", start + _CHUNK_CHARS)
-            while cut > 0 and text[cut - 1] == " ":
-                cut = text.find(" ", cut + 1)
-            if cut < 0:
-                break
-            chunks.append(text[start:cut])
-            start = cut
-        chunks.append(text[start:])
-        return chunks
 
 
 class StreamingDecoder:
@@ -193,7 +121,32 @@ class StreamingDecoder:
         return self._decoder.decode(self._tokenizer.decode_bytes([token]))
 
     def flush(self) -> str:
-        """Returns what is left, U+FFFD for a character that never came whole, and begins anew."""
+        """Returns what is left, U+FFFD for a character that never came whole, and starts again with the next id."""
         rest = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         return rest
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """Returns the ids of a text to continue: bos before it, where there is bos.
+
+    An empty text without bos begins as a new document does after another one: with eos.
+    """
+    ids = tokenizer.encode(text)
+    if tokenizer.bos_id is not None:
+        return (tokenizer.bos_id, *ids)
+    return tuple(ids) if ids or tokenizer.eos_id is None else (tokenizer.eos_id,)
+
+
+def padding_id(tokenizer: Tokenizer) -> int:
+    """Returns the id that fills the places of a sequence without a token: eos, as ever, or any other."""
+    return 0 if tokenizer.eos_id is None else tokenizer.eos_id
+
+
+def frame_document(tokenizer: Tokenizer, ids: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Returns a document's tokens: its text's ids between bos and eos, where the tokenizer has them."""
+    return np.concatenate((_as_array(tokenizer.bos_id), ids, _as_array(tokenizer.eos_id)))
+
+
+def _as_array(token: int | None) -> NDArray[np.int32]:
+    return np.array([] if token is None else [token], np.int32)

@@ -11,7 +11,6 @@ Ids below 16 are control symbols: no text, not even one that spells `<|user|>`, 
 """
 
 import io
-import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from pathlib import Path
 import sentencepiece
 
 from genesis.errors import UserError
+from genesis_callbacks.files import replace_file
 
 MODEL_NAME = "tokenizer.model"
 PAD_ID, UNK_ID, BOS_ID, EOS_ID = range(4)
@@ -92,12 +92,7 @@ def train_tokenizer(texts: Iterable[str], options: TokenizerOptions, out: Path) 
     except RuntimeError as error:
         raise _explain(str(error), options) from None
     out.mkdir(parents=True, exist_ok=True)
-    staging = out / (MODEL_NAME + ".staging")
-    with staging.open("wb") as file:
-        file.write(model.getvalue())
-        file.flush()
-        os.fsync(file.fileno())
-    staging.replace(out / MODEL_NAME)
+    replace_file(out / MODEL_NAME, model.getvalue())
     return out / MODEL_NAME
 
 

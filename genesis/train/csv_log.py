@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from genesis.errors import naming
+from genesis_callbacks.files import replace_file
 
 
 class CSVLog(Logger):
@@ -100,10 +101,10 @@ class CSVLog(Logger):
 
     def _rewrite(self, rows: list[dict[str, Any]]) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        staging = self._path.with_suffix(".csv.staging")
-        with staging.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, self._columns)
-            writer.writeheader()
-            writer.writerows(rows)
-            self._row_offset_bytes = file.tell()
-        staging.replace(self._path)
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, self._columns)
+        writer.writeheader()
+        writer.writerows(rows)
+        data = text.getvalue().encode()
+        replace_file(self._path, data)
+        self._row_offset_bytes = len(data)

@@ -15,7 +15,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
@@ -29,6 +28,7 @@ from genesis.data.stream_data import StreamData
 from genesis.data.training_data import TrainingData, TrainingOptions, check_counts
 from genesis.data.window import Window
 from genesis.errors import UserError
+from genesis.strategies.layout import layout_strategy
 from genesis.train.data_position import MoveDataPosition
 
 
@@ -182,10 +182,10 @@ class CorpusDataModule(pl.LightningDataModule):
 
     def _ranks(self) -> Ranks:
         """Returns this rank among those that the strategy gives different data."""
-        if self.trainer is None or not isinstance(self.trainer.strategy, ParallelStrategy):
+        if self.trainer is None:
             return Ranks()
-        sampler = self.trainer.strategy.distributed_sampler_kwargs
-        return Ranks(sampler["rank"], sampler["num_replicas"])
+        layout = layout_strategy(self.trainer.strategy).layout
+        return Ranks(layout.data_rank, layout.data_world_size)
 
     def _give_back_validation(self) -> None:
         if self.trainer is not None and self._limit_val_batches is not None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from genesis.data.training_data import TrainingData
 from genesis.data.window import Window
 from genesis.errors import UserError
-from genesis_callbacks.host_group import HostGroup
+from genesis.strategies.layout import layout_strategy
 
 
 class MoveDataPosition(pl.Callback):
@@ -34,7 +34,6 @@ class MoveDataPosition(pl.Callback):
 
     def __init__(self, data: TrainingData) -> None:
         self.data = data
-        self._host_group = HostGroup()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Reports a length of training that the data do not have; ends a run whose data ended before."""
@@ -63,7 +62,7 @@ class MoveDataPosition(pl.Callback):
             rank_zero_info(note)
         self._stop_at_the_end(trainer)
         if trainer.global_step % vars(trainer)["log_every_n_steps"] == 0 or trainer.should_stop:
-            pl_module.log_dict(self._metrics(), on_step=True, on_epoch=False, batch_size=1)
+            pl_module.log_dict(self._metrics(trainer), on_step=True, on_epoch=False, batch_size=1)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Ends a stream's workers."""
@@ -75,8 +74,9 @@ class MoveDataPosition(pl.Callback):
             rank_zero_info(reason)
             trainer.should_stop = True
 
-    def _metrics(self) -> dict[str, Tensor]:
-        drawn = self.data.measure_drawn(lambda values: self._host_group.sum(values).wait())
+    def _metrics(self, trainer: pl.Trainer) -> dict[str, Tensor]:
+        group = layout_strategy(trainer.strategy).layout.token_group
+        drawn = self.data.measure_drawn(lambda values: group.sum(values).wait())
         # As float64 on the CPU: Lightning would move a number to the device, as a float32.
         return {
             f"data/{what}_{name}": torch.tensor(value, dtype=torch.float64)

@@ -6,45 +6,57 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 
 
 def _local(gradient: Tensor) -> Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
-def _shard_group(gradients: list[Tensor]) -> dist.ProcessGroup | None:
-    """Returns the group over which `gradients` are sharded, or None where every rank holds them whole."""
-    groups = {
-        gradient.device_mesh.get_group(axis)
-        for gradient in gradients
-        if isinstance(gradient, DTensor)
-        for axis, placement in enumerate(gradient.placements)
-        if isinstance(placement, Shard)
-    }
-    if len(groups) > 1:
-        raise RuntimeError("gradients are sharded over more than one mesh axis, so that no one group sums their norm")
-    return groups.pop() if groups else None
+def _weight(gradient: Tensor, num_stage_ranks: int) -> float:
+    """Returns how often this rank's part of a gradient counts, so that each element counts once over all ranks.
+
+    Of the copies on the gradient's own mesh the first counts. What that mesh does not show, and a plain tensor's
+    copies, are alike on ranks of the stage outside of it, so each counts for its share of them.
+    """
+    if not isinstance(gradient, DTensor):
+        return 1.0 / num_stage_ranks
+    mesh = gradient.device_mesh
+    is_partial = any(placement.is_partial() for placement in gradient.placements)
+    assert not is_partial, "FSDP2 leaves no partial gradient"
+    # Not `is_shard()`: torch's strided shard, of tensor parallelism under FSDP2, says no to it.
+    copies = [axis for axis, placement in enumerate(gradient.placements) if placement.is_replicate()]
+    is_first = all(mesh.get_local_rank(axis) == 0 for axis in copies)
+    return mesh.size() / num_stage_ranks if is_first else 0.0
 
 
-def global_gradient_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> float:
+def global_gradient_norm(
+    parameters: Iterable[nn.Parameter], device: torch.device, *, num_stage_ranks: int, world_size: int
+) -> float:
     """Returns the 2-norm of all gradients together, the same float on every rank; 0.0 where there are none.
 
-    Communicates once under sharding: every rank calls it. Waits for the device.
+    Gradients may be sharded over any axes, of one mesh or of several, and stages of a pipeline may each hold some. It
+    communicates once over all ranks, unless each of them holds every gradient whole: every rank calls it. Waits for the
+    device.
 
     Args:
-        parameters: Their `.grad` is either whole on every rank or a DTensor.
-        device: Where the process group of the shards communicates; offloaded gradients are on another.
+        parameters: Their `.grad` is a DTensor without partial placements, or whole on every rank of the stage.
+        device: Where the default process group communicates; offloaded gradients are on another.
+        num_stage_ranks: The ranks that hold the same stage as this one.
+        world_size: All ranks.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not gradients:
-        return 0.0
-    local_norm = torch.nn.utils.get_total_norm([_local(gradient) for gradient in gradients])
-    group = _shard_group(gradients)
-    if group is None:
-        return float(local_norm)
-    squared = local_norm.to(device=device, dtype=torch.float64).square()
-    dist.all_reduce(squared, group=group)
+    if num_stage_ranks == world_size and not any(isinstance(gradient, DTensor) for gradient in gradients):
+        return float(get_total_norm([*gradients])) if gradients else 0.0
+    by_weight: dict[float, list[Tensor]] = {}
+    for gradient in gradients:
+        by_weight.setdefault(_weight(gradient, num_stage_ranks), []).append(_local(gradient))
+    squared = torch.zeros((), device=device, dtype=torch.float64)
+    for weight, parts in by_weight.items():
+        if weight:
+            squared += get_total_norm(parts).to(squared).square() * weight
+    dist.all_reduce(squared)
     return math.sqrt(float(squared))
 
 

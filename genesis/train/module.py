@@ -9,7 +9,6 @@ run (`TokenCounters`, `SkipAwareLR`), which log their own.
 """
 
 import math
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,23 +18,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from genesis.data.training_data import TrainingData
-from genesis.data.window import MicroBatch, Window
+from genesis.data.window import Window
 from genesis.errors import RunEndedError, UserError
-from genesis.loss import sum_cross_entropy
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.initial import is_unset, mark_unset
+from genesis.model.statistics import name_figures, read_figures
 from genesis.optim import OptimizerOptions, build_optimizer
-from genesis.strategies import Replicated, Sharded
-from genesis.strategies.wrap import free_gathered_parameters, set_gradient_sync
+from genesis.strategies.layout import LayoutStrategy, layout_strategy
+from genesis.strategies.wrap import free_gathered_parameters
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.gradients import global_gradient_norm, scale_gradients
 from genesis.train.logged_values import log_exactly
 from genesis.train.metrics import BitsPerByte, TokenLoss
 from genesis.train.training_log import TrainingLog, WindowFigures
-from genesis_callbacks.host_group import HostGroup, Pending
+from genesis_callbacks.host_group import Pending
 
 
-def seed_of_step(seed: int, step: int, dp_rank: int) -> int:
+def seed_of_step(seed: int, step: int, data_rank: int) -> int:
     """Returns the 63-bit seed of what is random in one step on one rank (dropout): a function, not a state.
 
     SplitMix64's finalizer over the three, so that neighbouring steps and ranks have unrelated seeds
@@ -43,7 +42,7 @@ def seed_of_step(seed: int, step: int, dp_rank: int) -> int:
     """
     mask = (1 << 64) - 1
     value = 0
-    for part in (seed, step, dp_rank):
+    for part in (seed, step, data_rank):
         value = (value + part + 0x9E3779B97F4A7C15) & mask
         value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
         value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
@@ -77,11 +76,12 @@ class GenesisModule(pl.LightningModule):
         self.is_restored = False
         self._has_unset_weights = False
         self.skip_reason: str | None = None
-        self._host_group = HostGroup()
         self._num_valid_tokens = 0
         self._num_bytes = 0
         self._grad_norm = math.nan
         self._window_loss_sum: Tensor | None = None
+        self._part_sums: dict[str, Tensor] = {}
+        self._part_figure_names: list[str] = []
         self._loss_sum_of_ranks: Pending[float] | None = None
         self._training_log = TrainingLog(self._read_window)
         self.validation_loss, self.validation_bits = TokenLoss(), BitsPerByte()
@@ -103,12 +103,8 @@ class GenesisModule(pl.LightningModule):
             return
         with torch.device("meta"):
             decoder = Decoder(self.decoder_config)
-        strategy = self.trainer.strategy
-        device = strategy.root_device
-        if isinstance(strategy, Replicated | Sharded):
-            strategy.apply_to(decoder)
-            device = strategy.parameter_device
-        decoder.to_empty(device=device)
+        self._strategy.apply_to(decoder)
+        decoder.to_empty(device=self._strategy.parameter_device)
         self._has_unset_weights = self.is_restored
         if self.is_restored:
             for parameter in decoder.parameters():
@@ -146,8 +142,8 @@ class GenesisModule(pl.LightningModule):
         return self.decoder
 
     @property
-    def _dp_world_size(self) -> int:
-        return self.trainer.world_size
+    def _strategy(self) -> LayoutStrategy:
+        return layout_strategy(self.trainer.strategy)
 
     def on_fit_start(self) -> None:
         """Refuses what would break the step's arithmetic."""
@@ -165,26 +161,20 @@ class GenesisModule(pl.LightningModule):
 
     def training_step(self, window: Window, batch_idx: int) -> dict[str, Tensor]:
         """Runs one window's micro-batches; Lightning runs the last backward, the one in which gradients meet."""
+        strategy, layout = self._strategy, self._strategy.layout
         for parameter in self.parameters():
             parameter.grad = None
-        self._seed_step()
-        self._num_valid_tokens, self._num_bytes = self._host_group.sum(
+        torch.manual_seed(seed_of_step(self.seed, self.trainer.global_step, layout.data_rank))
+        self._num_valid_tokens, self._num_bytes = layout.token_group.sum(
             (window.num_valid_tokens, window.num_bytes)
         ).wait()
-        # Gradients are averaged over ranks, so each rank's share is weighted by their number. 0 keeps an empty window's
+        # The reduction of gradients sums over ranks, and may divide that sum (DDP does). 0 keeps an empty window's
         # graph connected: every rank runs the same forwards and backwards, whatever it holds.
-        scale = self._dp_world_size / self._num_valid_tokens if self._num_valid_tokens else 0.0
-        window_loss_sum = torch.zeros((), device=self.device)
-        *unsynchronised, last = window.micro_batches
-        for micro_batch in unsynchronised:
-            set_gradient_sync(self._model, is_last_micro_batch=False)
-            loss_sum = self._sum_loss(micro_batch)
-            window_loss_sum += loss_sum.detach()
-            self._backward(loss_sum * scale)
-        set_gradient_sync(self._model, is_last_micro_batch=True)
-        loss_sum = self._sum_loss(last)
-        self._window_loss_sum = window_loss_sum + loss_sum.detach()
-        return {"loss": loss_sum * scale, "loss_sum": self._window_loss_sum}
+        scale = layout.gradient_divisor / self._num_valid_tokens if self._num_valid_tokens else 0.0
+        loss, self._window_loss_sum, self._part_sums = strategy.train_micro_batches(
+            self._model, window.micro_batches, scale
+        )
+        return {"loss": loss, "loss_sum": self._window_loss_sum}
 
     def configure_gradient_clipping(
         self,
@@ -193,7 +183,12 @@ class GenesisModule(pl.LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Takes the norm of the synchronised gradient once, then clips, or vetoes by removing every gradient."""
-        self._grad_norm = global_gradient_norm(self.parameters(), self.trainer.strategy.root_device)
+        self._grad_norm = global_gradient_norm(
+            self.parameters(),
+            self.trainer.strategy.root_device,
+            num_stage_ranks=len(self._strategy.layout.stage_ranks),
+            world_size=self.trainer.world_size,
+        )
         self._sum_window_loss()
         self.skip_reason = self._find_skip_reason()
         if self.skip_reason is not None:
@@ -212,23 +207,6 @@ class GenesisModule(pl.LightningModule):
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
         """Does nothing: Lightning calls it when earlier micro-batches have already run backward."""
 
-    def _sum_loss(self, micro_batch: MicroBatch) -> Tensor:
-        """Returns the sum over valid labels of -log p, a float32 scalar."""
-        loss_sum: Tensor = self._model(
-            micro_batch.input_ids,
-            document_ids=micro_batch.document_ids,
-            head=partial(sum_cross_entropy, labels=micro_batch.labels),
-        )
-        return loss_sum
-
-    def _backward(self, loss: Tensor) -> None:
-        # Lightning runs `training_step` under autocast, and its own backward outside of it.
-        with torch.autocast(self.device.type, enabled=False):
-            self.trainer.strategy.backward(loss, None)
-
-    def _seed_step(self) -> None:
-        torch.manual_seed(seed_of_step(self.seed, self.trainer.global_step, self.trainer.global_rank))
-
     def _gradient_scaler(self) -> Any | None:
         plugin = self.trainer.precision_plugin
         return plugin.scaler if isinstance(plugin, MixedPrecision) else None
@@ -236,27 +214,31 @@ class GenesisModule(pl.LightningModule):
     # ---- figures of the window
 
     def _sum_window_loss(self) -> None:
-        """Begins to add the window's loss over all ranks, while the optimizer steps.
+        """Begins to add the window's loss, and what the parts reported, over all ranks, while the optimizer steps.
 
         Here, because the norm has waited for the device: what was computed before it is read without another wait.
         """
         assert self._window_loss_sum is not None
         if self._loss_sum_of_ranks is not None:
             self._loss_sum_of_ranks.wait()  # the window is run again: its first loss does not count
-        self._loss_sum_of_ranks = self._host_group.sum_floats((float(self._window_loss_sum),))
-        self._window_loss_sum = None
+        self._loss_sum_of_ranks = self._strategy.layout.token_group.sum_floats(
+            (float(self._window_loss_sum), *read_figures(self._part_sums))
+        )
+        self._part_figure_names = name_figures(self._part_sums)
+        self._window_loss_sum, self._part_sums = None, {}
 
     def _read_window(self) -> WindowFigures:
         assert self._loss_sum_of_ranks is not None
-        (loss_sum,) = self._loss_sum_of_ranks.wait()
+        loss_sum, *part_figures = self._loss_sum_of_ranks.wait()
         self._loss_sum_of_ranks = None
         return WindowFigures(
             loss_sum=loss_sum,
             num_valid_tokens=self._num_valid_tokens,
             num_bytes=self._num_bytes,
             grad_norm=self._grad_norm,
-            scale_factor=self._dp_world_size / max(self._num_valid_tokens, 1),
+            scale_factor=self._strategy.layout.gradient_divisor / max(self._num_valid_tokens, 1),
             is_skipped=self.skip_reason is not None,
+            part_figures=dict(zip(self._part_figure_names, part_figures, strict=True)),
         )
 
     # ---- validation
@@ -267,12 +249,14 @@ class GenesisModule(pl.LightningModule):
 
     def validation_step(self, window: Window, batch_idx: int) -> None:
         """Adds one batch of the validation set; ranks run the same number of batches, and nothing is gathered."""
-        loss_sum = torch.stack([self._sum_loss(micro_batch) for micro_batch in window.micro_batches]).sum()
+        loss_sum = self._strategy.sum_losses(self._model, window.micro_batches)
         self.validation_loss.update(loss_sum, window.num_valid_tokens)
         self.validation_bits.update(loss_sum, window.num_bytes)
 
     def on_validation_epoch_end(self) -> None:
         """Logs the whole set's figures, and frees what the last forward left gathered."""
+        for metric in (self.validation_loss, self.validation_bits):
+            metric.process_group = self._strategy.layout.token_process_group
         loss = self.validation_loss.compute()
         log_exactly(
             self,

@@ -2,6 +2,7 @@
 
 from typing import Final
 
+from genesis.model.recipe import unify_decoder
 from genesis_callbacks.checkpoint import DriftPolicy
 
 _FREE: Final = (
@@ -14,6 +15,8 @@ _FREE: Final = (
     # The data module compares it, and refuses another.
     "data.packing",
     *("data.stream.num_workers", "data.stream.max_worker_restarts", "data.stream.tokenizer"),
+    # Where a source lies; the identity of the stream has the hash of its files.
+    "data.stream.sources.*.paths",
     # What is saved, logged and shown.
     *("checkpoint", "verification", "trainer.logger", "trainer.log_every_n_steps", "trainer.enable_*"),
     *("trainer.model_registry", "trainer.profiler", "trainer.barebones", "trainer.detect_anomaly"),
@@ -43,5 +46,6 @@ RECIPE_POLICY: Final = DriftPolicy(
         ("trainer", "trainer"),
     ),
     remedy="--checkpoint.allow_changed '{keys}'",
+    unify=unify_decoder,
 )
 """What neither list names (learning rate, schedule, max_steps, mix, precision, ...) must be allowed by its key."""

@@ -8,8 +8,12 @@
     train/valid_tokens         valid tokens of this window, over all ranks
     train/tokens_per_second    valid tokens over wall time since the last log line, over all ranks
     train/grad_norm            2-norm of the synchronised gradient before the clip
-    train/scale_factor         what a rank's summed loss is multiplied by: dp_world_size / valid tokens
+    train/scale_factor         what a rank's summed loss is multiplied by: 1 / valid tokens where gradients are summed
+                               over ranks (sharded), number of ranks / valid tokens where they are averaged (replicated)
     train/loss_scale           the gradient scaler's scale, where there is one
+    train/auxiliary_loss       what parts of the model add to the loss of this window, per valid token, over all ranks
+    parts/NAME                 what a part reports, summed over the tokens of this window on all ranks, for each part
+                               that does: parts/blocks.3.feed_forward.load_tokens.0
     memory/allocated_bytes     peak memory that tensors took, memory/reserved_bytes what the allocator reserved (CUDA);
                                memory/resident_bytes elsewhere
 
@@ -18,14 +22,15 @@ Does it communicate? No: the figures of a window are already those of all ranks.
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 
 from genesis.errors import UserError
+from genesis.model.statistics import LOSS_SUM
 from genesis.train.logged_values import align_log_steps, forget_logged, log_exactly
 from genesis.train.memory import peak_memory_bytes
 
@@ -43,6 +48,7 @@ class WindowFigures:
         grad_norm: Before the clip.
         scale_factor: What a rank's summed loss was multiplied by.
         is_skipped: Whether the window changed no parameter.
+        part_figures: What the parts reported, by the names of part and figure.
     """
 
     loss_sum: float
@@ -51,6 +57,7 @@ class WindowFigures:
     grad_norm: float
     scale_factor: float
     is_skipped: bool
+    part_figures: Mapping[str, float] = field(default_factory=dict)
 
 
 class TrainingLog(pl.Callback):
@@ -142,6 +149,7 @@ class TrainingLog(pl.Callback):
             "train/tokens_per_second": self._timed_tokens / (now_seconds - self._timed_from_seconds),
             "train/grad_norm": window.grad_norm,
             "train/scale_factor": window.scale_factor,
+            **_describe_parts(window),
             **peak_memory_bytes(pl_module.device),
             **self._read_means(),
         }
@@ -161,3 +169,9 @@ class TrainingLog(pl.Callback):
             "train/perplexity": float(torch.tensor(loss, dtype=torch.float64).exp()),  # infinite instead of an error
             "train/bits_per_byte": self._loss_sum / self._num_bytes / math.log(2) if self._num_bytes else math.nan,
         }
+
+
+def _describe_parts(window: WindowFigures) -> dict[str, float]:
+    losses = [value for name, value in window.part_figures.items() if name.endswith(f".{LOSS_SUM}")]
+    total = {"train/auxiliary_loss": sum(losses) / max(window.num_valid_tokens, 1)} if losses else {}
+    return total | {f"parts/{name}": value for name, value in window.part_figures.items()}

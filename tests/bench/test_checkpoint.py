@@ -149,6 +149,7 @@ def test_a_planless_saver_plans_each_save_and_the_engine_the_first(
     assert len({id(plan) for plan in plans}) == num_plans
 
 
+@pytest.mark.slow
 def test_a_trainer_whose_saves_cannot_begin_is_named_with_the_reason(tmp_path: Path) -> None:
     recipe = MODELS["tiny"]
     flops = count_flops_per_token(recipe.decoder, recipe.seq_len)

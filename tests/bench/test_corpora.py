@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from genesis.bench.corpora import measure_opening, write_sparse_corpus
 from genesis.data.corpus import find_fault, open_corpus
@@ -22,6 +23,7 @@ def test_a_sparse_corpus_is_a_whole_corpus_that_takes_no_room(tmp_path: Path) ->
     assert num_blocks * 512 < 1_000_000
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_corpus_nor_with_what_was_read(tmp_path: Path) -> None:
     short, long = tmp_path / "short", tmp_path / "long"
     write_sparse_corpus(short, NUM_TOKENS // 60, 5)

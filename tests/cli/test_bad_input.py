@@ -63,9 +63,15 @@ def test_an_unknown_key_of_a_file_names_the_near_one(
         ("--data.corpus", "nowhere", ("nowhere is not a prepared corpus", "genesis data prepare")),
         ("--data.tokenizer_hash", "0123", ("tokenizer", "0123", "prepare the corpus again")),
         ("--data.mix", "{wbe: 1}", ("'wbe'", "did you mean 'web'?")),
-        ("--ckpt_path", "nowhere", ("checkpoint nowhere does not exist", "--ckpt_path latest")),
-        ("--ckpt_path", ".", (". is not a checkpoint", "latest")),
-        ("--model.decoder.num_heads", "5", ("dim 32", "5 heads", "multiple of 10")),
+        ("--ckpt_path", "nowhere", ("there is no directory nowhere and no directory runs/nowhere", "RUN/best")),
+        ("--ckpt_path", ".", ("there is no committed checkpoint in .", "genesis fit")),
+        ("--run_dir", "", ("error: run_dir is ''", "runs/NAME")),
+        ("--run_dir", "s3://bucket/run", ("error: run_dir is 's3://bucket/run', a URL", "copy its checkpoints")),
+        ("--fork", "", ("error: --fork is ''", "give a name")),
+        ("--fork", "..", ("error: --fork is '..'", "give a name")),
+        ("--fork", "../../evil", ("error: --fork is '../../evil'", "without a directory")),
+        ("--seed_everything", "-1", ("error: seed_everything is -1", "from 0 to 4294967295")),
+        ("--model.decoder.num_heads", "6", ("dim 32", "6 heads", "multiple of 12")),
         ("--model.decoder.num_layers", "0", ("num_layers is 0", "at least 1")),
         ("--model.decoder.vocab_size", "200", ("vocab_size is 200", "vocabulary of 300", "300 or more")),
     ],
@@ -115,7 +121,7 @@ def test_a_tokenizer_that_is_not_the_corpuss_is_refused(genesis: Genesis, recipe
     other = shutil.copytree(tiny_corpus, recipe.parent / "other")
     (other / "tokenizer.model").write_bytes(b"another tokenizer")
     outcome = genesis("fit", "--config", str(recipe), "--data.corpus", str(other))
-    check_is_one_line(outcome, "tokenizer.model is the tokenizer", "put that one back")
+    check_is_one_line(outcome, "has the tokenizer", "put that one back")
 
 
 def test_a_truncated_shard_is_refused_before_training(genesis: Genesis, recipe: Path, tiny_corpus: Path) -> None:
@@ -139,7 +145,7 @@ def test_validation_without_a_checkpoint_is_refused(genesis: Genesis, recipe: Pa
     validate = ("validate", "--config", str(recipe))
     check_is_one_line(genesis(*validate), "needs a checkpoint", "--ckpt_path")
     check_is_one_line(genesis(*validate, "--ckpt_path", "latest"), "there is none in", "run/checkpoints")
-    check_is_one_line(genesis(*validate, "--ckpt_path", "nowhere"), "checkpoint nowhere does not exist")
+    check_is_one_line(genesis(*validate, "--ckpt_path", "nowhere"), "there is no directory nowhere")
     assert not (recipe.parent / "run" / "metrics.csv").exists()
 
 

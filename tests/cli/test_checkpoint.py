@@ -1,4 +1,4 @@
-"""`genesis checkpoint ...` on small real checkpoints: whole, flipped, truncated, half written, put aside."""
+"""`genesis checkpoint ...` on small real checkpoints: whole, flipped, truncated, half written, quarantined."""
 
 import json
 import os
@@ -580,7 +580,7 @@ def test_repair_says_what_to_do_and_does_it_when_asked(tmp_path, capsys):
 
     status, out = run_command(capsys, "repair", tmp_path, "--apply")
     assert status == 0
-    assert "put aside as quarantined-step-00000006" in out
+    assert "quarantined as quarantined-step-00000006" in out
     names = sorted(path.name for path in directory.iterdir() if not path.name.startswith("."))
     assert names == ["quarantined-step-00000004", "quarantined-step-00000006", "step-00000002"]
     assert not (directory / ".trash").exists()

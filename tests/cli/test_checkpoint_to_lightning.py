@@ -1,6 +1,7 @@
 """`genesis checkpoint to-lightning` on a small checkpoint."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,6 +37,19 @@ def test_a_file_that_exists_is_never_written_over(run_dir, tmp_path):
     with pytest.raises(CheckpointError, match="exists: give the name of a new file"):
         main([str(run_dir), str(tmp_path / "run.ckpt")])
     assert (tmp_path / "run.ckpt").read_text() == "mine"
+
+
+def test_a_file_that_cannot_be_written_is_refused_in_one_line(run_dir, tmp_path):
+    (tmp_path / "file").touch()
+    for target, said in (
+        (tmp_path / "nowhere/run.ckpt", "nowhere is no directory: make it, or give another"),
+        (tmp_path / "file/run.ckpt", "file is no directory: make it, or give another"),
+        (Path("/proc/self/run.ckpt"), "cannot be written: "),
+    ):
+        with pytest.raises(CheckpointError, match=said) as raised:
+            main([str(run_dir), str(target)])
+        assert str(raised.value).isprintable()
+        assert str(target) in str(raised.value)
 
 
 def test_a_damaged_checkpoint_is_reported_with_status_1(run_dir, tmp_path, capsys):

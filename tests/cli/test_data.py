@@ -31,6 +31,7 @@ def told(row: dict[str, str]) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_a_packed_run_ends_with_its_data_and_every_resume_ends_alike(
     genesis: Genesis, corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -164,7 +164,11 @@ def test_a_checkpoint_outside_of_a_run_says_where_its_results_go(
         (("--batch_tokens", "0"), "--batch_tokens is 0: it must be at least 1"),
         (("--until_step", "3"), "--until_step says when --watch ends; give --watch, too"),
         (("--tasks", "./no/"), "there is no folder no"),
-        (("--tasks", "helaswag"), "lm-eval has no task 'helaswag'; near to it are hellaswag"),
+        pytest.param(
+            ("--tasks", "helaswag"),
+            "lm-eval has no task 'helaswag'; near to it are hellaswag",
+            marks=pytest.mark.slow,  # lm-eval reads all of its tasks for the names
+        ),
         (("--heldout", "no.txt"), "there is no held-out text no.txt"),
         ((), "the recipe names no corpus, so that there is no validation set; give --heldout PATH"),
         (("--limt", "3"), "did you mean --limit?"),

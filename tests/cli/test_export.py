@@ -16,11 +16,12 @@ from safetensors.torch import save_file
 from genesis.cli.main import main
 from genesis.export.recipe import write_recipe as write_import_recipe
 from genesis.export.texts import SCRIPTS
+from genesis.huggingface.llama import LLAMA
+from genesis.huggingface.shape import read_shape, write_shape
 from genesis.model.decoder import Decoder
-from genesis.model.huggingface import llama_config_dict, to_huggingface
-from genesis.model.huggingface_files import read_llama_config
 from genesis.model.recipe import build_decoder_config, read_decoder_config
-from genesis.tokenizer.tokenizer import Tokenizer
+from genesis.tokenizer.open import open_tokenizer
+from genesis.tokenizer.sentencepiece import SentencePieceTokenizer
 from genesis_callbacks.checkpoint import read_tensors
 from tests.cli.conftest import Genesis, Outcome
 from tests.cli.test_bad_input import check_is_one_line
@@ -35,8 +36,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path) -> Path:
     config = read_decoder_config(write_recipe(directory / "recipe.yaml", build_recipe(tiny_corpus, directory)))
     decoder = Decoder(config)
     decoder.init_weights(11)
-    save_file(to_huggingface(decoder.state_dict()), directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(llama_config_dict(config)))
+    save_file(LLAMA.to_theirs(decoder.state_dict()), directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(write_shape(LLAMA, config)))
     shutil.copy(tiny_corpus / "tokenizer.model", directory)
     return directory
 
@@ -65,7 +66,7 @@ def test_training_goes_on_from_an_import_by_its_own_recipe(
     genesis: Genesis, imported: Path, tiny_corpus: Path, tmp_path: Path
 ) -> None:
     content = yaml.safe_load((imported / "recipe.yaml").read_text())
-    assert content["data"]["tokenizer_hash"] == Tokenizer.load(tiny_corpus).hash
+    assert content["data"]["tokenizer_hash"] == open_tokenizer(tiny_corpus).hash
     recipe = ("--config", str(imported / "recipe.yaml"), "--data.corpus", str(tiny_corpus))
     short = ("--trainer.max_steps", "2", "--trainer.accelerator", "cpu", "--checkpoint.mode", "sync")
     options = (*recipe, *short, "--run_dir", str(tmp_path / "run"), "--data.global_batch_size", "4")
@@ -77,7 +78,7 @@ def test_training_goes_on_from_an_import_by_its_own_recipe(
 
 
 def test_a_recipe_of_an_import_without_tokenizer_names_none(llama: Path, tmp_path: Path) -> None:
-    config = read_llama_config(llama)
+    _, config = read_shape(llama)
     write_import_recipe(tmp_path / "run", tmp_path, "checkpoints/step-00000000", config, None)
     text = (tmp_path / "recipe.yaml").read_text()
     content = yaml.safe_load(text)
@@ -143,12 +144,13 @@ def test_a_tokenizer_without_an_exact_fast_form_is_refused_and_nothing_is_left(
         minloglevel=3,
     )
     run = tmp_path / "run"
-    save(run / "checkpoints", 1, build_decoder(1), {"tokenizer_hash": Tokenizer(model.getvalue()).hash})
+    save(run / "checkpoints", 1, build_decoder(1), {"tokenizer_hash": SentencePieceTokenizer(model.getvalue()).hash})
     (run / "tokenizer.model").write_bytes(model.getvalue())
     check_is_one_line(genesis("export", str(run), str(tmp_path / "out")), "no exact fast form")
     assert list(tmp_path.iterdir()) == [run]
 
 
+@pytest.mark.slow
 def test_a_disk_without_room_is_told_and_nothing_is_left(imported: Path, tmp_path: Path) -> None:
     mount = f"mount -t tmpfs -o size=1m none {tmp_path}"
     unshare = [shutil.which("unshare") or "unshare", "-rm", "sh", "-c"]

@@ -1,21 +1,21 @@
 """Forged checkpoints: no call on one runs code, ends in a traceback, hangs or takes gigabytes."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.commands import run_module
 from tests.forgeries import FORGERIES
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+NUM_QUICK = 8
+"""Kinds of forgeries in the quick tier."""
 
 
 def attack(run: Path, directory: Path, seed: int, count: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.forgeries", str(run), str(directory), str(seed), str(count)]
-    done = subprocess.run(command, cwd=REPOSITORY, check=False, capture_output=True, text=True)
+    done = run_module("tests.forgeries", run, directory, str(seed), str(count), cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr[-3000:]
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
@@ -28,8 +28,9 @@ def check(result: dict[str, Any], count: int) -> None:
 
 
 @pytest.mark.process
-def test_one_forgery_of_each_kind_ends_every_call_in_a_line_of_text(run: Path, tmp_path: Path) -> None:
-    check(attack(run, tmp_path, 0, len(FORGERIES)), len(FORGERIES))
+@pytest.mark.parametrize("count", [NUM_QUICK, pytest.param(len(FORGERIES), marks=pytest.mark.slow)])
+def test_one_forgery_of_each_kind_ends_every_call_in_a_line_of_text(run: Path, tmp_path: Path, count: int) -> None:
+    check(attack(run, tmp_path, 0, count), count)
 
 
 @pytest.mark.process

@@ -14,6 +14,7 @@ from genesis.cli import table
 from genesis.cli.main import main
 from genesis.cli.table import COMMANDS, Command
 from genesis.errors import RunEndedError, UserError
+from genesis_callbacks.checkpoint import DriftError
 from tests.cli.conftest import Genesis
 
 OPTIONS = {
@@ -79,6 +80,7 @@ def test_the_help_page_imports_neither_torch_nor_lightning() -> None:
     assert not heavy & modules_after("from genesis.cli.main import main\nmain(['--help'])")
 
 
+@pytest.mark.slow  # import-linter proves it for imports that stand in a file
 def test_commands_that_do_not_train_never_import_lightning() -> None:
     loaded = modules_of({command.name for command in COMMANDS} - TRAIN)
     assert not {"lightning", "pytorch_lightning", "lightning_fabric"} & loaded
@@ -169,6 +171,15 @@ def test_what_a_user_can_mend_is_one_line_and_a_status(
 ) -> None:
     assert fails_with(error, monkeypatch) == status
     assert capsys.readouterr().err == f"genesis: error: {line}\n"
+
+
+def test_line_breaks_of_a_class_that_writes_them_are_printed_and_all_else_is_escaped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fails_with(DriftError("of another run\n  model\n    dim is '\x1b[2J'"), monkeypatch) == 2
+    assert capsys.readouterr().err == "genesis: error: of another run\n  model\n    dim is '\\x1b[2J'\n"
+    assert fails_with(UserError("no file a\nb\x1b[2J"), monkeypatch) == 2
+    assert capsys.readouterr().err == "genesis: error: no file a\\nb\\x1b[2J\n"
 
 
 def test_an_interruption_has_the_shells_status(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,15 +175,16 @@ def misspell(name: str, chooser: random.Random) -> str:
     return name[:place] + chooser.choice(["", "x", "_", ".", name[place] * 2]) + name[place + 1 :]
 
 
+@pytest.mark.parametrize("num_options", [10, pytest.param(100, marks=pytest.mark.slow)])
 def test_whatever_is_refused_the_real_parser_refuses_too(
-    parsers: dict[str, ArgumentParser], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    num_options: int, parsers: dict[str, ArgumentParser], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(option_names, "_is_declared", lambda name: False)
     names = OptionNames.read("fit")
     assert names is not None
     chooser = random.Random(SEED)
     num_refused = 0
-    for option in chooser.choices(sorted(names.options), k=100):
+    for option in chooser.choices(sorted(names.options), k=num_options):
         word = misspell(option, chooser)
         for arguments in ([f"--{word}", "1"], ["--config", str(tmp_path / "recipe.yaml")]):
             (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({word: 1}))
@@ -193,7 +194,7 @@ def test_whatever_is_refused_the_real_parser_refuses_too(
                 num_refused += 1
                 with pytest.raises(SystemExit):
                     parsers["fit"].parse_args(arguments)
-    assert num_refused > 100
+    assert num_refused > num_options
     capsys.readouterr()
 
 

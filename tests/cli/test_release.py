@@ -52,6 +52,7 @@ def test_a_dry_run_makes_the_folder_shows_every_file_and_contacts_nobody(
     assert genesis("release", str(exported), str(out), *WHAT, "--version", "2.0.0", "--dry-run").out == outcome.out
 
 
+@pytest.mark.slow
 def test_without_token_or_network_the_folder_stays_and_the_same_command_goes_on(
     genesis: Genesis, exported: Path, tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,7 +83,9 @@ def test_without_token_or_network_the_folder_stays_and_the_same_command_goes_on(
 def test_bad_input_is_one_line(genesis: Genesis, exported: Path, checkpoint: Path, tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     check_is_one_line(genesis("release", str(tmp_path / "nowhere"), out, *WHAT), "nowhere", "`genesis export`")
-    check_is_one_line(genesis("release", str(checkpoint), out, *WHAT), "has no proof.json")
+    check_is_one_line(
+        genesis("release", str(checkpoint), out, *WHAT), "is a checkpoint and no export", "`genesis export"
+    )
     check_is_one_line(genesis("release", str(exported), str(exported), *WHAT), "is there already")
     check_is_one_line(genesis("release", str(exported), out, *WHAT, "--space", str(exported)), "is there already")
     check_is_one_line(genesis("release", str(exported), out, "--license", "mit"), "--repo")

@@ -14,6 +14,9 @@ import pytest
 import yaml
 
 from genesis.model import initial
+from genesis_callbacks.checkpoint import DirectoryLock
+from genesis_callbacks.checkpoint.job import hold_staging
+from genesis_callbacks.checkpoint.lineage import LOCK_NAME
 from tests.cli.conftest import Genesis
 from tests.cli.tiny import build_recipe, write_recipe
 from tests.commands import STDOUT, ForkedCommand, start_genesis
@@ -49,7 +52,7 @@ def test_the_recipe_that_a_run_leaves_makes_the_same_run(genesis: Genesis, recip
     assert losses(tmp_path / "again") == losses(tmp_path / "run")
 
 
-@pytest.mark.parametrize("strategy", ["replicated", "sharded"])
+@pytest.mark.parametrize("strategy", ["replicated", pytest.param("sharded", marks=pytest.mark.slow)])
 def test_a_run_that_goes_on_draws_no_initial_weights(
     genesis: Genesis, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
 ) -> None:
@@ -80,6 +83,23 @@ def test_a_validation_prints_the_loss_and_leaves_the_run_alone(genesis: Genesis,
     assert "validation/loss" in outcome.out
     assert (run_dir / "metrics.csv").read_text() == before
     assert not list(run_dir.glob("config.resume-*.yaml"))
+
+
+def test_a_resume_beside_a_live_run_is_refused_at_once_and_names_its_process(genesis: Genesis, recipe: Path) -> None:
+    assert genesis("fit", "--config", str(recipe)).status == 0
+    directory = recipe.parent / "run" / "checkpoints"
+    (directory / "step-00000006.staging-0").mkdir()
+    lock = DirectoryLock(directory)
+    (directory / LOCK_NAME).write_text("1")  # another process than this one
+    with hold_staging(directory / "step-00000006.staging-0"):
+        begin_seconds = time.monotonic()
+        refused = genesis("fit", "--config", str(recipe), "--ckpt_path", "latest")
+        assert (refused.status, refused.err.count("\n")) == (2, 1)
+        assert f"{directory} is in use by another run (process 1): stop it" in refused.err
+        # To look at a run while it trains is allowed.
+        assert genesis("validate", "--config", str(recipe), "--ckpt_path", "latest").status == 0
+        assert time.monotonic() - begin_seconds < DEADLINE_SECONDS / 4
+    lock.release()
 
 
 def test_sigterm_in_mid_training_saves_ends_with_143_and_latest_goes_on(
@@ -134,9 +154,9 @@ def kept_sigint() -> Iterator[None]:
     ("names", "status", "saved"),
     [
         (["SIGINT"], 130, [3]),
-        (["SIGTERM"], 143, [3]),
+        pytest.param(["SIGTERM"], 143, [3], marks=pytest.mark.slow),
         (["SIGTERM", "SIGTERM"], 143, [3]),
-        (["SIGINT", "SIGINT"], 130, []),
+        pytest.param(["SIGINT", "SIGINT"], 130, [], marks=pytest.mark.slow),
         (["SIGTERM", "SIGINT"], 130, []),
     ],
 )
@@ -167,7 +187,17 @@ def test_a_fork_goes_on_beside_the_run_and_leaves_it_as_it_is(genesis: Genesis, 
     longer = ("--trainer.max_steps", "6", "--schedule.shape", "linear")
     refused = genesis(*forking, *longer)
     assert refused.status == 2
-    assert "--checkpoint.allow_changed '[schedule,trainer]'" in refused.err or "trainer.max_steps" in refused.err
+    first, *differences = refused.err.splitlines()[-5:]
+    assert (
+        """allow what you mean to change by --checkpoint.allow_changed '["schedule.shape", "trainer.max_steps"]'"""
+        in first
+    )
+    assert differences == [
+        "  optimizer",
+        "    schedule.shape is 'linear' and was 'cosine'",
+        "  trainer",
+        "    trainer.max_steps is 6 and was 4",
+    ]
     allowed = ("--checkpoint.allow_changed", "[trainer.max_steps,schedule]")
     forked = genesis(*forking, *longer, *allowed)
     assert forked.status == 0, forked.err
@@ -183,11 +213,30 @@ def test_a_fork_goes_on_beside_the_run_and_leaves_it_as_it_is(genesis: Genesis, 
     assert (left["run_dir"], left["fork"]) == (str(fork_dir), None)
 
 
+def test_a_run_goes_on_with_the_same_decoder_spelled_by_its_parts_and_back(
+    genesis: Genesis, tmp_path: Path, tiny_corpus: Path
+) -> None:
+    content = build_recipe(tiny_corpus, tmp_path / "run")
+    short = write_recipe(tmp_path / "short.yaml", content)
+    decoder = content["model"]["decoder"]
+    decoder["attention"] = {name: decoder.pop(name) for name in ("num_heads", "num_kv_heads")}
+    decoder["norm"] = {"eps": 1e-5}
+    nested = write_recipe(tmp_path / "nested.yaml", content)
+    longer = ("--ckpt_path", "latest", "--checkpoint.allow_changed", "[trainer.max_steps]", "--trainer.max_steps")
+    assert genesis("fit", "--config", str(short)).status == 0
+    for recipe, max_steps in ((nested, "6"), (short, "8")):
+        resumed = genesis("fit", "--config", str(recipe), *longer, max_steps)
+        assert resumed.status == 0, resumed.err
+    other = genesis("fit", "--config", str(nested), *longer, "8", "--model.decoder.attention.num_kv_heads", "4")
+    assert other.status == 2
+    assert "start a new run for another model.decoder.num_kv_heads" in other.err
+
+
 def test_a_fork_needs_a_checkpoint_and_a_plain_name(genesis: Genesis, recipe: Path) -> None:
     for arguments, said in (
         (("--fork", "b"), "--fork needs the checkpoint to go on from"),
         (("--fork", "../b", "--ckpt_path", "latest"), "--fork is '../b': give a name"),
-        (("--fork", "b", "--ckpt_path", "latest"), "has no latest checkpoint"),
+        (("--fork", "b", "--ckpt_path", "latest"), "there is no committed checkpoint in"),
     ):
         outcome = genesis("fit", "--config", str(recipe), *arguments)
         assert outcome.status == 2

@@ -59,6 +59,7 @@ def digests(run_dir: Path) -> dict[str, Any]:
     return {name: tensor["digest"] for name, tensor in manifest["tensors"].items()}
 
 
+@pytest.mark.slow  # a resume at every step is in tests/train/test_stream_data_module.py
 def test_a_streamed_run_that_is_killed_and_resumed_equals_one_that_was_not(
     genesis: Genesis, sources: Path, tmp_path: Path
 ) -> None:
@@ -117,6 +118,7 @@ def test_a_bad_stream_is_refused_in_one_line(
     assert all(part in outcome.err for part in parts), outcome.err
 
 
+@pytest.mark.slow
 def test_a_resume_on_changed_files_is_refused(genesis: Genesis, sources: Path, tmp_path: Path) -> None:
     write_files(tmp_path / "sources" / "web", make_texts(60, seed=1), ".jsonl")
     write_files(tmp_path / "sources" / "code", make_texts(60, seed=2), ".jsonl")

@@ -23,7 +23,7 @@ def build_recipe(corpus: Path, run_dir: Path) -> dict[str, Any]:
         },
         "data": {"corpus": str(corpus), "seq_len": 16, "micro_batch_size": 2, "global_batch_size": 8},
         "schedule": {"total_updates": 100},
-        # Most tests are not about writers, whose start costs seconds.
+        # Most tests are not about writers.
         "checkpoint": {"every_n_steps": 2, "mode": "sync"},
         "trainer": {
             "accelerator": "cpu",

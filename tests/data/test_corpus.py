@@ -192,6 +192,15 @@ def test_a_directory_without_a_manifest_is_refused(tmp_path: Path) -> None:
         open_corpus(tmp_path)
 
 
+@pytest.mark.parametrize(("make", "kind"), [(os.mkfifo, "a FIFO"), (os.mkdir, "a directory")])
+def test_a_manifest_that_is_no_file_is_refused_without_waiting(
+    make: Callable[[Path], None], kind: str, tmp_path: Path
+) -> None:
+    make(tmp_path / "manifest.json")
+    with pytest.raises(UserError, match=f"manifest.json is {kind} where the manifest of a corpus must be"):
+        open_corpus(tmp_path)
+
+
 def test_a_tokenizer_that_is_not_the_runs_is_refused(corpus: Path) -> None:
     open_corpus(corpus, tokenizer_hash=blake3(FAKE_TOKENIZER).hexdigest())
     with pytest.raises(UserError) as error:
@@ -205,9 +214,9 @@ def test_a_tokenizer_that_did_not_make_the_tokens_is_refused(corpus: Path) -> No
     (corpus / "tokenizer.model").write_bytes(b"another")
     with pytest.raises(UserError) as error:
         open_corpus(corpus)
-    assert f"is the tokenizer {blake3(b'another').hexdigest()[:16]}" in one_line(error)
+    assert f"has the tokenizer {blake3(b'another').hexdigest()[:16]}" in one_line(error)
     (corpus / "tokenizer.model").unlink()
-    with pytest.raises(UserError, match="is missing"):
+    with pytest.raises(UserError, match="has lost its tokenizer"):
         open_corpus(corpus)
 
 

@@ -52,7 +52,7 @@ def test_each_kind_of_damage_is_named(corpus):
 def test_a_tokenizer_that_is_not_the_corpuss_is_refused(corpus, tmp_path):
     other = make_tokenizer(tmp_path / "other", vocab_size=330)
     (corpus / "tokenizer.model").write_bytes(other.read_bytes())
-    with pytest.raises(UserError, match=r"is tokenizer [0-9a-f]{16}, the corpus was made with"):
+    with pytest.raises(UserError, match=r"has the tokenizer [0-9a-f]{16}, the corpus was made with"):
         list(verify_corpus(corpus))
 
 

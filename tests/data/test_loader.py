@@ -309,12 +309,14 @@ def test_labels_are_masked_apart_from_inputs_and_documents(corpus: Corpus) -> No
     """Nothing else in a window follows from labels; those that a row's length leaves out stay out."""
     rng = np.random.default_rng(0)
     rows = np.stack([rng.permutation([BOS, EOS, *range(20, 20 + SEQ_LEN - 1)]) for _ in range(8)])
-    lengths, has_label = rng.integers(0, SEQ_LEN + 1, 8), rng.random((8, SEQ_LEN)) < 0.5
-    plain, masked = build_window(rows, FORMAT, 2, 0, lengths), build_window(rows, FORMAT, 2, 0, lengths, has_label)
+    lengths, has_label = rng.integers(0, SEQ_LEN + 1, 8), rng.random((8, SEQ_LEN + 1)) < 0.5
+    ends = (rows[:, :-1] == EOS) & (np.arange(SEQ_LEN) < lengths[:, None])
+    plain = build_window(rows, FORMAT, 2, 0, ends, lengths)
+    masked = build_window(rows, FORMAT, 2, 0, ends, lengths, has_label)
     for number, (one, other) in enumerate(zip(plain.micro_batches, masked.micro_batches, strict=True)):
         assert torch.equal(one.input_ids, other.input_ids)
         assert torch.equal(one.document_ids, other.document_ids)
-        kept = torch.from_numpy(has_label[2 * number : 2 * number + 2])
+        kept = torch.from_numpy(has_label[2 * number : 2 * number + 2, 1:])
         assert torch.equal(other.labels, one.labels.where(kept, IGNORE_INDEX))
     labels = torch.cat([batch.labels for batch in masked.micro_batches])
     valid = labels[labels != IGNORE_INDEX]

@@ -14,6 +14,7 @@ from genesis.data.packing import (
     Packing,
     count_train_sequences,
     fill_row,
+    mark_piece_ends,
     measure_packing,
     pack_documents,
 )
@@ -67,17 +68,22 @@ def stream_of(lengths: list[int]) -> np.ndarray:
     return tokens
 
 
-def rows_of(stream: np.ndarray, packed: PackedSequences, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+def rows_of(stream: np.ndarray, packed: PackedSequences, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     def read(start: int, out: np.ndarray) -> None:
         assert 0 <= start <= len(stream) - len(out)
         out[:] = stream[start : start + len(out)]
 
+    stream_ends = set((np.flatnonzero(stream == EOS) + 1).tolist())
     rows = np.full((len(packed), seq_len + 1), -1)
+    inner_ends = np.zeros((len(packed), seq_len), np.bool_)
     labels = np.empty(len(packed), np.int64)
     ends = packed.sequence_ends.tolist()
     for row, (first, last) in enumerate(zip([0, *ends], ends, strict=False)):
-        labels[row] = fill_row(rows[row], packed.starts[first:last], packed.lengths[first:last], read, EOS)
-    return rows, labels
+        starts, sizes = packed.starts[first:last], packed.lengths[first:last]
+        goes_on = bool(sizes[-1] == seq_len) and int(starts[-1]) + seq_len not in stream_ends
+        labels[row] = fill_row(rows[row], starts, sizes, read, EOS, goes_on=goes_on)
+        mark_piece_ends(inner_ends[row], sizes)
+    return rows, inner_ends, labels
 
 
 @given(lengths=lengths_of_documents, seq_len=seq_lens)
@@ -103,8 +109,8 @@ def test_every_label_of_the_corpus_counts_once_with_the_token_before_it(lengths:
     expected = {(int(stream[at - 1]), int(stream[at])) for at in range(1, len(stream)) if at not in ends}
     sequence_format = SequenceFormat(seq_len, EOS, np.ones(FIRST_PIECE + len(stream), np.int32), stream.dtype)
     for packing in ("best_fit", "pad"):
-        rows, counts = rows_of(stream, pack(lengths, seq_len, packing), seq_len)
-        (batch,) = build_window(rows, sequence_format, len(rows), 0, counts).micro_batches
+        rows, ends, counts = rows_of(stream, pack(lengths, seq_len, packing), seq_len)
+        (batch,) = build_window(rows, sequence_format, len(rows), 0, ends, counts).micro_batches
         valid = batch.labels != IGNORE_INDEX
         seen = Counter(zip(batch.input_ids[valid].tolist(), batch.labels[valid].tolist(), strict=True))
         assert set(seen) == expected
@@ -118,8 +124,8 @@ def test_document_ids_tell_the_pieces_of_a_row_apart(lengths: list[int], seq_len
     stream = stream_of(lengths)
     sequence_format = SequenceFormat(seq_len, EOS, np.ones(FIRST_PIECE + len(stream), np.int32), stream.dtype)
     packed = pack(lengths, seq_len, "best_fit")
-    rows, counts = rows_of(stream, packed, seq_len)
-    (batch,) = build_window(rows, sequence_format, len(rows), 0, counts).micro_batches
+    rows, ends, counts = rows_of(stream, packed, seq_len)
+    (batch,) = build_window(rows, sequence_format, len(rows), 0, ends, counts).micro_batches
     for ids, pieces in zip(batch.document_ids.tolist(), pieces_of(packed), strict=True):
         expected = [number for number, (_, length) in enumerate(pieces) for _ in range(length)]
         padding = [len(pieces)] * (seq_len - len(expected))

@@ -1,3 +1,4 @@
+import contextlib
 import fcntl
 import os
 import signal
@@ -17,7 +18,7 @@ from genesis.data.shards import hash_file, iterate_documents
 from genesis.data.sources import InputFile, SourceOptions
 from genesis.data.tokenize_worker import is_validation
 from genesis.errors import UserError
-from genesis.tokenizer.tokenizer import Tokenizer
+from genesis.tokenizer.open import open_tokenizer
 from tests.data.corpus_support import make_options, make_texts, make_tokenizer, read_tree, write_jsonl
 
 COMMAND = """
@@ -74,7 +75,7 @@ def run_command(options, config, kill_at=0, file_bytes=0):
 def test_every_document_is_in_one_split_once_and_in_order(inputs):
     options = make_options(inputs)
     manifest = read_manifest(options.corpus)
-    tokenizer = Tokenizer.load(options.corpus)
+    tokenizer = open_tokenizer(options.corpus)
     for name, texts in (("web", make_texts(120, 1)), ("book", make_texts(60, 2)), ("table", make_texts(60, 3))):
         for split, records in (("train", manifest.train), ("validation", manifest.validation)):
             (record,) = (record for record in records if record.name == name)
@@ -93,7 +94,7 @@ def test_every_document_is_in_one_split_once_and_in_order(inputs):
 def test_the_manifest_says_what_the_shards_are(inputs):
     corpus = make_options(inputs).corpus
     manifest = read_manifest(corpus)
-    tokenizer = Tokenizer.load(inputs)
+    tokenizer = open_tokenizer(inputs)
     assert (manifest.tokenizer_hash, manifest.vocab_size) == (tokenizer.hash, tokenizer.vocab_size)
     assert (manifest.bos_id, manifest.eos_id, manifest.token_dtype) == (tokenizer.bos_id, tokenizer.eos_id, "uint16")
     assert {source.name: source.weight for source in manifest.train} == {"web": 2, "book": 1, "table": 1}
@@ -176,10 +177,11 @@ def test_a_killed_worker_ends_the_run_in_one_line_and_the_next_run_goes_on(input
 
 
 def find_workers():
-    for entry in Path("/proc").glob("[0-9]*"):
-        parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
-        if parent == str(os.getpid()) and "tokenize_worker" in (entry / "cmdline").read_text():
-            yield int(entry.name)
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    for child in children:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            if "tokenize_worker" in Path(f"/proc/{child}/cmdline").read_text():
+                yield int(child)
 
 
 def test_a_full_disk_is_one_line_and_finished_shards_survive(inputs):
@@ -189,7 +191,8 @@ def test_a_full_disk_is_one_line_and_finished_shards_survive(inputs):
     result = run_command(options, inputs / "full.yaml", file_bytes=50_000)
     assert result.returncode == 2
     (line,) = result.stderr.splitlines()
-    assert line.startswith(f"genesis: error: cannot write to {options.corpus} (File too large); ")
+    assert line.startswith(f"genesis: error: cannot write to {options.corpus}/.prepare/staging-")
+    assert ".ds (File too large); " in line
     assert "run the same command again: finished shards are kept" in line
     survivors = read_tree(options.corpus)
     assert {path.split("/")[1] for path in survivors if path.endswith(".ds")} == {"web", "book", "table"}

@@ -28,7 +28,7 @@ def encode(documents):
 
 
 def write_shard(path, dtype):
-    writer = ShardWriter(path, dtype, "genesis-abc")
+    writer = ShardWriter(path, dtype, "genesis-abc", 3)
     writer.append(encode(DOCUMENTS[:2]))
     writer.append(encode(DOCUMENTS[2:]))
     return writer.finish("train/web/00000.ds")

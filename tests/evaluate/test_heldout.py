@@ -11,6 +11,7 @@ from genesis.errors import UserError
 from genesis.evaluate.heldout import measure_held_out, open_validation_set, read_texts
 from genesis.evaluate.results import Measure
 from genesis.model.decoder import Decoder
+from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
 from tests.data.corpora import make_documents, write_corpus
 from tests.evaluate.support import write_rows
@@ -26,7 +27,7 @@ def decoder() -> Decoder:
 
 @pytest.fixture(scope="module")
 def tokenizer(tokenizer_file: Path) -> Tokenizer:
-    return Tokenizer.load(tokenizer_file)
+    return open_tokenizer(tokenizer_file)
 
 
 @torch.no_grad()
@@ -42,7 +43,7 @@ def measure_slowly(decoder: Decoder, tokenizer: Tokenizer, tokens: Sequence[int]
                 logprobs = decoder(torch.tensor([document[:-1]]))[0].log_softmax(dim=1)
                 loss_sum -= float(logprobs.gather(1, torch.tensor(document[1:])[:, None]).sum())
                 num_tokens += len(document) - 1
-                num_bytes += sum(int(tokenizer.piece_num_bytes[token]) for token in document[1:])
+                num_bytes += sum(int(tokenizer.token_num_bytes[token]) for token in document[1:])
     return loss_sum, num_tokens, num_bytes
 
 
@@ -61,7 +62,9 @@ def test_every_token_of_a_validation_set_counts_once_for_its_source(
     tmp_path: Path, decoder: Decoder, tokenizer: Tokenizer, batch_tokens: int
 ) -> None:
     validation = {"web": make_documents(9, 6, seed=3), "code": make_documents(4, 30, seed=4)}
-    corpus = write_corpus(tmp_path, {"web": make_documents(9, 6, seed=1)}, validation, tokenizer=tokenizer.model)
+    corpus = write_corpus(
+        tmp_path, {"web": make_documents(9, 6, seed=1)}, validation, tokenizer=tokenizer.files["tokenizer.model"]
+    )
     measures = measure_held_out(decoder, open_validation_set(corpus, SEQ_LEN, tokenizer), batch_tokens)
     wanted = {}
     for source in open_corpus(corpus).validation:
@@ -117,6 +120,8 @@ def test_text_that_is_not_there_is_refused(tmp_path: Path, tokenizer: Tokenizer)
 
 
 def test_a_corpus_without_a_validation_set_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    corpus = write_corpus(tmp_path, {"web": make_documents(9, 6, seed=1)}, {}, tokenizer=tokenizer.model)
+    corpus = write_corpus(
+        tmp_path, {"web": make_documents(9, 6, seed=1)}, {}, tokenizer=tokenizer.files["tokenizer.model"]
+    )
     with pytest.raises(UserError, match="has no validation set; give text by --heldout PATH"):
         open_validation_set(corpus, SEQ_LEN, tokenizer)

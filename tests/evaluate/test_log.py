@@ -1,10 +1,12 @@
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from wandb.proto.wandb_internal_pb2 import Record
 
 from genesis.evaluate.log import RunLog
 from genesis.evaluate.results import Measure, Result
@@ -53,13 +55,23 @@ def test_events_go_beside_those_of_the_newest_attempt_even_in_a_run_that_moved(
     assert file.parent.name == "version_10"
 
 
+def wait_until_written(file: Path) -> list[Record]:
+    """Returns what W&B wrote by the run's end, which its service may write after `finish` returned."""
+    deadline_seconds = time.monotonic() + 120
+    while True:
+        records = list(read_wandb(file))
+        if any(record.HasField("exit") for record in records) or time.monotonic() > deadline_seconds:
+            return records
+        time.sleep(0.1)
+
+
 def test_a_run_of_wandb_offline_goes_on_under_its_id(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setitem(sys.modules, "openai", openai)  # W&B has something to say about it
-    for time, name in (("20260101_000000", "first"), ("20260102_000000", "second-try")):
-        (tmp_path / "wandb" / f"offline-run-{time}-{name}").mkdir(parents=True)
+    for start, name in (("20260101_000000", "first"), ("20260102_000000", "second-try")):
+        (tmp_path / "wandb" / f"offline-run-{start}-{name}").mkdir(parents=True)
     manifest = with_loggers(checkpoint, name_logger("WandbLogger", save_dir="runs/a", project="p", offline=True))
     log = RunLog(tmp_path)
     assert log.write(manifest, [RESULT, replace(RESULT, step=4)]) == []
@@ -67,7 +79,7 @@ def test_a_run_of_wandb_offline_goes_on_under_its_id(
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     assert file.name == "run-second-try.wandb"
     rows = []
-    for record in read_wandb(file):
+    for record in wait_until_written(file):
         values = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
         rows += [(values["evaluation/step"], values["evaluation/a_acc"])] if values else []
     assert rows == [("3", "0.5"), ("4", "0.5")]

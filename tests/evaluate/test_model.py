@@ -12,7 +12,7 @@ from genesis.evaluate.complete import spell
 from genesis.evaluate.model import GenesisLM
 from genesis.evaluate.tasks import load_tasks
 from genesis.generate.load import load_decoder
-from genesis.tokenizer.tokenizer import Tokenizer
+from genesis.tokenizer.open import open_tokenizer
 from tests.evaluate.support import write_choices, write_generation, write_rolling, write_task
 
 TOLERANCE = 1e-3
@@ -116,6 +116,6 @@ def test_more_new_tokens_than_the_context_are_refused(ours: GenesisLM, tmp_path:
 
 
 def test_tokens_that_only_the_model_has_are_no_text(tokenizer_file: Path) -> None:
-    tokenizer = Tokenizer.load(tokenizer_file)
+    tokenizer = open_tokenizer(tokenizer_file)
     ids = [tokenizer.vocab_size, *tokenizer.encode("beta"), tokenizer.vocab_size + 9]
     assert spell(tokenizer, ids, has_controls=True) == "beta"

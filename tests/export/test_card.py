@@ -12,7 +12,7 @@ from genesis.export.card import hide_paths, write_card
 from genesis.export.tensors import Source
 from genesis.generate.load import load_decoder
 from genesis.model.decoder import DecoderConfig
-from genesis.tokenizer.tokenizer import Tokenizer
+from genesis.tokenizer.open import open_tokenizer
 from genesis_callbacks.checkpoint import Origin, Ranks, SaveTarget, Snapshot, local_parts, read_manifest, save_blocking
 from genesis_callbacks.checkpoint.manifest import Ancestor, read_committed_hash
 from genesis_callbacks.checkpoint.tagged_json import encode_tagged
@@ -72,7 +72,7 @@ def write(*checkpoints: Path) -> str:
 
 
 def test_the_card_has_what_the_corpus_holds_beside_what_was_drawn_of_it(tiny_corpus: Path, tmp_path: Path) -> None:
-    identity = {"tokenizer_hash": Tokenizer.load(tiny_corpus).hash, "corpus": tiny_corpus.name}
+    identity = {"tokenizer_hash": open_tokenizer(tiny_corpus).hash, "corpus": tiny_corpus.name}
     state = {"tokens_drawn": {"web": 4321}, "epochs_drawn": {"web": 1.25}}
     path = save(tmp_path / "checkpoints", 1, state, identity, tiny_corpus)
     held = {one["name"]: one for one in json.loads((tiny_corpus / "manifest.json").read_bytes())["train"]}

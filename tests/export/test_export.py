@@ -24,8 +24,9 @@ from genesis.export.tensors import Source, iterate_blocks, plan_files, write_wei
 from genesis.generate.load import load_decoder
 from genesis.generate.sample import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
-from genesis.model.huggingface import huggingface_name
-from genesis.model.huggingface_files import INDEX_NAME, iterate_tensors, read_file_names
+from genesis.huggingface.directory import INDEX_NAME
+from genesis.huggingface.llama import LLAMA
+from genesis.huggingface.weights import iterate_tensors, read_file_names
 from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
 from genesis_callbacks.checkpoint import CorruptCheckpointError, read_manifest, read_tensors
 from genesis_callbacks.testing import run_ranks
@@ -45,7 +46,7 @@ def hash_files(directory: Path) -> dict[str, str]:
 def write_alone(checkpoints: list[Path], directory: Path, dtype: torch.dtype, max_file_bytes: int) -> Path:
     """Writes the weights without the proof."""
     sources = [Source(path, read_manifest(path)) for path in checkpoints]
-    names = {name: huggingface_name(name.removeprefix("model.decoder.")) for name in sources[0].manifest.tensors}
+    names = {name: LLAMA.their_name(name.removeprefix("model.decoder.")) for name in sources[0].manifest.tensors}
     directory.mkdir()
     write_weights(directory, plan_files(names, sources[0].manifest, dtype, max_file_bytes), sources, dtype)
     return directory
@@ -81,7 +82,7 @@ def test_greedy_text_equals_that_of_transformers_for_200_tokens(run: Path, expor
     ]
     options = GenerateOptions(200, SamplingOptions(temperature=0.0))
     ours: list[list[int]] = [[] for _ in prompts]
-    for token in generate(decoder, prompts, options, -1):
+    for token in generate(decoder, prompts, options, frozenset()):
         ours[token.prompt].append(token.id)
     for text, prompt, wanted in zip(("class alpha", "\u65e5\u672c \u00e9t\u00e9", ""), prompts, ours, strict=True):
         encoded = fast(text, return_tensors="pt")
@@ -133,7 +134,7 @@ def test_the_average_is_the_mean_in_float64_cast_once(run: Path, tmp_path: Path,
     found = load_all(write_alone(checkpoints, tmp_path / "out", dtype, 1 << 30))
     for name in states[0]:
         mean = (states[0][name].double() + states[1][name].double() + states[2][name].double()) / 3
-        assert torch.equal(found[huggingface_name(name.removeprefix("model.decoder."))], mean.to(dtype))
+        assert torch.equal(found[LLAMA.their_name(name.removeprefix("model.decoder."))], mean.to(dtype))
 
 
 def test_blocks_of_rows_are_the_whole_tensor(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,6 +206,7 @@ def test_the_runs_own_tokenizer_is_proved_whatever_is_allowed(exported: Path, ru
 # ---- memory
 
 
+@pytest.mark.slow
 def test_memory_stays_far_below_the_largest_tensor(tmp_path: Path) -> None:
     shape = {"vocab_size": 2_000_000, "dim": 32, "num_layers": 1, "has_tied_embeddings": True}
     decoder = build_decoder(0, **shape)

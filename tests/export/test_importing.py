@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 from genesis.errors import UserError
 from genesis.export.importing import import_directory, read_tokenizer
 from genesis.generate.load import load_decoder
-from genesis.model.huggingface_files import WEIGHTS_NAME, read_llama_config, read_weights
+from genesis.huggingface.directory import WEIGHTS_NAME
+from genesis.huggingface.shape import read_shape
 from genesis_callbacks.checkpoint import read_manifest
-from tests.model.test_huggingface_files import write_llama
+from tests.huggingface.test_directory import read_state, write_llama
 
 
 @pytest.mark.slow
@@ -28,7 +29,7 @@ def test_an_untied_llama_in_bfloat16_without_tokenizer_becomes_a_checkpoint(tmp_
     assert decoder["rope_theta"] == 20_000.0
     assert manifest.identity == {}
     assert not manifest.has_optimizer
-    state = read_weights(tmp_path / "llama", read_llama_config(tmp_path / "llama"))
+    state = read_state(tmp_path / "llama")
     assert torch.equal(state["output.weight"], model.lm_head.weight)
 
 
@@ -46,13 +47,12 @@ def test_a_copy_of_tied_embeddings_and_old_inverse_frequencies_are_left_out(tmp_
     state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
     state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
     save_file(state, tmp_path / WEIGHTS_NAME)
-    config = read_llama_config(tmp_path)
     import_directory(tmp_path, tmp_path / "run", has_tokenizer=False)
-    assert "output.weight" not in read_weights(tmp_path, config)
+    assert "output.weight" not in read_state(tmp_path)
 
 
 def test_a_tokenizer_that_cannot_be_taken_over_is_refused_with_the_way_out(exported: Path, tmp_path: Path) -> None:
-    config = read_llama_config(exported)
+    _, config = read_shape(exported)
     with pytest.raises(UserError, match=r"has no tokenizer\.model.*--no_tokenizer"):
         read_tokenizer(tmp_path, config)
     shutil.copy(exported / "tokenizer.model", tmp_path)

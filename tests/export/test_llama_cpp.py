@@ -57,7 +57,7 @@ def test_llama_cpp_has_our_ids_and_our_greedy_text(llama_cpp: Path, exported: Pa
     decoder, tokenizer, _ = load_decoder(exported)
     prompt = [tokenizer.bos_id, *tokenizer.encode("class alpha")]
     options = GenerateOptions(NUM_NEW_TOKENS, SamplingOptions(temperature=0.0))
-    our_greedy = [token.id for token in generate(decoder, [prompt], options, -1)]
+    our_greedy = [token.id for token in generate(decoder, [prompt], options, frozenset())]
     answer = ask_llama_cpp(llama_cpp, exported, prompt, tmp_path)
     different = [
         (kind, tokenizer.encode(text), theirs)

@@ -10,20 +10,20 @@ from transformers import AutoTokenizer
 
 from genesis.errors import UserError
 from genesis.export.texts import SCRIPTS
-from genesis.export.tokenizer import build_fast_tokenizer, compare_tokenizers
+from genesis.export.tokenizer import compare_fast_tokenizer, compare_tokenizers
+from genesis.tokenizer.fast_form import FAST_NAME
+from genesis.tokenizer.open import open_tokenizer
+from genesis.tokenizer.sentencepiece import SentencePieceTokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tokenizer_file: Path) -> Tokenizer:
-    return Tokenizer.load(tokenizer_file)
+    return open_tokenizer(tokenizer_file)
 
 
 def test_every_kind_of_text_is_compared(tokenizer: Tokenizer) -> None:
-    fast = build_fast_tokenizer(tokenizer)
-    counts = compare_tokenizers(
-        tokenizer, lambda text: fast.encode(text, add_special_tokens=False).ids, lambda ids: fast.decode(ids)
-    )
+    counts = compare_fast_tokenizer(tokenizer, tokenizer.huggingface_files(256)[FAST_NAME])
     assert counts["bytes"] == 256
     assert counts["characters"] > 2000
     assert counts["scripts"] == len(SCRIPTS) >= 10
@@ -48,11 +48,9 @@ def test_merges_in_another_order_are_found(tokenizer: Tokenizer, monkeypatch: py
     monkeypatch.setattr(
         sentencepiece.SentencePieceProcessor, "get_score", lambda self, token: float(token), raising=True
     )
-    fast = build_fast_tokenizer(tokenizer)
+    fast = tokenizer.huggingface_files(256)[FAST_NAME]
     with pytest.raises(UserError, match="no exact fast form"):
-        compare_tokenizers(
-            tokenizer, lambda text: fast.encode(text, add_special_tokens=False).ids, lambda ids: fast.decode(ids)
-        )
+        compare_fast_tokenizer(tokenizer, fast)
 
 
 def test_a_unigram_model_is_refused() -> None:
@@ -70,12 +68,10 @@ def test_a_unigram_model_is_refused() -> None:
         pad_id=3,
         minloglevel=3,
     )
-    tokenizer = Tokenizer(model.getvalue())
-    fast = build_fast_tokenizer(tokenizer)
+    tokenizer = SentencePieceTokenizer(model.getvalue())
+    fast = tokenizer.huggingface_files(256)[FAST_NAME]
     with pytest.raises(UserError, match="no exact fast form"):
-        compare_tokenizers(
-            tokenizer, lambda text: fast.encode(text, add_special_tokens=False).ids, lambda ids: fast.decode(ids)
-        )
+        compare_fast_tokenizer(tokenizer, fast)
 
 
 def test_transformers_puts_bos_first_and_reads_control_symbols_as_text(tokenizer: Tokenizer, exported: Path) -> None:

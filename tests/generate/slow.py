@@ -4,7 +4,7 @@ import torch
 
 from genesis.model.decoder import Decoder
 
-NO_EOS = -1
+NO_STOP: frozenset[int] = frozenset()
 
 
 def slow_greedy(decoder: Decoder, prompt: list[int], num_tokens: int) -> list[int]:

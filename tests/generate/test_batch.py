@@ -11,7 +11,7 @@ from genesis.generate.batch import Batch, Request
 from genesis.generate.sample import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
 from genesis.model.decoder import Decoder, DecoderConfig
-from tests.generate.slow import NO_EOS, slow_greedy
+from tests.generate.slow import NO_STOP, slow_greedy
 
 GREEDY = SamplingOptions(temperature=0.0)
 
@@ -25,7 +25,7 @@ def build_prompts(number):
 def test_texts_that_come_and_go_at_random_are_each_what_they_are_alone(decoder, has_cache):
     chooser = random.Random(4)
     waiting = [(prompt, chooser.randrange(1, 30)) for prompt in build_prompts(40)]
-    batch = Batch(decoder, 5, NO_EOS, has_cache=has_cache)
+    batch = Batch(decoder, 5, NO_STOP, has_cache=has_cache)
     asked, texts, removed = {}, {}, set()
     while waiting or batch.num_free < 5:
         while waiting and batch.num_free and chooser.random() < 0.6:
@@ -54,7 +54,7 @@ def test_texts_that_come_and_go_at_random_are_each_what_they_are_alone(decoder, 
 def test_probabilities_are_the_models_own_whatever_is_sampled(decoder):
     (prompt,) = build_prompts(1)
     options = SamplingOptions(temperature=3.0, top_k=40)
-    batch = Batch(decoder, 2, NO_EOS)
+    batch = Batch(decoder, 2, NO_STOP)
     batch.add(Request(prompt, 8, options, seed=1, num_likeliest=3))
     text = list(prompt)
     for _ in range(8):
@@ -83,7 +83,7 @@ def test_a_text_without_numbers_ends_and_the_others_go_on():
     decoder.init_weights(0)
     with torch.no_grad():
         decoder.embedding.weight[96] = torch.nan
-    batch = Batch(decoder, 2, NO_EOS)
+    batch = Batch(decoder, 2, NO_STOP)
     good, bad = batch.add(Request([1, 2], 5)), batch.add(Request([1, 96], 5))
     first = {token.request: token for token in batch.step()}
     assert first[bad].is_last
@@ -91,11 +91,11 @@ def test_a_text_without_numbers_ends_and_the_others_go_on():
     assert not first[good].is_last
     assert sum(len(batch.step()) for _ in range(5)) == 4
     with pytest.raises(UserError, match="weights have diverged"):
-        list(generate(decoder, [[1, 96]], GenerateOptions(5), NO_EOS))
+        list(generate(decoder, [[1, 96]], GenerateOptions(5), NO_STOP))
 
 
 def test_a_request_that_does_not_fit_is_refused_and_takes_no_row(decoder):
-    batch = Batch(decoder, 1, NO_EOS)
+    batch = Batch(decoder, 1, NO_STOP)
     with pytest.raises(UserError, match="context of 64: ask for at most 4 new tokens"):
         batch.add(Request([1] * 60, 5))
     assert batch.num_free == 1

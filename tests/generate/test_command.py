@@ -12,7 +12,7 @@ from genesis.cli.generate import Printer, main
 from genesis.errors import UserError
 from genesis.generate.load import load_decoder
 from genesis.model.decoder import Decoder, DecoderConfig
-from genesis.tokenizer.tokenizer import Tokenizer
+from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
 from genesis_callbacks.checkpoint import Origin, Ranks, SaveTarget, Snapshot, local_parts, save_blocking
 
@@ -44,7 +44,7 @@ def run(tmp_path_factory, tokenizer_file):
     shutil.copy(tokenizer_file, corpus)
     (directory / "checkpoints").mkdir()
     recipe = json.loads(json.dumps({"model": {"decoder": SHAPE}, "data": {"corpus": str(corpus)}}))
-    identity = {"tokenizer_hash": Tokenizer.load(tokenizer_file).hash}
+    identity = {"tokenizer_hash": open_tokenizer(tokenizer_file).hash}
     target = SaveTarget(directory / "checkpoints", Ranks(), origin=Origin(identity, recipe))
     for step in (1, 2):
         decoder = build(seed=step)
@@ -95,7 +95,7 @@ def test_several_prompts_are_labelled_in_order(run, capsys):
 
 
 def test_the_printer_streams_the_first_text_and_keeps_the_second_for_its_turn(tokenizer_file):
-    tokenizer, out = Tokenizer.load(tokenizer_file), io.StringIO()
+    tokenizer, out = open_tokenizer(tokenizer_file), io.StringIO()
     first, second = tokenizer.encode("alpha12"), tokenizer.encode("\U0001f600 beta")
     printer = Printer(["a:", "b:"], tokenizer, out)
     printer.feed(1, second[0], is_last=False)
@@ -112,7 +112,7 @@ def test_the_printer_streams_the_first_text_and_keeps_the_second_for_its_turn(to
 
 
 def test_a_character_that_never_came_whole_is_marked(tokenizer_file):
-    tokenizer, out = Tokenizer.load(tokenizer_file), io.StringIO()
+    tokenizer, out = open_tokenizer(tokenizer_file), io.StringIO()
     printer = Printer([""], tokenizer, out)
     ids = tokenizer.encode("\U0001f600")
     assert len(ids) > 1
@@ -123,7 +123,7 @@ def test_a_character_that_never_came_whole_is_marked(tokenizer_file):
 
 
 def test_tokens_that_only_the_model_has_are_no_text(tokenizer_file):
-    tokenizer, out = Tokenizer.load(tokenizer_file), io.StringIO()
+    tokenizer, out = open_tokenizer(tokenizer_file), io.StringIO()
     printer = Printer(["a"], tokenizer, out)
     for token in (tokenizer.vocab_size, *tokenizer.encode("beta"), tokenizer.vocab_size + 9):
         printer.feed(0, token, is_last=token == tokenizer.vocab_size + 9)

@@ -29,7 +29,7 @@ def run_of_ids(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def continue_ids(run: Path, num_tokens: int) -> list[int]:
     options = GenerateOptions(num_tokens, SamplingOptions(temperature=0.0))
-    return [token.id for token in generate(load_decoder(run).decoder, [PROMPT], options, -1)]
+    return [token.id for token in generate(load_decoder(run).decoder, [PROMPT], options, frozenset())]
 
 
 def test_ids_are_continued_by_ids(run_of_ids: Path, capsys: pytest.CaptureFixture[str]) -> None:

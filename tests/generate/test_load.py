@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from genesis.checkpoint_reference import find_checkpoint
 from genesis.cli.generate import main
 from genesis.errors import UserError
 from genesis.export.export import ExportOptions, export_checkpoints
-from genesis.generate.load import find_checkpoint, load_decoder
+from genesis.generate.load import load_decoder
 from tests.tiny_runs import build_decoder, save
 
 

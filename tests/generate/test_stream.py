@@ -6,14 +6,14 @@ from genesis.errors import UserError
 from genesis.generate.batch import plan_budgets
 from genesis.generate.sample import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
-from tests.generate.slow import NO_EOS, slow_greedy
+from tests.generate.slow import NO_STOP, slow_greedy
 
 PROMPTS = [[5], list(range(1, 30)), [7, 7, 7, 2], [90, 3]]
 
 
-def collect(decoder, prompts, eos_id=NO_EOS, **options):
+def collect(decoder, prompts, stop_ids=NO_STOP, **options):
     texts = [[] for _ in prompts]
-    for token in generate(decoder, prompts, GenerateOptions(**options), eos_id):
+    for token in generate(decoder, prompts, GenerateOptions(**options), stop_ids):
         texts[token.prompt].append(token.id)
     return texts
 
@@ -57,15 +57,25 @@ def test_a_prompt_given_twice_is_drawn_twice(decoder):
 def test_a_text_ends_with_eos_while_the_others_go_on(decoder):
     texts = collect(decoder, PROMPTS, max_new_tokens=20, sampling=GREEDY)
     eos_id = texts[1][4]
-    tokens = list(generate(decoder, PROMPTS, GenerateOptions(20, GREEDY), eos_id))
+    tokens = list(generate(decoder, PROMPTS, GenerateOptions(20, GREEDY), {eos_id}))
     for index, text in enumerate(texts):
         wanted = text[: text.index(eos_id) + 1] if eos_id in text else text
         assert [token.id for token in tokens if token.prompt == index] == wanted
         assert [token.is_last for token in tokens if token.prompt == index] == [False] * (len(wanted) - 1) + [True]
 
 
+def test_a_text_ends_with_the_first_of_several_stop_ids(decoder):
+    texts = collect(decoder, PROMPTS, max_new_tokens=20, sampling=GREEDY)
+    stop_ids = {texts[0][7], texts[1][4], texts[2][9]}
+    for text, stopped in zip(
+        texts, collect(decoder, PROMPTS, stop_ids, max_new_tokens=20, sampling=GREEDY), strict=True
+    ):
+        place = next((number for number, token in enumerate(text) if token in stop_ids), len(text))
+        assert stopped == text[: place + 1]
+
+
 def test_tokens_come_as_they_are_made(decoder):
-    stream = generate(decoder, PROMPTS, GenerateOptions(5), NO_EOS)
+    stream = generate(decoder, PROMPTS, GenerateOptions(5), NO_STOP)
     assert [next(stream).prompt for _ in range(6)] == [0, 1, 2, 3, 0, 1]
 
 
@@ -86,4 +96,4 @@ def test_what_does_not_fit_is_refused_up_front(lengths, max_new_tokens, message)
 
 def test_it_is_refused_before_the_first_token_is_asked_for(decoder):
     with pytest.raises(UserError, match="context of 64"):
-        generate(decoder, [[1]], GenerateOptions(64), NO_EOS)
+        generate(decoder, [[1]], GenerateOptions(64), NO_STOP)

@@ -12,21 +12,14 @@ from torch.nn.functional import rms_norm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from genesis.errors import UserError
+from genesis.huggingface.llama import LLAMA
+from genesis.huggingface.shape import write_shape
 from genesis.loss import sum_cross_entropy
-from genesis.model import decoder as decoder_module
+from genesis.model import attention as attention_module
 from genesis.model import initial
-from genesis.model.decoder import (
-    INIT_STD,
-    Decoder,
-    DecoderConfig,
-    Layout,
-    RMSNorm,
-    attend,
-    document_mask,
-    document_offsets,
-    document_positions,
-)
-from genesis.model.huggingface import from_huggingface, llama_config_dict
+from genesis.model.attention import Layout, attend, document_mask, document_offsets, document_positions
+from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.initial import INIT_STD
 from genesis_callbacks.testing import run_ranks
 
 TINY = DecoderConfig(
@@ -59,16 +52,16 @@ def documents_of(document_ids):
 @pytest.fixture(params=["document by document", "mask"])
 def packed_path(request, monkeypatch):
     """Sends packed rows through one of the two ways in which a CPU attends by document."""
-    monkeypatch.setattr(decoder_module, "MIN_MEAN_DOCUMENT_TOKENS", 1 if request.param != "mask" else 10_000)
+    monkeypatch.setattr(attention_module, "MIN_MEAN_DOCUMENT_TOKENS", 1 if request.param != "mask" else 10_000)
 
 
 @pytest.mark.parametrize("changes", [{}, {"has_tied_embeddings": False}, {"num_kv_heads": 6}, {"rope_theta": 1e4}])
 def test_logits_equal_those_of_transformers_llama(changes):
     config = DecoderConfig(**{**vars(TINY), **changes})
     torch.manual_seed(0)
-    llama = LlamaForCausalLM(LlamaConfig(**llama_config_dict(config))).eval()
+    llama = LlamaForCausalLM(LlamaConfig(**write_shape(LLAMA, config))).eval()
     ours = Decoder(config)
-    ours.load_state_dict(from_huggingface(llama.state_dict(), config))
+    ours.load_state_dict(LLAMA.to_ours(llama.state_dict(), config))
     ids = random_ids((2, 128))
     with torch.no_grad():
         assert (ours(ids) - llama(input_ids=ids).logits).abs().max() < 1e-5
@@ -175,7 +168,7 @@ def test_positions_and_offsets_restart_at_each_document():
 @pytest.mark.parametrize("is_autocast", [False, True])
 def test_rmsnorm_on_cpu_equals_torch_in_float64(is_autocast):
     torch.manual_seed(0)
-    norm = RMSNorm(TINY)
+    norm = TINY.parts.norm.build(TINY.dim)
     with torch.no_grad():
         norm.weight.normal_()
     x, grad = torch.randn(4, 9, TINY.dim, requires_grad=True), torch.randn(4, 9, TINY.dim)
@@ -329,7 +322,7 @@ def test_weights_begin_with_their_deviation_and_no_two_alike():
         ({"num_kv_heads": 4}, "num_heads 6 is not a multiple of num_kv_heads 4"),
         ({"num_layers": 0}, "num_layers is 0"),
         ({"dropout": 1.0}, "dropout is 1.0"),
-        ({"rope_theta": 0.0}, "rope_theta 0.0"),
+        ({"rope_theta": 0.0}, "rope_theta is 0.0"),
     ],
 )
 def test_a_shape_that_cannot_be_built_is_refused(changes, message):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from genesis.data.loader import SequenceFormat, build_window
-from genesis.data.packing import fill_row, pack_documents
-from genesis.model import decoder as decoder_module
+from genesis.data.packing import fill_row, mark_piece_ends, pack_documents
+from genesis.model import attention as attention_module
 from genesis.model.decoder import Decoder, DecoderConfig
 
 BOS, EOS, FIRST_PIECE, VOCAB_SIZE, SEQ_LEN = 0, 1, 2, 97, 64
@@ -34,7 +34,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="a path of
 def logits_of(request, monkeypatch):
     """Gives a function from a micro-batch to logits that goes one way, and says which way it went."""
     path = request.param
-    monkeypatch.setattr(decoder_module, "MIN_MEAN_DOCUMENT_TOKENS", 10_000 if "mask" in path else 1)
+    monkeypatch.setattr(attention_module, "MIN_MEAN_DOCUMENT_TOKENS", 10_000 if "mask" in path else 1)
     device = "cuda" if "cuda" in path else "cpu"
     decoder = Decoder(CONFIG)
     decoder.init_weights(0)
@@ -44,14 +44,14 @@ def logits_of(request, monkeypatch):
         for block in decoder.blocks:
             block.forward = torch.compile(block.forward, backend="eager")
     ways = set()
-    attend = decoder_module.attend
+    attend = attention_module.attend
 
     def watch(query, key, value, layout):
         ways.add("mask" if layout.mask is not None else "offsets" if layout.offsets is not None else "rows")
         return attend(query, key, value, layout)
 
     if path != "compiled":
-        monkeypatch.setattr(decoder_module, "attend", watch)
+        monkeypatch.setattr(attention_module, "attend", watch)
 
     def run(input_ids, document_ids):
         context = torch.autocast("cpu", torch.bfloat16) if "autocast" in path else nullcontext()
@@ -64,17 +64,21 @@ def logits_of(request, monkeypatch):
 
 
 def packed_rows(stream, packing):
-    """Returns rows and their numbers of labels, as `TrainWindows` fills them."""
+    """Returns rows, the ends of documents within them, and their numbers of labels, as `TrainWindows` fills them."""
     packed = pack_documents(np.cumsum(LENGTHS), SEQ_LEN, packing)
     rows, labels = np.empty((len(packed), SEQ_LEN + 1), np.int64), np.empty(len(packed), np.int64)
+    inner_ends = np.zeros((len(packed), SEQ_LEN), np.bool_)
 
     def read(start, out):
         out[:] = stream[start : start + len(out)]
 
     ends = [0, *packed.sequence_ends.tolist()]
     for row, (first, last) in enumerate(pairwise(ends)):
-        labels[row] = fill_row(rows[row], packed.starts[first:last], packed.lengths[first:last], read, EOS)
-    return rows, labels
+        starts, sizes = packed.starts[first:last], packed.lengths[first:last]
+        goes_on = bool(sizes[-1] == SEQ_LEN and stream[starts[-1] + SEQ_LEN - 1] != EOS)
+        labels[row] = fill_row(rows[row], starts, sizes, read, EOS, goes_on=goes_on)
+        mark_piece_ends(inner_ends[row], sizes)
+    return rows, inner_ends, labels
 
 
 @pytest.mark.parametrize("packing", ["best_fit", "pad"])
@@ -86,8 +90,8 @@ def test_another_document_in_its_place_changes_no_logit_of_the_others(logits_of,
     sequence_format = SequenceFormat(SEQ_LEN, EOS, np.ones(VOCAB_SIZE, np.int32), np.dtype(np.int64))
 
     def batch_of(stream):
-        rows, labels = packed_rows(stream, packing)
-        (batch,) = build_window(rows, sequence_format, len(rows), 0, labels).micro_batches
+        rows, inner_ends, labels = packed_rows(stream, packing)
+        (batch,) = build_window(rows, sequence_format, len(rows), 0, inner_ends, labels).micro_batches
         return batch
 
     plain = batch_of(stream)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from genesis.errors import UserError
 from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.part import MATRICES, VECTORS, ParameterGroup
 from genesis.optim import GroupedOptimizer, OptimizerOptions, build_optimizer
 from genesis_callbacks.testing import run_ranks
 
@@ -259,8 +260,13 @@ def test_several_ranks_train_as_one_does(kind: str, options: OptimizerOptions) -
             torch.testing.assert_close(mine.detach(), other, atol=tolerance, rtol=0)
 
 
+class FewRows(nn.Sequential):
+    def parameter_groups(self) -> dict[str, ParameterGroup]:
+        return {name: MATRICES if name.endswith("weight") else VECTORS for name, _ in self.named_parameters()}
+
+
 def _train_few_rows_on_rank(options: OptimizerOptions) -> tuple[list[Tensor], set[float]]:
-    model = nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 3))
+    model = FewRows(nn.Linear(4, 1), nn.Linear(1, 3))
     for parameter in model.parameters():
         nn.init.constant_(parameter, 0.5)
     if dist.is_initialized():

@@ -8,22 +8,24 @@ from pathlib import Path
 import pytest
 
 from genesis.errors import RunEndedError
+from genesis.processes import Mark, end_all
 from genesis.rehearse.launch import Launcher, Start
-from genesis.rehearse.processes import Training, end_all
+from genesis.rehearse.processes import MARK_NAME, Training
 from genesis.rehearse.watch import RunView
+from genesis_callbacks.events import EventLog
 
 # Stands in for `python -m genesis fit` by its command line alone.
 WAIT = "import sys, time\nprint('up', flush=True)\ntime.sleep(600)\n"
 
 
 @pytest.fixture
-def mark() -> Iterator[str]:
-    mark = uuid.uuid4().hex
+def mark() -> Iterator[Mark]:
+    mark = Mark(MARK_NAME, uuid.uuid4().hex)
     yield mark
     end_all(mark)
 
 
-def test_a_training_does_not_begin_while_a_rank_of_an_earlier_one_runs(mark: str, tmp_path: Path) -> None:
+def test_a_training_does_not_begin_while_a_rank_of_an_earlier_one_runs(mark: Mark, tmp_path: Path) -> None:
     (tmp_path / "genesis.py").write_text(WAIT)
     command = ["env", "-C", str(tmp_path), sys.executable, "-m", "genesis", "fit"]
     training = Training(command, tmp_path / "log", mark)
@@ -37,15 +39,14 @@ def test_a_training_does_not_begin_while_a_rank_of_an_earlier_one_runs(mark: str
     assert training.wait_ended(60) is not None
 
 
-def test_the_phase_of_a_start_follows_what_the_training_prints(mark: str, tmp_path: Path) -> None:
+def test_the_phase_of_a_start_follows_the_events_of_the_run(mark: Mark, tmp_path: Path) -> None:
     log = tmp_path / "log"
     training = Training([sys.executable, "-c", "pass"], log, mark)
     start = Start(training, RunView(tmp_path / "run"), log)
     assert start.look_at_start().phase == "imports"
-    with log.open("a") as file:
-        file.write("Restoring states from the checkpoint path at runs/a/checkpoints/step-00000010\n")
+    events = EventLog(tmp_path / "run", 0)
+    events.write("started")
     assert start.look_at_start().phase == "restore"
-    with log.open("a") as file:
-        file.write("Restored step 10 from runs/a/checkpoints/step-00000010. Kept: all\n")
+    events.write("restored", step=10)
     assert start.look_at_start().phase == "first step"
     assert training.wait_ended(60) is not None

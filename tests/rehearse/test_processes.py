@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from genesis.rehearse.processes import MARK_NAME, Training, end_all, find_processes, kill_process, wait_until_gone
+from genesis.processes import Mark, end_all, find_processes, kill_process, wait_until_gone
+from genesis.rehearse.processes import MARK_NAME, Training
 
 DEADLINE_SECONDS = 60
 SLEEP = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
@@ -23,14 +24,14 @@ LEAVE_AN_ORPHAN = (
 
 
 @pytest.fixture
-def mark() -> Iterator[str]:
-    mark = uuid.uuid4().hex
+def mark() -> Iterator[Mark]:
+    mark = Mark(MARK_NAME, uuid.uuid4().hex)
     yield mark
     end_all(mark)
 
 
-def start(command: list[str], mark: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, MARK_NAME: mark})
+def start(command: list[str], mark: Mark) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, mark.name: mark.value})
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -40,8 +41,8 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_only_marked_processes_are_found_and_ended(mark: str) -> None:
-    ours, other = start(SLEEP, mark), start(SLEEP, uuid.uuid4().hex)
+def test_only_marked_processes_are_found_and_ended(mark: Mark) -> None:
+    ours, other = start(SLEEP, mark), start(SLEEP, Mark(MARK_NAME, uuid.uuid4().hex))
     try:
         for process in (ours, other):
             assert process.stdout is not None
@@ -57,8 +58,8 @@ def test_only_marked_processes_are_found_and_ended(mark: str) -> None:
             process.communicate()
 
 
-def test_an_orphan_in_a_session_of_its_own_is_found_and_ended(mark: str) -> None:
-    subprocess.run([sys.executable, "-c", LEAVE_AN_ORPHAN], check=True, env={**os.environ, MARK_NAME: mark})
+def test_an_orphan_in_a_session_of_its_own_is_found_and_ended(mark: Mark) -> None:
+    subprocess.run([sys.executable, "-c", LEAVE_AN_ORPHAN], check=True, env={**os.environ, mark.name: mark.value})
     (orphan,) = find_processes(mark)
     assert (orphan.pid, orphan.group) == (orphan.pid, orphan.pid)
     assert wait_until_gone(mark, 0.1) == [orphan]
@@ -66,7 +67,7 @@ def test_an_orphan_in_a_session_of_its_own_is_found_and_ended(mark: str) -> None
     assert find_processes(mark) == []
 
 
-def test_a_training_is_its_ranks_and_is_killed_as_a_whole(mark: str, tmp_path: Path) -> None:
+def test_a_training_is_its_ranks_and_is_killed_as_a_whole(mark: Mark, tmp_path: Path) -> None:
     # Stands in for `python -m genesis fit` by its command line alone: rank 0 starts rank 1 as Lightning does.
     (tmp_path / "genesis.py").write_text(
         "import os, subprocess, sys, time\n"

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from genesis.rehearse.watch import RunView, read_restored_step
+from genesis.rehearse.watch import RunView
+from genesis_callbacks.events import EventLog
 
 HEADER = "step,train/loss\n"
 
@@ -85,9 +86,17 @@ def test_the_pace_is_what_was_seen(tmp_path: Path) -> None:
     assert pace.save > 0
 
 
-def test_the_restored_step_is_the_one_that_the_training_names(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_text("")
-    assert read_restored_step(log) is None
-    log.write_text("Restored step 20 from runs/x/checkpoints/step-00000020. Kept: all.\nstep 21/60\n")
-    assert read_restored_step(log) == 20
+def test_the_restored_step_is_that_of_the_event_since_the_launch(tmp_path: Path) -> None:
+    log = EventLog(tmp_path, 0)
+    log.write("started")
+    log.write("restored", step=10)
+    view = RunView(tmp_path)
+    view.look()
+    assert (view.has_started, view.restored_step) == (False, None)
+    EventLog(tmp_path, 1).write("started")
+    log.write("saved", step=30)
+    view.look()
+    assert (view.has_started, view.restored_step) == (True, None)
+    log.write("restored", step=20)
+    view.look()
+    assert (view.has_started, view.restored_step) == (True, 20)

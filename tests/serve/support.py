@@ -24,7 +24,7 @@ from genesis.serve.catalogue import Catalogue
 from genesis.serve.guard import Guard
 from genesis.serve.pool import Limits
 from genesis.serve.server import Server, answering, bind
-from genesis.tokenizer.tokenizer import Tokenizer
+from genesis.tokenizer.open import open_tokenizer
 from tests.commands import PIPE, ForkedCommand, start_genesis
 from tests.tiny_runs import build_decoder, save
 
@@ -96,7 +96,7 @@ def save_endless(run: Path) -> Path:
     shape = {"max_seq_len": ENDLESS_CONTEXT, "has_tied_embeddings": False}
     decoder = build_decoder(3, **shape)
     with torch.no_grad():
-        decoder.output.weight[Tokenizer.load(run).eos_id] = 0.0
+        decoder.output.weight[open_tokenizer(run).eos_id] = 0.0
     return save(run / "checkpoints", 1, decoder, {}, **shape)
 
 
@@ -105,7 +105,7 @@ def alone(
 ) -> list[NewToken]:
     """Returns the tokens that a text gets when there is no other, with their log-probabilities; greedy if not said."""
     ids = [loaded.tokenizer.bos_id, *loaded.tokenizer.encode(prompt)]
-    batch = Batch(loaded.decoder, 1, loaded.tokenizer.eos_id, num_slots=len(ids) + num_tokens)
+    batch = Batch(loaded.decoder, 1, loaded.tokenizer.stop_ids, num_slots=len(ids) + num_tokens)
     batch.add(Request(ids, num_tokens, sampling or SamplingOptions(temperature=0.0), seed, num_likeliest=2))
     tokens: list[NewToken] = []
     while not (tokens and tokens[-1].is_last):

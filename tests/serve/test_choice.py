@@ -7,12 +7,12 @@ import pytest
 
 from genesis.generate.batch import NewToken
 from genesis.serve.choice import Choice, token_name
-from genesis.tokenizer.tokenizer import Tokenizer
+from genesis.tokenizer.open import open_tokenizer
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tokenizer_file):
-    return Tokenizer.load(tokenizer_file)
+    return open_tokenizer(tokenizer_file)
 
 
 def feed(choice, ids, *, is_last=True):

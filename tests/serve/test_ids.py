@@ -33,7 +33,7 @@ def ask_all(run: Path, *bodies: dict[str, Any]) -> list[tuple[int, Any, Any]]:
 
 def test_token_ids_are_answered_by_token_ids(run_of_ids: Path) -> None:
     options = GenerateOptions(7, SamplingOptions(temperature=0.0))
-    wanted = [token.id for token in generate(load_decoder(run_of_ids).decoder, [(5, 17, 300)], options, -1)]
+    wanted = [token.id for token in generate(load_decoder(run_of_ids).decoder, [(5, 17, 300)], options, frozenset())]
     asked = {**GREEDY, "prompt": [5, 17, 300]}
     (status, answer, _), (_, echoed, _) = ask_all(run_of_ids, {**asked, "logprobs": 2}, {**asked, "echo": True})
     assert status == 200

@@ -1,12 +1,63 @@
+"""The mesh of all ranks and its views, and what manifests say of it."""
+
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from genesis.strategies.degrees import Degrees, groups_along, place_on
+from genesis.strategies.mesh import WorldMesh
 from genesis_callbacks import AsyncProcessCheckpoint
 from genesis_callbacks.checkpoint import find_latest, read_manifest
 from genesis_callbacks.testing import run_ranks
 from tests.train.support import build_module, build_strategy, build_trainer, loader
+
+DEGREES = {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 4, "ep": 8}
+WORLD_SIZE = 64
+
+
+def read_views(degrees: Degrees, rank: int) -> None:
+    """Compares what torch says about a rank's place and groups with the arithmetic."""
+    mesh = WorldMesh(degrees, "cpu")
+    views = [(mesh.data, degrees.data_axes()), (mesh.dense, degrees.dense_axes()), (mesh.sparse, degrees.sparse_axes())]
+    for view, axes in views:
+        assert dict(zip(view.mesh_dim_names, view.shape, strict=True)) == axes
+        assert dict(zip(axes, view.get_coordinate(), strict=True)) == place_on(axes, rank)
+        for name in axes:
+            group = next(group for group in groups_along(axes, [name]) if rank in group)
+            assert view[name].mesh.flatten().tolist() == list(group)
+    tokens = next(group for group in degrees.token_groups() if rank in group)
+    assert mesh.tokens.mesh.flatten().tolist() == list(tokens)
+
+
+def read_as_rank_of_many(rank: int) -> None:
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD_SIZE)
+    read_views(Degrees(**DEGREES).resolve(WORLD_SIZE), rank)
+    read_views(Degrees(dp_replicate=4).resolve(WORLD_SIZE), rank)
+
+
+@pytest.mark.parametrize("rank", [0, 37, 63])
+def test_the_views_of_sixty_four_ranks_are_those_of_the_arithmetic(rank: int) -> None:
+    run_ranks(read_as_rank_of_many, 1, rank)
+
+
+def read_groups(degrees: dict[str, int]) -> dict[str, Any]:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    resolved = Degrees(**degrees).resolve(world_size)
+    read_views(resolved, rank)
+    dense = WorldMesh(resolved, "cpu").dense
+    return {name: dist.get_backend(dense.get_group(name)) for name in dense.mesh_dim_names}
+
+
+def test_an_axis_of_one_rank_opens_no_connection() -> None:
+    for backends in run_ranks(read_groups, 4, {"dp_replicate": 2, "tp": 2}):
+        assert backends == {"pp": "fake", "dp_replicate": "gloo", "fsdp": "gloo", "tp": "gloo"}
+    for backends in run_ranks(read_groups, 2, {}):
+        assert backends == {"pp": "fake", "dp_replicate": "fake", "fsdp": "gloo", "tp": "fake"}
 
 
 def train_one_step(run_dir: str, strategy: str) -> None:
@@ -19,11 +70,9 @@ def train_one_step(run_dir: str, strategy: str) -> None:
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("strategy", "mesh"),
-    [("replicated", {}), ("full", {"data_parallel": 4}), ("hybrid", {"replicate": 2, "shard": 2})],
+    [("replicated", {"dp_replicate": 4}), ("full", {"dp_shard": 4}), ("hybrid", {"dp_replicate": 2, "dp_shard": 2})],
 )
-def test_the_manifest_has_the_mesh_that_the_parameters_live_on(
-    tmp_path: Path, strategy: str, mesh: dict[str, int]
-) -> None:
+def test_the_manifest_has_the_degrees(tmp_path: Path, strategy: str, mesh: dict[str, int]) -> None:
     run_ranks(train_one_step, 4, str(tmp_path), strategy)
     latest = find_latest(tmp_path)
     assert latest is not None

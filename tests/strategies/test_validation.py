@@ -34,7 +34,8 @@ def single_losses() -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("strategy", ["full", pytest.param("grad_op", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["full", "grad_op"])
 def test_a_hundred_steps_with_validation_every_five_do_not_hang(strategy: str, single_losses: list[float]) -> None:
     for losses in run_ranks(hundred_steps, 2, strategy):
         assert len(losses) == 20

@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from genesis.cli.main import main
-from genesis.tokenizer.tokenizer import Tokenizer
+from genesis.tokenizer.open import open_tokenizer
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def test_train_and_inspect_read_one_file_of_sources(config, tmp_path, capsys):
         main(["tokenizer", "train", "--config", str(config), "--out", str(tmp_path / "new"), "--vocab_size", "320"])
         == 0
     )
-    tokenizer = Tokenizer.load(tmp_path / "new")
+    tokenizer = open_tokenizer(tmp_path / "new")
     assert tokenizer.hash[:16] in capsys.readouterr().out
     assert main(["tokenizer", "inspect", "--config", str(config), "--tokenizer", str(tmp_path / "new")]) == 0
     page = capsys.readouterr().out

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from genesis.errors import UserError
 from genesis.tokenizer.inspect import find_unused, measure_texts
-from genesis.tokenizer.tokenizer import StreamingDecoder, Tokenizer
+from genesis.tokenizer.open import open_tokenizer
+from genesis.tokenizer.tokenizer import StreamingDecoder
 from genesis.tokenizer.train import CONTROL_SYMBOLS, MODEL_NAME, TokenizerOptions, train_tokenizer
 
 WORDS = [
@@ -39,7 +40,7 @@ HARD_TEXTS = [
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    return Tokenizer.load(train_tokenizer([TEXT], TokenizerOptions(VOCAB_SIZE), tmp_path_factory.mktemp("tokenizer")))
+    return open_tokenizer(train_tokenizer([TEXT], TokenizerOptions(VOCAB_SIZE), tmp_path_factory.mktemp("tokenizer")))
 
 
 @pytest.mark.parametrize("text", HARD_TEXTS)
@@ -52,7 +53,7 @@ def test_every_text_comes_back_as_it_was(tokenizer, text):
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert not any(tokenizer.is_control(token) for token in ids)
-    assert tokenizer.piece_num_bytes[ids].sum() == len(text.encode())
+    assert tokenizer.token_num_bytes[ids].sum() == len(text.encode())
 
 
 def test_every_unicode_character_comes_back_without_a_control_symbol(tokenizer):
@@ -60,7 +61,7 @@ def test_every_unicode_character_comes_back_without_a_control_symbol(tokenizer):
     texts = ["".join(characters[start : start + 4096]) for start in range(0, len(characters), 4096)]
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
         assert tokenizer.decode(ids) == text
-        assert tokenizer.piece_num_bytes[ids].all()
+        assert tokenizer.token_num_bytes[ids].all()
 
 
 @given(st.lists(st.sampled_from([*HARD_TEXTS, "alpha ", "  betatic", TEXT]), max_size=12))
@@ -71,17 +72,17 @@ def test_a_batch_gives_the_ids_of_each_text_alone(tokenizer, texts):
 
 def test_cutting_long_texts_does_not_change_their_ids(tokenizer):
     text = TEXT.replace("▁", "x") * 3
-    whole = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.model).encode(text)
+    whole = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.files[MODEL_NAME]).encode(text)
     assert tokenizer.encode(text) == whole
     assert len(text) > 20_000
 
 
 def test_special_ids_are_fixed_whatever_the_vocabulary(tokenizer, tmp_path):
-    other = Tokenizer.load(train_tokenizer([TEXT], TokenizerOptions(VOCAB_SIZE + 9), tmp_path).parent)
+    other = open_tokenizer(train_tokenizer([TEXT], TokenizerOptions(VOCAB_SIZE + 9), tmp_path).parent)
     for each in (tokenizer, other):
         assert each.pieces[:16] == ("<pad>", "<unk>", "<s>", "</s>", *CONTROL_SYMBOLS)
         assert (each.pad_id, each.bos_id, each.eos_id) == (0, 2, 3)
-        assert not each.piece_num_bytes[:16].any()
+        assert not each.token_num_bytes[:16].any()
         assert each.token_id("<|user|>") == 5
         assert each.decode([2, 5, *each.encode("hi"), 7, 3]) == "hi"
     assert other.vocab_size == VOCAB_SIZE + 9
@@ -111,7 +112,10 @@ def test_streaming_holds_back_half_a_character_and_flushes_it(tokenizer):
 
 
 def test_training_twice_gives_the_same_file(tokenizer, tmp_path):
-    assert train_tokenizer(iter([TEXT]), TokenizerOptions(VOCAB_SIZE), tmp_path).read_bytes() == tokenizer.model
+    assert (
+        train_tokenizer(iter([TEXT]), TokenizerOptions(VOCAB_SIZE), tmp_path).read_bytes()
+        == tokenizer.files[MODEL_NAME]
+    )
 
 
 def test_digits_are_split(tokenizer):
@@ -122,7 +126,7 @@ def test_a_vocabulary_too_large_names_the_largest_that_works(tmp_path):
     with pytest.raises(UserError, match=r"vocab_size 49152 is too large for this text: choose (\d+) or less") as caught:
         train_tokenizer([TEXT], TokenizerOptions(), tmp_path)
     largest = int(str(caught.value).split("choose ")[1].split()[0])
-    assert Tokenizer.load(train_tokenizer([TEXT], TokenizerOptions(largest), tmp_path)).vocab_size == largest
+    assert open_tokenizer(train_tokenizer([TEXT], TokenizerOptions(largest), tmp_path)).vocab_size == largest
 
 
 @pytest.mark.parametrize(
@@ -142,10 +146,10 @@ def test_text_and_vocabulary_that_do_not_fit_are_refused(tmp_path, texts, vocab_
 
 def test_a_missing_or_foreign_model_is_refused(tmp_path):
     with pytest.raises(UserError, match="cannot read the tokenizer"):
-        Tokenizer.load(tmp_path / "nothing")
+        open_tokenizer(tmp_path / "nothing")
     (tmp_path / MODEL_NAME).write_bytes(b"no model")
     with pytest.raises(UserError, match="not a SentencePiece model"):
-        Tokenizer.load(tmp_path)
+        open_tokenizer(tmp_path)
 
 
 def test_a_model_that_changes_text_is_refused(tmp_path):
@@ -159,7 +163,7 @@ def test_a_model_that_changes_text_is_refused(tmp_path):
         minloglevel=3,
     )
     with pytest.raises(UserError, match="does not give text back as it was"):
-        Tokenizer.load(tmp_path)
+        open_tokenizer(tmp_path)
 
 
 def test_the_report_counts_bytes_tokens_and_unused_pieces(tokenizer):

@@ -21,7 +21,7 @@ from genesis.data.packing import Packing
 from genesis.data.plans import measure_source, write_plan
 from genesis.data.window import IGNORE_INDEX, Window
 from genesis.errors import UserError
-from genesis.tokenizer.tokenizer import Tokenizer
+from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.recipe_policy import RECIPE_POLICY
@@ -492,7 +492,7 @@ def test_a_damaged_shard_stops_training_with_one_line(corpus: Path, tmp_path: Pa
 
 def test_validation_counts_tokens_and_bytes_of_the_whole_set(corpus: Path, tmp_path: Path) -> None:
     documents = make_documents(9, 6, seed=3)
-    num_bytes = Tokenizer.load(corpus).piece_num_bytes
+    num_bytes = open_tokenizer(corpus).token_num_bytes
     for micro_batch_size in (1, 2, 7):
         data, module = data_module(corpus, validation_micro_batch_size=micro_batch_size), Recorder()
         trainer(tmp_path, 1, limit_val_batches=1.0).validate(module, data, verbose=False)

@@ -52,7 +52,7 @@ def climb(directory: str, corpus: str, strategy: str, mode: str, *callbacks: pl.
         "counters": counters_of(trainer).checkpoint_counters(),
         "position": data.training.data_position,
         "restored": None if checkpoint.restore_report is None else checkpoint.restore_report.step,
-        "failed": checkpoint.num_failed_saves,
+        "failed": checkpoint.statistics.num_failed,
     }
 
 
@@ -62,7 +62,11 @@ def climb(directory: str, corpus: str, strategy: str, mode: str, *callbacks: pl.
         pytest.param("single", 1, marks=pytest.mark.slow),
         pytest.param("replicated", 1, marks=pytest.mark.slow),
         pytest.param("replicated", 2, marks=pytest.mark.slow),
+        # Three addends and more do not sum alike in every order.
+        pytest.param("replicated", 4, marks=pytest.mark.slow),
         pytest.param("zero1", 2, marks=pytest.mark.slow),
+        pytest.param("zero1", 4, marks=pytest.mark.slow),
+        pytest.param("full", 4, marks=pytest.mark.slow),
         ("full", 2),
         pytest.param("grad_op", 2, marks=pytest.mark.slow),
         pytest.param("hybrid", 4, marks=pytest.mark.slow),

@@ -103,7 +103,7 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
         ("replicated", 1),
         pytest.param("replicated", 2, marks=pytest.mark.slow),
         pytest.param("zero1", 2, marks=pytest.mark.slow),
-        ("full", 2),
+        pytest.param("full", 2, marks=pytest.mark.slow),  # test_ladder.py kills and resumes one in the quick tier
         pytest.param("offload", 2, marks=pytest.mark.slow),
     ],
 )
@@ -146,7 +146,8 @@ def global_batches(ranks: list[dict[str, Any]]) -> list[Any]:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (("full", 2), ("replicated", 1)),
+        # test_data_module.py changes the number of ranks in the quick tier.
+        pytest.param(("full", 2), ("replicated", 1), marks=pytest.mark.slow),
         pytest.param(("single", 1), ("full", 2), marks=pytest.mark.slow),
         pytest.param(("replicated", 2), ("full", 1), marks=pytest.mark.slow),
         pytest.param(("zero1", 2), ("full", 4), marks=pytest.mark.slow),

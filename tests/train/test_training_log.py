@@ -122,6 +122,19 @@ def test_sharded_ranks_that_are_killed_log_the_losses_of_those_that_are_not(tmp_
     assert read_losses(killed) == read_losses(straight)
 
 
+@pytest.mark.process
+def test_a_run_that_goes_on_with_fewer_ranks_logs_the_mean_over_the_steps_of_both(
+    tmp_path: Path, tiny_corpus: Path, straight_losses: dict[int, list[str]]
+) -> None:
+    with pytest.raises(AssertionError, match="died without a word"):
+        run_ranks(train, 2, str(tmp_path), str(tiny_corpus), "replicated", 5, 11)
+    run_ranks(train, 1, str(tmp_path), str(tiny_corpus), "replicated", None)
+    losses = read_losses(tmp_path)
+    assert list(losses) == list(straight_losses)
+    for step, values in straight_losses.items():  # that of step 12 is over steps 10, of two ranks, to 12, of one
+        assert list(map(float, losses[step])) == pytest.approx(list(map(float, values)), rel=1e-5)
+
+
 def train_once(directory: str, empty_steps: tuple[int, ...], stop_step: int) -> None:
     """Trains without a checkpoint, with windows that are skipped, and asks for the end after `stop_step`."""
     log = CSVLog(Path(directory) / "metrics.csv")

@@ -28,7 +28,7 @@ from genesis.cli.main import main
 from genesis.data.corpus import open_corpus
 from genesis.data.plans import write_plan
 from genesis.generate.load import load_decoder
-from genesis.tokenizer.tokenizer import Tokenizer
+from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
 from genesis_callbacks.testing import run_ranks
 from tests.cli.tiny import build_recipe, write_recipe
@@ -82,7 +82,7 @@ def read_sequences(corpus: Path, seq_len: int) -> list[list[int]]:
 @cache
 def compute_reference(checkpoint: Path, corpus: Path, seq_len: int, limit: int | None = None) -> Figures:
     decoder = load_decoder(checkpoint).decoder.double()
-    num_bytes_of = Tokenizer.load(corpus).piece_num_bytes
+    num_bytes_of = open_tokenizer(corpus).token_num_bytes
     sequences = read_sequences(corpus, seq_len)
     if limit is not None:
         sequences = [sequences[index * len(sequences) // limit] for index in range(limit)]
@@ -397,7 +397,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     """Returns all runs and all validations, made by as few starts of ranks as can be."""
     lab = Lab(tmp_path_factory.mktemp("lab"))
     model = train_tokenizer(["an ant eats the tree, then rests on it " * 9], TokenizerOptions(300), lab.directory)
-    tokenizer = Tokenizer.load(model)
+    tokenizer = open_tokenizer(model)
 
     def encode(sources: dict[str, list[str]]) -> dict[str, Documents]:
         return {
@@ -405,7 +405,9 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
         }
 
     for name, held_out in HELD_OUT.items():
-        write_corpus(lab.directory / name, encode(TRAIN), encode(held_out), tokenizer=tokenizer.model)
+        write_corpus(
+            lab.directory / name, encode(TRAIN), encode(held_out), tokenizer=tokenizer.files["tokenizer.model"]
+        )
         for run in RUNS:
             if run.packing != "chunk" and run.corpus == name:
                 write_plan(open_corpus(lab.corpus(run)), run.packing, run.seq_len)
@@ -428,7 +430,9 @@ def run_at(
     validations = [validation for validation in validations if validation.place.world_size == world_size]
     trials = [trial for trial in trials if trial.run.place.world_size == world_size]
     commands = [*map(lab.fit, runs), *map(lab.validate, validations), *map(lab.try_out, trials)]
-    answers = (list(ranks) for ranks in zip(*run_ranks(run_commands, world_size, commands), strict=True))
+    answers = (
+        list(ranks) for ranks in zip(*run_ranks(run_commands, world_size, commands, timeout_seconds=600.0), strict=True)
+    )
     lab.runs.update((run, next(answers)) for run in runs)
     lab.validations.update((validation, next(answers)) for validation in validations)
     lab.trials.update((trial, next(answers)) for trial in trials)

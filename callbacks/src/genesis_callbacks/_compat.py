@@ -49,9 +49,20 @@ def local_chunks(tensor: Tensor) -> list[tuple[Offsets, tuple[int, ...], Tensor]
     return [(offsets, sizes, local)]
 
 
-def local_address(tensor: Tensor) -> int:
-    """Returns where in memory this rank's elements lie: it changes when somebody gives a tensor other data."""
-    return tensor._local_tensor.data_ptr() if isinstance(tensor, DTensor) else tensor.data_ptr()
+MemoryLayout = tuple[int, torch.Size, tuple[int, ...], torch.dtype, bool, bool]
+
+
+def memory_layout(tensor: Tensor) -> MemoryLayout:
+    """Returns address, shape, strides, type and lazy conjugation and negation of a tensor that is not a DTensor.
+
+    It changes when somebody gives the tensor other data, and also when somebody transposes it in place.
+    """
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+
+
+def local_layout(tensor: Tensor) -> MemoryLayout:
+    """Returns what `memory_layout` does of the elements that this rank holds."""
+    return memory_layout(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
 
 
 def write_counts(tensors: Sequence[Tensor]) -> list[int]:
@@ -300,3 +311,8 @@ def begin_next_epoch(trainer: Any) -> None:
     optimizations = (epoch_loop.automatic_optimization, epoch_loop.manual_optimization)
     for restarted in (epoch_loop.val_loop, *optimizations, epoch_loop, loop):
         restarted.on_iteration_done()
+
+
+def read_ddp_options(strategy: Any) -> dict[str, Any]:
+    """Returns what a DDPStrategy gives to DistributedDataParallel."""
+    return dict(strategy._ddp_kwargs)

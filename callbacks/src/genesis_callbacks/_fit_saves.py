@@ -17,14 +17,13 @@ from ._save_options import SaveOptions
 from ._save_statistics import SaveStatistics
 from ._save_warnings import SaveFailedWarning, SaveSkippedWarning, TornSnapshotWarning
 from ._step_watch import StepWatch
-from ._trainer_state import take_snapshot
+from ._trainer_state import SnapshotCache, take_snapshot
 from ._triggers import may_skip, read_moment
 from .checkpoint.collect import MODEL_PREFIX, name_parameters
 from .checkpoint.errors import CheckpointError, SaveFailedError, UnreadableCheckpointError
 from .checkpoint.job import Outcome
 from .checkpoint.manifest import checkpoint_name
 from .checkpoint.pipeline import Progress, SavePipeline
-from .checkpoint.plan import PartsCache
 from .checkpoint.save_target import RetentionWarning, SaveTarget, Snapshot
 from .checkpoint.writer_process import WriterProcess
 
@@ -86,7 +85,7 @@ class FitSaves:
         self._history, self._statistics, self._best = history, statistics, best
         self._watch: StepWatch | None = None
         self._names: dict[int, str] = {}
-        self._parts = PartsCache()
+        self._cache = SnapshotCache()
         self._updates_at_begin = 0
         self._updates_at_last = 0
         self._last_begin_seconds = time.monotonic()
@@ -130,7 +129,7 @@ class FitSaves:
         with self._statistics.stalling(lambda: self.is_in_flight):
             yield
 
-    def take_snapshot(self, cache: PartsCache | None = None, rng: Any = None) -> Snapshot:
+    def take_snapshot(self, cache: SnapshotCache | None = None, rng: Any = None) -> Snapshot:
         """Returns what this rank gives to a save. No communication."""
         return take_snapshot(
             self._trainer,
@@ -193,7 +192,7 @@ class FitSaves:
     def _begin(self, pipeline: SavePipeline) -> None:
         step = self._trainer.global_step
         try:
-            pipeline.begin(step, lambda: self.take_snapshot(self._parts), self.progress())
+            pipeline.begin(step, lambda: self.take_snapshot(self._cache), self.progress())
         except (CheckpointError, SaveFailedError) as error:
             self._fail(step, error)
             return
@@ -205,7 +204,11 @@ class FitSaves:
         watch = self._watch
         assert watch is not None
         self._updates_at_begin = watch.num_updates
-        return Progress(lambda: watch.num_steps, watch.num_updates - self._updates_at_last, watch.moved(self._names))
+        return Progress(
+            lambda: watch.num_steps,
+            watch.num_updates - self._updates_at_last,
+            watch.moved(self._names, since_updates=self._updates_at_last),
+        )
 
     # ---- to settle
 
@@ -259,6 +262,9 @@ class FitSaves:
     def _fail(self, step: int, error: CheckpointError | SaveFailedError) -> None:
         """Ends training with the error, or warns, by policy."""
         self._statistics.num_failed += 1
+        if self.target.events is not None and self.target.ranks.is_first:
+            path = self._options.directory / checkpoint_name(step)
+            self.target.events.write("failed", step=step, checkpoint=path, error=error)
         if self._best is not None:
             self._best.drop(step)
         if self._options.on_save_failure == "raise":
@@ -278,5 +284,5 @@ class FitSaves:
         if self._watch is not None:
             self._watch.remove()
             self._watch = None
-        self._parts = PartsCache()  # it holds tensors
+        self._cache = SnapshotCache()  # it holds tensors
         return outcome

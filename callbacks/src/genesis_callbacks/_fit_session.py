@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from ._best_watch import BestWatch
 from ._boundary import Boundary
 from ._exception_save import ALONE_SECONDS, begin_alone
+from ._fit_events import FitEvents
 from ._fit_saves import FitSaves, SaveHistory
 from ._rank_watch import RankWatch
 from ._save_options import SaveOptions
@@ -80,6 +81,8 @@ class FitSession:
         self._history, self._statistics, self._best = history, statistics, best
         self._lock: DirectoryLock | None = None
         self._rank_watch: RankWatch | None = None
+        self.events: FitEvents | None = None
+        """None for a dry run, which leaves nothing behind."""
         self._writer: WriterProcess | None = None
         self._signals = SignalFlag() if options.save_on_signal else None
         self._votes = VoteExchange(ranks)
@@ -102,6 +105,9 @@ class FitSession:
         run_dir, lost_rank_seconds = self._directory.parent, self._options.lost_rank_seconds
         if lost_rank_seconds is not None and self.ranks.world_size > 1:
             self._rank_watch = RankWatch(run_dir, self.ranks.rank, self.ranks.world_size, lost_rank_seconds)
+        if not is_dry:
+            self.events = FitEvents(run_dir, self.ranks)
+            self.events.start()
         if self._options.mode == "process" and not is_dry:
             self._writer = WriterProcess()
 
@@ -145,8 +151,9 @@ class FitSession:
         target = self._history.target = SaveTarget(
             self._directory,
             self.ranks,
-            origin=Origin(identity, recipe, read_mesh(module)),
+            origin=Origin(identity, recipe, _read_axes(trainer, module)),
             retention=self._options.retention,
+            events=None if self.events is None else self.events.log,
         )
         last_step = self._go_on(target, before, trainer.global_step, start, run_directories)
         self.ranks.attempt(
@@ -274,6 +281,8 @@ class FitSession:
 
     def leave(self, trainer: Trainer, exception: BaseException) -> str | None:
         """Saves by choice when training ends by an exception, and returns which ranks are gone. No communication."""
+        if self.events is not None:
+            self.events.fail(trainer, exception)
         self._votes.abandon()
         if self._rank_watch is not None:
             self._rank_watch.stop(exception)
@@ -306,3 +315,9 @@ class FitSession:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+
+
+def _read_axes(trainer: Trainer, module: LightningModule) -> dict[str, int]:
+    """Returns how the ranks were laid out, for the manifest: as the strategy has it, or as parameters show it."""
+    degrees = getattr(trainer.strategy, "parallel_degrees", None)
+    return read_mesh(module) if degrees is None else dict(degrees)

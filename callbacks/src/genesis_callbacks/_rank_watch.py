@@ -16,12 +16,13 @@ import warnings
 from pathlib import Path
 
 from .checkpoint.descriptor import PrivateDescriptor
+from .events import EventLog
+from .run_directory import RunDirectory
 
 EXIT_STATUS = 70
 """sysexits' EX_SOFTWARE, as a forward that one rank enters alone ends with."""
 
 _INTERVAL_SECONDS = 0.5
-_DIRECTORY_NAME = ".ranks"
 _VERDICT_NAME = "lost"
 _ENDED = "ended"
 _FAILED = "failed with"
@@ -41,7 +42,8 @@ class RankWatch:
     """
 
     def __init__(self, directory: Path, rank: int, world_size: int, grace_seconds: float) -> None:
-        self._directory = directory / _DIRECTORY_NAME
+        self._directory = RunDirectory(directory).ranks
+        self._events = EventLog(directory, rank)
         self._rank, self._world_size, self._grace_seconds = rank, world_size, grace_seconds
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
@@ -58,7 +60,7 @@ class RankWatch:
     @staticmethod
     def clear(directory: Path) -> None:
         """Removes what an earlier run left. The holder of the directory calls it, before any rank makes a watch."""
-        shutil.rmtree(directory / _DIRECTORY_NAME, ignore_errors=True)
+        shutil.rmtree(RunDirectory(directory).ranks, ignore_errors=True)
 
     def start(self) -> None:
         """Starts watching, if the locks of all ranks, which have made theirs, can be seen from here."""
@@ -141,6 +143,7 @@ class RankWatch:
             (self._directory / _VERDICT_NAME).write_text(verdict, encoding="utf-8")
         if self._stopped.wait(self._grace_seconds):
             return
+        self._events.append("failed", text=f"{verdict} is gone, and this rank ends, too")
         sys.stderr.write(
             f"genesis-callbacks: error: [rank {self._rank}] {verdict} is gone; this rank ends, too, "
             f"{self._grace_seconds:g} s after. The last checkpoint is good: start the run again\n"

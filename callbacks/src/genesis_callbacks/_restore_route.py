@@ -16,9 +16,10 @@ from ._save_options import SaveOptions
 from ._trainer_restore import Restore
 from .checkpoint.drift import DriftPolicy
 from .checkpoint.errors import CheckpointError
-from .checkpoint.lineage import find_latest, wait_for_orphans
+from .checkpoint.lineage import find_holder, find_latest, wait_for_orphans
 from .checkpoint.manifest import COMMITTED_NAME, MANIFEST_NAME, is_checkpoint_name
 from .checkpoint.ranks import Ranks, WorldRanks
+from .checkpoint.verify import VerifyLevel
 
 LATEST = "latest"
 
@@ -70,8 +71,12 @@ class RestoreRoute:
         return self._verified
 
     def _look(self, *, put_aside: bool) -> Path | None:
-        wait_for_orphans(self._options.directory, ORPHAN_SECONDS, is_told=put_aside)
-        return find_latest(self._options.directory, level=self._options.verify_level, put_aside=put_aside)
+        directory = self._options.directory
+        # A live run's own writer is not waited for, and nothing of its directory is touched. A fit is refused there.
+        is_in_use = find_holder(directory) is not None
+        if not is_in_use:
+            wait_for_orphans(directory, ORPHAN_SECONDS, is_told=put_aside)
+        return find_latest(directory, level=self._options.verify_level, put_aside=put_aside and not is_in_use)
 
     def load(
         self,
@@ -110,7 +115,8 @@ class RestoreRoute:
         if found is None:
             return NothingToRestore({"pytorch-lightning_version": version("lightning")})
         # What `latest` has just verified is not read a second time; what is placed is compared by digest in any case.
-        restore = Restore(found, ranks, level="quick" if found == self._verified else self._options.verify_level)
+        level: VerifyLevel = "quick" if found == self._verified else self._options.verify_level
+        restore = Restore(found, ranks, trainer.strategy, level=level)
         self._verified = None
         is_fit = trainer.state.fn == TrainerFn.FITTING
         is_elsewhere = found.parent != self._options.directory

@@ -1,9 +1,11 @@
-"""A signal handler that only remembers: what it means is decided later, by all ranks together."""
+"""A signal handler that only remembers, and the end of training when all ranks have decided what it means."""
 
 import signal
 import threading
 from types import FrameType
 from typing import Any
+
+from lightning.pytorch import Trainer
 
 WATCHED_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -37,3 +39,11 @@ class SignalFlag:
         if self.received and number == signal.SIGINT and callable(previous):
             previous(number, frame)
         self.received = self.received or number
+
+
+def stop_training(trainer: Trainer) -> None:
+    """Makes a fit end after the batch that runs; every rank calls it at the same one."""
+    # A limit from below would make Lightning train on in spite of should_stop.
+    trainer.fit_loop.min_epochs = None
+    trainer.fit_loop.epoch_loop.min_steps = None
+    trainer.should_stop = True

@@ -18,6 +18,8 @@ def _has_signal(gradients: list[Tensor]) -> bool:
     stride = max(1, len(gradients) // _SAMPLED_PARAMETERS)
     for gradient in gradients[::stride]:
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        if local.is_sparse:
+            local = local._values()  # of an embedding's rows; to coalesce them would cost a sort
         if local.device.type != "cpu" or bool(local.detach().reshape(-1)[:_SAMPLED_ELEMENTS].any()):
             return True
     return False
@@ -39,7 +41,7 @@ class StepWatch:
         self, optimizers: Iterable[Optimizer], *, before_step: Callable[[], None] | None, has_scaler: bool
     ) -> None:
         self._has_scaler = has_scaler
-        self._moved_by: dict[int, Optimizer] = {}
+        self._moved_by: dict[int, tuple[Optimizer, int]] = {}
         self._handles: list[RemovableHandle] = []
         self.num_steps = 0
         self.num_updates = 0
@@ -56,27 +58,36 @@ class StepWatch:
         )
         if has_gradient and not is_hidden:
             self.num_updates += 1
-            self._moved_by[id(optimizer)] = optimizer
+            self._moved_by[id(optimizer)] = (optimizer, self.num_updates)
         else:
             self._moved_by.pop(id(optimizer), None)
 
-    def moved(self, names: Mapping[int, str]) -> frozenset[str]:
-        """Returns the names of the parameters that the last steps moved: they have a gradient and a learning rate.
+    def moved(self, names: Mapping[int, str], *, since_updates: int) -> frozenset[str]:
+        """Returns the names of the parameters that the optimizers' last steps moved: they have a gradient and a lr.
 
-        Empty if what was sampled of the gradients is all zeros. Call it at a window's end.
+        An optimizer without an update since then moved nothing, whatever gradients its parameters have by now: others
+        may run backward through them. It moved nothing either if what is sampled of its gradients is all zeros.
+        Call it at a window's end.
+
+        Args:
+            names: Of the parameters, by `id`.
+            since_updates: What `num_updates` was at the save to compare with.
         """
-        moved = [
-            parameter
-            for optimizer in self._moved_by.values()
-            for group in optimizer.param_groups
-            if float(group.get("lr", 1.0)) > 0.0
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ]
-        with torch.no_grad():
-            if not _has_signal([parameter.grad for parameter in moved]):
-                return frozenset()
-        return frozenset(names[id(parameter)] for parameter in moved if id(parameter) in names)
+        moved: set[str] = set()
+        for optimizer, num_updates in self._moved_by.values():
+            if num_updates <= since_updates:
+                continue
+            parameters = [
+                parameter
+                for group in optimizer.param_groups
+                if float(group.get("lr", 1.0)) > 0.0
+                for parameter in group["params"]
+                if parameter.grad is not None
+            ]
+            with torch.no_grad():
+                if _has_signal([parameter.grad for parameter in parameters]):
+                    moved.update(names[id(parameter)] for parameter in parameters if id(parameter) in names)
+        return frozenset(moved)
 
     def remove(self) -> None:
         """Takes the hooks away; a second call does nothing."""

@@ -1,6 +1,7 @@
 """Puts a checkpoint of the engine into a Lightning Trainer, before or after its strategy has set up."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,15 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from ._data_position import LostDataPositionWarning, OnLostDataPosition, count_epoch, place, read_saved_states
+from ._rank_role import read_rank_role
 from ._trainer_state import HasRankState
 from .checkpoint.collect import (
     MODEL_PREFIX,
     SWAPPED_PREFIX,
     NamedModel,
     canonical_name,
-    check_groups,
-    load_groups,
     model_parts,
+    name_groups,
     name_model,
     name_optimizer,
     name_parameters,
@@ -26,16 +27,46 @@ from .checkpoint.collect import (
 )
 from .checkpoint.drift import DriftPolicy, DriftWarning, check_drift, find_drift
 from .checkpoint.errors import CheckpointError
+from .checkpoint.groups import GroupNames, check_groups, find_options
 from .checkpoint.lightning_file import index_optimizer_state, read_optimizer_state
 from .checkpoint.manifest import Ancestor, Manifest, read_committed_hash
+from .checkpoint.overlaps import separate_shared
 from .checkpoint.plan import LocalPart
 from .checkpoint.ranks import Ranks
-from .checkpoint.restore import check_restored, read_recorded_tensors, read_state, restore_parts
-from .checkpoint.rng import apply_rng_state
+from .checkpoint.restore import check_restored, read_recorded_tensors, restore_parts
+from .checkpoint.rng import apply_rng_state, read_rng_state
 from .checkpoint.save_target import read_versions
-from .checkpoint.tagged_json import decode_tagged, named_tensors
+from .checkpoint.sections import SavedSections
 from .checkpoint.verify import VerifyLevel, verify
 from .restore_report import RestoreReport
+
+_EXTRAS, _SWAPPED = "model_extras", "swapped"
+
+
+@dataclass(frozen=True)
+class _LiveNames:
+    """What one rank that restores holds.
+
+    Attributes:
+        model: Full names of its model's tensors.
+        optimizers: The names of the parameters in the groups of each of its optimizers.
+    """
+
+    model: frozenset[str]
+    optimizers: tuple[GroupNames, ...]
+
+
+def _name_groups(index: int, optimizer: Optimizer, names: Mapping[int, str]) -> GroupNames:
+    return tuple(map(tuple, name_groups(index, optimizer, names)))
+
+
+def _name_live(module: LightningModule, optimizers: Iterable[Optimizer]) -> _LiveNames:
+    model = name_model(module.state_dict(keep_vars=True))
+    names = name_parameters(module)
+    return _LiveNames(
+        frozenset(MODEL_PREFIX + name for name in model.tensors),
+        tuple(_name_groups(index, optimizer, names) for index, optimizer in enumerate(optimizers)),
+    )
 
 
 class Restore:
@@ -44,31 +75,45 @@ class Restore:
     Every rank makes it, together; it verifies on rank 0 and tells the others. Its methods say which of them
     communicate.
 
+    Ranks may hold different parts of the model (stages of a pipeline), and others than the ranks that saved: tensors
+    and optimizer groups are matched by name over all ranks together, and a rank's other state by the rank's role.
+
+    Args:
+        path: The checkpoint.
+        ranks: The run's.
+        strategy: The Trainer's, which gives this rank's role.
+        level: How much is verified.
+
     Raises:
         CheckpointError: The checkpoint does not verify; on every rank alike.
     """
 
-    def __init__(self, path: Path, ranks: Ranks, *, level: VerifyLevel) -> None:
+    def __init__(self, path: Path, ranks: Ranks, strategy: Any, *, level: VerifyLevel) -> None:
         self.path = path
         self._ranks = ranks
-        manifest = ranks.attempt_and_gather(
+        answers = ranks.attempt_and_gather(
             "verifying the checkpoint",
-            lambda: verify(path, level) if ranks.is_first else None,
+            lambda: (verify(path, level) if ranks.is_first else None, read_rank_role(strategy)),
             error_type=CheckpointError,
-        )[0]
+        )
+        manifest = answers[0][0]
         assert manifest is not None
         self.manifest: Manifest = manifest
         self.ancestor = Ancestor(path.name, read_committed_hash(path))
         self.has_weights_alone = False
         """Whether the run takes the weights and begins everything else anew."""
-        self._has_same_world = manifest.world_size == ranks.world_size
         self._afresh: list[str] = []
         self._changed: tuple[str, ...] = ()
-        self._sections: list[Any] = []
+        self._roles = [role for _, role in answers]
         self._rng: Any = None
         self._fetch_rng: Any = None
-        self._content: Any = ranks.attempt("reading the state", self._read_content, error_type=CheckpointError)
+        self._sections, self._content = ranks.attempt(
+            "reading the state", self._read_content, error_type=CheckpointError
+        )
+        self._match = self._sections.match
         self._has_combined = False
+        self._has_lightning_filled = False
+        """Whether Lightning has loaded the optimizers, from the dict that this rank gave to it."""
 
     def check_drift(
         self,
@@ -123,44 +168,27 @@ class Restore:
                 "new one from its weights, give that another run_dir, and restore='weights'"
             )
 
-    def _read_content(self) -> Any:
-        """This rank's section where as many ranks saved, else rank 0's; generators are decoded later."""
-        self._sections = read_state(self.path, self.manifest)
-        own = dict(self._sections[self._ranks.rank if self._has_same_world else 0])
+    def _read_content(self) -> tuple[SavedSections, Any]:
+        """Returns the sections and the content of this rank's; generators are decoded later."""
+        sections = SavedSections(self.path, self.manifest, self._roles, self._ranks.rank)
+        own, match = sections.own, sections.match
         rng, fetch_rng = own.pop("rng"), own.pop("rng_of_fetch", None)
-        self._rng, self._fetch_rng = (rng, fetch_rng) if self._has_same_world else (None, None)
-        content = self._decode(own)
+        for key in (_EXTRAS, _SWAPPED):  # what a rank needs of other sections, too, depends on its model
+            own.pop(key, None)
+        self._rng = rng if match.is_same_role else None
+        self._fetch_rng = fetch_rng if match.is_same_data else None
+        content = sections.decode(own)
         loops = content["trainer"].get("loops", {})
         if "fit_loop" in loops:
             loops["fit_loop"] = count_epoch(loops["fit_loop"])
-        return content
+        return sections, content
 
     def combine_rank_states(self, datamodule: Any) -> None:
-        """Gives a data module that keeps a state by rank what all of them saved. No communication."""
+        """Gives a data module that keeps a state by rank what the ranks of all data ranks saved. No communication."""
         key = type(datamodule).__qualname__
         if isinstance(datamodule, HasRankState) and key in self._content["trainer"]:
-            states = [self._decode(section["trainer"][key]) for section in self._sections]
-            self._content["trainer"][key] = datamodule.combine_rank_states(states)
+            self._content["trainer"][key] = datamodule.combine_rank_states(self._sections.read_states(key))
             self._has_combined = True
-
-    def _decode(self, content: Any) -> Any:
-        return decode_tagged(content, read_recorded_tensors(self.path, self.manifest, sorted(named_tensors(content))))
-
-    @property
-    def _swapped(self) -> dict[str, Any]:
-        """What hooks had put in the place of the model's own values, by key of the state dict."""
-        return self._content.get("swapped", {})  # type: ignore[no-any-return]  # it is what take_snapshot made
-
-    @property
-    def _groups(self) -> list[list[dict[str, Any]]]:
-        return [section["groups"] for section in self._content["optimizers"]]
-
-    def _optimizer_values(self, index: int) -> dict[str, dict[str, Any]]:
-        """Per-parameter values that are no tensors: each rank that held a part of the optimizer saved its own."""
-        values: dict[str, dict[str, Any]] = {}
-        for section in self._sections:
-            values.update(self._decode(section["optimizers"][index]["values"]))
-        return values
 
     def build_lightning_checkpoint(self, module: LightningModule, *, with_optimizers: bool) -> dict[str, Any]:
         """Returns the dict that a strategy would have loaded, with full tensors on the CPU. Every rank calls it.
@@ -168,32 +196,97 @@ class Restore:
         Raises:
             CheckpointError: A tensor is not what was saved; on every rank alike.
         """
+        live = self._separate_and_gather(module, [])
         return self._ranks.attempt(
-            "restoring", lambda: self._read_lightning_checkpoint(module, with_optimizers), error_type=CheckpointError
+            "restoring",
+            lambda: self._read_lightning_checkpoint(module, live, with_optimizers),
+            error_type=CheckpointError,
         )
 
-    def _read_lightning_checkpoint(self, module: LightningModule, with_optimizers: bool) -> dict[str, Any]:
+    def _separate_and_gather(self, module: LightningModule, optimizers: Iterable[Optimizer]) -> list[_LiveNames]:
+        """Gives tensors their own memory and name where the checkpoint has them so, then does as `_gather_live`."""
+        self._ranks.attempt(
+            "separating tensors that share memory",
+            lambda: separate_shared(self.path, self.manifest, module),
+            error_type=CheckpointError,
+        )
+        return self._gather_live(module, optimizers)
+
+    def _gather_live(self, module: LightningModule, optimizers: Iterable[Optimizer]) -> list[_LiveNames]:
+        """Returns what each rank holds. Communicates once."""
+        return self._ranks.attempt_and_gather(
+            "naming what is restored", lambda: _name_live(module, optimizers), error_type=CheckpointError
+        )
+
+    def _recorded_names(self) -> set[str]:
+        return {name for name in self.manifest.tensors if name.startswith(MODEL_PREFIX)}
+
+    def _read_lightning_checkpoint(
+        self, module: LightningModule, live_by_rank: Sequence[_LiveNames], with_optimizers: bool
+    ) -> dict[str, Any]:
         live = module.state_dict(keep_vars=True)
-        names = name_model(live).names
+        names = self._stored_names(name_model(live).names)
+        recorded, everyone = self._recorded_names(), self._unite(live_by_rank)
+        if any(other.model != everyone for other in live_by_rank):
+            # Lightning would find what is missing on one rank alone, and leave the others waiting for that rank.
+            self._check_model(everyone, is_strict=module.strict_loading)
+        # What no rank's module has goes in under its own name, so that a strict load says so.
+        wanted = ({MODEL_PREFIX + name for name in names.values()} & recorded) | (recorded - everyone)
         prefix_length = len(MODEL_PREFIX)
-        recorded = [name for name in self.manifest.tensors if name.startswith(MODEL_PREFIX)]
         saved = {
             name[prefix_length:]: tensor
-            for name, tensor in read_recorded_tensors(self.path, self.manifest, recorded).items()
+            for name, tensor in read_recorded_tensors(self.path, self.manifest, sorted(wanted)).items()
         }
         state_dict = {key: saved[name] for key, name in names.items() if name in saved}
-        # What the module does not have goes in under its own name, so that a strict load says so.
         state_dict |= {name: saved[name] for name in saved.keys() - set(names.values())}
-        extras = self._content["model_extras"]
-        state_dict |= {key: extras[canonical_name(key)] for key in live if canonical_name(key) in extras}
+        state_dict |= self._read_extras(live)
         # Hooks find what hooks put there: an averaging callback its average, whose `on_load_checkpoint` makes the model
         # what it was; `check_after_lightning` does so where that callback is gone.
-        state_dict |= {key: value for key, value in self._swapped.items() if key in live}
-        optimizer_states = []
-        for index, groups in enumerate(self._groups if with_optimizers else []):
-            state = read_optimizer_state(self.path, self.manifest, index, self._optimizer_values(index))
-            optimizer_states.append(index_optimizer_state(groups, state))
+        swapped = self._sections.merge(_SWAPPED, live)
+        state_dict |= {key: value for key, value in swapped.items() if key in live}
+        optimizer_states = self._read_optimizer_states(set(name_parameters(module).values())) if with_optimizers else []
         return {**self._content["trainer"], "state_dict": state_dict, "optimizer_states": optimizer_states}
+
+    def _stored_names(self, names: Mapping[str, str]) -> dict[str, str]:
+        """Returns the stored name of each key of the live state dict, also of keys that were one tensor at the save.
+
+        A module may make one of its buffers the same object as another while it trains, and has two when it is built.
+        """
+        tied = self._content.get("model_keys", {})
+        recorded = self._recorded_names()
+        return {
+            key: name if MODEL_PREFIX + name in recorded else tied.get(canonical_name(key), name)
+            for key, name in names.items()
+        }
+
+    def _read_extras(self, live: Collection[str]) -> dict[str, Any]:
+        """Returns what the model's state dict holds beside tensors, for the keys of it in `live`."""
+        names = {key: canonical_name(key) for key in live}
+        extras = self._sections.merge(_EXTRAS, set(names.values()))
+        return {key: extras[name] for key, name in names.items() if name in extras}
+
+    def _read_optimizer_states(self, live: Collection[str]) -> list[dict[str, Any]]:
+        """Returns what Lightning gives to the optimizers by the order of their parameters.
+
+        Nothing where the section of this rank is not about the parameters that this rank holds: then the order of its
+        groups is not known before the optimizers are made, and `check_after_lightning` fills them by name.
+
+        Args:
+            live: Names of the parameters that this rank holds.
+        """
+        states = []
+        for index in range(self._sections.num_optimizers):
+            groups_by_rank = self._sections.name_groups(index)
+            own = {name for names in groups_by_rank[0] for name in names}
+            saved = {name for groups in groups_by_rank for names in groups for name in names}
+            if own != saved.intersection(live):
+                return []
+            state = read_optimizer_state(
+                self.path, self.manifest, index, self._sections.read_optimizer_values(index), leave_out=saved - own
+            )
+            states.append(index_optimizer_state(next(self._sections.read_groups(index)), state))
+        self._has_lightning_filled = True
+        return states
 
     def load_in_place(self, module: LightningModule, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
         """Fills the live, placed tensors and returns the rest as Lightning's dict. Collective; it communicates.
@@ -201,9 +294,17 @@ class Restore:
         Raises:
             CheckpointError: What is live does not fit what was saved; on every rank alike.
         """
-        parts = self._ranks.attempt("restoring", lambda: self._fill(module, optimizers), error_type=CheckpointError)
+        live = self._separate_and_gather(module, optimizers)
+        parts = self._ranks.attempt(
+            "restoring", lambda: self._fill(module, optimizers, live), error_type=CheckpointError
+        )
         check_restored(self.manifest, parts, self._ranks)
-        return {**self._content["trainer"], "state_dict": dict(self._swapped), "optimizer_states": []}
+        swapped = self._ranks.attempt(
+            "reading what callbacks gave for the model's",
+            lambda: self._sections.merge(_SWAPPED, set(module.state_dict())),
+            error_type=CheckpointError,
+        )
+        return {**self._content["trainer"], "state_dict": swapped, "optimizer_states": []}
 
     def check_after_lightning(self, module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
         """Compares the live tensors with what was saved, once Lightning has loaded its dict. Every rank calls it.
@@ -216,13 +317,14 @@ class Restore:
         """
 
         def settle() -> list[LocalPart]:
-            parts = self._settle_optimizers(module, optimizers, has_loaded=True)
+            parts = self._settle_optimizers(module, optimizers, live)
             model = self._recorded(name_model(module.state_dict(keep_vars=True)))
             restore_parts(self.path, self.manifest, [part for part in model if self._is_swapped(part)])
             return parts + [part for part in model if part.part.kind == "parameter"]
 
         if self.has_weights_alone:
             optimizers = []
+        live = self._gather_live(module, optimizers)
         parts = self._ranks.attempt("restoring the optimizer", settle, error_type=CheckpointError)
         check_restored(self.manifest, parts, self._ranks)
 
@@ -232,12 +334,20 @@ class Restore:
     def _recorded(self, model: NamedModel) -> list[LocalPart]:
         return [part for part in model_parts(model) if part.part.name in self.manifest.tensors]
 
-    def _fill(self, module: LightningModule, optimizers: Sequence[Optimizer]) -> list[LocalPart]:
-        live = name_model(module.state_dict(keep_vars=True))
-        recorded = {name for name in self.manifest.tensors if name.startswith(MODEL_PREFIX)}
-        missing = sorted({MODEL_PREFIX + name for name in live.tensors} - recorded)
-        unexpected = sorted(recorded - {MODEL_PREFIX + name for name in live.tensors})
-        if (missing or unexpected) and module.strict_loading:
+    @staticmethod
+    def _unite(live_by_rank: Sequence[_LiveNames]) -> frozenset[str]:
+        """Returns the names of the model's tensors that any rank holds."""
+        return frozenset[str]().union(*(live.model for live in live_by_rank))
+
+    def _check_model(self, everyone: frozenset[str], *, is_strict: bool) -> None:
+        """Compares the model's tensors, over all ranks together, with those that were saved.
+
+        Raises:
+            CheckpointError: They are others, and none may be.
+        """
+        recorded = self._recorded_names()
+        missing, unexpected = sorted(everyone - recorded), sorted(recorded - everyone)
+        if (missing or unexpected) and is_strict:
             raise CheckpointError(
                 f"the model and the checkpoint of step {self.manifest.step} have different tensors: "
                 f"{', '.join(missing[:3]) or 'none'} not saved, {', '.join(unexpected[:3]) or 'none'} not in the "
@@ -245,35 +355,44 @@ class Restore:
             )
         if missing:
             self._afresh.append(f"{len(missing)} model tensors that were not saved, such as {missing[0]}")
-        parts = self._recorded(live)
+
+    def _fill(
+        self, module: LightningModule, optimizers: Sequence[Optimizer], live_by_rank: Sequence[_LiveNames]
+    ) -> list[LocalPart]:
+        self._check_model(self._unite(live_by_rank), is_strict=module.strict_loading)
+        parts = self._recorded(name_model(module.state_dict(keep_vars=True)))
         restore_parts(self.path, self.manifest, parts)
-        extras = self._content["model_extras"]
+        extras = self._read_extras(set(module.state_dict()))
         if extras:
-            module.load_state_dict(
-                {key: extras[canonical_name(key)] for key in module.state_dict() if canonical_name(key) in extras},
-                strict=False,
-            )
-        return parts + self._settle_optimizers(module, optimizers, has_loaded=False)
+            module.load_state_dict(extras, strict=False)
+        return parts + self._settle_optimizers(module, optimizers, live_by_rank)
 
     def _settle_optimizers(
-        self, module: LightningModule, optimizers: Sequence[Optimizer], *, has_loaded: bool
+        self, module: LightningModule, optimizers: Sequence[Optimizer], live_by_rank: Sequence[_LiveNames]
     ) -> list[LocalPart]:
-        """Makes each optimizer hold what was saved and returns its parts; `has_loaded`: Lightning has filled it."""
-        if not optimizers:
+        """Makes each optimizer hold what was saved, as far as Lightning has not done so, and returns its parts."""
+        num_live = max(len(live.optimizers) for live in live_by_rank)
+        if num_live == 0:
             return []
-        if len(optimizers) != len(self._groups):
-            raise CheckpointError(f"{len(self._groups)} optimizers were saved, the run has {len(optimizers)}")
+        sections = self._sections
+        if num_live != sections.num_optimizers:
+            raise CheckpointError(f"{sections.num_optimizers} optimizers were saved, the run has {num_live}")
         names = name_parameters(module)
         settled: list[LocalPart] = []
+        for index in range(num_live):
+            live = [other.optimizers[index] for other in live_by_rank if index < len(other.optimizers)]
+            check_groups(index, live, sections.name_groups(index))
         for index, optimizer in enumerate(optimizers):
-            check_groups(index, optimizer, names, self._groups[index])
-            if not has_loaded:
-                load_groups(optimizer, self._groups[index])
-            made = prepare_optimizer(index, optimizer, names, self.manifest, self._optimizer_values(index))
+            if not self._has_lightning_filled:
+                groups = sections.read_groups(index)
+                options = find_options(index, _name_groups(index, optimizer, names), next(groups), groups)
+                for group, saved in zip(optimizer.param_groups, options, strict=True):
+                    group.update(saved)
+            values = sections.read_optimizer_values(index)
+            made = prepare_optimizer(index, optimizer, names, self.manifest, values)
             parts = optimizer_parts(name_optimizer(index, optimizer, names))
-            restore_parts(
-                self.path, self.manifest, [part for part in parts if not has_loaded or part.part.name in made]
-            )
+            is_due = [part for part in parts if not self._has_lightning_filled or part.part.name in made]
+            restore_parts(self.path, self.manifest, is_due)
             settled += parts
         return settled
 
@@ -304,25 +423,27 @@ class Restore:
         fit_loop = self._content["trainer"].get("loops", {}).get("fit_loop")
         if fit_loop is None:
             return None
+        before = read_rng_state() if self._rng is None else None
         if self._fetch_rng is not None:
-            apply_rng_state(self._decode(self._fetch_rng))
-        generators = self._content.get("loader_generators") if self._has_same_world else None
+            apply_rng_state(self._sections.decode(self._fetch_rng))
+        generators = self._content.get("loader_generators") if self._match.is_same_data else None
         problem = place(trainer, fit_loop, generators)
+        if before is not None and self._fetch_rng is not None:
+            apply_rng_state(before)  # what was saved of them is for the loaders alone
         # A data module that combines the ranks' states knows what its loaders mean on another number of ranks.
         is_combined = hasattr(trainer.datamodule, "combine_rank_states")  # type: ignore[attr-defined]  # Lightning
-        if problem is None and read_saved_states(fit_loop) and not self._has_same_world and not is_combined:
-            return (
-                f"{self.manifest.world_size} ranks saved the states of their loaders, {self._ranks.world_size} restore"
-            )
+        if problem is None and read_saved_states(fit_loop) and not self._match.is_same_data and not is_combined:
+            num_live = len({role.data_rank for role in self._roles})
+            return f"{self._sections.num_data_ranks} ranks saved the states of their loaders, {num_live} restore"
         return problem
 
     def apply_rng(self) -> None:
-        """Sets this rank's generators to what it saved; nothing happens where another number of ranks saved.
+        """Sets this rank's generators to what the rank of its role saved.
 
-        Nor where the weights alone are taken.
+        Nothing happens where ranks of other roles saved, nor where the weights alone are taken.
         """
         if self._rng is not None and not self.has_weights_alone:
-            apply_rng_state(self._decode(self._rng))
+            apply_rng_state(self._sections.decode(self._rng))
 
     def build_report(self, trainer: Trainer) -> RestoreReport:
         """Returns what was kept, rebuilt and started afresh. No communication."""
@@ -348,12 +469,15 @@ class Restore:
         kept += [f"state of {', '.join(sorted(saved_callbacks))}"] if saved_callbacks else []
         data = type(trainer.datamodule).__qualname__  # type: ignore[attr-defined]  # Lightning sets it
         kept += [f"state of {data} (the data's position)"] if data in self._content["trainer"] else []
-        kept += ["random number generators of each rank"] if self._has_same_world else []
+        kept += ["random number generators of each rank"] if self._match.is_same_role else []
         rebuilt = []
         afresh = list(self._afresh)
-        if not self._has_same_world:
+        if not self._match.is_same_role:
             change = f"{manifest.world_size} ranks saved, {self._ranks.world_size} restore"
-            owner = "rank 0's, the data's of all ranks" if self._has_combined else "rank 0's"
+            if manifest.world_size == self._ranks.world_size:
+                change = "the ranks have other data ranks or stages than those that saved"
+            owner = "that of each data rank" if self._match.is_same_data else "rank 0's"
+            owner += ", the data's of all ranks" if self._has_combined else ""
             rebuilt.append(f"placement of tensors ({change}); other state is {owner}")
             afresh.append(f"random number generators ({change})")
         if not num_optimizer:

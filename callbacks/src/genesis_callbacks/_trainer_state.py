@@ -12,19 +12,17 @@ from torch.optim import Optimizer
 
 from ._compat import hparams_name, loader_generators, read_fetch_generators, read_loader_states
 from ._data_position import write_states
+from ._rank_role import read_rank_role
 from .checkpoint.collect import (
-    MODEL_PREFIX,
     SWAPPED_PREFIX,
     NamedModel,
     canonical_name,
-    model_parts,
-    name_model,
-    name_optimizer,
     name_parameters,
-    optimizer_parts,
 )
-from .checkpoint.plan import LocalPart, PartsCache, local_parts
+from .checkpoint.known_tensors import KnownTensors
+from .checkpoint.plan import LocalPart, local_parts
 from .checkpoint.rng import read_rng_state
+from .checkpoint.roles import record_role
 from .checkpoint.save_target import Snapshot
 from .checkpoint.tagged_json import encode_tagged
 
@@ -43,24 +41,58 @@ class HasCheckpointCounters(Protocol):
 class HasRankState(Protocol):
     """A data module whose `state_dict` holds what this rank alone knows, such as where its share of the data stands.
 
-    A restore gives `load_state_dict` what `combine_rank_states` makes of all ranks' states, on every rank and at any
-    world size; other data modules get the state that their own rank saved, or rank 0's.
+    A restore gives `load_state_dict` what `combine_rank_states` makes of all data ranks' states, on every rank and at
+    any world size; other data modules get the state that a rank with their data rank saved, or rank 0's.
     """
 
     def combine_rank_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """Returns one state for `load_state_dict` from those of all ranks that saved, in their order."""
+        """Returns one state for `load_state_dict` from one for each data rank that saved, in their order."""
+
+
+class SnapshotCache:
+    """What one fit's snapshots share, since training waits for each of them. It holds tensors: drop it after the fit.
+
+    Attributes:
+        tensors: Names and blocks of the tensors.
+        idle_loops: State of the loops that do not run in a fit, once it was read.
+        role: What a section says about this rank's role, once the strategy was asked for it.
+    """
+
+    def __init__(self) -> None:
+        self.tensors = KnownTensors()
+        self.idle_loops: dict[str, dict[str, Any]] | None = None
+        self.role: dict[str, Any] | None = None
 
 
 def read_counters(trainer: Trainer) -> dict[str, int]:
     """Returns the clocks of all callbacks that keep some, and `step`, Lightning's global step. No communication."""
     counters: dict[str, int] = {}
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning sets it
-        if isinstance(callback, HasCheckpointCounters):
-            counters.update(callback.checkpoint_counters())
+        # Not by isinstance: to compare a class with a protocol takes longer than all that the clocks do.
+        read = getattr(callback, "checkpoint_counters", None)
+        if read is not None:
+            counters.update(read())
     return {**counters, "step": trainer.global_step}
 
 
-def read_trainer_state(trainer: Trainer, module: LightningModule, live: Mapping[str, Any]) -> dict[str, Any]:
+def _copy_dicts(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: _copy_dicts(value) if type(value) is dict else value for key, value in state.items()}
+
+
+def _read_loops(trainer: Trainer, cache: SnapshotCache) -> dict[str, Any]:
+    # Lightning turns every number of a loop's progress into a dict by dataclasses.asdict, which is slow.
+    if cache.idle_loops is None:
+        cache.idle_loops = {
+            "validate_loop": trainer.validate_loop.state_dict(),
+            "test_loop": trainer.test_loop.state_dict(),
+            "predict_loop": trainer.predict_loop.state_dict(),
+        }
+    return {"fit_loop": trainer.fit_loop.state_dict(), **_copy_dicts(cache.idle_loops)}
+
+
+def read_trainer_state(
+    trainer: Trainer, module: LightningModule, live: Mapping[str, Any], cache: SnapshotCache
+) -> dict[str, Any]:
     """Returns the dict that Lightning would save, with live tensors in `state_dict` and no optimizer states.
 
     Callbacks and module see it in their `on_save_checkpoint` hooks, as they would see Lightning's. Not
@@ -70,18 +102,14 @@ def read_trainer_state(trainer: Trainer, module: LightningModule, live: Mapping[
         trainer: The run's.
         module: The run's.
         live: The module's state dict, made with `keep_vars=True`; it stays as it is.
+        cache: Serves one fit, from snapshot to snapshot.
     """
     state: dict[str, Any] = {
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
         "pytorch-lightning_version": _LIGHTNING_VERSION,
         "state_dict": dict(live),
-        "loops": {
-            "fit_loop": trainer.fit_loop.state_dict(),
-            "validate_loop": trainer.validate_loop.state_dict(),
-            "test_loop": trainer.test_loop.state_dict(),
-            "predict_loop": trainer.predict_loop.state_dict(),
-        },
+        "loops": _read_loops(trainer, cache),
         "callbacks": {},
         "optimizer_states": [],
         "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
@@ -136,12 +164,14 @@ class _Swapped:
         ]
 
 
-def _separate(live: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[NamedModel, _Swapped]:
-    """Returns (the model as it trains, what hooks put in its place), from its state dict before and after the hooks.
+def _find_swapped(live: Mapping[str, Any], given: Mapping[str, Any], model: NamedModel) -> _Swapped:
+    """Returns what hooks put in the model's place, from its state dict before and after the hooks.
 
-    A key that a hook took away is not saved, one that it added is.
+    Args:
+        live: Before.
+        given: After.
+        model: The one that trains, by name.
     """
-    model = name_model({key: live.get(key, value) for key, value in given.items()})
     swapped = _Swapped({key: value for key, value in given.items() if key in live and value is not live[key]})
     for key, value in swapped.values.items():
         if isinstance(value, Tensor) and key in model.names:
@@ -150,7 +180,7 @@ def _separate(live: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[NamedM
             # Tied tensors share their elements, and then one name.
             if known is value or (known.data_ptr() == value.data_ptr() and known.shape == value.shape):
                 swapped.names[id(value)] = name
-    return model, swapped
+    return swapped
 
 
 def _name_parameters(module: LightningModule, model: NamedModel, optimizers: Sequence[Optimizer]) -> dict[int, str]:
@@ -164,7 +194,7 @@ def take_snapshot(
     trainer: Trainer,
     module: LightningModule,
     rank: int,
-    cache: PartsCache | None = None,
+    cache: SnapshotCache | None = None,
     *,
     has_optimizer: bool = True,
     rng_state: Any = None,
@@ -177,25 +207,35 @@ def take_snapshot(
         trainer: The run's.
         module: The run's.
         rank: This rank.
-        cache: Serves one run, from save to save.
+        cache: Serves one fit, from snapshot to snapshot.
         has_optimizer: Whether the optimizers' state is saved.
         rng_state: Of an earlier moment, as `read_rng_state` gave it; None: of now.
 
     Raises:
         UnsupportedStateError: Something cannot be saved without pickle; the message names its key.
     """
+    cache = cache or SnapshotCache()
+    if cache.role is None:
+        cache.role = record_role(read_rank_role(trainer.strategy))
     live = module.state_dict(keep_vars=True)
-    state = read_trainer_state(trainer, module, live)
-    model, swapped = _separate(live, state.pop("state_dict"))
+    state = read_trainer_state(trainer, module, live, cache)
+    given = state.pop("state_dict")
+    # A key that a hook took away is not saved, one that it added is.
+    known = cache.tensors.find_model({key: live.get(key, value) for key, value in given.items()})
+    model = known.model
+    swapped = _find_swapped(live, given, model)
     del state["optimizer_states"]
     saved_optimizers = trainer.optimizers if has_optimizer else []
-    names = _name_parameters(module, model, saved_optimizers)
-    optimizers = [name_optimizer(index, optimizer, names) for index, optimizer in enumerate(saved_optimizers)]
+    optimizers = [
+        cache.tensors.find_optimizer(index, optimizer, lambda: _name_parameters(module, model, saved_optimizers))
+        for index, optimizer in enumerate(saved_optimizers)
+    ]
     content = {
         "trainer": state,
         "model_extras": model.extras,
         "optimizers": [optimizer.section for optimizer in optimizers],
         "rng": read_rng_state() if rng_state is None else rng_state,
+        **cache.role,
     }
     if len(model.names) > len(model.tensors):  # without the module nobody could say which keys tied tensors have
         content["model_keys"] = {canonical_name(key): name for key, name in model.names.items()}
@@ -205,16 +245,13 @@ def take_snapshot(
     fetch_generators = read_fetch_generators(trainer)
     if fetch_generators is not None:
         content["rng_of_fetch"] = fetch_generators
+    stored = known.stored
     if swapped.values:
         content["swapped"] = swapped.values
-    stored = {id(tensor): MODEL_PREFIX + name for name, tensor in model.tensors.items()} | swapped.names
+        stored = stored | swapped.names
     section, tensors = encode_tagged(content, f"state.{rank}", stored)
-    cache = cache or PartsCache()
-    parts = model_parts(model, cache)
-    for optimizer in optimizers:
-        parts += optimizer_parts(optimizer, cache)
-    parts += swapped.parts()
+    parts = [*known.parts, *chain.from_iterable(optimizer.parts for optimizer in optimizers), *swapped.parts()]
     for name, tensor in tensors.items():
         parts += local_parts(name, tensor, "state")
-    cache.end_save()
+    cache.tensors.end_save()
     return Snapshot(trainer.global_step, read_counters(trainer), parts, section, has_optimizer)

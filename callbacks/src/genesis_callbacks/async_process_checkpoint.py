@@ -23,14 +23,12 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, Strategy
-from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
-from lightning.pytorch.strategies.xla import XLAStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from ._best_watch import BestWatch
+from ._bucket_order import describe_bucket_order
 from ._compat import (
     LoadCheckpoint,
     finish_before_hooks,
@@ -44,20 +42,22 @@ from ._compat import (
 from ._data_position import OnLostDataPosition
 from ._fit_saves import SaveHistory
 from ._fit_session import FitSession
+from ._refused_strategies import refuse_to_save
 from ._restore_route import LATEST, RestoreRoute
 from ._save_options import OnSaveFailure, RestoredState, SaveOptions, WhenBusy
 from ._save_statistics import SaveStatistics
 from ._save_warnings import LostRankWarning, SaveFailedWarning, SaveSkippedWarning, TornSnapshotWarning
+from ._signals import stop_training
 from ._triggers import describe_interval, is_save_due, read_moment
 from .checkpoint.best import MonitorMode, find_best
 from .checkpoint.drift import DriftPolicy
-from .checkpoint.errors import CheckpointError
-from .checkpoint.lineage import CHECKPOINTS_NAME
 from .checkpoint.pipeline import SaveMode, Staging
 from .checkpoint.ranks import WorldRanks
 from .checkpoint.rng import apply_rng_state, read_rng_state
 from .checkpoint.verify import VerifyLevel
+from .events import EventLog
 from .restore_report import RestoreReport
+from .run_directory import RunDirectory, read_run_dir
 
 __all__ = [
     "LATEST",
@@ -68,31 +68,11 @@ __all__ = [
     "TornSnapshotWarning",
 ]
 
-_REFUSED_STRATEGIES: dict[type[Strategy], str] = {
-    FSDPStrategy: "FSDP1 (FSDPStrategy): use ModelParallelStrategy with fully_shard",
-    DeepSpeedStrategy: "DeepSpeed: use ModelParallelStrategy with fully_shard",
-    XLAStrategy: "XLA: there is no support for it",
-    SingleDeviceXLAStrategy: "XLA: there is no support for it",
-}
-
-
-def _refuse_strategy(strategy: Strategy) -> None:
-    for kind, reason in _REFUSED_STRATEGIES.items():
-        if isinstance(strategy, kind):
-            raise CheckpointError(f"AsyncProcessCheckpoint cannot save a run under {reason}")
-
 
 def _siblings(trainer: Trainer) -> list["AsyncProcessCheckpoint"]:
     """All of the Trainer's callbacks of this kind: each has its own directory, one of them restores for all."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it
     return [callback for callback in callbacks if isinstance(callback, AsyncProcessCheckpoint)]
-
-
-def _stop(trainer: Trainer) -> None:
-    # A limit from below would make Lightning train on in spite of should_stop.
-    trainer.fit_loop.min_epochs = None
-    trainer.fit_loop.epoch_loop.min_steps = None
-    trainer.should_stop = True
 
 
 class AsyncProcessCheckpoint(Checkpoint):
@@ -154,11 +134,9 @@ class AsyncProcessCheckpoint(Checkpoint):
         restore_report: What the last restore kept, rebuilt and started afresh, or None.
         last_saved: The newest checkpoint that this run has saved or restored, or None.
         recent_saves: The last few checkpoints that this callback has saved, oldest first.
-        num_failed_saves: In the last fit.
-        num_skipped_saves: In the last fit, by `when_busy`.
-        last_stall_seconds: All time that the training thread spent here for the last settled save.
-        last_staged_bytes: What it copied on this rank.
-        last_write_seconds: How long it was written.
+        statistics: What saves cost: `num_failed` and `num_skipped` of the last fit, and of the last settled save
+            `last_stall_seconds` (all time that the training thread spent here), `last_staged_bytes` (copied on this
+            rank) and `last_write_seconds`.
 
     Raises:
         ValueError: An argument has no meaning.
@@ -195,7 +173,7 @@ class AsyncProcessCheckpoint(Checkpoint):
     ) -> None:
         super().__init__()
         self._options = SaveOptions(
-            directory=Path(run_dir).resolve() / CHECKPOINTS_NAME,
+            directory=RunDirectory(read_run_dir(run_dir).resolve()).checkpoints,
             every_n_steps=every_n_steps,
             every_n_minutes=every_n_minutes,
             save_at_end=save_at_end,
@@ -229,7 +207,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         self._world = WorldRanks()
         self._route = RestoreRoute(self._options, self._world)
         self._history = SaveHistory()
-        self._statistics = SaveStatistics()
+        self.statistics = SaveStatistics()
         self._best = None if monitor is None else BestWatch(monitor, monitor_mode, keep_best)
         self._session: FitSession | None = None  # from a fit's setup to its end
 
@@ -249,36 +227,17 @@ class AsyncProcessCheckpoint(Checkpoint):
         return tuple(self._history.recent)
 
     @property
-    def num_failed_saves(self) -> int:
-        """In the last fit."""
-        return self._statistics.num_failed
-
-    @property
-    def num_skipped_saves(self) -> int:
-        """In the last fit, by `when_busy`."""
-        return self._statistics.num_skipped
-
-    @property
-    def last_stall_seconds(self) -> float:
-        """All time that the training thread spent here for the last settled save."""
-        return self._statistics.last_stall_seconds
-
-    @property
-    def last_staged_bytes(self) -> int:
-        """What the last settled save copied on this rank."""
-        return self._statistics.last_staged_bytes
-
-    @property
-    def last_write_seconds(self) -> float:
-        """How long the last settled save was written."""
-        return self._statistics.last_write_seconds
+    def events(self) -> EventLog | None:
+        """Takes this rank's events of the run while a fit goes on, else None."""
+        session = self._session
+        return None if session is None or session.events is None else session.events.log
 
     def latest(self) -> Path | None:
         """Returns the newest checkpoint of the run that verifies, or None: for `Trainer.fit(ckpt_path=...)`.
 
         Every rank calls it. Within a process group rank 0 looks and tells the others; before there is one, each rank
         looks for itself and comes to the same answer. A checkpoint that does not verify is put aside by rank 0, with
-        a warning. `ckpt_path="latest"` means the same.
+        a warning; in the directory of another live run it is passed over. `ckpt_path="latest"` means the same.
         """
         return self._route.find_latest()
 
@@ -306,12 +265,12 @@ class AsyncProcessCheckpoint(Checkpoint):
         ranks = self._world.join()
         self._route.reset()
         if stage == TrainerFn.FITTING:
-            _refuse_strategy(trainer.strategy)
+            refuse_to_save(trainer.strategy)
             self.stopped_by_signal, self.lost_ranks, self.restore_report = None, None, None
-            self._statistics.begin_fit()
+            self.statistics.begin_fit()
             self._release()
             self._session = FitSession(
-                self._options, ranks, history=self._history, statistics=self._statistics, best=self._best
+                self._options, ranks, history=self._history, statistics=self.statistics, best=self._best
             )
             self._session.open(is_dry=trainer.fast_dev_run)  # type: ignore[attr-defined]  # Lightning sets it
         route_load_checkpoint(trainer.strategy, lambda original, path: self._load(trainer, pl_module, original, path))
@@ -319,7 +278,7 @@ class AsyncProcessCheckpoint(Checkpoint):
     def _load(
         self, trainer: Trainer, module: LightningModule, original: LoadCheckpoint, path: str | Path
     ) -> dict[str, Any]:
-        return self._route.load(
+        loaded = self._route.load(
             trainer,
             module,
             original,
@@ -329,6 +288,10 @@ class AsyncProcessCheckpoint(Checkpoint):
             drift_policy=self.drift_policy,
             siblings=[sibling._route for sibling in _siblings(trainer)],
         )
+        restore = self._route.restored
+        if restore is not None and self._session is not None and self._session.events is not None:
+            self._session.events.verify(restore.path, restore.manifest.step, self._options.verify_level)
+        return loaded
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Checks what was restored, tries the encoding of all state, and makes ready to save. Communicates."""
@@ -351,10 +314,15 @@ class AsyncProcessCheckpoint(Checkpoint):
             self._history.last_saved = restore.path
             self.restore_report = restore.build_report(trainer)
             rank_zero_info(self.restore_report.text)
+            if session.events is not None:
+                session.events.restore(restore)
         self._route.reset()
-        interval = describe_interval(self._options.every_n_steps, trainer.accumulate_grad_batches)
-        if interval is not None:
-            rank_zero_info(interval)
+        for notice in (
+            describe_interval(self._options.every_n_steps, trainer.accumulate_grad_batches),
+            describe_bucket_order(trainer.strategy, trainer.world_size),
+        ):
+            if notice is not None:
+                rank_zero_info(notice)
         session.watch()
         shield_validation(trainer, session.keep_generators)
         finish_before_hooks(trainer, lambda: session.finish(trainer.global_step))
@@ -373,7 +341,7 @@ class AsyncProcessCheckpoint(Checkpoint):
             vote = session.vote(session.saves)
             if vote.signal_number:
                 self.stopped_by_signal = vote.signal_number
-                _stop(trainer)
+                stop_training(trainer)
             session.saves.settle(vote.outcome)
             options = self._options
             if is_save_due(
@@ -395,10 +363,14 @@ class AsyncProcessCheckpoint(Checkpoint):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Waits for the copy: others swap weights here. No communication."""
         self._wait_staged()
+        if self._session is not None and self._session.events is not None:
+            self._session.events.begin_validation(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves, and marks what it saves, if the monitored metric is among the best. Communicates if there is one."""
         session = self._session
+        if session is not None and session.events is not None:
+            session.events.end_validation(trainer)
         is_dry = trainer.fast_dev_run  # type: ignore[attr-defined]  # Lightning sets it
         if session is None or session.saves is None or session.rng_of_training is None or self._best is None or is_dry:
             return
@@ -438,6 +410,8 @@ class AsyncProcessCheckpoint(Checkpoint):
         unroute_load_checkpoint(trainer.strategy)
         unshield_validation(trainer)
         unfinish_before_hooks(trainer)
+        if self._session is not None and self._session.events is not None:
+            self._session.events.end(trainer, self.stopped_by_signal)
         self._release()
 
     def _release(self) -> None:

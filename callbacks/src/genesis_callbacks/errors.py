@@ -21,6 +21,11 @@ def printable(text: str) -> str:
     )
 
 
+def printable_lines(text: str) -> str:
+    """Returns `text` as `printable` does, but keeps its line ends: for text in which we alone have written them."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
     """Gives an `OSError` without a file name the name `path`: writes, which meet a full disk, know only descriptors."""
@@ -36,9 +41,12 @@ class UserError(ValueError):
     """A user's mistake, or what only the user can decide: one line that holds the value and the remedy."""
 
     exit_status = 2
+    is_one_line = True
+    """False for a class that writes line breaks of its own; whatever else stands in such a text must be printable."""
 
 
 class RunEndedError(RuntimeError):
     """A run that must not go on: one line that holds the reason and what to do."""
 
     exit_status = 1
+    is_one_line = True

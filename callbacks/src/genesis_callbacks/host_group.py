@@ -1,4 +1,4 @@
-"""Sums and maxima of a few numbers over all ranks, between hosts.
+"""Sums and maxima of a few numbers over ranks, between hosts.
 
 They run on a gloo group of our own and never on the default group: on CUDA that is nccl, where a host's number would
 cost a copy to the device, a kernel in the queue of the gradients and a wait for both.
@@ -12,8 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# One gloo group for each default group, so that it is forgotten with its world.
-_GLOO_GROUPS: "WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = WeakKeyDictionary()
+Partition = tuple[tuple[int, ...], ...]
+"""All ranks of the default process group in disjoint groups; the empty one stands for a single group of all ranks."""
+
+# Ours of each partition, by default group, so that they are forgotten with their world.
+_GLOO_GROUPS: "WeakKeyDictionary[dist.ProcessGroup, dict[Partition, dist.ProcessGroup]]" = WeakKeyDictionary()
 
 
 Number = TypeVar("Number", int, float)
@@ -35,20 +38,34 @@ class Pending(Generic[Number]):
 
 
 class HostGroup:
-    """All ranks of the default process group, or this process alone where there is none.
+    """All ranks of the default process group, or some of them, or this process alone where there is none.
 
-    Nothing happens at construction. The first reduction (or `join`) makes the gloo group, which all instances share: it
-    communicates, so every rank calls it at the same place. Reductions run in the order in which they are called, which
-    must be the same on every rank; call them from the training thread.
+    Nothing happens at construction. The first reduction (or `join`) makes the gloo groups, which all instances of the
+    same partition share: it communicates, so every rank calls it at the same place. Reductions run in the order in
+    which they are called, which must be the same on every rank; call them from the training thread.
+
+    Args:
+        partition: Disjoint groups that hold every rank once, the same on every rank; each reduces over itself. By
+            default one group of all ranks.
     """
+
+    def __init__(self, partition: Sequence[Sequence[int]] = ()) -> None:
+        # One group of all ranks is always the same one, however it was asked for.
+        self._partition: Partition = tuple(tuple(group) for group in partition) if len(partition) > 1 else ()
 
     @property
     def world_size(self) -> int:
-        """Ranks that take part."""
-        return dist.get_world_size() if dist.is_initialized() else 1
+        """Ranks that take part in this rank's reductions."""
+        if not dist.is_initialized():
+            return 1
+        return len(self._members()) if self._partition else dist.get_world_size()
+
+    def _members(self) -> tuple[int, ...]:
+        rank = dist.get_rank()
+        return next(group for group in self._partition if rank in group)
 
     def join(self) -> None:
-        """Makes the gloo group now, if there are several ranks and it is not there."""
+        """Makes the gloo groups now, if there are several ranks and they are not there."""
         if self.world_size > 1:
             self._group()
 
@@ -72,10 +89,15 @@ class HostGroup:
             return tensor, None
         return tensor, dist.all_reduce(tensor, op=op, group=self._group(), async_op=True)
 
-    @staticmethod
-    def _group() -> dist.ProcessGroup:
+    def _group(self) -> dist.ProcessGroup:
         world = dist.group.WORLD
         assert world is not None
-        if world not in _GLOO_GROUPS:
-            _GLOO_GROUPS[world] = dist.new_group(backend="gloo")
-        return _GLOO_GROUPS[world]
+        groups = _GLOO_GROUPS.setdefault(world, {})
+        if self._partition not in groups:
+            if not self._partition:
+                groups[()] = dist.new_group(backend="gloo")
+            for members in self._partition:  # every rank makes every group
+                group = dist.new_group(list(members), backend="gloo")
+                if dist.get_rank() in members:
+                    groups[self._partition] = group
+        return groups[self._partition]

@@ -1,16 +1,25 @@
 """Runs a function on several gloo ranks: for tests of anything distributed, here and in other people's projects.
 
 Ranks come from a fork server that has imported torch and Lightning once, because that import costs many seconds a
-process, and meet through a file, so that no port is hunted.
+process, and meet through a file, so that no port is hunted. `fork_writers` saves the writers of mode `process` their
+imports, too.
 """
 
+import gc
 import os
 import pickle
+import signal
+import socket
+import subprocess
+import sys
 import tempfile
+import threading
+import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import get_context
+from multiprocessing import get_context, set_start_method
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -18,17 +27,95 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .checkpoint import writer, writer_process
+
 _GRACE_SECONDS = 5.0
 _SILENT = "died without a word"
 
 _CONTEXT = get_context("forkserver")
-_PRELOADED = ["torch", "torch.distributed.fsdp", "lightning.pytorch", "genesis_callbacks.testing"]
+_PRELOADED = [
+    "torch",
+    "torch.distributed.fsdp",
+    "lightning.pytorch",
+    "genesis_callbacks.async_process_checkpoint",
+    "genesis_callbacks.testing",
+]
 _CONTEXT.set_forkserver_preload(_PRELOADED)
+_WRITER_POLL_SECONDS = 0.005
+_start_real_writer = writer_process.start_writer
 
 
 def preload(*modules: str) -> None:
-    """Lets the fork server import `modules`, too, so that ranks need not; call it before the first ranks start."""
+    """Lets the fork server import `modules`, too, so that ranks need not; call it before the first ranks start.
+
+    The fork server searches `PYTHONPATH` and skips what it does not find there: what pytest alone adds to `sys.path`
+    is not enough.
+    """
     _CONTEXT.set_forkserver_preload([*_PRELOADED, *modules])
+
+
+def fork_writers(is_on: bool = True) -> None:
+    """Lets trainers fork their writer processes instead of starting them: in this process, and on ranks started later.
+
+    A writer that is started imports torch, which takes seconds. A forked one runs the same program in a session of its
+    own with no descriptor but its channel; only its command line is its trainer's. Where a test is about the start
+    of a writer, or about its command line, turn this off.
+    """
+    writer_process.start_writer = _fork_writer if is_on else _start_real_writer
+
+
+class _ForkedWriter:
+    """A forked child with the methods of `subprocess.Popen` that `WriterProcess` uses."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._lock = threading.Lock()
+
+    def poll(self) -> int | None:
+        with self._lock:
+            if self.returncode is None:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline_seconds = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline_seconds is not None and time.monotonic() > deadline_seconds:
+                raise subprocess.TimeoutExpired("writer", timeout or 0.0)
+            time.sleep(_WRITER_POLL_SECONDS)
+        return code
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def _fork_writer(end: socket.socket) -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*multi-threaded.*", DeprecationWarning)  # from Python 3.12 on
+        ready, tell = os.pipe()
+        pid = os.fork()
+    if pid:
+        os.close(tell)
+        os.read(ready, 1)  # it has its session now, as a process that `Popen` returns
+        os.close(ready)
+        return _ForkedWriter(pid)
+    try:
+        gc.freeze()  # the trainer's objects are not this process's garbage: it need not copy their pages
+        os.setsid()
+        os.write(tell, b"1")
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(end.fileno(), 3)
+        os.closerange(4, os.sysconf("SC_OPEN_MAX"))
+        os.environ.update(writer_process.writer_environment())
+        sys.argv[1:] = ["3"]
+        writer.main()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)  # whatever happens, this process must not go on as the trainer that it was forked from
 
 
 def _serve_rank(
@@ -36,9 +123,14 @@ def _serve_rank(
     world_size: int,
     store: str,
     channel: Connection,
+    forks_writers: bool,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
+    fork_writers(forks_writers)
+    # As in a process that was started. A loader's workers would come from a fork server of this rank's own otherwise,
+    # which would import everything again.
+    set_start_method(None, force=True)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), NODE_RANK="0")
     torch.set_num_threads(1)
     try:
@@ -75,7 +167,10 @@ def run_ranks(
         for rank in range(world_size):
             ours, theirs = _CONTEXT.Pipe(duplex=False)
             store = str(Path(directory) / "store")
-            process = _CONTEXT.Process(target=_serve_rank, args=(rank, world_size, store, theirs, function, arguments))
+            forks_writers = writer_process.start_writer is _fork_writer
+            process = _CONTEXT.Process(
+                target=_serve_rank, args=(rank, world_size, store, theirs, forks_writers, function, arguments)
+            )
             process.start()
             theirs.close()
             processes.append(process)

@@ -37,6 +37,7 @@ from genesis.data.loader import WindowLoader
 from genesis.data.window import Window
 from genesis.model.decoder import DecoderConfig
 from genesis.optim import OptimizerOptions
+from genesis.run_directory import RunDirectory
 from genesis.strategies import Replicated, Sharded
 from genesis.train.csv_log import CSVLog
 from genesis.train.module import GenesisModule
@@ -142,7 +143,7 @@ def _build_saving(task: Task, clock: SaveClock) -> tuple[list[pl.Callback], Save
         callback = ours = build_ours(mode, run_dir, task.every_n_steps)
         saves = Committed(ours.directory)
     else:
-        callback = saves = TorchCheckpoint(run_dir / "checkpoints", task.every_n_steps, mode.writer)
+        callback = saves = TorchCheckpoint(RunDirectory(run_dir).checkpoints, task.every_n_steps, mode.writer)
     time_hooks(callback, clock, task.every_n_steps)
     return [callback], saves
 
@@ -164,7 +165,7 @@ def _build_trainer(task: Task, callbacks: list[pl.Callback]) -> pl.Trainer:
         enable_checkpointing=task.mode.saver == "genesis",
         enable_progress_bar=False,
         default_root_dir=run_dir,
-        logger=CSVLog(run_dir / "metrics.csv"),
+        logger=CSVLog(RunDirectory(run_dir).metrics),
         callbacks=[TokenCounters(), SkipAwareLR(warmup_updates=100), *callbacks],
     )
 
@@ -212,7 +213,7 @@ def main(arguments: list[str]) -> None:
         Farewell(
             _count_state_bytes(trainer, module),
             saves.count_tensor_bytes() if saves is not None and is_first else 0,
-            _read_stalls(Path(task.run_dir) / "metrics.csv") if is_first else {},
+            _read_stalls(RunDirectory(Path(task.run_dir)).metrics) if is_first else {},
         )
     )
     if dist.is_initialized():

@@ -25,11 +25,11 @@ def read_windows(task: ReadTask) -> Iterator[int]:
     corpus = open_corpus(Path(task.corpus_path))
     manifest = corpus.manifest
     counts = {source.name: count_train_sequences(source.num_tokens, task.seq_len) for source in corpus.train}
-    piece_num_bytes = np.random.default_rng(0).integers(1, 12, manifest.vocab_size, dtype=np.int32)
+    token_num_bytes = np.random.default_rng(0).integers(1, 12, manifest.vocab_size, dtype=np.int32)
     windows = TrainWindows(
         build_order(counts, {source.name: source.weight for source in corpus.train}, seed=0),
         corpus.train,
-        SequenceFormat(task.seq_len, manifest.eos_id, piece_num_bytes, little_endian(manifest.token_dtype)),
+        SequenceFormat(task.seq_len, manifest.padding_id, token_num_bytes, little_endian(manifest.token_dtype)),
         global_batch_size=2 * task.micro_batch_size,
         micro_batch_size=task.micro_batch_size,
         ranks=Ranks(),

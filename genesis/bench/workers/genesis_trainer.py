@@ -21,6 +21,7 @@ from genesis.data.loader import WindowLoader
 from genesis.data.window import Window
 from genesis.model.decoder import DecoderConfig
 from genesis.optim import OptimizerOptions
+from genesis.run_directory import RunDirectory
 from genesis.strategies import Replicated
 from genesis.train.csv_log import CSVLog
 from genesis.train.module import GenesisModule
@@ -96,7 +97,7 @@ def main(arguments: list[str]) -> None:
             inference_mode=False,
             enable_checkpointing=False,
             default_root_dir=run_dir,
-            logger=CSVLog(Path(run_dir) / "metrics.csv"),
+            logger=CSVLog(RunDirectory(Path(run_dir)).metrics),
             callbacks=[gatekeeper, TokenCounters(), SkipAwareLR(warmup_updates=100), GenesisProgressBar()],
         )
         module = GenesisModule(DecoderConfig(**workload.decoder), OptimizerOptions(**workload.optimizer))

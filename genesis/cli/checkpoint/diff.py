@@ -9,12 +9,13 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from genesis.checkpoint_reference import find_checkpoint
 from genesis.cli.checkpoint.shared import (
+    CHECKPOINT_HELP,
     build_console,
     build_parser,
     build_table,
     complain,
-    find_checkpoint,
     format_number,
     print_json,
 )
@@ -34,17 +35,17 @@ _DESCRIPTION = """Compares two checkpoints: recipe, versions, counters and tenso
 column says what becomes of a setting when A is resumed with B's: it goes on, warns, must be allowed
 (--checkpoint.allow_changed) or is refused. Both are verified first, with every tensor's digest. Exit status 0 whether
 they differ or not, 1 if one is damaged.
-Example: genesis checkpoint diff runs/a runs/b/checkpoints/step-00000400"""
+Example: genesis checkpoint diff runs/a/best runs/b/400"""
 
 
 def main(argv: list[str]) -> int:
     """Runs `genesis checkpoint diff` and returns its exit status."""
     parser = build_parser("diff", _DESCRIPTION)
-    parser.add_argument("a", type=Path, help="a checkpoint, or a run's directory (its newest)")
+    parser.add_argument("a", type=Path, help=CHECKPOINT_HELP)
     parser.add_argument("b", type=Path, help="the same")
     parser.add_argument("--all", action="store_true", help=f"list every tensor that differs, not {_MAX_TENSOR_ROWS}")
     arguments = parser.parse_args(argv)
-    paths = [find_checkpoint(path) for path in (arguments.a, arguments.b)]
+    paths = [find_checkpoint(value, level=None) for value in (arguments.a, arguments.b)]
     try:
         manifests = [verify(path, "deep") for path in paths]  # equal digests say something of what verifies alone
         tensors = list(compare_tensors(paths[0], manifests[0], paths[1], manifests[1]))

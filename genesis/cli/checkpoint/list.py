@@ -9,9 +9,11 @@ from typing import Any
 from rich.filesize import decimal
 from rich.text import Text
 
+from genesis.checkpoint_reference import find_run
 from genesis.cli.checkpoint.shared import (
     BAD,
     LEVELS,
+    RUN_HELP,
     build_console,
     build_parser,
     build_table,
@@ -26,22 +28,23 @@ from genesis_callbacks.checkpoint.inventory import Entry, find_problems, read_in
 from genesis_callbacks.checkpoint.lineage import checkpoints_in
 
 _DESCRIPTION = """Lists what lies in a run's checkpoint directory: committed checkpoints in the order of the run,
-then saves in flight, and what was put aside. Exit status 1 if a committed one does not verify.
+then saves in flight, and quarantined checkpoints. Exit status 1 if a committed one does not verify.
 Example: genesis checkpoint list runs/demo/run"""
 
 
 def main(argv: list[str]) -> int:
     """Runs `genesis checkpoint list` and returns its exit status."""
     parser = build_parser("list", _DESCRIPTION)
-    parser.add_argument("run", type=Path, help="a run's directory")
+    parser.add_argument("run", type=Path, help=RUN_HELP)
     parser.add_argument("--level", choices=LEVELS, default="quick", help="how much is verified; default quick")
     arguments = parser.parse_args(argv)
-    entries = read_inventory(arguments.run)
+    run = find_run(arguments.run)
+    entries = read_inventory(run)
     if not entries:
-        raise UserError(f"there is no checkpoint in {arguments.run}; give a run's directory")
+        raise UserError(f"there is no checkpoint in {run}; give a run's directory")
     problems = find_problems(entries, arguments.level)
     entries = [entry for entry in entries if entry.state != "committed" or entry.path in problems]
-    directory = checkpoints_in(arguments.run)
+    directory = checkpoints_in(run)
     best = read_best(directory)
     marks = {} if best is None else _describe_marks(directory, best)
     rows = [

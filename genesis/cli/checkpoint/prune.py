@@ -5,7 +5,8 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
-from genesis.cli.checkpoint.shared import BAD, build_parser, hold_directory, print_json
+from genesis.checkpoint_reference import find_run
+from genesis.cli.checkpoint.shared import BAD, RUN_HELP, build_parser, hold_directory, print_json
 from genesis_callbacks.checkpoint import Kept, Retention, list_committed, plan_removals
 from genesis_callbacks.checkpoint.best import read_marked_names
 from genesis_callbacks.checkpoint.inventory import newest_whole, read_inventory
@@ -20,13 +21,13 @@ Example: genesis checkpoint prune runs/demo/run --keep_last 2 --keep_every_n_ste
 def main(argv: list[str]) -> int:
     """Runs `genesis checkpoint prune` and returns its exit status."""
     parser = build_parser("prune", _DESCRIPTION)
-    parser.add_argument("run", type=Path, help="a run's directory")
+    parser.add_argument("run", type=Path, help=RUN_HELP)
     parser.add_argument("--keep_last", type=_positive, required=True, help="how many of the newest stay")
     parser.add_argument("--keep_every_n_steps", type=_positive, help="those whose step is a multiple of it stay, too")
     parser.add_argument("--dry_run", action="store_true", help="only say what would be removed")
     arguments = parser.parse_args(argv)
     retention = Retention(arguments.keep_last, arguments.keep_every_n_steps)
-    directory = checkpoints_in(arguments.run)
+    directory = checkpoints_in(find_run(arguments.run))
     read_inventory(directory)  # refuses what is no directory, before the lock makes one
     with hold_directory(directory, is_needed=not arguments.dry_run):
         entries = {entry.path.name: entry for entry in read_inventory(directory) if entry.state == "committed"}

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from genesis.cli.checkpoint.shared import BAD, LEVELS, build_parser, hold_directory, print_json, without_path
+from genesis.checkpoint_reference import find_run
+from genesis.cli.checkpoint.shared import BAD, LEVELS, RUN_HELP, build_parser, hold_directory, print_json, without_path
 from genesis_callbacks.checkpoint.inventory import Repair, apply_repair, find_problems, plan_repairs, read_inventory
 from genesis_callbacks.checkpoint.lineage import checkpoints_in
 
@@ -17,11 +18,11 @@ Example: genesis checkpoint repair runs/demo/run --apply"""
 def main(argv: list[str]) -> int:
     """Runs `genesis checkpoint repair` and returns its exit status."""
     parser = build_parser("repair", _DESCRIPTION)
-    parser.add_argument("run", type=Path, help="a run's directory")
+    parser.add_argument("run", type=Path, help=RUN_HELP)
     parser.add_argument("--level", choices=LEVELS, default="deep", help="how much is verified; default deep")
     parser.add_argument("--apply", action="store_true", help="do it")
     arguments = parser.parse_args(argv)
-    directory = checkpoints_in(arguments.run)
+    directory = checkpoints_in(find_run(arguments.run))
     read_inventory(directory)  # refuses what is no directory, before the lock makes one
     with hold_directory(directory, is_needed=arguments.apply):
         entries = read_inventory(directory)
@@ -50,7 +51,7 @@ def _print_repairs(
         if not is_applied or repair.action == "none":
             print(f"  to do   {repair.advice}")
         else:
-            print(f"  done    {'deleted' if place is None else f'put aside as {place.name}'}")
+            print(f"  done    {'deleted' if place is None else f'quarantined as {place.name}'}")
     if not repairs:
         print("nothing is broken or left over")
     print(f"`--ckpt_path latest` goes on from {latest or 'nothing: no checkpoint verifies'}")

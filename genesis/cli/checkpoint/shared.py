@@ -1,4 +1,4 @@
-"""What the commands of `genesis checkpoint` share: options, which checkpoint is meant, and how it is told."""
+"""What the commands of `genesis checkpoint` share: options, help texts, the lock, and how results are printed."""
 
 import argparse
 import json
@@ -15,14 +15,14 @@ from rich.text import Text
 
 from genesis.arguments import Parser
 from genesis.cli.options import PLAIN_WIDTH
-from genesis.errors import UserError, printable
+from genesis.errors import printable
 from genesis_callbacks.checkpoint import DirectoryLock
-from genesis_callbacks.checkpoint.inventory import read_inventory
-from genesis_callbacks.checkpoint.manifest import COMMITTED_NAME, MANIFEST_NAME, is_checkpoint_name
 
 BAD = 1
 """Exit status where something bad was found."""
 LEVELS = ("quick", "full", "deep")
+RUN_HELP = "a run: its directory, or its name in runs/"
+CHECKPOINT_HELP = "a checkpoint, a run (its newest), RUN/best or RUN/STEP"
 
 
 def build_parser(name: str, description: str) -> Parser:
@@ -32,33 +32,6 @@ def build_parser(name: str, description: str) -> Parser:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Returns whether the directory at `path` is a checkpoint, by its names alone.
-
-    Raises:
-        UserError: There is no directory.
-    """
-    if path.is_file():
-        raise UserError(
-            f"{path} is a file: give a run's directory or one of its checkpoints (`genesis checkpoint verify` also "
-            "takes .ckpt, .pt, .pth and .safetensors)"
-        )
-    if not path.is_dir():
-        raise UserError(f"there is no directory {path}; give a run's directory or one of its checkpoints")
-    is_named_so = is_checkpoint_name(path.resolve().name)
-    return is_named_so or (path / MANIFEST_NAME).exists() or (path / COMMITTED_NAME).exists()
-
-
-def find_checkpoint(path: Path) -> Path:
-    """Returns `path` if it is a checkpoint, else the newest of the run at `path`."""
-    if is_checkpoint(path):
-        return path
-    committed = [entry.path for entry in read_inventory(path) if entry.state == "committed"]
-    if not committed:
-        raise UserError(f"there is no committed checkpoint in {path}; `genesis fit` writes them")
-    return committed[-1]
 
 
 @contextmanager

@@ -12,12 +12,13 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.text import Text
 
+from genesis.checkpoint_reference import find_checkpoint
 from genesis.cli.checkpoint.shared import (
+    CHECKPOINT_HELP,
     build_console,
     build_parser,
     build_table,
     complain,
-    find_checkpoint,
     format_duration,
     format_number,
     print_json,
@@ -30,15 +31,15 @@ from genesis_callbacks.checkpoint.manifest import encode_manifest
 from genesis_callbacks.checkpoint.restore import read_state
 
 _DESCRIPTION = """Shows what a checkpoint is: counters, recipe, versions, files, tensors by part, ancestors.
-Example: genesis checkpoint show runs/demo/run/checkpoints/step-00000800"""
+Example: genesis checkpoint show runs/demo/run/800"""
 
 
 def main(argv: list[str]) -> int:
     """Runs `genesis checkpoint show` and returns its exit status."""
     parser = build_parser("show", _DESCRIPTION)
-    parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a run's directory (its newest)")
+    parser.add_argument("checkpoint", type=Path, help=CHECKPOINT_HELP)
     arguments = parser.parse_args(argv)
-    path = find_checkpoint(arguments.checkpoint)
+    path = find_checkpoint(arguments.checkpoint, level=None)
     try:
         manifest = read_manifest(path)
         drawn = read_drawn(read_state(path, manifest))

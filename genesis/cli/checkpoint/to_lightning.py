@@ -8,6 +8,8 @@ import json
 from pathlib import Path
 
 from genesis.arguments import Parser
+from genesis.checkpoint_reference import find_checkpoint
+from genesis.cli.checkpoint.shared import CHECKPOINT_HELP
 from genesis_callbacks.checkpoint import CorruptCheckpointError
 from genesis_callbacks.checkpoint.lightning_file import export_lightning_checkpoint
 
@@ -24,12 +26,13 @@ def main(argv: list[str]) -> int:
         description=_DESCRIPTION,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a run's directory (its newest that verifies)")
+    parser.add_argument("checkpoint", type=Path, help=CHECKPOINT_HELP)
     parser.add_argument("output", type=Path, help="the file to write; it must not exist")
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args(argv)
     try:
-        path = export_lightning_checkpoint(arguments.checkpoint, arguments.output)
+        checkpoint = find_checkpoint(arguments.checkpoint, level="deep")
+        path = export_lightning_checkpoint(checkpoint, arguments.output)
     except CorruptCheckpointError as error:
         print(f"BAD: {error}")
         return 1

@@ -5,12 +5,13 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from genesis.cli.checkpoint.shared import BAD, LEVELS, build_parser, is_checkpoint, print_json, without_path
+from genesis.checkpoint_reference import read_reference
+from genesis.cli.checkpoint.shared import BAD, LEVELS, build_parser, print_json, without_path
 from genesis.errors import UserError, printable
+from genesis.run_directory import RunDirectory
 from genesis_callbacks.checkpoint import CheckpointError
 from genesis_callbacks.checkpoint.contents import Contents, find_format, find_non_finite, read_contents
 from genesis_callbacks.checkpoint.inventory import find_problem, find_problems, read_inventory
-from genesis_callbacks.checkpoint.lineage import CHECKPOINTS_NAME
 
 _MAX_NAMED = 3
 _FORMATS = {
@@ -28,19 +29,23 @@ Example: genesis checkpoint verify runs/demo/run --level deep"""
 def main(argv: list[str]) -> int:
     """Runs `genesis checkpoint verify` and returns its exit status."""
     parser = build_parser("verify", _DESCRIPTION)
-    parser.add_argument("path", type=Path, help="a checkpoint, ours or of others, or a run's directory (all of its)")
+    parser.add_argument(
+        "path", type=Path, help="a run (all of its checkpoints), RUN/best, RUN/STEP, or a checkpoint, ours or not"
+    )
     parser.add_argument("--level", choices=LEVELS, default="full", help="how much is verified of ours; default full")
     parser.add_argument("--finite", action="store_true", help="read every value and look for those not finite")
     arguments = parser.parse_args(argv)
-    is_run = (arguments.path / CHECKPOINTS_NAME).is_dir()
-    if not is_run and find_format(arguments.path) not in (None, "genesis"):
+    is_run = RunDirectory(arguments.path).checkpoints.is_dir()
+    if not is_run and arguments.path.exists() and find_format(arguments.path) not in (None, "genesis"):
         return _verify_foreign(arguments.path, is_finite_asked=arguments.finite, as_json=arguments.json)
-    if is_checkpoint(arguments.path):
-        problems = {arguments.path: find_problem(arguments.path, arguments.level)}
-    else:
-        problems = find_problems(read_inventory(arguments.path), arguments.level)
+    reference = read_reference(arguments.path)
+    if reference.kind == "run" and reference.selector is None:
+        problems = find_problems(read_inventory(reference.path), arguments.level)
         if not problems:
-            raise UserError(f"there is no committed checkpoint in {arguments.path}; `genesis fit` writes them")
+            raise UserError(f"there is no committed checkpoint in {reference.path}; `genesis fit` writes them")
+    else:
+        checkpoint = reference.find_checkpoint(level=None)
+        problems = {checkpoint: find_problem(checkpoint, arguments.level)}
     outcomes = {path: None if problem is None else str(problem) for path, problem in problems.items()}
     if arguments.finite:
         outcomes = {path: problem or _describe_non_finite(read_contents(path)) for path, problem in outcomes.items()}

@@ -36,7 +36,7 @@ from genesis.data.clean.plan import CLEAN_DIRECTORY, CleanOptions, evaluation_ke
 from genesis.data.clean.report import MANIFEST_NAME, CleanReport, Finish, read_report, read_versions, write_json
 from genesis.data.sources import InputFile, find_files
 from genesis.errors import UserError
-from genesis.tokenizer.tokenizer import Tokenizer
+from genesis.tokenizer.open import open_tokenizer
 
 _PLAN_NAME = "plan.json"
 _JOBS_NAME = "jobs.json"
@@ -87,7 +87,7 @@ def clean_corpus(
     _check_executor(options)
     files = _find_all_files(options)
     if options.tokenizer is not None:
-        Tokenizer.load(options.tokenizer)
+        open_tokenizer(options.tokenizer)
     try:
         with _locked(options):
             wait_for_workers(options.work / _WORKERS_NAME)
@@ -105,8 +105,8 @@ def clean_corpus(
             return read_report(options.out)
     except OSError as error:
         raise UserError(
-            f"cannot write to {options.out} ({error.strerror or error}); mend that (make room) and run the same "
-            "command again: finished tasks are kept"
+            f"cannot write to {error.filename or options.out} ({error.strerror or error}); make room or fix the disk, "
+            "and run the same command again: finished tasks are kept"
         ) from None
 
 

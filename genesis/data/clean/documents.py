@@ -8,14 +8,12 @@ every file appears whole or not at all.
 import gzip
 import io
 import json
-import os
-import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import pyarrow.parquet as pq
 import zstandard
@@ -25,9 +23,11 @@ from datatrove.pipeline.base import PipelineStep
 from genesis.data.cache import open_copy
 from genesis.data.clean.filters import FIELDS, LANGUAGE
 from genesis.data.remote import RemoteFile, file_name, is_url
-from genesis.data.shards import hash_file, sync_directory
+from genesis.data.shards import hash_file
 from genesis.data.sources import InputFile, SourceOptions, Span, read_documents
+from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
+from genesis_callbacks.files import replace_file, replacing
 
 SOURCE = "source"
 """Where a document's source stands in its metadata and in what is written."""
@@ -54,7 +54,7 @@ class WrittenShard:
 
 @dataclass(frozen=True)
 class TokenCounter:
-    """Counts the tokens of a text with the tokenizer in a model file; with none, there is nothing to count."""
+    """Counts the tokens of a text with the tokenizer at a path; with none, there is nothing to count."""
 
     tokenizer: Path | None
 
@@ -65,7 +65,7 @@ class TokenCounter:
 
 @lru_cache(maxsize=1)
 def _load(path: Path) -> Tokenizer:
-    return Tokenizer.load(path)
+    return open_tokenizer(path)
 
 
 class SourceReader(PipelineStep):  # type: ignore[misc]
@@ -192,9 +192,9 @@ def read_shard_records(records: Path) -> list[WrittenShard]:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Writes a file, whole or not at all."""
-    with _staged(path) as file:
-        file.write(data)
+    """Writes a file, whole or not at all, and makes the directories above it; a task may run twice at a time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, data, has_rivals=True)
 
 
 # Reading with fields
@@ -278,26 +278,11 @@ class _Writable(Protocol):
 
 @contextmanager
 def _written_whole(path: Path, compression: Compression) -> Iterator[_Writable]:
-    with _staged(path) as file:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path, has_rivals=True) as file:
         if compression == "zst":
             with zstandard.ZstdCompressor(level=_ZSTD_LEVEL).stream_writer(file, closefd=False) as stream:
                 yield stream
         else:
             with gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0, compresslevel=_GZIP_LEVEL) as stream:
                 yield stream
-
-
-@contextmanager
-def _staged(path: Path) -> Iterator[BinaryIO]:
-    """Gives a file that gets its name once it is whole and durable."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    staging = path.with_name(f"{path.name}.{secrets.token_hex(4)}.staging")
-    try:
-        with staging.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        staging.replace(path)
-        sync_directory(path.parent)
-    finally:
-        staging.unlink(missing_ok=True)

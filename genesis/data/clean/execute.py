@@ -8,9 +8,7 @@ executor.
 import contextlib
 import fcntl
 import importlib.util
-import multiprocessing
 import os
-import signal
 import subprocess
 import threading
 import traceback
@@ -18,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Literal
 
@@ -29,6 +26,7 @@ from loguru import logger
 from tqdm import tqdm
 
 from genesis.errors import UserError
+from genesis.processes import PipedWorker, serve_pipe
 
 Executor = Literal["local", "slurm", "ray"]
 
@@ -278,28 +276,20 @@ def _quiet() -> Iterator[None]:
 # Processes
 
 
-@dataclass(frozen=True)
-class _Worker:
-    process: BaseProcess
-    connection: "Connection[object, object]"
-
-
 class _Workers:
     """Processes that run tasks. A context: at its end they are gone, whatever they did."""
 
     def __init__(self, num_workers: int, lock: Path) -> None:
         self._num_workers = num_workers
         self._lock = lock
-        self._workers: dict[Connection[object, object], _Worker] = {}
+        self._workers: dict[Connection[object, object], PipedWorker] = {}
 
     def __enter__(self) -> "_Workers":
         return self
 
     def __exit__(self, *_: object) -> None:
         for worker in self._workers.values():
-            worker.connection.close()
-            worker.process.kill()
-            worker.process.join()
+            worker.end()
 
     def run(self, executor: PipelineExecutor, ranks: Sequence[int]) -> Iterator[None]:
         """Runs the tasks `ranks`, in this process if one is enough, and yields after each; raises the first error."""
@@ -324,27 +314,21 @@ class _Workers:
                     connection.send((executor, rank_or_none))
                 yield
 
-    def _start(self, num_workers: int) -> Iterator[_Worker]:
-        context = multiprocessing.get_context("spawn")  # nothing is forked from a process that may hold threads
+    def _start(self, num_workers: int) -> Iterator[PipedWorker]:
         while len(self._workers) < num_workers:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, self._lock), daemon=True)
-            process.start()
-            theirs.close()
-            self._workers[ours] = _Worker(process, ours)
+            worker = PipedWorker(__name__)
+            self._workers[worker.connection] = worker
+            worker.connection.send(self._lock)
         yield from self._workers.values()
 
 
-def _receive(worker: _Worker) -> None:
+def _receive(worker: PipedWorker) -> None:
     try:
         error = worker.connection.recv()
     except (EOFError, ConnectionResetError):
-        worker.process.join()
-        status = worker.process.exitcode or 0
-        cause = f"by signal {-status} (out of memory?)" if status < 0 else f"with status {status}"
         raise UserError(
-            f"a worker of data clean ended {cause}; run the same command again (with fewer local.workers if memory is "
-            "short): finished tasks are kept"
+            f"a worker of data clean ended {worker.describe_end()}; run the same command again (with fewer "
+            "local.workers if memory is short): finished tasks are kept"
         ) from None
     _raise(error)
 
@@ -355,22 +339,20 @@ def _raise(error: object) -> None:
         raise error
 
 
-def _serve(connection: "Connection[object, object]", lock: Path) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent decides
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+def main(descriptor: int) -> None:
+    """Runs the tasks that come from the connection that `descriptor` is, until its other end is closed."""
+    serve_pipe(descriptor, _serve)
+
+
+def _serve(connection: "Connection[object, object]") -> None:
+    lock = connection.recv()
+    assert isinstance(lock, Path)
     tqdm.set_lock(threading.RLock())  # its default is a semaphore, which a killed process leaves behind
-    with _held(lock, fcntl.LOCK_SH), contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+    with _held(lock, fcntl.LOCK_SH):
         while True:
             task = connection.recv()
             assert isinstance(task, tuple)
             connection.send(_run_task(*task))
-
-
-def _end_with(sentinel: int) -> None:
-    wait([sentinel])
-    os._exit(1)
 
 
 def _run_task(executor: PipelineExecutor, rank: int) -> Exception | None:

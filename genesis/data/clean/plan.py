@@ -60,7 +60,7 @@ class CleanOptions:
         stages: What is done, in this order: a list of filters by name, each with its options.
         tasks: Parts that the work is cut into; a killed run goes on at its unfinished tasks. It orders the output. A
             compressed file is in one task as a whole: many small ones keep many workers busy.
-        tokenizer: A model file or directory of `genesis tokenizer train`, to count tokens; characters if not given.
+        tokenizer: A directory that holds a tokenizer, or its file, to count tokens; characters if not given.
         compression: Of the shards: zst or gz.
         num_examples: Dropped documents to set down, of each filter and reason.
         executor: What runs the tasks: processes here (local), or datatrove's executors for Slurm and Ray.

@@ -4,7 +4,7 @@ Each file is cut into shards of moderate size, so that a first touch need not ha
 documents end is taken from the file's own index, or found by the end-of-document id, and written beside the manifest:
 
     CORPUS/manifest.json
-    CORPUS/tokenizer.model           where there is one
+    CORPUS/…                         the tokenizer's files, where there is one
     CORPUS/train/SOURCE.index        uint64, the end of each document that has tokens, counted over all files
     CORPUS/train/SOURCE.added        where documents' ends are added: uint64, their places, counted with those added
 
@@ -35,13 +35,13 @@ from genesis.data.shards import (
     find_token_fault,
     hash_tokens,
     stored_dtype,
-    sync_directory,
-    sync_file,
     token_dtype,
 )
 from genesis.errors import UserError
+from genesis.tokenizer.files import write_files
+from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
-from genesis.tokenizer.train import MODEL_NAME
+from genesis_callbacks.files import create_file, sync_directory
 
 SHARD_TOKENS: Final = 1 << 24
 _TOKENS_PER_BLOCK: Final = 1 << 20
@@ -92,7 +92,7 @@ class AdoptOptions:
         name: The corpus's name; it is made in the directory OUT/NAME.
         sources: Named sources of tokens.
         out: The directory that corpora are made in.
-        tokenizer: The SentencePiece model that made the tokens; without one, bits per byte are unknown and samples are
+        tokenizer: What made the tokens, a file or directory; without one, bits per byte are unknown and samples are
             shown as ids.
         vocab_size: No id reaches it; by default the tokenizer's.
         eos_id: The token that ends a document; by default the tokenizer's.
@@ -138,12 +138,15 @@ class Adoption:
         num_files: Of tokens.
         num_added: Documents' ends that are added where they are read.
         num_unfinished: Files that do not end with a document's end: their last document goes on in the next file.
+        num_inner: Times that eos stands within a document, which goes on after it; unknown (0) where only sizes were
+            checked.
     """
 
     manifest: CorpusManifest
     num_files: int
     num_added: int
     num_unfinished: int
+    num_inner: int
 
 
 def adopt_corpus(options: AdoptOptions, report: Callable[[int], None] = lambda num_tokens: None) -> Adoption:
@@ -164,9 +167,7 @@ def adopt_corpus(options: AdoptOptions, report: Callable[[int], None] = lambda n
         staging.mkdir(parents=True)
         adoption = _Adopter(options, vocabulary, staging, report).adopt()
         if vocabulary.tokenizer is not None:
-            with (staging / MODEL_NAME).open("wb") as file:
-                file.write(vocabulary.tokenizer.model)
-                sync_file(file)
+            write_files(vocabulary.tokenizer.files, staging)
         write_manifest(staging, adoption.manifest)
         staging.replace(options.corpus)
         sync_directory(options.out)
@@ -183,23 +184,23 @@ def adopt_corpus(options: AdoptOptions, report: Callable[[int], None] = lambda n
 @dataclass(frozen=True)
 class _Vocabulary:
     size: int
-    eos_id: int
+    eos_id: int | None
     bos_id: int | None
     tokenizer: Tokenizer | None
 
 
 def _read_vocabulary(options: AdoptOptions) -> _Vocabulary:
     given = {"vocab_size": options.vocab_size, "eos_id": options.eos_id, "bos_id": options.bos_id}
-    tokenizer = None if options.tokenizer is None else Tokenizer.load(options.tokenizer)
+    tokenizer = None if options.tokenizer is None else open_tokenizer(options.tokenizer)
     if tokenizer is not None:
         for key, wanted in given.items():
             given[key] = getattr(tokenizer, key)
             if wanted not in (None, given[key]):
                 raise UserError(f"{key} is {wanted}, the tokenizer's is {given[key]}; leave one of them out")
     size, eos_id, bos_id = given.values()
-    if size is None or eos_id is None:
+    if size is None or (eos_id is None and (tokenizer is None or options.add_eos)):
         missing = "vocab_size" if size is None else "eos_id"
-        raise UserError(f"nothing tells {missing}; give it, or the tokenizer (a SentencePiece model)")
+        raise UserError(f"{missing} is unknown; give it, or the tokenizer")
     for key, value in (("eos_id", eos_id), ("bos_id", bos_id)):
         if value is not None and not 0 <= value < size:
             raise UserError(f"{key} {value} is not within vocab_size {size:,}; mend one of them")
@@ -239,7 +240,7 @@ class _Adopter:
         self._vocabulary = vocabulary
         self._staging = staging
         self._report = report
-        self._num_files = self._num_tokens = self._num_unfinished = 0
+        self._num_files = self._num_tokens = self._num_unfinished = self._num_inner = 0
 
     def adopt(self) -> Adoption:
         sources = self._options.sources
@@ -259,7 +260,7 @@ class _Adopter:
             ),
         )
         num_added = sum(sum(record.table.column("num_added")) for record in (*manifest.train, *manifest.validation))
-        return Adoption(manifest, self._num_files, num_added, self._num_unfinished)
+        return Adoption(manifest, self._num_files, num_added, self._num_unfinished, self._num_inner)
 
     def _adopt_source(self, split: Split, source: ForeignSource, paths: tuple[str, ...]) -> SourceRecord:
         (self._staging / split).mkdir(exist_ok=True)
@@ -267,7 +268,7 @@ class _Adopter:
         added_path = (self._staging / index).with_suffix(ADDED_SUFFIX)
         shards: list[ShardRecord] = []
         num_documents = num_tokens = num_added = 0
-        with (self._staging / index).open("wb") as index_file, added_path.open("wb") as added_file:
+        with create_file(self._staging / index) as index_file, create_file(added_path) as added_file:
             for piece, is_last in _with_last(self._find_pieces(source, paths)):
                 shard, ends, added = self._look_into(piece, is_last)
                 entries = (ends + num_tokens).astype(INDEX_ENTRY)
@@ -287,14 +288,12 @@ class _Adopter:
                 num_added += shard.num_added
                 self._num_tokens += piece.num_tokens
                 self._report(self._num_tokens)
-            sync_file(index_file)
-            sync_file(added_file)
         if not num_added:
             added_path.unlink()
         sync_directory(self._staging / split)
         if not num_tokens:
             raise UserError(f"source {source.name}: {', '.join(paths)} holds no tokens; leave it out")
-        if num_documents == num_added and not self._options.add_eos:
+        if self._vocabulary.eos_id is not None and num_documents == num_added and not self._options.add_eos:
             raise UserError(
                 f"source {source.name}: {', '.join(paths)} holds no eos_id {self._vocabulary.eos_id}; give the id that "
                 "ends documents, or add_eos where each file is one document"
@@ -309,6 +308,8 @@ class _Adopter:
             by_eos = source.documents == "eos" or (source.documents == "auto" and file.read_ends is None)
             if not by_eos and file.read_ends is None:
                 raise UserError(f"{file.path} does not say where documents end; give documents eos")
+            if by_eos and self._vocabulary.eos_id is None:
+                raise UserError(f"{file.path}: documents would end at eos_id, and the tokenizer has none; give eos_id")
             if by_eos and self._options.check == "sizes":
                 raise UserError(f"{file.path}: documents end at eos_id, so all is read; give check all")
             starts = list(accumulate((run.num_tokens for run in file.runs), initial=0))
@@ -328,6 +329,7 @@ class _Adopter:
         if self._options.check == "sizes":
             assert piece.ends is not None
             ends, is_added, num_text_bytes, digest = piece.ends, np.zeros(len(piece.ends), np.bool_), 0, ""
+            num_inner = 0
         else:
             tokens = _map_piece(piece)
             ends, is_added = self._find_ends(piece, tokens, is_last)
@@ -335,6 +337,9 @@ class _Adopter:
             if fault is not None:
                 raise UserError(f"{piece.file.path} {fault}")
             num_text_bytes, digest = self._count_text_bytes(tokens), hash_tokens(tokens)
+            num_inner = 0
+            if self._vocabulary.eos_id is not None:
+                num_inner = int(np.count_nonzero(tokens == self._vocabulary.eos_id) - np.count_nonzero(~is_added))
         status = piece.file.path.stat()
         if (status.st_size, status.st_mtime_ns) != (piece.file.file_bytes, piece.mtime_ns):
             raise UserError(f"{piece.file.path} changed while it was read; begin again when it is finished")
@@ -352,7 +357,9 @@ class _Adopter:
             byte_offset=piece.byte_offset,
             num_added=len(added),
             mtime_ns=None if digest else piece.mtime_ns,
+            ends_by_index=self._vocabulary.eos_id is None or num_inner > 0,
         )
+        self._num_inner += num_inner
         self._num_unfinished += piece.ends_file and (not len(ends) or int(ends[-1]) < shard.num_tokens)
         return shard, ends, added
 
@@ -377,9 +384,9 @@ class _Adopter:
     def _count_text_bytes(self, tokens: NDArray[np.unsignedinteger]) -> int:
         if self._vocabulary.tokenizer is None:
             return 0
-        piece_num_bytes = self._vocabulary.tokenizer.piece_num_bytes
+        token_num_bytes = self._vocabulary.tokenizer.token_num_bytes
         blocks = (tokens[first : first + _TOKENS_PER_BLOCK] for first in range(0, len(tokens), _TOKENS_PER_BLOCK))
-        return sum(int(piece_num_bytes[block].sum(dtype=np.int64)) for block in blocks)
+        return sum(int(token_num_bytes[block].sum(dtype=np.int64)) for block in blocks)
 
 
 def _map_piece(piece: _Piece) -> NDArray[np.unsignedinteger]:

@@ -3,7 +3,7 @@
 NAME.ds             the tokens of all documents, one after another: little-endian uint16 or uint32
 NAME.ds.index       uint64, the cumulative end of each document, in tokens
 NAME.ds.metadata    text, whose first line ends with "|" and the bytes of a token
-NAME.ds.loss        one byte a token, which says whether it is learned; a corpus has no place for it, so it is refused
+NAME.ds.loss        one byte a token, which says whether it is learned; adopting does not keep it yet, so it is refused
 """
 
 from collections.abc import Iterator

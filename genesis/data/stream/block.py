@@ -18,10 +18,10 @@ from itertools import count
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Int64, Integer
+from jaxtyping import Bool, Int64, Integer
 from numpy import ndarray
 
-from genesis.data.packing import Packing, fill_row, pack_documents
+from genesis.data.packing import Packing, fill_row, mark_piece_ends, pack_documents
 from genesis.data.shards import little_endian, token_dtype
 from genesis.data.sources import (
     DamagedFileError,
@@ -34,7 +34,7 @@ from genesis.data.sources import (
 )
 from genesis.data.stream.lanes import shuffle
 from genesis.errors import UserError
-from genesis.tokenizer.tokenizer import Tokenizer
+from genesis.tokenizer.tokenizer import Tokenizer, frame_document, padding_id
 
 _BATCH_BYTES: Final = 1 << 18
 """Text that is tokenized in one call, at most; less for small blocks."""
@@ -86,6 +86,7 @@ class Block:
 
     Args:
         rows: Tokens of each sequence and the one after it, as on disk.
+        ends: Which tokens of each row end a document and have others after them in the row.
         lengths: Labels of each row.
         next: Where the next block begins; None where the lane has read all of its part.
         num_documents: Documents begun.
@@ -96,6 +97,7 @@ class Block:
     """
 
     rows: Integer[ndarray, "n S+1"]
+    ends: Bool[ndarray, "n S"]
     lengths: Int64[ndarray, " n"]
     next: Cursor | None
     num_documents: int
@@ -135,6 +137,7 @@ class BlockReader:
         self._recipe = recipe
         self._tokenizer = tokenizer
         self._dtype = little_endian(token_dtype(tokenizer.vocab_size))
+        self._padding_id = padding_id(tokenizer)
         self._keeps_open = not all(is_cheap_to_reopen(part.source, span) for span in part.spans)
         self._num_located = 0
         self._at: Cursor | None = None
@@ -211,9 +214,7 @@ class BlockReader:
     def _tokenize(self, batch: list[_Item]) -> list[_Item]:
         documents = [item for item in batch if item.error is None]
         for item, ids in zip(documents, self._tokenizer.encode_batch([item.text for item in documents]), strict=True):
-            item.tokens = np.empty(len(ids) + 2, self._dtype)
-            item.tokens[0], item.tokens[-1] = self._tokenizer.bos_id, self._tokenizer.eos_id
-            item.tokens[1:-1] = ids
+            item.tokens = frame_document(self._tokenizer, ids).astype(self._dtype)
             item.text = ""
         return batch
 
@@ -265,21 +266,26 @@ class BlockReader:
         num_used = num_tokens if is_last else num_whole * seq_len
         tokens = self._join(items, cursor.used, num_used + (not is_last))
         rest = tokens[num_whole * seq_len :] if is_last else tokens[:0]
-        rows = np.full((num_whole + (len(rest) > 1), seq_len + 1), self._tokenizer.eos_id, self._dtype)
+        rows = np.full((num_whole + (len(rest) > 1), seq_len + 1), self._padding_id, self._dtype)
         lengths = np.full(len(rows), seq_len, np.int64)
+        document_ends = _document_ends(items, cursor.used)
+        ends = np.zeros((len(rows), seq_len), np.bool_)
+        ends.flat[document_ends[document_ends <= num_whole * seq_len] - 1] = True
         if num_whole:
             windows = np.lib.stride_tricks.sliding_window_view(tokens[: num_whole * seq_len + 1], seq_len + 1)
             rows[:num_whole] = windows[::seq_len]
         if len(rest) > 1:
             rows[-1, : len(rest)], lengths[-1] = rest, len(rest) - 1
+            in_rest = document_ends[document_ends > num_whole * seq_len] - num_whole * seq_len
+            ends[-1, in_rest[in_rest < len(rest)] - 1] = True
         if is_last:
-            return self._finish(cursor, items, rows, lengths, None, num_used), []
+            return self._finish(cursor, items, rows, ends, lengths, None, num_used), []
         # The next sequence begins in the document `at`, after `used` of its tokens.
-        ends = np.cumsum([len(item.tokens) for item in items])
-        at = int(np.searchsorted(ends, cursor.used + num_used, side="right"))
-        used = cursor.used + num_used - int(ends[at]) + len(items[at].tokens)
+        item_ends = np.cumsum([len(item.tokens) for item in items])
+        at = int(np.searchsorted(item_ends, cursor.used + num_used, side="right"))
+        used = cursor.used + num_used - int(item_ends[at]) + len(items[at].tokens)
         next_cursor = items[at].place._replace(used=used)
-        return self._finish(cursor, items[: at + (used > 0)], rows, lengths, next_cursor, num_used), items[at:]
+        return self._finish(cursor, items[: at + (used > 0)], rows, ends, lengths, next_cursor, num_used), items[at:]
 
     def _join(self, items: list[_Item], start: int, count: int) -> Integer[ndarray, " count"]:
         """Returns `count` tokens of the items' from `start` on, without copying what is not asked for."""
@@ -296,7 +302,7 @@ class BlockReader:
     def _pack(self, cursor: Cursor, items: list[_Item], num_tokens: int) -> tuple[Block, list[_Item]]:
         """Returns the block of the items' documents; a last one that is too long is cut, and kept for the next."""
         seq_len, block_tokens = self._recipe.seq_len, self._recipe.block_tokens
-        ends = np.cumsum([len(item.tokens) for item in items if item.error is None], dtype=np.int64) - cursor.used
+        ends = _document_ends(items, cursor.used)
         if num_tokens < block_tokens:
             tokens = self._join(items, cursor.used, max(num_tokens, 0))
             return self._finish(cursor, items, *self._fill_rows(tokens, ends), None, len(tokens)), []
@@ -308,33 +314,40 @@ class BlockReader:
             return self._finish(cursor, items, *self._fill_rows(tokens, ends), last.end, num_tokens), []
         num_used = last_begin + num_cut
         ends[-1] = num_used + 1  # with the label of the last token; the next block begins with it
-        rows, lengths = self._fill_rows(self._join(items, cursor.used, num_used + 1), ends)
+        filled = self._fill_rows(self._join(items, cursor.used, num_used + 1), ends)
         used = num_cut + (cursor.used if len(items) == 1 else 0)
-        return self._finish(cursor, items, rows, lengths, last.place._replace(used=used), num_used), [last]
+        return self._finish(cursor, items, *filled, last.place._replace(used=used), num_used), [last]
 
     def _fill_rows(
         self, tokens: Integer[ndarray, " tokens"], document_ends: Int64[ndarray, " documents"]
-    ) -> tuple[Integer[ndarray, "n S+1"], Int64[ndarray, " n"]]:
+    ) -> tuple[Integer[ndarray, "n S+1"], Bool[ndarray, "n S"], Int64[ndarray, " n"]]:
         assert self._recipe.packing != "chunk"
-        packed = pack_documents(document_ends, self._recipe.seq_len, self._recipe.packing)
+        seq_len = self._recipe.seq_len
+        packed = pack_documents(document_ends, seq_len, self._recipe.packing)
 
         def read(start: int, out: Integer[ndarray, " count"]) -> None:
             out[:] = tokens[start : start + len(out)]
 
-        rows = np.empty((len(packed), self._recipe.seq_len + 1), self._dtype)
+        rows = np.empty((len(packed), seq_len + 1), self._dtype)
+        ends = np.zeros((len(packed), seq_len), np.bool_)
         lengths = np.empty(len(packed), np.int64)
+        is_end = np.zeros(len(tokens) + 1, np.bool_)
+        is_end[document_ends] = True
         first = 0
         for number, last in enumerate(packed.sequence_ends.tolist()):
             starts, sizes = packed.starts[first:last], packed.lengths[first:last]
-            lengths[number] = fill_row(rows[number], starts, sizes, read, self._tokenizer.eos_id)
+            goes_on = bool(sizes[-1] == seq_len and not is_end[starts[-1] + seq_len])
+            lengths[number] = fill_row(rows[number], starts, sizes, read, self._padding_id, goes_on=goes_on)
+            mark_piece_ends(ends[number], sizes)
             first = last
-        return rows, lengths
+        return rows, ends, lengths
 
     def _finish(
         self,
         cursor: Cursor,
         items: list[_Item],
         rows: Integer[ndarray, "n S+1"],
+        ends: Bool[ndarray, "n S"],
         lengths: Int64[ndarray, " n"],
         next_cursor: Cursor | None,
         num_tokens: int,
@@ -347,6 +360,7 @@ class BlockReader:
         num_damaged = sum(isinstance(item.error, DamagedFileError) for item in errors)
         return Block(
             rows=rows[order],
+            ends=ends[order],
             lengths=lengths[order],
             next=next_cursor,
             num_documents=len(items) - len(errors) - (cursor.used > 0),
@@ -355,3 +369,8 @@ class BlockReader:
             num_damaged_spans=num_damaged,
             notes=tuple(item.note for item in errors if item.note),
         )
+
+
+def _document_ends(items: list[_Item], used: int) -> Int64[ndarray, " documents"]:
+    """Returns where the items' documents end, counted from `used` tokens of the first one on."""
+    return np.cumsum([len(item.tokens) for item in items if item.error is None], dtype=np.int64) - used

@@ -13,7 +13,7 @@ class StreamOptions:
 
     Args:
         sources: Named sources of text, each with paths, weight and format, as `genesis data prepare` takes them.
-        tokenizer: A model file or the directory that holds one; by default that of data.corpus.
+        tokenizer: A directory that holds a tokenizer, or its file; by default that of data.corpus.
         num_lanes: Parts that the stream is cut into, for ranks to share; by default as many as the files allow, to 64.
         block_tokens: Tokens that a worker reads, packs and shuffles at a time.
         num_workers: Processes of each rank that read and tokenize; 0 does it in the thread that makes windows.

@@ -5,23 +5,24 @@ the same again.
 """
 
 import logging
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import Pipe, wait
 from threading import Condition, Thread
 from typing import Final, Protocol
 
 from genesis.data.stream.block import Block
 from genesis.data.stream.worker import BlockMaker, Failure, Job, Made, Setup
 from genesis.errors import UserError
+from genesis.processes import PipedWorker
 
 _JOBS_IN_FLIGHT: Final = 2
 """What a worker holds: one in its hands, and the next, so that it need not wait for it."""
+
+_WORKER_MODULE: Final = "genesis.data.stream.worker"
 
 _logger = logging.getLogger(__name__)
 
@@ -110,8 +111,7 @@ class _Worker:
     """A process and what it was given. `waiting` was not sent yet, `sent` not answered yet."""
 
     setup: Setup
-    process: "subprocess.Popen[bytes]"
-    connection: "Connection[object, object]"
+    piped: PipedWorker = field(default_factory=lambda: PipedWorker(_WORKER_MODULE))
     waiting: deque[Job] = field(default_factory=deque)
     sent: deque[Job] = field(default_factory=deque)
 
@@ -128,7 +128,7 @@ class WorkerPool:
 
     def __init__(self, setups: Sequence[Setup], max_restarts: int) -> None:
         self._max_restarts = max_restarts
-        self._workers = [_Worker(setup, *_start()) for setup in setups]
+        self._workers = [_Worker(setup) for setup in setups]
         self._worker_of = {key: worker for worker in self._workers for key in worker.setup.parts}
         self._changed = Condition()
         self._answers: dict[Job, Made | Failure | None] = {}
@@ -151,7 +151,7 @@ class WorkerPool:
     @property
     def process_ids(self) -> tuple[int, ...]:
         """Returns the processes that work now."""
-        return tuple(worker.process.pid for worker in self._workers)
+        return tuple(worker.piped.process.pid for worker in self._workers)
 
     def request(self, job: Job) -> None:
         """Asks for a block; once more for the same changes nothing."""
@@ -193,12 +193,10 @@ class WorkerPool:
             self._is_closed = True
             self._ring()
         for worker in self._workers:
-            worker.process.kill()
+            worker.piped.process.kill()
         self._thread.join()
         for worker in self._workers:
-            worker.process.kill()  # one that was started meanwhile
-            worker.process.wait()
-            worker.connection.close()
+            worker.piped.end()  # one that was started meanwhile, too
         self._bell.close()
         self._heard_bell.close()
 
@@ -218,13 +216,13 @@ class WorkerPool:
         while not self._is_closed and self._error is None:
             for worker in self._workers:
                 self._feed(worker)
-            ready = set(wait([self._heard_bell, *(worker.connection for worker in self._workers)]))
+            ready = set(wait([self._heard_bell, *(worker.piped.connection for worker in self._workers)]))
             if self._heard_bell in ready:
                 with self._changed:
                     self._heard_bell.recv_bytes()
                     self._is_ringing = False
             for worker in self._workers:
-                if worker.connection in ready:
+                if worker.piped.connection in ready:
                     self._receive(worker)
 
     def _feed(self, worker: _Worker) -> None:
@@ -238,11 +236,11 @@ class WorkerPool:
 
     def _send(self, worker: _Worker, message: object) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):  # it is dead: reading from it will tell
-            worker.connection.send(message)
+            worker.piped.connection.send(message)
 
     def _receive(self, worker: _Worker) -> None:
         try:
-            answer = worker.connection.recv()
+            answer = worker.piped.connection.recv()
         except (EOFError, ConnectionResetError):
             self._replace(worker)
             return
@@ -258,11 +256,10 @@ class WorkerPool:
                 self._changed.notify_all()
 
     def _replace(self, worker: _Worker) -> None:
-        worker.process.kill()
-        status = worker.process.wait()
+        worker.piped.process.kill()
+        cause = worker.piped.describe_end()
         if self._is_closed:
             return
-        cause = f"by signal {-status} (out of memory?)" if status < 0 else f"with status {status}"
         with self._changed:
             if self.num_restarts == self._max_restarts:
                 self._error = (
@@ -274,26 +271,14 @@ class WorkerPool:
             worker.waiting.extendleft(reversed([job for job in worker.sent if job in self._answers]))
             worker.sent.clear()
         _logger.warning("a worker of data.stream ended %s; another one takes its place and its work", cause)
-        worker.connection.close()
-        worker.process, worker.connection = _start()
+        worker.piped.end()
+        worker.piped = PipedWorker(_WORKER_MODULE)
         self._send(worker, worker.setup)
 
     def _ring(self) -> None:
         if not self._is_ringing:
             self._is_ringing = True
             self._bell.send_bytes(b"")
-
-
-def _start() -> "tuple[subprocess.Popen[bytes], Connection[object, object]]":
-    # A program of its own instead of multiprocessing: nothing is forked from a process that holds threads and maybe a
-    # GPU, and the caller's main script is not run again.
-    ours, theirs = Pipe()
-    with theirs:
-        program = f"from genesis.data.stream.worker import main; main({theirs.fileno()})"
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-c", program], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
-        )
-    return process, ours
 
 
 def _block_of(answer: Made | Failure) -> Block:

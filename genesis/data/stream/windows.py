@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
-from jaxtyping import Int64, Integer
+from jaxtyping import Bool, Int64, Integer
 from numpy import ndarray
 
 from genesis.data.loader import Ranks, SequenceFormat, build_window
@@ -83,11 +83,11 @@ class StreamWindows:
             raise RuntimeError("the windows of the stream are closed")
         if self._supply is None or position != self._position:
             self._go_to(position)
-        rows, lengths = self._draw_batch(position)
+        rows, ends, lengths = self._draw_batch(position)
         self._position = position + self._global_batch_size
         with self._lock:
             self._snapshots[self._position] = dict(self._states)
-        return build_window(rows, self._format, self._micro_batch_size, self._position, lengths)
+        return build_window(rows, self._format, self._micro_batch_size, self._position, ends, lengths)
 
     def release(self, position: int) -> None:
         """Says that no window before `position` is asked for again."""
@@ -170,15 +170,18 @@ class StreamWindows:
 
     # ---- drawing
 
-    def _draw_batch(self, position: int) -> tuple[Integer[ndarray, "N S+1"], Int64[ndarray, " N"]]:
+    def _draw_batch(
+        self, position: int
+    ) -> tuple[Integer[ndarray, "N S+1"], Bool[ndarray, "N S"], Int64[ndarray, " N"]]:
         num_rows = self._global_batch_size // self._ranks.world_size
-        rows = np.full((num_rows, self._format.seq_len + 1), self._format.eos_id, self._format.token_dtype)
+        rows = np.full((num_rows, self._format.seq_len + 1), self._format.padding_id, self._format.token_dtype)
+        ends = np.zeros((num_rows, self._format.seq_len), np.bool_)
         lengths = np.zeros(num_rows, np.int64)
         for number, key in enumerate(self._own_keys(position, self._global_batch_size)):
             chosen = self._with_data(key)
             if chosen is not None:
-                rows[number], lengths[number] = self._draw(chosen)
-        return rows, lengths
+                rows[number], ends[number], lengths[number] = self._draw(chosen)
+        return rows, ends, lengths
 
     def _own_keys(self, position: int, count: int) -> Iterator[LaneSource]:
         """Yields lane and source of each position from `position` on that is this rank's."""
@@ -216,15 +219,16 @@ class StreamWindows:
             self._end_block(key, block)
         return False
 
-    def _draw(self, key: LaneSource) -> tuple[Integer[ndarray, " S+1"], int]:
+    def _draw(self, key: LaneSource) -> tuple[Integer[ndarray, " S+1"], Bool[ndarray, " S"], int]:
         block, state = self._block(key), self._states[key]
         if state.num_given == 0:
             state = state.begin(block)
-        row, length = block.rows[state.num_given], int(block.lengths[state.num_given])
+        number = state.num_given
+        drawn = block.rows[number], block.ends[number], int(block.lengths[number])
         self._states[key] = state.give(block)
         if self._states[key].num_given == len(block.rows):
             self._end_block(key, block)
-        return row, length
+        return drawn
 
     # ---- blocks
 
@@ -252,13 +256,13 @@ class StreamWindows:
 
     def _start_supply(self) -> BlockSupply:
         stream = self.stream
-        model, num_workers = stream.tokenizer.model, stream.options.num_workers
+        files, num_workers = stream.tokenizer.files, stream.options.num_workers
         own_lanes = sorted({key.lane for key in self._states})
         if not num_workers:
-            return InlineSupply(Setup(model, stream.recipe, {key: stream.parts[key] for key in self._states}))
+            return InlineSupply(Setup(files, stream.recipe, {key: stream.parts[key] for key in self._states}))
         setups = [
             Setup(
-                model,
+                files,
                 stream.recipe,
                 {key: stream.parts[key] for key in self._states if own_lanes.index(key.lane) % num_workers == number},
             )

@@ -1,12 +1,10 @@
 """One process that reads and tokenizes for a rank: a job names a lane, a source and a cursor, the answer is the block.
 
-It is started by `subprocess` on `main`, takes a `Setup` and then `Job`s from its connection, and answers each with a
+It is a `PipedWorker`, takes a `Setup` and then `Job`s from its connection, and answers each with a
 `Made` or a `Failure`, in their order. When its rank is gone, the connection ends and so does it. It has no state that
 counts: any worker gives the same block for the same job.
 """
 
-import signal
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +13,8 @@ from typing import NamedTuple
 
 from genesis.data.stream.block import Block, BlockReader, BlockRecipe, Cursor, LanePart
 from genesis.errors import UserError
-from genesis.tokenizer.tokenizer import Tokenizer
+from genesis.processes import serve_pipe
+from genesis.tokenizer.open import build_tokenizer
 
 
 class LaneSource(NamedTuple):
@@ -35,9 +34,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Setup:
-    """What holds for all jobs; `tokenizer_model` is the content of the model file."""
+    """What holds for all jobs; `tokenizer_files` are what `Tokenizer.files` gives."""
 
-    tokenizer_model: bytes
+    tokenizer_files: Mapping[str, bytes]
     recipe: BlockRecipe
     parts: Mapping[LaneSource, LanePart]
 
@@ -64,7 +63,7 @@ class BlockMaker:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self._tokenizer = Tokenizer(setup.tokenizer_model)
+        self._tokenizer = build_tokenizer(setup.tokenizer_files)
         self._readers: dict[LaneSource, BlockReader] = {}
 
     def make(self, job: Job) -> Made | Failure:
@@ -82,15 +81,14 @@ class BlockMaker:
 
 def main(descriptor: int) -> None:
     """Serves the connection that `descriptor` is until its other end is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the rank decides
-    connection: Connection[object, object] = Connection(descriptor)
-    try:
-        setup = connection.recv()
-        assert isinstance(setup, Setup)
-        maker = BlockMaker(setup)
-        while True:
-            job = connection.recv()
-            assert isinstance(job, Job)
-            connection.send(maker.make(job))
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        sys.exit(1)
+    serve_pipe(descriptor, _serve)
+
+
+def _serve(connection: "Connection[object, object]") -> None:
+    setup = connection.recv()
+    assert isinstance(setup, Setup)
+    maker = BlockMaker(setup)
+    while True:
+        job = connection.recv()
+        assert isinstance(job, Job)
+        connection.send(maker.make(job))

@@ -241,6 +241,7 @@ def test_data_prepare_reads_the_result(inputs: Path, tmp_path: Path) -> None:
     assert prepared.num_documents == read_report(inputs / "cleaned").kept.documents
 
 
+@pytest.mark.slow
 def test_the_number_of_workers_does_not_change_a_byte(inputs: Path) -> None:
     options = make_options(inputs, out=inputs / "one-worker", local=LocalOptions(workers=1))
     clean_corpus(options)
@@ -328,9 +329,11 @@ def test_a_worker_that_is_killed_is_named_and_what_is_finished_is_kept(inputs: P
 
 
 def find_workers(parent: int) -> list[int]:
-    """Returns the processes of `parent` that multiprocessing started to run tasks."""
+    """Returns the processes of `parent` that run tasks."""
     children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    return [int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return [
+        int(child) for child in children if b"genesis.data.clean.execute" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
 
 
 # What stands in the way
@@ -455,7 +458,8 @@ def test_a_full_disk_is_told_in_one_line_and_the_run_goes_on_after_it(small: Cle
     arguments += ["--stages", '[{"filter": "length", "min_words": 5}]']
     result = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
     assert result.returncode == 2
-    assert result.stderr.startswith(f"genesis: error: cannot write to {small.out} (File too large)")
+    assert result.stderr.startswith(f"genesis: error: cannot write to {small.out}/")
+    assert ".staging (File too large); " in result.stderr
     assert len(result.stderr.splitlines()) == 1
     report = clean_corpus(small)
     assert isinstance(report, CleanReport)

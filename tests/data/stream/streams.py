@@ -20,7 +20,8 @@ from genesis.data.stream.open import Stream, open_stream
 from genesis.data.stream.options import StreamOptions
 from genesis.data.stream.windows import StreamWindows
 from genesis.data.window import Window
-from genesis.tokenizer.tokenizer import Tokenizer
+from genesis.tokenizer.open import open_tokenizer
+from genesis.tokenizer.tokenizer import Tokenizer, padding_id
 from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
 
 SEQ_LEN = 16
@@ -76,7 +77,7 @@ def make_stream(
     )
     return open_stream(
         replace(options, **changes),  # type: ignore[arg-type]
-        Tokenizer.load(tokenizer),
+        open_tokenizer(tokenizer),
         seed=seed,
         seq_len=SEQ_LEN,
         packing=packing,  # type: ignore[arg-type]
@@ -90,7 +91,7 @@ def make_windows(
     order = build_order(dict.fromkeys(stream.names, 1), weights or dict.fromkeys(stream.names, 1), stream.recipe.seed)
     tokenizer = stream.tokenizer
     sequence_format = SequenceFormat(
-        SEQ_LEN, tokenizer.eos_id, tokenizer.piece_num_bytes, little_endian(token_dtype(tokenizer.vocab_size))
+        SEQ_LEN, padding_id(tokenizer), tokenizer.token_num_bytes, little_endian(token_dtype(tokenizer.vocab_size))
     )
     return StreamWindows(stream, order, sequence_format, GLOBAL_BATCH, micro_batch_size, Ranks(rank, world_size))
 

@@ -42,8 +42,9 @@ def read_all(stream, *, is_fresh):
 def equal_blocks(one, two):
     return (
         np.array_equal(one.rows, two.rows)
+        and np.array_equal(one.ends, two.ends)
         and np.array_equal(one.lengths, two.lengths)
-        and replace(one, rows=None, lengths=None) == replace(two, rows=None, lengths=None)
+        and replace(one, rows=None, ends=None, lengths=None) == replace(two, rows=None, ends=None, lengths=None)
     )
 
 

@@ -11,7 +11,7 @@ import zstandard
 from genesis.data.stream.block import BlockReader, Cursor
 from genesis.data.stream.worker import LaneSource
 from genesis.errors import UserError
-from genesis.tokenizer.tokenizer import Tokenizer
+from genesis.tokenizer.open import open_tokenizer
 from tests.data.stream.streams import (
     GLOBAL_BATCH,
     count_pairs,
@@ -225,7 +225,7 @@ def test_a_shard_that_is_cut_short_while_it_is_read_is_named_as_changed(tmp_path
     """Its damage is met in the middle of a block, at whose end the file would be looked at."""
     texts = make_texts(60_000, seed=1)
     directory = write_files(tmp_path / "web", texts, ".jsonl.gz", num_files=1)
-    num_tokens = sum(len(ids) + 2 for ids in Tokenizer.load(tokenizer).encode_batch(texts))
+    num_tokens = sum(len(ids) + 2 for ids in open_tokenizer(tokenizer).encode_batch(texts))
     stream = make_stream({"web": directory}, tokenizer, num_lanes=1, block_tokens=num_tokens * 6 // 10)
     reader = BlockReader(stream.parts[LaneSource(0, 0)], stream.recipe, stream.tokenizer)
     block = reader.read(Cursor())

@@ -17,14 +17,14 @@ from genesis.data.stream.block import Cursor
 from genesis.data.stream.open import open_stream
 from genesis.data.stream.options import StreamOptions
 from genesis.data.stream.worker import BlockMaker, Job, Setup
-from genesis.tokenizer.tokenizer import Tokenizer
+from genesis.tokenizer.open import open_tokenizer
 
-directory, tokenizer, packing = Path(sys.argv[1]), Tokenizer.load(sys.argv[2]), sys.argv[3]
+directory, tokenizer, packing = Path(sys.argv[1]), open_tokenizer(sys.argv[2]), sys.argv[3]
 num_rounds = int(sys.argv[4])
 sources = tuple(SourceOptions(path.name, (str(path),)) for path in sorted(directory.iterdir()))
 options = StreamOptions(sources, block_tokens=4_000, num_workers=0)
 stream = open_stream(options, tokenizer, seed=0, seq_len=64, packing=packing)
-maker = BlockMaker(Setup(tokenizer.model, stream.recipe, stream.parts))
+maker = BlockMaker(Setup(tokenizer.files, stream.recipe, stream.parts))
 cursors = dict.fromkeys(stream.parts, Cursor())
 for number in range(num_rounds):
     for key, cursor in cursors.items():

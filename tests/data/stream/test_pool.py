@@ -26,7 +26,7 @@ def stream(tmp_path, tokenizer):
 
 
 def make_setup(stream, keys):
-    return Setup(stream.tokenizer.model, stream.recipe, {key: stream.parts[key] for key in keys})
+    return Setup(stream.tokenizer.files, stream.recipe, {key: stream.parts[key] for key in keys})
 
 
 def make_pool(stream, num_workers, max_restarts=3):

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from .commit import replace_file
+from genesis_callbacks.files import replace_file
+from genesis_callbacks.run_directory import BEST_NAME
+
 from .errors import CorruptCheckpointError
 from .lineage import checkpoints_in
 from .manifest import checkpoint_name, is_checkpoint_name, read_committed_hash
 from .safe_read import MAX_NOTE_BYTES, parse_json, read_file
 
-BEST_NAME = "best.json"
 MonitorMode = Literal["min", "max"]
 _MODES: dict[str, MonitorMode] = {"min": "min", "max": "max"}
 _OTHERS = "others"

@@ -6,7 +6,7 @@ no trace in a name, and tied parameters have one name, so that any strategy find
 state is found by the identity of its parameter, never by its position. Nothing here communicates or takes a step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .errors import CheckpointError, UnsupportedStateError
+from .errors import UnsupportedStateError
 from .manifest import Manifest, TensorRecord
 from .plan import LocalPart, PartsCache
 
@@ -116,6 +116,15 @@ def _name_of(parameter: Tensor, names: Mapping[int, str], index: int) -> str:
     return name
 
 
+def name_groups(index: int, optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
+    """Returns the names of each group's parameters, for the run's optimizer number `index`.
+
+    Raises:
+        UnsupportedStateError: It updates a tensor that is not the model's.
+    """
+    return [[_name_of(parameter, names, index) for parameter in group["params"]] for group in optimizer.param_groups]
+
+
 @dataclass(frozen=True)
 class NamedOptimizer:
     """An optimizer's state by name.
@@ -152,8 +161,8 @@ def name_optimizer(index: int, optimizer: Optimizer, names: Mapping[int, str]) -
             else:
                 values.setdefault(name, {})[key] = value
     groups = [
-        {**group, "params": [_name_of(parameter, names, index) for parameter in group["params"]]}
-        for group in optimizer.param_groups
+        {**group, "params": in_group}
+        for group, in_group in zip(optimizer.param_groups, name_groups(index, optimizer, names), strict=True)
     ]
     return NamedOptimizer(tensors, {"groups": groups, "values": values, "has_state": bool(holder.state)})
 
@@ -183,32 +192,6 @@ def _build_state_tensor(parameter: Tensor, key: str, record: TensorRecord, group
     # torch keeps step counters on the CPU except for kernels that read them on the device.
     is_on_device = bool(record.shape) or bool(group.get("capturable")) or bool(group.get("fused"))
     return torch.zeros(record.shape, dtype=dtype, device=parameter.device if is_on_device else "cpu")
-
-
-def check_groups(
-    index: int, optimizer: Optimizer, names: Mapping[int, str], saved_groups: Sequence[Mapping[str, Any]]
-) -> None:
-    """Compares the parameters of each group with those that were saved.
-
-    Raises:
-        CheckpointError: They are others, or in another order.
-    """
-    groups = [[_name_of(parameter, names, index) for parameter in group["params"]] for group in optimizer.param_groups]
-    saved = [list(group["params"]) for group in saved_groups]
-    if groups != saved:
-        flat, flat_saved = set().union(*map(set, groups)), set().union(*map(set, saved))
-        difference = sorted(flat ^ flat_saved)
-        detail = f"such as {difference[0]}" if difference else "in their order or grouping"
-        raise CheckpointError(
-            f"optimizer {index} updates other parameters than the one that was saved ({detail}): use the same "
-            "configure_optimizers"
-        )
-
-
-def load_groups(optimizer: Optimizer, saved_groups: Sequence[Mapping[str, Any]]) -> None:
-    """Gives each group its saved options; the parameters stay."""
-    for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
-        group.update({key: value for key, value in saved.items() if key != "params"})
 
 
 def prepare_optimizer(

@@ -1,4 +1,4 @@
-"""Makes a save visible, and takes directories out of the way: the only module that renames.
+"""Makes a save visible, and takes directories out of the way: the only module that renames directories.
 
 A staging directory becomes a checkpoint by one rename, after everything in it is on the disk; the rename is then
 forced to the disk as well. No directory is ever renamed over something that is there. Only rank 0 calls what is here;
@@ -10,12 +10,23 @@ import os
 import shutil
 from pathlib import Path
 
+from genesis_callbacks.events import EventLog
+from genesis_callbacks.files import sync_directory
+from genesis_callbacks.run_directory import TRASH_NAME, RunDirectory
+
 from .errors import SaveFailedError
 from .hashing import hash_bytes
-from .manifest import COMMITTED_NAME, MANIFEST_NAME, Manifest, encode_manifest, is_staging_name
-from .write import sync_directory, write_file
+from .manifest import (
+    COMMITTED_NAME,
+    MANIFEST_NAME,
+    Manifest,
+    encode_manifest,
+    is_checkpoint_name,
+    is_staging_name,
+    step_of,
+)
+from .write import write_file
 
-TRASH_NAME = ".trash"
 QUARANTINE_PREFIX = "quarantined-"
 SUPERSEDED_PREFIX = "superseded-"
 
@@ -63,15 +74,6 @@ def commit(staging: Path, final: Path, manifest: Manifest) -> str:
     return manifest_hash
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Makes `path` a file that holds `data`, all at once: who reads it finds what was there before, or this."""
-    fresh = path.with_name(f"{path.name}.new")
-    fresh.unlink(missing_ok=True)
-    write_file(fresh, data, algorithm="blake3")
-    os.replace(fresh, path)  # noqa: PTH105 - the syscall by its name: fault tests wrap it
-    sync_directory(path.parent)
-
-
 def discard(path: Path) -> None:
     """Moves a directory to the trash beside it, then deletes it.
 
@@ -106,10 +108,27 @@ def remove_empty_trash(directory: Path) -> None:
         (directory / TRASH_NAME).rmdir()
 
 
-def quarantine(path: Path) -> Path:
-    """Renames a checkpoint that does not verify, so that nobody takes it for one, and returns where it lies now."""
+def quarantine(path: Path, reason: Exception | str, *, rank: int | None) -> Path:
+    """Renames a checkpoint that does not verify, so that nobody takes it for one, and returns where it lies now.
+
+    Where it lies in a run, that is an event of the run.
+
+    Args:
+        path: The checkpoint.
+        reason: Why it does not verify.
+        rank: Who renames it; None for a command beside the training.
+    """
     target = _free_name(path.parent, QUARANTINE_PREFIX + path.name)
     _rename_new(path, target)
+    run = RunDirectory.holding(path.parent)
+    if run is not None:
+        EventLog(run.path, rank).write(
+            "quarantined",
+            step=step_of(path.name) if is_checkpoint_name(path.name) else None,
+            checkpoint=path,
+            error=reason if isinstance(reason, Exception) else None,
+            text=f"quarantined as {target.name}: {reason}",
+        )
     return target
 
 

@@ -6,11 +6,13 @@ policy, given by whoever knows the layout of the recipe; the engine knows none.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import groupby
 from typing import Any, Literal
+
+from genesis_callbacks.errors import printable
 
 from .errors import CheckpointError, DriftError
 from .manifest import Manifest
@@ -46,11 +48,14 @@ class DriftPolicy:
         rules: (kind, glob) in order: the first that matches a key decides; a key that none matches is `allow`.
         areas: (area, glob) in order, for keys of the recipe.
         remedy: How a user allows a change; `{keys}` becomes a JSON list of keys.
+        unify: Returns a recipe in the one form in which recipes are compared, where several spell the same run. It is
+            given plain JSON, of a manifest that anybody may have written, too; None for recipes with one form.
     """
 
     rules: tuple[tuple[Kind, str], ...] = ()
     areas: tuple[tuple[str, str], ...] = ()
     remedy: str = "allow_changed={keys}"
+    unify: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
 
     def kind_of(self, key: str) -> Kind:
         """Returns whether `key` is free, to be allowed, or never to change."""
@@ -73,8 +78,8 @@ class Difference:
 
     @property
     def text(self) -> str:
-        """The key with both values."""
-        return f"{self.key} is {_show(self.now)} and was {_show(self.before)}"
+        """The key with both values, in one line."""
+        return f"{printable(self.key)} is {_show(self.now)} and was {_show(self.before)}"
 
 
 def _show(value: Any) -> str:
@@ -83,13 +88,27 @@ def _show(value: Any) -> str:
 
 
 def compare_mappings(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yields (dotted key, before, now) for each value that differs; what is not there is None."""
+    """Yields (dotted key, before, now) for each value that differs; what is not there is None.
+
+    Items of a list that have names are compared by these, where both lists have the same in the same order.
+    """
+    names = _read_names(before)
+    if names is not None and names == _read_names(now):
+        before, now = dict(zip(names, before, strict=True)), dict(zip(names, now, strict=True))
     if not (isinstance(before, Mapping) and isinstance(now, Mapping)):
         if before != now:
             yield key, before, now
         return
     for name in sorted(before.keys() | now.keys()):
         yield from compare_mappings(before.get(name), now.get(name), f"{key}.{name}" if key else name)
+
+
+def _read_names(value: Any) -> list[str] | None:
+    """Returns the `name` of each item of a list, None where they do not have one each of their own."""
+    if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
+        return None
+    names = [item.get("name") for item in value]
+    return names if all(isinstance(name, str) for name in names) and len({*names}) == len(names) else None
 
 
 def _as_json(name: str, value: Mapping[str, Any]) -> Any:
@@ -139,10 +158,13 @@ def find_drift(
         for key, before, now in compare_mappings(was, same_things)
     ]
     if recipe and manifest.recipe:
+        recipes: tuple[Any, Any] = manifest.recipe, _as_json("recipe", recipe)
+        if policy.unify is not None:
+            recipes = policy.unify(recipes[0]), policy.unify(recipes[1])
         told = {difference.key for difference in found}
         found += [
             Difference(key, policy.area_of(key), before, now, judge(key))
-            for key, before, now in compare_mappings(manifest.recipe, _as_json("recipe", recipe))
+            for key, before, now in compare_mappings(*recipes)
             if key not in told
         ]
     for package in sorted(manifest.versions.keys() & versions.keys()):
@@ -183,7 +205,7 @@ def check_drift(manifest: Manifest, differences: Sequence[Difference], policy: D
         keys = json.dumps([difference.key for difference in refused])
         remedies.append(f"allow what you mean to change by {policy.remedy.format(keys=keys)}")
     if never:
-        keys = ", ".join(difference.key for difference in never)
+        keys = ", ".join(printable(difference.key) for difference in never)
         remedies.append(f"start a new run for another {keys}, which cannot change within one")
     shown = [difference for difference in differences if difference.verdict in ("never", "refused", "warned")]
     raise DriftError(

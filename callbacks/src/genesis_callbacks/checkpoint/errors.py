@@ -4,7 +4,7 @@ A `CheckpointError` is a `ValueError`: it is about something that somebody gave.
 value is wrong when a disk is full: `except ValueError` must not swallow it. `exit_status` is the command line's.
 """
 
-from genesis_callbacks.errors import RunEndedError, UserError, printable
+from genesis_callbacks.errors import RunEndedError, UserError, printable, printable_lines
 
 
 class CheckpointError(UserError):
@@ -13,11 +13,8 @@ class CheckpointError(UserError):
     Its text may name what stands in a checkpoint, and is made printable.
     """
 
-    is_one_line = True
-
     def __init__(self, message: str) -> None:
-        lines = [message] if self.is_one_line else message.split("\n")
-        super().__init__("\n".join(map(printable, lines)))
+        super().__init__(printable(message) if self.is_one_line else printable_lines(message))
 
 
 class CorruptCheckpointError(CheckpointError):

@@ -5,7 +5,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
@@ -103,8 +103,9 @@ def count_state(optimizer: Optimizer) -> int:
 def build_expectation(module: nn.Module, optimizers: Sequence[Optimizer]) -> Expectation:
     """Returns what a checkpoint taken now must hold, as far as this rank holds it.
 
-    Parameters are whole on each rank by their global shape. Of optimizer state each rank knows what it has: under
-    ZeRO-1 that of some parameters (`merge_expectations`). No communication; nothing is read from a device.
+    Parameters have their global shape. Of the model and of optimizer state each rank knows what it has: a stage of a
+    pipeline, or under ZeRO-1 the state of some parameters (`merge_expectations`). No communication; nothing is read
+    from a device.
 
     Raises:
         UnsupportedStateError: An optimizer updates a tensor that is no parameter of the module.
@@ -117,15 +118,43 @@ def build_expectation(module: nn.Module, optimizers: Sequence[Optimizer]) -> Exp
 
 
 def merge_expectations(by_rank: Sequence[Expectation]) -> Expectation:
-    """Returns what all ranks together expect."""
-    first = by_rank[0]
-    optimizers = []
-    for index, optimizer in enumerate(first.optimizers):
-        state: dict[str, Mapping[str, DueTensor]] = {}
-        for expectation in by_rank:
-            state |= expectation.optimizers[index].state
-        optimizers.append(DueOptimizer(optimizer.parameters, state))
-    return Expectation(first.model, tuple(optimizers))
+    """Returns what all ranks together expect, where each may hold another part of the model and of its optimizers."""
+    num_optimizers = max(len(expectation.optimizers) for expectation in by_rank)
+    return Expectation(
+        _merge_models(list(dict.fromkeys(expectation.model for expectation in by_rank))),
+        tuple(
+            _merge_optimizers(
+                [expectation.optimizers[index] for expectation in by_rank if index < len(expectation.optimizers)]
+            )
+            for index in range(num_optimizers)
+        ),
+    )
+
+
+def _merge_models(models: Sequence[tuple[DueTensor, ...]]) -> tuple[DueTensor, ...]:
+    """Returns the tensors of all models: those that share a name are one, with the names that any rank gives it."""
+    if len(models) == 1:
+        return models[0]
+    merged: list[DueTensor] = []
+    places: dict[str, int] = {}
+    for tensor in (tensor for model in models for tensor in model):
+        place = next((places[name] for name in tensor.names if name in places), len(merged))
+        if place == len(merged):
+            merged.append(tensor)
+        else:
+            names = tuple(dict.fromkeys((*merged[place].names, *tensor.names)))
+            merged[place] = replace(merged[place], names=names)
+        places |= dict.fromkeys(tensor.names, place)
+    return tuple(merged)
+
+
+def _merge_optimizers(by_rank: Sequence[DueOptimizer]) -> DueOptimizer:
+    parameters: dict[str, None] = {}
+    state: dict[str, Mapping[str, DueTensor]] = {}
+    for optimizer in by_rank:
+        parameters |= dict.fromkeys(optimizer.parameters)
+        state |= optimizer.state
+    return DueOptimizer(tuple(parameters), state)
 
 
 def format_bytes(num_bytes: int) -> str:

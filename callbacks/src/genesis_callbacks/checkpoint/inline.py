@@ -33,8 +33,11 @@ def begin_together(ranks: Ranks, begin: Callable[[], None]) -> None:
 def perform_together(ranks: Ranks, stage: Callable[[], tuple[WriteJob, Staged]]) -> Outcome:
     """Stages and writes this rank's part and, on rank 0, commits the save. Communicates once.
 
+    Rank 0 alone gets the receipts: with a thousand ranks they are many megabytes. The others return the outcome of
+    their own part, and learn that of the save from rank 0 (`SavePipeline.finish`).
+
     Raises:
-        SaveFailedError: Some rank's part failed (on every rank alike), or the commit did (on rank 0).
+        SaveFailedError: On rank 0: some rank's part failed, or the commit did.
     """
     begin_seconds = time.monotonic()
     job: WriteJob | None = None
@@ -45,9 +48,12 @@ def perform_together(ranks: Ranks, stage: Callable[[], tuple[WriteJob, Staged]])
             ours = write_part(job, staged)
     except Exception as error:
         ours = failed_outcome(error)
-    receipts = _check_all(ranks.gather(ours))
-    outcome = Outcome("written")
-    if job is not None and job.commit is not None:
+    answers = ranks.gather_first(ours)
+    outcome = ours if isinstance(ours, Outcome) else Outcome("written")
+    if answers is not None:
+        receipts = _check_all(answers)
+        assert job is not None
+        assert job.commit is not None
         with hold_staging(job.staging):
             outcome = commit_save(job.staging, job.commit, receipts, may_retain=lambda: True)
     return dataclasses.replace(outcome, write_seconds=time.monotonic() - begin_seconds)

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from .commit import QUARANTINE_PREFIX, SUPERSEDED_PREFIX, TRASH_NAME, discard, empty_trash, quarantine
+from genesis_callbacks.run_directory import TRASH_NAME
+
+from .commit import QUARANTINE_PREFIX, SUPERSEDED_PREFIX, discard, empty_trash, quarantine
 from .errors import CheckpointError, CorruptCheckpointError
 from .lineage import checkpoints_in
 from .manifest import Ancestor, Manifest, is_checkpoint_name, is_staging_name, read_committed_hash, read_manifest
@@ -173,7 +175,7 @@ def plan_repairs(entries: Sequence[Entry], problems: Mapping[Path, CheckpointErr
             repairs.append(Repair(entry.path, "discard", False, "a save in flight, or one that never ended", advice))
         elif entry.state == "quarantined":
             advice = "look for the cause (disk, copy, memory); delete it by hand when it is not needed"
-            repairs.append(Repair(entry.path, "none", False, "put aside before, because it did not verify", advice))
+            repairs.append(Repair(entry.path, "none", False, "quarantined before, because it did not verify", advice))
     trash = [entry.path for entry in entries if entry.state == "trash"]
     if trash:
         reason = f"{len(trash)} directories whose deletion never ended"
@@ -191,10 +193,10 @@ def _plan_for_bad(path: Path, problem: CheckpointError) -> Repair:
 def apply_repair(repair: Repair) -> Path | None:
     """Does what a repair says and returns where the thing lies now, if it still lies somewhere.
 
-    The directory's lock must be held. No communication.
+    A quarantine is an event of the run. The directory's lock must be held. No communication.
     """
     if repair.action == "quarantine":
-        return quarantine(repair.path)
+        return quarantine(repair.path, repair.reason, rank=None)
     if repair.action == "discard":
         discard(repair.path)
         return None

@@ -19,6 +19,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from genesis_callbacks.events import EventLog
+from genesis_callbacks.files import sync_directory
+
 from .assemble import Heading, assemble, collect_records, retain
 from .collect import SWAPPED_PREFIX
 from .commit import discard
@@ -29,8 +32,9 @@ from .hashing import HashAlgorithm, hash_bytes
 from .manifest import Ancestor, ChunkRecord, FileRecord, TensorRecord, dtype_from_name, dtype_name, read_manifest
 from .plan import Part, merge_digests
 from .retain import Retention
+from .safe_read import MAX_DOCUMENT_BYTES, parse_json, read_file
 from .stage import Placed, Staged
-from .write import Receipt, sync_directory, write_file, write_shard
+from .write import Receipt, write_file, write_shard
 
 OutcomeKind = Literal["written", "committed", "failed", "torn", "changed"]
 _NOTE_ALGORITHM: HashAlgorithm = "blake3"
@@ -95,6 +99,7 @@ class CommitOrder:
         retention: What is kept after the commit.
         num_updates: Optimizer steps that changed parameters since the checkpoint before.
         moved: Names of the parameters that the last of them changed, by its gradients and learning rates.
+        events: Takes the event of the commit; None for none.
     """
 
     heading: Heading
@@ -102,6 +107,7 @@ class CommitOrder:
     retention: Retention
     num_updates: int
     moved: frozenset[str]
+    events: EventLog | None = None
 
 
 @dataclass(frozen=True)
@@ -155,12 +161,15 @@ def _write_note(path: Path, content: Any) -> None:
 
 
 def _read_note(path: Path) -> Any:
-    """Returns what a note says, or None while it is not there in full."""
-    try:
-        expected, _, data = path.read_bytes().partition(b"\n")
-    except FileNotFoundError:
+    """Returns what a note says, or None while it is not there in full.
+
+    Raises:
+        CheckpointError: It is no note that a rank of this run writes: too large, nested too deeply, no regular file.
+    """
+    if not path.exists():
         return None
-    return json.loads(data) if hash_bytes(data, _NOTE_ALGORITHM).encode() == expected else None
+    expected, _, data = read_file(path, MAX_DOCUMENT_BYTES).partition(b"\n")
+    return parse_json(data, path.name) if hash_bytes(data, _NOTE_ALGORITHM).encode() == expected else None
 
 
 def leave_failure(staging: Path, rank: int, outcome: Outcome) -> None:
@@ -305,8 +314,13 @@ def commit_save(
         [receipt.receipt for receipt in receipts],
         [receipt.section for receipt in receipts],
     )
+    # Whoever commits writes the event: a trainer that is killed right now has its story all the same.
+    untold = None
+    if order.events is not None:
+        counters = order.heading.counters
+        untold = order.events.append("saved", step=order.heading.step, clocks=counters, checkpoint=final)
     problem = retain(final, order.retention)[1] if may_retain() else None
-    return Outcome("committed", manifest_hash=manifest_hash, warning=problem)
+    return Outcome("committed", manifest_hash=manifest_hash, warning=problem or untold)
 
 
 def _gather(job: WriteJob, own: RankReceipt, world_size: int, is_orphan: Callable[[], bool]) -> list[RankReceipt]:

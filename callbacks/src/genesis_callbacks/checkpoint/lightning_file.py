@@ -4,17 +4,18 @@
 this package's code. Nothing of Lightning is imported here.
 """
 
-import os
-import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from genesis_callbacks.files import staged_file
+
 from .collect import MODEL_PREFIX, recorded_optimizer_state
 from .errors import CheckpointError
+from .groups import name_saved_groups
 from .lineage import find_latest
 from .manifest import COMMITTED_NAME, Manifest
 from .restore import read_recorded_tensors, read_state
@@ -28,9 +29,15 @@ def index_optimizer_state(groups: list[dict[str, Any]], state_by_name: Mapping[s
     Args:
         groups: As saved: options, and parameter names under `params`.
         state_by_name: Parameter name to its state; parameters without any may be missing.
+
+    Raises:
+        CheckpointError: There is state of a parameter that stands in no group.
     """
     names = [name for group in groups for name in group["params"]]
     index_by_name = {name: index for index, name in enumerate(names)}
+    strangers = sorted(state_by_name.keys() - index_by_name.keys())
+    if strangers:
+        raise CheckpointError(f"the checkpoint has optimizer state of {strangers[0]}, which stands in no saved group")
     return {
         "state": {index_by_name[name]: dict(state) for name, state in state_by_name.items()},
         "param_groups": [{**group, "params": [index_by_name[name] for name in group["params"]]} for group in groups],
@@ -38,7 +45,12 @@ def index_optimizer_state(groups: list[dict[str, Any]], state_by_name: Mapping[s
 
 
 def read_optimizer_state(
-    path: Path, manifest: Manifest, index: int, values: Mapping[str, Mapping[str, Any]]
+    path: Path,
+    manifest: Manifest,
+    index: int,
+    values: Mapping[str, Mapping[str, Any]],
+    *,
+    leave_out: Collection[str] = (),
 ) -> dict[str, dict[str, Any]]:
     """Returns parameter name to key to value, with full tensors, for the run's optimizer number `index`.
 
@@ -47,9 +59,12 @@ def read_optimizer_state(
         manifest: Its manifest.
         index: Number of the optimizer.
         values: Parameter name to key to value: what was saved beside tensors.
+        leave_out: Names of parameters whose state is not wanted.
     """
-    state = {name: dict(of_parameter) for name, of_parameter in values.items()}
+    state = {name: dict(of_parameter) for name, of_parameter in values.items() if name not in leave_out}
     for name, records in recorded_optimizer_state(manifest, index).items():
+        if name in leave_out:
+            continue
         prefix = f"optimizer.{index}.{name}."
         tensors = read_recorded_tensors(path, manifest, [prefix + key for key in records])
         state.setdefault(name, {}).update({key: tensors[prefix + key] for key in records})
@@ -94,6 +109,12 @@ def _assemble(path: Path, manifest: Manifest, sections: list[Any]) -> dict[str, 
     for index, section in enumerate(content["optimizers"]):
         values: dict[str, Any] = {}
         for other in sections:  # each rank that held a part of the optimizer saved its own
+            if name_saved_groups(other["optimizers"][index]["groups"]) != name_saved_groups(section["groups"]):
+                raise CheckpointError(
+                    f"{path} was saved by ranks that held different parts of the model, and Lightning's format numbers "
+                    "an optimizer's parameters in an order that is not recorded: resume on one rank by "
+                    "AsyncProcessCheckpoint, and convert what that saves"
+                )
             values |= _decode(path, manifest, other["optimizers"][index]["values"])
         optimizers.append(index_optimizer_state(section["groups"], read_optimizer_state(path, manifest, index, values)))
     return {**content["trainer"], "state_dict": state_dict, "optimizer_states": optimizers}
@@ -129,21 +150,19 @@ def export_lightning_checkpoint(source: Path | str, target: Path | str) -> Path:
     source, target = Path(source), Path(target)
     if target.exists():
         raise CheckpointError(f"{target} exists: give the name of a new file")
+    if not target.parent.is_dir():
+        raise CheckpointError(f"{target} cannot be written, {target.parent} is no directory: make it, or give another")
     path = source if (source / COMMITTED_NAME).exists() else find_latest(source, put_aside=False)
     if path is None:
         raise CheckpointError(f"there is no checkpoint in {source}: give a checkpoint, or a run's directory")
     content = _compact(read_lightning_checkpoint(path, verify(path, "full")))
-    part = target.with_name(f".{target.name}.part-{uuid.uuid4().hex[:8]}")
     try:
-        torch.save(content, part)
-        _check_loads(path, part)
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
-        part.rename(target)
-    except OSError as error:
-        raise CheckpointError(f"{target} cannot be written: {error}") from error
-    finally:
-        part.unlink(missing_ok=True)
+        with staged_file(target, has_rivals=True) as part:
+            torch.save(content, part)
+            _check_loads(path, part)
+    except (OSError, RuntimeError) as error:  # torch raises the latter for a file that it cannot open or write
+        reason = next(iter(str(error).splitlines()), "")
+        raise CheckpointError(f"{target} cannot be written: {reason or type(error).__name__}") from error
     return target
 
 

@@ -1,11 +1,16 @@
 """Finds checkpoints: which are committed, which is the latest, and who holds the directory."""
 
+import contextlib
 import fcntl
 import os
+import re
 import sys
 import time
 import warnings
 from pathlib import Path
+
+from genesis_callbacks.files import find_irregular_kind
+from genesis_callbacks.run_directory import CHECKPOINTS_NAME, LOCK_NAME
 
 from .commit import discard, quarantine, remove_empty_trash
 from .descriptor import PrivateDescriptor
@@ -14,14 +19,16 @@ from .manifest import Manifest, is_checkpoint_name, is_staging_name, read_manife
 from .safe_read import reading
 from .verify import VerifyLevel, verify
 
-LOCK_NAME = ".lock"
-CHECKPOINTS_NAME = "checkpoints"
 _ORPHAN_POLL_SECONDS = 0.05
 _MOMENT_SECONDS = 1.0
+_PROCESS_ID = re.compile("[1-9][0-9]{0,9}")
+_UNKNOWN_HOLDER = "unknown"
+# `find_holder` holds a shared lock for less than that.
+_GLANCE_SECONDS = 0.1
 
 
 class QuarantineWarning(UserWarning):
-    """A checkpoint is damaged and was put aside; the message names it and says why."""
+    """A checkpoint is damaged and was quarantined; the message names it and says why."""
 
 
 class DirectoryLock:
@@ -32,21 +39,24 @@ class DirectoryLock:
 
     Raises:
         DirectoryInUseError: Another live run holds it.
+        CheckpointError: Something else than a file stands in the lock's place.
     """
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
-        self._descriptor = PrivateDescriptor(directory / LOCK_NAME, os.O_CREAT | os.O_RDWR)
+        path = directory / LOCK_NAME
+        with contextlib.suppress(FileNotFoundError):
+            _check_is_file(path, path.stat())
+        self._descriptor = PrivateDescriptor(path, os.O_CREAT | os.O_RDWR | os.O_NONBLOCK)
         number = self._descriptor.number
-        try:
-            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.pread(number, 64, 0).decode(errors="replace").strip() or "unknown"
-            self._descriptor.close()
-            raise DirectoryInUseError(
-                f"{directory} is in use by another run (process {holder}): stop it, or give this run its own"
-            ) from error
+        deadline_seconds = time.monotonic() + _GLANCE_SECONDS
+        while not _try_lock(number, fcntl.LOCK_EX):
+            if time.monotonic() > deadline_seconds:
+                holder = _read_holder(number)
+                self._descriptor.close()
+                raise _in_use(directory, holder)
+            time.sleep(_GLANCE_SECONDS / 10)
         os.ftruncate(number, 0)
         os.pwrite(number, str(os.getpid()).encode(), 0)
 
@@ -55,6 +65,72 @@ class DirectoryLock:
         if self._descriptor.number >= 0:
             remove_empty_trash(self._directory)
         self._descriptor.close()
+
+
+def _try_lock(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _check_is_file(path: Path, found: os.stat_result) -> None:
+    kind = find_irregular_kind(found.st_mode)
+    if kind is not None:
+        raise CheckpointError(f"{path} is {kind} where the lock file of a run must be: remove it")
+
+
+def _read_holder(descriptor: int) -> str:
+    """Returns the process id in a lock file if that process lives: another text is not by the lock's owner."""
+    text = os.pread(descriptor, 64, 0).decode("ascii", errors="replace").strip()
+    if not _PROCESS_ID.fullmatch(text):
+        return _UNKNOWN_HOLDER
+    try:
+        os.kill(int(text), 0)
+    except (ProcessLookupError, OverflowError):
+        return _UNKNOWN_HOLDER
+    except PermissionError:  # another user's process
+        pass
+    return text
+
+
+def _in_use(directory: Path, holder: str) -> DirectoryInUseError:
+    process = f"process {holder}" if holder != _UNKNOWN_HOLDER else "its process is unknown"
+    return DirectoryInUseError(f"{directory} is in use by another run ({process}): stop it, or give this run its own")
+
+
+def find_holder(directory: Path) -> str | None:
+    """Returns the process that holds a checkpoint directory for a live run, this one left out; None where it is free.
+
+    Any process may call it; it does not communicate. A holder that has not left its process id is "unknown".
+
+    Raises:
+        CheckpointError: Something else than a file stands in the lock's place.
+    """
+    path = directory / LOCK_NAME
+    try:
+        _check_is_file(path, path.stat())
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    try:
+        # A lock that others may share, so that two processes that look do not take each other for a run.
+        holder = None if _try_lock(descriptor, fcntl.LOCK_SH) else _read_holder(descriptor)
+    finally:
+        os.close(descriptor)
+    return None if holder == str(os.getpid()) else holder
+
+
+def check_not_in_use(directory: Path) -> None:
+    """Refuses a checkpoint directory that another live run holds, without taking it.
+
+    Raises:
+        DirectoryInUseError: Another live run holds it; the message names the process.
+    """
+    holder = find_holder(directory)
+    if holder is not None:
+        raise _in_use(directory, holder)
 
 
 def checkpoints_in(path: Path | str) -> Path:
@@ -130,7 +206,7 @@ def find_latest(directory: Path | str, *, level: VerifyLevel = "deep", put_aside
 
 def _put_aside(bad: dict[Path, CorruptCheckpointError], is_wanted: bool) -> None:
     for path, error in bad.items():
-        where = f"put aside as {quarantine(path).name}" if is_wanted else "passed over"
+        where = f"quarantined as {quarantine(path, error, rank=0).name}" if is_wanted else "passed over"
         warnings.warn(f"{path.name} does not verify and is {where}: {error}", QuarantineWarning, stacklevel=3)
 
 

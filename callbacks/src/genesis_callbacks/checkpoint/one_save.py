@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from genesis_callbacks.files import sync_directory
+
 from .commit import discard
 from .errors import CheckpointError, SaveFailedError
 from .job import Outcome, failed_outcome, leave_failure
 from .manifest import COMMITTED_NAME, checkpoint_name, read_committed_hash
-from .write import sync_directory
 
 _NOTE_WAIT_SECONDS = 5.0
 _BEGIN_POLL_SECONDS = 0.002

@@ -174,7 +174,7 @@ class SavePipeline:
         if self._plan is None or self._ranks.world_size == 1:
             taken = self._take_planned(take_snapshot)
         else:
-            taken = self._take(take_snapshot, self._plan)
+            taken = self._take(take_snapshot)
         plan = self._plan
         assert plan is not None
         self._number += 1
@@ -208,14 +208,11 @@ class SavePipeline:
             self._plan = _Plan(own, plan_save([parts for parts, _ in reports]), reports[0][1])
         return taken[0]
 
-    def _take(self, take_snapshot: Callable[[], Snapshot], plan: _Plan) -> Snapshot | Exception:
+    def _take(self, take_snapshot: Callable[[], Snapshot]) -> Snapshot | Exception:
         try:
-            snapshot = take_snapshot()
+            return take_snapshot()
         except Exception as error:
             return error
-        if _shared(snapshot) != plan.own:
-            return ChangedPartsError("this rank holds other tensors than the save was planned for")
-        return snapshot
 
     def _make_staging(self, save: OneSave) -> None:
         final = self._target.directory / checkpoint_name(save.step)
@@ -240,23 +237,25 @@ class SavePipeline:
                 raise error
 
             return fail
-        snapshot, parts = taken, taken.parts
+        snapshot = taken
+        overlapped = [local for local in snapshot.parts if local.part.kind in _OVERLAPPED_KINDS]
+        others = [local for local in snapshot.parts if local.part.kind not in _OVERLAPPED_KINDS]
         if self.mode != "sync":
-            parts = [
-                local if local.part.kind in _OVERLAPPED_KINDS else replace(local, data=local.data.clone())
-                for local in parts
-            ]
-        overlapped = [local.data for local in parts if local.part.kind in _OVERLAPPED_KINDS]
-        before = (progress.num_steps(), plain_write_counts(overlapped))
-        event = record_event(parts) if self.mode != "sync" else None
+            others = [replace(local, data=local.data.clone()) for local in others]
+        written = [local.data for local in overlapped]
+        before = (progress.num_steps(), plain_write_counts(written))
+        event = record_event(snapshot.parts) if self.mode != "sync" else None
 
         def stage() -> tuple[WriteJob, Staged]:
-            live = {local.part: local.data for local in parts}
+            if _shared(snapshot) != plan.own:  # looked at here, where no training waits
+                raise ChangedPartsError("this rank holds other tensors than the save was planned for")
+            copies = {local.part: local.data for local in others}
+            live = {local.part: copies.get(local.part, local.data) for local in snapshot.parts}
             ours = [*plan.save.parts_by_writer[self._ranks.rank], *(part for part in live if part.kind == "state")]
             staged = stage_one_at_a_time(live, ours) if self.mode == "sync" else self._stager.stage(live, ours, event)
             save.staged_bytes = staged.num_bytes
             job = self._order(save, plan, snapshot, progress, staged, limit_seconds)
-            if before != (progress.num_steps(), plain_write_counts(overlapped)):
+            if before != (progress.num_steps(), plain_write_counts(written)):
                 raise TornSnapshotError("training changed what was being staged: an optimizer step came before its end")
             return job, staged.data
 
@@ -279,6 +278,7 @@ class SavePipeline:
                 target.retention,
                 progress.num_updates,
                 progress.moved,
+                target.events,
             )
         return WriteJob(
             save.staging,

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._compat import local_address, local_chunks
+from .._compat import MemoryLayout, local_chunks, local_layout, memory_layout
 from .errors import CorruptCheckpointError, SaveFailedError, UnsupportedStateError
 
 TensorKind = Literal["parameter", "buffer", "optimizer", "state"]
@@ -75,7 +75,7 @@ class _CachedParts:
     """The parts of a tensor, and what must be as it was for them to be still the same."""
 
     tensor: Tensor
-    address: int
+    layout: MemoryLayout
     is_distributed: bool
     parts: list[LocalPart]
 
@@ -83,7 +83,7 @@ class _CachedParts:
 class PartsCache:
     """Remembers the parts of tensors from save to save: finding them again costs milliseconds for some hundred tensors.
 
-    An entry holds as long as the tensor is the same object with its elements in the same place.
+    An entry holds as long as the tensor is the same object with its elements in the same place and order.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class PartsCache:
     def local_parts(self, tensors: Mapping[str, Tensor], kind_of: Callable[[Tensor], TensorKind]) -> list[LocalPart]:
         """Returns what the function `local_parts` does, for each of `tensors`, by full name, in their order.
 
-        Training waits meanwhile: a tensor that is known costs a look into a dictionary and its address.
+        Training waits meanwhile: a tensor that is known costs a look into a dictionary and its layout.
         """
         entries, fresh = self._entries, self._fresh
         parts: list[LocalPart] = []
@@ -102,11 +102,11 @@ class PartsCache:
             if (
                 entry is None
                 or entry.tensor is not tensor
-                or entry.address != (local_address(tensor) if entry.is_distributed else tensor.data_ptr())
+                or entry.layout != (local_layout(tensor) if entry.is_distributed else memory_layout(tensor))
             ):
                 is_distributed = isinstance(tensor, DTensor)
                 entry = _CachedParts(
-                    tensor, local_address(tensor), is_distributed, local_parts(name, tensor, kind_of(tensor))
+                    tensor, local_layout(tensor), is_distributed, local_parts(name, tensor, kind_of(tensor))
                 )
             fresh[name] = entry
             parts += entry.parts
@@ -128,21 +128,29 @@ def blocks_overlap(
 
 
 _MAX_PAIRED_BLOCKS = 256
-_MAX_CUT_DIMS = 8  # nobody shards over more
+_MAX_CUT_DIMS = 8  # of blocks that are no grid; nobody shards over more
 Block = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def _pairs_that_may_overlap(blocks: list[Block]) -> Iterator[tuple[Block, Block]]:
-    """Yields pairs of blocks: neighbours only, where all lie side by side along one dimension, as local shards do."""
-    varying = [dim for dim, ranges in enumerate(zip(*map(_ranges, blocks), strict=True)) if len(set(ranges)) > 1]
-    if len(varying) == 1 and all(math.prod(sizes) for _, sizes in blocks):
-        in_order = sorted(blocks, key=lambda block: block[0][varying[0]])
-        return itertools.pairwise(in_order)
-    return itertools.combinations(blocks, 2)
+def _is_grid(shape: tuple[int, ...], blocks: list[Block]) -> bool:
+    """Says whether blocks are the cells of a grid over a shape, each once: what sharding over a device mesh makes.
 
-
-def _ranges(block: Block) -> list[tuple[int, int]]:
-    return list(zip(*block, strict=True))
+    The distinct ranges of each dim tile it, no block stands twice, and there are as many blocks as cells.
+    """
+    if len(set(blocks)) < len(blocks):
+        return False
+    num_cells = 1
+    for dim, whole in enumerate(shape):
+        ranges = {(offsets[dim], sizes[dim]) for offsets, sizes in blocks}
+        end = 0
+        for offset, size in sorted(ranges):
+            if offset != end:
+                return False
+            end += size
+        if end != whole:
+            return False
+        num_cells *= len(ranges)
+    return num_cells == len(blocks)
 
 
 def _tile_exactly(shape: tuple[int, ...], blocks: list[Block]) -> bool:
@@ -178,11 +186,13 @@ def check_tiling(name: str, shape: tuple[int, ...], blocks: Iterable[Block]) -> 
     covered = sum(math.prod(sizes) for _, sizes in blocks)
     if covered != math.prod(shape) or not blocks:
         raise CorruptCheckpointError(f"{name}: {covered} of {math.prod(shape)} elements are there")
+    if _is_grid(shape, blocks):
+        return
     if len(blocks) > _MAX_PAIRED_BLOCKS:
         if not _tile_exactly(shape, blocks):
             raise CorruptCheckpointError(f"{name}: some of its {len(blocks)} blocks overlap")
         return
-    for block, other in _pairs_that_may_overlap(blocks):
+    for block, other in itertools.combinations(blocks, 2):
         if blocks_overlap(*block, *other):
             raise CorruptCheckpointError(f"{name}: blocks at {block[0]} and {other[0]} overlap")
 
@@ -195,13 +205,16 @@ def plan_save(parts_by_rank: Sequence[Sequence[Part]]) -> SavePlan:
     Raises:
         SaveFailedError: The ranks disagree about a tensor's shape or dtype, or do not hold all of it together.
     """
-    holders: dict[Part, list[int]] = defaultdict(list)
+    # One look into the dictionary for each part that a rank reports: a part's hash costs most of the time that a
+    # plan of a thousand ranks takes.
+    holders: dict[Part, list[int]] = {}
     blocks_by_name: dict[str, list[Part]] = defaultdict(list)
     for rank, parts in enumerate(parts_by_rank):
         for part in parts:
-            if part not in holders:
+            ranks = holders.setdefault(part, [])
+            if not ranks:
                 blocks_by_name[part.name].append(part)
-            holders[part].append(rank)
+            ranks.append(rank)
     for name, blocks in blocks_by_name.items():
         if len({(block.shape, block.dtype, block.kind) for block in blocks}) > 1:
             seen = "; ".join(f"rank {holders[block][0]}: {block.dtype} {block.shape}" for block in blocks)
@@ -212,8 +225,7 @@ def plan_save(parts_by_rank: Sequence[Sequence[Part]]) -> SavePlan:
             raise SaveFailedError(f"the ranks do not hold a whole tensor together: {error}") from error
     loads = [0] * len(parts_by_rank)
     parts_by_writer: list[list[Part]] = [[] for _ in parts_by_rank]
-    for part in sorted(holders, key=lambda part: (-part.num_bytes, part.name, part.offsets)):
-        ranks = holders[part]
+    for part, ranks in sorted(holders.items(), key=lambda item: (-item[0].num_bytes, item[0].name, item[0].offsets)):
         writer = ranks[0] if part.kind == "buffer" else min(ranks, key=lambda rank: (loads[rank], rank))
         loads[writer] += part.num_bytes
         parts_by_writer[writer].append(part)

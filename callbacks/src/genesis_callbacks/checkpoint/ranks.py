@@ -44,6 +44,14 @@ class Ranks:
         dist.all_gather_object(values, value, group=self._group)
         return values
 
+    def gather_first(self, value: T) -> list[T] | None:
+        """Returns every rank's value, in rank order, on rank 0, and None on the others. Communicates."""
+        if self._group is None:
+            return [value]
+        values: list[Any] | None = [None] * self.world_size if self.is_first else None
+        dist.gather_object(value, values, dst=0, group=self._group)
+        return values
+
     def broadcast(self, value: T) -> T:
         """Returns rank 0's value on every rank. Communicates."""
         if self._group is None:

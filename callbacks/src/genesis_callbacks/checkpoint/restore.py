@@ -20,6 +20,7 @@ from .hashing import hash_bytes
 from .manifest import STATE_NAME, ChunkRecord, Manifest, TensorRecord, dtype_name, read_manifest
 from .plan import LocalPart, Part, blocks_overlap, check_tiling
 from .ranks import Ranks
+from .roles import read_roles
 from .safe_read import MAX_DOCUMENT_BYTES, open_regular, parse_json, read_file, reading
 from .tagged_json import check_tagged
 
@@ -276,6 +277,7 @@ def check_state(path: Path, manifest: Manifest) -> None:
         raise CorruptCheckpointError(
             f"{path / STATE_NAME} has {len(sections)} sections where {manifest.world_size} ranks saved"
         )
+    read_roles(sections)
     dtypes = {name: record.torch_dtype for name, record in manifest.tensors.items()}
     try:
         for section in sections:

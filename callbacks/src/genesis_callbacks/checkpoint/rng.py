@@ -1,10 +1,16 @@
 """The random number generators of one rank: Python's, numpy's, torch's and each CUDA device's."""
 
 import random
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
+
+
+@cache  # it asks the driver each time
+def _has_cuda() -> bool:
+    return torch.cuda.is_available()
 
 
 def read_rng_state() -> dict[str, Any]:
@@ -14,7 +20,7 @@ def read_rng_state() -> dict[str, Any]:
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available():
+    if _has_cuda():
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 

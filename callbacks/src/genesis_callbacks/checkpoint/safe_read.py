@@ -10,12 +10,13 @@ import contextlib
 import errno
 import json
 import os
-import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+
+from genesis_callbacks.files import find_irregular_kind
 
 from .errors import CorruptCheckpointError, UnreadableCheckpointError
 
@@ -91,9 +92,9 @@ def open_regular(path: Path) -> int:
 
 
 def _check_regular(path: Path, found: os.stat_result) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        kind = "directory" if stat.S_ISDIR(found.st_mode) else "FIFO, a socket or a device"
-        raise CorruptCheckpointError(f"{path} is a {kind} where a file must be")
+    kind = find_irregular_kind(found.st_mode)
+    if kind is not None:
+        raise CorruptCheckpointError(f"{path} is {kind} where a file must be")
 
 
 def _check_not_sparse(path: Path, descriptor: int, num_bytes: int) -> None:

@@ -8,6 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from genesis_callbacks.events import EventLog
+
 from .assemble import Heading
 from .errors import CheckpointError
 from .hashing import HashAlgorithm
@@ -84,6 +86,7 @@ class SaveTarget:
         origin: What the manifest says about the run.
         retention: What is kept after a commit.
         hash_algorithm: Of every file.
+        events: Takes the event of each commit; None for none.
 
     Attributes:
         previous: The checkpoint that the next save descends from; None for none.
@@ -98,11 +101,13 @@ class SaveTarget:
         origin: Origin | None = None,
         retention: Retention | None = None,
         hash_algorithm: HashAlgorithm = "blake3",
+        events: EventLog | None = None,
     ) -> None:
         self.directory = directory
         self.ranks = ranks
         self.retention = retention or Retention()
         self.hash_algorithm: HashAlgorithm = hash_algorithm
+        self.events = events
         self.previous: Ancestor | None = None
         self.sequence = 0
         self._origin = origin or Origin()

@@ -81,7 +81,8 @@ def stage_one_at_a_time(live: Mapping[Part, Tensor], ours: Sequence[Part]) -> St
 
 def record_event(parts: Sequence[LocalPart]) -> torch.cuda.Event | None:
     """Marks where the training stream stands, for a copy on another; None where everything is on the CPU."""
-    if not any([local.data.is_cuda for local in parts]):  # noqa: C419 - a list is quicker, and training waits
+    is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch gives it no types
+    if not is_used or not any(local.data.is_cuda for local in parts):
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch gives it no types
     event.record()

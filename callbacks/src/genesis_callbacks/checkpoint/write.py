@@ -171,16 +171,6 @@ class Receipt:
     chunks: tuple[tuple[str, ChunkRecord], ...]
 
 
-def sync_directory(path: Path) -> None:
-    """Forces the names in a directory to the disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with naming(path):
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def write_file(path: Path, data: bytes, *, algorithm: HashAlgorithm, rank: int = 0) -> FileRecord:
     """Writes a new small file, durably, and returns what the manifest says about it."""
     with DurableFile(path, algorithm=algorithm) as file:

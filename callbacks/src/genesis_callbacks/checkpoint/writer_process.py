@@ -21,7 +21,7 @@ _END_SECONDS = 5.0
 WRITER_OVERHEAD_BYTES = 400 << 20
 
 
-def _environment() -> dict[str, str]:
+def writer_environment() -> dict[str, str]:
     """The trainer's own, without accelerators, with one thread, and with this package where it was found."""
     root = str(Path(__file__).resolve().parents[2])
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
@@ -45,6 +45,18 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def start_writer(end: socket.socket) -> subprocess.Popen[bytes]:
+    """Starts a writer that serves `end`, in a session of its own, and returns its process."""
+    return subprocess.Popen(
+        # -P: the working directory, which may be a stranger's, gives no modules
+        [sys.executable, "-P", "-m", _WRITER_MODULE, str(end.fileno())],
+        pass_fds=[end.fileno()],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        env=writer_environment(),
+    )
+
+
 class WriterProcess:
     """One rank's writer: in a session of its own, so that no signal to the trainer's group reaches it.
 
@@ -58,14 +70,7 @@ class WriterProcess:
         self._buffer: SharedBuffer | None = None
         try:
             with theirs, _signals_blocked():
-                self._process = subprocess.Popen(
-                    # -P: the working directory, which may be a stranger's, gives no modules
-                    [sys.executable, "-P", "-m", _WRITER_MODULE, str(theirs.fileno())],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,
-                    env=_environment(),
-                )
+                self._process = start_writer(theirs)
         except OSError:
             self._channel.close()
             raise

@@ -11,9 +11,11 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig
 
 from genesis.errors import UserError
+from genesis.huggingface.directory import CONFIG_NAME, WEIGHTS_NAME
+from genesis.huggingface.llama import LLAMA
+from genesis.huggingface.shape import read_shape
+from genesis.huggingface.weights import read_weights
 from genesis.model.decoder import Decoder, DecoderConfig
-from genesis.model.huggingface import to_huggingface
-from genesis.model.huggingface_files import CONFIG_NAME, WEIGHTS_NAME, read_llama_config, read_weights
 
 CLASSES: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "mistral": MistralConfig}
 FULL: dict[str, Any] = {
@@ -79,7 +81,7 @@ def build_theirs(family: str, content: dict[str, Any]) -> DecoderConfig | None:
 def read_ours(directory: Path, family: str, content: dict[str, Any]) -> DecoderConfig | None:
     (directory / CONFIG_NAME).write_text(json.dumps({"model_type": family, **content}))
     try:
-        return read_llama_config(directory)
+        return read_shape(directory)[1]
     except UserError:
         return None
 
@@ -118,7 +120,7 @@ def test_beyond_the_default_window_a_missing_key_is_refused_because_logits_diffe
     with torch.no_grad():
         for parameter in decoder.parameters():
             parameter.mul_(6.0)  # sharp enough that one key of 4,096 counts
-    save_file(to_huggingface(decoder.state_dict()), tmp_path / WEIGHTS_NAME, metadata={"format": "pt"})
+    save_file(LLAMA.to_theirs(decoder.state_dict()), tmp_path / WEIGHTS_NAME, metadata={"format": "pt"})
     content: dict[str, Any] = {
         "model_type": "mistral",
         "architectures": ["MistralForCausalLM"],
@@ -145,13 +147,13 @@ def test_beyond_the_default_window_a_missing_key_is_refused_because_logits_diffe
     without_window, missing = ask_transformers(sliding_window=None), ask_transformers()
     allowed = 1e-4 * float(ours.abs().max())
     assert read_ours(tmp_path, "mistral", content | {"sliding_window": None}) == decoder.config
-    assert read_weights(tmp_path, decoder.config).keys() == decoder.state_dict().keys()
+    assert read_weights(tmp_path, decoder.config, LLAMA).keys() == decoder.state_dict().keys()
     assert float((ours - without_window).abs().max()) < allowed
     assert float((ours - missing)[:4096].abs().max()) < allowed
     assert float((ours - missing)[4096:].abs().max()) > 100 * allowed
     (tmp_path / CONFIG_NAME).write_text(json.dumps(content))
     with pytest.raises(UserError, match=r"sliding_window is 4096 .*shorter than the context of 4160.*null"):
-        read_llama_config(tmp_path)
+        read_shape(tmp_path)
     short = read_ours(tmp_path, "mistral", content | {"max_position_embeddings": 4096})
     assert short is not None
     assert short.max_seq_len == 4096

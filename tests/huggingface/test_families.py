@@ -7,8 +7,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from genesis.errors import UserError
+from genesis.huggingface.llama import LLAMA
+from genesis.huggingface.shape import write_shape
 from genesis.model.decoder import Decoder, DecoderConfig
-from genesis.model.huggingface import from_huggingface, llama_config_dict, to_huggingface
 
 SHAPE = {
     "vocab_size": 61,
@@ -27,7 +28,7 @@ def test_there_and_back_is_the_same_tensors(is_tied):
     decoder = Decoder(config)
     decoder.init_weights(0)
     state = decoder.state_dict()
-    back = from_huggingface(to_huggingface(state), config)
+    back = LLAMA.to_ours(LLAMA.to_theirs(state), config)
     assert back.keys() == state.keys()
     assert all(back[name].data_ptr() == state[name].data_ptr() for name in state)
 
@@ -37,8 +38,8 @@ def test_llama_takes_every_parameter_and_misses_none(is_tied):
     config = DecoderConfig(**SHAPE, has_tied_embeddings=is_tied)
     decoder = Decoder(config)
     decoder.init_weights(0)
-    llama = LlamaForCausalLM(LlamaConfig(**json.loads(json.dumps(llama_config_dict(config)))))
-    missing, unexpected = llama.load_state_dict(to_huggingface(decoder.state_dict()), strict=False)
+    llama = LlamaForCausalLM(LlamaConfig(**json.loads(json.dumps(write_shape(LLAMA, config)))))
+    missing, unexpected = llama.load_state_dict(LLAMA.to_theirs(decoder.state_dict()), strict=False)
     assert missing == (["lm_head.weight"] if is_tied else [])
     assert unexpected == []
     ids = torch.arange(60).view(2, 30)
@@ -48,4 +49,4 @@ def test_llama_takes_every_parameter_and_misses_none(is_tied):
 
 def test_a_parameter_without_a_place_is_refused():
     with pytest.raises(UserError, match=r"model\.layers\.0\.self_attn\.q_proj\.bias"):
-        from_huggingface({"model.layers.0.self_attn.q_proj.bias": torch.zeros(1)}, DecoderConfig(**SHAPE))
+        LLAMA.to_ours({"model.layers.0.self_attn.q_proj.bias": torch.zeros(1)}, DecoderConfig(**SHAPE))

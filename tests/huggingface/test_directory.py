@@ -10,7 +10,9 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from genesis.errors import UserError
-from genesis.model.huggingface_files import CONFIG_NAME, WEIGHTS_NAME, read_llama_config, read_weights
+from genesis.huggingface.directory import CONFIG_NAME, WEIGHTS_NAME
+from genesis.huggingface.shape import read_shape
+from genesis.huggingface.weights import read_weights
 
 SHAPE = {
     "vocab_size": 90,
@@ -28,6 +30,11 @@ def write_llama(directory: Path, **changes: Any) -> LlamaForCausalLM:
     model = LlamaForCausalLM(LlamaConfig(**{**SHAPE, **changes})).to(torch.bfloat16)
     model.save_pretrained(directory)
     return model
+
+
+def read_state(directory: Path) -> dict[str, torch.Tensor]:
+    family, config = read_shape(directory)
+    return read_weights(directory, config, family)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +64,7 @@ def test_a_configuration_that_cannot_be_represented_is_refused_by_name(
     content = json.loads((exported / CONFIG_NAME).read_bytes())
     (tmp_path / CONFIG_NAME).write_text(json.dumps({**content, key: value}))
     with pytest.raises(UserError, match=str(tmp_path)) as error:
-        read_llama_config(tmp_path)
+        read_shape(tmp_path)
     known = {
         "hidden_size": "dim 33",
         "num_key_value_heads": "num_kv_heads 3",
@@ -104,7 +111,7 @@ def test_weights_that_do_not_fit_are_refused_by_name(change: Any, message: str, 
     change(state)
     save_file(state, tmp_path / WEIGHTS_NAME)
     with pytest.raises(UserError, match=message):
-        read_weights(tmp_path, read_llama_config(tmp_path))
+        read_state(tmp_path)
 
 
 def test_files_that_are_cut_off_are_refused(tmp_path: Path) -> None:
@@ -112,7 +119,7 @@ def test_files_that_are_cut_off_are_refused(tmp_path: Path) -> None:
     content = (tmp_path / WEIGHTS_NAME).read_bytes()
     (tmp_path / WEIGHTS_NAME).write_bytes(content[: len(content) // 2])
     with pytest.raises(UserError, match="cannot be read"):
-        read_weights(tmp_path, read_llama_config(tmp_path))
+        read_state(tmp_path)
     (tmp_path / WEIGHTS_NAME).unlink()
     with pytest.raises(UserError, match=r"neither model\.safetensors nor"):
-        read_weights(tmp_path, read_llama_config(tmp_path))
+        read_state(tmp_path)

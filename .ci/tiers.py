@@ -1,0 +1,58 @@
+"""A pytest plugin that reports, at the end of a run, what each tier took and which quick tests belong in the slow one.
+
+It is a report and never a failure: how long a test takes also says how busy the machine is. CONTRIBUTING.md says how a
+test's tier is chosen.
+"""
+
+from collections import Counter
+
+import pytest
+
+TIERS = ("slow", "bench", "demo")
+"""The markers of all tiers but the quick one, which has none."""
+LIMIT_SECONDS = 3.0
+"""Of a phase (setup, call or teardown) of a quick test, on two quiet cores."""
+MAX_LISTED = 20
+
+
+class TierReport:
+    """Adds up what the phases of tests took. With pytest-xdist they come from all workers."""
+
+    def __init__(self) -> None:
+        self._seconds: Counter[str] = Counter()
+        self._tests: Counter[str] = Counter()
+        self._over: list[tuple[float, str]] = []
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Writes to each test's report, which goes from worker to controller, in which tier it is."""
+        for item in items:
+            tier = next((tier for tier in TIERS if item.get_closest_marker(tier)), "quick")
+            item.user_properties.append(("tier", tier))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Counts one phase of one test."""
+        tier = dict(report.user_properties)["tier"]
+        self._seconds[tier] += report.duration
+        self._tests[tier] += report.when == "call"
+        if tier == "quick" and report.duration > LIMIT_SECONDS:
+            self._over.append((report.duration, f"{report.when:8} {report.nodeid}"))
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Prints the sums, and the quick tests that took longest."""
+        for tier, seconds in self._seconds.items():
+            terminalreporter.write_line(
+                f"{tier} tier: {self._tests[tier]} tests took {seconds:.0f} s, one after another"
+            )
+        if self._over:
+            terminalreporter.section(
+                f"quick tests over {LIMIT_SECONDS:g} s: see CONTRIBUTING.md, unless others were busy"
+            )
+            for seconds, name in sorted(self._over, reverse=True)[:MAX_LISTED]:
+                terminalreporter.write_line(f"{seconds:6.1f} s {name}")
+            if len(self._over) > MAX_LISTED:
+                terminalreporter.write_line(f"and {len(self._over) - MAX_LISTED} more")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Registers the report."""
+    config.pluginmanager.register(TierReport())

@@ -1,0 +1,61 @@
+"""Finds out which format a checkpoint has, and asks that format's reader."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+from ..errors import CheckpointError, CorruptCheckpointError
+from ..manifest import COMMITTED_NAME, DCP_METADATA_NAME, MANIFEST_NAME, is_checkpoint_name
+from .dcp_format import LIGHTNING_META_NAME, read_dcp
+from .genesis_format import read_genesis
+from .safetensors_format import read_safetensors
+from .stored import CheckpointFormat, Contents
+from .torch_format import TORCH_SUFFIXES, read_torch
+
+_READERS: Final[Mapping[CheckpointFormat, Callable[[Path], Contents]]] = {
+    "genesis": read_genesis,
+    "torch": read_torch,
+    "dcp": read_dcp,
+    "safetensors": read_safetensors,
+}
+
+
+def find_format(path: Path) -> CheckpointFormat | None:
+    """Returns which kind of checkpoint lies at `path`, by its names alone; None where it looks like none."""
+    if path.is_file():
+        return "safetensors" if path.suffix == ".safetensors" else "torch" if path.suffix in TORCH_SUFFIXES else None
+    if not path.is_dir():
+        return None
+    names = {entry.name for entry in path.iterdir()}
+    if names & {MANIFEST_NAME, COMMITTED_NAME} or is_checkpoint_name(path.resolve().name):
+        return "genesis"
+    if names & {DCP_METADATA_NAME, LIGHTNING_META_NAME} or any(name.endswith(".distcp") for name in names):
+        return "dcp"
+    is_safetensors = any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names)
+    return "safetensors" if is_safetensors else None
+
+
+def read_contents(path: Path | str) -> Contents:
+    """Returns what the checkpoint at `path` holds. Any process may call it; no code in the checkpoint runs.
+
+    Raises:
+        CheckpointError: There is none, or it holds what is no plain data.
+        CorruptCheckpointError: It is so damaged that nobody can tell what it holds.
+        OSError: It cannot be read.
+    """
+    path = Path(path)
+    kind = find_format(path)
+    if kind is None:
+        raise CheckpointError(
+            f"{path} is no checkpoint that can be read: give a directory of genesis, DCP or safetensors, or a file "
+            f"that ends in .safetensors, {', '.join(TORCH_SUFFIXES)}"
+        )
+    try:
+        return _READERS[kind](path)
+    except (CheckpointError, OSError):
+        raise
+    except Exception as error:  # whatever stands where a number or a name is due
+        reason = (str(error).splitlines() or [""])[0]
+        raise CorruptCheckpointError(
+            f"{path} is not what a checkpoint of this format holds: {type(error).__name__}: {reason[:200]}"
+        ) from error

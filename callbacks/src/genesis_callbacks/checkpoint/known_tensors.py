@@ -1,0 +1,176 @@
+"""Remembers from save to save what the tensors of a model and its optimizers are called and where their elements lie.
+
+Training waits while a save takes its snapshot. To name some hundred tensors and to find their blocks costs a
+millisecond or more; to see that nothing has changed since the last save costs a tenth of that.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import is_
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from .._compat import MemoryLayout, local_layout, memory_layout
+from .collect import (
+    MODEL_PREFIX,
+    NamedModel,
+    model_parts,
+    name_groups,
+    name_model,
+    name_optimizer,
+    optimizer_parts,
+    state_holder,
+)
+from .plan import LocalPart, PartsCache
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """A model's tensors.
+
+    Attributes:
+        model: Its tensors by canonical name.
+        stored: `id` of each tensor to the full name under which it is stored.
+        parts: What this rank holds of them.
+    """
+
+    model: NamedModel
+    stored: dict[int, str]
+    parts: list[LocalPart]
+
+
+@dataclass(frozen=True)
+class KnownOptimizer:
+    """An optimizer's state.
+
+    Attributes:
+        section: What is saved of it beside tensors.
+        parts: What this rank holds of its tensors.
+    """
+
+    section: dict[str, Any]
+    parts: list[LocalPart]
+
+
+class _Tensors:
+    """Tensors in their order, and where their elements were: equal to others as long as nothing was replaced or moved.
+
+    Args:
+        keys: What the tensors are called by their owner.
+        tensors: One for each key.
+    """
+
+    def __init__(self, keys: Iterable[object], tensors: Iterable[Tensor]) -> None:
+        self._keys, self._tensors = list(keys), list(tensors)
+        self._has_distributed = any(isinstance(tensor, DTensor) for tensor in self._tensors)
+        self._layouts = self._find_layouts(self._tensors)
+
+    def _find_layouts(self, tensors: list[Any]) -> list[MemoryLayout]:
+        # A DTensor has no elements of its own; asking each tensor for its kind would cost as much as the layouts.
+        return list(map(local_layout if self._has_distributed else memory_layout, tensors))
+
+    def are(self, keys: Sequence[object], values: list[Any]) -> bool:
+        """Returns whether `values` are the same tensors under the same keys, with their elements where they were."""
+        return (
+            len(values) == len(self._tensors)
+            and all(map(is_, values, self._tensors))
+            and keys == self._keys
+            and self._find_layouts(values) == self._layouts
+        )
+
+
+@dataclass(frozen=True)
+class _OptimizerEntry:
+    parameters: list[Tensor]
+    group_parameters: list[list[Tensor]]
+    group_names: list[list[str]]
+    state: _Tensors
+    parts: list[LocalPart]
+
+    def is_of(self, optimizer: Optimizer, holder: Optimizer) -> bool:
+        states = holder.state.values()
+        groups = [group["params"] for group in optimizer.param_groups]
+        return (
+            _are_same(list(holder.state), self.parameters)
+            and len(groups) == len(self.group_parameters)
+            and all(map(_are_same, groups, self.group_parameters))
+            and self.state.are(
+                list(chain.from_iterable(states)), list(chain.from_iterable(state.values() for state in states))
+            )
+        )
+
+
+def _are_same(objects: list[Any], others: list[Any]) -> bool:
+    return len(objects) == len(others) and all(map(is_, objects, others))
+
+
+class KnownTensors:
+    """Serves the saves of one run. It holds tensors: drop it when the run ends. One thread at a time uses it."""
+
+    def __init__(self) -> None:
+        self._parts = PartsCache()
+        self._model: tuple[_Tensors, KnownModel] | None = None
+        self._optimizers: dict[int, _OptimizerEntry] = {}
+
+    def find_model(self, state_dict: Mapping[str, Any]) -> KnownModel:
+        """Returns the model's tensors by name.
+
+        Args:
+            state_dict: Made with `keep_vars=True`, so that ties show.
+
+        Raises:
+            UnsupportedStateError: Two different tensors would have the same name, or one cannot be saved as it is.
+        """
+        keys, values = list(state_dict), list(state_dict.values())
+        if self._model is not None and self._model[0].are(keys, values):
+            return self._model[1]
+        model = name_model(state_dict)
+        stored = {id(tensor): MODEL_PREFIX + name for name, tensor in model.tensors.items()}
+        found = KnownModel(model, stored, model_parts(model, self._parts))
+        # What a module saves beside tensors is another value at each save.
+        self._model = None if model.extras else (_Tensors(keys, values), found)
+        return found
+
+    def find_optimizer(
+        self, index: int, optimizer: Optimizer, name_parameters: Callable[[], Mapping[int, str]]
+    ) -> KnownOptimizer:
+        """Returns the state of the run's optimizer number `index`, as this rank holds it.
+
+        Args:
+            index: Its number.
+            optimizer: The live one.
+            name_parameters: Gives the names of the model's parameters by `id`; called where something has changed.
+
+        Raises:
+            UnsupportedStateError: It updates a tensor that is not the model's, or its state has keys that are no plain
+                names.
+        """
+        holder, known = state_holder(optimizer), self._optimizers.get(index)
+        if known is not None and known.is_of(optimizer, holder):
+            groups = [
+                {**group, "params": names}
+                for group, names in zip(optimizer.param_groups, known.group_names, strict=True)
+            ]
+            return KnownOptimizer({"groups": groups, "values": {}, "has_state": bool(known.parameters)}, known.parts)
+        names = name_parameters()
+        named = name_optimizer(index, optimizer, names)
+        parts = optimizer_parts(named, self._parts)
+        self._optimizers.pop(index, None)
+        states = holder.state.values()
+        if not named.section["values"]:  # other values than tensors are read at each save
+            self._optimizers[index] = _OptimizerEntry(
+                list(holder.state),
+                [list(group["params"]) for group in optimizer.param_groups],
+                name_groups(index, optimizer, names),
+                _Tensors(chain.from_iterable(states), chain.from_iterable(state.values() for state in states)),
+                parts,
+            )
+        return KnownOptimizer(named.section, parts)
+
+    def end_save(self) -> None:
+        """Forgets the tensors that are not the model's or its optimizers' any more."""
+        self._parts.end_save()

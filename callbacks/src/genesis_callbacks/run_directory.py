@@ -1,0 +1,104 @@
+"""Where everything lies in a run's directory, as far as the callbacks write it. Imports no torch.
+
+    RUN/checkpoints/                    `checkpoints`: one `step-XXXXXXXX` for each commit, and beside them
+        .lock                           held by the run that trains
+        best.json                       marks the best checkpoints
+        .trash/                         what is being deleted
+        step-XXXXXXXX.staging-*/        a save in flight
+        quarantined-step-XXXXXXXX/      a checkpoint that does not verify
+        superseded-N/                   checkpoints that the run does not descend from
+    RUN/events/rank-N.jsonl             `event_file`: what happened, by rank (`genesis_callbacks.events`)
+               commands.jsonl           what commands beside the training did
+    RUN/.ranks/                         one file for each rank that lives, while there are several
+
+Names in `checkpoints/` are constants, because the engine also works on a directory of checkpoints that lies in no run.
+"""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from .errors import UserError
+
+CHECKPOINTS_NAME: Final = "checkpoints"
+LOCK_NAME: Final = ".lock"
+BEST_NAME: Final = "best.json"
+TRASH_NAME: Final = ".trash"
+
+_RANKS_NAME: Final = ".ranks"
+_EVENTS_NAME: Final = "events"
+_SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
+"""As a URL begins; a `Path` made of a URL has one slash of the two."""
+
+
+def read_run_dir(given: str | Path) -> Path:
+    """Returns the directory that a user gives a run.
+
+    Raises:
+        UserError: It is empty, or a URL: checkpoints are committed by a rename on a file system.
+
+    Example:
+        >>> read_run_dir("runs/a").as_posix()
+        'runs/a'
+    """
+    text = os.fspath(given)
+    if not text.strip():
+        raise UserError(f"run_dir is {text!r}: give the run a directory, as runs/NAME")
+    if _SCHEME.match(text):
+        raise UserError(
+            f"run_dir is {text!r}, a URL: checkpoints are written into a directory; give one on a disk or a mount, and "
+            "copy its checkpoints to the store"
+        )
+    return Path(text)
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The places in one run's directory. It looks at no disk: a place need not exist.
+
+    Args:
+        path: The run's directory.
+
+    Example:
+        >>> RunDirectory(Path("runs/a")).event_file(0).as_posix()
+        'runs/a/events/rank-0.jsonl'
+    """
+
+    path: Path
+
+    @classmethod
+    def holding(cls, path: Path) -> "RunDirectory | None":
+        """Returns the run that holds a checkpoint, or a directory of checkpoints, by their names; None for none.
+
+        Example:
+            >>> RunDirectory.holding(Path("/runs/a/checkpoints/step-00000010")).path.as_posix()
+            '/runs/a'
+            >>> RunDirectory.holding(Path("/backup/step-00000010")) is None
+            True
+        """
+        absolute = path.absolute()
+        for directory in (absolute, absolute.parent):
+            if directory.name == CHECKPOINTS_NAME:
+                return cls(directory.parent)
+        return None
+
+    @property
+    def checkpoints(self) -> Path:
+        """Holds the checkpoints."""
+        return self.path / CHECKPOINTS_NAME
+
+    @property
+    def ranks(self) -> Path:
+        """Holds a file for each rank that lives."""
+        return self.path / _RANKS_NAME
+
+    @property
+    def events(self) -> Path:
+        """Holds the files of events."""
+        return self.path / _EVENTS_NAME
+
+    def event_file(self, rank: int | None) -> Path:
+        """Returns where a rank, or a command beside the training (None), writes its events."""
+        return self.events / ("commands.jsonl" if rank is None else f"rank-{rank}.jsonl")

@@ -1,0 +1,156 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from genesis_callbacks.checkpoint.collect import name_optimizer, name_parameters
+from genesis_callbacks.checkpoint.errors import UnsupportedStateError
+from genesis_callbacks.checkpoint.known_tensors import KnownTensors
+
+
+class Project:
+    """A model, its optimizer after a step, and what the saves of their run remember."""
+
+    def __init__(self, optimizer=torch.optim.AdamW, **options):
+        self.model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+        self.optimizer = optimizer(self.model.parameters(), **options)
+        self.known = KnownTensors()
+        self.num_namings = 0
+        self.step()
+
+    def step(self):
+        def closure():
+            self.optimizer.zero_grad()
+            loss = self.model(torch.randn(4, 3)).square().sum()
+            loss.backward()
+            return loss
+
+        self.optimizer.step(closure)
+
+    def take(self):
+        def name():
+            self.num_namings += 1
+            return name_parameters(self.model)
+
+        model = self.known.find_model(self.model.state_dict(keep_vars=True))
+        optimizer = self.known.find_optimizer(0, self.optimizer, name)
+        self.known.end_save()
+        return model, optimizer
+
+    def assert_is_live(self):
+        """What is found is what somebody finds who remembers nothing, element for element."""
+        found = self.take()
+        known, self.known = self.known, KnownTensors()
+        fresh = self.take()
+        self.known = known
+        for one, other in zip(found, fresh, strict=True):
+            assert [local.part for local in one.parts] == [local.part for local in other.parts]
+            for local, live in zip(one.parts, other.parts, strict=True):
+                assert local.data.data_ptr() == live.data.data_ptr()
+                assert torch.equal(local.data, live.data)
+        assert found[0].model == fresh[0].model
+        assert found[0].stored == fresh[0].stored
+        assert found[1].section == fresh[1].section
+        assert found[1].section == name_optimizer(0, self.optimizer, name_parameters(self.model)).section
+
+
+def replace_element_storage(project):
+    project.model[0].weight.data = torch.ones(2, 3)
+
+
+def reshape_in_place(project):
+    weight = project.model[0].weight
+    weight.data = weight.data.view(3, 2).t()
+
+
+def replace_a_buffer(project):
+    project.model[1].running_mean = torch.ones(2)
+
+
+def replace_a_parameter(project):
+    del project.optimizer.state[project.model[2].bias]
+    project.model[2].bias = nn.Parameter(torch.ones(1))
+    project.optimizer.param_groups[0]["params"][-1] = project.model[2].bias
+
+
+def add_a_group(project):
+    project.model.extra = nn.Linear(1, 1)
+    project.optimizer.add_param_group({"params": [*project.model.extra.parameters()], "lr": 0.5})
+
+
+def forget_the_state(project):
+    project.optimizer.state.clear()
+
+
+def load_the_state(project):
+    project.optimizer.load_state_dict(copy.deepcopy(project.optimizer.state_dict()))
+
+
+def swap_two_moments(project):
+    for state in project.optimizer.state.values():
+        state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"].abs()
+
+
+def add_a_value_to_the_state(project):
+    project.optimizer.state[project.model[0].weight]["note"] = 3
+
+
+def change_the_learning_rate(project):
+    project.optimizer.param_groups[0]["lr"] = 0.25
+
+
+def move_a_parameter_to_another_group(project):
+    moved = project.optimizer.param_groups[0]["params"].pop()
+    project.optimizer.add_param_group({"params": [moved]})
+
+
+CHANGES = [
+    replace_element_storage,
+    reshape_in_place,
+    replace_a_buffer,
+    replace_a_parameter,
+    add_a_group,
+    forget_the_state,
+    load_the_state,
+    swap_two_moments,
+    add_a_value_to_the_state,
+    change_the_learning_rate,
+    move_a_parameter_to_another_group,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_is_remembered_is_what_is_live_whatever_changed(change):
+    project = Project()
+    project.take()
+    change(project)
+    project.assert_is_live()
+    project.step()
+    project.assert_is_live()
+
+
+def test_nothing_is_named_again_where_nothing_changed():
+    project = Project()
+    first = project.take()
+    project.step()
+    again = project.take()
+    assert project.num_namings == 1
+    assert again[0] is first[0]
+    assert again[1].parts is first[1].parts
+
+
+def test_state_that_is_no_tensor_is_read_at_each_save():
+    project = Project(torch.optim.LBFGS, max_iter=2)
+    before = copy.deepcopy(project.take()[1].section["values"])
+    project.step()
+    assert project.take()[1].section["values"] != before
+    project.assert_is_live()
+
+
+def test_a_tensor_that_is_no_parameter_is_refused_though_others_are_known():
+    project = Project()
+    project.take()
+    project.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    with pytest.raises(UnsupportedStateError, match="no parameter of the model"):
+        project.take()

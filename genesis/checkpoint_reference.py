@@ -1,0 +1,215 @@
+"""Which checkpoint is meant: every command asks here.
+
+    RUN                        a run: its directory, the `checkpoints` in it, or its name in `runs/`
+    RUN/latest, RUN/best       its newest checkpoint, and the one that its monitored metric marks as the best
+    RUN/400, RUN/step-00000400 the one of that step
+    latest, best, 400          the same of the run that the command is about (`genesis fit`, `genesis validate`)
+    PATH                       a checkpoint's directory
+    EXPORT                     a directory in Hugging Face's layout, or one that `genesis export` wrote
+
+What lies at a path comes before what a name may mean, and `./latest` is always a path. Nothing is renamed here: only a
+fit puts damaged checkpoints of its own run aside.
+"""
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, Literal
+
+from genesis.errors import UserError
+from genesis.huggingface.directory import is_export
+from genesis.run_directory import RUNS_NAME, RunDirectory
+from genesis_callbacks.checkpoint import VerifyLevel, find_best, find_latest, list_committed
+from genesis_callbacks.checkpoint.inventory import read_inventory
+from genesis_callbacks.checkpoint.lineage import checkpoints_in
+from genesis_callbacks.checkpoint.manifest import (
+    COMMITTED_NAME,
+    MANIFEST_NAME,
+    checkpoint_name,
+    is_checkpoint_name,
+    step_of,
+)
+
+LATEST: Final = "latest"
+BEST: Final = "best"
+_STEP = re.compile(r"[0-9]{1,18}")
+_MAX_LISTED = 8
+_MAX_NAME = 40
+
+Selector = Literal["latest", "best"] | int
+"""Which checkpoint of a run: the newest, the best, or the one of a step."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a value of the command line means.
+
+    Attributes:
+        value: As given.
+        kind: What `path` is.
+        path: Of the checkpoint, the run or the export.
+        selector: Of a run, which checkpoint; None where the value names the run alone.
+    """
+
+    value: str
+    kind: Literal["checkpoint", "run", "export"]
+    path: Path
+    selector: Selector | None = None
+
+    @property
+    def run(self) -> RunDirectory:
+        """The run that it is, or that it lies in."""
+        return RunDirectory.of(self.path)
+
+    def select(self, selector: Selector) -> "Reference":
+        """Returns the reference to a checkpoint of this run.
+
+        Raises:
+            UserError: It names one checkpoint already, or an export.
+        """
+        if self.kind != "run" or self.selector is not None:
+            raise UserError(f"{self.value} is no run, of which {selector} could be taken: give the run's directory")
+        return replace(self, selector=selector)
+
+    def find_checkpoint(self, *, level: VerifyLevel | None) -> Path:
+        """Returns the checkpoint that is meant.
+
+        Args:
+            level: How much of the newest checkpoint of a run is verified; one that does not verify is passed over with
+                a warning, and the one before it is taken. None takes the newest as it is, for commands that inspect.
+
+        Raises:
+            UserError: There is none.
+        """
+        if self.kind == "export":
+            raise UserError(f"{self.path} is an export, which is no checkpoint; `genesis import` makes a run of it")
+        if self.kind == "checkpoint":
+            return self.path
+        if isinstance(self.selector, int):
+            return _find_step(self.path, self.selector)
+        found = find_best(self.path) if self.selector == BEST else _find_newest(self.path, level)
+        if found is None and self.selector == BEST:
+            raise UserError(
+                f"{self.path} has no best checkpoint; `genesis checkpoint list {self.path}` shows what it has"
+            )
+        if found is None:
+            raise UserError(f"there is no committed checkpoint in {self.path}; `genesis fit` writes them")
+        return found
+
+
+def read_selector(text: str) -> Selector | None:
+    """Returns which checkpoint of a run a word means; None for any other word.
+
+    Example:
+        >>> read_selector("best"), read_selector("400"), read_selector("step-00000400"), read_selector("demo")
+        ('best', 400, 400, None)
+    """
+    if text == LATEST:
+        return "latest"
+    if text == BEST:
+        return "best"
+    if len(text) < _MAX_NAME and is_checkpoint_name(text):
+        return step_of(text)
+    return int(text) if _STEP.fullmatch(text) else None
+
+
+def read_reference(value: Path | str, *, run_dir: Path | None = None) -> Reference:
+    """Returns what a value means, as far as names and places say; no checkpoint is opened.
+
+    Args:
+        value: As the user gave it.
+        run_dir: The run that the command is about, if there is one; it need not exist yet.
+
+    Raises:
+        UserError: Nothing is there; the line has the value and each place that was looked at.
+    """
+    path, text = Path(value), str(value)
+    selector = read_selector(text)
+    if run_dir is not None and selector is not None:
+        return Reference(text, "run", run_dir, selector)
+    places = [path] if path.is_absolute() or path.parts[:1] == ("..",) else [path, Path(RUNS_NAME, path)]
+    there = [place for place in places if place.is_dir()]
+    for place in there:
+        if (kind := _classify(place)) is not None:
+            return Reference(text, kind, place)
+    selector = read_selector(path.name)
+    if selector is not None and not there:
+        for place in places:
+            if _classify(place.parent) == "run":
+                return Reference(text, "run", RunDirectory.of(place.parent).path, selector)
+    if there:  # a run that has saved nothing yet, or anything else: who opens it says what it lacks
+        return Reference(text, "run", there[0])
+    if path.is_file():
+        raise UserError(
+            f"{path} is a file: give a run's directory or one of its checkpoints (`genesis checkpoint verify` also "
+            "takes .ckpt, .pt, .pth and .safetensors)"
+        )
+    tried = " and no directory ".join(map(str, places))
+    raise UserError(f"there is no directory {tried}; give a run, RUN/best, RUN/STEP, or a checkpoint's directory")
+
+
+def find_checkpoint(value: Path | str, *, level: VerifyLevel | None = "quick") -> Path:
+    """Returns the checkpoint that a value means; see `read_reference` and `Reference.find_checkpoint`.
+
+    Raises:
+        UserError: There is none.
+    """
+    return read_reference(value).find_checkpoint(level=level)
+
+
+def find_run(value: Path | str) -> Path:
+    """Returns the directory of the run that a value means, for what is about all of its checkpoints.
+
+    Raises:
+        UserError: It names something else.
+    """
+    reference = read_reference(value)
+    if reference.kind != "run" or reference.selector is not None:
+        what = "an export" if reference.kind == "export" else "one checkpoint"
+        raise UserError(f"{value} is {what}, and this is about all checkpoints of a run: give the run's directory")
+    return reference.path
+
+
+def find_export(value: Path | str) -> Path:
+    """Returns the directory of the export that a value means.
+
+    Raises:
+        UserError: It names something else.
+    """
+    if not any(place.is_dir() for place in (Path(value), Path(RUNS_NAME, value))):
+        raise UserError(
+            f"there is no directory {value}; give one in Hugging Face's layout, such as `genesis export` writes"
+        )
+    reference = read_reference(value)
+    if reference.kind == "checkpoint" or (reference.kind == "run" and list_committed(reference.path)):
+        raise UserError(f"{value} is a {reference.kind} and no export; `genesis export {value} OUT` makes one of it")
+    return reference.path
+
+
+def _classify(place: Path) -> Literal["checkpoint", "run", "export"] | None:
+    """Returns what a directory is, by the names in it; None where they say nothing."""
+    if not place.is_dir():
+        return None
+    is_named_so = is_checkpoint_name(place.resolve().name)
+    if is_named_so or (place / COMMITTED_NAME).exists() or (place / MANIFEST_NAME).exists():
+        return "checkpoint"
+    if is_export(place):
+        return "export"
+    is_run = RunDirectory(place).checkpoints.is_dir() or RunDirectory(place).recipe.exists()
+    return "run" if is_run or any(is_checkpoint_name(entry.name) for entry in place.iterdir()) else None
+
+
+def _find_newest(run: Path, level: VerifyLevel | None) -> Path | None:
+    if level is not None:
+        return find_latest(run, level=level, put_aside=False)
+    committed = [entry.path for entry in read_inventory(run) if entry.state == "committed"]
+    return committed[-1] if committed else None
+
+
+def _find_step(run: Path, step: int) -> Path:
+    path = checkpoints_in(run) / checkpoint_name(step)
+    if path.is_dir():
+        return path
+    steps = [f"{manifest.step:,}" for _, manifest in list_committed(run)]
+    has = f"it has those of steps {', '.join(steps[-_MAX_LISTED:])}" if steps else "it has none"
+    raise UserError(f"{run} has no checkpoint of step {step:,}; {has}")

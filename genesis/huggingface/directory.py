@@ -1,0 +1,82 @@
+"""A directory in Hugging Face's layout: the names of its files, and their hashes.
+
+What `genesis export` wrote says in its `proof.json` which bytes were proved; `check_files` compares them.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from genesis.errors import UserError
+from genesis_callbacks.checkpoint.hashing import hash_file
+
+CONFIG_NAME = "config.json"
+DECODER_NAME = "decoder.json"
+"""The shape beside tensors under our own names, where there is no config.json."""
+GENERATION_CONFIG_NAME = "generation_config.json"
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+CARD_NAME = "README.md"
+PROOF_NAME = "proof.json"
+_NOT_HASHED = (CARD_NAME, PROOF_NAME)
+"""The card is for people, who may write in it; the proof has the hashes."""
+_READ_SUFFIXES = (".json", ".safetensors", ".model")
+"""Of files that would be read, by us or by transformers, wherever they came from."""
+
+
+def hash_files(directory: Path) -> dict[str, dict[str, Any]]:
+    """Returns size and sha256, which the Hub shows too, of each file by its name, but for the card and the proof."""
+    return {path.name: _describe_file(path) for path in sorted(directory.iterdir()) if path.name not in _NOT_HASHED}
+
+
+def is_export(path: Path) -> bool:
+    """Says whether there is a directory that looks like what `genesis export` writes, or like its kind."""
+    return any((path / name).is_file() for name in (CONFIG_NAME, DECODER_NAME))
+
+
+def check_files(directory: Path) -> dict[str, dict[str, Any]]:
+    """Returns size and hash of each file that was proved; all are as they were.
+
+    Raises:
+        UserError: There is no proof with hashes, or a file is missing, has changed or was added.
+    """
+    path = directory / PROOF_NAME
+    if not path.exists():
+        raise UserError(
+            f"{directory} has no {PROOF_NAME}, so `genesis export` did not make it; `genesis import` takes a Llama "
+            "of anybody's"
+        )
+    files = read_json(path).get("files")
+    if not isinstance(files, dict):
+        raise UserError(f"{path} has no hashes of files: it is older than they are; export the checkpoint again")
+    for name, record in files.items():
+        file = directory / name
+        if Path(name).name != name or not file.is_file():
+            raise UserError(f"{directory} has no file {name}, and {PROOF_NAME} lists it; export the checkpoint again")
+        if record != _describe_file(file):
+            raise UserError(f"{file} has changed since it was proved; export the checkpoint again")
+    for file in sorted(directory.iterdir()):
+        if file.suffix in _READ_SUFFIXES and file.name not in (*files, *_NOT_HASHED):
+            raise UserError(f"{file} was not there when the export was proved; take it away")
+    return files
+
+
+def _describe_file(path: Path) -> dict[str, Any]:
+    return {"num_bytes": path.stat().st_size, "sha256": hash_file(path, "sha256")}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns what is in a file of the directory.
+
+    Raises:
+        UserError: It cannot be read, or is no JSON object.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"cannot read {path} ({error.strerror}): give a directory of Hugging Face's layout") from None
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds no JSON object")
+    return content

@@ -1,0 +1,93 @@
+"""What a family of models is called in Hugging Face's layout: its tensors, and the keys of its `config.json`.
+
+Nothing is transposed or permuted: the rotary halves pair as they do there. An embedding that is tied is stored once.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch import Tensor
+
+from genesis.errors import UserError
+from genesis.model.decoder import DecoderConfig
+from genesis.model.feed_forward import FeedForwardConfig
+
+OUTPUT_WEIGHT: Final = "output.weight"
+
+
+@dataclass(frozen=True)
+class Family:
+    """The tables of one `model_type`. A family differs from another by its tables alone.
+
+    Args:
+        model_type: The value of this key in `config.json`.
+        architecture: The class of transformers that loads the model.
+        feed_forward: The feed-forward part of its blocks.
+        tensors: Our name of a parameter outside of the blocks, to theirs.
+        block_prefix: What their names have before the number of a block.
+        block_tensors: Our name of a parameter within its block, to theirs.
+        keys: Key of `config.json` to field of `DecoderConfig`, in the order in which an export writes them.
+        constants: Keys that an export writes beside these, whatever the shape.
+        defaults: The value that transformers takes for a missing key: it is part of the model's meaning.
+        only: Key to the values that the decoder can represent, beside null and a missing key.
+    """
+
+    model_type: str
+    architecture: str
+    feed_forward: type[FeedForwardConfig]
+    tensors: Mapping[str, str]
+    block_prefix: str
+    block_tensors: Mapping[str, str]
+    keys: Mapping[str, str]
+    constants: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+    only: Mapping[str, tuple[Any, ...]]
+
+    def their_name(self, name: str) -> str:
+        """Returns the family's name of the decoder's parameter `name`.
+
+        Example:
+            >>> from genesis.huggingface.llama import LLAMA
+            >>> LLAMA.their_name("blocks.3.attention.query.weight")
+            'model.layers.3.self_attn.q_proj.weight'
+        """
+        block = re.fullmatch(r"blocks\.(\d+)\.(.+)", name)
+        return f"{self.block_prefix}.{block[1]}.{self.block_tensors[block[2]]}" if block else self.tensors[name]
+
+    def our_name(self, name: str) -> str:
+        """Returns the decoder's name of the family's parameter `name`.
+
+        Raises:
+            UserError: The decoder has no such parameter.
+        """
+        block = re.fullmatch(rf"{re.escape(self.block_prefix)}\.(\d+)\.(.+)", name)
+        ours = _find_key(self.block_tensors, block[2]) if block else _find_key(self.tensors, name)
+        if ours is None:
+            raise UserError(f"parameter {name!r} has no place in the decoder: only the plain Llama layout can be read")
+        return f"blocks.{block[1]}.{ours}" if block else ours
+
+    def to_theirs(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the decoder's state under the family's names; the tensors are the same, not copies."""
+        return {self.their_name(name): tensor for name, tensor in state.items()}
+
+    def to_ours(self, state: Mapping[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
+        """Returns the family's state under the decoder's names; the tensors are the same, not copies.
+
+        Args:
+            state: As a checkpoint of transformers holds it; an output weight beside tied embeddings is their copy and
+                left out.
+            config: The decoder's.
+
+        Raises:
+            UserError: A parameter has no place in the decoder.
+        """
+        renamed = {self.our_name(name): tensor for name, tensor in state.items()}
+        if config.has_tied_embeddings:
+            renamed.pop(OUTPUT_WEIGHT, None)
+        return renamed
+
+
+def _find_key(names: Mapping[str, str], value: str) -> str | None:
+    return next((ours for ours, theirs in names.items() if theirs == value), None)

@@ -1,0 +1,274 @@
+"""Grouped-query attention with rotary positions, causal and within documents.
+
+B  sequences of a micro-batch     S  tokens of a sequence     D  model width
+H  query heads                    K  key and value heads      E  width of a head
+L  slots of a key-value cache
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+import torch
+from jaxtyping import Bool, Float, Int32, Int64
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from genesis.errors import UserError
+from genesis.model.initial import InitialValues
+from genesis.model.part import MATRICES, ParameterGroup, Part, check_counts
+
+MIN_MEAN_DOCUMENT_TOKENS = 24
+"""On CPU, shorter documents are masked: attention one by one would cost more in calls than it saves in work."""
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Grouped-query attention with rotary positions.
+
+    Args:
+        num_heads: Query heads; `dim / num_heads` is the width of each and must be even for the rotary halves.
+        num_kv_heads: Key and value heads; each serves `num_heads / num_kv_heads` query heads.
+        rope_theta: Base of the rotary wavelengths.
+
+    Raises:
+        UserError: A shape that cannot be built.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    rope_theta: float = 500_000.0
+
+    def __post_init__(self) -> None:
+        check_counts(self)
+        if self.num_heads % self.num_kv_heads:
+            raise UserError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        if self.rope_theta <= 0.0:
+            raise UserError(f"rope_theta is {self.rope_theta}: it must be above 0")
+
+    def check(self, dim: int) -> None:
+        """Checks that heads of a model of width `dim` have an even width.
+
+        Raises:
+            UserError: They have not.
+        """
+        if dim % self.num_heads or dim // self.num_heads % 2:
+            raise UserError(
+                f"dim {dim} does not give {self.num_heads} heads an even width: "
+                f"make it a multiple of {2 * self.num_heads}"
+            )
+
+    def head_dim(self, dim: int) -> int:
+        """Returns the width of one head."""
+        return dim // self.num_heads
+
+    def build(self, dim: int, layer: int) -> "Attention":
+        """Builds the part of block number `layer`, the same in every block."""
+        return Attention(self, dim)
+
+
+class Layout(NamedTuple):
+    """Where each token of a forward stands and what it may see: computed once, read by every block.
+
+    At most one of `offsets` and `mask` is given; without either, each row is causal as a whole.
+    """
+
+    cos: Float[Tensor, "B S 1 E"]
+    sin: Float[Tensor, "B S 1 E"]
+    offsets: Int32[Tensor, " num_documents+1"] | None = None
+    """Where documents begin in the flattened batch, and its end."""
+    mask: Bool[Tensor, "B 1 S L"] | None = None
+    slots: Int64[Tensor, "B S"] | None = None
+    """Where in the cache these tokens go."""
+
+
+def lay_out(
+    config: AttentionConfig,
+    x: Float[Tensor, "B S D"],
+    document_ids: Int32[Tensor, "B S"] | None,
+    cached_lengths: Int64[Tensor, " B"] | None = None,
+    num_slots: int = 0,
+) -> Layout:
+    """Returns the layout of a forward.
+
+    Args:
+        config: The attention's.
+        x: What enters the first block: device, dtype and sizes are read of it.
+        document_ids: Which document of its row each token belongs to; None for one document per row.
+        cached_lengths: How many tokens of each row a cache holds already; None without a cache.
+        num_slots: How many tokens of a row that cache can hold.
+    """
+    batch_size, seq_len, device = x.shape[0], x.shape[1], x.device
+    head_dim = config.head_dim(x.shape[2])
+    positions = torch.arange(seq_len, device=device).unsqueeze(0)
+    offsets = mask = slots = None
+    if cached_lengths is not None:
+        assert document_ids is None, "a cache holds one document per row"
+        slots = positions = positions + cached_lengths.unsqueeze(1)
+        num_cached = int(cached_lengths.max())
+        assert num_cached + seq_len <= num_slots, "the cache is full"
+        if num_cached:
+            mask = (torch.arange(num_cached + seq_len, device=device) <= positions.unsqueeze(2)).unsqueeze(1)
+    elif document_ids is not None:
+        offsets = document_offsets(document_ids)
+        num_documents = offsets.numel() - 1
+        if num_documents > batch_size:
+            positions = document_positions(document_ids)
+        if num_documents == batch_size:
+            offsets = None
+        elif not _suits_offsets(x, num_documents, head_dim):
+            offsets, mask = None, document_mask(document_ids)
+    cos, sin = rotary_tables(positions, head_dim, config.rope_theta)
+    return Layout(cos, sin, offsets, mask, slots)
+
+
+def _suits_offsets(x: Tensor, num_documents: int, head_dim: int) -> bool:
+    """Whether attention document by document beats a mask, and exists at all (CUDA: flash kernels, 16 bits)."""
+    if x.device.type == "cpu":
+        return num_documents * MIN_MEAN_DOCUMENT_TOKENS <= x.shape[0] * x.shape[1]
+    is_autocast = torch.is_autocast_enabled(x.device.type)
+    dtype = torch.get_autocast_dtype(x.device.type) if is_autocast else x.dtype
+    return dtype in (torch.float16, torch.bfloat16) and head_dim % 8 == 0
+
+
+def rotary_tables(positions: Int64[Tensor, "B S"], head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Returns the cosine and the signed sine of each position's angles, for all dimensions of a head, in float32."""
+    exponents = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
+    angles = positions[:, :, None, None].float() * (1.0 / theta**exponents)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def rotate(
+    x: Float[Tensor, "B S H E"], cos: Float[Tensor, "B S 1 E"], sin: Float[Tensor, "B S 1 E"]
+) -> Float[Tensor, "B S H E"]:
+    """Returns `x` turned by its position; dimension i of a head pairs with i + E/2, as in Hugging Face's Llama.
+
+    References:
+        Su et al., RoFormer, arXiv:2104.09864, equation 34.
+    """
+    first, second = x.chunk(2, dim=-1)
+    turned: Tensor = torch.addcmul(x * cos, torch.cat((second, first), dim=-1), sin)
+    return turned.to(x.dtype)
+
+
+def document_positions(document_ids: Int32[Tensor, "B S"]) -> Int64[Tensor, "B S"]:
+    """Returns each token's place in its document, from 0."""
+    index = torch.arange(document_ids.shape[1], device=document_ids.device)
+    starts: Tensor = torch.where(_is_start(document_ids), index, 0).cummax(dim=1).values
+    return index - starts
+
+
+def document_offsets(document_ids: Int32[Tensor, "B S"]) -> Int32[Tensor, " num_documents+1"]:
+    """Returns where documents begin in the flattened batch, and its end. Waits for the device: the count is data."""
+    starts = _is_start(document_ids).flatten().nonzero().flatten()
+    return pad(starts, (0, 1), value=document_ids.numel()).to(torch.int32)
+
+
+def document_mask(document_ids: Int32[Tensor, "B S"]) -> Bool[Tensor, "B 1 S S"]:
+    """Returns which tokens (last dimension) each token may see: those of its document up to itself."""
+    is_same = document_ids[:, :, None] == document_ids[:, None, :]
+    return is_same.tril().unsqueeze(1)
+
+
+def _is_start(document_ids: Tensor) -> Tensor:
+    return pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)
+
+
+def attend(
+    query: Float[Tensor, "B S H E"], key: Float[Tensor, "B L K E"], value: Float[Tensor, "B L K E"], layout: Layout
+) -> Float[Tensor, "B S H E"]:
+    """Returns softmax(query key^T / sqrt(E)) value over what `layout` lets each token see."""
+    if layout.offsets is None:
+        return _attend_rows(query, key, value, layout.mask)
+    if query.device.type == "cpu":
+        by_document: Tensor = _attend_each_document(query, key, value, layout.offsets)
+        return by_document
+    groups, seq_len = query.shape[2] // key.shape[2], query.shape[1]
+    out = varlen_attn(
+        query.flatten(0, 1),
+        key.repeat_interleave(groups, dim=2).flatten(0, 1),  # torch 2.11's has no enable_gqa
+        value.repeat_interleave(groups, dim=2).flatten(0, 1),
+        layout.offsets,
+        layout.offsets,
+        seq_len,
+        seq_len,
+        window_size=(-1, 0),  # causal
+    )
+    return cast("Tensor", out).view(query.shape)
+
+
+def _attend_rows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    out: Tensor = scaled_dot_product_attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=mask is None,
+        enable_gqa=query.shape[2] != key.shape[2],
+    )
+    return out.transpose(1, 2)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
+def _attend_each_document(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor) -> Tensor:
+    lengths = offsets.diff().tolist()  # not traced by torch.compile, which would compile anew for every packing
+    documents = zip(*(torch.split(x.flatten(0, 1), lengths) for x in (query, key, value)), strict=True)
+    return torch.cat([_attend_rows(q[None], k[None], v[None], None)[0] for q, k, v in documents]).view(query.shape)
+
+
+class Attention(Part):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, config: AttentionConfig, dim: int) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim(dim)
+        query_dim, kv_dim = config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
+        self.query = nn.Linear(dim, query_dim, bias=False)
+        self.key = nn.Linear(dim, kv_dim, bias=False)
+        self.value = nn.Linear(dim, kv_dim, bias=False)
+        self.output = nn.Linear(query_dim, dim, bias=False)
+
+    def init_weights(self, initial: InitialValues) -> None:
+        """Fills the four weights."""
+        initial.fill("query.weight", self.query.weight)
+        initial.fill("key.weight", self.key.weight)
+        initial.fill("value.weight", self.value.weight)
+        initial.fill_residual("output.weight", self.output.weight)
+
+    def parameter_groups(self) -> dict[str, ParameterGroup]:
+        """Returns the group of each weight."""
+        return dict.fromkeys(("query.weight", "key.weight", "value.weight", "output.weight"), MATRICES)
+
+    @property
+    def flops_per_token(self) -> int:
+        """Every weight multiplies every token."""
+        return 6 * sum(linear.weight.numel() for linear in (self.query, self.key, self.value, self.output))
+
+    @property
+    def flops_per_token_pair(self) -> int:
+        """Two products of the width of all heads, query with key and weight with value, six operations each."""
+        return 12 * self.query.out_features
+
+    def forward(
+        self, x: Float[Tensor, "B S D"], layout: Layout, cache: tuple[Tensor, Tensor] | None = None
+    ) -> Float[Tensor, "B S D"]:
+        """Returns what each token gathers from those it may see."""
+        heads = (*x.shape[:2], -1, self.head_dim)
+        query = rotate(self.query(x).view(heads), layout.cos, layout.sin)
+        key = rotate(self.key(x).view(heads), layout.cos, layout.sin)
+        value = self.value(x).view(heads)
+        if cache is not None:
+            key, value = _remember(key, value, layout, cache)
+        out: Tensor = self.output(attend(query, key, value, layout).flatten(2))
+        return out
+
+
+def _remember(key: Tensor, value: Tensor, layout: Layout, cache: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    assert layout.slots is not None
+    keys, values = cache
+    rows = torch.arange(key.shape[0], device=key.device).unsqueeze(1)
+    keys[rows, layout.slots] = key.to(keys.dtype)
+    values[rows, layout.slots] = value.to(values.dtype)
+    end = key.shape[1] if layout.mask is None else layout.mask.shape[-1]
+    return keys[:, :end].to(key.dtype), values[:, :end].to(value.dtype)

@@ -1,0 +1,89 @@
+"""The feed-forward part of a block, which a configuration chooses.
+
+N  tokens, in any leading dimensions     D  model width     F  feed-forward width
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from genesis.model.initial import InitialValues
+from genesis.model.part import MATRICES, ParameterGroup, Part, Statistics, check_counts
+
+
+class FeedForward(Part):
+    """What a block does with each token by itself."""
+
+    @abstractmethod
+    def forward(self, x: Float[Tensor, "*N D"]) -> tuple[Float[Tensor, "*N D"], Statistics | None]:
+        """Returns what is added to the residual stream, and the statistics of these tokens, if the part has any."""
+
+
+class FeedForwardConfig(ABC):
+    """The choice of a feed-forward part: each is a frozen dataclass of plain values that is derived from this class.
+
+    A recipe chooses one by `model.decoder.feed_forward: {class_path: ..., init_args: {...}}`.
+    """
+
+    @abstractmethod
+    def build(self, dim: int, layer: int) -> FeedForward:
+        """Builds the part.
+
+        Args:
+            dim: Model width.
+            layer: The block's number, from 0, for parts that are not the same in every block.
+        """
+
+
+@dataclass(frozen=True)
+class DenseConfig(FeedForwardConfig):
+    """SwiGLU.
+
+    Args:
+        ffn_dim: Width inside the part.
+    """
+
+    ffn_dim: int
+
+    def __post_init__(self) -> None:
+        check_counts(self)
+
+    def build(self, dim: int, layer: int) -> "Dense":
+        """Builds the part, the same in every block."""
+        return Dense(dim, self.ffn_dim)
+
+
+class Dense(FeedForward):
+    """SwiGLU.
+
+    References:
+        Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202, equation 6.
+    """
+
+    def __init__(self, dim: int, ffn_dim: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(dim, ffn_dim, bias=False)
+        self.up = nn.Linear(dim, ffn_dim, bias=False)
+        self.down = nn.Linear(ffn_dim, dim, bias=False)
+
+    def init_weights(self, initial: InitialValues) -> None:
+        """Fills the three weights."""
+        initial.fill("gate.weight", self.gate.weight)
+        initial.fill("up.weight", self.up.weight)
+        initial.fill_residual("down.weight", self.down.weight)
+
+    def parameter_groups(self) -> dict[str, ParameterGroup]:
+        """Returns the group of each weight."""
+        return dict.fromkeys(("gate.weight", "up.weight", "down.weight"), MATRICES)
+
+    @property
+    def flops_per_token(self) -> int:
+        """Every weight multiplies every token."""
+        return 6 * sum(linear.weight.numel() for linear in (self.gate, self.up, self.down))
+
+    def forward(self, x: Float[Tensor, "*N D"]) -> tuple[Float[Tensor, "*N D"], None]:
+        """Returns down(silu(gate x) * up x)."""
+        return self.down(silu(self.gate(x)) * self.up(x)), None

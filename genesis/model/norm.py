@@ -1,0 +1,98 @@
+"""RMSNorm, the norm before each part.
+
+B  sequences of a micro-batch     S  tokens of a sequence     D  width of what is normalised
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import rms_norm
+
+from genesis.errors import UserError
+from genesis.model.initial import InitialValues
+from genesis.model.part import VECTORS, ParameterGroup, Part
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    """RMSNorm.
+
+    Args:
+        eps: Added to the mean square.
+
+    Raises:
+        UserError: A value that cannot be used.
+    """
+
+    eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        if self.eps <= 0.0:
+            raise UserError(f"norm_eps is {self.eps}: it must be above 0")
+
+    def build(self, dim: int) -> "RMSNorm":
+        """Builds the norm of vectors of `dim` elements."""
+        return RMSNorm(dim, self.eps)
+
+
+class RMSNorm(Part):
+    """Divides by the root of the mean square, then scales each dimension.
+
+    References:
+        Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467, equation 4.
+    """
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def init_weights(self, initial: InitialValues) -> None:
+        """Fills the weight with ones."""
+        nn.init.ones_(self.weight)
+
+    def parameter_groups(self) -> dict[str, ParameterGroup]:
+        """Returns the group of the weight."""
+        return {"weight": VECTORS}
+
+    @property
+    def flops_per_token(self) -> int:
+        """None that are counted: nothing is multiplied by a matrix."""
+        return 0
+
+    def forward(self, x: Float[Tensor, "B S D"]) -> Float[Tensor, "B S D"]:
+        """Returns `x` normalised over its last dimension."""
+        out: Tensor
+        is_eager_cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
+        if is_eager_cpu and x.dtype == self.weight.dtype == torch.float32:
+            out = _RMSNormCPU.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]  # torch's
+        else:
+            out = rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return out
+
+
+class _RMSNormCPU(torch.autograd.Function):
+    """The same in few passes over memory; on CPU torch puts its own together from parts, at four times the cost."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        (grad,) = grads
+        normed = x * scale
+        products = (grad * normed).flatten(0, -2)
+        with torch.autocast("cpu", enabled=False):
+            grad_weight = products.new_ones(products.shape[0]) @ products
+            inner = (products @ weight).view(scale.shape).div_(-x.shape[-1])
+        return (grad * weight).addcmul_(normed, inner).mul_(scale), grad_weight, None

@@ -1,0 +1,53 @@
+"""Sums of what the parts report: over the micro-batches of a window, and as plain numbers that ranks can add up."""
+
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from genesis.model.part import Statistics
+
+LOSS_SUM: Final = "loss_sum"
+"""The last word of the name of an auxiliary loss."""
+
+
+def add_auxiliary_losses(loss_sum: Tensor, statistics: Mapping[str, Statistics]) -> Tensor:
+    """Returns what a step minimises: the summed loss and what the parts add to it; without such parts, the same tensor.
+
+    Args:
+        loss_sum: Nats, a sum over the tokens of one forward.
+        statistics: Of that forward.
+    """
+    return sum((part.loss_sum for part in statistics.values() if part.loss_sum is not None), start=loss_sum)
+
+
+def add_statistics(sums: dict[str, Tensor], statistics: Mapping[str, Statistics]) -> None:
+    """Adds what one forward reported to `sums`, float64 tensors by the names of part and figure. Does not wait.
+
+    Args:
+        sums: Of the forwards before, changed in place.
+        statistics: By the canonical names of parts, as the decoder gives them.
+    """
+    for part, reported in statistics.items():
+        auxiliary = {} if reported.loss_sum is None else {LOSS_SUM: reported.loss_sum}
+        for name, value in {**reported.counts, **auxiliary}.items():
+            key, added = f"{part}.{name}", value.detach().to(torch.float64)
+            sums[key] = sums[key] + added if key in sums else added
+
+
+def name_figures(sums: Mapping[str, Tensor]) -> list[str]:
+    """Returns the name of each number in `sums`; elements of a vector have their index at the end.
+
+    Example:
+        >>> name_figures({"blocks.0.feed_forward.loss_sum": torch.zeros(()), "a.load_tokens": torch.zeros(2)})
+        ['blocks.0.feed_forward.loss_sum', 'a.load_tokens.0', 'a.load_tokens.1']
+    """
+    return [
+        name if value.ndim == 0 else f"{name}.{index}" for name, value in sums.items() for index in range(value.numel())
+    ]
+
+
+def read_figures(sums: Mapping[str, Tensor]) -> list[float]:
+    """Returns each number in `sums`, in the order of `name_figures`. Waits for the device once."""
+    return torch.cat([value.flatten() for value in sums.values()]).tolist() if sums else []

@@ -1,0 +1,183 @@
+"""Processes: workers that are started over a pipe, and processes that are found by a mark, waited for and ended."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+
+from genesis.errors import UserError
+
+_PROC = Path("/proc")
+_POLL_SECONDS = 0.02
+
+
+# ---- workers over a pipe
+
+
+class PipedWorker:
+    """A process that runs `main(descriptor)` of a module, and a pipe to it that takes whatever can be pickled.
+
+    It is a program of its own instead of `multiprocessing`'s: nothing is forked from a process that may hold threads or
+    a GPU, and the caller's main script is not run again. The worker's `main` calls `serve_pipe`.
+
+    Args:
+        module: What the worker imports; the name by which it is known in a list of processes.
+
+    Attributes:
+        process: The process.
+        connection: Our end of the pipe.
+    """
+
+    def __init__(self, module: str) -> None:
+        self.connection: Connection[object, object]
+        self.connection, theirs = Pipe()
+        with theirs:
+            program = f"from {module} import main; main({theirs.fileno()})"
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-c", program], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+            )
+
+    def end(self) -> None:
+        """Kills the process, if it still runs, and closes the pipe; a second call does nothing."""
+        self.process.kill()
+        self.process.wait()
+        self.connection.close()
+
+    def describe_end(self) -> str:
+        """Waits for the end of the process and returns how it ended: "with status 1"."""
+        status = self.process.wait()
+        return f"by signal {-status} (out of memory?)" if status < 0 else f"with status {status}"
+
+
+def serve_pipe(descriptor: int, serve: "Callable[[Connection[object, object]], None]") -> None:
+    """Runs a worker: `serve` with its end of the pipe, until it returns or the process at the other end is gone.
+
+    The worker then ends at once, whatever it does. Ctrl-C, which goes to the whole group, is left to the other end.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection: Connection[object, object] = Connection(descriptor)
+    threading.Thread(target=_end_with_pipe, args=(descriptor,), name="end-with-pipe", daemon=True).start()
+    try:
+        serve(connection)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        sys.exit(1)
+
+
+def _end_with_pipe(descriptor: int) -> None:
+    hang_up = select.poll()
+    hang_up.register(descriptor, 0)
+    hang_up.poll()
+    os._exit(1)
+
+
+# ---- processes that carry a mark
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A variable of the environment by which a process is known wherever it has gone: what it starts inherits it."""
+
+    name: str
+    value: str
+
+
+@dataclass(frozen=True)
+class MarkedProcess:
+    """A live process that carries a mark.
+
+    Args:
+        pid: Its id.
+        parent: Its parent's.
+        group: Its process group's.
+        started: In the kernel's ticks, to tell the older from the younger.
+        words: Its command line.
+        local_rank: Its `LOCAL_RANK`, 0 without one.
+    """
+
+    pid: int
+    parent: int
+    group: int
+    started: int
+    words: tuple[bytes, ...]
+    local_rank: int
+
+
+def check_can_find(command: str) -> None:
+    """Checks that processes can be found here.
+
+    Raises:
+        UserError: They cannot; the line names `command`, which needs it.
+    """
+    if not (_PROC / "self" / "environ").exists():
+        raise UserError(f"{command} needs Linux: it finds its processes in /proc")
+
+
+def find_processes(mark: Mark) -> list[MarkedProcess]:
+    """Returns the live processes that carry `mark`, oldest first; a zombie is not alive."""
+    found = [_read_process(entry, mark) for entry in _PROC.iterdir() if entry.name.isdecimal()]
+    return sorted((process for process in found if process is not None), key=lambda process: process.started)
+
+
+def _read_process(entry: Path, mark: Mark) -> MarkedProcess | None:
+    try:
+        environment = dict(
+            item.partition(b"=")[::2] for item in (entry / "environ").read_bytes().split(b"\0") if b"=" in item
+        )
+        if environment.get(mark.name.encode()) != mark.value.encode():
+            return None
+        words = tuple((entry / "cmdline").read_bytes().split(b"\0"))
+        # The name stands in brackets and may hold anything.
+        fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None  # it has ended, or is another user's
+    if fields[0] in (b"Z", b"X"):
+        return None
+    return MarkedProcess(
+        pid=int(entry.name),
+        parent=int(fields[1]),
+        group=int(fields[2]),
+        started=int(fields[19]),
+        words=words,
+        local_rank=int(environment.get(b"LOCAL_RANK", b"0")),
+    )
+
+
+def kill_process(pid: int, mark: Mark) -> bool:
+    """Sends SIGKILL if `pid` is still the process that carries `mark`; returns whether it was."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return False
+    try:
+        # From here on the number cannot mean another process.
+        if _read_process(_PROC / str(pid), mark) is None:
+            return False
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def wait_until_gone(mark: Mark, limit_seconds: float) -> list[MarkedProcess]:
+    """Waits until no process carries `mark`, and returns those that still do after the limit."""
+    deadline_seconds = time.monotonic() + limit_seconds
+    while (left := find_processes(mark)) and time.monotonic() < deadline_seconds:
+        time.sleep(_POLL_SECONDS)
+    return left
+
+
+def end_all(mark: Mark) -> None:
+    """Kills every process that carries `mark`, until there is none."""
+    while left := find_processes(mark):
+        for process in left:
+            kill_process(process.pid, mark)
+        time.sleep(_POLL_SECONDS)

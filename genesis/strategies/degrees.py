@@ -1,0 +1,164 @@
+"""How many ranks each kind of parallelism takes, and which ranks belong together: arithmetic, no process group.
+
+    pp             stages of a pipeline
+    dp_replicate   copies of the parameters that read different data
+    dp_shard       ranks that read different data and share one copy of the parameters
+    cp             ranks that share the positions of the same sequences (context)
+    tp             ranks that share the matrices of the same layer (tensor)
+    ep             ranks that share the experts; they are taken from dp_shard * cp * tp
+
+Ranks are numbered with pp outermost and tp innermost, so that the ranks that talk most are neighbours. The same ranks
+are seen in three views: `data_axes` (who reads what), `dense_axes` and `sparse_axes` (where parameters live).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import prod
+from typing import Final
+
+import numpy as np
+
+from genesis.errors import UserError
+
+_REST: Final = -1
+_NOT_THERE_YET: Final = {"cp": "context", "tp": "tensor", "ep": "expert", "pp": "pipeline"}
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """The size of each axis.
+
+    Args:
+        dp_replicate: See the module's text, as for all of them.
+        dp_shard: -1 stands for the ranks that the other axes leave.
+        cp: Context.
+        tp: Tensor.
+        ep: Experts.
+        pp: Pipeline.
+
+    Raises:
+        UserError: One of them is not a number of ranks.
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = _REST
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    pp: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value < 1 and not (name == "dp_shard" and value == _REST):
+                rest = ", or -1 for the ranks that the others leave" if name == "dp_shard" else ""
+                raise UserError(f"{name} is {value}; it is a number of ranks, at least 1{rest}")
+
+    def resolve(self, world_size: int) -> "Degrees":
+        """Returns these degrees for `world_size` ranks, with `dp_shard` filled in.
+
+        Raises:
+            UserError: They do not make up `world_size` ranks, or `ep` does not divide the ranks it is taken from.
+        """
+        others = {name: getattr(self, name) for name in ("pp", "dp_replicate", "cp", "tp")}
+        num_others = prod(others.values())
+        if world_size % num_others:
+            given = " * ".join(f"{name} {value}" for name, value in others.items() if value > 1)
+            raise UserError(
+                f"{given} = {num_others} does not divide {world_size} ranks; one of {list_divisors(world_size)} does"
+            )
+        num_left = world_size // num_others
+        if self.dp_shard not in (_REST, num_left):
+            raise UserError(
+                f"dp_shard is {self.dp_shard}, and the other degrees leave {num_left} of {world_size} ranks; "
+                f"give {num_left}, or -1 for all that are left"
+            )
+        resolved = replace(self, dp_shard=num_left)
+        num_lenders = num_left * self.cp * self.tp
+        if num_lenders % self.ep:
+            raise UserError(
+                f"ep is {self.ep}, which does not divide dp_shard * cp * tp = {num_lenders}; "
+                f"one of {list_divisors(num_lenders)} does"
+            )
+        return resolved
+
+    def check_available(self) -> None:
+        """Refuses what training cannot do yet.
+
+        Raises:
+            UserError: A degree that is not one of data parallelism is not 1.
+        """
+        for name, kind in _NOT_THERE_YET.items():
+            value = getattr(self, name)
+            if value != 1:
+                raise UserError(f"{name} is {value}, and {kind} parallelism is not there yet; leave {name} at 1")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all. Of resolved degrees."""
+        assert self.dp_shard != _REST
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def data_world_size(self) -> int:
+        """Ranks that read different data. Of resolved degrees."""
+        assert self.dp_shard != _REST
+        return self.dp_replicate * self.dp_shard
+
+    def data_axes(self) -> dict[str, int]:
+        """Returns the view that says who reads what: ranks that differ along `dp` alone read different data."""
+        return {"pp": self.pp, "dp": self.data_world_size, "cp": self.cp, "tp": self.tp}
+
+    def dense_axes(self) -> dict[str, int]:
+        """Returns the view on which the parameters that every token uses live."""
+        return {"pp": self.pp, "dp_replicate": self.dp_replicate, "fsdp": self.dp_shard * self.cp, "tp": self.tp}
+
+    def sparse_axes(self) -> dict[str, int]:
+        """Returns the view on which experts live."""
+        num_lenders = self.dp_shard * self.cp * self.tp
+        return {"pp": self.pp, "dp_replicate": self.dp_replicate, "efsdp": num_lenders // self.ep, "ep": self.ep}
+
+    def data_rank(self, rank: int) -> int:
+        """Returns which share of the data a rank reads."""
+        return place_on(self.data_axes(), rank)["dp"]
+
+    def token_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Returns the ranks in groups each of which reads every row of a global batch once, in parts."""
+        return groups_along(self.data_axes(), ("dp", "cp"))
+
+    def stage_ranks(self, rank: int) -> tuple[int, ...]:
+        """Returns the ranks that hold the same pipeline stage as `rank`: all, without a pipeline."""
+        size = self.world_size // self.pp
+        first = rank // size * size
+        return tuple(range(first, first + size))
+
+    def named(self) -> dict[str, int]:
+        """Returns the degrees that are not 1, by name, for a checkpoint's manifest."""
+        return {name: value for name, value in asdict(self).items() if value != 1}
+
+
+def place_on(axes: Mapping[str, int], rank: int) -> dict[str, int]:
+    """Returns a rank's place on each axis; the last axis varies fastest.
+
+    >>> place_on({"dp": 2, "tp": 4}, 6)
+    {'dp': 1, 'tp': 2}
+    """
+    places = np.unravel_index(rank, tuple(axes.values()))
+    return {name: int(place) for name, place in zip(axes, places, strict=True)}
+
+
+def groups_along(axes: Mapping[str, int], names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Returns all ranks in groups whose members differ only in their places along `names`.
+
+    >>> groups_along({"dp": 2, "tp": 2}, ["dp"])
+    ((0, 2), (1, 3))
+    """
+    ranks = np.arange(prod(axes.values())).reshape(tuple(axes.values()))
+    outer = [number for number, name in enumerate(axes) if name not in names]
+    inner = [number for number, name in enumerate(axes) if name in names]
+    size = prod(axes[name] for name in names)
+    return tuple(tuple(group) for group in ranks.transpose(*outer, *inner).reshape(-1, size).tolist())
+
+
+def list_divisors(number: int) -> list[int]:
+    """Returns the divisors of a number from 1 up."""
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -1,0 +1,155 @@
+"""What training asks about its ranks, and who answers: the seam between the training step and every parallelism.
+
+The step, the data module and the metrics know no mesh and no axis. They ask a `LayoutStrategy`, which `Replicated` and
+`Sharded` are, and which `LightningStrategy` makes of Lightning's own strategies for one device and for DDP.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, cast
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
+from torch import Tensor
+
+from genesis.data.window import MicroBatch
+from genesis.errors import UserError
+from genesis.loss import sum_cross_entropy
+from genesis.model.decoder import Decoder
+from genesis.strategies.degrees import Degrees
+from genesis.strategies.micro_batches import Head, WindowLoss, sum_in_turn, train_in_turn
+from genesis_callbacks.host_group import HostGroup
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """Where this rank stands among all ranks.
+
+    Args:
+        degrees: How many ranks each kind of parallelism takes.
+        data_rank: Which share of each global batch this rank reads. Ranks of one share read the same rows and draw the
+            same dropout.
+        data_world_size: How many shares there are.
+        stage_ranks: The ranks that hold the same part of the model's layers, each a shard or a copy, and run the same
+            forwards: all, without a pipeline.
+        token_group: Sums figures of this rank's rows over ranks that together read every row once.
+        token_process_group: The same ranks, for tensors on the device; None for all ranks.
+        gradient_divisor: By what the gradients' reduction divides their sum over ranks: 1 if it is a sum.
+    """
+
+    degrees: Degrees
+    data_rank: int
+    data_world_size: int
+    stage_ranks: Sequence[int]
+    token_group: HostGroup
+    token_process_group: dist.ProcessGroup | None
+    gradient_divisor: int
+
+
+def lay_out(
+    degrees: Degrees,
+    rank: int,
+    *,
+    gradient_divisor: int,
+    token_process_group: dist.ProcessGroup | None = None,
+) -> ParallelLayout:
+    """Returns the layout of one rank. Does not communicate.
+
+    Args:
+        degrees: Resolved.
+        rank: The global rank.
+        gradient_divisor: See `ParallelLayout`.
+        token_process_group: See `ParallelLayout`.
+    """
+    return ParallelLayout(
+        degrees=degrees,
+        data_rank=degrees.data_rank(rank),
+        data_world_size=degrees.data_world_size,
+        stage_ranks=degrees.stage_ranks(rank),
+        token_group=HostGroup(degrees.token_groups()),
+        token_process_group=token_process_group,
+        gradient_divisor=gradient_divisor,
+    )
+
+
+class LayoutStrategy(Protocol):
+    """A Lightning strategy, as training sees it."""
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """Where this rank stands."""
+
+    @property
+    def parameter_device(self) -> torch.device:
+        """Where parameters live between steps."""
+
+    def apply_to(self, decoder: Decoder) -> None:
+        """Cuts, wraps and shards a freshly built decoder on the meta device, in place."""
+
+    def head(self, labels: Tensor) -> Head:
+        """Returns the head that computes the summed loss of `labels`."""
+
+    def train_micro_batches(self, decoder: Decoder, micro_batches: Sequence[MicroBatch], scale: float) -> WindowLoss:
+        """Runs forwards and backwards of one window; gradients are reduced once the returned loss has run backward."""
+
+    def sum_losses(self, decoder: Decoder, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """Returns the summed loss of micro-batches of validation."""
+
+
+def layout_strategy(strategy: Strategy) -> LayoutStrategy:
+    """Returns a Trainer's strategy as training sees it: itself, or for one of Lightning's own what answers for it."""
+    if hasattr(type(strategy), "layout"):  # of the class: to read the instance's would compute it
+        return cast("LayoutStrategy", strategy)
+    return LightningStrategy(strategy)
+
+
+class LightningStrategy:
+    """Answers for a strategy that knows nothing of layouts: Lightning's for one device, and DDP.
+
+    Args:
+        strategy: The Trainer's.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """Where this rank stands: every rank reads different data, and DDP averages gradients over all."""
+        strategy, rank, world_size = self._strategy, 0, 1
+        if isinstance(strategy, ParallelStrategy):
+            sampler = strategy.distributed_sampler_kwargs
+            rank, world_size = sampler["rank"], sampler["num_replicas"]
+        return lay_out(Degrees(dp_replicate=world_size).resolve(world_size), rank, gradient_divisor=world_size)
+
+    @property
+    def parameter_device(self) -> torch.device:
+        """Where parameters live between steps."""
+        return self._strategy.root_device
+
+    def apply_to(self, decoder: Decoder) -> None:
+        """Leaves the decoder as it is.
+
+        Raises:
+            UserError: The strategy has several ranks and is not DDP, so that nobody would reduce the gradients as the
+                training step counts on.
+        """
+        if isinstance(self._strategy, ParallelStrategy) and not isinstance(self._strategy, DDPStrategy):
+            raise UserError(
+                f"trainer.strategy is a {type(self._strategy).__name__}, whose gradients the training step does not "
+                "know how to scale; give replicated, sharded, ddp or auto"
+            )
+
+    def head(self, labels: Tensor) -> Head:
+        """Returns the head that computes the summed loss of `labels`."""
+        return partial(sum_cross_entropy, labels=labels)
+
+    def train_micro_batches(self, decoder: Decoder, micro_batches: Sequence[MicroBatch], scale: float) -> WindowLoss:
+        """Runs the micro-batches one after the other."""
+        return train_in_turn(decoder, micro_batches, scale, head=self.head, backward=self._strategy.backward)
+
+    def sum_losses(self, decoder: Decoder, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """Returns the summed loss of micro-batches of validation."""
+        return sum_in_turn(decoder, micro_batches, head=self.head)

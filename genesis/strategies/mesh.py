@@ -1,0 +1,60 @@
+"""One device mesh of all ranks, and its views: the only file that uses what torch keeps private about meshes.
+
+All views come from one 1-D mesh, so that torch can combine them in one tensor (a parameter that tensor parallelism and
+FSDP2 both shard). Making a view makes process groups, which is a collective: every rank asks for the same views in the
+same order. A view that nobody asks for costs nothing.
+"""
+
+from functools import cached_property
+from typing import Final
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from genesis.strategies.degrees import Degrees
+
+_ALWAYS_REAL: Final = ("dp", "fsdp", "efsdp")
+"""Axes over which torch communicates even where they have one rank."""
+
+
+class WorldMesh:
+    """The mesh of all ranks, cut by degrees. Every rank makes one; it communicates.
+
+    Args:
+        degrees: Resolved for the world at hand.
+        device_type: `cpu` or `cuda`.
+    """
+
+    def __init__(self, degrees: Degrees, device_type: str) -> None:
+        self._degrees = degrees
+        self._world = init_device_mesh(device_type, (degrees.world_size,), mesh_dim_names=("world",))
+
+    @cached_property
+    def data(self) -> DeviceMesh:
+        """Who reads what: pp, dp, cp, tp."""
+        return self._view(self._degrees.data_axes())
+
+    @cached_property
+    def dense(self) -> DeviceMesh:
+        """Where the parameters that every token uses live: pp, dp_replicate, fsdp, tp."""
+        return self._view(self._degrees.dense_axes())
+
+    @cached_property
+    def sparse(self) -> DeviceMesh:
+        """Where experts live: pp, dp_replicate, efsdp, ep."""
+        return self._view(self._degrees.sparse_axes())
+
+    @cached_property
+    def shard(self) -> DeviceMesh:
+        """What FSDP2 takes for dense parameters: fsdp alone, or dp_replicate and fsdp."""
+        names = ("fsdp",) if self._degrees.dp_replicate == 1 else ("dp_replicate", "fsdp")
+        return self.dense[names]
+
+    @cached_property
+    def tokens(self) -> DeviceMesh:
+        """The ranks that together read every row of a global batch once."""
+        return self.data["dp"] if self._degrees.cp == 1 else self.data["dp", "cp"]._flatten("tokens")
+
+    def _view(self, axes: dict[str, int]) -> DeviceMesh:
+        # An axis of one rank needs no process group: torch's fake backend stands in for it.
+        alone = {name: "fake" for name, size in axes.items() if size == 1 and name not in _ALWAYS_REAL}
+        return self._world._unflatten(0, tuple(axes.values()), tuple(axes), backend_override=alone)  # type: ignore[arg-type]

@@ -1,0 +1,89 @@
+"""Forward and backward of a window's micro-batches, one after the other: the loop of every strategy without a pipeline.
+
+A pipeline schedule runs a whole window at once; a strategy with one has its own `train_micro_batches`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from genesis.data.window import MicroBatch
+from genesis.model.decoder import Decoder
+from genesis.model.statistics import add_auxiliary_losses, add_statistics
+from genesis.strategies.wrap import set_gradient_sync
+
+Head = Callable[[Tensor, Tensor], Tensor]
+"""From final hidden states and output weight to the summed loss."""
+
+
+class WindowLoss(NamedTuple):
+    """What a window's micro-batches came to on this rank.
+
+    Args:
+        to_backward: The scaled loss whose backward Lightning still has to run.
+        loss_sum: Nats over this rank's valid tokens, without a graph and without what the parts add.
+        part_sums: What the parts of the model reported, summed over this rank's micro-batches
+            (`genesis.model.statistics`).
+    """
+
+    to_backward: Tensor
+    loss_sum: Tensor
+    part_sums: dict[str, Tensor]
+
+
+def sum_loss(decoder: Decoder, micro_batch: MicroBatch, head: Callable[[Tensor], Head]) -> Tensor:
+    """Returns the sum over valid labels of -log p, a float32 scalar.
+
+    Args:
+        decoder: The model.
+        micro_batch: Its inputs and labels.
+        head: From labels to the head that computes their loss.
+    """
+    labels = micro_batch.labels
+    total: Tensor = decoder(micro_batch.input_ids, document_ids=micro_batch.document_ids, head=head(labels))
+    return total
+
+
+def train_in_turn(
+    decoder: Decoder,
+    micro_batches: Sequence[MicroBatch],
+    scale: float,
+    *,
+    head: Callable[[Tensor], Head],
+    backward: Callable[[Tensor, None], object],
+) -> WindowLoss:
+    """Runs every forward, and every backward but the last, the one in which gradients meet other ranks'.
+
+    Args:
+        decoder: The model.
+        micro_batches: This rank's between two optimizer steps, at least one.
+        scale: What each loss is multiplied by before its backward.
+        head: From labels to the head that computes their loss.
+        backward: The strategy's, with Lightning's hooks around it.
+    """
+    loss_sum = torch.zeros((), device=micro_batches[0].labels.device)
+    part_sums: dict[str, Tensor] = {}
+    for number, micro_batch in enumerate(micro_batches, start=1):
+        is_last = number == len(micro_batches)
+        set_gradient_sync(decoder, is_last_micro_batch=is_last)
+        own_sum, statistics = decoder(
+            micro_batch.input_ids,
+            document_ids=micro_batch.document_ids,
+            head=head(micro_batch.labels),
+            has_statistics=True,
+        )
+        loss_sum = loss_sum + own_sum.detach()
+        add_statistics(part_sums, statistics)
+        loss = add_auxiliary_losses(own_sum, statistics) * scale
+        if not is_last:
+            # Lightning runs `training_step` under autocast, and its own backward outside of it.
+            with torch.autocast(loss.device.type, enabled=False):
+                backward(loss, None)
+    return WindowLoss(loss, loss_sum, part_sums)
+
+
+def sum_in_turn(decoder: Decoder, micro_batches: Sequence[MicroBatch], *, head: Callable[[Tensor], Head]) -> Tensor:
+    """Returns the summed loss of all micro-batches without a backward: of validation."""
+    return torch.stack([sum_loss(decoder, micro_batch, head) for micro_batch in micro_batches]).sum()

@@ -1,0 +1,56 @@
+"""The files of a tokenizer: read, written and hashed, whatever they hold."""
+
+import stat
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from blake3 import blake3
+
+from genesis.errors import UserError
+from genesis_callbacks.files import replace_file
+
+TRAIN_REMEDY: Final = "make one with `genesis tokenizer train`"
+_MAX_FILE_BYTES: Final = 256 << 20
+
+
+def read_files(directory: Path, names: Sequence[str]) -> dict[str, bytes]:
+    """Returns the content of the files `names` of a directory.
+
+    Raises:
+        UserError: One cannot be read, or is no file of a tokenizer's size.
+    """
+    return {name: read_file(directory / name) for name in names}
+
+
+def read_file(path: Path) -> bytes:
+    """Returns the content of one file of a tokenizer; nothing of what is not a file, or is too large for one.
+
+    Raises:
+        UserError: It cannot be read.
+    """
+    try:
+        found = path.stat()
+        # The path may be one that a stranger's checkpoint names, and a device has no end.
+        is_file = stat.S_ISREG(found.st_mode) and found.st_size <= _MAX_FILE_BYTES
+        return path.read_bytes() if is_file and found.st_size else b""
+    except OSError as error:
+        raise UserError(f"cannot read the tokenizer {path} ({error.strerror}); {TRAIN_REMEDY}") from None
+
+
+def write_files(files: Mapping[str, bytes], directory: Path) -> None:
+    """Writes a tokenizer's files into a directory, each whole or not at all, durable when this returns.
+
+    Raises:
+        OSError: The disk is full, or the directory cannot be written.
+    """
+    for name, content in files.items():
+        replace_file(directory / name, content)
+
+
+def hash_files(files: Mapping[str, bytes]) -> str:
+    """Returns the identity of a tokenizer: the BLAKE3 hex digest of its file, or of its files' names and digests."""
+    digests = {name: blake3(content).hexdigest() for name, content in files.items()}
+    if len(digests) == 1:
+        return next(iter(digests.values()))
+    return blake3("".join(f"{name}\n{digest}\n" for name, digest in sorted(digests.items())).encode()).hexdigest()

@@ -1,0 +1,118 @@
+"""Opens a tokenizer, whatever its kind: which kind it is, the files in its directory say.
+
+`FORMATS` are the kinds that genesis brings along. An installed distribution may add its own by an entry point of the
+group `genesis.tokenizers`, whose value names a `TokenizerFormat`; every process of a run finds it there. Formats of
+genesis are looked for first, then those of entry points in the order of their names.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Final
+
+from genesis.errors import UserError
+from genesis.tokenizer.files import TRAIN_REMEDY, hash_files, read_file, read_files
+from genesis.tokenizer.sentencepiece import SentencePieceTokenizer
+from genesis.tokenizer.tokenizer import Tokenizer
+from genesis.tokenizer.train import MODEL_NAME
+
+ENTRY_POINT_GROUP: Final = "genesis.tokenizers"
+
+
+@dataclass(frozen=True)
+class TokenizerFormat:
+    """A kind of tokenizer.
+
+    Args:
+        kind: What people call it.
+        file_names: Its files; a directory that has all of them holds such a tokenizer.
+        build: Makes the tokenizer of these files' contents, by name. Raises UserError with what is wrong with them.
+    """
+
+    kind: str
+    file_names: tuple[str, ...]
+    build: Callable[[Mapping[str, bytes]], Tokenizer]
+
+
+SENTENCEPIECE: Final = TokenizerFormat(
+    "SentencePiece", (MODEL_NAME,), lambda files: SentencePieceTokenizer(files[MODEL_NAME])
+)
+FORMATS: Final = (SENTENCEPIECE,)
+
+
+def open_tokenizer(path: Path | str) -> Tokenizer:
+    """Returns the tokenizer in the directory `path`, or the one that the file `path` belongs to.
+
+    A file whose name no format has is taken for a SentencePiece model.
+
+    Raises:
+        UserError: There is none, its files cannot be read, or they are not what their names say.
+    """
+    path = Path(path)
+    if path.is_dir():
+        found = find_format(path)
+        if found is None:
+            looked_for = "; ".join(
+                f"it has no {' and '.join(one.file_names)} ({one.kind})" for one in _iterate_formats()
+            )
+            raise UserError(f"{path} holds no tokenizer: {looked_for}; {TRAIN_REMEDY}")
+        return _build(found, read_files(path, found.file_names), path)
+    owner = next((one for one in _iterate_formats() if path.name in one.file_names), None)
+    if owner is None:
+        return _build(SENTENCEPIECE, {MODEL_NAME: read_file(path)}, path)
+    return _build(owner, read_files(path.parent, owner.file_names), path.parent)
+
+
+def build_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
+    """Returns the tokenizer of the files that `Tokenizer.files` gave, perhaps in another process.
+
+    Raises:
+        UserError: No format has files of these names.
+    """
+    for one in _iterate_formats():
+        if set(one.file_names) == files.keys():
+            return one.build(files)
+    raise UserError(f"no kind of tokenizer consists of {', '.join(files)}; install the package that has it")
+
+
+def find_format(directory: Path) -> TokenizerFormat | None:
+    """Returns the format of the tokenizer in a directory, None where there is no tokenizer."""
+    return next(
+        (one for one in _iterate_formats() if all((directory / name).exists() for name in one.file_names)), None
+    )
+
+
+def hash_tokenizer(directory: Path) -> str | None:
+    """Returns the hash of the tokenizer in a directory without opening it, None where there is no tokenizer.
+
+    Raises:
+        UserError: Its files cannot be read.
+    """
+    found = find_format(directory)
+    return None if found is None else hash_files(read_files(directory, found.file_names))
+
+
+def list_file_names() -> list[str]:
+    """Returns the names that tokenizers' files have, of all formats."""
+    return [name for one in _iterate_formats() for name in one.file_names]
+
+
+def _iterate_formats() -> Iterator[TokenizerFormat]:
+    yield from FORMATS
+    for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name):
+        found = point.load()
+        if not isinstance(found, TokenizerFormat):
+            raise UserError(
+                f"the entry point {point.name} = {point.value} of {ENTRY_POINT_GROUP} is no TokenizerFormat; "
+                "fix or remove the package that has it"
+            )
+        yield found
+
+
+def _build(found: TokenizerFormat, files: Mapping[str, bytes], path: Path) -> Tokenizer:
+    place = path / found.file_names[0] if path.is_dir() else path
+    try:
+        return found.build(files)
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from None

@@ -1,0 +1,87 @@
+"""Degrees: what is refused, and which ranks belong together."""
+
+from math import prod
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genesis.errors import UserError
+from genesis.strategies.degrees import Degrees, groups_along, list_divisors, place_on
+
+SIZES = st.integers(1, 3)
+
+
+@st.composite
+def resolved_degrees(draw: st.DrawFn) -> Degrees:
+    sizes = {name: draw(SIZES) for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp")}
+    ep = draw(st.sampled_from(list_divisors(sizes["dp_shard"] * sizes["cp"] * sizes["tp"])))
+    return Degrees(**sizes, ep=ep).resolve(prod(sizes.values()))
+
+
+@given(resolved_degrees())
+def test_every_view_holds_every_rank_once(degrees: Degrees) -> None:
+    for axes in (degrees.data_axes(), degrees.dense_axes(), degrees.sparse_axes()):
+        places = {tuple(place_on(axes, rank).values()) for rank in range(degrees.world_size)}
+        assert len(places) == prod(axes.values()) == degrees.world_size
+
+
+@given(resolved_degrees())
+def test_a_token_group_reads_every_row_once_and_in_all_its_parts(degrees: Degrees) -> None:
+    groups = degrees.token_groups()
+    assert sorted(rank for group in groups for rank in group) == list(range(degrees.world_size))
+    for group in groups:
+        read = [(degrees.data_rank(rank), place_on(degrees.data_axes(), rank)["cp"]) for rank in group]
+        assert sorted(read) == [(row, part) for row in range(degrees.data_world_size) for part in range(degrees.cp)]
+
+
+@given(resolved_degrees())
+def test_a_stage_holds_the_ranks_of_one_place_on_the_pipeline(degrees: Degrees) -> None:
+    for rank in range(degrees.world_size):
+        stage = place_on(degrees.dense_axes(), rank)["pp"]
+        others = [other for other in range(degrees.world_size) if place_on(degrees.dense_axes(), other)["pp"] == stage]
+        assert list(degrees.stage_ranks(rank)) == others
+
+
+def test_tensor_parallel_neighbours_read_the_same_rows() -> None:
+    degrees = Degrees(tp=2).resolve(4)
+    assert [degrees.data_rank(rank) for rank in range(4)] == [0, 0, 1, 1]
+    assert degrees.token_groups() == ((0, 2), (1, 3))
+
+
+def test_groups_along_several_axes_keep_the_order_of_ranks() -> None:
+    assert groups_along({"pp": 2, "dp": 2, "tp": 2}, ["pp", "tp"]) == ((0, 1, 4, 5), (2, 3, 6, 7))
+
+
+@pytest.mark.parametrize(
+    ("degrees", "world_size", "message"),
+    [
+        ({"dp_replicate": 3}, 4, r"dp_replicate 3 = 3 does not divide 4 ranks; one of \[1, 2, 4\] does"),
+        ({"dp_replicate": 2, "tp": 4}, 12, "dp_replicate 2 [*] tp 4 = 8 does not divide 12 ranks"),
+        ({"dp_shard": 2, "dp_replicate": 2}, 12, "dp_shard is 2, and the other degrees leave 6 of 12 ranks; give 6"),
+        ({"ep": 3}, 4, r"ep is 3, which does not divide dp_shard [*] cp [*] tp = 4; one of \[1, 2, 4\] does"),
+    ],
+)
+def test_degrees_that_do_not_make_up_the_world_are_refused(
+    degrees: dict[str, int], world_size: int, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        Degrees(**degrees).resolve(world_size)
+
+
+@pytest.mark.parametrize("name", ["dp_replicate", "dp_shard", "cp", "tp", "ep", "pp"])
+def test_a_degree_that_is_no_number_of_ranks_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match=f"{name} is 0; it is a number of ranks, at least 1"):
+        Degrees(**{name: 0})
+
+
+@pytest.mark.parametrize("name", ["cp", "tp", "ep", "pp"])
+def test_a_kind_of_parallelism_that_is_not_there_yet_is_refused_by_name(name: str) -> None:
+    with pytest.raises(UserError, match=f"{name} is 2, and .* parallelism is not there yet; leave {name} at 1"):
+        Degrees(**{name: 2}).resolve(4).check_available()
+    Degrees(dp_replicate=2).resolve(4).check_available()
+
+
+def test_only_what_is_not_one_is_named() -> None:
+    assert Degrees().resolve(1).named() == {}
+    assert Degrees(dp_replicate=2).resolve(4).named() == {"dp_replicate": 2, "dp_shard": 2}
