@@ -18,7 +18,7 @@ import torch
 
 from genesis.model.decoder import Decoder
 from genesis.model.recipe import read_decoder_config
-from genesis_callbacks.checkpoint.plan import Part, plan_save
+from genesis_callbacks.checkpoint.plan import TensorShard, plan_save
 
 _ROOT = Path(__file__).parents[1]
 _BY_INPUTS = ("attention.output.weight", "feed_forward.down.weight")
@@ -44,16 +44,18 @@ def find_block(
     return tuple(offsets), tuple(sizes)
 
 
-def list_parts(shapes: dict[str, tuple[int, ...]], degrees: tuple[int, int], place: tuple[int, int]) -> Iterator[Part]:
+def list_parts(
+    shapes: dict[str, tuple[int, ...]], degrees: tuple[int, int], place: tuple[int, int]
+) -> Iterator[TensorShard]:
     """Yields the parts of the model and of its optimizer that one rank holds."""
     dtype = torch.float32
     for name, shape in shapes.items():
         offsets, sizes = find_block(name, shape, degrees, place)
         if math.prod(sizes):
-            yield Part(f"model.decoder.{name}", "parameter", shape, dtype, offsets, sizes)
+            yield TensorShard(f"model.decoder.{name}", "parameter", shape, dtype, offsets, sizes)
             for slot in _SLOTS:
-                yield Part(f"optimizer.0.decoder.{name}.{slot}", "optimizer", shape, dtype, offsets, sizes)
-        yield Part(f"optimizer.0.decoder.{name}.step", "optimizer", (), dtype, (), ())
+                yield TensorShard(f"optimizer.0.decoder.{name}.{slot}", "optimizer", shape, dtype, offsets, sizes)
+        yield TensorShard(f"optimizer.0.decoder.{name}.step", "optimizer", (), dtype, (), ())
 
 
 def main() -> None:
@@ -67,7 +69,7 @@ def main() -> None:
     begin, begin_processor = time.perf_counter(), time.process_time()
     plan = plan_save(reports)
     seconds, processor_seconds = time.perf_counter() - begin, time.process_time() - begin_processor
-    num_parts = sum(map(len, plan.parts_by_writer))
+    num_parts = sum(map(len, plan.shards_by_writer))
     memory_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
     print(f"{len(places)} ranks, {sum(map(len, reports))} reported parts, {num_parts} written")
     print(f"plan_save: {seconds:.1f} s, {processor_seconds:.1f} s of the processor; peak memory {memory_mb:.0f} MB")

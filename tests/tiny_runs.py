@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from genesis.model.decoder import Decoder, DecoderConfig
-from genesis_callbacks.checkpoint import Origin, Ranks, SaveTarget, Snapshot, local_parts, save_blocking
+from genesis_callbacks.checkpoint import Ranks, RunMetadata, SaveTarget, Snapshot, local_shards, save_blocking
 
 SHAPE = {
     "dim": 32,
@@ -39,9 +39,9 @@ def save(directory: Path, step: int, decoder: Decoder, identity: dict[str, Any],
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         state = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in state.items()}
     parts = [
-        part for name, tensor in state.items() for part in local_parts(f"model.decoder.{name}", tensor, "parameter")
+        part for name, tensor in state.items() for part in local_shards(f"model.decoder.{name}", tensor, "parameter")
     ]
     directory.mkdir(parents=True, exist_ok=True)
-    target = SaveTarget(directory, Ranks(), origin=Origin(identity, recipe))
+    target = SaveTarget(directory, Ranks(), origin=RunMetadata(identity, recipe))
     section = {"trainer": {"global_step": step}, "model_extras": {}, "optimizers": []}  # what a Trainer's has at least
     return save_blocking(target, lambda: Snapshot(step, {"step": step, "tokens_seen": 100 * step}, parts, section))

@@ -21,7 +21,7 @@ from genesis_callbacks.checkpoint import (
     SaveTarget,
     Snapshot,
     find_latest,
-    local_parts,
+    local_shards,
     read_tensors,
     save_blocking,
     verify,
@@ -29,7 +29,7 @@ from genesis_callbacks.checkpoint import (
 from genesis_callbacks.checkpoint.channel import Channel
 from genesis_callbacks.checkpoint.job import WriteJob, perform
 from genesis_callbacks.checkpoint.pipeline import Progress, SavePipeline
-from genesis_callbacks.checkpoint.stage import SharedBuffer, copy_into, place_parts
+from genesis_callbacks.checkpoint.stage import SharedBuffer, copy_into, place_shards
 from genesis_callbacks.checkpoint.writer import serve
 from genesis_callbacks.checkpoint.writer_process import WriterProcess
 from genesis_callbacks.testing import run_ranks
@@ -212,7 +212,7 @@ def save_often(root: Path, mode: str) -> dict[str, int]:
     for step in range(1, 101):
         live += 1
         extra = torch.zeros(step)  # another tensor of this rank's own at each step
-        parts = local_parts("model.x", live, "parameter") + local_parts("state.0.x", extra, "state")
+        parts = local_shards("model.x", live, "parameter") + local_shards("state.0.x", extra, "state")
         pipeline.begin(step, lambda step=step, parts=parts: Snapshot(step, {}, parts, {}), Progress(lambda: 0))
         assert pipeline.finish().kind == "committed"
     during = len(list_descriptors())
@@ -277,7 +277,7 @@ def kill_writer_before_every_operation(root: Path) -> list[str]:
         directory.mkdir(parents=True)
         target = SaveTarget(directory, Ranks(), retention=Retention(keep_last=1))
         live = torch.full((300,), 1.0)
-        parts = local_parts("model.a", live, "parameter")
+        parts = local_shards("model.a", live, "parameter")
         save_blocking(target, lambda parts=parts: Snapshot(1, {}, parts, {}))
         live.fill_(2.0)
         writer = DoomedWriter(len(endings) + 1)
@@ -311,7 +311,7 @@ def begin_and_finish(pipeline, step, parts, progress):
 
 
 def test_a_step_during_staging_is_torn_then_blocking_then_refused(tmp_path):
-    parts = local_parts("model.x", torch.ones(5), "parameter")
+    parts = local_shards("model.x", torch.ones(5), "parameter")
     pipeline = SavePipeline(SaveTarget(tmp_path, Ranks()), mode="thread", staging="overlapped", time_limit_seconds=60.0)
     steps = iter(range(10))
     outcome = begin_and_finish(pipeline, 1, parts, Progress(lambda: next(steps)))
@@ -323,8 +323,8 @@ def test_a_step_during_staging_is_torn_then_blocking_then_refused(tmp_path):
 
 
 def test_staged_bytes_that_are_not_the_live_ones_are_torn(tmp_path):
-    (local,) = local_parts("model.x", torch.arange(9.0), "parameter")
-    placed, num_bytes = place_parts([local.part])
+    (local,) = local_shards("model.x", torch.arange(9.0), "parameter")
+    placed, num_bytes = place_shards([local.part])
     buffer = SharedBuffer(num_bytes)
     copy_into(buffer.view(placed[0]), local.data)
     buffer.view(placed[0])[4] += 1
@@ -337,8 +337,8 @@ def test_staged_bytes_that_are_not_the_live_ones_are_torn(tmp_path):
 
 def test_a_stale_snapshot_is_refused(tmp_path):
     live, other, counter = torch.ones(5), torch.ones(5), torch.tensor(1.0)
-    parts = local_parts("model.x", live, "parameter") + local_parts("model.y", other, "parameter")
-    parts += local_parts("optimizer.0.x.step", counter, "optimizer")
+    parts = local_shards("model.x", live, "parameter") + local_shards("model.y", other, "parameter")
+    parts += local_shards("optimizer.0.x.step", counter, "optimizer")
     pipeline = SavePipeline(SaveTarget(tmp_path, Ranks()), mode="thread", staging="overlapped", time_limit_seconds=60.0)
     moved = Progress(lambda: 0, num_updates=1, moved=frozenset({"model.x"}))
     assert begin_and_finish(pipeline, 1, parts, moved).kind == "committed"

@@ -19,22 +19,22 @@ from genesis_callbacks.checkpoint import (
     CorruptCheckpointError,
     DirectoryInUseError,
     DirectoryLock,
-    LocalPart,
-    Origin,
-    Part,
+    LocalShard,
     QuarantineWarning,
     Ranks,
     Retention,
+    RunMetadata,
     SaveFailedError,
     SaveTarget,
     Snapshot,
+    TensorShard,
     UnreadableCheckpointError,
     find_latest,
     list_committed,
-    local_parts,
+    local_shards,
     read_manifest,
     read_tensors,
-    restore_parts,
+    restore_shards,
     save_blocking,
     verify,
 )
@@ -56,7 +56,7 @@ TENSORS = {
 def save_steps(directory, *steps, tensors=TENSORS, retention=None):
     directory.mkdir(exist_ok=True)
     target = SaveTarget(directory, Ranks(), retention=retention)
-    parts = [part for name, tensor in tensors.items() for part in local_parts(name, tensor, "parameter")]
+    parts = [part for name, tensor in tensors.items() for part in local_shards(name, tensor, "parameter")]
     return [
         save_blocking(target, lambda step=step: Snapshot(step, {"tokens_seen": step * 10}, parts, {"step": step}))
         for step in steps
@@ -170,7 +170,7 @@ def test_latest_follows_the_lineage_not_the_number(tmp_path):
     (newer_number,) = save_steps(tmp_path, 5)
     target = SaveTarget(tmp_path, Ranks())
     target.continue_from(None, 1)
-    saved = save_blocking(target, lambda: Snapshot(3, {}, local_parts("x", torch.ones(2), "parameter"), {}))
+    saved = save_blocking(target, lambda: Snapshot(3, {}, local_shards("x", torch.ones(2), "parameter"), {}))
     assert find_latest(tmp_path) == saved != newer_number
 
 
@@ -212,7 +212,7 @@ def test_no_tensor_is_cast_or_reshaped_on_restore(tmp_path):
     manifest = read_manifest(path)
     for wrong in (torch.zeros(7, 5, dtype=torch.float64), torch.zeros(5, 7)):
         with pytest.raises(CheckpointError, match=r"model\.weight is float32 \[7, 5\]"):
-            restore_parts(path, manifest, local_parts("model.weight", wrong, "parameter"))
+            restore_shards(path, manifest, local_shards("model.weight", wrong, "parameter"))
 
 
 @pytest.fixture(scope="module")
@@ -288,7 +288,9 @@ def test_a_deep_look_adds_up_blocks_of_a_tensor_that_is_cut_along_any_dimension(
     for start, size in ((0, at), (at, whole.shape[dim] - at)):
         data = whole.narrow(dim, start, size)
         offsets = tuple(start if each == dim else 0 for each in range(3))
-        parts.append(LocalPart(Part("model.w", "parameter", (5, 7, 4), whole.dtype, offsets, tuple(data.shape)), data))
+        parts.append(
+            LocalShard(TensorShard("model.w", "parameter", (5, 7, 4), whole.dtype, offsets, tuple(data.shape)), data)
+        )
     path = save_blocking(SaveTarget(tmp_path, Ranks()), lambda: Snapshot(1, {}, parts, {}))
     verify(path, "deep")
     forge_digest(path, "model.w")
@@ -316,8 +318,8 @@ def test_a_save_that_no_restore_would_read_fails(tmp_path, place):
     deep = 1
     for _ in range(150):
         deep = {"deeper": deep}
-    origin = Origin(recipe={"deep": deep} if place == "recipe" else {})
-    parts = local_parts("model.weight", torch.ones(3), "parameter")
+    origin = RunMetadata(recipe={"deep": deep} if place == "recipe" else {})
+    parts = local_shards("model.weight", torch.ones(3), "parameter")
     with pytest.raises(SaveFailedError, match="nested more than 100 levels deep"):
         save_blocking(
             SaveTarget(tmp_path, Ranks(), origin=origin),

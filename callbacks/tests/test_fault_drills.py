@@ -30,7 +30,7 @@ from genesis_callbacks.checkpoint import (
     SaveTarget,
     Snapshot,
     find_latest,
-    local_parts,
+    local_shards,
     one_save,
     read_tensors,
     save_blocking,
@@ -39,7 +39,7 @@ from genesis_callbacks.checkpoint import (
 from genesis_callbacks.checkpoint.job import WriteJob
 from genesis_callbacks.checkpoint.lineage import remove_abandoned, wait_for_orphans
 from genesis_callbacks.checkpoint.pipeline import Progress, SavePipeline
-from genesis_callbacks.checkpoint.stage import SharedBuffer, place_parts
+from genesis_callbacks.checkpoint.stage import SharedBuffer, place_shards
 from genesis_callbacks.checkpoint.writer_process import WriterProcess
 from genesis_callbacks.testing import run_ranks
 
@@ -51,7 +51,7 @@ NO_FAULT = 1 << 30
 
 
 def snapshot(step: int, live: dict[str, torch.Tensor]) -> Snapshot:
-    return Snapshot(step, {}, [part for name in live for part in local_parts(name, live[name], "parameter")], {})
+    return Snapshot(step, {}, [part for name in live for part in local_shards(name, live[name], "parameter")], {})
 
 
 def filled(value: float) -> dict[str, torch.Tensor]:
@@ -337,8 +337,8 @@ def hang_on_a_frozen_disk(root: Path) -> str | None:
         return None
     if not mount("-o", "loop", str(image), str(disk)):
         return None
-    parts = local_parts("model.x", torch.ones(9), "parameter")
-    placed, num_bytes = place_parts([local.part for local in parts])
+    parts = local_shards("model.x", torch.ones(9), "parameter")
+    placed, num_bytes = place_shards([local.part for local in parts])
     staging = disk / "step-00000001.staging-a"
     staging.mkdir()
     buffer = SharedBuffer(num_bytes)
@@ -509,9 +509,9 @@ def test_an_optimizer_that_lost_its_state_is_not_saved(tmp_path):
     target = SaveTarget(tmp_path, Ranks())
     pipeline = SavePipeline(target, mode="thread", staging="overlapped", time_limit_seconds=60.0)
     weight, moment = torch.ones(5), torch.ones(5)
-    model = local_parts("model.x", weight, "parameter")
+    model = local_shards("model.x", weight, "parameter")
     progress = Progress(lambda: 0, num_updates=1, moved=frozenset({"model.x"}))
-    parts = model + local_parts("optimizer.0.x.exp_avg", moment, "optimizer")
+    parts = model + local_shards("optimizer.0.x.exp_avg", moment, "optimizer")
     pipeline.begin(1, lambda: Snapshot(1, {}, parts, {}), progress)
     assert pipeline.finish().kind == "committed"
     weight += 1

@@ -21,7 +21,7 @@ from genesis_callbacks.checkpoint import (
     SaveTarget,
     Snapshot,
     find_latest,
-    local_parts,
+    local_shards,
     read_tensors,
     save_blocking,
     verify,
@@ -41,7 +41,7 @@ def save_step(directory: Path, step: int, mode: str = "sync") -> None:
     if before is not None:
         target.continue_from(None, verify(before).sequence)
     tensors = {"model.a": torch.full((300,), float(step)), "optimizer.0.a.exp_avg": torch.full((5, 5), float(step))}
-    parts = [part for name, tensor in tensors.items() for part in local_parts(name, tensor, "parameter")]
+    parts = [part for name, tensor in tensors.items() for part in local_shards(name, tensor, "parameter")]
     if mode == "sync":
         save_blocking(target, lambda: Snapshot(step, {}, parts, {"step": step}))
         return

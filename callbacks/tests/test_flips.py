@@ -16,7 +16,7 @@ from genesis_callbacks import _trainer_restore
 from genesis_callbacks.checkpoint import (
     CheckpointError,
     CorruptCheckpointError,
-    LocalPart,
+    LocalShard,
     QuarantineWarning,
     find_latest,
     read_tensors,
@@ -182,15 +182,15 @@ class SwapAfterReading(Callback):
     def setup(self, trainer, pl_module, stage) -> None:
         if trainer.global_rank == 1:
             if trainer.strategy.restore_checkpoint_after_setup:
-                _trainer_restore.restore_parts = self.restore_swapped
+                _trainer_restore.restore_shards = self.restore_swapped
             else:
                 trainer.strategy.load_optimizer_state_dict = self.load_swapped
         self.trainer = trainer
 
-    def restore_swapped(self, path: Path, manifest: object, targets: list[LocalPart]) -> None:
+    def restore_swapped(self, path: Path, manifest: object, targets: list[LocalShard]) -> None:
         swap = {self.FIRST: self.SECOND, self.SECOND: self.FIRST}
         data = {target.part.name: target.data for target in targets}
-        wrong = [LocalPart(target.part, data[swap.get(target.part.name, target.part.name)]) for target in targets]
+        wrong = [LocalShard(target.part, data[swap.get(target.part.name, target.part.name)]) for target in targets]
         REAL_RESTORE_PARTS(path, manifest, wrong)
 
     def load_swapped(self, checkpoint: dict) -> None:
@@ -201,7 +201,7 @@ class SwapAfterReading(Callback):
         optimizer.load_state_dict(state)
 
 
-REAL_RESTORE_PARTS = _trainer_restore.restore_parts
+REAL_RESTORE_PARTS = _trainer_restore.restore_shards
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])

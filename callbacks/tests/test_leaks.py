@@ -21,7 +21,7 @@ from genesis_callbacks.checkpoint import (
     SaveTarget,
     Snapshot,
     find_latest,
-    local_parts,
+    local_shards,
     read_tensors,
     verify,
 )
@@ -64,7 +64,7 @@ def build_pipeline(directory: Path, mode: str) -> SavePipeline:
 
 
 def save(pipeline: SavePipeline, step: int, tensors: dict[str, torch.Tensor]) -> None:
-    parts = [part for name, tensor in tensors.items() for part in local_parts(name, tensor, "parameter")]
+    parts = [part for name, tensor in tensors.items() for part in local_shards(name, tensor, "parameter")]
     pipeline.begin(step, lambda: Snapshot(step, {}, parts, {}), Progress(lambda: 0))
     outcome = pipeline.finish()
     assert outcome.kind == "committed", outcome.text
@@ -115,7 +115,7 @@ def kill_writers(directory: Path, num_kills: int) -> tuple[dict[str, int], dict[
         pipeline.wait_ready()
         (writer,) = find_writers()
         os.kill(writer, signal.SIGKILL)
-        parts = local_parts("model.x", torch.ones(9), "parameter")
+        parts = local_shards("model.x", torch.ones(9), "parameter")
         pipeline.begin(step, lambda parts=parts, step=step: Snapshot(step, {}, parts, {}), Progress(lambda: 0))
         # Whether the death was seen before the save was handed over is a matter of microseconds.
         assert pipeline.finish().kind in ("failed", "committed")

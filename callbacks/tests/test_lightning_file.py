@@ -12,11 +12,11 @@ from genesis_callbacks import AsyncProcessCheckpoint, export_lightning_checkpoin
 from genesis_callbacks.checkpoint import (
     CheckpointError,
     CorruptCheckpointError,
-    Origin,
     Ranks,
+    RunMetadata,
     SaveTarget,
     Snapshot,
-    local_parts,
+    local_shards,
     save_blocking,
 )
 
@@ -127,7 +127,7 @@ def test_a_file_that_exists_a_folder_without_checkpoints_and_damage_are_refused(
 
 
 def test_a_checkpoint_whose_state_is_not_a_trainers_is_refused(tmp_path):
-    target = SaveTarget(tmp_path, Ranks(), origin=Origin({}, {}))
-    path = save_blocking(target, lambda: Snapshot(1, {}, local_parts("model.w", torch.ones(3), "parameter"), {}))
+    target = SaveTarget(tmp_path, Ranks(), origin=RunMetadata({}, {}))
+    path = save_blocking(target, lambda: Snapshot(1, {}, local_shards("model.w", torch.ones(3), "parameter"), {}))
     with pytest.raises(CheckpointError, match=r"holds no state of a Trainer \(KeyError: 'model_extras'\)"):
         export_lightning_checkpoint(path, tmp_path / "new.ckpt")

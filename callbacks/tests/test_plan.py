@@ -124,7 +124,7 @@ def test_parts_of_a_tensor_are_found_again_until_its_elements_lie_elsewhere():
     cache, tensor, other = PartsCache(), torch.ones(4), torch.ones(4)
 
     def take():
-        parts = cache.local_parts({"model.x": tensor, "model.y": other}, lambda _: "parameter")
+        parts = cache.local_shards({"model.x": tensor, "model.y": other}, lambda _: "parameter")
         cache.end_save()
         return parts
 

@@ -4,9 +4,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from genesis_callbacks.checkpoint import Kept, Retention, plan_removals
+from genesis_callbacks.checkpoint import CommittedCheckpoint, Retention, plan_removals
 
-CHECKPOINTS = [Kept(f"step-{step}", step, sequence) for sequence, step in enumerate((10, 20, 30, 40, 50), start=1)]
+CHECKPOINTS = [
+    CommittedCheckpoint(f"step-{step}", step, sequence) for sequence, step in enumerate((10, 20, 30, 40, 50), start=1)
+]
 
 
 @pytest.mark.parametrize(
@@ -35,7 +37,7 @@ def test_nothing_goes_where_nothing_is_verified():
     marked=st.sets(st.integers(0, 99).map(str)),
 )
 def test_the_newest_verified_always_stays_and_the_last_k_and_the_marked_too(steps, verified, keep_last, every, marked):
-    kept = [Kept(str(step), step, sequence) for sequence, step in enumerate(steps)]
+    kept = [CommittedCheckpoint(str(step), step, sequence) for sequence, step in enumerate(steps)]
     newest = kept[verified % len(kept)].name
     removed = plan_removals(kept, newest, Retention(keep_last, every), marked=marked)
     left = [one for one in kept if one.name not in removed]

@@ -20,14 +20,14 @@ from genesis_callbacks.checkpoint import (
     SaveTarget,
     Snapshot,
     find_latest,
-    local_parts,
+    local_shards,
     read_tensors,
     verify,
 )
 from genesis_callbacks.checkpoint import stager as stager_module
 from genesis_callbacks.checkpoint.job import Outcome
 from genesis_callbacks.checkpoint.pipeline import Progress, SavePipeline
-from genesis_callbacks.checkpoint.plan import LocalPart
+from genesis_callbacks.checkpoint.plan import LocalShard
 from genesis_callbacks.checkpoint.writer_process import WriterProcess
 from genesis_callbacks.testing import run_ranks
 
@@ -64,9 +64,9 @@ class Run:
         for name in names or self.live:
             self.live[name] += 1
 
-    def parts(self) -> list[LocalPart]:
+    def parts(self) -> list[LocalShard]:
         kinds = {name: "optimizer" if name.startswith("optimizer") else "parameter" for name in self.live}
-        return [part for name, tensor in self.live.items() for part in local_parts(name, tensor, kinds[name])]
+        return [part for name, tensor in self.live.items() for part in local_shards(name, tensor, kinds[name])]
 
     def save(
         self, name: str, step: int = 2, *, take: Callable[[], Snapshot] | None = None, progress: Progress | None = None
@@ -230,7 +230,7 @@ def lose_a_rank(directory: Path, mode: str) -> None:
     live = torch.zeros(NUM_ELEMENTS)
     for step in (1, 2):
         live += 1
-        parts = local_parts("model.a", live, "parameter") + local_parts("model.b", live, "parameter")
+        parts = local_shards("model.a", live, "parameter") + local_shards("model.b", live, "parameter")
         is_struck = step == 2 and not ranks.is_first
         with OperationFault(2, "kill") if is_struck and mode != "process" else contextlib.nullcontext():
             try:
@@ -263,7 +263,7 @@ def train_with_stale_snapshots(arguments: tuple, keywords: dict) -> dict[str, ob
 
     def take(*arguments, **keywords):
         snapshot = original(*arguments, **keywords)
-        kept.append([LocalPart(local.part, local.data.clone()) for local in snapshot.parts])
+        kept.append([LocalShard(local.part, local.data.clone()) for local in snapshot.parts])
         return Snapshot(snapshot.step, snapshot.counters, kept[0], snapshot.section)
 
     _fit_saves.take_snapshot = take

@@ -14,10 +14,10 @@ from genesis_callbacks.checkpoint import (
     SaveTarget,
     Snapshot,
     check_restored,
-    local_parts,
+    local_shards,
     read_manifest,
     read_tensors,
-    restore_parts,
+    restore_shards,
     save_blocking,
 )
 from genesis_callbacks.testing import run_ranks
@@ -50,7 +50,7 @@ def build_parts(layout: str, *, is_filled: bool):
         source = tensor if is_filled else torch.zeros_like(tensor)
         live[name] = distribute_tensor(source, mesh, placements, src_data_rank=None)
     live["model.replicated"] = torch.arange(9.0) if is_filled else torch.zeros(9)
-    return live, [part for name, tensor in live.items() for part in local_parts(name, tensor, "parameter")]
+    return live, [part for name, tensor in live.items() for part in local_shards(name, tensor, "parameter")]
 
 
 def save_layout(directory, layout):
@@ -65,7 +65,7 @@ def save_layout(directory, layout):
 def restore_layout(path, layout):
     live, parts = build_parts(layout, is_filled=False)
     manifest = read_manifest(path)
-    restore_parts(path, manifest, parts)
+    restore_shards(path, manifest, parts)
     check_restored(manifest, parts, Ranks())
     for name, tensor in expected_tensors().items():
         assert isinstance(live[name], DTensor)
@@ -95,7 +95,7 @@ def test_any_placement_restores_any_other(tmp_path, saver, restorer):
 
 def save_drifted(directory, kind):
     tensor = torch.ones(4) + (dist.get_rank() == 1)
-    parts = local_parts("model.x", tensor, kind)
+    parts = local_shards("model.x", tensor, kind)
     try:
         save_blocking(SaveTarget(directory, Ranks()), lambda: Snapshot(1, {}, parts, {}))
     except SaveFailedError as error:
@@ -117,12 +117,12 @@ def fail_on_one_rank(directory):
     def take():
         if dist.get_rank() == 1:
             raise OSError("no snapshot here")
-        return Snapshot(1, {}, local_parts("model.x", torch.ones(2), "parameter"), {})
+        return Snapshot(1, {}, local_shards("model.x", torch.ones(2), "parameter"), {})
 
     target = SaveTarget(directory, Ranks())
     with pytest.raises(SaveFailedError, match="reporting what to save: rank 1: OSError: no snapshot here"):
         save_blocking(target, take)
-    save_blocking(target, lambda: Snapshot(2, {}, local_parts("model.x", torch.ones(2), "parameter"), {}))
+    save_blocking(target, lambda: Snapshot(2, {}, local_shards("model.x", torch.ones(2), "parameter"), {}))
 
 
 def test_a_failure_on_one_rank_fails_the_save_on_all_and_the_next_succeeds(tmp_path):
@@ -134,7 +134,7 @@ def restore_swapped(path):
     """Rank 1 maps its local shard wrongly: rows upside down."""
     _, parts = build_parts("rows", is_filled=False)
     manifest = read_manifest(path)
-    restore_parts(path, manifest, parts)
+    restore_shards(path, manifest, parts)
     if dist.get_rank() == 1:
         matrix = next(local.data for local in parts if local.part.name == "model.matrix")
         matrix.copy_(matrix.flip(0))

@@ -20,7 +20,7 @@ from genesis_callbacks.checkpoint import (
     Snapshot,
     UnreadableCheckpointError,
     find_latest,
-    local_parts,
+    local_shards,
     read_tensors,
     save_blocking,
     verify,
@@ -35,7 +35,7 @@ def save_two(directory: Path) -> tuple[Path, Path]:
     target = SaveTarget(directory, Ranks())
 
     def save(step: int) -> Path:
-        parts = local_parts("model.weight", torch.full((3, 4), float(step)), "parameter")
+        parts = local_shards("model.weight", torch.full((3, 4), float(step)), "parameter")
         return save_blocking(target, lambda: Snapshot(step, {}, parts, {"step": step}))
 
     return save(3), save(6)

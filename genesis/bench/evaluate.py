@@ -43,7 +43,7 @@ from genesis.run_directory import RunDirectory
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
-from genesis_callbacks.checkpoint import Origin, Ranks, SaveTarget, Snapshot, local_parts, save_blocking
+from genesis_callbacks.checkpoint import Ranks, RunMetadata, SaveTarget, Snapshot, local_shards, save_blocking
 
 # isort: split
 from lm_eval.models.huggingface import HFLM  # after what makes it quiet
@@ -137,10 +137,10 @@ def make_checkpoint(run: Path, texts: Sequence[str], config: Path) -> Path:
     parts = [
         part
         for name, tensor in decoder.state_dict().items()
-        for part in local_parts(f"model.decoder.{name}", tensor, "parameter")
+        for part in local_shards(f"model.decoder.{name}", tensor, "parameter")
     ]
     RunDirectory(run).checkpoints.mkdir()
-    origin = Origin({"tokenizer_hash": open_tokenizer(run).hash}, {"model": {"decoder": shape}})
+    origin = RunMetadata({"tokenizer_hash": open_tokenizer(run).hash}, {"model": {"decoder": shape}})
     target = SaveTarget(RunDirectory(run).checkpoints, Ranks(), origin=origin)
     return save_blocking(target, lambda: Snapshot(1, {"step": 1}, parts, {}))
 

@@ -119,9 +119,11 @@ def _build_parser() -> Parser:
         help="a token that ends a text; may be given more than once; default: the tokenizer's, none without one",
     )
     add("--max-new-tokens", type=int, help=f"for each prompt; default {DEFAULT_NEW_TOKENS} or what the context leaves")
-    add("--temperature", type=float, default=1.0, help="what logits are divided by; 0 takes the likeliest token")
-    add("--top-k", type=int, help="draw from the k likeliest tokens only")
-    add("--top-p", type=float, default=1.0, help="draw from the likeliest tokens that together reach this probability")
+    add("--temperature", type=float, default=1.0, help="what logits are divided by; 0 takes the most likely token")
+    add("--top-k", type=int, help="draw from the k most likely tokens only")
+    add(
+        "--top-p", type=float, default=1.0, help="draw from the most likely tokens that together reach this probability"
+    )
     add("--seed", type=int, default=0, help="the same seed and prompt give the same text, beside whatever others")
     add("--no-cache", action="store_true", help="compute the whole text anew for each token")
     add("--tokenizer", type=Path, help="file or directory; default: the one of the corpus that the run was trained on")

@@ -8,7 +8,7 @@ from threading import Lock
 
 import torch
 
-from genesis.data.window import Window
+from genesis.data.window import AccumulationWindow
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class LoaderClock:
             times, self._times = self._times, LoaderTimes()
         return times
 
-    def made(self, window: Window, seconds: float) -> None:
+    def made(self, window: AccumulationWindow, seconds: float) -> None:
         """Adds a window that took `seconds` to make."""
         num_places = sum(micro_batch.labels.numel() for micro_batch in window.micro_batches)
         with self._lock:
@@ -70,7 +70,7 @@ class LoaderClock:
             )
             self._num_ready += 1
 
-    def wait_for(self, windows: Iterator[Window]) -> Window | None:
+    def wait_for(self, windows: Iterator[AccumulationWindow]) -> AccumulationWindow | None:
         """Returns the next of `windows`, None after the last; the time until it is there is one of waiting."""
         begin_seconds = time.perf_counter()
         window = next(windows, None)
@@ -97,7 +97,7 @@ class CopyClock:
         self._running: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._finished_ms: list[float] = []
 
-    def copy(self, window: Window, device: torch.device) -> Window:
+    def copy(self, window: AccumulationWindow, device: torch.device) -> AccumulationWindow:
         """Returns the window on `device`; from page-locked memory the copy overlaps what the device is doing."""
         if device.type != "cuda":
             return window.to(device, non_blocking=True)

@@ -22,7 +22,7 @@ from genesis.data.training_data import (
     find_last_position,
     moved_position,
 )
-from genesis.data.window import Window
+from genesis.data.window import AccumulationWindow
 from genesis.errors import UserError
 
 
@@ -123,7 +123,7 @@ class CorpusData:
         num_sequences = sum(count for name, count in counts if self._weights.get(name))
         return max(1, num_sequences // self.options.global_batch_size)
 
-    def window(self, position: int) -> Window:
+    def window(self, position: int) -> AccumulationWindow:
         """Returns this rank's window of the global batch that begins at `position`."""
         if self._windows is None:
             self._windows = TrainWindows(
@@ -137,7 +137,7 @@ class CorpusData:
             )
         return self._windows.window(position)
 
-    def advance(self, window: Window, *, has_tokens: bool = True) -> str | None:
+    def advance(self, window: AccumulationWindow, *, has_tokens: bool = True) -> str | None:
         """Moves the position past a window that was trained, and returns a line about a mix that begins there."""
         before, after = self.data_position, moved_position(window, self.data_position, self.options.global_batch_size)
         if after == before:

@@ -24,7 +24,7 @@ from genesis.data.clock import LoaderClock
 from genesis.data.order import SequenceOrder
 from genesis.data.packing import fill_row, mark_piece_ends
 from genesis.data.plans import SourcePlan
-from genesis.data.window import IGNORE_INDEX, MicroBatch, Window
+from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
 from genesis.errors import UserError
 
 Item = TypeVar("Item")
@@ -110,7 +110,7 @@ def build_window(
     document_ends: Bool[ndarray, "N S"],
     lengths: Int64[ndarray, " N"] | None = None,
     has_label: Bool[ndarray, "N S+1"] | None = None,
-) -> Window:
+) -> AccumulationWindow:
     """Returns the window of rows that hold the tokens of each sequence and the one after it.
 
     Args:
@@ -139,7 +139,7 @@ def build_window(
     labels.put(places, IGNORE_INDEX)
     document_ids = _number_documents(ends)
     tensors = [torch.from_numpy(array) for array in (inputs, labels, document_ids)]
-    return Window(
+    return AccumulationWindow(
         micro_batches=tuple(
             MicroBatch(*(tensor[first : first + micro_batch_size] for tensor in tensors))
             for first in range(0, len(rows), micro_batch_size)
@@ -186,7 +186,7 @@ class TrainWindows:
     def _end_ids(self) -> tuple[int | None, ...]:
         return tuple(source.end_id for source in self.sources)
 
-    def window(self, position: int) -> Window:
+    def window(self, position: int) -> AccumulationWindow:
         """Returns this rank's window of the global batch that begins at `position`."""
         num_rows = self.global_batch_size // self.ranks.world_size
         source_ids, sequence_ids = self.order.sequences(position + self.ranks.rank * num_rows, num_rows)
@@ -283,7 +283,7 @@ class ValidationWindows:
     def __len__(self) -> int:
         return -(-self.num_sequences // (self._micro_batch_size * self._ranks.world_size))
 
-    def window(self, index: int) -> Window:
+    def window(self, index: int) -> AccumulationWindow:
         """Returns this rank's window `index`."""
         seq_len = self._format.seq_len
         begin = index * self._micro_batch_size * self._ranks.world_size
@@ -352,7 +352,7 @@ class WindowLoader:
 
     def __init__(
         self,
-        build: Callable[[int], Window],
+        build: Callable[[int], AccumulationWindow],
         indices: Callable[[], range],
         num_windows: int,
         prefetch_windows: int,
@@ -368,7 +368,7 @@ class WindowLoader:
     def __len__(self) -> int:
         return self._num_windows
 
-    def __iter__(self) -> Iterator[Window]:
+    def __iter__(self) -> Iterator[AccumulationWindow]:
         indices = self._indices()
         assert len(indices) <= self._num_windows
         self.clock.begin()
@@ -383,7 +383,7 @@ class WindowLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes what `state_dict` returned."""
 
-    def _ready(self, index: int) -> Window:
+    def _ready(self, index: int) -> AccumulationWindow:
         begin_seconds = time.perf_counter()
         window = self._build(index)
         window = window.pin_memory() if self._pin_memory else window

@@ -25,7 +25,7 @@ from genesis.data.training_data import (
     find_last_position,
     moved_position,
 )
-from genesis.data.window import Window
+from genesis.data.window import AccumulationWindow
 from genesis.errors import UserError
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer, padding_id
@@ -154,11 +154,11 @@ class StreamData:
         """Returns a number that no run reaches."""
         return _ENDLESS_WINDOWS
 
-    def window(self, position: int) -> Window:
+    def window(self, position: int) -> AccumulationWindow:
         """Returns this rank's window of the global batch that begins at `position`."""
         return self.windows.window(position)
 
-    def advance(self, window: Window, *, has_tokens: bool = True) -> str | None:
+    def advance(self, window: AccumulationWindow, *, has_tokens: bool = True) -> str | None:
         """Moves the position past a window that was trained, and returns a line about a mix that begins there."""
         before, after = self.data_position, moved_position(window, self.data_position, self.options.global_batch_size)
         if after == before:

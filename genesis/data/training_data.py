@@ -16,7 +16,7 @@ from genesis.data.corpus import TokenSource
 from genesis.data.loader import Ranks, SequenceFormat
 from genesis.data.order import Mix, SequenceOrder
 from genesis.data.packing import Packing
-from genesis.data.window import Window
+from genesis.data.window import AccumulationWindow
 from genesis.errors import UserError
 
 SumOverRanks = Callable[[Sequence[int]], Sequence[int]]
@@ -92,10 +92,10 @@ class TrainingData(Protocol):
     def num_windows(self) -> int:
         """Returns the windows of an epoch in Lightning's sense, which ends nothing."""
 
-    def window(self, position: int) -> Window:
+    def window(self, position: int) -> AccumulationWindow:
         """Returns this rank's window of the global batch that begins at `position`."""
 
-    def advance(self, window: Window, *, has_tokens: bool = True) -> str | None:
+    def advance(self, window: AccumulationWindow, *, has_tokens: bool = True) -> str | None:
         """Moves the position past a window that was trained; once more of the same window changes nothing.
 
         Args:
@@ -209,7 +209,7 @@ def check_sequences(state: Mapping[str, Any], here: Mapping[str, Any]) -> None:
             )
 
 
-def moved_position(window: Window, position: int, global_batch_size: int) -> int:
+def moved_position(window: AccumulationWindow, position: int, global_batch_size: int) -> int:
     """Returns the position after `window`, which is the one at `position` or the one before that, given again.
 
     Raises:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from genesis.loss import IGNORE_INDEX
 
-__all__ = ["IGNORE_INDEX", "MicroBatch", "Window"]
+__all__ = ["IGNORE_INDEX", "MicroBatch", "AccumulationWindow"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Window:
+class AccumulationWindow:
     """This rank's micro-batches between two optimizer steps.
 
     Args:

@@ -1,7 +1,7 @@
 """Log-likelihoods of continuations, exactly and with little work: what `plan.py` plans, run on a decoder.
 
 B  rows of a forward     D  model width     V  vocabulary
-P  places that score (a token of a row, whatever is asked after it)     T  targets (what is asked there)
+P  positions that score (a token of a row, whatever is asked after it)     T  targets (what is asked there)
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ def default_batch_tokens(device_type: str) -> int:
 
 
 class Score(NamedTuple):
-    """The log-likelihood of a continuation in nats, and whether each of its tokens was the likeliest."""
+    """The log-likelihood of a continuation in nats, and whether each of its tokens was the most likely."""
 
     log_likelihood: float
     is_greedy: bool
@@ -141,12 +141,12 @@ class Scorer:
             ],
             dtype=torch.int64,
         ).view(-1, 3)
-        places, tokens, requests = targets.unbind(1)
-        unique, which = torch.unique_consecutive(places.to(device), return_inverse=True)
+        positions, tokens, requests = targets.unbind(1)
+        unique, which = torch.unique_consecutive(positions.to(device), return_inverse=True)
         head = partial(score_targets, which=which, tokens=tokens.to(device))
-        logprobs, is_likeliest = self.decoder(input_ids.to(device), cache=cache, places=unique, head=head)
+        logprobs, is_most_likely = self.decoder(input_ids.to(device), cache=cache, logits_to_keep=unique, head=head)
         self._sums.index_add_(0, requests, logprobs.cpu().double())
-        self._is_greedy[requests[~is_likeliest.cpu()]] = False
+        self._is_greedy[requests[~is_most_likely.cpu()]] = False
 
 
 def _copy_rows(
@@ -167,21 +167,21 @@ def score_targets(
     """Returns the log-probability of each target in float32, and whether no token is likelier at its place.
 
     Args:
-        hidden: What the decoder gives to its head, at the places that score.
+        hidden: What the decoder gives to its head, at the positions that score.
         weight: The output weight.
         which: Place of each target.
         tokens: Of each target.
     """
     logprobs = torch.empty(len(tokens), dtype=torch.float32, device=hidden.device)
-    is_likeliest = torch.empty(len(tokens), dtype=torch.bool, device=hidden.device)
+    is_most_likely = torch.empty(len(tokens), dtype=torch.bool, device=hidden.device)
     step = max(_LEAST_PLACES, chunk_tokens(weight.shape[0], weight.device))
     for start in range(0, len(hidden), step):  # all logits at once would need more memory than the model
         logits = hidden[start : start + step] @ weight.t()
         inside = (which >= start) & (which < start + step)
         rows, asked = which[inside] - start, tokens[inside]
         logprobs[inside] = logits.log_softmax(dim=1, dtype=torch.float32)[rows, asked]
-        is_likeliest[inside] = logits[rows, asked] == logits.amax(dim=1)[rows]  # a fraction of argmax's cost
-    return logprobs, is_likeliest
+        is_most_likely[inside] = logits[rows, asked] == logits.amax(dim=1)[rows]  # a fraction of argmax's cost
+    return logprobs, is_most_likely
 
 
 def _size(row: Row) -> tuple[int, int]:

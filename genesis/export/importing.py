@@ -26,7 +26,7 @@ from genesis.tokenizer.fast_form import FAST_NAME
 from genesis.tokenizer.files import write_files
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
-from genesis_callbacks.checkpoint import Origin, Ranks, SaveTarget, Snapshot, local_parts, save_blocking
+from genesis_callbacks.checkpoint import Ranks, RunMetadata, SaveTarget, Snapshot, local_shards, save_blocking
 from genesis_callbacks.checkpoint.tagged_json import encode_tagged
 
 
@@ -84,8 +84,10 @@ def import_directory(directory: Path, out: Path, *, has_tokenizer: bool) -> dict
 def _save(state: Mapping[str, Tensor], config: DecoderConfig, tokenizer: Tokenizer | None, checkpoints: Path) -> Path:
     checkpoints.mkdir()
     identity = {} if tokenizer is None else {"tokenizer_hash": tokenizer.hash}
-    origin = Origin(identity, {"model": {"decoder": dump_decoder_config(config)}})
-    parts = [part for name, tensor in state.items() for part in local_parts(DECODER_PREFIX + name, tensor, "parameter")]
+    origin = RunMetadata(identity, {"model": {"decoder": dump_decoder_config(config)}})
+    parts = [
+        part for name, tensor in state.items() for part in local_shards(DECODER_PREFIX + name, tensor, "parameter")
+    ]
     section, _ = encode_tagged(_begin_trainer_state(), "state.0")
     target = SaveTarget(checkpoints, Ranks(), origin=origin)
     return save_blocking(target, lambda: Snapshot(0, {"step": 0}, parts, section, has_optimizer=False))

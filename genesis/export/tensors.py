@@ -16,7 +16,14 @@ from torch import Tensor
 
 from genesis.errors import UserError
 from genesis.huggingface.directory import INDEX_NAME, WEIGHTS_NAME
-from genesis_callbacks.checkpoint import CorruptCheckpointError, LocalPart, Manifest, Part, digest_chunk, restore_parts
+from genesis_callbacks.checkpoint import (
+    CorruptCheckpointError,
+    LocalShard,
+    Manifest,
+    TensorShard,
+    digest_chunk,
+    restore_shards,
+)
 from genesis_callbacks.checkpoint.digest import DIGEST_MODULUS
 from genesis_callbacks.files import create_file, sync_directory
 
@@ -150,8 +157,8 @@ def _read_block(source: Source, name: str, first: int, count: int) -> tuple[Tens
     sizes = (count, *record.shape[1:]) if record.shape else ()
     offsets = (first, *(0 for _ in record.shape[1:])) if record.shape else ()
     block = torch.empty(sizes, dtype=record.torch_dtype)
-    part = Part(name, "parameter", record.shape, block.dtype, offsets, sizes)
-    restore_parts(source.path, source.manifest, [LocalPart(part, block)])
+    part = TensorShard(name, "parameter", record.shape, block.dtype, offsets, sizes)
+    restore_shards(source.path, source.manifest, [LocalShard(part, block)])
     return block, digest_chunk(block, record.shape, offsets)
 
 

@@ -33,20 +33,20 @@ class Request:
         max_new_tokens: At most so many; None for 256 or what the context leaves, whichever is less.
         sampling: Which tokens may be drawn.
         seed: Of this text's own generator.
-        num_likeliest: Of how many of the likeliest tokens each new token brings the probabilities.
+        num_top_logprobs: Of how many of the most likely tokens each new token brings the probabilities.
     """
 
     prompt: Sequence[int]
     max_new_tokens: int | None = None
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     seed: int = 0
-    num_likeliest: int = 0
+    num_top_logprobs: int = 0
 
 
 class NewToken(NamedTuple):
     """One new token.
 
-    `log_prob` and `likeliest` (likeliest first) are natural logarithms of the model's own distribution, before
+    `log_prob` and `top_logprobs` (most likely first) are natural logarithms of the model's own distribution, before
     temperature, top-k and top-p. Where the model gives no numbers the text ends, and `log_prob` is NaN.
     """
 
@@ -54,7 +54,7 @@ class NewToken(NamedTuple):
     """What `Batch.add` returned."""
     id: int
     log_prob: float
-    likeliest: tuple[tuple[int, float], ...]
+    top_logprobs: tuple[tuple[int, float], ...]
     is_last: bool
 
 
@@ -174,8 +174,8 @@ class Batch:
         device = self._decoder.output_weight.device
         lengths = lengths.to(device)
         cache = None if self._cache is None else self._cache.view(start, start + len(fresh))
-        places = torch.arange(len(fresh), device=device) * input_ids.shape[1] + lengths - 1
-        logits: Tensor = self._decoder(input_ids.to(device), cache=cache, places=places)
+        last = torch.arange(len(fresh), device=device) * input_ids.shape[1] + lengths - 1
+        logits: Tensor = self._decoder(input_ids.to(device), cache=cache, logits_to_keep=last)
         if cache is not None:
             cache.advance(lengths)
         return logits.float().cpu()
@@ -186,12 +186,12 @@ class Batch:
         token = sample_token(logits, row.request.sampling, row.generator)
         row.text.append(token)
         log_probs = logits.log_softmax(dim=0)
-        likeliest = log_probs.topk(min(row.request.num_likeliest, len(log_probs)))
+        top_logprobs = log_probs.topk(min(row.request.num_top_logprobs, len(log_probs)))
         return NewToken(
             row.handle,
             token,
             float(log_probs[token]),
-            tuple(zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)),
+            tuple(zip(top_logprobs.indices.tolist(), top_logprobs.values.tolist(), strict=True)),
             is_last=token in self._stop_ids or len(row.text) == row.end,
         )
 

@@ -67,7 +67,7 @@ class AttentionConfig:
         return Attention(self, dim)
 
 
-class Layout(NamedTuple):
+class AttentionMetadata(NamedTuple):
     """Where each token of a forward stands and what it may see: computed once, read by every block.
 
     At most one of `offsets` and `mask` is given; without either, each row is causal as a whole.
@@ -82,14 +82,14 @@ class Layout(NamedTuple):
     """Where in the cache these tokens go."""
 
 
-def lay_out(
+def build_attention_metadata(
     config: AttentionConfig,
     x: Float[Tensor, "B S D"],
     document_ids: Int32[Tensor, "B S"] | None,
     cached_lengths: Int64[Tensor, " B"] | None = None,
     num_slots: int = 0,
-) -> Layout:
-    """Returns the layout of a forward.
+) -> AttentionMetadata:
+    """Returns the attention metadata of a forward.
 
     Args:
         config: The attention's.
@@ -119,7 +119,7 @@ def lay_out(
         elif not _suits_offsets(x, num_documents, head_dim):
             offsets, mask = None, document_mask(document_ids)
     cos, sin = rotary_tables(positions, head_dim, config.rope_theta)
-    return Layout(cos, sin, offsets, mask, slots)
+    return AttentionMetadata(cos, sin, offsets, mask, slots)
 
 
 def _suits_offsets(x: Tensor, num_documents: int, head_dim: int) -> bool:
@@ -176,21 +176,24 @@ def _is_start(document_ids: Tensor) -> Tensor:
 
 
 def attend(
-    query: Float[Tensor, "B S H E"], key: Float[Tensor, "B L K E"], value: Float[Tensor, "B L K E"], layout: Layout
+    query: Float[Tensor, "B S H E"],
+    key: Float[Tensor, "B L K E"],
+    value: Float[Tensor, "B L K E"],
+    metadata: AttentionMetadata,
 ) -> Float[Tensor, "B S H E"]:
-    """Returns softmax(query key^T / sqrt(E)) value over what `layout` lets each token see."""
-    if layout.offsets is None:
-        return _attend_rows(query, key, value, layout.mask)
+    """Returns softmax(query key^T / sqrt(E)) value over what `metadata` lets each token see."""
+    if metadata.offsets is None:
+        return _attend_rows(query, key, value, metadata.mask)
     if query.device.type == "cpu":
-        by_document: Tensor = _attend_each_document(query, key, value, layout.offsets)
+        by_document: Tensor = _attend_each_document(query, key, value, metadata.offsets)
         return by_document
     groups, seq_len = query.shape[2] // key.shape[2], query.shape[1]
     out = varlen_attn(
         query.flatten(0, 1),
         key.repeat_interleave(groups, dim=2).flatten(0, 1),  # torch 2.11's has no enable_gqa
         value.repeat_interleave(groups, dim=2).flatten(0, 1),
-        layout.offsets,
-        layout.offsets,
+        metadata.offsets,
+        metadata.offsets,
         seq_len,
         seq_len,
         window_size=(-1, 0),  # causal
@@ -251,24 +254,26 @@ class Attention(Part):
         return 12 * self.query.out_features
 
     def forward(
-        self, x: Float[Tensor, "B S D"], layout: Layout, cache: tuple[Tensor, Tensor] | None = None
+        self, x: Float[Tensor, "B S D"], metadata: AttentionMetadata, cache: tuple[Tensor, Tensor] | None = None
     ) -> Float[Tensor, "B S D"]:
         """Returns what each token gathers from those it may see."""
         heads = (*x.shape[:2], -1, self.head_dim)
-        query = rotate(self.query(x).view(heads), layout.cos, layout.sin)
-        key = rotate(self.key(x).view(heads), layout.cos, layout.sin)
+        query = rotate(self.query(x).view(heads), metadata.cos, metadata.sin)
+        key = rotate(self.key(x).view(heads), metadata.cos, metadata.sin)
         value = self.value(x).view(heads)
         if cache is not None:
-            key, value = _remember(key, value, layout, cache)
-        out: Tensor = self.output(attend(query, key, value, layout).flatten(2))
+            key, value = _remember(key, value, metadata, cache)
+        out: Tensor = self.output(attend(query, key, value, metadata).flatten(2))
         return out
 
 
-def _remember(key: Tensor, value: Tensor, layout: Layout, cache: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    assert layout.slots is not None
+def _remember(
+    key: Tensor, value: Tensor, metadata: AttentionMetadata, cache: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    assert metadata.slots is not None
     keys, values = cache
     rows = torch.arange(key.shape[0], device=key.device).unsqueeze(1)
-    keys[rows, layout.slots] = key.to(keys.dtype)
-    values[rows, layout.slots] = value.to(values.dtype)
-    end = key.shape[1] if layout.mask is None else layout.mask.shape[-1]
+    keys[rows, metadata.slots] = key.to(keys.dtype)
+    values[rows, metadata.slots] = value.to(values.dtype)
+    end = key.shape[1] if metadata.mask is None else metadata.mask.shape[-1]
     return keys[:, :end].to(key.dtype), values[:, :end].to(value.dtype)

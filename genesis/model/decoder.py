@@ -4,7 +4,7 @@ Legend of dimension letters:
 
     B  sequences of a micro-batch     S  tokens of a sequence     D  model width (`dim`)
     K  key and value heads            E  width of a head          V  vocabulary
-    L  slots of a key-value cache     P  places that are asked for
+    L  slots of a key-value cache     P  positions whose logits are asked for
 
 A norm before each part, attention, feed-forward: each part has a file of its own and answers for its parameters
 (`genesis.model.part`). There is no parallelism, optimizer or checkpoint code here: blocks are self-contained modules,
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from genesis.errors import UserError
-from genesis.model.attention import AttentionConfig, Layout, lay_out
+from genesis.model.attention import AttentionConfig, AttentionMetadata, build_attention_metadata
 from genesis.model.feed_forward import DenseConfig, FeedForwardConfig
 from genesis.model.initial import INIT_STD, InitialValues, fill_normal
 from genesis.model.norm import NormConfig
@@ -170,17 +170,17 @@ class Block(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "B S D"],
-        layout: Layout,
+        metadata: AttentionMetadata,
         cache: tuple[Tensor, Tensor] | None = None,
-        places: Int64[Tensor, " P"] | None = None,
+        logits_to_keep: Int64[Tensor, " P"] | None = None,
     ) -> tuple[Float[Tensor, "B S D"] | Float[Tensor, "P D"], Statistics | None]:
         """Returns the residual stream after this layer, and what its feed-forward part has to report.
 
-        The stream is returned as a whole, or at some places of the flattened batch.
+        The stream is returned as a whole, or at some positions of the flattened batch.
         """
-        x = x + self.dropout(self.attention(self.attention_norm(x), layout, cache))
-        if places is not None:
-            x = x.flatten(0, 1)[places]
+        x = x + self.dropout(self.attention(self.attention_norm(x), metadata, cache))
+        if logits_to_keep is not None:
+            x = x.flatten(0, 1)[logits_to_keep]
         update, statistics = self.feed_forward(self.feed_forward_norm(x))
         return x + self.dropout(update), statistics
 
@@ -244,7 +244,7 @@ class Decoder(nn.Module):
         *,
         document_ids: Int32[Tensor, "B S"] | None = None,
         cache: KVCache | None = None,
-        places: Int64[Tensor, " P"] | None = None,
+        logits_to_keep: Int64[Tensor, " P"] | None = None,
         head: Callable[[Tensor, Tensor], T] = project,  # type: ignore[assignment]  # a default cannot bind T
         has_statistics: bool = False,
     ) -> T | tuple[T, dict[str, Statistics]]:
@@ -254,19 +254,19 @@ class Decoder(nn.Module):
             input_ids: Tokens.
             document_ids: Which document of its row each token belongs to; None for one document per row.
             cache: Earlier tokens of the same sequences; this forward's are added to it, but only counted by `advance`.
-            places: Where in the flattened batch hidden states are wanted, so that the rest of it is not computed to the
-                end; None for everywhere.
+            logits_to_keep: The positions of the flattened batch whose logits are wanted; the last block computes only
+                those. None for all.
             head: Called as `head(hidden, output_weight)` inside the forward, where a sharded weight is whole.
             has_statistics: Whether what the parts report is returned, too, by the canonical name of each that does.
         """
         x = self.embedding(input_ids)
         cached = () if cache is None else (cache.lengths, cache.keys.shape[2])
-        layout = lay_out(self._attention, x, document_ids, *cached)
+        metadata = build_attention_metadata(self._attention, x, document_ids, *cached)
         statistics: dict[str, Statistics] = {}
         for index, block in enumerate(self.blocks):
-            kept = places if index == len(self.blocks) - 1 else None
+            kept = logits_to_keep if index == len(self.blocks) - 1 else None
             held = None if cache is None else (cache.keys[index], cache.values[index])
-            x, reported = block(x, layout, held, kept)
+            x, reported = block(x, metadata, held, kept)
             if reported is not None:
                 statistics[f"blocks.{index}.feed_forward"] = reported
         out = head(self.norm(x), self.output_weight)

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from genesis_callbacks.checkpoint import local_parts
+from genesis_callbacks.checkpoint import local_shards
 
 INIT_STD: Final = 0.02
 BLOCK_ROWS: Final = 64
@@ -24,14 +24,14 @@ _INTEGERS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 @torch.no_grad()
 def mark_unset(parameter: Tensor) -> None:
     """Fills what this rank holds of a parameter with a NaN that `is_unset` knows. Does not communicate."""
-    for local in local_parts("unset", parameter, "parameter"):
+    for local in local_shards("unset", parameter, "parameter"):
         _view_bits(local.data).fill_(_UNSET_BITS[parameter.element_size()])
 
 
 def is_unset(parameter: Tensor) -> bool | None:
     """Returns whether what this rank holds of a parameter is as `mark_unset` left it; None if it holds nothing."""
     found = None
-    for local in local_parts("unset", parameter, "parameter"):
+    for local in local_shards("unset", parameter, "parameter"):
         bits, mark = _view_bits(local.data), _UNSET_BITS[parameter.element_size()]
         found = bool(bits.flatten()[0] == mark) and bool((bits == mark).all())
     return found
@@ -74,7 +74,7 @@ def fill_normal(parameter: Tensor, std: float, key: str) -> None:
         std: The deviation.
         key: Decides the values, together with shape and deviation: seed and name.
     """
-    for local in local_parts(key, parameter, "parameter"):
+    for local in local_shards(key, parameter, "parameter"):
         corner = zip(local.part.offsets, local.part.sizes, strict=True)
         first, *others = (slice(offset, offset + size) for offset, size in corner)
         for number in find_blocks(first.start, first.stop):

@@ -19,7 +19,7 @@ class ShownToken(NamedTuple):
     name: str
     offset: int
     log_prob: float
-    likeliest: dict[str, float]
+    top_logprobs: dict[str, float]
 
 
 class Shown(NamedTuple):
@@ -33,7 +33,7 @@ class Shown(NamedTuple):
         return {
             "tokens": [token.name for token in self.tokens],
             "token_logprobs": [token.log_prob for token in self.tokens],
-            "top_logprobs": [token.likeliest for token in self.tokens],
+            "top_logprobs": [token.top_logprobs for token in self.tokens],
             "text_offset": [token.offset for token in self.tokens],
         }
 
@@ -105,12 +105,12 @@ class Choice:
         return Shown(text + rest, tokens)
 
     def _show(self, token: NewToken, start: int, name: str) -> ShownToken:
-        likeliest = {
+        top_logprobs = {
             token_name(self._tokenizer, other): log_prob
-            for other, log_prob in token.likeliest
+            for other, log_prob in token.top_logprobs
             if other != token.id and math.isfinite(log_prob)
         }
-        return ShownToken(name, start, token.log_prob, {name: token.log_prob, **likeliest})
+        return ShownToken(name, start, token.log_prob, {name: token.log_prob, **top_logprobs})
 
 
 def token_name(tokenizer: Tokenizer | None, token: int) -> str:

@@ -130,7 +130,7 @@ class Completion:
                 max_new_tokens=prompt.max_new_tokens,
                 sampling=asked.sampling,
                 seed=derive_seed(seed, index % asked.num_choices),
-                num_likeliest=asked.num_likeliest or 0,
+                num_top_logprobs=asked.num_top_logprobs or 0,
             )
             for index, prompt in enumerate(texts)
         ]
@@ -204,7 +204,7 @@ class Completion:
         return _Part(index, shown, choice.finish_reason)
 
     def _describe(self, part: _Part, echo: str = "") -> dict[str, Any]:
-        has_log_probs = self._asked.num_likeliest is not None
+        has_log_probs = self._asked.num_top_logprobs is not None
         return {
             "index": part.choice,
             "text": echo + part.shown.text,

@@ -12,7 +12,7 @@ from genesis.serve.errors import ApiError
 
 DEFAULT_NEW_TOKENS = 16
 """OpenAI's."""
-MAX_LIKELIEST = 5
+MAX_TOP_LOGPROBS = 5
 _MAX_STOPS = 4
 _MAX_STOP_CHARS = 1000
 _LARGEST_COUNT = 2**31 - 1
@@ -55,7 +55,7 @@ class CompletionRequest:
         num_choices: For each prompt.
         stop: Texts that end a choice; they are not part of it.
         seed: None for another draw each time.
-        num_likeliest: How many alternatives each token comes with; None for no probabilities at all.
+        num_top_logprobs: How many alternatives each token comes with; None for no probabilities at all.
         has_echo: Whether the prompt stands before its text.
         is_stream: Whether tokens are sent as they come.
         has_usage: Whether a stream ends with the counts of tokens.
@@ -68,7 +68,7 @@ class CompletionRequest:
     num_choices: int
     stop: tuple[str, ...]
     seed: int | None
-    num_likeliest: int | None
+    num_top_logprobs: int | None
     has_echo: bool
     is_stream: bool
     has_usage: bool
@@ -103,7 +103,7 @@ def parse_completion(body: bytes, max_texts: int) -> CompletionRequest:
         num_choices=fields.integer("n", 1, max_texts) or 1,
         stop=_read_stop(fields),
         seed=fields.integer("seed", -(2**63), 2**63 - 1),
-        num_likeliest=fields.integer("logprobs", 0, MAX_LIKELIEST),
+        num_top_logprobs=fields.integer("logprobs", 0, MAX_TOP_LOGPROBS),
         has_echo=fields.flag("echo"),
         is_stream=is_stream,
         has_usage=_read_has_usage(fields, is_stream=is_stream),
@@ -111,7 +111,7 @@ def parse_completion(body: bytes, max_texts: int) -> CompletionRequest:
     best_of = fields.integer("best_of", 1, _LARGEST_COUNT)
     if best_of not in (None, request.num_choices):
         _refuse("best_of", f"is {best_of} and n {request.num_choices}: choosing among texts is not supported")
-    if request.has_echo and request.num_likeliest is not None:
+    if request.has_echo and request.num_top_logprobs is not None:
         _refuse("echo", "with logprobs is not supported: the prompt's tokens have no probabilities here")
     if request.num_texts > max_texts:
         _refuse(

@@ -17,10 +17,10 @@ from genesis.errors import UserError
 from genesis.loss import sum_cross_entropy
 from genesis.model.decoder import Decoder
 from genesis.strategies.degrees import Degrees, list_divisors
+from genesis.strategies.desync import DesyncWatchdog
 from genesis.strategies.layout import ParallelLayout, lay_out
 from genesis.strategies.mesh import WorldMesh
 from genesis.strategies.micro_batches import Head, WindowLoss, sum_in_turn, train_in_turn
-from genesis.strategies.skew import ForwardSkewWatchdog
 from genesis.strategies.start import Launcher, Start
 from genesis.strategies.wrap import ActivationCheckpointing, ShardOptions, apply_wrappers
 
@@ -43,7 +43,7 @@ class Sharded(ModelParallelStrategy):
         cpu_offload: Whether parameters, gradients and optimizer state live in CPU memory between uses.
         activation_checkpointing: `none`, `block`, or n for every n-th block.
         compile_blocks: Whether each block is compiled by torch.compile.
-        forward_skew_seconds: A rank that is alone in a forward for longer ends the run with its name.
+        desync_seconds: A rank that is alone in a forward for longer ends the run with its name.
         process_group_backend: `gloo` or `nccl`; by default the one of the device.
         timeout_seconds: How long a collective may wait.
 
@@ -62,7 +62,7 @@ class Sharded(ModelParallelStrategy):
         cpu_offload: bool = False,
         activation_checkpointing: ActivationCheckpointing = "none",
         compile_blocks: bool = False,
-        forward_skew_seconds: float = 60.0,
+        desync_seconds: float = 60.0,
         process_group_backend: str | None = None,
         timeout_seconds: float = 1800.0,
     ) -> None:
@@ -79,9 +79,9 @@ class Sharded(ModelParallelStrategy):
         self.cpu_offload = cpu_offload
         self.activation_checkpointing = activation_checkpointing
         self.compile_blocks = compile_blocks
-        self.forward_skew_seconds = forward_skew_seconds
+        self.desync_seconds = desync_seconds
         self.start = Start()
-        self._watchdog: ForwardSkewWatchdog | None = None
+        self._watchdog: DesyncWatchdog | None = None
         self._mesh: WorldMesh | None = None
         self._layout: ParallelLayout | None = None
 
@@ -200,9 +200,7 @@ class Sharded(ModelParallelStrategy):
         super().setup(trainer)
         if self.world_size > 1:
             assert self.lightning_module is not None
-            self._watchdog = ForwardSkewWatchdog(
-                self.lightning_module, self.forward_skew_seconds, self.layout.stage_ranks
-            )
+            self._watchdog = DesyncWatchdog(self.lightning_module, self.desync_seconds, self.layout.stage_ranks)
             self._watchdog.start()
 
     def teardown(self) -> None:

@@ -26,14 +26,14 @@ from genesis.data.packing import Packing
 from genesis.data.stream.options import StreamOptions
 from genesis.data.stream_data import StreamData
 from genesis.data.training_data import TrainingData, TrainingOptions, check_counts
-from genesis.data.window import Window
+from genesis.data.window import AccumulationWindow
 from genesis.errors import UserError
 from genesis.strategies.layout import layout_strategy
 from genesis.train.data_position import MoveDataPosition
 
 
 class CorpusDataModule(pl.LightningDataModule):
-    """Windows of a prepared corpus or of a stream; the batch of its loaders is a `Window`.
+    """Windows of a prepared corpus or of a stream; the batch of its loaders is an `AccumulationWindow`.
 
     Every rank calls it alike; it communicates nothing, but for a stream's figures when they are logged. A run that goes
     on starts from a restored state; a new run takes a new data module.
@@ -137,7 +137,9 @@ class CorpusDataModule(pl.LightningDataModule):
             windows.window, lambda: range(len(windows)), len(windows), self._prefetch_windows, self._has_cuda()
         )
 
-    def transfer_batch_to_device(self, batch: Window, device: torch.device, dataloader_idx: int) -> Window:
+    def transfer_batch_to_device(
+        self, batch: AccumulationWindow, device: torch.device, dataloader_idx: int
+    ) -> AccumulationWindow:
         """Returns the window on `device`; from page-locked memory the copy overlaps what the device is doing."""
         return self.copy_clock.copy(batch, device)
 

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from genesis.data.training_data import TrainingData
-from genesis.data.window import Window
+from genesis.data.window import AccumulationWindow
 from genesis.errors import UserError
 from genesis.strategies.layout import layout_strategy
 
@@ -53,7 +53,12 @@ class MoveDataPosition(pl.Callback):
         self._stop_at_the_end(trainer)
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Window, batch_idx: int
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: AccumulationWindow,
+        batch_idx: int,
     ) -> None:
         """Moves the position."""
         has_tokens = getattr(pl_module, "skip_reason", None) != "no_valid_tokens"

@@ -25,7 +25,7 @@ import torch
 from genesis.data.clock import LoaderTimes
 from genesis.data.loader import WindowLoader
 from genesis.data.training_data import TrainingData
-from genesis.data.window import Window
+from genesis.data.window import AccumulationWindow
 from genesis.train.data_module import CorpusDataModule
 
 WAIT_SHARE_LIMIT = 0.05
@@ -83,7 +83,12 @@ class DataTelemetry(pl.Callback):
         self._num_steps, self._wait_seconds, self._has_warned = -_JUDGED_STEPS, 0.0, False
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Window, batch_idx: int
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: AccumulationWindow,
+        batch_idx: int,
     ) -> None:
         """Logs and judges, where it is time for it."""
         loader, data = trainer.train_dataloader, vars(trainer).get("datamodule")

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from genesis.data.training_data import TrainingData
-from genesis.data.window import Window
+from genesis.data.window import AccumulationWindow
 from genesis.errors import RunEndedError, UserError
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.initial import is_unset, mark_unset
@@ -53,10 +53,10 @@ def seed_of_step(seed: int, step: int, data_rank: int) -> int:
 class GenesisModule(pl.LightningModule):
     """A decoder and its training step.
 
-    The batch is a `Window`: this rank's micro-batches between two optimizer steps. The gradient of a window is the
-    sum of the gradients of all valid tokens, over all ranks and micro-batches, divided by their number. A window
-    without a valid token, with a non-finite gradient or with a scaler's overflow is skipped by all ranks alike: no
-    parameter and no optimizer state changes, and `skip_reason` says why.
+    The batch is an `AccumulationWindow`: this rank's micro-batches between two optimizer steps. The gradient of a
+    window is the sum of the gradients of all valid tokens, over all ranks and micro-batches, divided by their
+    number. A window without a valid token, with a non-finite gradient or with a scaler's overflow is skipped by all
+    ranks alike: no parameter and no optimizer state changes, and `skip_reason` says why.
 
     Args:
         decoder: The model's shape.
@@ -159,7 +159,7 @@ class GenesisModule(pl.LightningModule):
 
     # ---- the step
 
-    def training_step(self, window: Window, batch_idx: int) -> dict[str, Tensor]:
+    def training_step(self, window: AccumulationWindow, batch_idx: int) -> dict[str, Tensor]:
         """Runs one window's micro-batches; Lightning runs the last backward, the one in which gradients meet."""
         strategy, layout = self._strategy, self._strategy.layout
         for parameter in self.parameters():
@@ -247,7 +247,7 @@ class GenesisModule(pl.LightningModule):
         """Makes sure that there are weights."""
         self._draw_what_was_not_restored()
 
-    def validation_step(self, window: Window, batch_idx: int) -> None:
+    def validation_step(self, window: AccumulationWindow, batch_idx: int) -> None:
         """Adds one batch of the validation set; ranks run the same number of batches, and nothing is gathered."""
         loss_sum = self._strategy.sum_losses(self._model, window.micro_batches)
         self.validation_loss.update(loss_sum, window.num_valid_tokens)

@@ -29,7 +29,7 @@ from genesis.bench.workers.protocol import Workload
 from genesis.cli.main import main
 from genesis.errors import UserError
 from genesis.model.describe import describe
-from genesis_callbacks.checkpoint import Ranks, SaveTarget, Snapshot, local_parts
+from genesis_callbacks.checkpoint import Ranks, SaveTarget, Snapshot, local_shards
 from genesis_callbacks.checkpoint.pipeline import Progress, SavePipeline
 
 MODE = {mode.name: mode for mode in MODES}
@@ -135,7 +135,7 @@ def test_the_writer_runs_on_its_own_core_and_the_trainer_stays_where_it_was() ->
 def test_a_planless_saver_plans_each_save_and_the_engine_the_first(
     tmp_path: Path, kind: type[SavePipeline], num_plans: int
 ) -> None:
-    parts = local_parts("model.weight", torch.ones(4), "parameter")
+    parts = local_shards("model.weight", torch.ones(4), "parameter")
     target = SaveTarget(tmp_path, Ranks())
     pipeline = kind(target, mode="thread", staging="blocking", time_limit_seconds=60.0)
     plans = []

@@ -22,12 +22,12 @@ from genesis.cli.main import main
 from genesis.train.recipe_policy import RECIPE_POLICY
 from genesis_callbacks.checkpoint import (
     DirectoryLock,
-    Origin,
     Ranks,
+    RunMetadata,
     SaveTarget,
     Snapshot,
     find_drift,
-    local_parts,
+    local_shards,
     read_manifest,
     save_blocking,
     verify,
@@ -57,11 +57,11 @@ def save_run(
     """Saves tensors that depend on the step, one checkpoint after another."""
     directory = run / "checkpoints"
     directory.mkdir(parents=True)
-    target = SaveTarget(directory, Ranks(), origin=Origin({"tokenizer_hash": "abc"}, recipe or RECIPE))
+    target = SaveTarget(directory, Ranks(), origin=RunMetadata({"tokenizer_hash": "abc"}, recipe or RECIPE))
 
     def save(step: int) -> Path:
         tensors = tensors_of(step, norm)
-        parts = [part for name, tensor in tensors.items() for part in local_parts(name, tensor, "parameter")]
+        parts = [part for name, tensor in tensors.items() for part in local_shards(name, tensor, "parameter")]
         return save_blocking(target, lambda: Snapshot(step, {"tokens_seen": 1000 * step}, parts, {"step": step}))
 
     return [save(step) for step in steps]

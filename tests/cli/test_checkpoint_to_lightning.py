@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from genesis.cli.checkpoint.to_lightning import main
-from genesis_callbacks.checkpoint import CheckpointError, Ranks, SaveTarget, Snapshot, local_parts, save_blocking
+from genesis_callbacks.checkpoint import CheckpointError, Ranks, SaveTarget, Snapshot, local_shards, save_blocking
 from genesis_callbacks.checkpoint.tagged_json import encode_tagged
 
 
@@ -16,7 +16,7 @@ def run_dir(tmp_path):
     section, _ = encode_tagged(
         {"trainer": {"global_step": 3, "callbacks": {}}, "model_extras": {}, "optimizers": [], "rng": None}, "state.0"
     )
-    parts = local_parts("model.weight", torch.arange(4.0), "parameter")
+    parts = local_shards("model.weight", torch.arange(4.0), "parameter")
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     target = SaveTarget(tmp_path / "run/checkpoints", Ranks())
     save_blocking(target, lambda: Snapshot(3, {"step": 3}, parts, section, has_optimizer=False))

@@ -15,7 +15,7 @@ from genesis.data.packing import Packing
 from genesis.data.plans import write_plan
 from genesis.data.prepare import PrepareOptions, prepare_corpus
 from genesis.data.sources import SourceOptions
-from genesis.data.window import IGNORE_INDEX, Window
+from genesis.data.window import IGNORE_INDEX, AccumulationWindow
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer, frame_document
 from genesis.train.data_module import CorpusDataModule
@@ -73,7 +73,7 @@ def read_all(corpus: Path, packing: Packing) -> list[Row]:
     return [row for window in windows for row in rows_of(window)]
 
 
-def rows_of(window: Window) -> list[Row]:
+def rows_of(window: AccumulationWindow) -> list[Row]:
     return [
         (tuple(batch.input_ids[0].tolist()), tuple(batch.labels[0].tolist()), tuple(batch.document_ids[0].tolist()))
         for batch in window.micro_batches

@@ -13,7 +13,7 @@ from genesis.cli.data import verify_main
 from genesis.data.prepare import PrepareOptions, prepare_corpus
 from genesis.data.sources import SourceOptions
 from genesis.data.stream.options import StreamOptions
-from genesis.data.window import Window
+from genesis.data.window import AccumulationWindow
 from genesis.train.data_module import CorpusDataModule
 from tests.data.corpus_support import read_tree
 from tests.golden.files import GOLDEN
@@ -40,7 +40,7 @@ def build_data(kind: str) -> CorpusDataModule:
     )
 
 
-def describe(window: Window) -> list[Any]:
+def describe(window: AccumulationWindow) -> list[Any]:
     """Returns what the window says of itself, and a digest of all its tensors."""
     digest = blake2b(digest_size=16)
     for micro_batch in window.micro_batches:
@@ -52,7 +52,7 @@ def describe(window: Window) -> list[Any]:
 
 def train(data: CorpusDataModule) -> list[list[Any]]:
     found = []
-    windows: Iterable[Window] = data.train_dataloader()
+    windows: Iterable[AccumulationWindow] = data.train_dataloader()
     for window in islice(windows, NUM_WINDOWS):
         data.training.advance(window)
         found.append(describe(window))

@@ -24,7 +24,7 @@ from genesis.data.loader import (
 from genesis.data.order import build_order
 from genesis.data.packing import Packing, count_train_sequences
 from genesis.data.plans import SourcePlan, measure_source, open_plan, write_plan
-from genesis.data.window import IGNORE_INDEX, Window
+from genesis.data.window import IGNORE_INDEX, AccumulationWindow
 from genesis.errors import UserError
 from tests.data.corpora import BOS, EOS, VOCAB_SIZE, Documents, make_documents, write_corpus
 
@@ -64,7 +64,7 @@ def count_sequences(corpus: Corpus, seq_len: int, plans: Sequence[SourcePlan] | 
     return {source.name: plan.num_sequences for source, plan in zip(corpus.train, plans, strict=True)}
 
 
-def rows_of(window: Window) -> list[Row]:
+def rows_of(window: AccumulationWindow) -> list[Row]:
     return [
         (inputs.tolist(), labels.tolist(), documents.tolist())
         for micro_batch in window.micro_batches
@@ -89,7 +89,7 @@ def reference_row(documents: Documents, sequence: int) -> Row:
     return [token for token, _, _ in part], [label for _, label, _ in part], [number - first for _, _, number in part]
 
 
-def equal_windows(one: Window, two: Window) -> bool:
+def equal_windows(one: AccumulationWindow, two: AccumulationWindow) -> bool:
     return (one.data_position, one.num_valid_tokens, one.num_bytes, rows_of(one)) == (
         two.data_position,
         two.num_valid_tokens,
@@ -197,7 +197,11 @@ def test_a_resume_at_every_step_equals_going_straight(corpus: Corpus, prefetch_w
 def test_an_iteration_begins_where_the_position_is_when_its_first_window_is_asked_for() -> None:
     position = 0
     loader = WindowLoader(
-        partial(Window, (), 0, 0), lambda: range(position, position + 3), 3, prefetch_windows=2, pin_memory=False
+        partial(AccumulationWindow, (), 0, 0),
+        lambda: range(position, position + 3),
+        3,
+        prefetch_windows=2,
+        pin_memory=False,
     )
     stream = iter(loader)
     position = 40
@@ -238,7 +242,7 @@ def test_a_window_that_divides_is_planned() -> None:
     assert plan_micro_batches(48, 4, 3) == 4
 
 
-def pairs_of(windows: Iterable[Window]) -> Counter[tuple[int, int]]:
+def pairs_of(windows: Iterable[AccumulationWindow]) -> Counter[tuple[int, int]]:
     """How often each token with the label after it counts."""
     rows = (row for window in windows for row in rows_of(window))
     return Counter(

@@ -73,7 +73,7 @@ def test_examples_before_every_question_alike_are_scored_as_by_hf(
     compare(ours, theirs, spec, num_fewshot=1)
 
 
-def test_a_likeliest_continuation_is_greedy_as_for_hf(ours: GenesisLM, theirs: HFLM, tmp_path: Path) -> None:
+def test_a_most_likely_continuation_is_greedy_as_for_hf(ours: GenesisLM, theirs: HFLM, tmp_path: Path) -> None:
     told = write_generation(tmp_path / "told", until=[], max_gen_toks=3)
     answers = ask(ours, told)["samples"]["told"]
     rows = [{"begin": item["arguments"][0][0], "end": item["resps"][0][0]} for item in answers]

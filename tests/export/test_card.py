@@ -13,7 +13,15 @@ from genesis.export.tensors import Source
 from genesis.generate.load import load_decoder
 from genesis.model.decoder import DecoderConfig
 from genesis.tokenizer.open import open_tokenizer
-from genesis_callbacks.checkpoint import Origin, Ranks, SaveTarget, Snapshot, local_parts, read_manifest, save_blocking
+from genesis_callbacks.checkpoint import (
+    Ranks,
+    RunMetadata,
+    SaveTarget,
+    Snapshot,
+    local_shards,
+    read_manifest,
+    save_blocking,
+)
 from genesis_callbacks.checkpoint.manifest import Ancestor, read_committed_hash
 from genesis_callbacks.checkpoint.tagged_json import encode_tagged
 from tests.tiny_runs import SHAPE, build_decoder
@@ -56,12 +64,12 @@ def save(
     parts = [
         part
         for name, tensor in build_decoder(step).state_dict().items()
-        for part in local_parts(f"model.decoder.{name}", tensor, "parameter")
+        for part in local_shards(f"model.decoder.{name}", tensor, "parameter")
     ]
     recipe = {"model": {"decoder": SHAPE}, "data": {"corpus": str(corpus)}}
     state, _ = encode_tagged({"trainer": {"CorpusDataModule": data_state}}, "state.0")
     directory.mkdir(parents=True, exist_ok=True)
-    target = SaveTarget(directory, Ranks(), origin=Origin(identity, recipe))
+    target = SaveTarget(directory, Ranks(), origin=RunMetadata(identity, recipe))
     target.continue_from(previous, step - 1)
     return save_blocking(target, lambda: Snapshot(step, {"step": step}, parts, state))
 

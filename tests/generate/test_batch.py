@@ -55,14 +55,14 @@ def test_probabilities_are_the_models_own_whatever_is_sampled(decoder):
     (prompt,) = build_prompts(1)
     options = SamplingOptions(temperature=3.0, top_k=40)
     batch = Batch(decoder, 2, NO_STOP)
-    batch.add(Request(prompt, 8, options, seed=1, num_likeliest=3))
+    batch.add(Request(prompt, 8, options, seed=1, num_top_logprobs=3))
     text = list(prompt)
     for _ in range(8):
         (token,) = batch.step()
         log_probs = decoder(torch.tensor([text]))[0, -1].detach().log_softmax(dim=0)
         assert token.log_prob == pytest.approx(float(log_probs[token.id]), abs=1e-4)
-        assert [id for id, _ in token.likeliest] == log_probs.topk(3).indices.tolist()
-        assert [value for _, value in token.likeliest] == pytest.approx(log_probs.topk(3).values.tolist(), abs=1e-4)
+        assert [id for id, _ in token.top_logprobs] == log_probs.topk(3).indices.tolist()
+        assert [value for _, value in token.top_logprobs] == pytest.approx(log_probs.topk(3).values.tolist(), abs=1e-4)
         text.append(token.id)
     assert token.is_last
     assert batch.num_free == 2

@@ -14,7 +14,7 @@ from genesis.generate.load import load_decoder
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
-from genesis_callbacks.checkpoint import Origin, Ranks, SaveTarget, Snapshot, local_parts, save_blocking
+from genesis_callbacks.checkpoint import Ranks, RunMetadata, SaveTarget, Snapshot, local_shards, save_blocking
 
 WORDS = ["alpha", "beta", "gamma", "delta", "def", "return", "class", "\u00e9t\u00e9", "\u65e5\u672c"]
 SHAPE = {
@@ -45,15 +45,15 @@ def run(tmp_path_factory, tokenizer_file):
     (directory / "checkpoints").mkdir()
     recipe = json.loads(json.dumps({"model": {"decoder": SHAPE}, "data": {"corpus": str(corpus)}}))
     identity = {"tokenizer_hash": open_tokenizer(tokenizer_file).hash}
-    target = SaveTarget(directory / "checkpoints", Ranks(), origin=Origin(identity, recipe))
+    target = SaveTarget(directory / "checkpoints", Ranks(), origin=RunMetadata(identity, recipe))
     for step in (1, 2):
         decoder = build(seed=step)
         parts = [
             part
             for name, tensor in decoder.state_dict().items()
-            for part in local_parts(f"model.decoder.{name}", tensor, "parameter")
+            for part in local_shards(f"model.decoder.{name}", tensor, "parameter")
         ]
-        parts += local_parts("optimizer.0.decoder.embedding.weight.exp_avg", torch.ones(3), "state")
+        parts += local_shards("optimizer.0.decoder.embedding.weight.exp_avg", torch.ones(3), "state")
         save_blocking(target, lambda step=step, parts=parts: Snapshot(step, {}, parts, {}))
     return directory
 

@@ -10,7 +10,7 @@ LOGITS = torch.tensor([0.1, 2.0, -1.0, 1.5, 2.0, -30.0])
 
 
 def slow_probabilities(logits, options):
-    """Walks down the tokens from the likeliest."""
+    """Walks down the tokens from the most likely."""
     weights = [torch.exp(logit.double() / options.temperature).item() for logit in logits]
     total = sum(weights)
     ranked = sorted(range(len(weights)), key=lambda token: -weights[token])[: options.top_k]
@@ -34,7 +34,7 @@ def test_probabilities_equal_the_slow_ones(temperature, top_k, top_p):
     assert torch.allclose(ours, slow_probabilities(LOGITS, options).float(), atol=1e-6)
 
 
-def test_temperature_zero_takes_the_first_of_the_likeliest():
+def test_temperature_zero_takes_the_first_of_the_most_likely():
     probs = token_probabilities(LOGITS, SamplingOptions(temperature=0.0))
     assert probs.tolist() == [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
 
@@ -60,6 +60,6 @@ def test_an_option_out_of_range_is_refused_by_name(options):
         SamplingOptions(**options)
 
 
-def test_a_tiny_temperature_takes_the_likeliest_token():
+def test_a_tiny_temperature_takes_the_most_likely_token():
     probs = token_probabilities(LOGITS - torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0, 0.0]), SamplingOptions(1e-40))
     assert probs.tolist() == [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]

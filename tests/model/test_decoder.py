@@ -17,7 +17,7 @@ from genesis.huggingface.shape import write_shape
 from genesis.loss import sum_cross_entropy
 from genesis.model import attention as attention_module
 from genesis.model import initial
-from genesis.model.attention import Layout, attend, document_mask, document_offsets, document_positions
+from genesis.model.attention import AttentionMetadata, attend, document_mask, document_offsets, document_positions
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.initial import INIT_STD
 from genesis_callbacks.testing import run_ranks
@@ -130,9 +130,9 @@ def test_every_way_to_attend_agrees_with_the_slow_one(num_kv_heads):
     key, value = torch.randn(2, *PACKED.shape, num_kv_heads, 8)
     wanted = slow_attention(query, key, value, PACKED)
     none = torch.empty(0)
-    by_document = attend(query, key, value, Layout(none, none, offsets=document_offsets(PACKED)))
-    masked = attend(query, key, value, Layout(none, none, mask=document_mask(PACKED)))
-    plain = attend(query[1:2], key[1:2], value[1:2], Layout(none, none))  # the row of one document
+    by_document = attend(query, key, value, AttentionMetadata(none, none, offsets=document_offsets(PACKED)))
+    masked = attend(query, key, value, AttentionMetadata(none, none, mask=document_mask(PACKED)))
+    plain = attend(query[1:2], key[1:2], value[1:2], AttentionMetadata(none, none))  # the row of one document
     assert (by_document - wanted).abs().max() < 1e-5
     assert (masked - wanted).abs().max() < 1e-5
     assert (plain - wanted[1:2]).abs().max() < 1e-5
@@ -145,7 +145,7 @@ def test_the_cuda_kernel_takes_what_it_is_given():
         for heads in (4, 2, 2)
     )
     none = torch.empty(0, device="meta")
-    out = attend(query, key, value, Layout(none, none, offsets=document_offsets(PACKED).to("meta")))
+    out = attend(query, key, value, AttentionMetadata(none, none, offsets=document_offsets(PACKED).to("meta")))
     assert out.shape == query.shape
     out.sum().backward()
     assert key.grad.shape == key.shape
@@ -335,7 +335,7 @@ def test_hidden_states_at_some_places_are_those_of_all():
     decoder = Decoder(config).eval()
     decoder.init_weights(0)
     input_ids = torch.randint(61, (3, 9), generator=torch.Generator().manual_seed(0))
-    places = torch.tensor([0, 8, 11, 26])
-    some = decoder(input_ids, places=places)
+    kept = torch.tensor([0, 8, 11, 26])
+    some = decoder(input_ids, logits_to_keep=kept)
     assert some.shape == (4, 61)
-    torch.testing.assert_close(some, decoder(input_ids).flatten(0, 1)[places])
+    torch.testing.assert_close(some, decoder(input_ids).flatten(0, 1)[kept])

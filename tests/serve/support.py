@@ -106,7 +106,7 @@ def alone(
     """Returns the tokens that a text gets when there is no other, with their log-probabilities; greedy if not said."""
     ids = [loaded.tokenizer.bos_id, *loaded.tokenizer.encode(prompt)]
     batch = Batch(loaded.decoder, 1, loaded.tokenizer.stop_ids, num_slots=len(ids) + num_tokens)
-    batch.add(Request(ids, num_tokens, sampling or SamplingOptions(temperature=0.0), seed, num_likeliest=2))
+    batch.add(Request(ids, num_tokens, sampling or SamplingOptions(temperature=0.0), seed, num_top_logprobs=2))
     tokens: list[NewToken] = []
     while not (tokens and tokens[-1].is_last):
         tokens += batch.step()

@@ -114,7 +114,7 @@ def test_probabilities_are_the_models_own(client, loaded):
         assert len(alternatives) == 2
         assert shown.tokens[index] == max(alternatives, key=alternatives.get)
         assert sorted(alternatives.values(), reverse=True) == pytest.approx(
-            [log_prob for _, log_prob in token.likeliest], abs=1e-4
+            [log_prob for _, log_prob in token.top_logprobs], abs=1e-4
         )
 
 

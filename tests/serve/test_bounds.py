@@ -99,7 +99,7 @@ def test_a_hundred_streams_at_once_each_give_what_they_give_alone(server, served
             break
         prompt, num_tokens = f"alpha{number} def ", 8 + number % 24
         tokens = alone(loaded, prompt, num_tokens)
-        if all(token.likeliest[0][1] - token.likeliest[1][1] > 1e-3 for token in tokens):  # no choice by rounding
+        if all(token.top_logprobs[0][1] - token.top_logprobs[1][1] > 1e-3 for token in tokens):  # no choice by rounding
             wanted[prompt, num_tokens] = loaded.tokenizer.decode([token.id for token in tokens])
     assert len(wanted) == NUM_STREAMS
     assert len(set(wanted.values())) > NUM_STREAMS / 2

@@ -115,4 +115,4 @@ def test_an_alternative_without_probability_is_left_out(tokenizer):
     choice = Choice(tokenizer)
     shown = choice.feed(NewToken(0, 300, -0.5, ((300, -0.5), (301, float("-inf"))), True))
     (token,) = shown.tokens
-    assert token.likeliest == {token.name: -0.5}
+    assert token.top_logprobs == {token.name: -0.5}

@@ -88,7 +88,7 @@ def test_a_checkpoint_is_picked_and_continues_the_prompt_as_the_api_does(server,
     expect(panel(page, "a").locator(".foot")).to_have_text(re.compile(r"30 tokens .* per second .* perplexity"))
 
 
-def test_a_token_tells_its_probability_and_the_likeliest_others_by_pointer_and_by_keyboard(server, page):
+def test_a_token_tells_its_probability_and_the_most_likely_others_by_pointer_and_by_keyboard(server, page):
     page.goto(f"{server.url}#a=step-00000003&prompt=alpha&temperature=0&max_tokens=8")
     generate(page)
     tip = page.get_by_role("tooltip")
@@ -99,11 +99,13 @@ def test_a_token_tells_its_probability_and_the_likeliest_others_by_pointer_and_b
         "/v1/completions",
         {"model": "step-00000003", "prompt": "alpha", "temperature": 0, "max_tokens": 8, "logprobs": 5},
     )
-    likeliest = answer["choices"][0]["logprobs"]["top_logprobs"][2]
-    assert len(likeliest) == 5
+    top_logprobs = answer["choices"][0]["logprobs"]["top_logprobs"][2]
+    assert len(top_logprobs) == 5
     expect(tip.locator(".row")).to_have_count(5)
     shares = [float(text.strip("<% ")) / 100 for text in tip.locator(".percent").all_text_contents()]
-    assert shares == pytest.approx(sorted((2.718281828**value for value in likeliest.values()), reverse=True), abs=6e-3)
+    assert shares == pytest.approx(
+        sorted((2.718281828**value for value in top_logprobs.values()), reverse=True), abs=6e-3
+    )
     expect(tip.locator(".own .percent")).to_have_text(tip.locator(".percent").first.text_content())
     page.keyboard.press("Escape")
     expect(tip).to_be_hidden()

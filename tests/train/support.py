@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from genesis.data.window import IGNORE_INDEX, MicroBatch, Window
+from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.optim import OptimizerOptions
 from genesis.strategies import Replicated, Sharded
@@ -37,7 +37,9 @@ def rows_of_step(step: int, is_empty: bool = False) -> MicroBatch:
     return MicroBatch(input_ids, labels, document_ids)
 
 
-def window_of_rank(step: int, rank: int, world_size: int, micro_batch_size: int = 1, is_empty: bool = False) -> Window:
+def window_of_rank(
+    step: int, rank: int, world_size: int, micro_batch_size: int = 1, is_empty: bool = False
+) -> AccumulationWindow:
     """Returns the rows of `rank`, in micro-batches."""
     rows = rows_of_step(step, is_empty)
     size = GLOBAL_BATCH_SIZE // world_size
@@ -46,16 +48,16 @@ def window_of_rank(step: int, rank: int, world_size: int, micro_batch_size: int 
         for start in range(rank * size, (rank + 1) * size, micro_batch_size)
     )
     num_valid = sum(int((m.labels != IGNORE_INDEX).sum()) for m in micro_batches)
-    return Window(micro_batches, num_valid, 3 * num_valid, (step + 1) * GLOBAL_BATCH_SIZE)
+    return AccumulationWindow(micro_batches, num_valid, 3 * num_valid, (step + 1) * GLOBAL_BATCH_SIZE)
 
 
-class Windows(IterableDataset[Window]):
+class Windows(IterableDataset[AccumulationWindow]):
     """Windows of one rank; `empty_steps` have no valid label on any rank."""
 
     def __init__(self, num_steps: int, rank: int, world_size: int, empty_steps: tuple[int, ...] = ()) -> None:
         self.arguments = (num_steps, rank, world_size, empty_steps)
 
-    def __iter__(self) -> Iterator[Window]:
+    def __iter__(self) -> Iterator[AccumulationWindow]:
         num_steps, rank, world_size, empty_steps = self.arguments
         for step in range(num_steps):
             yield window_of_rank(step, rank, world_size, is_empty=step in empty_steps)
@@ -64,7 +66,9 @@ class Windows(IterableDataset[Window]):
         return self.arguments[0]
 
 
-def loader(num_steps: int, rank: int, world_size: int, empty_steps: tuple[int, ...] = ()) -> DataLoader[Window]:
+def loader(
+    num_steps: int, rank: int, world_size: int, empty_steps: tuple[int, ...] = ()
+) -> DataLoader[AccumulationWindow]:
     return DataLoader(Windows(num_steps, rank, world_size, empty_steps), batch_size=None)
 
 

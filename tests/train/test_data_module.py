@@ -19,7 +19,7 @@ from genesis.data.corpus import open_corpus
 from genesis.data.loader import Ranks, TrainWindows
 from genesis.data.packing import Packing
 from genesis.data.plans import measure_source, write_plan
-from genesis.data.window import IGNORE_INDEX, Window
+from genesis.data.window import IGNORE_INDEX, AccumulationWindow
 from genesis.errors import UserError
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
@@ -63,13 +63,13 @@ class Recorder(pl.LightningModule):
         self.trained: list[tuple[int, list[Any]]] = []
         self.validated: list[tuple[int, int]] = []
 
-    def training_step(self, window: Window, batch_idx: int) -> Tensor:
+    def training_step(self, window: AccumulationWindow, batch_idx: int) -> Tensor:
         if self.fail_at == window.data_position:
             raise RuntimeError("as the test wants it")
         self.trained.append((window.data_position, [m.input_ids.tolist() for m in window.micro_batches]))
         return self.weight * 0.0
 
-    def validation_step(self, window: Window, batch_idx: int) -> None:
+    def validation_step(self, window: AccumulationWindow, batch_idx: int) -> None:
         labels = torch.cat([micro_batch.labels for micro_batch in window.micro_batches])
         self.validated.append((int((labels != IGNORE_INDEX).sum()), window.num_bytes))
 
@@ -285,7 +285,7 @@ def test_tokens_are_mixed_in_the_proportions_asked_for(corpus: Path, packing: Pa
     """Whatever the sources' sequences hold: those of "code" are longer here, so that fewer of them are drawn."""
     data = data_module(corpus, packing=packing, mix={"web": 1, "code": 1})
     while data.training.data_position < 5_000:
-        data.training.advance(Window((), 0, 0, data.training.data_position + GLOBAL_BATCH))
+        data.training.advance(AccumulationWindow((), 0, 0, data.training.data_position + GLOBAL_BATCH))
     web, code = (drawn["tokens"] for drawn in data.training.ledger.values())
     assert abs(code / web - 1) < 0.01
     drawn = data.training.order.sequences_drawn(data.training.data_position)
@@ -308,7 +308,7 @@ def test_what_was_drawn_is_logged_by_source(corpus: Path, tmp_path: Path) -> Non
 # ---- every token once, and the end of the data
 
 
-def pairs_of_windows(windows: Iterable[Window]) -> Counter[tuple[int, int]]:
+def pairs_of_windows(windows: Iterable[AccumulationWindow]) -> Counter[tuple[int, int]]:
     """How often each token with the label after it counts."""
     pairs: Counter[tuple[int, int]] = Counter()
     for window in windows:
@@ -427,7 +427,7 @@ def test_a_changed_mix_is_named_by_the_weights_that_the_user_wrote(corpus: Path,
 def test_a_changed_mix_is_in_the_difference_of_recipes(tmp_path: Path) -> None:
     before = {"data": {"mix": {"web": 2}, "max_epochs": None}}
     now = {"data": {"mix": {"web": 1}, "max_epochs": {"code": 2}}}
-    target = checkpoint.SaveTarget(tmp_path, checkpoint.Ranks(), origin=checkpoint.Origin({}, before))
+    target = checkpoint.SaveTarget(tmp_path, checkpoint.Ranks(), origin=checkpoint.RunMetadata({}, before))
     manifest = checkpoint.read_manifest(checkpoint.save_blocking(target, lambda: checkpoint.Snapshot(1, {}, [], {})))
     found = checkpoint.find_drift(manifest, identity={}, recipe=now, versions=manifest.versions, policy=RECIPE_POLICY)
     assert [(difference.area, difference.text, difference.verdict) for difference in found] == [

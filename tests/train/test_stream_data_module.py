@@ -13,7 +13,7 @@ from torch import Tensor
 
 from genesis.data.sources import SourceOptions
 from genesis.data.stream.options import StreamOptions
-from genesis.data.window import Window
+from genesis.data.window import AccumulationWindow
 from genesis.errors import UserError
 from genesis.model.decoder import DecoderConfig
 from genesis.train.data_module import CorpusDataModule
@@ -57,11 +57,11 @@ class Recorder(pl.LightningModule):
         self.weight = torch.nn.Parameter(torch.zeros(()))
         self.trained: list[tuple[int, list[Any]]] = []
 
-    def training_step(self, window: Window, batch_idx: int) -> Tensor:
+    def training_step(self, window: AccumulationWindow, batch_idx: int) -> Tensor:
         self.trained.append((window.data_position, rows_of(window)))
         return self.weight * 0.0
 
-    def validation_step(self, window: Window, batch_idx: int) -> None:
+    def validation_step(self, window: AccumulationWindow, batch_idx: int) -> None:
         raise AssertionError("there is no validation set")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -170,7 +170,9 @@ class Remember(Callback):
         self.rows: list[Any] = []
         self.metrics: dict[str, float] = {}
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Window, _: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: AccumulationWindow, _: int
+    ) -> None:
         self.rows.extend(rows_of(batch))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -33,7 +33,7 @@ from .checkpoint.lineage import DirectoryLock, list_committed, remove_abandoned,
 from .checkpoint.manifest import Ancestor
 from .checkpoint.ranks import Ranks
 from .checkpoint.rng import apply_rng_state, read_rng_state
-from .checkpoint.save_target import Origin, SaveTarget
+from .checkpoint.save_target import RunMetadata, SaveTarget
 from .checkpoint.writer_process import WriterProcess
 
 # How long a restart waits for orphaned writers.
@@ -151,7 +151,7 @@ class FitSession:
         target = self._history.target = SaveTarget(
             self._directory,
             self.ranks,
-            origin=Origin(identity, recipe, _read_axes(trainer, module)),
+            origin=RunMetadata(identity, recipe, _read_axes(trainer, module)),
             retention=self._options.retention,
             events=None if self.events is None else self.events.log,
         )

@@ -31,9 +31,9 @@ from .checkpoint.groups import GroupNames, check_groups, find_options
 from .checkpoint.lightning_file import index_optimizer_state, read_optimizer_state
 from .checkpoint.manifest import Ancestor, Manifest, read_committed_hash
 from .checkpoint.overlaps import separate_shared
-from .checkpoint.plan import LocalPart
+from .checkpoint.plan import LocalShard
 from .checkpoint.ranks import Ranks
-from .checkpoint.restore import check_restored, read_recorded_tensors, restore_parts
+from .checkpoint.restore import check_restored, read_recorded_tensors, restore_shards
 from .checkpoint.rng import apply_rng_state, read_rng_state
 from .checkpoint.save_target import read_versions
 from .checkpoint.sections import SavedSections
@@ -316,10 +316,10 @@ class Restore:
             CheckpointError: A tensor is not what was saved; on every rank alike.
         """
 
-        def settle() -> list[LocalPart]:
+        def settle() -> list[LocalShard]:
             parts = self._settle_optimizers(module, optimizers, live)
             model = self._recorded(name_model(module.state_dict(keep_vars=True)))
-            restore_parts(self.path, self.manifest, [part for part in model if self._is_swapped(part)])
+            restore_shards(self.path, self.manifest, [part for part in model if self._is_swapped(part)])
             return parts + [part for part in model if part.part.kind == "parameter"]
 
         if self.has_weights_alone:
@@ -328,10 +328,10 @@ class Restore:
         parts = self._ranks.attempt("restoring the optimizer", settle, error_type=CheckpointError)
         check_restored(self.manifest, parts, self._ranks)
 
-    def _is_swapped(self, part: LocalPart) -> bool:
+    def _is_swapped(self, part: LocalShard) -> bool:
         return SWAPPED_PREFIX + part.part.name.removeprefix(MODEL_PREFIX) in self.manifest.tensors
 
-    def _recorded(self, model: NamedModel) -> list[LocalPart]:
+    def _recorded(self, model: NamedModel) -> list[LocalShard]:
         return [part for part in model_parts(model) if part.part.name in self.manifest.tensors]
 
     @staticmethod
@@ -358,10 +358,10 @@ class Restore:
 
     def _fill(
         self, module: LightningModule, optimizers: Sequence[Optimizer], live_by_rank: Sequence[_LiveNames]
-    ) -> list[LocalPart]:
+    ) -> list[LocalShard]:
         self._check_model(self._unite(live_by_rank), is_strict=module.strict_loading)
         parts = self._recorded(name_model(module.state_dict(keep_vars=True)))
-        restore_parts(self.path, self.manifest, parts)
+        restore_shards(self.path, self.manifest, parts)
         extras = self._read_extras(set(module.state_dict()))
         if extras:
             module.load_state_dict(extras, strict=False)
@@ -369,7 +369,7 @@ class Restore:
 
     def _settle_optimizers(
         self, module: LightningModule, optimizers: Sequence[Optimizer], live_by_rank: Sequence[_LiveNames]
-    ) -> list[LocalPart]:
+    ) -> list[LocalShard]:
         """Makes each optimizer hold what was saved, as far as Lightning has not done so, and returns its parts."""
         num_live = max(len(live.optimizers) for live in live_by_rank)
         if num_live == 0:
@@ -378,7 +378,7 @@ class Restore:
         if num_live != sections.num_optimizers:
             raise CheckpointError(f"{sections.num_optimizers} optimizers were saved, the run has {num_live}")
         names = name_parameters(module)
-        settled: list[LocalPart] = []
+        settled: list[LocalShard] = []
         for index in range(num_live):
             live = [other.optimizers[index] for other in live_by_rank if index < len(other.optimizers)]
             check_groups(index, live, sections.name_groups(index))
@@ -392,7 +392,7 @@ class Restore:
             made = prepare_optimizer(index, optimizer, names, self.manifest, values)
             parts = optimizer_parts(name_optimizer(index, optimizer, names))
             is_due = [part for part in parts if not self._has_lightning_filled or part.part.name in made]
-            restore_parts(self.path, self.manifest, is_due)
+            restore_shards(self.path, self.manifest, is_due)
             settled += parts
         return settled
 

@@ -20,7 +20,7 @@ from .checkpoint.collect import (
     name_parameters,
 )
 from .checkpoint.known_tensors import KnownTensors
-from .checkpoint.plan import LocalPart, local_parts
+from .checkpoint.plan import LocalShard, local_shards
 from .checkpoint.rng import read_rng_state
 from .checkpoint.roles import record_role
 from .checkpoint.save_target import Snapshot
@@ -155,12 +155,12 @@ class _Swapped:
     names: dict[int, str] = field(default_factory=dict)
     tensors: dict[str, tuple[Tensor, bool]] = field(default_factory=dict)
 
-    def parts(self) -> list[LocalPart]:
+    def parts(self) -> list[LocalShard]:
         """Returns what this rank holds of these tensors: the replicas of all ranks are stored once."""
         return [
             part
             for name, (tensor, is_buffer) in self.tensors.items()
-            for part in local_parts(name, tensor, "buffer" if is_buffer else "parameter")
+            for part in local_shards(name, tensor, "buffer" if is_buffer else "parameter")
         ]
 
 
@@ -252,6 +252,6 @@ def take_snapshot(
     section, tensors = encode_tagged(content, f"state.{rank}", stored)
     parts = [*known.parts, *chain.from_iterable(optimizer.parts for optimizer in optimizers), *swapped.parts()]
     for name, tensor in tensors.items():
-        parts += local_parts(name, tensor, "state")
+        parts += local_shards(name, tensor, "state")
     cache.tensors.end_save()
     return Snapshot(trainer.global_step, read_counters(trainer), parts, section, has_optimizer)

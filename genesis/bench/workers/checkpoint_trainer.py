@@ -34,7 +34,7 @@ from genesis.bench.workers.checkpoint_saves import (
 from genesis.bench.workers.protocol import ENDLESS, NoMoreStepsError
 from genesis.bench.workers.windows import build_windows
 from genesis.data.loader import WindowLoader
-from genesis.data.window import Window
+from genesis.data.window import AccumulationWindow
 from genesis.model.decoder import DecoderConfig
 from genesis.optim import OptimizerOptions
 from genesis.run_directory import RunDirectory
@@ -63,7 +63,7 @@ class _GatedLoader:
     def __len__(self) -> int:
         return len(self._loader)  # with a length, Lightning takes no window ahead of its step
 
-    def __iter__(self) -> Iterator[Window]:
+    def __iter__(self) -> Iterator[AccumulationWindow]:
         for window in self._loader:
             try:
                 self._gate.before_step()
@@ -94,7 +94,7 @@ class _RandomWindows(pl.LightningDataModule):
         self._gate = gate
         self._has_cuda = workload.device == "cuda"
 
-    def _build(self, index: int) -> Window:
+    def _build(self, index: int) -> AccumulationWindow:
         is_warmup = index < len(self._warmup_windows)
         return self._warmup_windows[index] if is_warmup else self._windows[index % len(self._windows)]
 
@@ -104,7 +104,9 @@ class _RandomWindows(pl.LightningDataModule):
         )
         return _GatedLoader(loader, self._gate)
 
-    def transfer_batch_to_device(self, batch: Window, device: torch.device, dataloader_idx: int) -> Window:
+    def transfer_batch_to_device(
+        self, batch: AccumulationWindow, device: torch.device, dataloader_idx: int
+    ) -> AccumulationWindow:
         return batch.to(device, non_blocking=True)
 
 

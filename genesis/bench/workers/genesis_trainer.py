@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import Strategy
 from genesis.bench.workers.protocol import ENDLESS, Gate, NoMoreStepsError, Workload, workload_from_json
 from genesis.bench.workers.windows import build_windows
 from genesis.data.loader import WindowLoader
-from genesis.data.window import Window
+from genesis.data.window import AccumulationWindow
 from genesis.model.decoder import DecoderConfig
 from genesis.optim import OptimizerOptions
 from genesis.run_directory import RunDirectory
@@ -43,12 +43,17 @@ class _Gatekeeper(pl.Callback):
         return float(self._loss_sum) / self._num_valid_tokens
 
     def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Window, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: AccumulationWindow, batch_idx: int
     ) -> None:
         self._gate.before_step()
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Window, batch_idx: int
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: AccumulationWindow,
+        batch_idx: int,
     ) -> None:
         self._loss_sum, self._num_valid_tokens = outputs["loss_sum"], batch.num_valid_tokens
 
@@ -70,7 +75,9 @@ class _RandomWindows(pl.LightningDataModule):
             pin_memory=self._has_cuda,
         )
 
-    def transfer_batch_to_device(self, batch: Window, device: torch.device, dataloader_idx: int) -> Window:
+    def transfer_batch_to_device(
+        self, batch: AccumulationWindow, device: torch.device, dataloader_idx: int
+    ) -> AccumulationWindow:
         return batch.to(device, non_blocking=True)
 
 

@@ -3,12 +3,12 @@
 import torch
 
 from genesis.bench.workers.protocol import NUM_DISTINCT_WINDOWS, Workload, random_rows
-from genesis.data.window import IGNORE_INDEX, MicroBatch, Window
+from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
 
 _DOCUMENTS_PER_ROW = 4
 
 
-def build_windows(workload: Workload) -> list[Window]:
+def build_windows(workload: Workload) -> list[AccumulationWindow]:
     """Returns the distinct windows, in the order in which they come round."""
     rows = random_rows(workload)
     input_ids, labels = rows[:, :-1].contiguous(), rows[:, 1:].clone()
@@ -27,5 +27,7 @@ def build_windows(workload: Workload) -> list[Window]:
     for index in range(NUM_DISTINCT_WINDOWS):
         of_window = tuple(micro_batches[index * workload.num_micro_batches :][: workload.num_micro_batches])
         num_valid = sum(int((m.labels != IGNORE_INDEX).sum()) for m in of_window)
-        windows.append(Window(of_window, num_valid, 4 * num_valid, (index + 1) * workload.sequences_per_window))
+        windows.append(
+            AccumulationWindow(of_window, num_valid, 4 * num_valid, (index + 1) * workload.sequences_per_window)
+        )
     return windows

@@ -7,7 +7,7 @@ from rich.filesize import decimal
 
 from genesis.checkpoint_reference import find_run
 from genesis.cli.checkpoint.shared import BAD, RUN_HELP, build_parser, hold_directory, print_json
-from genesis_callbacks.checkpoint import Kept, Retention, list_committed, plan_removals
+from genesis_callbacks.checkpoint import CommittedCheckpoint, Retention, list_committed, plan_removals
 from genesis_callbacks.checkpoint.best import read_marked_names
 from genesis_callbacks.checkpoint.inventory import newest_whole, read_inventory
 from genesis_callbacks.checkpoint.lineage import checkpoints_in
@@ -32,7 +32,10 @@ def main(argv: list[str]) -> int:
     with hold_directory(directory, is_needed=not arguments.dry_run):
         entries = {entry.path.name: entry for entry in read_inventory(directory) if entry.state == "committed"}
         newest, bad = newest_whole(list(entries.values()))
-        kept = [Kept(path.name, manifest.step, manifest.sequence) for path, manifest in list_committed(directory)]
+        kept = [
+            CommittedCheckpoint(path.name, manifest.step, manifest.sequence)
+            for path, manifest in list_committed(directory)
+        ]
         newest_name = None if newest is None else newest.path.name
         removals = plan_removals(kept, newest_name, retention, marked=read_marked_names(directory))
         if newest_name is not None and not arguments.dry_run:

@@ -22,7 +22,7 @@ from genesis.data.stream.open import Stream
 from genesis.data.stream.pool import BlockSupply, InlineSupply, WorkerPool
 from genesis.data.stream.state import LaneStates, PartState, read_states, write_states
 from genesis.data.stream.worker import Job, LaneSource, Setup
-from genesis.data.window import Window
+from genesis.data.window import AccumulationWindow
 
 _MAX_NOTES: Final = 5
 _ROUNDS_LOOKED_AHEAD: Final = 8
@@ -72,7 +72,7 @@ class StreamWindows:
 
     # ---- windows
 
-    def window(self, position: int) -> Window:
+    def window(self, position: int) -> AccumulationWindow:
         """Returns this rank's window of the global batch that begins at `position`.
 
         Raises:

@@ -26,7 +26,7 @@ from genesis.data.plans import PlannedPacking, write_plan
 from genesis.data.prepare import prepare_corpus
 from genesis.data.shards import little_endian
 from genesis.data.sources import SourceOptions
-from genesis.data.window import Window
+from genesis.data.window import AccumulationWindow
 from genesis.errors import UserError
 from genesis.tokenizer.open import open_tokenizer
 from genesis.train.data_module import CorpusDataModule
@@ -100,7 +100,7 @@ def open_adopted(path: Path) -> Corpus:
     return open_corpus(path.parent / "corpora" / "adopted")
 
 
-def all_windows(corpus: Corpus, ranks: Ranks) -> Iterator[Window]:
+def all_windows(corpus: Corpus, ranks: Ranks) -> Iterator[AccumulationWindow]:
     (source,) = corpus.train
     windows = TrainWindows(
         build_order({source.name: (source.num_tokens - 1) // SEQ_LEN}, {source.name: 1}, seed=3),
@@ -116,7 +116,7 @@ def all_windows(corpus: Corpus, ranks: Ranks) -> Iterator[Window]:
         yield windows.window(position)
 
 
-def assert_equal_windows(one: Iterator[Window], two: Iterator[Window]) -> None:
+def assert_equal_windows(one: Iterator[AccumulationWindow], two: Iterator[AccumulationWindow]) -> None:
     num_windows = 0
     for left, right in zip(one, two, strict=True):
         assert (left.num_valid_tokens, left.num_bytes) == (right.num_valid_tokens, right.num_bytes)

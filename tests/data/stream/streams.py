@@ -19,7 +19,7 @@ from genesis.data.sources import SourceOptions
 from genesis.data.stream.open import Stream, open_stream
 from genesis.data.stream.options import StreamOptions
 from genesis.data.stream.windows import StreamWindows
-from genesis.data.window import Window
+from genesis.data.window import AccumulationWindow
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer, padding_id
 from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
@@ -96,12 +96,12 @@ def make_windows(
     return StreamWindows(stream, order, sequence_format, GLOBAL_BATCH, micro_batch_size, Ranks(rank, world_size))
 
 
-def read_windows(windows: StreamWindows, first: int, count: int) -> list[Window]:
+def read_windows(windows: StreamWindows, first: int, count: int) -> list[AccumulationWindow]:
     """Returns `count` windows from window number `first` on."""
     return [windows.window(number * GLOBAL_BATCH) for number in range(first, first + count)]
 
 
-def rows_of(window: Window) -> list[Row]:
+def rows_of(window: AccumulationWindow) -> list[Row]:
     return [
         (tuple(inputs.tolist()), tuple(labels.tolist()), tuple(documents.tolist()))
         for micro_batch in window.micro_batches
@@ -140,7 +140,7 @@ def expected_pairs(tokenizer: Tokenizer, texts: list[str]) -> Counter[tuple[int,
     return pairs
 
 
-def equal_windows(one: Window, two: Window) -> bool:
+def equal_windows(one: AccumulationWindow, two: AccumulationWindow) -> bool:
     return (one.data_position, one.num_valid_tokens, one.num_bytes, rows_of(one)) == (
         two.data_position,
         two.num_valid_tokens,

@@ -19,11 +19,11 @@ from .errors import (
 from .lineage import DirectoryLock, QuarantineWarning, find_latest, list_committed
 from .manifest import ChunkRecord, FileRecord, Manifest, TensorRecord, read_manifest
 from .pipeline import save_blocking
-from .plan import LocalPart, Part, local_parts
+from .plan import LocalShard, TensorShard, local_shards
 from .ranks import Ranks
-from .restore import check_restored, read_tensors, restore_parts
-from .retain import Kept, Retention, plan_removals
-from .save_target import Origin, RetentionWarning, SaveTarget, Snapshot
+from .restore import check_restored, read_tensors, restore_shards
+from .retain import CommittedCheckpoint, Retention, plan_removals
+from .save_target import RetentionWarning, RunMetadata, SaveTarget, Snapshot
 from .verify import VerifyLevel, verify
 
 __all__ = [
@@ -37,11 +37,11 @@ __all__ = [
     "DriftPolicy",
     "DriftWarning",
     "FileRecord",
-    "Kept",
-    "LocalPart",
+    "CommittedCheckpoint",
+    "LocalShard",
     "Manifest",
-    "Origin",
-    "Part",
+    "RunMetadata",
+    "TensorShard",
     "QuarantineWarning",
     "Ranks",
     "Retention",
@@ -62,11 +62,11 @@ __all__ = [
     "find_latest",
     "format_differences",
     "list_committed",
-    "local_parts",
+    "local_shards",
     "plan_removals",
     "read_manifest",
     "read_tensors",
-    "restore_parts",
+    "restore_shards",
     "save_blocking",
     "verify",
 ]

@@ -27,7 +27,7 @@ from .manifest import (
     dtype_name,
     encode_manifest,
 )
-from .plan import Part
+from .plan import TensorShard
 from .retain import Retention, apply_retention
 from .safe_read import parse_json
 from .verify import verify
@@ -35,7 +35,7 @@ from .write import Receipt, write_file
 
 
 @dataclass(frozen=True)
-class Heading:
+class ManifestHeader:
     """What a manifest says beside its files and tensors; see `Manifest`."""
 
     step: int
@@ -69,7 +69,7 @@ def _encode_dcp_metadata(tensors: Mapping[str, TensorRecord], name: str) -> byte
 
 
 def collect_records(
-    parts: Iterable[Part], receipts: Sequence[Receipt], digests: Mapping[str, int]
+    parts: Iterable[TensorShard], receipts: Sequence[Receipt], digests: Mapping[str, int]
 ) -> dict[str, TensorRecord]:
     """Returns the manifest's tensors, from what the ranks wrote and what the live tensors said.
 
@@ -103,7 +103,7 @@ def _check_can_be_read(data: bytes, name: str) -> None:
 
 def assemble(
     staging: Path,
-    heading: Heading,
+    heading: ManifestHeader,
     tensors: Mapping[str, TensorRecord],
     receipts: Sequence[Receipt],
     sections: Sequence[Any],

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from .errors import UnsupportedStateError
 from .manifest import Manifest, TensorRecord
-from .plan import LocalPart, PartsCache
+from .plan import LocalShard, PartsCache
 
 MODEL_PREFIX = "model."
 SWAPPED_PREFIX = "swapped."
@@ -74,11 +74,11 @@ def name_model(state_dict: Mapping[str, Any]) -> NamedModel:
     return model
 
 
-def model_parts(model: NamedModel, cache: PartsCache | None = None) -> list[LocalPart]:
+def model_parts(model: NamedModel, cache: PartsCache | None = None) -> list[LocalShard]:
     """Returns what this rank holds of the model's tensors."""
     cache = cache or PartsCache()
     tensors = {MODEL_PREFIX + name: tensor for name, tensor in model.tensors.items()}
-    return cache.local_parts(tensors, lambda tensor: "parameter" if isinstance(tensor, nn.Parameter) else "buffer")
+    return cache.local_shards(tensors, lambda tensor: "parameter" if isinstance(tensor, nn.Parameter) else "buffer")
 
 
 def name_parameters(module: nn.Module) -> dict[int, str]:
@@ -167,10 +167,10 @@ def name_optimizer(index: int, optimizer: Optimizer, names: Mapping[int, str]) -
     return NamedOptimizer(tensors, {"groups": groups, "values": values, "has_state": bool(holder.state)})
 
 
-def optimizer_parts(optimizer: NamedOptimizer, cache: PartsCache | None = None) -> list[LocalPart]:
+def optimizer_parts(optimizer: NamedOptimizer, cache: PartsCache | None = None) -> list[LocalShard]:
     """Returns what this rank holds of an optimizer's state."""
     cache = cache or PartsCache()
-    return cache.local_parts(optimizer.tensors, lambda _: "optimizer")
+    return cache.local_shards(optimizer.tensors, lambda _: "optimizer")
 
 
 def recorded_optimizer_state(manifest: Manifest, index: int) -> dict[str, dict[str, TensorRecord]]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from genesis_callbacks.events import EventLog
 from genesis_callbacks.files import sync_directory
 
-from .assemble import Heading, assemble, collect_records, retain
+from .assemble import ManifestHeader, assemble, collect_records, retain
 from .collect import SWAPPED_PREFIX
 from .commit import discard
 from .descriptor import PrivateDescriptor
@@ -30,7 +30,7 @@ from .digest import digest_chunk
 from .errors import CheckpointError, SaveFailedError
 from .hashing import HashAlgorithm, hash_bytes
 from .manifest import Ancestor, ChunkRecord, FileRecord, TensorRecord, dtype_from_name, dtype_name, read_manifest
-from .plan import Part, merge_digests
+from .plan import TensorShard, merge_digests
 from .retain import Retention
 from .safe_read import MAX_DOCUMENT_BYTES, parse_json, read_file
 from .stage import Placed, Staged
@@ -95,15 +95,15 @@ class CommitOrder:
 
     Attributes:
         heading: For the manifest.
-        parts_by_writer: Which shared parts each rank was to write.
+        shards_by_writer: Which shared parts each rank was to write.
         retention: What is kept after the commit.
         num_updates: Optimizer steps that changed parameters since the checkpoint before.
         moved: Names of the parameters that the last of them changed, by its gradients and learning rates.
         events: Takes the event of the commit; None for none.
     """
 
-    heading: Heading
-    parts_by_writer: tuple[tuple[Part, ...], ...]
+    heading: ManifestHeader
+    shards_by_writer: tuple[tuple[TensorShard, ...], ...]
     retention: Retention
     num_updates: int
     moved: frozenset[str]
@@ -128,7 +128,7 @@ class WriteJob:
     staging: Path
     rank: int
     placed: tuple[Placed, ...]
-    digests: Mapping[Part, int]
+    digests: Mapping[TensorShard, int]
     section: Any
     hash_algorithm: HashAlgorithm
     time_limit_seconds: float
@@ -140,7 +140,7 @@ class RankReceipt:
     """What one rank says in its receipt file: what it wrote, the live digests of all that it holds, its other state."""
 
     receipt: Receipt
-    digests: dict[Part, int]
+    digests: dict[TensorShard, int]
     section: Any
 
 
@@ -178,7 +178,7 @@ def leave_failure(staging: Path, rank: int, outcome: Outcome) -> None:
         _write_note(_failure_path(staging, rank), {"kind": outcome.kind, "text": outcome.text})
 
 
-def _encode_receipt(receipt: Receipt, digests: Mapping[Part, int], section: Any) -> Any:
+def _encode_receipt(receipt: Receipt, digests: Mapping[TensorShard, int], section: Any) -> Any:
     parts = [
         [part.name, part.kind, part.shape, dtype_name(part.dtype), part.offsets, part.sizes, f"{digest:016x}"]
         for part, digest in digests.items()
@@ -194,7 +194,7 @@ def _decode_receipt(content: Any) -> RankReceipt:
         for name, chunk in content["chunks"]
     )
     digests = {
-        Part(name, kind, tuple(shape), dtype_from_name(dtype), tuple(offsets), tuple(sizes)): int(digest, 16)
+        TensorShard(name, kind, tuple(shape), dtype_from_name(dtype), tuple(offsets), tuple(sizes)): int(digest, 16)
         for name, kind, shape, dtype, offsets, sizes, digest in content["parts"]
     }
     files = tuple(FileRecord(**record) for record in content["files"])
@@ -270,7 +270,7 @@ def write_part(job: WriteJob, staged: Staged) -> RankReceipt:
     return RankReceipt(receipt, dict(job.digests), job.section)
 
 
-def _read_staged(job: WriteJob, staged: Staged) -> Iterator[tuple[Part, Tensor]]:
+def _read_staged(job: WriteJob, staged: Staged) -> Iterator[tuple[TensorShard, Tensor]]:
     """Yields each part with its staged data, just compared with what was live: while it is in the processor's cache.
 
     Raises:
@@ -302,7 +302,7 @@ def commit_save(
         OSError: The disk is full, or cannot be written.
     """
     for rank, receipt in enumerate(receipts):
-        _check_receipt(staging, rank, order.parts_by_writer[rank], receipt)
+        _check_receipt(staging, rank, order.shards_by_writer[rank], receipt)
     digests = merge_digests([receipt.digests for receipt in receipts])
     parts = {part.name: part for receipt in receipts for part in receipt.digests}
     tensors = collect_records(parts.values(), [receipt.receipt for receipt in receipts], digests)
@@ -346,7 +346,7 @@ def _gather(job: WriteJob, own: RankReceipt, world_size: int, is_orphan: Callabl
     return [receipts[rank] for rank in range(world_size)]
 
 
-def _check_receipt(staging: Path, rank: int, planned: Sequence[Part], receipt: RankReceipt) -> None:
+def _check_receipt(staging: Path, rank: int, planned: Sequence[TensorShard], receipt: RankReceipt) -> None:
     """Compares what a rank wrote with what the live model said it must write."""
     due = [*planned, *(part for part in receipt.digests if part.kind == "state")]
     expected = {(part.name, part.offsets, part.sizes) for part in due}
@@ -366,7 +366,7 @@ def _check_receipt(staging: Path, rank: int, planned: Sequence[Part], receipt: R
 
 
 def _check_against_previous(
-    directory: Path, order: CommitOrder, tensors: Mapping[str, TensorRecord], parts: Mapping[str, Part]
+    directory: Path, order: CommitOrder, tensors: Mapping[str, TensorRecord], parts: Mapping[str, TensorShard]
 ) -> None:
     previous = order.heading.previous
     if previous is None or order.num_updates == 0:
@@ -403,7 +403,7 @@ def _check_moved(
     before: Mapping[str, TensorRecord],
     order: CommitOrder,
     tensors: Mapping[str, TensorRecord],
-    parts: Mapping[str, Part],
+    parts: Mapping[str, TensorShard],
 ) -> None:
     """Refuses a stale snapshot: one that holds what the checkpoint before holds, although updates happened.
 

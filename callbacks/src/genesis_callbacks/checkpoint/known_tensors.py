@@ -25,7 +25,7 @@ from .collect import (
     optimizer_parts,
     state_holder,
 )
-from .plan import LocalPart, PartsCache
+from .plan import LocalShard, PartsCache
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class KnownModel:
 
     model: NamedModel
     stored: dict[int, str]
-    parts: list[LocalPart]
+    parts: list[LocalShard]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class KnownOptimizer:
     """
 
     section: dict[str, Any]
-    parts: list[LocalPart]
+    parts: list[LocalShard]
 
 
 class _Tensors:
@@ -89,7 +89,7 @@ class _OptimizerEntry:
     group_parameters: list[list[Tensor]]
     group_names: list[list[str]]
     state: _Tensors
-    parts: list[LocalPart]
+    parts: list[LocalShard]
 
     def is_of(self, optimizer: Optimizer, holder: Optimizer) -> bool:
         states = holder.state.values()

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from .collect import MODEL_PREFIX, canonical_name, name_model
 from .digest import digest_chunk
 from .manifest import Manifest, TensorRecord
-from .plan import local_parts
-from .restore import restore_parts
+from .plan import local_shards
+from .restore import restore_shards
 
 
 def separate_shared(path: Path, manifest: Manifest, module: nn.Module) -> None:
@@ -36,8 +36,8 @@ def separate_shared(path: Path, manifest: Manifest, module: nn.Module) -> None:
     model = name_model(module.state_dict(keep_vars=True))
     tensors = {MODEL_PREFIX + name: tensor for name, tensor in model.tensors.items()}
     for names in _find_overlaps({name: tensor for name, tensor in tensors.items() if name in manifest.tensors}):
-        parts = [part for name in names for part in local_parts(name, tensors[name], "buffer")]
-        restore_parts(path, manifest, parts)
+        parts = [part for name in names for part in local_shards(name, tensors[name], "buffer")]
+        restore_shards(path, manifest, parts)
         digests = {part.part.name: digest_chunk(part.data, part.part.shape, part.part.offsets) for part in parts}
         if any(digest != manifest.tensors[name].digest for name, digest in digests.items()):
             for name in names:

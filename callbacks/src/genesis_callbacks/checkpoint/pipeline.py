@@ -32,11 +32,11 @@ from .job import (
 )
 from .manifest import Ancestor, checkpoint_name
 from .one_save import OneSave
-from .plan import Part, SavePlan, plan_save
+from .plan import SavePlan, TensorShard, plan_save
 from .ranks import Ranks
 from .save_target import RetentionWarning, SaveTarget, Snapshot
 from .stage import Staged
-from .stager import SharedStager, StagedParts, record_event, stage_one_at_a_time
+from .stager import SharedStager, StagedShards, record_event, stage_one_at_a_time
 from .writer_process import WRITER_OVERHEAD_BYTES, WriterProcess
 
 SaveMode = Literal["sync", "thread", "process"]
@@ -73,7 +73,7 @@ class Progress:
 class _Plan:
     """Agreed by all ranks: valid while this rank holds these shared parts."""
 
-    own: tuple[Part, ...]
+    own: tuple[TensorShard, ...]
     save: SavePlan
     token: str
 
@@ -198,7 +198,7 @@ class SavePipeline:
         """Takes the snapshot and, where this needs another plan, makes one with all ranks."""
         taken: list[Snapshot] = []
 
-        def report() -> tuple[tuple[Part, ...], str]:
+        def report() -> tuple[tuple[TensorShard, ...], str]:
             taken.append(take_snapshot())
             return _shared(taken[0]), uuid.uuid4().hex[:8]
 
@@ -251,7 +251,7 @@ class SavePipeline:
                 raise ChangedPartsError("this rank holds other tensors than the save was planned for")
             copies = {local.part: local.data for local in others}
             live = {local.part: copies.get(local.part, local.data) for local in snapshot.parts}
-            ours = [*plan.save.parts_by_writer[self._ranks.rank], *(part for part in live if part.kind == "state")]
+            ours = [*plan.save.shards_by_writer[self._ranks.rank], *(part for part in live if part.kind == "state")]
             staged = stage_one_at_a_time(live, ours) if self.mode == "sync" else self._stager.stage(live, ours, event)
             save.staged_bytes = staged.num_bytes
             job = self._order(save, plan, snapshot, progress, staged, limit_seconds)
@@ -267,14 +267,14 @@ class SavePipeline:
         plan: _Plan,
         snapshot: Snapshot,
         progress: Progress,
-        staged: StagedParts,
+        staged: StagedShards,
         limit_seconds: float,
     ) -> WriteJob:
         target, order = self._target, None
         if self._ranks.is_first:
             order = CommitOrder(
                 target.heading(snapshot),
-                plan.save.parts_by_writer,
+                plan.save.shards_by_writer,
                 target.retention,
                 progress.num_updates,
                 progress.moved,
@@ -431,7 +431,7 @@ class SavePipeline:
             raise
 
 
-def _shared(snapshot: Snapshot) -> tuple[Part, ...]:
+def _shared(snapshot: Snapshot) -> tuple[TensorShard, ...]:
     """The parts that ranks plan together; tensors of a rank's own state it writes itself."""
     return tuple(local.part for local in snapshot.parts if local.part.kind != "state")
 

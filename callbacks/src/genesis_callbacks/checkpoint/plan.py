@@ -18,7 +18,7 @@ TensorKind = Literal["parameter", "buffer", "optimizer", "state"]
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorShard:
     """A block of a named tensor that some rank holds: what of it can be told to others."""
 
     name: str
@@ -35,10 +35,10 @@ class Part:
 
 
 @dataclass(frozen=True)
-class LocalPart:
+class LocalShard:
     """A part with its live data, which shares memory with the tensor that it is of."""
 
-    part: Part
+    part: TensorShard
     data: Tensor
 
 
@@ -46,10 +46,10 @@ class LocalPart:
 class SavePlan:
     """Which rank writes which parts, in what order."""
 
-    parts_by_writer: tuple[tuple[Part, ...], ...]
+    shards_by_writer: tuple[tuple[TensorShard, ...], ...]
 
 
-def local_parts(name: str, tensor: Tensor, kind: TensorKind) -> list[LocalPart]:
+def local_shards(name: str, tensor: Tensor, kind: TensorKind) -> list[LocalShard]:
     """Returns what this rank holds of `tensor`; empty blocks are left out. No communication.
 
     Raises:
@@ -64,7 +64,7 @@ def local_parts(name: str, tensor: Tensor, kind: TensorKind) -> list[LocalPart]:
     shape = tuple(tensor.shape)
     is_empty = math.prod(shape) == 0
     return [
-        LocalPart(Part(name, kind, shape, tensor.dtype, offsets, sizes), data)
+        LocalShard(TensorShard(name, kind, shape, tensor.dtype, offsets, sizes), data)
         for offsets, sizes, data in chunks
         if is_empty or math.prod(sizes) > 0
     ]
@@ -77,7 +77,7 @@ class _CachedParts:
     tensor: Tensor
     layout: MemoryLayout
     is_distributed: bool
-    parts: list[LocalPart]
+    parts: list[LocalShard]
 
 
 class PartsCache:
@@ -90,13 +90,13 @@ class PartsCache:
         self._entries: dict[str, _CachedParts] = {}
         self._fresh: dict[str, _CachedParts] = {}
 
-    def local_parts(self, tensors: Mapping[str, Tensor], kind_of: Callable[[Tensor], TensorKind]) -> list[LocalPart]:
-        """Returns what the function `local_parts` does, for each of `tensors`, by full name, in their order.
+    def local_shards(self, tensors: Mapping[str, Tensor], kind_of: Callable[[Tensor], TensorKind]) -> list[LocalShard]:
+        """Returns what the function `local_shards` does, for each of `tensors`, by full name, in their order.
 
         Training waits meanwhile: a tensor that is known costs a look into a dictionary and its layout.
         """
         entries, fresh = self._entries, self._fresh
-        parts: list[LocalPart] = []
+        parts: list[LocalShard] = []
         for name, tensor in tensors.items():
             entry = entries.get(name)
             if (
@@ -106,7 +106,7 @@ class PartsCache:
             ):
                 is_distributed = isinstance(tensor, DTensor)
                 entry = _CachedParts(
-                    tensor, local_layout(tensor), is_distributed, local_parts(name, tensor, kind_of(tensor))
+                    tensor, local_layout(tensor), is_distributed, local_shards(name, tensor, kind_of(tensor))
                 )
             fresh[name] = entry
             parts += entry.parts
@@ -197,7 +197,7 @@ def check_tiling(name: str, shape: tuple[int, ...], blocks: Iterable[Block]) -> 
             raise CorruptCheckpointError(f"{name}: blocks at {block[0]} and {other[0]} overlap")
 
 
-def plan_save(parts_by_rank: Sequence[Sequence[Part]]) -> SavePlan:
+def plan_save(shards_by_rank: Sequence[Sequence[TensorShard]]) -> SavePlan:
     """Returns who writes what: a block that several ranks hold is written by the one with least to write so far.
 
     A buffer is rank 0's wherever rank 0 has it, as it is for DDP.
@@ -207,9 +207,9 @@ def plan_save(parts_by_rank: Sequence[Sequence[Part]]) -> SavePlan:
     """
     # One look into the dictionary for each part that a rank reports: a part's hash costs most of the time that a
     # plan of a thousand ranks takes.
-    holders: dict[Part, list[int]] = {}
-    blocks_by_name: dict[str, list[Part]] = defaultdict(list)
-    for rank, parts in enumerate(parts_by_rank):
+    holders: dict[TensorShard, list[int]] = {}
+    blocks_by_name: dict[str, list[TensorShard]] = defaultdict(list)
+    for rank, parts in enumerate(shards_by_rank):
         for part in parts:
             ranks = holders.setdefault(part, [])
             if not ranks:
@@ -223,18 +223,18 @@ def plan_save(parts_by_rank: Sequence[Sequence[Part]]) -> SavePlan:
             check_tiling(name, blocks[0].shape, [(block.offsets, block.sizes) for block in blocks])
         except CorruptCheckpointError as error:
             raise SaveFailedError(f"the ranks do not hold a whole tensor together: {error}") from error
-    loads = [0] * len(parts_by_rank)
-    parts_by_writer: list[list[Part]] = [[] for _ in parts_by_rank]
+    loads = [0] * len(shards_by_rank)
+    shards_by_writer: list[list[TensorShard]] = [[] for _ in shards_by_rank]
     for part, ranks in sorted(holders.items(), key=lambda item: (-item[0].num_bytes, item[0].name, item[0].offsets)):
         writer = ranks[0] if part.kind == "buffer" else min(ranks, key=lambda rank: (loads[rank], rank))
         loads[writer] += part.num_bytes
-        parts_by_writer[writer].append(part)
+        shards_by_writer[writer].append(part)
     return SavePlan(
-        tuple(tuple(sorted(parts, key=lambda part: (part.name, part.offsets))) for parts in parts_by_writer)
+        tuple(tuple(sorted(parts, key=lambda part: (part.name, part.offsets))) for parts in shards_by_writer)
     )
 
 
-def merge_digests(digests_by_rank: Sequence[dict[Part, int]]) -> dict[str, int]:
+def merge_digests(digests_by_rank: Sequence[dict[TensorShard, int]]) -> dict[str, int]:
     """Returns each tensor's digest: the sum over its blocks, each counted once however many ranks hold it.
 
     Raises:
@@ -242,7 +242,7 @@ def merge_digests(digests_by_rank: Sequence[dict[Part, int]]) -> dict[str, int]:
             counts): DDP lets them, and sends rank 0's to all before the next forward.
     """
     totals: dict[str, int] = defaultdict(int)
-    first_holder: dict[Part, int] = {}
+    first_holder: dict[TensorShard, int] = {}
     for rank, digests in enumerate(digests_by_rank):
         for part, digest in digests.items():
             if part not in first_holder:

@@ -18,7 +18,7 @@ from .digest import DIGEST_MODULUS, digest_chunk, digest_tensor
 from .errors import CheckpointError, CorruptCheckpointError
 from .hashing import hash_bytes
 from .manifest import STATE_NAME, ChunkRecord, Manifest, TensorRecord, dtype_name, read_manifest
-from .plan import LocalPart, Part, blocks_overlap, check_tiling
+from .plan import LocalShard, TensorShard, blocks_overlap, check_tiling
 from .ranks import Ranks
 from .roles import read_roles
 from .safe_read import MAX_DOCUMENT_BYTES, open_regular, parse_json, read_file, reading
@@ -73,7 +73,7 @@ class RecordedFiles:
         return raw.view(dtype)
 
 
-def _copy_overlap(files: RecordedFiles, record: TensorRecord, chunk: ChunkRecord, target: LocalPart) -> None:
+def _copy_overlap(files: RecordedFiles, record: TensorRecord, chunk: ChunkRecord, target: LocalShard) -> None:
     """Copies what `chunk` and `target` share, some rows at a time."""
     dtype = record.torch_dtype
     if not record.shape:
@@ -98,7 +98,7 @@ def _copy_overlap(files: RecordedFiles, record: TensorRecord, chunk: ChunkRecord
         block.copy_(source)
 
 
-def check_fits(manifest: Manifest, part: Part) -> TensorRecord:
+def check_fits(manifest: Manifest, part: TensorShard) -> TensorRecord:
     """Returns the record of the tensor that `part` is of.
 
     Raises:
@@ -115,7 +115,7 @@ def check_fits(manifest: Manifest, part: Part) -> TensorRecord:
     return record
 
 
-def restore_parts(path: Path, manifest: Manifest, targets: Iterable[LocalPart]) -> None:
+def restore_shards(path: Path, manifest: Manifest, targets: Iterable[LocalShard]) -> None:
     """Fills each target's data from the checkpoint at `path`.
 
     Any rank may call it, for the parts that it holds; it does not communicate and reads only what overlaps them. It
@@ -136,17 +136,17 @@ def restore_parts(path: Path, manifest: Manifest, targets: Iterable[LocalPart]) 
                     _copy_overlap(files, record, chunk, target)
 
 
-def digest_parts(parts: Iterable[LocalPart]) -> dict[Part, int]:
+def digest_shards(parts: Iterable[LocalShard]) -> dict[TensorShard, int]:
     """Returns the digest of each part's live data. No communication."""
     return {local.part: digest_chunk(local.data, local.part.shape, local.part.offsets) for local in parts}
 
 
-def find_misplaced(manifest: Manifest, digests_by_rank: Sequence[Mapping[Part, int]]) -> dict[str, str]:
+def find_misplaced(manifest: Manifest, digests_by_rank: Sequence[Mapping[TensorShard, int]]) -> dict[str, str]:
     """Returns name to reason for every restored tensor that is not, over all ranks together, what was saved."""
     reasons: dict[str, str] = {}
     totals: dict[str, int] = defaultdict(int)
     elements: dict[str, int] = defaultdict(int)
-    seen: dict[Part, int] = {}
+    seen: dict[TensorShard, int] = {}
     for rank, digests in enumerate(digests_by_rank):
         for part, digest in digests.items():
             if part not in seen:
@@ -164,14 +164,14 @@ def find_misplaced(manifest: Manifest, digests_by_rank: Sequence[Mapping[Part, i
     return reasons
 
 
-def check_restored(manifest: Manifest, parts: Iterable[LocalPart], ranks: Ranks) -> None:
+def check_restored(manifest: Manifest, parts: Iterable[LocalShard], ranks: Ranks) -> None:
     """Compares what was placed, over all ranks together, with what was saved. Collective; communicates once.
 
     Raises:
         CorruptCheckpointError: On every rank alike, with the names of the tensors that differ.
     """
     digests = ranks.attempt_and_gather(
-        "checking the restored tensors", lambda: digest_parts(parts), error_type=CheckpointError
+        "checking the restored tensors", lambda: digest_shards(parts), error_type=CheckpointError
     )
     reasons = find_misplaced(manifest, digests)
     if reasons:
@@ -208,8 +208,8 @@ def read_recorded_tensors(path: Path, manifest: Manifest, names: Iterable[str]) 
         _check_readable(path, record)
         tensor = torch.empty(record.shape, dtype=record.torch_dtype)
         zeros = (0,) * len(record.shape)
-        part = Part(name, "state", record.shape, tensor.dtype, zeros, record.shape)
-        restore_parts(path, manifest, [LocalPart(part, tensor)])
+        part = TensorShard(name, "state", record.shape, tensor.dtype, zeros, record.shape)
+        restore_shards(path, manifest, [LocalShard(part, tensor)])
         digest = digest_tensor(tensor)
         if digest != record.digest:
             raise CorruptCheckpointError(

@@ -29,7 +29,7 @@ class Retention:
 
 
 @dataclass(frozen=True)
-class Kept:
+class CommittedCheckpoint:
     """A committed checkpoint as retention sees it; `sequence` is its place in the lineage."""
 
     name: str
@@ -38,7 +38,11 @@ class Kept:
 
 
 def plan_removals(
-    committed: Sequence[Kept], newest_verified: str | None, retention: Retention, *, marked: Collection[str] = ()
+    committed: Sequence[CommittedCheckpoint],
+    newest_verified: str | None,
+    retention: Retention,
+    *,
+    marked: Collection[str] = (),
 ) -> list[str]:
     """Returns the names to remove, oldest first: never the newest verified, never anything where none is verified.
 
@@ -67,7 +71,9 @@ def apply_retention(directory: Path, newest_verified: str, retention: Retention)
         OSError: A directory cannot be moved to the trash.
     """
     marked = read_marked_names(directory)
-    committed = [Kept(path.name, manifest.step, manifest.sequence) for path, manifest in list_committed(directory)]
+    committed = [
+        CommittedCheckpoint(path.name, manifest.step, manifest.sequence) for path, manifest in list_committed(directory)
+    ]
     removals = plan_removals(committed, newest_verified, retention, marked=marked)
     for name in removals:
         discard(directory / name)

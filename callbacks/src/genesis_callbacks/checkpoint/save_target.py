@@ -10,11 +10,11 @@ from typing import Any
 
 from genesis_callbacks.events import EventLog
 
-from .assemble import Heading
+from .assemble import ManifestHeader
 from .errors import CheckpointError
 from .hashing import HashAlgorithm
 from .manifest import Ancestor
-from .plan import LocalPart
+from .plan import LocalShard
 from .ranks import Ranks
 from .retain import Retention
 
@@ -39,13 +39,13 @@ class Snapshot:
 
     step: int
     counters: Mapping[str, int]
-    parts: list[LocalPart]
+    parts: list[LocalShard]
     section: Any
     has_optimizer: bool = True
 
 
 @dataclass(frozen=True)
-class Origin:
+class RunMetadata:
     """What a run says about itself in each of its manifests; see `Manifest`.
 
     Raises:
@@ -98,7 +98,7 @@ class SaveTarget:
         directory: Path,
         ranks: Ranks,
         *,
-        origin: Origin | None = None,
+        origin: RunMetadata | None = None,
         retention: Retention | None = None,
         hash_algorithm: HashAlgorithm = "blake3",
         events: EventLog | None = None,
@@ -110,16 +110,16 @@ class SaveTarget:
         self.events = events
         self.previous: Ancestor | None = None
         self.sequence = 0
-        self._origin = origin or Origin()
+        self._origin = origin or RunMetadata()
         self._versions = read_versions()
 
     def continue_from(self, previous: Ancestor | None, sequence: int) -> None:
         """Says which checkpoint the next save descends from; None and 0 for none."""
         self.previous, self.sequence = previous, sequence
 
-    def heading(self, snapshot: Snapshot) -> Heading:
+    def heading(self, snapshot: Snapshot) -> ManifestHeader:
         """Returns what the manifest of the next save says beside its files and tensors."""
-        return Heading(
+        return ManifestHeader(
             step=snapshot.step,
             sequence=self.sequence + 1,
             counters=snapshot.counters,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .errors import SaveFailedError
-from .plan import Part
+from .plan import TensorShard
 
 _ALIGNMENT_BYTES = 64
 
@@ -26,11 +26,11 @@ _ALIGNMENT_BYTES = 64
 class Placed:
     """A part and where its elements lie in a shared buffer."""
 
-    part: Part
+    part: TensorShard
     byte_offset: int
 
 
-def place_parts(parts: Iterable[Part]) -> tuple[tuple[Placed, ...], int]:
+def place_shards(parts: Iterable[TensorShard]) -> tuple[tuple[Placed, ...], int]:
     """Returns where each part lies in a buffer, and how large the buffer must be in bytes."""
     placed = []
     byte_offset = 0
@@ -54,7 +54,7 @@ class OneAtATime:
         live: What this rank holds.
     """
 
-    def __init__(self, live: Mapping[Part, Tensor]) -> None:
+    def __init__(self, live: Mapping[TensorShard, Tensor]) -> None:
         self._live = live
 
     def view(self, placed: Placed) -> Tensor:

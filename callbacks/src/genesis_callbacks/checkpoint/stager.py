@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from .digest import digest_chunk
-from .plan import LocalPart, Part
-from .stage import OneAtATime, Placed, SharedBuffer, Staged, copy_into, place_parts
+from .plan import LocalShard, TensorShard
+from .stage import OneAtATime, Placed, SharedBuffer, Staged, copy_into, place_shards
 
 
 @dataclass(frozen=True)
-class StagedParts:
+class StagedShards:
     """What staging gives: what this rank writes, where that is, and the digests of all that it holds."""
 
     placed: tuple[Placed, ...]
-    digests: dict[Part, int]
+    digests: dict[TensorShard, int]
     data: Staged
     num_bytes: int
 
@@ -28,7 +28,9 @@ class SharedStager:
         self.buffer: SharedBuffer | None = None
         self._side_stream: torch.cuda.Stream | None = None
 
-    def stage(self, live: Mapping[Part, Tensor], ours: Sequence[Part], event: torch.cuda.Event | None) -> StagedParts:
+    def stage(
+        self, live: Mapping[TensorShard, Tensor], ours: Sequence[TensorShard], event: torch.cuda.Event | None
+    ) -> StagedShards:
         """Returns what is staged, when the copy is complete.
 
         Args:
@@ -36,17 +38,21 @@ class SharedStager:
             ours: What of it this rank writes.
             event: Where the training stream stood when the live tensors were taken; None on the CPU.
         """
-        placed, num_bytes = place_parts(ours)
+        placed, num_bytes = place_shards(ours)
         buffer = self._reserve(num_bytes)
         if event is None:
             digests = _digest_and_copy(live, placed, buffer)
         else:
             digests = self._stage_from_device(event, live, placed, buffer)
-        return StagedParts(placed, digests, buffer, num_bytes)
+        return StagedShards(placed, digests, buffer, num_bytes)
 
     def _stage_from_device(
-        self, event: torch.cuda.Event, live: Mapping[Part, Tensor], placed: Sequence[Placed], buffer: SharedBuffer
-    ) -> dict[Part, int]:
+        self,
+        event: torch.cuda.Event,
+        live: Mapping[TensorShard, Tensor],
+        placed: Sequence[Placed],
+        buffer: SharedBuffer,
+    ) -> dict[TensorShard, int]:
         device = next(data.device for data in live.values() if data.is_cuda)
         with torch.cuda.device(device):  # a new thread begins with the first one
             buffer.pin()
@@ -71,15 +77,15 @@ class SharedStager:
             self.buffer = None
 
 
-def stage_one_at_a_time(live: Mapping[Part, Tensor], ours: Sequence[Part]) -> StagedParts:
+def stage_one_at_a_time(live: Mapping[TensorShard, Tensor], ours: Sequence[TensorShard]) -> StagedShards:
     """Returns the digests of all that is live; each part is copied when it is written, while training waits."""
-    placed, num_bytes = place_parts(ours)
+    placed, num_bytes = place_shards(ours)
     with torch.no_grad():
         digests = {part: digest_chunk(data, part.shape, part.offsets) for part, data in live.items()}
-    return StagedParts(placed, digests, OneAtATime(live), num_bytes)
+    return StagedShards(placed, digests, OneAtATime(live), num_bytes)
 
 
-def record_event(parts: Sequence[LocalPart]) -> torch.cuda.Event | None:
+def record_event(parts: Sequence[LocalShard]) -> torch.cuda.Event | None:
     """Marks where the training stream stands, for a copy on another; None where everything is on the CPU."""
     is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch gives it no types
     if not is_used or not any(local.data.is_cuda for local in parts):
@@ -89,10 +95,12 @@ def record_event(parts: Sequence[LocalPart]) -> torch.cuda.Event | None:
     return event
 
 
-def _digest_and_copy(live: Mapping[Part, Tensor], placed: Sequence[Placed], buffer: SharedBuffer) -> dict[Part, int]:
+def _digest_and_copy(
+    live: Mapping[TensorShard, Tensor], placed: Sequence[Placed], buffer: SharedBuffer
+) -> dict[TensorShard, int]:
     """Returns the digest of everything live after copying what this rank writes."""
     targets = {item.part: buffer.view(item) for item in placed}
-    digests: dict[Part, int] = {}
+    digests: dict[TensorShard, int] = {}
     with torch.no_grad():
         for part, data in live.items():
             if part in targets:

@@ -21,7 +21,7 @@ from genesis_callbacks.errors import naming
 
 from .hashing import HashAlgorithm, build_hasher
 from .manifest import ChunkRecord, FileRecord
-from .plan import Part
+from .plan import TensorShard
 
 # Written at once; a multiple of what any disk wants to be aligned to.
 _BLOCK_BYTES = 8 << 20
@@ -190,7 +190,7 @@ def _without_checksums() -> Iterator[None]:
 
 
 def write_shard(
-    directory: Path, rank: int, staged: Iterable[tuple[Part, Tensor]], *, algorithm: HashAlgorithm
+    directory: Path, rank: int, staged: Iterable[tuple[TensorShard, Tensor]], *, algorithm: HashAlgorithm
 ) -> Receipt:
     """Writes this rank's chunks into one DCP shard of `directory`, durably, and returns its receipt. No communication.
 
@@ -204,7 +204,7 @@ def write_shard(
         OSError: The disk is full, or the file cannot be written.
     """
     name = SHARD_NAME.format(rank=rank)
-    ranges: list[tuple[Part, int, int]] = []
+    ranges: list[tuple[TensorShard, int, int]] = []
     with DurableFile(directory / name, algorithm=algorithm) as file, _without_checksums():
         for part, tensor in staged:
             start = file.num_bytes

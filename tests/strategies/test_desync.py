@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from genesis.strategies import Sharded
-from genesis.strategies.skew import ForwardLog, find_divergence, find_leader
+from genesis.strategies.desync import ForwardLog, find_divergence, find_leader
 from genesis_callbacks.host_group import HostGroup
 from genesis_callbacks.testing import run_ranks
 from tests.train.support import build_module, build_trainer, loader
@@ -39,7 +39,7 @@ def run_with(callback: type[pl.Callback], directory: str) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     file = os.open(f"{directory}/stderr-{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 2)
-    trainer = build_trainer(Sharded(forward_skew_seconds=3.0), world_size, 50, [callback()])
+    trainer = build_trainer(Sharded(desync_seconds=3.0), world_size, 50, [callback()])
     trainer.fit(build_module(), loader(50, rank, world_size))
 
 
@@ -53,7 +53,7 @@ def test_a_forward_of_one_rank_alone_is_named_within_seconds(callback: type[pl.C
     words = "".join(path.read_text() for path in tmp_path.iterdir())
     assert "rank 0" in words
     assert "every rank must run every forward" in words
-    assert "test_skew.py" in words
+    assert "test_desync.py" in words
 
 
 def test_a_divergence_names_the_rank_that_is_alone() -> None:

@@ -75,25 +75,25 @@ def find_leader(logs: Sequence[ForwardLog]) -> tuple[int, int] | None:
 _KIND_NAMES = {"t": "training", "e": "without gradients", "g": "in eval mode with gradients", "?": "unknown"}
 
 
-class ForwardSkewWatchdog:
+class DesyncWatchdog:
     """Watches the forwards of the sharded root in `module` on all ranks; see the module's text.
 
     Args:
         module: Holds one root that `fully_shard` was applied to.
-        forward_skew_seconds: How long a rank may be ahead of another.
+        desync_seconds: How long a rank may be ahead of another.
         ranks: Those that run the same forwards, this one among them.
     """
 
-    def __init__(self, module: nn.Module, forward_skew_seconds: float, ranks: Sequence[int]) -> None:
+    def __init__(self, module: nn.Module, desync_seconds: float, ranks: Sequence[int]) -> None:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._ranks = ranks
-        self._seconds = forward_skew_seconds
+        self._seconds = desync_seconds
         self._num_forwards = 0
         self._kinds: deque[str] = deque(maxlen=_NUM_KINDS_KEPT)
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._main_thread = threading.get_ident()
-        self._thread = threading.Thread(target=self._watch, name="forward-skew-watchdog", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="desync-watchdog", daemon=True)
         root = next(child for child in module.modules() if isinstance(child, FSDPModule))
         assert isinstance(root, nn.Module)
         # Before FSDP's own hook, which already waits for the other ranks.
