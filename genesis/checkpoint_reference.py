@@ -19,14 +19,17 @@ from typing import Final, Literal
 from genesis.errors import UserError
 from genesis.huggingface.directory import is_export
 from genesis.run_directory import RUNS_NAME, RunDirectory
-from genesis_callbacks.checkpoint import VerifyLevel, find_best, find_latest, list_committed
-from genesis_callbacks.checkpoint.inventory import read_inventory
-from genesis_callbacks.checkpoint.lineage import checkpoints_in
-from genesis_callbacks.checkpoint.manifest import (
+from genesis_callbacks.checkpoint import (
     COMMITTED_NAME,
     MANIFEST_NAME,
+    VerifyLevel,
     checkpoint_name,
+    checkpoints_in,
+    find_best,
+    find_latest,
     is_checkpoint_name,
+    list_committed,
+    read_inventory,
     step_of,
 )
 

@@ -41,9 +41,7 @@ from genesis.train.module import GenesisModule
 from genesis.train.progress import GenesisProgressBar
 from genesis.train.recipe_policy import RECIPE_POLICY
 from genesis_callbacks import AsyncProcessCheckpoint, CheckpointVerification, SkipAwareLR, TokenCounters
-from genesis_callbacks.checkpoint import list_committed
-from genesis_callbacks.checkpoint.lineage import check_not_in_use
-from genesis_callbacks.checkpoint.manifest import MANIFEST_NAME
+from genesis_callbacks.checkpoint import MANIFEST_NAME, check_not_in_use, list_committed
 from genesis_callbacks.run_directory import read_run_dir
 
 _REFUSED_OPTION = re.compile(

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from genesis_callbacks.checkpoint import CorruptCheckpointError
-from genesis_callbacks.checkpoint.roles import pick_data_sections
+from genesis_callbacks.checkpoint import CorruptCheckpointError, pick_data_sections
 
 DATA_STATE: Final = "CorpusDataModule"
 """Under which name a checkpoint has the data module's state."""

@@ -16,8 +16,15 @@ from genesis.evaluate.questions import Progress, Question, list_versions
 from genesis.evaluate.results import Result, read_result, write_result
 from genesis.generate.load import load_decoder, load_tokenizer, require_tokenizer
 from genesis.run_directory import RunDirectory
-from genesis_callbacks.checkpoint import CheckpointError, Manifest, list_committed, read_manifest, verify
-from genesis_callbacks.checkpoint.manifest import MANIFEST_NAME, read_committed_hash
+from genesis_callbacks.checkpoint import (
+    MANIFEST_NAME,
+    CheckpointError,
+    Manifest,
+    list_committed,
+    read_committed_hash,
+    read_manifest,
+    verify,
+)
 from genesis_callbacks.events import EventLog
 
 

@@ -18,9 +18,7 @@ from genesis.export.tensors import Source
 from genesis.model.decoder import DecoderConfig
 from genesis.model.describe import describe
 from genesis.run_directory import RunDirectory
-from genesis_callbacks.checkpoint.inventory import trace_ancestors
-from genesis_callbacks.checkpoint.manifest import dtype_name, read_committed_hash
-from genesis_callbacks.checkpoint.restore import read_state
+from genesis_callbacks.checkpoint import dtype_name, read_committed_hash, read_state, trace_ancestors
 
 PLACE = "THIS_DIRECTORY"
 """What a card calls the place of the model."""

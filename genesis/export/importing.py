@@ -26,8 +26,15 @@ from genesis.tokenizer.fast_form import FAST_NAME
 from genesis.tokenizer.files import write_files
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
-from genesis_callbacks.checkpoint import Ranks, RunMetadata, SaveTarget, Snapshot, local_shards, save_blocking
-from genesis_callbacks.checkpoint.tagged_json import encode_tagged
+from genesis_callbacks.checkpoint import (
+    Ranks,
+    RunMetadata,
+    SaveTarget,
+    Snapshot,
+    encode_tagged,
+    local_shards,
+    save_blocking,
+)
 
 
 def read_tokenizer(directory: Path, config: DecoderConfig) -> Tokenizer:

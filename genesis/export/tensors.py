@@ -17,6 +17,7 @@ from torch import Tensor
 from genesis.errors import UserError
 from genesis.huggingface.directory import INDEX_NAME, WEIGHTS_NAME
 from genesis_callbacks.checkpoint import (
+    DIGEST_MODULUS,
     CorruptCheckpointError,
     LocalShard,
     Manifest,
@@ -24,7 +25,6 @@ from genesis_callbacks.checkpoint import (
     digest_chunk,
     restore_shards,
 )
-from genesis_callbacks.checkpoint.digest import DIGEST_MODULUS
 from genesis_callbacks.files import create_file, sync_directory
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from genesis.errors import UserError
-from genesis_callbacks.checkpoint.hashing import hash_file
+from genesis_callbacks.checkpoint import hash_file
 
 CONFIG_NAME = "config.json"
 DECODER_NAME = "decoder.json"

@@ -8,9 +8,14 @@ from typing import Any
 
 from genesis.errors import RunEndedError
 from genesis.run_directory import RunDirectory
-from genesis_callbacks.checkpoint import CorruptCheckpointError, Manifest, list_committed, verify
-from genesis_callbacks.checkpoint.compare import compare_tensors
-from genesis_callbacks.checkpoint.restore import read_state
+from genesis_callbacks.checkpoint import (
+    CorruptCheckpointError,
+    Manifest,
+    compare_tensors,
+    list_committed,
+    read_state,
+    verify,
+)
 
 LOSS_COLUMNS = ("train/loss", "validation/loss")
 

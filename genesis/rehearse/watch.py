@@ -7,7 +7,7 @@ from pathlib import Path
 
 from genesis.rehearse.plan import Pace, Sight
 from genesis.run_directory import RunDirectory
-from genesis_callbacks.checkpoint.manifest import is_staging_name
+from genesis_callbacks.checkpoint import is_staging_name
 from genesis_callbacks.event_reader import EventFollower
 
 _TAIL_BYTES = 1 << 15

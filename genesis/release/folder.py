@@ -10,7 +10,7 @@ from typing import Final
 from genesis.errors import UserError
 from genesis.export.staging import check_is_new, staged
 from genesis.release.leaks import Machine, check_text
-from genesis_callbacks.checkpoint.hashing import hash_file
+from genesis_callbacks.checkpoint import hash_file
 
 SUMS_NAME: Final = "SHA256SUMS"
 

@@ -13,9 +13,14 @@ from genesis.errors import UserError
 from genesis.huggingface.directory import PROOF_NAME, is_export
 from genesis.run_directory import RunDirectory
 from genesis.serve.errors import ApiError
-from genesis_callbacks.checkpoint import CheckpointError, Manifest, list_committed, read_manifest
-from genesis_callbacks.checkpoint.lineage import checkpoints_in
-from genesis_callbacks.checkpoint.manifest import COMMITTED_NAME
+from genesis_callbacks.checkpoint import (
+    COMMITTED_NAME,
+    CheckpointError,
+    Manifest,
+    checkpoints_in,
+    list_committed,
+    read_manifest,
+)
 
 _VALIDATION_LOSS, _TRAIN_LOSS = "validation/loss", "train/loss"
 

@@ -35,9 +35,7 @@ from genesis.parent import (
     launcher_kind,
     outlive_parent,
 )
-from genesis_callbacks.checkpoint import Ranks
-from genesis_callbacks.checkpoint.drift import compare_mappings
-from genesis_callbacks.checkpoint.hashing import hash_bytes
+from genesis_callbacks.checkpoint import Ranks, compare_mappings, hash_bytes
 
 EXIT_STATUS = 70
 """sysexits' EX_SOFTWARE, as for a rank that has lost another one."""

@@ -4,6 +4,8 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
+__all__ = ["RunEndedError", "UserError", "naming", "printable", "printable_lines"]
+
 
 def printable(text: str) -> str:
     r"""Returns `text` in one line that a terminal prints and does not obey: what is not printable is escaped.

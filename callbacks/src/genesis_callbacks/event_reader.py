@@ -19,6 +19,8 @@ from .errors import UserError
 from .events import MAX_LINE_BYTES, Event, decode_event
 from .run_directory import RunDirectory
 
+__all__ = ["EventFollower", "read_events"]
+
 MAX_READ_BYTES: Final = 16 << 20
 """Of all files together, by one call: where there is more, the oldest events of each file are left out."""
 MAX_FILES: Final = 1 << 14

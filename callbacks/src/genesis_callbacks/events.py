@@ -34,6 +34,8 @@ from typing import Any, Final, Literal, get_args
 from .errors import printable
 from .run_directory import RunDirectory
 
+__all__ = ["Event", "EventKind", "EventLog", "EventWarning", "decode_event", "encode_event"]
+
 EventKind = Literal[
     "started", "restored", "saved", "verified", "quarantined", "validated", "evaluated", "failed", "ended"
 ]

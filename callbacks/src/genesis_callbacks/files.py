@@ -22,6 +22,8 @@ from typing import Any, BinaryIO, Final, cast
 
 from .errors import naming
 
+__all__ = ["create_file", "find_irregular_kind", "replace_file", "replacing", "staged_file", "sync_directory"]
+
 STAGING_SUFFIX = ".staging"
 
 _KINDS: Final = {

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+__all__ = ["HostGroup", "Pending"]
+
 Partition = tuple[tuple[int, ...], ...]
 """All ranks of the default process group in disjoint groups; the empty one stands for a single group of all ranks."""
 

@@ -22,6 +22,8 @@ from typing import Final
 
 from .errors import UserError
 
+__all__ = ["TRASH_NAME", "RunDirectory", "read_run_dir"]
+
 CHECKPOINTS_NAME: Final = "checkpoints"
 LOCK_NAME: Final = ".lock"
 BEST_NAME: Final = "best.json"

@@ -29,6 +29,8 @@ import torch.distributed as dist
 
 from .checkpoint import writer, writer_process
 
+__all__ = ["fork_writers", "preload", "run_ranks"]
+
 _GRACE_SECONDS = 5.0
 _SILENT = "died without a word"
 

@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 
 from genesis.bench.workers.checkpoint_protocol import Mode, SaveClock, SaveEnd, sum_file_bytes
 from genesis_callbacks import AsyncProcessCheckpoint, _fit_saves, _fit_session
-from genesis_callbacks.checkpoint import read_manifest, stager
-from genesis_callbacks.checkpoint.manifest import checkpoint_name
+from genesis_callbacks.checkpoint import checkpoint_name, read_manifest, stager
 from genesis_callbacks.checkpoint.pipeline import SavePipeline
 from genesis_callbacks.checkpoint.stage import SharedBuffer
 from genesis_callbacks.checkpoint.writer_process import WriterProcess

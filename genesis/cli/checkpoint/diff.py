@@ -20,8 +20,15 @@ from genesis.cli.checkpoint.shared import (
     print_json,
 )
 from genesis.train.recipe_policy import RECIPE_POLICY
-from genesis_callbacks.checkpoint import CorruptCheckpointError, Difference, Manifest, find_drift, verify
-from genesis_callbacks.checkpoint.compare import TensorComparison, compare_tensors
+from genesis_callbacks.checkpoint import (
+    CorruptCheckpointError,
+    Difference,
+    Manifest,
+    TensorComparison,
+    compare_tensors,
+    find_drift,
+    verify,
+)
 
 _MAX_TENSOR_ROWS = 20
 _ON_RESUME = {

@@ -23,9 +23,7 @@ from genesis.cli.checkpoint.shared import (
     without_path,
 )
 from genesis.errors import UserError
-from genesis_callbacks.checkpoint.best import Best, read_best
-from genesis_callbacks.checkpoint.inventory import Entry, find_problems, read_inventory
-from genesis_callbacks.checkpoint.lineage import checkpoints_in
+from genesis_callbacks.checkpoint import Best, InventoryEntry, checkpoints_in, find_problems, read_best, read_inventory
 
 _DESCRIPTION = """Lists what lies in a run's checkpoint directory: committed checkpoints in the order of the run,
 then saves in flight, and quarantined checkpoints. Exit status 1 if a committed one does not verify.
@@ -101,7 +99,7 @@ def _mark(metric: Mapping[str, Any] | None) -> str:
 
 
 def _describe_entry(
-    directory: Path, entry: Entry, problems: Mapping[Path, Exception | None], level: str
+    directory: Path, entry: InventoryEntry, problems: Mapping[Path, Exception | None], level: str
 ) -> dict[str, Any]:
     manifest, problem = entry.manifest, problems.get(entry.path)
     is_verified = entry.path in problems and problem is None

@@ -7,11 +7,17 @@ from rich.filesize import decimal
 
 from genesis.checkpoint_reference import find_run
 from genesis.cli.checkpoint.shared import BAD, RUN_HELP, build_parser, hold_directory, print_json
-from genesis_callbacks.checkpoint import CommittedCheckpoint, Retention, list_committed, plan_removals
-from genesis_callbacks.checkpoint.best import read_marked_names
-from genesis_callbacks.checkpoint.inventory import newest_whole, read_inventory
-from genesis_callbacks.checkpoint.lineage import checkpoints_in
-from genesis_callbacks.checkpoint.retain import apply_retention
+from genesis_callbacks.checkpoint import (
+    CommittedCheckpoint,
+    Retention,
+    apply_retention,
+    checkpoints_in,
+    list_committed,
+    newest_whole,
+    plan_removals,
+    read_inventory,
+    read_marked_names,
+)
 
 _DESCRIPTION = """Removes older checkpoints of a run, as its own retention would: the newest that verifies always
 stays, whatever is asked. Refused while the run trains. Exit status 1 if a newer one is damaged, or none is whole.

@@ -6,8 +6,14 @@ from pathlib import Path
 
 from genesis.checkpoint_reference import find_run
 from genesis.cli.checkpoint.shared import BAD, LEVELS, RUN_HELP, build_parser, hold_directory, print_json, without_path
-from genesis_callbacks.checkpoint.inventory import Repair, apply_repair, find_problems, plan_repairs, read_inventory
-from genesis_callbacks.checkpoint.lineage import checkpoints_in
+from genesis_callbacks.checkpoint import (
+    Repair,
+    apply_repair,
+    checkpoints_in,
+    find_problems,
+    plan_repairs,
+    read_inventory,
+)
 
 _DESCRIPTION = """Says what to do about everything in a run's checkpoint directory that is broken or left over.
 With --apply it does it, while no run holds the directory: what does not verify is renamed to quarantined-..., leftovers

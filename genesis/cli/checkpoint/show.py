@@ -25,10 +25,15 @@ from genesis.cli.checkpoint.shared import (
 )
 from genesis.data.drawn import Drawn, read_drawn
 from genesis.errors import printable
-from genesis_callbacks.checkpoint import CorruptCheckpointError, Manifest, read_manifest
-from genesis_callbacks.checkpoint.inventory import summarise_parts, trace_ancestors
-from genesis_callbacks.checkpoint.manifest import encode_manifest
-from genesis_callbacks.checkpoint.restore import read_state
+from genesis_callbacks.checkpoint import (
+    CorruptCheckpointError,
+    Manifest,
+    encode_manifest,
+    read_manifest,
+    read_state,
+    summarise_parts,
+    trace_ancestors,
+)
 
 _DESCRIPTION = """Shows what a checkpoint is: counters, recipe, versions, files, tensors by part, ancestors.
 Example: genesis checkpoint show runs/demo/run/800"""

@@ -10,8 +10,7 @@ from pathlib import Path
 from genesis.arguments import Parser
 from genesis.checkpoint_reference import find_checkpoint
 from genesis.cli.checkpoint.shared import CHECKPOINT_HELP
-from genesis_callbacks.checkpoint import CorruptCheckpointError
-from genesis_callbacks.checkpoint.lightning_file import export_lightning_checkpoint
+from genesis_callbacks.checkpoint import CorruptCheckpointError, export_lightning_checkpoint
 
 _DESCRIPTION = """Writes one .ckpt file from a checkpoint, for Lightning without this package.
 Model.load_from_checkpoint, Trainer.fit(ckpt_path=...) and torch.load(weights_only=True) take it. It holds the whole

@@ -9,9 +9,16 @@ from genesis.checkpoint_reference import read_reference
 from genesis.cli.checkpoint.shared import BAD, LEVELS, build_parser, print_json, without_path
 from genesis.errors import UserError, printable
 from genesis.run_directory import RunDirectory
-from genesis_callbacks.checkpoint import CheckpointError
-from genesis_callbacks.checkpoint.contents import Contents, find_format, find_non_finite, read_contents
-from genesis_callbacks.checkpoint.inventory import find_problem, find_problems, read_inventory
+from genesis_callbacks.checkpoint import (
+    CheckpointError,
+    Contents,
+    find_format,
+    find_non_finite,
+    find_problem,
+    find_problems,
+    read_contents,
+    read_inventory,
+)
 
 _MAX_NAMED = 3
 _FORMATS = {

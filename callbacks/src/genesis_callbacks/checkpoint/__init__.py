@@ -4,9 +4,11 @@ It knows torch, not Lightning. A directory of checkpoints holds one `step-XXXXXX
 that the engine did not give is never counted nor touched.
 """
 
-from .best import find_best
-from .digest import digest_chunk, digest_tensor
-from .drift import Difference, DriftPolicy, DriftWarning, check_drift, find_drift, format_differences
+from .best import Best, find_best, read_best, read_marked_names
+from .compare import TensorComparison, compare_tensors
+from .contents import Contents, find_format, find_non_finite, read_contents
+from .digest import DIGEST_MODULUS, digest_chunk, digest_tensor
+from .drift import Difference, DriftPolicy, DriftWarning, check_drift, compare_mappings, find_drift, format_differences
 from .errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -16,57 +18,127 @@ from .errors import (
     UnreadableCheckpointError,
     UnsupportedStateError,
 )
-from .lineage import DirectoryLock, QuarantineWarning, find_latest, list_committed
-from .manifest import ChunkRecord, FileRecord, Manifest, TensorRecord, read_manifest
+from .hashing import hash_bytes, hash_file
+from .inventory import (
+    InventoryEntry,
+    Repair,
+    apply_repair,
+    find_problem,
+    find_problems,
+    newest_whole,
+    plan_repairs,
+    read_inventory,
+    summarise_parts,
+    trace_ancestors,
+)
+from .lightning_file import export_lightning_checkpoint
+from .lineage import DirectoryLock, QuarantineWarning, check_not_in_use, checkpoints_in, find_latest, list_committed
+from .manifest import (
+    COMMITTED_NAME,
+    MANIFEST_NAME,
+    ChunkRecord,
+    FileRecord,
+    Manifest,
+    TensorRecord,
+    checkpoint_name,
+    dtype_name,
+    encode_manifest,
+    is_checkpoint_name,
+    is_staging_name,
+    read_committed_hash,
+    read_manifest,
+    step_of,
+)
 from .pipeline import save_blocking
 from .plan import LocalShard, TensorShard, local_shards
 from .ranks import Ranks
-from .restore import check_restored, read_tensors, restore_shards
-from .retain import CommittedCheckpoint, Retention, plan_removals
+from .restore import check_restored, read_state, read_tensors, restore_shards
+from .retain import CommittedCheckpoint, Retention, apply_retention, plan_removals
+from .roles import pick_data_sections
 from .save_target import RetentionWarning, RunMetadata, SaveTarget, Snapshot
+from .tagged_json import encode_tagged
 from .verify import VerifyLevel, verify
 
 __all__ = [
+    "Best",
+    "COMMITTED_NAME",
     "CheckpointError",
     "ChunkRecord",
+    "CommittedCheckpoint",
+    "Contents",
     "CorruptCheckpointError",
+    "DIGEST_MODULUS",
     "Difference",
     "DirectoryInUseError",
     "DirectoryLock",
     "DriftError",
     "DriftPolicy",
     "DriftWarning",
+    "InventoryEntry",
     "FileRecord",
-    "CommittedCheckpoint",
     "LocalShard",
+    "MANIFEST_NAME",
     "Manifest",
-    "RunMetadata",
-    "TensorShard",
     "QuarantineWarning",
     "Ranks",
+    "Repair",
     "Retention",
     "RetentionWarning",
+    "RunMetadata",
     "SaveFailedError",
     "SaveTarget",
     "Snapshot",
+    "TensorComparison",
     "TensorRecord",
+    "TensorShard",
     "UnreadableCheckpointError",
     "UnsupportedStateError",
     "VerifyLevel",
+    "apply_repair",
+    "apply_retention",
     "check_drift",
+    "check_not_in_use",
     "check_restored",
+    "checkpoint_name",
+    "checkpoints_in",
+    "compare_mappings",
+    "compare_tensors",
     "digest_chunk",
     "digest_tensor",
+    "dtype_name",
+    "encode_manifest",
+    "encode_tagged",
+    "export_lightning_checkpoint",
     "find_best",
     "find_drift",
+    "find_format",
     "find_latest",
+    "find_non_finite",
+    "find_problem",
+    "find_problems",
     "format_differences",
+    "hash_bytes",
+    "hash_file",
+    "is_checkpoint_name",
+    "is_staging_name",
     "list_committed",
     "local_shards",
+    "newest_whole",
+    "pick_data_sections",
     "plan_removals",
+    "plan_repairs",
+    "read_best",
+    "read_committed_hash",
+    "read_contents",
+    "read_inventory",
     "read_manifest",
+    "read_marked_names",
+    "read_state",
     "read_tensors",
     "restore_shards",
     "save_blocking",
+    "step_of",
+    "summarise_parts",
+    "trace_ancestors",
     "verify",
 ]

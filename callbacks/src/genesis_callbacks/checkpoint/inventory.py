@@ -25,7 +25,7 @@ RepairAction = Literal["quarantine", "discard", "empty_trash", "none"]
 
 
 @dataclass(frozen=True)
-class Entry:
+class InventoryEntry:
     """One directory that the engine made.
 
     Attributes:
@@ -67,7 +67,7 @@ def _measure(path: Path) -> tuple[int, float]:
     return sum(stat.st_size for stat in stats), max((stat.st_mtime for stat in stats), default=path.stat().st_mtime)
 
 
-def _read_entry(path: Path, state: EntryState) -> Entry | None:
+def _read_entry(path: Path, state: EntryState) -> InventoryEntry | None:
     """Returns the entry, or None if it has just gone."""
     try:
         num_bytes, modified_seconds = _measure(path)
@@ -79,7 +79,7 @@ def _read_entry(path: Path, state: EntryState) -> Entry | None:
         manifest = read_manifest(path)
     except (CheckpointError, OSError):
         manifest = None
-    return Entry(path, state, manifest, num_bytes, modified_seconds) if path.is_dir() else None
+    return InventoryEntry(path, state, manifest, num_bytes, modified_seconds) if path.is_dir() else None
 
 
 def _find_directories(directory: Path) -> Iterable[tuple[Path, EntryState]]:
@@ -98,7 +98,7 @@ def _find_directories(directory: Path) -> Iterable[tuple[Path, EntryState]]:
             yield from ((inner, "trash") for inner in sorted(path.iterdir()) if inner.is_dir())
 
 
-def read_inventory(directory: Path | str) -> list[Entry]:
+def read_inventory(directory: Path | str) -> list[InventoryEntry]:
     """Returns what the engine has made in a run's checkpoint directory, by state, oldest first in the lineage.
 
     Foreign names are left out. Any process may call it; it does not communicate and takes no lock.
@@ -116,7 +116,7 @@ def read_inventory(directory: Path | str) -> list[Entry]:
     return sorted((entry for entry in found if entry is not None), key=_order)
 
 
-def _order(entry: Entry) -> tuple[int, float, str]:
+def _order(entry: InventoryEntry) -> tuple[int, float, str]:
     """One without a readable manifest comes last of its kind, as the newest: it must be named."""
     sequence = math.inf if entry.manifest is None else entry.manifest.sequence
     return get_args(EntryState).index(entry.state), sequence, str(entry.path)
@@ -137,7 +137,7 @@ def find_problem(path: Path, level: VerifyLevel) -> CheckpointError | None:
     return None
 
 
-def find_problems(entries: Iterable[Entry], level: VerifyLevel) -> dict[Path, CheckpointError | None]:
+def find_problems(entries: Iterable[InventoryEntry], level: VerifyLevel) -> dict[Path, CheckpointError | None]:
     """Returns what `find_problem` says of each committed one that is still there."""
     problems: dict[Path, CheckpointError | None] = {}
     for entry in entries:
@@ -148,9 +148,11 @@ def find_problems(entries: Iterable[Entry], level: VerifyLevel) -> dict[Path, Ch
     return problems
 
 
-def newest_whole(entries: Sequence[Entry], level: VerifyLevel = "deep") -> tuple[Entry | None, list[Entry]]:
+def newest_whole(
+    entries: Sequence[InventoryEntry], level: VerifyLevel = "deep"
+) -> tuple[InventoryEntry | None, list[InventoryEntry]]:
     """Returns the newest committed checkpoint that verifies, and the newer ones that do not."""
-    bad: list[Entry] = []
+    bad: list[InventoryEntry] = []
     for entry in reversed([entry for entry in entries if entry.state == "committed"]):
         if find_problem(entry.path, level) is None:
             return entry, bad
@@ -158,7 +160,7 @@ def newest_whole(entries: Sequence[Entry], level: VerifyLevel = "deep") -> tuple
     return None, bad
 
 
-def plan_repairs(entries: Sequence[Entry], problems: Mapping[Path, CheckpointError | None]) -> list[Repair]:
+def plan_repairs(entries: Sequence[InventoryEntry], problems: Mapping[Path, CheckpointError | None]) -> list[Repair]:
     """Returns what to do about each thing that is broken or left over. Pure.
 
     Args:

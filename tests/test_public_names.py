@@ -1,0 +1,75 @@
+"""What the application may import of `genesis_callbacks`: names that its modules list as public, and no others."""
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+PUBLIC_MODULES = (
+    "genesis_callbacks",
+    "genesis_callbacks.checkpoint",
+    "genesis_callbacks.errors",
+    "genesis_callbacks.event_reader",
+    "genesis_callbacks.events",
+    "genesis_callbacks.files",
+    "genesis_callbacks.host_group",
+    "genesis_callbacks.run_directory",
+    "genesis_callbacks.testing",
+)
+MEASURES_INTERNALS = Path("genesis/bench")
+"""The benchmarks replace and time single parts of the engine, so they alone import internal modules."""
+
+
+def list_imports(file: Path) -> list[tuple[str, str]]:
+    """Returns (module, name) for every name that a file imports from `genesis_callbacks`."""
+    found: list[tuple[str, str]] = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found += [(name.name, "") for name in node.names if name.name.split(".")[0] == "genesis_callbacks"]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "genesis_callbacks":
+            found += [(str(node.module), name.name) for name in node.names]
+    return found
+
+
+def find_private(imports: list[tuple[str, str]]) -> list[str]:
+    """Returns the imports of a name that no public module lists in its `__all__`."""
+    return [
+        f"{module}.{name}"
+        for module, name in imports
+        if module not in PUBLIC_MODULES or (name and name not in importlib.import_module(module).__all__)
+    ]
+
+
+def test_the_application_imports_public_names_of_the_callbacks_alone():
+    files = list(REPOSITORY.glob("genesis/**/*.py"))
+    assert len(files) > 200
+    private = {
+        str(file.relative_to(REPOSITORY)): names
+        for file in files
+        if not file.relative_to(REPOSITORY).is_relative_to(MEASURES_INTERNALS)
+        and (names := find_private(list_imports(file)))
+    }
+    assert not private
+
+
+def test_a_private_name_is_found(tmp_path: Path):
+    file = tmp_path / "module.py"
+    file.write_text(
+        "import genesis_callbacks._votes\nfrom genesis_callbacks.checkpoint import Manifest, no_such_name\n"
+    )
+    assert find_private(list_imports(file)) == [
+        "genesis_callbacks._votes.",
+        "genesis_callbacks.checkpoint.no_such_name",
+    ]
+
+
+@pytest.mark.parametrize("module", PUBLIC_MODULES)
+def test_every_public_name_exists_and_has_a_docstring(module: str):
+    loaded = importlib.import_module(module)
+    assert loaded.__doc__
+    for name in loaded.__all__:
+        value = getattr(loaded, name)
+        assert value.__doc__ or not (inspect.isroutine(value) or inspect.isclass(value)), f"{module}.{name}"
