@@ -1,0 +1,251 @@
+"""A fit on the fake device: one combination of strategy, precision, optimizer, ranks and offload, for three steps."""
+
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Final
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.loops import fit_loop
+from lightning.pytorch.strategies import ddp as lightning_ddp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import distributed as ddp
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from genesis.data.loader import WindowLoader
+from genesis.data.window import AccumulationWindow, MicroBatch
+from genesis.errors import UserError
+from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.optim import OptimizerOptions
+from genesis.strategies import Replicated, Sharded, mesh, replicated, sharded
+from genesis.strategies.start import Start
+from genesis.train.module import GenesisModule
+from genesis_callbacks import SkipAwareLR, TokenCounters
+from genesis_callbacks.host_group import HostGroup, Pending
+from tests.fakecuda.combinations import Combination
+from tests.fakecuda.device import outside
+from tests.fakecuda.watch import FakeMode, Watch
+
+STEPS: Final = 3
+NUM_MICRO_BATCHES: Final = 3
+BATCH, SEQ_LEN = 2, 128
+SHAPE: Final = DecoderConfig(
+    dim=256, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=512, max_seq_len=SEQ_LEN, vocab_size=1024
+)
+
+
+class FakeCUDA(Accelerator):
+    """Lightning's view of the fake device."""
+
+    def __init__(self, num_ranks: int = 1) -> None:
+        self._num_ranks = num_ranks
+
+    @staticmethod
+    def parse_devices(devices: Any) -> Any:
+        return devices
+
+    @staticmethod
+    def get_parallel_devices(devices: Any) -> list[torch.device]:
+        return [torch.device("cuda", 0)] * devices
+
+    @staticmethod
+    def auto_device_count() -> int:
+        return 1
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    def name() -> str:
+        return "cuda"
+
+    def setup_device(self, device: torch.device) -> None: ...
+
+    def get_device_stats(self, device: Any) -> dict[str, Any]:
+        return {}
+
+    def teardown(self) -> None: ...
+
+
+def build_window(index: int) -> AccumulationWindow:
+    """Returns a window of several documents a row, as a loader makes it."""
+    shape = (BATCH, SEQ_LEN)
+    documents = (torch.arange(SEQ_LEN) // 50).to(torch.int32).expand(shape).clone()
+    micro_batch = MicroBatch(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64), documents)
+    num_tokens = NUM_MICRO_BATCHES * BATCH * SEQ_LEN
+    return AccumulationWindow((micro_batch,) * NUM_MICRO_BATCHES, num_tokens, 3 * num_tokens, index + 1)
+
+
+class Windows(pl.LightningDataModule):
+    """Windows for training and one for validation; made on the training thread, where the fake mode is."""
+
+    def train_dataloader(self) -> WindowLoader:
+        return WindowLoader(build_window, lambda: range(9), 9, 0, False)
+
+    def val_dataloader(self) -> WindowLoader:
+        return WindowLoader(build_window, lambda: range(1), 1, 0, False)
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        return batch.to(device, non_blocking=True)
+
+
+class KeepStep(pl.Callback):
+    """Keeps what the last step did: from the end of the step before to its own."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch, self.syncs, self.kernels, self.casts = watch, {}, {}, {}
+        self.num_steps = 0
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.num_steps = trainer.global_step
+        watch = self.watch
+        self.syncs, self.kernels, self.casts = dict(watch.syncs), dict(watch.kernels), dict(watch.casts)
+        for counts in (watch.syncs, watch.kernels, watch.casts):
+            counts.clear()
+
+
+class FakePending:
+    """A reduction that has ended, of numbers on the host."""
+
+    def __init__(self, values: Any) -> None:
+        self._values = tuple(values)
+
+    def wait(self) -> tuple[Any, ...]:
+        return self._values
+
+
+@contextmanager
+def fake_ranks(num_ranks: int) -> Iterator[None]:
+    """Makes this process the first of `num_ranks`, whose others agree with it in everything."""
+    os.environ.update(LOCAL_RANK="0", NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
+    group: Any = HostGroup
+    group.join = lambda self: None
+    group._group = None  # nothing may ask for gloo
+    group.sum = group.sum_floats = lambda self, values: FakePending(value * num_ranks for value in values)
+    group.max = lambda self, values: FakePending(values)
+    pending: Any = Pending
+    pending.wait = outside(Pending.wait)
+    counters: Any = TokenCounters
+    counters.on_train_batch_start = outside(TokenCounters.on_train_batch_start)
+    start: Any = Start
+    start.begin = lambda self: None
+    start.check = lambda self, node: None
+    module: Any = sharded
+    module.DesyncWatchdog = _NoWatchdog
+    for strategy in (Replicated, Sharded):
+        of_class: Any = strategy
+        of_class.barrier = lambda self, name=None: None
+        of_class.broadcast = lambda self, value, src=0: value
+        of_class.reduce = lambda self, tensor, *arguments, **options: tensor
+    loop: Any = fit_loop
+    loop.has_len_all_ranks = lambda *arguments, **options: True
+    # They compare and send numbers, which fake tensors have not.
+    parallel: Any = ddp
+    parallel._verify_param_shape_across_processes = lambda *arguments, **options: None
+    parallel._sync_module_states = lambda *arguments, **options: None
+    parallel.DistributedDataParallel = _FakeReducedDDP
+    for place in (lightning_ddp, torch.nn.parallel, replicated):
+        if hasattr(place, "DistributedDataParallel"):
+            place.DistributedDataParallel = _FakeReducedDDP
+    meshes: Any = mesh
+    meshes.init_device_mesh = outside(mesh.init_device_mesh)
+    for name in ("__getitem__", "_flatten", "_unflatten", "_concatenate", "get_group", "get_all_groups"):
+        setattr(DeviceMesh, name, outside(getattr(DeviceMesh, name)))
+    for name in ("get_coordinate", "get_local_rank"):
+        setattr(DeviceMesh, name, outside(getattr(DeviceMesh, name)))
+    yield
+
+
+class _FakeReducedDDP(ddp.DistributedDataParallel):
+    """DDP whose reduction gives back what it gets; that of the fake process group gives nothing."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.register_comm_hook(None, _reduce)
+        self.logger = _NoLogger()
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        return {}
+
+
+class _NoLogger:
+    """DDP's own asks a timer for the times of kernels."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: None
+
+
+def _reduce(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    reduced: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    reduced.set_result(bucket.buffer())
+    return reduced
+
+
+class _NoWatchdog:
+    def __init__(self, *arguments: Any) -> None: ...
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+def build_strategy(combination: Combination) -> Any:
+    name, offload = combination.strategy, combination.has_offload
+    if name in ("replicated", "zero1"):
+        return Replicated(optimizer_states="sharded" if name == "zero1" else "replicated")
+    groups = {"ranks_per_shard_group": 1} if name == "hybrid" else {}
+    return Sharded(shard=name, cpu_offload=offload, **groups)
+
+
+def run_fit(combination: Combination, num_layers: int = 2, **options: Any) -> dict[str, Any]:
+    """Runs a fit in this process, which can run no other one. Returns what its last step did, or what refused it.
+
+    Args:
+        combination: What to run.
+        num_layers: Of the decoder.
+        options: Of the Trainer.
+    """
+    warnings.simplefilter("ignore")
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+    decoder: Any = Decoder
+    decoder.init_weights = lambda self, seed: None  # fake tensors have no values
+    with fake_ranks(combination.num_ranks), FakeMode(), Watch() as watch:
+        keep = KeepStep(watch)
+        try:
+            trainer = pl.Trainer(
+                accelerator=FakeCUDA(),
+                devices=combination.num_ranks,
+                strategy=build_strategy(combination),
+                precision=combination.precision,
+                max_steps=STEPS,
+                max_epochs=-1,
+                use_distributed_sampler=False,
+                num_sanity_val_steps=0,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                inference_mode=False,
+                gradient_clip_val=0.5,
+                callbacks=[TokenCounters(), SkipAwareLR(warmup_updates=2), keep],
+                default_root_dir=tempfile.gettempdir(),
+                **{"log_every_n_steps": 100, "limit_val_batches": 0, **options},
+            )
+            module = GenesisModule(replace(SHAPE, num_layers=num_layers), OptimizerOptions(name=combination.optimizer))
+            trainer.fit(module, datamodule=Windows())
+        except (UserError, ValueError) as error:
+            if keep.num_steps:
+                raise
+            return {"refused": " ".join(str(error).split())}
+    assert keep.num_steps == STEPS, keep.num_steps
+    return {"syncs": keep.syncs, "kernels": keep.kernels, "casts": keep.casts, "lines": watch.lines}
