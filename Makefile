@@ -10,7 +10,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 STAMP := .venv/installed
 
-.PHONY: install demo demo-short test test-rest test-all check format golden clean
+.PHONY: install demo demo-short test test-rest test-all test-long check format golden clean
 
 install: $(STAMP)
 
@@ -26,17 +26,17 @@ demo: $(STAMP)
 	@$(BIN)/genesis demo
 
 # Two workers on two cores: a thread more each would only spin against the other's.
-test test-rest demo-short: export OMP_NUM_THREADS := 1
+test test-rest test-long demo-short: export OMP_NUM_THREADS := 1
 PYTEST := -m pytest -q -n 2 --dist loadgroup
 
 # What proves the product, in minutes.
-QUICK := not slow and not bench
+QUICK := not slow and not bench and not long
 test: $(STAMP)
 	@cd callbacks && ../$(BIN)/python $(PYTEST) -m "$(QUICK)"
 	@$(BIN)/python $(PYTEST) -m "$(QUICK) and not demo"
 
 # Every test that `make test` leaves out; `demo-short` has the demo's.
-REST := (slow or bench)
+REST := (slow or bench) and not long
 test-rest: $(STAMP)
 	@cd callbacks && ../$(BIN)/python $(PYTEST) -m "$(REST)"
 	@$(BIN)/python $(PYTEST) -m "$(REST) and not demo"
@@ -46,6 +46,10 @@ demo-short: $(STAMP)
 	@$(BIN)/python -m pytest -q -m demo
 
 test-all: test test-rest demo-short
+
+# What takes minutes each: by hand, before a release; the results are recorded.
+test-long: $(STAMP)
+	@$(BIN)/python -m pytest -q -m long
 
 check: $(STAMP)
 	@$(BIN)/ruff format --check .

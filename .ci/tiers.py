@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-TIERS = ("slow", "bench", "demo")
+TIERS = ("long", "slow", "bench", "demo")
 """The markers of all tiers but the quick one, which has none."""
 LIMIT_SECONDS = 3.0
 """Of a phase (setup, call or teardown) of a quick test, on two quiet cores."""
@@ -23,9 +23,21 @@ class TierReport:
         self._tests: Counter[str] = Counter()
         self._over: list[tuple[float, str]] = []
 
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Writes to each test's report, which goes from worker to controller, in which tier it is."""
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Writes to each test's report, which goes from worker to controller, in which tier it is.
+
+        Raises:
+            pytest.UsageError: This pytest-xdist does not group this pytest's tests. It does so by a private attribute
+                of pytest's, and without it each worker would build the fixtures that a group shares.
+        """
+        is_grouped = config.getoption("loadgroup", default=False)
         for item in items:
+            if is_grouped and item.get_closest_marker("xdist_group") and "@" not in item.nodeid:
+                raise pytest.UsageError(
+                    f"pytest-xdist does not group tests under pytest {pytest.__version__}: "
+                    "install the versions of constraints.txt"
+                )
             tier = next((tier for tier in TIERS if item.get_closest_marker(tier)), "quick")
             item.user_properties.append(("tier", tier))
 

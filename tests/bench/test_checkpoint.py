@@ -49,7 +49,7 @@ def run_bench(tmp_path: Path, *arguments: str) -> dict[str, Any]:
 
 
 @MANY_PROCESSES
-@pytest.mark.bench
+@pytest.mark.long
 def test_a_run_measures_every_mode_and_each_saved_the_whole_state(tmp_path: Path) -> None:
     record = run_bench(tmp_path, "--pairs", "2")
 
@@ -99,7 +99,7 @@ def check_pictures_and_page(directory: Path, names: list[str]) -> None:
 
 
 @MANY_PROCESSES
-@pytest.mark.bench
+@pytest.mark.long
 def test_several_ranks_save_with_a_kept_plan_and_with_a_new_one(tmp_path: Path) -> None:
     record = run_bench(tmp_path, "--pairs", "1", "--ranks", "2", "--strategy", "sharded")
     assert list(record["modes"]) == [BASELINE, OVERLAPPED, PLANNING_ANEW]

@@ -66,7 +66,7 @@ def processes_about(path: Path) -> list[str]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_sharded_ranks_end_bit_equal_after_kills_of_all_one_and_a_writer(tmp_path: Path, tiny_corpus: Path) -> None:
     recipe = write_recipe(
         tmp_path / "recipe.yaml",
@@ -126,7 +126,7 @@ def test_a_run_that_is_killed_while_it_starts_ends_bit_equal(tmp_path: Path, tin
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_recipe_that_does_not_repeat_is_found_different_by_tensor_and_by_loss(
     tmp_path: Path, tiny_corpus: Path
 ) -> None:

@@ -74,7 +74,7 @@ def one_step(strategy: str) -> tuple[dict[str, Tensor], dict[str, float]]:
         ("replicated", 2),
         ("full", 2),
         ("checkpointing", 2),
-        pytest.param("compiled_shards", 2, marks=pytest.mark.slow),
+        pytest.param("compiled_shards", 2, marks=pytest.mark.long),
     ],
 )
 def test_auxiliary_loss_and_counts_are_those_of_one_big_batch(strategy: str, world_size: int) -> None:
