@@ -1,4 +1,5 @@
-# The newcomer's entry: `make demo`, `make test`, `make check`; `make test-all` runs every test. Each makes .venv itself, once.
+# The newcomer's entry: `make demo`, `make test`, `make check`; `make test-all` runs every test, `make docs`
+# builds the documentation site. Each makes .venv itself, once.
 #
 #   PYTHON   the interpreter that .venv is made with (>= 3.11)
 #   TORCH    how torch is installed; for another build of it, say
@@ -10,7 +11,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 STAMP := .venv/installed
 
-.PHONY: install demo demo-short test test-rest test-all test-long check format golden clean
+.PHONY: install demo demo-short test test-rest test-all test-long check docs format golden clean
 
 install: $(STAMP)
 
@@ -58,6 +59,10 @@ check: $(STAMP)
 	@$(BIN)/lint-imports
 	@$(BIN)/codespell
 	@$(BIN)/python .ci/sizes.py
+
+# The documentation site, into build/site; warnings and broken links are errors.
+docs: $(STAMP)
+	@$(BIN)/python docs/site/build_site.py
 
 format: $(STAMP)
 	@$(BIN)/ruff format .
