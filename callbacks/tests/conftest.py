@@ -25,7 +25,7 @@ sys.path.insert(0, WITHOUT_GENESIS)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (WITHOUT_GENESIS, str(TESTS), os.environ.get("PYTHONPATH"))))
 
 # An import costs more than most tests: ranks and writers are forked from a process that has imported what tests import.
-preload("pytest", "hypothesis", "plain_project", "outside.projects")
+preload("pytest", "hypothesis", "plain_project", "outside.projects", "simulated.project")
 fork_writers()
 
 

@@ -15,11 +15,12 @@ from lightning.pytorch.utilities import rank_zero_warn
 from ._best_watch import BestWatch
 from ._save_options import SaveOptions
 from ._save_statistics import SaveStatistics
-from ._save_warnings import SaveFailedWarning, SaveSkippedWarning, TornSnapshotWarning
+from ._save_warnings import SaveFailedWarning, SaveSkippedWarning, SlowDeviceWarning, TornSnapshotWarning
 from ._step_watch import StepWatch
 from ._trainer_state import SnapshotCache, take_snapshot
 from ._triggers import may_skip, read_moment
 from .checkpoint.collect import MODEL_PREFIX, name_parameters
+from .checkpoint.device import DevicePath, is_host
 from .checkpoint.errors import CheckpointError, SaveFailedError, UnreadableCheckpointError
 from .checkpoint.job import Outcome
 from .checkpoint.manifest import checkpoint_name
@@ -89,8 +90,9 @@ class FitSaves:
         self._updates_at_begin = 0
         self._updates_at_last = 0
         self._last_begin_seconds = time.monotonic()
+        self._has_reserved = False
 
-    def start_pipeline(self, writer: WriterProcess | None) -> None:
+    def start_pipeline(self, writer: WriterProcess | None, device_path: DevicePath | None = None) -> None:
         """Makes ready to save; `writer`, which mode `process` has, is taken over. Communicates.
 
         Raises:
@@ -103,6 +105,7 @@ class FitSaves:
             writer=writer,
             staging=self._options.staging,
             time_limit_seconds=self._options.save_timeout_seconds,
+            device_path=device_path,
         )
         self.target.ranks.attempt("starting the writer", self.pipeline.wait_ready)
         self._names = {parameter: MODEL_PREFIX + name for parameter, name in name_parameters(self._module).items()}
@@ -141,6 +144,19 @@ class FitSaves:
         )
 
     # ---- to begin
+
+    def reserve(self) -> None:
+        """Takes the memory of the saves that follow, once there is an optimizer's state to count. Communicates, once.
+
+        On the CPU it does nothing: there memory is quick to take, and the first save takes it.
+        """
+        is_dry = self._trainer.fast_dev_run  # type: ignore[attr-defined]  # Lightning sets it
+        if self._has_reserved or self.pipeline is None or is_dry or self._trainer.global_step == 0:
+            return
+        self._has_reserved = True
+        if not is_host(self._trainer.strategy.root_device):
+            with contextlib.suppress(CheckpointError, SaveFailedError):  # the first save meets it, and ends by policy
+                self.pipeline.reserve(lambda: self.take_snapshot(self._cache))
 
     def save(self, *, may_be_skipped: bool = True) -> None:
         """Saves this window's end, if that is not saved yet. Communicates at the first save, and where it waits.
@@ -232,6 +248,8 @@ class FitSaves:
         if outcome is None:
             return
         step = pipeline.settled_step
+        for notice in pipeline.take_notices():
+            warnings.warn(notice, SlowDeviceWarning, stacklevel=2)
         if outcome.kind == "committed":
             self.note_saved(step)
             self._updates_at_last = self._updates_at_begin

@@ -27,6 +27,7 @@ from ._triggers import Vote, is_interval_over
 from ._votes import VoteExchange
 from .checkpoint.collect import SWAPPED_PREFIX, read_mesh
 from .checkpoint.commit import supersede
+from .checkpoint.device_proof import DeviceReport
 from .checkpoint.errors import CheckpointError
 from .checkpoint.job import Outcome
 from .checkpoint.lineage import DirectoryLock, list_committed, remove_abandoned, wait_for_orphans
@@ -124,6 +125,7 @@ class FitSession:
         *,
         identity: Mapping[str, Any],
         recipe: Mapping[str, Any],
+        proved: DeviceReport,
         start: Restore | None,
         run_directories: Sequence[Path],
     ) -> None:
@@ -134,6 +136,7 @@ class FitSession:
             module: The fit's.
             identity: For the manifest.
             recipe: For the manifest.
+            proved: What the device was found to do.
             start: What training goes on from, if it was restored.
             run_directories: All that this run saves into: a checkpoint of any of them is its own.
 
@@ -151,7 +154,7 @@ class FitSession:
         target = self._history.target = SaveTarget(
             self._directory,
             self.ranks,
-            origin=RunMetadata(identity, recipe, _read_axes(trainer, module)),
+            origin=RunMetadata(identity, recipe, _read_axes(trainer, module), proved.environment),
             retention=self._options.retention,
             events=None if self.events is None else self.events.log,
         )
@@ -169,7 +172,8 @@ class FitSession:
             best=self._best,
         )
         writer, self._writer = self._writer, None
-        self.saves.start_pipeline(writer)
+        self.saves.start_pipeline(writer, proved.path)
+        self.saves.reserve()
         self._last_step = trainer.global_step
 
     def _go_on(
@@ -308,13 +312,14 @@ class FitSession:
     def release(self) -> None:
         """Gives everything back; a second call does nothing. No communication."""
         self._boundary = None
-        if self._rank_watch is not None:
-            self._rank_watch.stop()
-            self._rank_watch = None
-        self.end(wait_seconds=_LEAVE_SECONDS)
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+        with contextlib.ExitStack() as stack:  # whatever one of them meets, the others are given back
+            if self._lock is not None:
+                stack.callback(self._lock.release)
+                self._lock = None
+            stack.callback(self.end, wait_seconds=_LEAVE_SECONDS)
+            if self._rank_watch is not None:
+                stack.callback(self._rank_watch.stop)
+                self._rank_watch = None
 
 
 def _read_axes(trainer: Trainer, module: LightningModule) -> dict[str, int]:

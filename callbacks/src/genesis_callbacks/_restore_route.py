@@ -87,6 +87,7 @@ class RestoreRoute:
         *,
         identity: Mapping[str, Any],
         recipe: Mapping[str, Any],
+        environment: Mapping[str, str],
         drift_policy: DriftPolicy,
         siblings: Sequence["RestoreRoute"],
     ) -> dict[str, Any]:
@@ -101,6 +102,7 @@ class RestoreRoute:
             path: As the user gave it.
             identity: What this run says about itself, to be compared with the checkpoint's.
             recipe: The same for its recipe.
+            environment: The same for what its device was found to do.
             drift_policy: Which of that may differ.
             siblings: Those of all callbacks of the Trainer: each saves into a directory of its own.
 
@@ -124,6 +126,7 @@ class RestoreRoute:
         restore.check_drift(
             identity=identity,
             recipe=recipe if is_fit and not restore.has_weights_alone else {},
+            environment=environment,
             policy=drift_policy,
             allow_changed=self._options.allow_changed,
         )

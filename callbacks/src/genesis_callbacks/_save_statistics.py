@@ -17,7 +17,7 @@ SKIPPED = "checkpoint/num_skipped"
 STEP = "checkpoint/step"
 
 
-def describe_memory(copy_bytes: int, writer_bytes: int) -> str:
+def describe_memory(copy_bytes: int, writer_bytes: int, scratch_bytes: int = 0) -> str:
     """Returns what saves in the background cost in memory on one rank, for people.
 
     Example:
@@ -25,9 +25,11 @@ def describe_memory(copy_bytes: int, writer_bytes: int) -> str:
         'Saves in the background hold 528 bytes of memory on rank 0 for copies.'
     """
     text = f"Saves in the background hold {format_bytes(copy_bytes)} of memory on rank 0 for copies"
+    if scratch_bytes > 0:
+        text += f" and {format_bytes(scratch_bytes)} on its device for digests"
     if writer_bytes == 0:
         return f"{text}."
-    return f"{text}; its writer process takes up to {format_bytes(writer_bytes)} more, whatever the model's size."
+    return f"{text}; its writer process takes {format_bytes(writer_bytes)} more, whatever the model's size."
 
 
 class SaveStatistics:
@@ -80,7 +82,7 @@ class SaveStatistics:
         self.last_staged_bytes, self.last_write_seconds = pipeline.staged_bytes, write_seconds
         if pipeline.copy_bytes > 0 and not self._has_told_memory:
             self._has_told_memory = True
-            rank_zero_info(describe_memory(pipeline.copy_bytes, pipeline.writer_bytes))
+            rank_zero_info(describe_memory(pipeline.copy_bytes, pipeline.writer_bytes, pipeline.scratch_bytes))
         values = {
             STALL: self.last_stall_seconds,
             STAGED: float(self.last_staged_bytes),

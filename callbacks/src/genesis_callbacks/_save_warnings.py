@@ -15,3 +15,7 @@ class LostRankWarning(UserWarning):
 
 class TornSnapshotWarning(UserWarning):
     """Training changed what was being staged; that save is made again, and staging is blocking from now on."""
+
+
+class SlowDeviceWarning(UserWarning):
+    """Saves go the slower way on this device: something could not be had, or the proof at the start failed."""

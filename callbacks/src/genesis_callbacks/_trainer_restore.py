@@ -120,6 +120,7 @@ class Restore:
         *,
         identity: Mapping[str, Any],
         recipe: Mapping[str, Any],
+        environment: Mapping[str, str],
         policy: DriftPolicy,
         allow_changed: Sequence[str],
     ) -> None:
@@ -132,7 +133,7 @@ class Restore:
         def compare() -> tuple[list[str], list[str]]:
             if not self._ranks.is_first:
                 return [], []
-            versions = read_versions()
+            versions = {**read_versions(), **environment}
             differences = find_drift(
                 self.manifest,
                 identity=identity,
@@ -151,8 +152,8 @@ class Restore:
         self._changed = (*allowed, *warned)
         if warned:
             rank_zero_warn(
-                f"{self.path.name} was saved with other packages, so that this run need not go on bit for bit: "
-                f"{'; '.join(warned)}",
+                f"{self.path.name} was saved with other packages, or on a device that went another way, so that this "
+                f"run need not go on bit for bit: {'; '.join(warned)}",
                 category=DriftWarning,
             )
 

@@ -46,10 +46,17 @@ from ._refused_strategies import refuse_to_save
 from ._restore_route import LATEST, RestoreRoute
 from ._save_options import OnSaveFailure, RestoredState, SaveOptions, WhenBusy
 from ._save_statistics import SaveStatistics
-from ._save_warnings import LostRankWarning, SaveFailedWarning, SaveSkippedWarning, TornSnapshotWarning
+from ._save_warnings import (
+    LostRankWarning,
+    SaveFailedWarning,
+    SaveSkippedWarning,
+    SlowDeviceWarning,
+    TornSnapshotWarning,
+)
 from ._signals import stop_training
 from ._triggers import describe_interval, is_save_due, read_moment
 from .checkpoint.best import MonitorMode, find_best
+from .checkpoint.device_proof import DeviceProof, DeviceReport, prove_device
 from .checkpoint.drift import DriftPolicy
 from .checkpoint.pipeline import SaveMode, Staging
 from .checkpoint.ranks import WorldRanks
@@ -65,6 +72,7 @@ __all__ = [
     "LostRankWarning",
     "SaveFailedWarning",
     "SaveSkippedWarning",
+    "SlowDeviceWarning",
     "TornSnapshotWarning",
 ]
 
@@ -129,6 +137,8 @@ class AsyncProcessCheckpoint(Checkpoint):
 
     Attributes:
         save_optimizer: As given.
+        device_proofs: What the application wants to know of an accelerator, beside what saves need. They are proved at
+            each start, and may be set until then.
         stopped_by_signal: Number of the signal that ended the last fit, or None. The caller makes the exit status.
         lost_ranks: Which ranks had ended when the last fit ended by an exception, as text, or None.
         restore_report: What the last restore kept, rebuilt and started afresh, or None.
@@ -201,6 +211,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         self.recipe: Mapping[str, Any] = recipe or {}
         self.identity: Mapping[str, Any] = identity or {}
         self.drift_policy = drift_policy or DriftPolicy()
+        self.device_proofs: Sequence[DeviceProof] = ()
         self.stopped_by_signal: int | None = None
         self.lost_ranks: str | None = None
         self.restore_report: RestoreReport | None = None
@@ -210,6 +221,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         self.statistics = SaveStatistics()
         self._best = None if monitor is None else BestWatch(monitor, monitor_mode, keep_best)
         self._session: FitSession | None = None  # from a fit's setup to its end
+        self._proved = DeviceReport()
 
     @property
     def state_key(self) -> str:
@@ -273,6 +285,9 @@ class AsyncProcessCheckpoint(Checkpoint):
                 self._options, ranks, history=self._history, statistics=self.statistics, best=self._best
             )
             self._session.open(is_dry=trainer.fast_dev_run)  # type: ignore[attr-defined]  # Lightning sets it
+            self._proved = prove_device(trainer.strategy.root_device, self.device_proofs)
+            for failure in self._proved.failures:
+                warnings.warn(failure, SlowDeviceWarning, stacklevel=2)
         route_load_checkpoint(trainer.strategy, lambda original, path: self._load(trainer, pl_module, original, path))
 
     def _load(
@@ -285,6 +300,7 @@ class AsyncProcessCheckpoint(Checkpoint):
             path,
             identity=self.identity,
             recipe=self.recipe,
+            environment=self._proved.environment,
             drift_policy=self.drift_policy,
             siblings=[sibling._route for sibling in _siblings(trainer)],
         )
@@ -305,6 +321,7 @@ class AsyncProcessCheckpoint(Checkpoint):
             pl_module,
             identity=self.identity,
             recipe=self.recipe,
+            proved=self._proved,
             start=self._route.started_from,
             run_directories=[sibling.directory for sibling in _siblings(trainer)],
         )
@@ -343,6 +360,7 @@ class AsyncProcessCheckpoint(Checkpoint):
                 self.stopped_by_signal = vote.signal_number
                 stop_training(trainer)
             session.saves.settle(vote.outcome)
+            session.saves.reserve()
             options = self._options
             if is_save_due(
                 read_moment(trainer), vote, every_n_steps=options.every_n_steps, save_at_end=options.save_at_end
@@ -397,13 +415,21 @@ class AsyncProcessCheckpoint(Checkpoint):
         unroute_load_checkpoint(trainer.strategy)
         unshield_validation(trainer)
         unfinish_before_hooks(trainer)
+        try:
+            self._leave(trainer, exception)
+        except Exception as error:  # a device that has failed, say: it must not hide what ended training
+            text = f"{type(error).__name__}: {error}"
+            warnings.warn(f"not all was done that is due when training ends: {text}", SaveFailedWarning, stacklevel=2)
+        finally:
+            self._release()
+
+    def _leave(self, trainer: Trainer, exception: BaseException) -> None:
         lost = None if self._session is None else self._session.leave(trainer, exception)
         if lost is not None:
             self.lost_ranks = lost
             warnings.warn(f"{lost} is gone: without it no rank can go on", LostRankWarning, stacklevel=2)
         if self._history.target is not None:
             rank_zero_warn(f"training ended with {type(exception).__name__}; {self._history.describe()}")
-        self._release()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Gives everything back. No communication."""

@@ -147,7 +147,7 @@ class PlanlessPipeline(SavePipeline):
 class PageableBuffer(SharedBuffer):
     """Staging memory that is not page-locked."""
 
-    def pin(self) -> None:
+    def pin(self, device: torch.device) -> None:
         """Does nothing."""
 
 

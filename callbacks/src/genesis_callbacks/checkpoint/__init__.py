@@ -7,6 +7,7 @@ that the engine did not give is never counted nor touched.
 from .best import Best, find_best, read_best, read_marked_names
 from .compare import TensorComparison, compare_tensors
 from .contents import Contents, find_format, find_non_finite, read_contents
+from .device_proof import DeviceProof
 from .digest import DIGEST_MODULUS, digest_chunk, digest_tensor
 from .drift import Difference, DriftPolicy, DriftWarning, check_drift, compare_mappings, find_drift, format_differences
 from .errors import (
@@ -49,17 +50,18 @@ from .manifest import (
     read_manifest,
     step_of,
 )
-from .pipeline import save_blocking
 from .plan import LocalShard, TensorShard, local_shards
 from .ranks import Ranks
 from .restore import check_restored, read_state, read_tensors, restore_shards
 from .retain import CommittedCheckpoint, Retention, apply_retention, plan_removals
 from .roles import pick_data_sections
+from .save_once import save_blocking
 from .save_target import RetentionWarning, RunMetadata, SaveTarget, Snapshot
 from .tagged_json import encode_tagged
 from .verify import VerifyLevel, verify
 
 __all__ = [
+    "DeviceProof",
     "Best",
     "COMMITTED_NAME",
     "CheckpointError",

@@ -1,8 +1,8 @@
 """What differs between the run that saved and the one that restores, and which of it may differ. Pure.
 
-A key is dotted: `trainer.max_steps` of the recipe, the plain name of an entry of the identity, `versions.torch`. A
-*free* key may always differ, an *allow* key only if the user names it, a *never* key not at all. Which is which says a
-policy, given by whoever knows the layout of the recipe; the engine knows none.
+A key is dotted: `trainer.max_steps` of the recipe, the plain name of an entry of the identity, `versions.torch`,
+`device.copies`. A *free* key may always differ, an *allow* key only if the user names it, a *never* key not at all.
+Which is which says a policy, given by whoever knows the layout of the recipe; the engine knows none.
 """
 
 import json
@@ -22,6 +22,7 @@ Verdict = Literal["free", "allowed", "warned", "refused", "never"]
 
 IDENTITY_AREA = "identity"
 VERSIONS_AREA = "package versions"
+DEVICE_AREA = "device"
 OTHER_AREA = "other"
 _MAX_VALUE_LENGTH = 120
 
@@ -137,7 +138,7 @@ def find_drift(
         manifest: The checkpoint's.
         identity: This run's.
         recipe: This run's; an empty one compares nothing.
-        versions: Package to version, of this process.
+        versions: Package to version, and what the device was found to do, of this process.
         policy: Which keys may differ.
         allow_changed: Globs of keys of kind `allow` that may differ this time.
 
@@ -170,9 +171,11 @@ def find_drift(
     for package in sorted(manifest.versions.keys() & versions.keys()):
         before, now = manifest.versions[package], versions[package]
         if before != now:
-            verdict = _judge_version(f"versions.{package}", before, now, allow_changed)
-            found.append(Difference(f"versions.{package}", VERSIONS_AREA, before, now, verdict))
-    order = [IDENTITY_AREA, *dict.fromkeys(area for area, _ in policy.areas), OTHER_AREA, VERSIONS_AREA]
+            is_device = package.partition(".")[0] == DEVICE_AREA
+            key = package if is_device else f"versions.{package}"
+            verdict = _judge_version(key, before, now, allow_changed)
+            found.append(Difference(key, DEVICE_AREA if is_device else VERSIONS_AREA, before, now, verdict))
+    order = [IDENTITY_AREA, *dict.fromkeys(area for area, _ in policy.areas), OTHER_AREA, VERSIONS_AREA, DEVICE_AREA]
     return sorted(found, key=lambda difference: order.index(difference.area))
 
 

@@ -135,7 +135,8 @@ class Manifest:
         mesh: Axis name to size of what the parameters lived on, where they were sharded over a device mesh.
         identity: What must be the same at restore (`tokenizer_hash`, `corpus_hash`, ...), plain JSON.
         recipe: The resolved recipe, plain JSON.
-        versions: Package to version.
+        versions: The environment: package to version and, on an accelerator, what its proof at the start found, under
+            `device` and `device.*`.
         created_seconds: Unix time of the commit.
         previous: The checkpoint before in the lineage; None for the first.
         has_optimizer: Whether the run's optimizers were saved; without them a restore can give weights alone.

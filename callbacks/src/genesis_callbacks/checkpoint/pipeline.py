@@ -11,13 +11,13 @@ import os
 import time
 import uuid
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 from .._compat import plain_write_counts
 from .beside import SaveThread, perform_nicely
+from .device import DevicePath, find_device
 from .errors import SaveFailedError
 from .inline import begin_together, perform_together
 from .job import (
@@ -27,17 +27,16 @@ from .job import (
     OutcomeKind,
     TornSnapshotError,
     WriteJob,
-    error_from,
     perform,
 )
 from .manifest import Ancestor, checkpoint_name
 from .one_save import OneSave
 from .plan import SavePlan, TensorShard, plan_save
 from .ranks import Ranks
-from .save_target import RetentionWarning, SaveTarget, Snapshot
+from .save_target import SaveTarget, Snapshot
 from .stage import Staged
-from .stager import SharedStager, StagedShards, record_event, stage_one_at_a_time
-from .writer_process import WRITER_OVERHEAD_BYTES, WriterProcess
+from .stager import SharedStager, StagedShards, record_staging_event
+from .writer_process import WriterProcess
 
 SaveMode = Literal["sync", "thread", "process"]
 Staging = Literal["blocking", "overlapped"]
@@ -87,6 +86,7 @@ class SavePipeline:
         writer: Mode `process` has one, which is taken over.
         staging: `overlapped` returns before the copy is done, `blocking` after it, as mode `sync` always does.
         time_limit_seconds: For one save's writing on one rank, where it is not done by the training threads together.
+        device_path: How saves go on an accelerator, where tensors lie on one.
     """
 
     def __init__(
@@ -97,6 +97,7 @@ class SavePipeline:
         writer: WriterProcess | None = None,
         staging: Staging = "overlapped",
         time_limit_seconds: float = _TIME_LIMIT_SECONDS,
+        device_path: DevicePath | None = None,
     ) -> None:
         assert (writer is None) == (mode != "process")
         self.mode: SaveMode = mode
@@ -107,7 +108,7 @@ class SavePipeline:
         self._ranks: Ranks = target.ranks
         self._time_limit_seconds = time_limit_seconds
         self._writer = writer
-        self._stager = SharedStager()
+        self._stager = SharedStager(device_path)
         self._plan: _Plan | None = None
         self._worker = SaveThread() if mode != "sync" else None
         self._number = 0
@@ -142,9 +143,46 @@ class SavePipeline:
         return 0 if buffer is None else buffer.num_bytes
 
     @property
+    def scratch_bytes(self) -> int:
+        """What digests hold on this rank's device, as long as the fit lasts."""
+        return self._stager.scratch_bytes
+
+    @property
     def writer_bytes(self) -> int:
-        """A bound on what the writer process takes for itself, whatever the model's size; 0 without one."""
-        return WRITER_OVERHEAD_BYTES if self._writer is not None else 0
+        """What the writer process took for itself when it was last asked, whatever the model's size; 0 without one."""
+        return 0 if self._writer is None else self._writer.memory_bytes
+
+    def take_notices(self) -> list[str]:
+        """Returns what the user must hear of how saves go on the device, and has not heard yet."""
+        return self._stager.take_notices()
+
+    def reserve(self, take_snapshot: Callable[[], Snapshot]) -> None:
+        """Plans the saves that follow and takes their memory, where tensors lie on an accelerator. Communicates.
+
+        There it costs seconds to pin as much as a model needs, which the first save would take otherwise. A thread
+        beside training does it, if there is one.
+
+        Args:
+            take_snapshot: Gives this rank's snapshot; nothing of it is saved.
+
+        Raises:
+            SaveFailedError: A snapshot cannot be taken; on every rank alike.
+        """
+        snapshot = self._take_planned(take_snapshot)
+        plan = self._plan
+        assert plan is not None
+        device = find_device(local.data for local in snapshot.parts)
+        if device is None:
+            return
+        ours = self._ours(plan, (local.part for local in snapshot.parts))
+        if self._worker is None:
+            self._stager.reserve_scratch(device)
+        else:
+            self._worker.submit(lambda: self._stager.reserve(device, ours))
+
+    def _ours(self, plan: _Plan, parts: Iterable[TensorShard]) -> list[TensorShard]:
+        """Returns what this rank writes: its share of what all ranks plan, and all that is its own."""
+        return [*plan.save.shards_by_writer[self._ranks.rank], *(part for part in parts if part.kind == "state")]
 
     def begin(
         self,
@@ -182,7 +220,10 @@ class SavePipeline:
         is_together = self._worker is None and alone_within_seconds is None
         save = self._save = OneSave(self._number, step, staging, self._ranks.rank, leaves_notes=not is_together)
         limit_seconds = alone_within_seconds or self._time_limit_seconds
-        stage = self._prepare(save, plan, taken, progress, limit_seconds)
+        try:
+            stage = self._prepare(save, plan, taken, progress, limit_seconds)
+        except Exception as error:  # of the device, say: the save fails on all ranks, rather than this one alone
+            stage = _fail_with(error)
         if is_together:
             save.run(lambda save: self._act_together(save, stage))
         elif self._worker is None:
@@ -231,12 +272,7 @@ class SavePipeline:
     ) -> _Stage:
         """Takes what may change after `begin`, and returns what stages the rest."""
         if isinstance(taken, Exception):
-            error = taken
-
-            def fail() -> tuple[WriteJob, Staged]:
-                raise error
-
-            return fail
+            return _fail_with(taken)
         snapshot = taken
         overlapped = [local for local in snapshot.parts if local.part.kind in _OVERLAPPED_KINDS]
         others = [local for local in snapshot.parts if local.part.kind not in _OVERLAPPED_KINDS]
@@ -244,15 +280,16 @@ class SavePipeline:
             others = [replace(local, data=local.data.clone()) for local in others]
         written = [local.data for local in overlapped]
         before = (progress.num_steps(), plain_write_counts(written))
-        event = record_event(snapshot.parts) if self.mode != "sync" else None
+        event = record_staging_event(snapshot.parts) if self.mode != "sync" else None
 
         def stage() -> tuple[WriteJob, Staged]:
             if _shared(snapshot) != plan.own:  # looked at here, where no training waits
                 raise ChangedPartsError("this rank holds other tensors than the save was planned for")
             copies = {local.part: local.data for local in others}
             live = {local.part: copies.get(local.part, local.data) for local in snapshot.parts}
-            ours = [*plan.save.shards_by_writer[self._ranks.rank], *(part for part in live if part.kind == "state")]
-            staged = stage_one_at_a_time(live, ours) if self.mode == "sync" else self._stager.stage(live, ours, event)
+            ours = self._ours(plan, live)
+            is_sync = self.mode == "sync"
+            staged = self._stager.stage_one_at_a_time(live, ours) if is_sync else self._stager.stage(live, ours, event)
             save.staged_bytes = staged.num_bytes
             job = self._order(save, plan, snapshot, progress, staged, limit_seconds)
             if before != (progress.num_steps(), plain_write_counts(written)):
@@ -431,31 +468,13 @@ class SavePipeline:
             raise
 
 
+def _fail_with(error: Exception) -> _Stage:
+    def fail() -> tuple[WriteJob, Staged]:
+        raise error
+
+    return fail
+
+
 def _shared(snapshot: Snapshot) -> tuple[TensorShard, ...]:
     """The parts that ranks plan together; tensors of a rank's own state it writes itself."""
     return tuple(local.part for local in snapshot.parts if local.part.kind != "state")
-
-
-def save_blocking(target: SaveTarget, take_snapshot: Callable[[], Snapshot]) -> Path:
-    """Saves and returns the checkpoint, for whoever does not train. Every rank calls it. Communicates.
-
-    Args:
-        target: Says where, for whom and under which heading; it learns of the commit.
-        take_snapshot: Gives this rank's snapshot.
-
-    Raises:
-        SaveFailedError: On every rank alike. Every checkpoint from before is as it was.
-    """
-    snapshot = target.ranks.attempt("reporting what to save", take_snapshot)
-    pipeline = SavePipeline(target, mode="sync")
-    try:
-        pipeline.begin(snapshot.step, lambda: snapshot, Progress(lambda: 0))
-        outcome = pipeline.finish()
-    finally:
-        pipeline.close(0.0)
-    assert outcome is not None
-    if outcome.kind != "committed":
-        raise error_from(outcome.kind, outcome.text)
-    if outcome.warning is not None:
-        warnings.warn(outcome.warning, RetentionWarning, stacklevel=2)
-    return target.directory / checkpoint_name(snapshot.step)

@@ -1,34 +1,27 @@
-"""The random number generators of one rank: Python's, numpy's, torch's and each CUDA device's."""
+"""The random number generators of one rank: Python's, numpy's, torch's and each device's."""
 
 import random
-from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
-
-@cache  # it asks the driver each time
-def _has_cuda() -> bool:
-    return torch.cuda.is_available()
+from .device import apply_device_rng, read_device_rng
 
 
 def read_rng_state() -> dict[str, Any]:
-    """Returns the state of every generator of this process. It waits for CUDA where that is in use."""
-    state: dict[str, Any] = {
+    """Returns the state of every generator of this process. It waits for the devices where there are some."""
+    return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
+        **read_device_rng(),
     }
-    if _has_cuda():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
 
 
 def apply_rng_state(state: dict[str, Any]) -> None:
-    """Sets every generator to what `read_rng_state` returned; CUDA's only if this process has as many devices."""
+    """Sets every generator to what `read_rng_state` returned; devices' only if this process has as many of them."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    if len(state.get("cuda", ())) == torch.cuda.device_count() and "cuda" in state:
-        torch.cuda.set_rng_state_all(state["cuda"])
+    apply_device_rng(state)

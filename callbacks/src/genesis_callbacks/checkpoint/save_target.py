@@ -55,6 +55,8 @@ class RunMetadata:
     identity: Mapping[str, Any] = field(default_factory=dict)
     recipe: Mapping[str, Any] = field(default_factory=dict)
     mesh: Mapping[str, int] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """What its device was found to do (`DeviceReport`), beside the versions of packages."""
 
     def __post_init__(self) -> None:
         for name in ("identity", "recipe"):
@@ -111,7 +113,7 @@ class SaveTarget:
         self.previous: Ancestor | None = None
         self.sequence = 0
         self._origin = origin or RunMetadata()
-        self._versions = read_versions()
+        self._versions = {**read_versions(), **self._origin.environment}
 
     def continue_from(self, previous: Ancestor | None, sequence: int) -> None:
         """Says which checkpoint the next save descends from; None and 0 for none."""

@@ -1,8 +1,8 @@
 """Stages a save: takes live tensors to where training cannot change them.
 
 While the training thread waits until everything is written: a tensor at a time, just before it is written. Otherwise:
-into one shared buffer without a name (`memfd_create`), which a writer process maps by its descriptor; on CUDA it is
-pinned.
+into one shared buffer without a name (`memfd_create`), which a writer process maps by its descriptor; for copies from
+an accelerator it is pinned.
 """
 
 import math
@@ -10,13 +10,14 @@ import mmap
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .errors import SaveFailedError
+from .device import PIN_PIECE_BYTES, PinError, pin_memory, unpin_memory
 from .plan import TensorShard
 
 _ALIGNMENT_BYTES = 64
@@ -83,7 +84,8 @@ class SharedBuffer:
             os.close(descriptor)
             raise
         self.descriptor = descriptor
-        self._pinned_address: int | None = None
+        self._pinned: list[int] = []
+        self._pinned_for: torch.device | None = None
 
     def view(self, placed: Placed) -> Tensor:
         """Returns a tensor over the part's place, in a storage of exactly its size."""
@@ -93,22 +95,56 @@ class SharedBuffer:
             return torch.empty(part.sizes, dtype=part.dtype)
         return torch.frombuffer(self._map, dtype=part.dtype, count=count, offset=placed.byte_offset).view(part.sizes)
 
-    def pin(self) -> None:
-        """Makes copies from a CUDA device fast and asynchronous; a second call does nothing."""
-        if self._pinned_address is None:
-            address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
-            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch gives it no types
-            code = int(runtime.cudaHostRegister(address, self.num_bytes, 0))
-            if code != 0:
-                raise SaveFailedError(f"{self.num_bytes} bytes for staging cannot be pinned: CUDA error {code}")
-            self._pinned_address = address
+    @property
+    def is_pinned(self) -> bool:
+        """Whether copies from the device are fast, and do not wait."""
+        return self._pinned_for is not None
+
+    def pin(self, device: torch.device) -> None:
+        """Page-locks all of it for copies from `device`, a piece at a time; a second call does nothing.
+
+        Raises:
+            PinError: Some of it cannot be pinned; then none of it is.
+        """
+        if self._pinned_for is not None:
+            return
+        start = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
+        try:
+            for offset in range(0, self.num_bytes, PIN_PIECE_BYTES):
+                pin_memory(start + offset, min(PIN_PIECE_BYTES, self.num_bytes - offset), device)
+                self._pinned.append(start + offset)
+        except PinError:
+            self._unpin(device)
+            raise
+        self._pinned_for = device
+
+    def _unpin(self, device: torch.device) -> None:
+        for address in self._pinned:
+            unpin_memory(address, device)
+        self._pinned.clear()
+        self._pinned_for = None
+
+    def copy_from_device(self, placed: Placed, data: Tensor) -> None:
+        """Starts a copy of a part to its place, on the current stream.
+
+        One copy never reaches over two pinned pieces: to a driver these are two allocations.
+        """
+        target = self.view(placed)
+        begin, end = placed.byte_offset, placed.byte_offset + placed.part.num_bytes
+        cuts = range(-(-begin // PIN_PIECE_BYTES) * PIN_PIECE_BYTES, end, PIN_PIECE_BYTES) if self.is_pinned else ()
+        inner = [cut - begin for cut in cuts if cut > begin]
+        if not inner:
+            target.copy_(data, non_blocking=True)
+            return
+        source = data.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        for first, last in pairwise([0, *inner, end - begin]):
+            target.view(-1).view(torch.uint8)[first:last].copy_(source[first:last], non_blocking=True)
 
     def close(self) -> None:
         """Gives the memory back once no tensor views it; a second call does nothing."""
         if self.descriptor >= 0:
-            if self._pinned_address is not None:
-                runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch gives it no types
-                runtime.cudaHostUnregister(self._pinned_address)
+            if self._pinned_for is not None:
+                self._unpin(self._pinned_for)
             os.close(self.descriptor)
             self.descriptor = -1
             del self._map
@@ -122,8 +158,7 @@ def _bytes_of(tensor: Tensor) -> "np.ndarray[tuple[int, ...], np.dtype[np.uint8]
 def copy_into(target: Tensor, data: Tensor) -> None:
     """Copies a live tensor to its staged place.
 
-    On the CPU by one thread, without the GIL: the training thread and its helpers go on. From a device it is started
-    on the current stream.
+    On the CPU by one thread, without the GIL: the training thread and its helpers go on.
     """
     is_plain = data.device.type == "cpu" and data.is_contiguous() and not data.is_conj() and not data.is_neg()
     if data.numel() > 0 and is_plain:

@@ -1,12 +1,14 @@
 """Takes one rank's part of a save off the live tensors: digests of all that it holds, copies of what it writes."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from .digest import digest_chunk
+from .device import DevicePath, PinError, build_stream, find_device, is_host, record_event, working_on
+from .digest import DigestScratch, digest_chunk
 from .plan import LocalShard, TensorShard
 from .stage import OneAtATime, Placed, SharedBuffer, Staged, copy_into, place_shards
 
@@ -21,15 +23,57 @@ class StagedShards:
     num_bytes: int
 
 
-class SharedStager:
-    """Stages into one shared buffer, which is used again from save to save. One thread at a time uses it."""
+# A tensor that grows by a little must not cost a new buffer: to pin one takes seconds.
+_SLACK_FRACTION = 64
 
-    def __init__(self) -> None:
+
+class SharedStager:
+    """Stages into one shared buffer, which is used again from save to save. One thread at a time uses it.
+
+    Args:
+        path: How it goes on an accelerator.
+    """
+
+    def __init__(self, path: DevicePath | None = None) -> None:
         self.buffer: SharedBuffer | None = None
-        self._side_stream: torch.cuda.Stream | None = None
+        self._notices: dict[str, str] = {}
+        self._told: set[str] = set()
+        self._path = path or DevicePath()
+        self._stream: torch.Stream | None = None
+        self._scratch: DigestScratch | None = None
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What digests hold on the device, as long as the fit lasts."""
+        return 0 if self._scratch is None else self._scratch.num_bytes
+
+    def take_notices(self) -> list[str]:
+        """Returns what the user must hear of and has not heard yet: each kind of trouble once."""
+        new = [text for kind, text in self._notices.items() if kind not in self._told]
+        self._told |= self._notices.keys()
+        return new
+
+    def reserve(self, device: torch.device, ours: Sequence[TensorShard]) -> None:
+        """Takes all memory that saves of these parts need, before the first of them; it waits for the driver.
+
+        It raises nothing: what goes wrong here goes wrong in the save, too, and is told there.
+        """
+        try:
+            with self._working_beside(device):
+                self._reserve_pinned(device, place_shards(ours)[1])
+        except (OSError, RuntimeError) as error:
+            self._notices["reserve"] = f"the memory for saves could not be taken before the first of them: {error}"
+
+    def reserve_scratch(self, device: torch.device) -> None:
+        """Takes the memory on the device alone, on the calling thread's stream: for saves that stage nothing."""
+        if self._scratch is None and self._path.has_digests:
+            try:
+                self._scratch = DigestScratch(device)
+            except torch.OutOfMemoryError as error:
+                self._note_no_room(error)
 
     def stage(
-        self, live: Mapping[TensorShard, Tensor], ours: Sequence[TensorShard], event: torch.cuda.Event | None
+        self, live: Mapping[TensorShard, Tensor], ours: Sequence[TensorShard], event: torch.Event | None
     ) -> StagedShards:
         """Returns what is staged, when the copy is complete.
 
@@ -39,66 +83,120 @@ class SharedStager:
             event: Where the training stream stood when the live tensors were taken; None on the CPU.
         """
         placed, num_bytes = place_shards(ours)
-        buffer = self._reserve(num_bytes)
         if event is None:
+            buffer = self._reserve(num_bytes)
             digests = _digest_and_copy(live, placed, buffer)
         else:
-            digests = self._stage_from_device(event, live, placed, buffer)
+            device = event.device
+            with self._working_beside(device) as stream:
+                buffer = self._reserve_pinned(device, num_bytes)
+                stream.wait_event(event)
+                digests = self._stage_from_device(stream, live, placed, buffer)
         return StagedShards(placed, digests, buffer, num_bytes)
 
+    def stage_one_at_a_time(self, live: Mapping[TensorShard, Tensor], ours: Sequence[TensorShard]) -> StagedShards:
+        """Returns the digests of all that is live; each part is copied when it is written, while training waits."""
+        placed, num_bytes = place_shards(ours)
+        device = find_device(live.values())
+        with torch.no_grad():
+            if device is None:
+                digests = {part: digest_chunk(data, part.shape, part.offsets) for part, data in live.items()}
+            else:
+                self.reserve_scratch(device)
+                digests = self._digest_on_device(live) or _digest_on_host(live, {})
+        return StagedShards(placed, digests, OneAtATime(live), num_bytes)
+
+    @contextlib.contextmanager
+    def _working_beside(self, device: torch.device) -> Iterator[torch.Stream]:
+        """What the calling thread does goes to a stream of the saves' own."""
+        self._stream = self._stream or build_stream(device)
+        with working_on(self._stream):
+            yield self._stream
+
     def _stage_from_device(
-        self,
-        event: torch.cuda.Event,
-        live: Mapping[TensorShard, Tensor],
-        placed: Sequence[Placed],
-        buffer: SharedBuffer,
+        self, stream: torch.Stream, live: Mapping[TensorShard, Tensor], placed: Sequence[Placed], buffer: SharedBuffer
     ) -> dict[TensorShard, int]:
-        device = next(data.device for data in live.values() if data.is_cuda)
-        with torch.cuda.device(device):  # a new thread begins with the first one
-            buffer.pin()
-            self._side_stream = self._side_stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch: no types
-            with torch.cuda.stream(self._side_stream):
-                self._side_stream.wait_event(event)
-                digests = _digest_and_copy(live, placed, buffer)
-            self._side_stream.synchronize()
+        with torch.no_grad():
+            for item in placed:
+                data = live[item.part]
+                if is_host(data.device):
+                    copy_into(buffer.view(item), data)
+                else:
+                    buffer.copy_from_device(item, data)
+            digests = self._digest_on_device(live)
+            stream.synchronize()
+            if digests is None:
+                digests = _digest_on_host(live, {item.part: buffer.view(item) for item in placed})
         return digests
 
-    def _reserve(self, num_bytes: int) -> SharedBuffer:
+    def _digest_on_device(self, live: Mapping[TensorShard, Tensor]) -> dict[TensorShard, int] | None:
+        """Returns the digests of all that is live, in one wait for the device; None where there is no room for it."""
+        if self._scratch is None:
+            return None
+        there = {part: data for part, data in live.items() if not is_host(data.device)}
+        try:
+            sums = self._scratch.digest_all([(data, part.shape, part.offsets) for part, data in there.items()])
+        except torch.OutOfMemoryError as error:
+            self._note_no_room(error)
+            return None
+        found = dict(zip(there, sums, strict=True))
+        return {
+            part: found[part] if part in found else digest_chunk(data, part.shape, part.offsets)
+            for part, data in live.items()
+        }
+
+    def _reserve_pinned(self, device: torch.device, num_bytes: int) -> SharedBuffer:
+        """Returns a buffer that is pinned, if it can be; the scratch is taken, too. On the current stream."""
+        self.reserve_scratch(device)
+        buffer = self._reserve(num_bytes, num_bytes // _SLACK_FRACTION)
+        if self._path.has_pinning:
+            try:
+                buffer.pin(device)
+            except PinError as error:
+                self._path = replace(self._path, has_pinning=False)
+                self._notices["pin"] = f"saves copy to memory that is not pinned, which is slower: {error}"
+        return buffer
+
+    def _reserve(self, num_bytes: int, slack_bytes: int = 0) -> SharedBuffer:
         if self.buffer is None or self.buffer.num_bytes < num_bytes:
             if self.buffer is not None:
                 self.buffer.close()
-            self.buffer = SharedBuffer(num_bytes)
+            self.buffer = SharedBuffer(num_bytes + slack_bytes)
         return self.buffer
+
+    def _note_no_room(self, error: BaseException) -> None:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        self._notices["room"] = (
+            f"saves compare copies with nothing, for digests find no room on the device and are taken of them: {reason}"
+        )
 
     def close(self) -> None:
         """Gives the buffer back once nobody views it; a second call does nothing."""
+        self._scratch = self._stream = None
         if self.buffer is not None:
             self.buffer.close()
             self.buffer = None
 
 
-def stage_one_at_a_time(live: Mapping[TensorShard, Tensor], ours: Sequence[TensorShard]) -> StagedShards:
-    """Returns the digests of all that is live; each part is copied when it is written, while training waits."""
-    placed, num_bytes = place_shards(ours)
-    with torch.no_grad():
-        digests = {part: digest_chunk(data, part.shape, part.offsets) for part, data in live.items()}
-    return StagedShards(placed, digests, OneAtATime(live), num_bytes)
-
-
-def record_event(parts: Sequence[LocalShard]) -> torch.cuda.Event | None:
+def record_staging_event(parts: Sequence[LocalShard]) -> torch.Event | None:
     """Marks where the training stream stands, for a copy on another; None where everything is on the CPU."""
-    is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch gives it no types
-    if not is_used or not any(local.data.is_cuda for local in parts):
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch gives it no types
-    event.record()
-    return event
+    device = find_device(local.data for local in parts)
+    return None if device is None else record_event(device)
+
+
+def _digest_on_host(live: Mapping[TensorShard, Tensor], copies: Mapping[TensorShard, Tensor]) -> dict[TensorShard, int]:
+    """Returns the digests of all that is live: on a device, of its copy, or of one that is made for this."""
+
+    def on_host(part: TensorShard, data: Tensor) -> Tensor:
+        return copies[part] if part in copies and not is_host(data.device) else data.to("cpu")
+
+    return {part: digest_chunk(on_host(part, data), part.shape, part.offsets) for part, data in live.items()}
 
 
 def _digest_and_copy(
     live: Mapping[TensorShard, Tensor], placed: Sequence[Placed], buffer: SharedBuffer
 ) -> dict[TensorShard, int]:
-    """Returns the digest of everything live after copying what this rank writes."""
+    """Returns the digest of everything live after copying what this rank writes. On the CPU."""
     targets = {item.part: buffer.view(item) for item in placed}
     digests: dict[TensorShard, int] = {}
     with torch.no_grad():

@@ -19,17 +19,20 @@ from .stage import SharedBuffer
 
 _NICENESS = 10
 _AUTOGROUP = Path("/proc/self/autogroup")
+_STATUS = Path("/proc/self/status")
+_OWN_MEMORY = ("RssAnon:", "RssFile:")  # not RssShmem, where the copies of tensors lie
 
 
 def serve(channel: Channel) -> None:
     """Does one job after the other until the trainer is gone.
 
-    A message is (job, size of a new shared buffer or None); the buffer's descriptor comes with it.
+    A message is (job, size of a new shared buffer or None); the buffer's descriptor comes with it. An answer is
+    (outcome, bytes of memory that this process holds for itself), and so is the word that it is ready.
     """
     trainer = os.getppid()
     buffer: SharedBuffer | None = None
     with contextlib.suppress(OSError):
-        channel.send(READY)
+        channel.send((READY, read_own_memory_bytes()))
     while True:
         try:
             (job, num_bytes), descriptors = channel.receive()
@@ -43,9 +46,18 @@ def serve(channel: Channel) -> None:
         assert buffer is not None
         outcome = perform(job, buffer, lambda: channel.is_ended() or os.getppid() != trainer)
         try:
-            channel.send(outcome)
+            channel.send((outcome, read_own_memory_bytes()))
         except OSError:
             return
+
+
+def read_own_memory_bytes() -> int:
+    """Returns what this process holds in memory, the shared buffer aside; 0 where the kernel does not tell."""
+    try:
+        fields = [line.split() for line in _STATUS.read_text(encoding="ascii").splitlines()]
+    except OSError:
+        return 0
+    return sum(int(field[1]) * 1024 for field in fields if field and field[0] in _OWN_MEMORY)
 
 
 def _give_way() -> None:

@@ -17,8 +17,6 @@ from .stage import SharedBuffer
 _WRITER_MODULE = "genesis_callbacks.checkpoint.writer"
 _START_SECONDS = 180.0
 _END_SECONDS = 5.0
-# What torch takes of a process that does nothing else, and the blocks of a write.
-WRITER_OVERHEAD_BYTES = 400 << 20
 
 
 def writer_environment() -> dict[str, str]:
@@ -61,7 +59,12 @@ class WriterProcess:
     """One rank's writer: in a session of its own, so that no signal to the trainer's group reaches it.
 
     Starting takes a moment here and some seconds there; `wait_ready` waits for them. One thread at a time uses it.
+
+    Attributes:
+        memory_bytes: What it held for itself when it last answered, the copies of tensors aside; 0 before.
     """
+
+    memory_bytes = 0
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -84,7 +87,7 @@ class WriterProcess:
         if self._is_ready:
             return
         try:
-            self._channel.receive(timeout_seconds)
+            (_, self.memory_bytes), _ = self._channel.receive(timeout_seconds)
         except TimeoutError as error:
             raise SaveFailedError(f"the writer process did not start within {timeout_seconds:g} s") from error
         except (EOFError, OSError) as error:
@@ -104,7 +107,7 @@ class WriterProcess:
                 self._buffer = buffer
             else:
                 self._channel.send((job, None), timeout_seconds=timeout_seconds)
-            outcome, _ = self._channel.receive(timeout_seconds)
+            (outcome, self.memory_bytes), _ = self._channel.receive(timeout_seconds)
         except TimeoutError as error:
             self.kill()
             still = ", and hangs still: its file system does not answer" if self.is_alive else ""

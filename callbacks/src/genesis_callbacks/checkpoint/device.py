@@ -1,0 +1,135 @@
+"""The accelerator that trains, as a save needs it: one way for CUDA, ROCm, XPU and any other that torch knows.
+
+Streams and events are torch's own for every device. Page-locking memory is the one thing that torch offers for no
+device but CUDA and ROCm: it is asked of the device's module, and a device without it copies pageable memory, which is
+slower and no less exact.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PIN_PIECE_BYTES = 256 << 20
+"""The driver holds a lock while it pins a piece, and other threads' kernels wait for it."""
+
+
+@dataclass(frozen=True)
+class DevicePath:
+    """Which of the two ways a save goes on a device; either gives the same checkpoint.
+
+    Attributes:
+        has_pinning: Whether copies go to page-locked memory, where that can be had.
+        has_digests: Whether digests are taken on the device, from the live tensors, or on the host, from the copies.
+    """
+
+    has_pinning: bool = True
+    has_digests: bool = True
+
+
+class PinError(RuntimeError):
+    """Memory that the driver does not page-lock."""
+
+
+@cache  # it asks the driver each time
+def read_accelerator() -> torch.device | None:
+    """Returns the kind of accelerator that this process can use, or None. It sets no device up."""
+    return torch.accelerator.current_accelerator(check_available=True)
+
+
+def is_host(device: torch.device) -> bool:
+    """Says whether tensors on `device` lie in the host's memory, or nowhere."""
+    return device.type in ("cpu", "meta")
+
+
+def find_device(tensors: Iterable[Tensor]) -> torch.device | None:
+    """Returns the device of the first tensor that is not on the host; None where there is none."""
+    if read_accelerator() is None:
+        return None
+    return next((tensor.device for tensor in tensors if not is_host(tensor.device)), None)
+
+
+def record_event(device: torch.device) -> torch.Event:
+    """Returns an event that marks where the calling thread's stream on `device` stands."""
+    event = torch.Event(device)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
+def build_stream(device: torch.device) -> torch.Stream:
+    """Returns a new stream of `device`."""
+    with torch.accelerator.device_index(device.index):
+        return torch.Stream(device)
+
+
+@contextlib.contextmanager
+def working_on(stream: torch.Stream) -> Iterator[None]:
+    """The calling thread's work goes to `stream` and its device: a new thread begins with the first device."""
+    with torch.accelerator.device_index(stream.device.index), stream:
+        yield
+
+
+# ---- page-locked memory
+
+
+def pin_memory(address: int, num_bytes: int, device: torch.device) -> None:
+    """Page-locks memory of the host, so that copies from `device` into it are fast and do not wait.
+
+    Raises:
+        PinError: The device has no such thing, or the driver refuses; the memory is as it was.
+    """
+    runtime = _read_runtime(device)
+    if runtime is None:
+        raise PinError(f"torch cannot pin memory for a device of type {device.type}")
+    with torch.accelerator.device_index(device.index):
+        code = int(runtime.cudaHostRegister(address, num_bytes, 0))
+        if code != 0:
+            _clear_error(device)
+            raise PinError(f"the driver does not pin {num_bytes} bytes: error {code}")
+
+
+def unpin_memory(address: int, device: torch.device) -> None:
+    """Gives page-locked memory back to the host. Where the device is lost the error is cleared: there is no remedy."""
+    code = int(_read_runtime(device).cudaHostUnregister(address))
+    if code != 0:
+        _clear_error(device)
+
+
+def _read_runtime(device: torch.device) -> Any:
+    read = getattr(torch.get_device_module(device), "cudart", None)
+    return None if read is None else read()
+
+
+def _clear_error(device: torch.device) -> None:
+    """Takes an error away that this thread's next kernel would be blamed for: the runtime remembers the last one."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device=device).add_(1)
+
+
+# ---- random generators
+
+
+def _read_generators() -> tuple[str, Any] | None:
+    accelerator = read_accelerator()
+    module = None if accelerator is None else torch.get_device_module(accelerator)
+    return None if accelerator is None or not hasattr(module, "get_rng_state_all") else (accelerator.type, module)
+
+
+def read_device_rng() -> dict[str, list[Tensor]]:
+    """Returns the state of each device's generator by the kind of device, such as `cuda`. It waits for the devices."""
+    generators = _read_generators()
+    return {} if generators is None else {generators[0]: generators[1].get_rng_state_all()}
+
+
+def apply_device_rng(state: dict[str, Any]) -> None:
+    """Sets each device's generator as `read_device_rng` found it, if this process has as many devices of that kind."""
+    generators = _read_generators()
+    if generators is None:
+        return
+    kind, module = generators
+    if kind in state and len(state[kind]) == torch.accelerator.device_count():
+        module.set_rng_state_all(state[kind])

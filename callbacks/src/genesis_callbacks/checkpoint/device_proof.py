@@ -1,0 +1,152 @@
+"""A proof, when a fit starts, that the accelerator does what saves need of it: less than two seconds, none on the CPU.
+
+The engine proves two things: digests that are taken there are those of the CPU, for every dtype, and a copy through
+pinned memory comes back as it was. An application adds its own proofs (`DeviceProof`). One that fails is named and its
+slow path taken; it never ends the run. What was found stands in the manifest, beside the versions of packages.
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .device import DevicePath, PinError, build_stream, is_host, record_event, working_on
+from .digest import DigestScratch, digest_chunk
+from .plan import TensorShard
+from .stage import SharedBuffer, place_shards
+
+_DTYPE_NAMES = (
+    *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128"),
+    *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"),
+)
+_SHAPE = (12, 331)  # odd, so that blocks end within rows
+_CUT = (8, 100)  # of a chunk in the middle: runs that do not touch
+_SCRATCH_WORDS = 1 << 10
+_COPY_BYTES = (1 << 20) + 4
+
+
+class DeviceProofError(Exception):
+    """A device that does other things than the CPU; the text says which."""
+
+
+@dataclass(frozen=True)
+class DeviceProof:
+    """Something that a device must do as the CPU does.
+
+    Attributes:
+        name: `attention`, say: the key in the manifest is `device.attention`.
+        fast: What the manifest says where the proof holds.
+        slow: What it says where it fails.
+        prove: Gets the device, and raises whatever it likes where the proof fails.
+        take_slow: Called where it fails.
+    """
+
+    name: str
+    fast: str
+    slow: str
+    prove: Callable[[torch.device], None]
+    take_slow: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True)
+class DeviceReport:
+    """What a device was found to do.
+
+    Attributes:
+        environment: For the manifest; empty on the CPU.
+        failures: Proofs that failed, each a line for the user.
+        path: How saves go there.
+    """
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    failures: tuple[str, ...] = ()
+    path: DevicePath = field(default_factory=DevicePath)
+
+
+def prove_device(device: torch.device, others: Sequence[DeviceProof] = ()) -> DeviceReport:
+    """Returns what `device` does, after `others` and the engine's own proofs. No communication."""
+    if is_host(device):
+        return DeviceReport()
+    proofs = (
+        DeviceProof("digests", "device", "host", _prove_digests),
+        DeviceProof("copies", "pinned", "pageable", _prove_copies),
+        *others,
+    )
+    found = {proof.name: _find_failure(proof, device) for proof in proofs}
+    environment = {"device": _name_device(device)}
+    for proof in proofs:
+        environment[f"device.{proof.name}"] = proof.fast if found[proof.name] is None else proof.slow
+    failures = tuple(
+        f"{device}: the proof of {proof.name} failed, {proof.slow} instead of {proof.fast} from now on: "
+        f"{found[proof.name]}"
+        for proof in proofs
+        if found[proof.name] is not None
+    )
+    return DeviceReport(environment, failures, DevicePath(found["copies"] is None, found["digests"] is None))
+
+
+def _find_failure(proof: DeviceProof, device: torch.device) -> str | None:
+    try:
+        proof.prove(device)
+    except Exception as error:  # a proof never ends the run: a device that is lost ends it soon enough
+        proof.take_slow()
+        lines = str(error).splitlines()
+        return lines[0] if isinstance(error, DeviceProofError | PinError) else f"{type(error).__name__}: {lines[:1]}"
+    return None
+
+
+def _name_device(device: torch.device) -> str:
+    read = getattr(torch.get_device_module(device), "get_device_name", None)
+    return device.type if read is None else str(read(device))
+
+
+def _make_tensor(dtype: torch.dtype) -> Tensor:
+    """Returns a tensor of any bits, the same each time."""
+    generator = torch.Generator().manual_seed(0)
+    rows, columns = _SHAPE
+    raw = torch.randint(256, (rows, columns * dtype.itemsize), dtype=torch.uint8, generator=generator)
+    return raw < 128 if dtype == torch.bool else raw.view(dtype)
+
+
+def _prove_digests(device: torch.device) -> None:
+    """Compares digests of whole tensors and of chunks, of every dtype that the device has."""
+    rows, columns = _CUT
+    chunks: list[tuple[str, Tensor, Tensor, tuple[int, int]]] = []
+    for name in _DTYPE_NAMES:
+        tensor = _make_tensor(getattr(torch, name))
+        with contextlib.suppress(TypeError):  # a device without the dtype, as without float64
+            there = tensor.to(device)
+            chunks.append((name, tensor, there, (0, 0)))
+            chunks.append((f"a chunk of {name}", tensor[2:rows, 7:columns], there[2:rows, 7:columns], (2, 7)))
+    scratch = DigestScratch(device, _SCRATCH_WORDS)
+    found = scratch.digest_all([(there, _SHAPE, offsets) for _, _, there, offsets in chunks])
+    for (name, tensor, _, offsets), digest in zip(chunks, found, strict=True):
+        expected = digest_chunk(tensor, _SHAPE, offsets)
+        if digest != expected:
+            raise DeviceProofError(f"the digest of {name} is {digest:016x} there and {expected:016x} on the CPU")
+
+
+def _prove_copies(device: torch.device) -> None:
+    """Copies some bytes to the device, back through pinned memory, there again, and compares."""
+    generator = torch.Generator().manual_seed(1)
+    tensor = torch.randint(256, (_COPY_BYTES,), dtype=torch.uint8, generator=generator)
+    part = TensorShard("proof", "state", tuple(tensor.shape), tensor.dtype, (0,), tuple(tensor.shape))
+    placed, num_bytes = place_shards([part])
+    buffer = SharedBuffer(num_bytes)
+    try:
+        buffer.pin(device)
+        there = tensor.to(device)
+        event = record_event(device)
+        stream = build_stream(device)
+        with working_on(stream):
+            stream.wait_event(event)
+            buffer.copy_from_device(placed[0], there)
+        stream.synchronize()
+        if not torch.equal(buffer.view(placed[0]), tensor):
+            raise DeviceProofError("a copy through pinned memory came back with other bytes")
+        if not torch.equal(buffer.view(placed[0]).to(device), there):
+            raise DeviceProofError("a copy from pinned memory arrived with other bytes")
+    finally:
+        buffer.close()

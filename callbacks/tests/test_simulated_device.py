@@ -1,0 +1,390 @@
+"""Saves from a simulated accelerator whose streams are late, or early: what is staged is what was live, in any order.
+
+It also stands in for a device that is short of memory, does not pin, fails, or is lost.
+"""
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from simulated import load, project, require_compiler, the_device
+from simulated.project import train
+from test_digest import DTYPES, random_tensor
+
+from genesis_callbacks import AsyncProcessCheckpoint, _fit_saves
+from genesis_callbacks.checkpoint import Ranks, SaveTarget, Snapshot, digest_chunk, local_shards, read_tensors, stager
+from genesis_callbacks.checkpoint import digest as digest_module
+from genesis_callbacks.checkpoint.digest import DigestScratch
+from genesis_callbacks.checkpoint.pipeline import Progress, SavePipeline
+from genesis_callbacks.testing import run_ranks
+
+pytestmark = pytest.mark.process
+LATE_US = 1500
+SHAPE = (3, 5, 22)
+# (lowest index, end) of chunks: whole, runs that touch, runs at one distance, at two distances, and none.
+CUTS = [
+    ((0, 0, 0), (3, 5, 22)),
+    ((1, 0, 0), (3, 5, 22)),
+    ((1, 2, 0), (3, 4, 22)),
+    ((0, 0, 11), (3, 5, 17)),
+    ((1, 2, 3), (3, 4, 20)),
+    ((0, 3, 21), (3, 5, 22)),
+    ((2, 2, 2), (2, 2, 2)),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiler():
+    require_compiler()
+
+
+def run_alone(function, *arguments):
+    """Returns what a function gives in a process of its own, which has the device to itself."""
+    return run_ranks(function, 1, *arguments)[0]
+
+
+def check_saved(run, *steps):
+    assert sorted(run["saved"]) == list(steps)
+    for step, saved in run["saved"].items():
+        assert saved["compared"] > 15, step
+        assert saved["wrong"] == [], step
+
+
+def warned(run, category):
+    return [text for text in run["warnings"] if text.startswith(category)]
+
+
+def fit(run_dir: Path, first_us: int, other_us: int, options: dict) -> dict:
+    load(first_us, other_us)
+    return train(run_dir, **options)
+
+
+# ---- digests
+
+
+def digest_everywhere() -> list[str]:
+    load()
+    wrong = []
+    for dtype in (*DTYPES, torch.float8_e5m2, torch.uint16, torch.complex128):
+        tensor = random_tensor(SHAPE, dtype)
+        there = tensor.to(the_device())
+        for block_words in (37, 1 << 12):
+            scratch = DigestScratch(the_device(), block_words)
+            slices = [tuple(slice(*ends) for ends in zip(*cut, strict=True)) for cut in CUTS]
+            found = scratch.digest_all(
+                [(there[index], SHAPE, low) for index, (low, _) in zip(slices, CUTS, strict=True)]
+            )
+            for index, (low, _), digest in zip(slices, CUTS, found, strict=True):
+                if digest != digest_chunk(tensor[index], SHAPE, low):
+                    wrong.append(f"{dtype} {low} {block_words}")
+        if digest_chunk(there, SHAPE, (0, 0, 0)) != digest_chunk(tensor, SHAPE, (0, 0, 0)):
+            wrong.append(f"{dtype} alone")
+    return wrong
+
+
+def test_digests_that_are_taken_there_are_those_of_the_cpu_for_any_sharding():
+    assert run_alone(digest_everywhere) == []
+
+
+def count_waits(num_tensors: int) -> tuple[int, int, int]:
+    device = load()
+    tensors = [torch.ones(3000, device=the_device()) for _ in range(num_tensors)]
+    scratch = DigestScratch(the_device())
+    waits, before = device.simulated_num_waits(), device.simulated_allocated_bytes()
+    scratch.digest_all([(tensor, (3000,), (0,)) for tensor in tensors])
+    return device.simulated_num_waits() - waits, device.simulated_allocated_bytes() - before, scratch.num_bytes
+
+
+def test_the_digests_of_a_save_wait_for_the_device_once_and_take_no_memory_for_the_tensors():
+    waits, growth, held = run_alone(count_waits, 40)
+    assert waits == 1
+    assert growth == 3 * 8 * 40  # three sums for each block
+    assert held == 3 * 8 * digest_module._DEVICE_BLOCK_WORDS + growth
+
+
+# ---- staging
+
+
+@pytest.mark.parametrize(
+    ("mode", "first_us", "other_us"),
+    [
+        ("thread", LATE_US, 0),
+        ("thread", 0, LATE_US),
+        ("process", LATE_US, 0),
+        pytest.param("process", 0, LATE_US, marks=pytest.mark.slow),
+        pytest.param("sync", LATE_US, 0, marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_saved_is_what_was_live_whichever_stream_is_late(tmp_path, mode, first_us, other_us):
+    run = run_alone(fit, tmp_path, first_us, other_us, {"mode": mode})
+    check_saved(run, 2, 4)
+    assert run["failed"] == 0
+    assert warned(run, "SlowDeviceWarning") == warned(run, "TornSnapshotWarning") == []
+    assert run["saved"][4]["versions"]["device.copies"] == "pinned"
+
+
+def fit_without_event(run_dir: Path) -> dict:
+    stager.record_event = torch.Event  # one that was never recorded holds nobody back
+    return fit(run_dir, 2 * LATE_US, 0, {"on_save_failure": "warn"})
+
+
+def test_a_missing_event_shows_in_a_whole_fit(tmp_path):
+    run = run_alone(fit_without_event, tmp_path)
+    assert any(saved["wrong"] for saved in run["saved"].values()) or run["failed"] or warned(run, "TornSnapshotWarning")
+
+
+def fit_without_wait(run_dir: Path) -> dict:
+    _fit_saves.FitSaves.wait_staged = lambda self: None
+    return fit(run_dir, 0, 4 * LATE_US, {"max_steps": 6})
+
+
+def test_an_optimizer_step_that_does_not_wait_for_the_copy_is_found_and_the_save_made_again(tmp_path):
+    run = run_alone(fit_without_wait, tmp_path)
+    assert len(warned(run, "TornSnapshotWarning")) == 1
+    assert run["failed"] == 0
+    assert 6 in run["saved"]
+    assert all(not saved["wrong"] for saved in run["saved"].values())
+
+
+# ---- memory
+
+
+class NotePins(Callback):
+    """Notes what is pinned when the first step has ended, and at the end."""
+
+    def __init__(self, device) -> None:
+        self.device, self.pinned = device, []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        if trainer.global_step == 1:
+            (saves,) = [one._session.saves for one in trainer.callbacks if hasattr(one, "_session")]
+            done = []
+            saves.pipeline._worker.submit(lambda: done.append(True))
+            while not done:
+                pass
+            self.pinned.append((saves.pipeline.copy_bytes, self.device.simulated_pinned_bytes()))
+            assert saves.pipeline.step_in_flight is None
+
+    def on_train_end(self, trainer, pl_module) -> None:
+        (saves,) = [one._session.saves for one in trainer.callbacks if hasattr(one, "_session") and one._session]
+        self.pinned.append((saves.pipeline.copy_bytes, saves.pipeline.scratch_bytes))
+
+
+def fit_and_note_pins(run_dir: Path) -> tuple:
+    device = load()
+    note = NotePins(device)
+    run = train(run_dir, callbacks=(note,), save_at_end=False, max_steps=5)
+    return run, note.pinned, device.simulated_pinned_bytes()
+
+
+def test_memory_is_pinned_once_before_the_first_save_and_given_back(tmp_path):
+    run, ((reserved, pinned), (at_end, scratch)), left = run_alone(fit_and_note_pins, tmp_path)
+    check_saved(run, 2, 4)
+    assert reserved == pinned == at_end
+    assert scratch >= 24 << 20
+    assert left == 0
+
+
+def grow() -> list[int]:
+    load()
+    stage = stager.SharedStager()
+    sizes = []
+    for num_elements in (100_000, 100_900, 110_000):
+        (local,) = local_shards("model.x", torch.zeros(num_elements, device=the_device()), "parameter")
+        stage.reserve(the_device(), [local.part])
+        sizes.append(stage.buffer.num_bytes)
+    stage.close()
+    return sizes
+
+
+def test_a_tensor_that_grows_by_a_little_pins_nothing_again():
+    first, second, third = run_alone(grow)
+    assert 400_000 < first == second < 410_000
+    assert third > 440_000
+
+
+def fit_with_few_pins(run_dir: Path, limit: int, after_proof: bool) -> tuple[dict, int]:
+    device = load(LATE_US, 0)
+    if not after_proof:
+        device.simulated_limit_pins(limit)
+        return train(run_dir), device.simulated_pinned_bytes()
+
+    class Limit(Callback):
+        def on_train_start(self, trainer, pl_module) -> None:
+            device.simulated_limit_pins(limit)
+
+    return train(run_dir, callbacks=(Limit(),)), device.simulated_pinned_bytes()
+
+
+@pytest.mark.parametrize("after_proof", [False, True])
+def test_memory_that_cannot_be_pinned_costs_a_warning_and_speed_alone(tmp_path, after_proof):
+    """After the proof the driver pins some pieces and no more: they are given back, or a copy would reach over both."""
+    run, pinned = run_alone(fit_with_few_pins, tmp_path, 3 * 4096, after_proof)
+    check_saved(run, 2, 4)
+    assert run["failed"] == 0
+    (text,) = warned(run, "SlowDeviceWarning")
+    assert "the driver does not pin" in text
+    assert pinned == 0
+    assert run["saved"][4]["versions"]["device.copies"] == ("pinned" if after_proof else "pageable")
+
+
+class Starve(Callback):
+    """Leaves a device without room for digests; what training takes is there already."""
+
+    def __init__(self, device, spare_bytes: int) -> None:
+        self.device, self.spare_bytes = device, spare_bytes
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        self.device.simulated_limit_memory(self.device.simulated_allocated_bytes() + self.spare_bytes)
+
+
+def fit_starved(run_dir: Path, mode: str) -> dict:
+    device = load()
+    return train(run_dir, callbacks=(Starve(device, 1 << 20),), mode=mode)
+
+
+@pytest.mark.parametrize("mode", ["thread", pytest.param("sync", marks=pytest.mark.slow)])
+def test_without_memory_for_digests_they_are_taken_of_the_copies(tmp_path, mode):
+    run = run_alone(fit_starved, tmp_path, mode)
+    check_saved(run, 2, 4)
+    assert run["failed"] == 0
+    (text,) = warned(run, "SlowDeviceWarning")
+    assert "out of memory" in text
+
+
+def save_with_failing_digest(directory: Path) -> tuple:
+    device = load()
+    live = torch.arange(50_000.0, device=the_device())
+    parts = local_shards("model.x", live, "parameter")
+    pipeline = SavePipeline(SaveTarget(directory, Ranks()), mode="thread")
+    pipeline._stager.reserve(the_device(), [parts[0].part])
+    device.simulated_limit_memory(0)  # the sums find no room
+    pipeline.begin(1, lambda: Snapshot(1, {}, parts, {}), Progress(lambda: 0))
+    outcome = pipeline.finish()
+    notices = pipeline.take_notices()
+    pipeline.close(1.0)
+    device.simulated_limit_memory(-1)
+    return outcome.kind, notices, bool(torch.equal(read_tensors(directory / "step-00000001")["model.x"], live.cpu()))
+
+
+def test_memory_that_ends_in_the_midst_of_a_digest_costs_no_save(tmp_path):
+    kind, notices, is_equal = run_alone(save_with_failing_digest, tmp_path)
+    assert (kind, len(notices), is_equal) == ("committed", 1, True)
+
+
+# ---- faults
+
+
+class InStaging(Callback):
+    """Sets a fault when the staging of the n-th save begins."""
+
+    def __init__(self, number: int, fault) -> None:
+        original, count = stager.SharedStager._stage_from_device, [0]
+
+        def stage(self, *arguments):
+            count[0] += 1
+            if count[0] == number:
+                fault()
+            return original(self, *arguments)
+
+        stager.SharedStager._stage_from_device = stage
+
+
+def fit_with_failing_copy(run_dir: Path) -> dict:
+    device = load()
+    InStaging(1, lambda: device.simulated_fail_copy(3))
+    return train(run_dir, on_save_failure="warn")
+
+
+def test_a_copy_that_fails_fails_its_save_and_no_other(tmp_path):
+    run = run_alone(fit_with_failing_copy, tmp_path)
+    check_saved(run, 4)
+    assert run["failed"] == 1
+    assert "a copy failed" in warned(run, "SaveFailedWarning")[0]
+
+
+def fit_and_die(run_dir: Path) -> None:
+    device = load()
+    InStaging(2, lambda: device.simulated_exit_in_copy(3))
+    train(run_dir, max_steps=6)
+
+
+def test_a_process_that_dies_in_a_copy_leaves_the_checkpoint_before_and_goes_on_bit_for_bit(tmp_path):
+    with pytest.raises(AssertionError, match="died without a word"):
+        run_alone(fit_and_die, tmp_path / "run")
+    straight = run_alone(fit, tmp_path / "straight", 0, 0, {"max_steps": 6})
+    resumed = run_alone(fit, tmp_path / "run", 0, 0, {"max_steps": 6, "latest": True})
+    assert "Restored step 2" in resumed["report"]
+    assert straight["end"].keys() == resumed["end"].keys()
+    assert all(torch.equal(tensor, resumed["end"][name]) for name, tensor in straight["end"].items())
+
+
+class LoseDevice(Callback):
+    """The device is lost after the third step, and training ends by an error of the user's."""
+
+    def __init__(self, device) -> None:
+        self.device = device
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        if trainer.global_step == 3:
+            self.device.simulated_lose_device()
+            raise ZeroDivisionError("the user's own")
+
+
+class Watched(AsyncProcessCheckpoint):
+    """Notes what its hook raises when training ends by an exception, and what it warns of."""
+
+    raised: BaseException | None = None
+    texts: tuple[str, ...] = ()
+
+    def on_exception(self, trainer, pl_module, exception) -> None:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                super().on_exception(trainer, pl_module, exception)
+            except BaseException as error:
+                Watched.raised = error
+        Watched.texts = tuple(str(one.message) for one in caught)
+
+
+def fit_and_lose(run_dir: Path, mode: str) -> tuple:
+    device = load()
+    project.AsyncProcessCheckpoint = Watched
+    with pytest.raises(RuntimeError) as error:  # Lightning's own teardown meets the device, too
+        train(run_dir, callbacks=(LoseDevice(device),), mode=mode, save_on_exception=True)
+    assert isinstance(error.value.__context__, ZeroDivisionError)
+    names = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+    threads = [path for path in Path("/proc/self/task").iterdir() if "genesis-save" in (path / "comm").read_text()]
+    maps = Path("/proc/self/maps").read_text().count("genesis-staging")
+    return Watched.raised, Watched.texts, names, len(threads), maps
+
+
+@pytest.mark.parametrize("mode", ["thread", pytest.param("process", marks=pytest.mark.slow)])
+def test_a_lost_device_does_not_hide_the_error_nor_keep_anything(tmp_path, mode):
+    raised, texts, names, num_threads, num_maps = run_alone(fit_and_lose, tmp_path, mode)
+    assert raised is None
+    assert any("the device is lost" in text for text in texts)
+    assert any("training ended with ZeroDivisionError; the last good one is step-00000002" in text for text in texts)
+    assert [name for name in names if name.startswith("step")] == ["step-00000002"]
+    assert (num_threads, num_maps) == (0, 0)
+    run = run_alone(fit, tmp_path, 0, 0, {"latest": True})  # the lock is free
+    assert "Restored step 2" in run["report"]
+
+
+# ---- the proof at the start
+
+
+def fit_twice(run_dir: Path) -> tuple[dict, dict]:
+    device = load()
+    first = train(run_dir)
+    device.simulated_limit_pins(0)
+    return first, train(run_dir, max_steps=6, latest=True)
+
+
+def test_a_path_that_changed_since_the_checkpoint_is_drift_at_a_resume(tmp_path):
+    _, resumed = run_alone(fit_twice, tmp_path)
+    (text,) = warned(resumed, "DriftWarning")
+    assert "device.copies is 'pageable' and was 'pinned'" in text
+    assert "device.copies" in resumed["report"]
