@@ -61,7 +61,6 @@ from .tagged_json import encode_tagged
 from .verify import VerifyLevel, verify
 
 __all__ = [
-    "DeviceProof",
     "Best",
     "COMMITTED_NAME",
     "CheckpointError",
@@ -70,6 +69,7 @@ __all__ = [
     "Contents",
     "CorruptCheckpointError",
     "DIGEST_MODULUS",
+    "DeviceProof",
     "Difference",
     "DirectoryInUseError",
     "DirectoryLock",
