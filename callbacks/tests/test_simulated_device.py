@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import Callback
-from simulated import load, project, require_compiler, the_device
+from simulated import kills, load, project, require_compiler, the_device
 from simulated.project import train
 from test_digest import DTYPES, random_tensor
 
@@ -388,3 +388,9 @@ def test_a_path_that_changed_since_the_checkpoint_is_drift_at_a_resume(tmp_path)
     (text,) = warned(resumed, "DriftWarning")
     assert "device.copies is 'pageable' and was 'pinned'" in text
     assert "device.copies" in resumed["report"]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_twice_is_the_run_that_nobody_killed(tmp_path):
+    """`simulated/kills.py` does it fifty times, for a record."""
+    kills.rehearse(tmp_path, [kills.Kill("copy", 4, 0.4, (150, 0)), kills.Kill("step", 3, 0.6, (0, 400))])

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ._gloo import new_gloo_group
+
 __all__ = ["HostGroup", "Pending"]
 
 Partition = tuple[tuple[int, ...], ...]
@@ -97,9 +99,9 @@ class HostGroup:
         groups = _GLOO_GROUPS.setdefault(world, {})
         if self._partition not in groups:
             if not self._partition:
-                groups[()] = dist.new_group(backend="gloo")
+                groups[()] = new_gloo_group()
             for members in self._partition:  # every rank makes every group
-                group = dist.new_group(list(members), backend="gloo")
+                group = new_gloo_group(members)
                 if dist.get_rank() in members:
                     groups[self._partition] = group
         return groups[self._partition]

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from .._gloo import new_gloo_group
 from .errors import CheckpointError, SaveFailedError
 
 T = TypeVar("T")
@@ -29,7 +30,7 @@ class Ranks:
         self.world_size = dist.get_world_size() if is_distributed else 1
         self._group: Any = None
         if is_distributed:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+            self._group = new_gloo_group(timeout=timedelta(seconds=timeout_seconds))
 
     @property
     def is_first(self) -> bool:
