@@ -33,7 +33,8 @@ def read_help(command: Command) -> str:
         command.load()(["--help"])
     if not printed.getvalue().startswith("usage: "):
         raise RuntimeError(f"`genesis {command.name} --help` printed no usage: {printed.getvalue()[:200]!r}")
-    return printed.getvalue()
+    # jsonargparse marks a place of a name with a character that no font has.
+    return "".join(c for c in printed.getvalue() if c.isprintable() or c == "\n")
 
 
 def parse_help(text: str) -> tuple[str, list[str], list[Section]]:

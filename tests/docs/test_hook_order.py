@@ -1,4 +1,4 @@
-"""The page about one training step lists the hooks in the order in which a real `genesis fit` runs them."""
+"""The pages about one step list the hooks and the metrics of a real `genesis fit`."""
 
 import functools
 import re
@@ -6,9 +6,10 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+from docstring_tables import render
 from lightning.pytorch import Callback
 
 from genesis.cli.main import main
@@ -25,7 +26,10 @@ from genesis_callbacks import AsyncProcessCheckpoint, CheckpointVerification, Sk
 from tests.cli.tiny import build_recipe, write_recipe
 from tests.commands import REPOSITORY
 
+pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.xdist_group("hook_order")]
+
 PAGE = REPOSITORY / "docs/explanation/one-step.md"
+METRICS = REPOSITORY / "docs/reference/metrics.md"
 CALLBACKS = (
     MoveDataPosition,
     TokenCounters,
@@ -54,6 +58,13 @@ PARTS: dict[type, tuple[str, ...]] = {
 }
 
 
+class Fit(NamedTuple):
+    """A fit that has ended: the calls that it made, and its directory."""
+
+    calls: list[str]
+    run: Path
+
+
 def record(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Appends to `calls` whenever a hook that one of our classes defines, or a part of a step, begins."""
     for owner in {*CALLBACKS, *PARTS}:
@@ -77,16 +88,21 @@ def read_documented_order() -> list[str]:
     return re.findall(r"^\d+\. `([\w.]+)`", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
 
 
-@pytest.mark.process
-@pytest.mark.slow
-def test_the_page_lists_the_hooks_of_a_step_in_the_order_in_which_they_run(
-    tiny_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = build_recipe(tiny_corpus, tmp_path / "run")
-    # The third step is one that logs and saves and that is neither the first nor the last.
+def read_documented_keys() -> re.Pattern[str]:
+    """Returns what matches the keys that the page about metrics lists, such as `data/epochs_SOURCE`."""
+    inserts = re.findall(r"<!-- insert: logged (\S+) -->", METRICS.read_text(encoding="utf-8"))
+    tables = "\n".join(render(REPOSITORY, "logged", path) for path in inserts)
+    keys = set(re.findall(r"\b[a-z]+/[\w<>.]*\w>?", tables.replace("&lt;", "<")))
+    return re.compile("|".join(re.sub(r"SOURCE|NAME|<\w+>|(?<=_)N\b", r"[\\w.]+", key) for key in keys))
+
+
+@pytest.fixture(scope="module")
+def fit(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path) -> Fit:
+    """Runs a fit of five steps whose third step logs and saves, and is neither the first nor the last."""
+    directory = tmp_path_factory.mktemp("fit")
     path = write_recipe(
-        tmp_path / "recipe.yaml",
-        recipe,
+        directory / "recipe.yaml",
+        build_recipe(tiny_corpus, directory / "run"),
         {
             "trainer.max_steps": 5,
             "trainer.log_every_n_steps": 3,
@@ -97,13 +113,26 @@ def test_the_page_lists_the_hooks_of_a_step_in_the_order_in_which_they_run(
         },
     )
     calls: list[str] = []
-    record(calls, monkeypatch)
     arguments = ["fit", "--config", str(path)]
-    monkeypatch.setattr(sys, "argv", ["genesis", *arguments])
-    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # the command sets its own
-    assert main(arguments) == 0
-    starts = [i for i, call in enumerate(calls) if call == "CorpusDataModule.transfer_batch_to_device"]
-    third_step = calls[starts[2] : starts[3]]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        record(calls, monkeypatch)
+        monkeypatch.setattr(sys, "argv", ["genesis", *arguments])
+        monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # the command sets its own
+        assert main(arguments) == 0
+    return Fit(calls, directory / "run")
+
+
+def test_the_page_lists_the_hooks_of_a_step_in_the_order_in_which_they_run(fit: Fit) -> None:
+    starts = [i for i, call in enumerate(fit.calls) if call == "CorpusDataModule.transfer_batch_to_device"]
+    third_step = fit.calls[starts[2] : starts[3]]
     while third_step[-2:] == ["CSVLog.log_metrics"] * 2:  # Lightning hands a row over in parts
         third_step.pop()
     assert read_documented_order() == third_step
+
+
+def test_every_column_of_the_log_is_on_the_page_about_metrics(fit: Fit) -> None:
+    step, *columns = (fit.run / "metrics.csv").read_text().splitlines()[0].split(",")
+    documented = read_documented_keys()
+    assert step == "step"
+    assert len(columns) > 20
+    assert [column for column in columns if not documented.fullmatch(column)] == []
