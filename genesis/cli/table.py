@@ -94,7 +94,7 @@ COMMANDS = (
         prepare="genesis.evaluate.environment:make_quiet",
     ),
     Command("export", "a checkpoint for transformers, with its proof", "genesis.cli.export:main", "export"),
-    Command("import", "a Llama from Hugging Face as a checkpoint", "genesis.cli.import_:main", "export"),
+    Command("import", "a model from Hugging Face as a checkpoint", "genesis.cli.import_:main", "export"),
     Command("release", "an export as a folder for the Hugging Face Hub", "genesis.cli.release:main", "release"),
     Command("checkpoint list", "a run's checkpoints: step, tokens, age, verified", "genesis.cli.checkpoint.list:main"),
     Command("checkpoint show", "what is in a checkpoint", "genesis.cli.checkpoint.show:main"),

@@ -1,4 +1,4 @@
-"""Imports a Llama of Hugging Face's: read strictly, committed as a checkpoint of the engine, proved, then named.
+"""Imports a model of Hugging Face's: read strictly, committed as a checkpoint of the engine, proved, then named.
 
 The directory that it makes is a run's: `checkpoints/step-00000000` and, where it is taken over, the tokenizer's files.
 Training goes on from its weights in another run, by the `recipe.yaml` beside them.
@@ -60,7 +60,7 @@ def read_tokenizer(directory: Path, config: DecoderConfig) -> Tokenizer:
 
 
 def import_directory(directory: Path, out: Path, *, has_tokenizer: bool) -> dict[str, Any]:
-    """Makes the run's directory `out` with one committed checkpoint of a Llama's weights and returns the proof.
+    """Makes the run's directory `out` with one committed checkpoint of a model's weights and returns the proof.
 
     Args:
         directory: Of Hugging Face's layout.
@@ -79,7 +79,7 @@ def import_directory(directory: Path, out: Path, *, has_tokenizer: bool) -> dict
     with staged(out, num_bytes + num_bytes // 10) as staging:
         if tokenizer is not None:
             write_files(tokenizer.files, staging)
-        checkpoint = _save(state, config, tokenizer, RunDirectory(staging).checkpoints)
+        checkpoint = save_weights(state, config, tokenizer, RunDirectory(staging).checkpoints)
         place = None if tokenizer is None else staging
         held = str(checkpoint.relative_to(staging))
         write_recipe(out, staging, held, config, None if tokenizer is None else tokenizer.hash)
@@ -88,7 +88,17 @@ def import_directory(directory: Path, out: Path, *, has_tokenizer: bool) -> dict
     return proof
 
 
-def _save(state: Mapping[str, Tensor], config: DecoderConfig, tokenizer: Tokenizer | None, checkpoints: Path) -> Path:
+def save_weights(
+    state: Mapping[str, Tensor], config: DecoderConfig, tokenizer: Tokenizer | None, checkpoints: Path
+) -> Path:
+    """Commits a checkpoint of step 0 with the decoder's weights alone and returns its directory.
+
+    Args:
+        state: The decoder's, by its own names.
+        config: The decoder's shape.
+        tokenizer: The model's; None where it has none.
+        checkpoints: The directory of checkpoints to make.
+    """
     checkpoints.mkdir()
     identity = {} if tokenizer is None else {"tokenizer_hash": tokenizer.hash}
     origin = RunMetadata(identity, {"model": {"decoder": dump_decoder_config(config)}})

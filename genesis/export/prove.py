@@ -2,7 +2,8 @@
 
 weights      every tensor in the directory is, bit for bit, the checkpoints' (their average) cast to its dtype
 tokenizer    ids and the way back, on every byte, every assigned character, real text in many scripts, all pieces
-logits       transformers' model and our decoder, both in float32 from the weights in the directory, on real text
+logits       transformers' model and our decoder, both in float32 from the weights in the directory, on real text; one
+             sequence goes beyond a sliding window and the context before rotary positions were scaled
 generation   greedy text of both; where they part, the two tokens must be as likely as rounding can tell
 """
 
@@ -133,18 +134,20 @@ def _compare_models(
     sequences = _build_sequences(config, tokenizer)
     prompt = sequences[0][:_PROMPT_TOKENS]
     num_new = min(_NEW_TOKENS, config.max_seq_len - len(prompt))
-    their_logits, their_text = _ask_transformers(directory, sequences, prompt, num_new)
+    kept = [min(len(sequence), _SEQUENCE_TOKENS) for sequence in sequences]
+    their_logits, their_text = _ask_transformers(directory, sequences, kept, prompt, num_new)
     gc.collect()  # one model at a time
     decoder = _build_decoder(directory, names, config, family)
     largest = difference = 0.0
     num_same_choice = num_tokens = 0
     with torch.no_grad():
-        for sequence, theirs in zip(sequences, their_logits, strict=True):
-            ours = decoder(torch.tensor([sequence]))[0]
+        for sequence, num_kept, theirs in zip(sequences, kept, their_logits, strict=True):
+            last = torch.arange(len(sequence) - num_kept, len(sequence))
+            ours = decoder(torch.tensor([sequence]), logits_to_keep=last)
             largest = max(largest, float(theirs.abs().max()))
             difference = max(difference, float((ours - theirs).abs().max()))
             num_same_choice += int((ours.argmax(dim=-1) == theirs.argmax(dim=-1)).sum())
-            num_tokens += len(sequence)
+            num_tokens += num_kept
     tolerance = RELATIVE_TOLERANCE * max(1.0, largest)
     if not difference <= tolerance:
         raise UserError(f"logits differ by {difference:.3g}, and {tolerance:.3g} is what rounding may do")
@@ -156,6 +159,7 @@ def _compare_models(
             "compared": "transformers and genesis in float32, from the weights in this directory",
             "num_sequences": len(sequences),
             "num_tokens": num_tokens,
+            "longest_context": max(map(len, sequences)),
             "num_same_choice": num_same_choice,
             "largest_logit": largest,
             "largest_difference": difference,
@@ -171,17 +175,30 @@ def _compare_models(
 
 
 def _build_sequences(config: DecoderConfig, tokenizer: Tokenizer | None) -> list[list[int]]:
-    length = min(_SEQUENCE_TOKENS, config.max_seq_len - 1)
+    length, long_length = min(_SEQUENCE_TOKENS, config.max_seq_len - 1), _find_long_length(config)
     if tokenizer is None:
         generator = torch.Generator().manual_seed(0)
-        return torch.randint(config.vocab_size, (_NUM_SEQUENCES, length), generator=generator).tolist()
-    ids = [encode_prompt(tokenizer, text) for text in SCRIPTS.values()]
-    stream = [token for text in ids for token in text]
-    return [stream[start : start + length] for start in range(0, len(stream), length)][:_NUM_SEQUENCES]
+        stream = torch.randint(
+            config.vocab_size, (_NUM_SEQUENCES * length + long_length,), generator=generator
+        ).tolist()
+    else:
+        ids = [encode_prompt(tokenizer, text) for text in SCRIPTS.values()]
+        stream = [token for text in ids for token in text]
+    short = [stream[start : start + length] for start in range(0, len(stream), length)][:_NUM_SEQUENCES]
+    repeated = stream * (1 + long_length // len(stream))
+    return short if long_length <= length else [*short, repeated[:long_length]]
+
+
+def _find_long_length(config: DecoderConfig) -> int:
+    """Returns the length of a sequence that shows windows and scaled positions: as many tokens beyond each."""
+    attention = config.parts.attention
+    bounds = [0 if attention.sliding_window is None else attention.sliding_window]
+    bounds.append(0 if attention.rope_scaling is None else attention.rope_scaling.original_seq_len)
+    return min(max(bounds) + _SEQUENCE_TOKENS, config.max_seq_len - 1) if any(bounds) else 0
 
 
 def _ask_transformers(
-    directory: Path, sequences: list[list[int]], prompt: list[int], num_new: int
+    directory: Path, sequences: list[list[int]], kept: list[int], prompt: list[int], num_new: int
 ) -> tuple[list[Tensor], list[int]]:
     loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
     model, loading = loaded
@@ -194,7 +211,10 @@ def _ask_transformers(
     build: Any = GenerationConfig
     greedy = build(max_new_tokens=num_new, do_sample=False, eos_token_id=None, pad_token_id=0)
     with torch.no_grad():
-        logits = [model(input_ids=torch.tensor([sequence])).logits[0].float() for sequence in sequences]
+        logits = [
+            model(input_ids=torch.tensor([sequence]), logits_to_keep=num_kept).logits[0].float()
+            for sequence, num_kept in zip(sequences, kept, strict=True)
+        ]
         text = model.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),

@@ -43,8 +43,8 @@ def check_files(directory: Path) -> dict[str, dict[str, Any]]:
     path = directory / PROOF_NAME
     if not path.exists():
         raise UserError(
-            f"{directory} has no {PROOF_NAME}, so `genesis export` did not make it; `genesis import` takes a Llama "
-            "of anybody's"
+            f"{directory} has no {PROOF_NAME}, so `genesis export` did not make it; `genesis import` takes "
+            "models of others"
         )
     files = read_json(path).get("files")
     if not isinstance(files, dict):

@@ -5,12 +5,13 @@ Nothing is transposed or permuted: the rotary halves pair as they do there. An e
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, Final
 
 from torch import Tensor
 
 from genesis.errors import UserError
+from genesis.model.attention import AttentionConfig
 from genesis.model.decoder import DecoderConfig
 from genesis.model.feed_forward import FeedForwardConfig
 
@@ -32,6 +33,9 @@ class Family:
         constants: Keys that an export writes beside these, whatever the shape.
         defaults: The value that transformers takes for a missing key: it is part of the model's meaning.
         only: Key to the values that the decoder can represent, beside null and a missing key.
+        attention: Fields of `AttentionConfig` that all its models have, where they are not the defaults.
+        free: Fields of `AttentionConfig` that `config.json` can give, beside those in `keys`.
+        norm_placement: Where the norms of a block stand.
     """
 
     model_type: str
@@ -44,6 +48,23 @@ class Family:
     constants: Mapping[str, Any]
     defaults: Mapping[str, Any]
     only: Mapping[str, tuple[Any, ...]]
+    attention: Mapping[str, Any] = field(default_factory=dict)
+    free: frozenset[str] = frozenset({"head_dim", "rope_scaling"})
+    norm_placement: str = "before"
+
+    def can_hold(self, config: DecoderConfig) -> bool:
+        """Whether a decoder's parts are those of this family."""
+        parts = config.parts
+        attention = asdict(parts.attention)
+        options = {one.name: one.default for one in fields(AttentionConfig) if one.default is not MISSING}
+        options |= {**self.attention, "rope_theta": parts.attention.rope_theta}
+        if parts.attention.qk_norm is not None:
+            options["qk_norm_eps"] = parts.norm.eps  # config.json has one for all norms
+        return (
+            type(parts.feed_forward) is self.feed_forward
+            and parts.norm.placement == self.norm_placement
+            and all(attention[name] == value for name, value in options.items() if name not in self.free)
+        )
 
     def their_name(self, name: str) -> str:
         """Returns the family's name of the decoder's parameter `name`.
@@ -65,7 +86,7 @@ class Family:
         block = re.fullmatch(rf"{re.escape(self.block_prefix)}\.(\d+)\.(.+)", name)
         ours = _find_key(self.block_tensors, block[2]) if block else _find_key(self.tensors, name)
         if ours is None:
-            raise UserError(f"parameter {name!r} has no place in the decoder: only the plain Llama layout can be read")
+            raise UserError(f"parameter {name!r} has no place in the decoder: {self.model_type} has none of that name")
         return f"blocks.{block[1]}.{ours}" if block else ours
 
     def to_theirs(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

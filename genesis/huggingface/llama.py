@@ -1,4 +1,4 @@
-"""Llama: what the decoder is, and what exports are written as."""
+"""Llama: what the decoder is without options, and what exports of it are written as."""
 
 from typing import Final
 
@@ -56,10 +56,9 @@ LLAMA: Final = Family(
         "attention_bias": (False,),
         "mlp_bias": (False,),
         "hidden_act": ("silu",),
-        "rope_scaling": (),
         "partial_rotary_factor": (1.0,),
+        "original_max_position_embeddings": (),
         "attention_dropout": (0.0,),
-        "quantization_config": (),
         "logit_scale": (),
         "pretraining_tp": (1,),
     },

@@ -22,4 +22,5 @@ MISTRAL: Final = replace(
         "tie_word_embeddings": False,
         "sliding_window": 4096,
     },
+    free=LLAMA.free | {"sliding_window"},
 )

@@ -8,11 +8,16 @@ from genesis.huggingface.directory import CONFIG_NAME, read_json
 from genesis.huggingface.family import Family
 from genesis.huggingface.llama import LLAMA
 from genesis.huggingface.mistral import MISTRAL
+from genesis.huggingface.olmo2 import OLMO2
+from genesis.huggingface.options import read_no_rope_every, read_rope_scaling, read_sliding_window, write_rope_scaling
+from genesis.huggingface.qwen2 import QWEN2
+from genesis.huggingface.qwen3 import QWEN3
+from genesis.huggingface.smollm3 import SMOLLM3
 from genesis.model.decoder import SHORT_FIELDS, DecoderConfig
 from genesis.model.recipe import build_decoder_config
 
-FAMILIES: Final[tuple[Family, ...]] = (LLAMA, MISTRAL)
-_DERIVED: Final = ("num_key_value_heads", "head_dim", "rope_theta", "tie_word_embeddings")
+FAMILIES: Final[tuple[Family, ...]] = (LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, SMOLLM3)
+_DERIVED: Final = ("num_key_value_heads", "head_dim", "rope_theta", "rms_norm_eps", "tie_word_embeddings")
 """Keys whose values are not simply those of the decoder's fields."""
 
 
@@ -28,7 +33,7 @@ def read_shape(directory: Path) -> tuple[Family, DecoderConfig]:
     if family is None:
         raise UserError(
             f"{path}: model_type is {content.get('model_type')!r}, which the decoder cannot represent; "
-            f"it must be {' or '.join(family.model_type for family in FAMILIES)}"
+            f"it must be {', '.join(family.model_type for family in FAMILIES[:-1])} or {FAMILIES[-1].model_type}"
         )
     return family, _build_shape(path, {**family.defaults, **content}, family)
 
@@ -37,25 +42,33 @@ def find_family(config: DecoderConfig) -> Family:
     """Returns the family that a decoder is exported as.
 
     Raises:
-        UserError: No family has its feed-forward part.
+        UserError: No family has these parts.
     """
-    wanted = type(config.parts.feed_forward)
     for family in FAMILIES:
-        if family.feed_forward is wanted:
+        if family.can_hold(config):
             return family
-    raise UserError(
-        f"the feed-forward part is {wanted.__name__}, which no family of Hugging Face's has; export as --format "
-        "safetensors"
-    )
+    parts = config.parts
+    if not any(type(parts.feed_forward) is family.feed_forward for family in FAMILIES):
+        what = f"the feed-forward part is {type(parts.feed_forward).__name__}"
+    else:
+        what = f"the attention is {parts.attention} with norms {parts.norm.placement} the parts"
+    raise UserError(f"{what}, which no family of Hugging Face's has; export as --format safetensors")
 
 
 def write_shape(family: Family, config: DecoderConfig) -> dict[str, Any]:
     """Returns the content of `config.json` for transformers, plain JSON."""
     content: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
+    attention = config.parts.attention
     for key, field in family.keys.items():
         content[key] = _read_field(config, field)
         if key == "rope_theta":  # which transformers 4 reads; transformers 5 reads the other
-            content["rope_parameters"] = {"rope_theta": content[key], "rope_type": "default"}
+            content |= write_rope_scaling(attention)
+    if "sliding_window" in family.free:
+        content["sliding_window"] = attention.sliding_window
+    if "no_rope_every" in family.free:
+        every = attention.no_rope_every or config.num_layers + 1
+        content["no_rope_layer_interval"] = every
+        content["no_rope_layers"] = [int((layer + 1) % every != 0) for layer in range(config.num_layers)]
     return {**content, **family.constants}
 
 
@@ -65,37 +78,61 @@ def _read_field(config: DecoderConfig, field: str) -> Any:
 
 
 def _build_shape(path: Path, content: dict[str, Any], family: Family) -> DecoderConfig:
+    _check_only(path, content, family)
+    plain = {key: field for key, field in family.keys.items() if key not in _DERIVED}
+    null = [key for key in (*plain, "rms_norm_eps") if content.get(key) is None]
+    if null:
+        raise UserError(f"{path}: {null[0]} is null; give its value")
+    shape = {field: content[key] for key, field in plain.items()}
+    shape["has_tied_embeddings"] = bool(content["tie_word_embeddings"])
+    num_heads, eps = shape.pop("num_heads"), content["rms_norm_eps"]
+    rope_theta, rope_scaling = read_rope_scaling(path, content)
+    attention = {
+        "num_heads": num_heads,
+        "num_kv_heads": content.get("num_key_value_heads") or num_heads,
+        "rope_theta": rope_theta,
+    }
+    options = {
+        **family.attention,
+        "head_dim": _read_head_dim(content, shape["dim"], num_heads),
+        "rope_scaling": rope_scaling,
+        "sliding_window": read_sliding_window(path, content, "sliding_window" in family.free),
+        "no_rope_every": read_no_rope_every(path, content) if "no_rope_every" in family.free else None,
+    }
+    options = {name: value for name, value in options.items() if value is not None}
+    if "qk_norm" in options:
+        options["qk_norm_eps"] = eps
+    if options:
+        shape["attention"] = {**attention, **options}
+    else:
+        shape |= attention
+    if family.norm_placement == "before":
+        shape["norm_eps"] = eps
+    else:
+        shape["norm"] = {"eps": eps, "placement": family.norm_placement}
+    return build_decoder_config(shape, where=str(path))
+
+
+def _check_only(path: Path, content: dict[str, Any], family: Family) -> None:
+    quantisation = content.get("quantization_config")
+    if quantisation is not None:
+        raise UserError(
+            f"{path}: quantization_config is {quantisation!r}: quantised weights are not read; take the model in "
+            "bfloat16, or convert this one with transformers (from_pretrained, dequantize(), save_pretrained)"
+        )
     for key, allowed in family.only.items():
         value = content.get(key)
         if value is not None and value not in allowed:
             wanted = " or ".join(map(repr, allowed)) or "null"
             raise UserError(f"{path}: {key} is {value!r}, which the decoder cannot represent; it must be {wanted}")
-    rope = content.get("rope_parameters") or {}
-    is_plain = isinstance(rope, dict) and rope.keys() <= {"rope_type", "rope_theta"}
-    if not is_plain or rope.get("rope_type", "default") != "default":
-        raise UserError(f"{path}: rope_parameters is {rope!r}; only the rope_type 'default' can be represented")
-    plain = {key: field for key, field in family.keys.items() if key not in _DERIVED}
-    null = [key for key in plain if content.get(key) is None]
-    if null:
-        raise UserError(f"{path}: {null[0]} is null; give its value")
-    shape = {field: content[key] for key, field in plain.items()} | {
-        "num_kv_heads": content.get("num_key_value_heads") or content["num_attention_heads"],
-        "rope_theta": rope.get("rope_theta", content["rope_theta"]),
-        "has_tied_embeddings": bool(content["tie_word_embeddings"]),
-    }
-    config = build_decoder_config(shape, where=str(path))
-    _check_window(path, content.get("sliding_window"), config)
+    layers = content.get("layer_types")
+    if layers is not None and (not isinstance(layers, list) or set(layers) - {"full_attention"}):
+        raise UserError(f"{path}: layer_types is {layers!r}; all layers must be 'full_attention'")
+
+
+def _read_head_dim(content: dict[str, Any], dim: Any, num_heads: Any) -> Any:
+    """Returns the width of a head where it is not that which follows from the model's."""
     head_dim = content.get("head_dim")
-    if head_dim is not None and head_dim != config.head_dim:
-        raise UserError(f"{path}: head_dim is {head_dim}, and the decoder's is hidden_size / heads, {config.head_dim}")
-    return config
-
-
-def _check_window(path: Path, window: Any, config: DecoderConfig) -> None:
-    """Refuses a window of attention that is shorter than the context; a longer one changes nothing."""
-    if window is not None and (type(window) is not int or window < config.max_seq_len):
-        raise UserError(
-            f"{path}: sliding_window is {window!r} (a missing key is 4096 in mistral), shorter than the context of "
-            f"{config.max_seq_len}, which the decoder cannot represent; set sliding_window to null if the model was "
-            "trained without one, or max_position_embeddings to the window"
-        )
+    if isinstance(dim, int) and isinstance(num_heads, int) and num_heads > 0 and head_dim == dim // num_heads:
+        return None
+    return head_dim

@@ -5,6 +5,7 @@ H  query heads                    K  key and value heads      E  width of a head
 L  slots of a key-value cache
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -16,10 +17,51 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from genesis.errors import UserError
 from genesis.model.initial import InitialValues
-from genesis.model.part import MATRICES, ParameterGroup, Part, check_counts
+from genesis.model.norm import RMSNorm
+from genesis.model.part import MATRICES, VECTORS, ParameterGroup, Part, check_counts
 
 MIN_MEAN_DOCUMENT_TOKENS = 24
 """On CPU, shorter documents are masked: attention one by one would cost more in calls than it saves in work."""
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Rotary wavelengths stretched for contexts beyond the one that was trained first, as in Llama 3.1.
+
+    Wavelengths above `original_seq_len / low_freq_factor` are multiplied by `factor`, those below
+    `original_seq_len / high_freq_factor` are kept, and between the two the frequency is interpolated.
+
+    Args:
+        factor: At least 1.
+        low_freq_factor: How often the longest wavelength that is not stretched in full fits into the original context.
+        high_freq_factor: The same for the longest wavelength that is kept.
+        original_seq_len: The original context in tokens.
+
+    Raises:
+        UserError: A value that cannot be used.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_seq_len: int
+
+    def __post_init__(self) -> None:
+        check_counts(self)
+        if self.factor < 1.0:
+            raise UserError(f"factor is {self.factor}: it must be at least 1")
+        if not 0.0 < self.low_freq_factor < self.high_freq_factor:
+            raise UserError(
+                f"low_freq_factor {self.low_freq_factor} and high_freq_factor {self.high_freq_factor} must be above 0, "
+                "the latter the larger"
+            )
+
+    def scale(self, frequencies: Tensor) -> Tensor:
+        """Returns rotary frequencies, in radians per token, after the stretch."""
+        turns = frequencies * (self.original_seq_len / (2.0 * math.pi))  # in the original context
+        span = self.high_freq_factor - self.low_freq_factor
+        kept_share = ((turns - self.low_freq_factor) / span).clamp(0.0, 1.0)
+        return torch.lerp(frequencies / self.factor, frequencies, kept_share)
 
 
 @dataclass(frozen=True)
@@ -27,9 +69,17 @@ class AttentionConfig:
     """Grouped-query attention with rotary positions.
 
     Args:
-        num_heads: Query heads; `dim / num_heads` is the width of each and must be even for the rotary halves.
+        num_heads: Query heads.
         num_kv_heads: Key and value heads; each serves `num_heads / num_kv_heads` query heads.
         rope_theta: Base of the rotary wavelengths.
+        head_dim: Width of each head, even for the rotary halves; None for `dim / num_heads`.
+        rope_scaling: How rotary wavelengths are stretched; None for none of them.
+        no_rope_every: Every layer whose number, counted from 1, is a multiple of this has no rotary positions.
+        sliding_window: How many tokens each token sees, itself included; None for all before it.
+        has_qkv_bias: Whether query, key and value have biases.
+        qk_norm: Which vectors of queries and keys an RMSNorm scales: those of each `head`, before rotation, or each
+            whole `projection`, before it is split into heads; None for no norm.
+        qk_norm_eps: Added to the mean square in these norms.
 
     Raises:
         UserError: A shape that cannot be built.
@@ -38,9 +88,20 @@ class AttentionConfig:
     num_heads: int
     num_kv_heads: int
     rope_theta: float = 500_000.0
+    head_dim: int | None = None
+    rope_scaling: RopeScaling | None = None
+    no_rope_every: int | None = None
+    sliding_window: int | None = None
+    has_qkv_bias: bool = False
+    qk_norm: str | None = None
+    qk_norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
         check_counts(self)
+        if self.qk_norm not in (None, "head", "projection"):
+            raise UserError(f"qk_norm is {self.qk_norm!r}: it must be 'head', 'projection' or null")
+        if self.qk_norm_eps <= 0.0:
+            raise UserError(f"qk_norm_eps is {self.qk_norm_eps}: it must be above 0")
         if self.num_heads % self.num_kv_heads:
             raise UserError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if self.rope_theta <= 0.0:
@@ -52,19 +113,22 @@ class AttentionConfig:
         Raises:
             UserError: They have not.
         """
-        if dim % self.num_heads or dim // self.num_heads % 2:
+        if self.head_dim is not None:
+            if self.head_dim % 2:
+                raise UserError(f"head_dim is {self.head_dim}: it must be even")
+        elif dim % self.num_heads or dim // self.num_heads % 2:
             raise UserError(
                 f"dim {dim} does not give {self.num_heads} heads an even width: "
                 f"make it a multiple of {2 * self.num_heads}"
             )
 
-    def head_dim(self, dim: int) -> int:
+    def head_width(self, dim: int) -> int:
         """Returns the width of one head."""
-        return dim // self.num_heads
+        return dim // self.num_heads if self.head_dim is None else self.head_dim
 
     def build(self, dim: int, layer: int) -> "Attention":
-        """Builds the part of block number `layer`, the same in every block."""
-        return Attention(self, dim)
+        """Builds the part of block number `layer`, counted from 0."""
+        return Attention(self, dim, layer)
 
 
 class AttentionMetadata(NamedTuple):
@@ -80,6 +144,8 @@ class AttentionMetadata(NamedTuple):
     mask: Bool[Tensor, "B 1 S L"] | None = None
     slots: Int64[Tensor, "B S"] | None = None
     """Where in the cache these tokens go."""
+    window: int | None = None
+    """How many tokens each token sees, itself included, where `offsets` are given; a mask holds it already."""
 
 
 def build_attention_metadata(
@@ -99,27 +165,33 @@ def build_attention_metadata(
         num_slots: How many tokens of a row that cache can hold.
     """
     batch_size, seq_len, device = x.shape[0], x.shape[1], x.device
-    head_dim = config.head_dim(x.shape[2])
+    head_dim, window = config.head_width(x.shape[2]), config.sliding_window
     positions = torch.arange(seq_len, device=device).unsqueeze(0)
     offsets = mask = slots = None
+    is_windowed = window is not None and window < seq_len
+    if cached_lengths is None and document_ids is None and is_windowed:
+        document_ids = torch.zeros((batch_size, seq_len), device=device, dtype=torch.int32)
     if cached_lengths is not None:
         assert document_ids is None, "a cache holds one document per row"
         slots = positions = positions + cached_lengths.unsqueeze(1)
         num_cached = int(cached_lengths.max())
         assert num_cached + seq_len <= num_slots, "the cache is full"
-        if num_cached:
-            mask = (torch.arange(num_cached + seq_len, device=device) <= positions.unsqueeze(2)).unsqueeze(1)
+        if num_cached or is_windowed:
+            held = torch.arange(num_cached + seq_len, device=device)
+            mask = (held <= positions.unsqueeze(2)).unsqueeze(1)
+            if window is not None:
+                mask &= (held > positions.unsqueeze(2) - window).unsqueeze(1)
     elif document_ids is not None:
         offsets = document_offsets(document_ids)
         num_documents = offsets.numel() - 1
         if num_documents > batch_size:
             positions = document_positions(document_ids)
-        if num_documents == batch_size:
+        if num_documents == batch_size and not is_windowed:
             offsets = None
         elif not _suits_offsets(x, num_documents, head_dim):
-            offsets, mask = None, document_mask(document_ids)
-    cos, sin = rotary_tables(positions, head_dim, config.rope_theta)
-    return AttentionMetadata(cos, sin, offsets, mask, slots)
+            offsets, mask = None, document_mask(document_ids, window)
+    cos, sin = rotary_tables(positions, head_dim, config.rope_theta, config.rope_scaling)
+    return AttentionMetadata(cos, sin, offsets, mask, slots, window)
 
 
 def _suits_offsets(x: Tensor, num_documents: int, head_dim: int) -> bool:
@@ -131,10 +203,15 @@ def _suits_offsets(x: Tensor, num_documents: int, head_dim: int) -> bool:
     return dtype in (torch.float16, torch.bfloat16) and head_dim % 8 == 0
 
 
-def rotary_tables(positions: Int64[Tensor, "B S"], head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+def rotary_tables(
+    positions: Int64[Tensor, "B S"], head_dim: int, theta: float, scaling: RopeScaling | None = None
+) -> tuple[Tensor, Tensor]:
     """Returns the cosine and the signed sine of each position's angles, for all dimensions of a head, in float32."""
     exponents = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
-    angles = positions[:, :, None, None].float() * (1.0 / theta**exponents)
+    frequencies = 1.0 / theta**exponents
+    if scaling is not None:
+        frequencies = scaling.scale(frequencies)
+    angles = positions[:, :, None, None].float() * frequencies
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
@@ -165,10 +242,11 @@ def document_offsets(document_ids: Int32[Tensor, "B S"]) -> Int32[Tensor, " num_
     return pad(starts, (0, 1), value=document_ids.numel()).to(torch.int32)
 
 
-def document_mask(document_ids: Int32[Tensor, "B S"]) -> Bool[Tensor, "B 1 S S"]:
-    """Returns which tokens (last dimension) each token may see: those of its document up to itself."""
+def document_mask(document_ids: Int32[Tensor, "B S"], window: int | None = None) -> Bool[Tensor, "B 1 S S"]:
+    """Returns which tokens (last dimension) each token may see: those of its document and window up to itself."""
     is_same = document_ids[:, :, None] == document_ids[:, None, :]
-    return is_same.tril().unsqueeze(1)
+    is_seen = is_same.tril() if window is None else is_same.tril().triu(1 - window)
+    return is_seen.unsqueeze(1)
 
 
 def _is_start(document_ids: Tensor) -> Tensor:
@@ -185,7 +263,7 @@ def attend(
     if metadata.offsets is None:
         return _attend_rows(query, key, value, metadata.mask)
     if query.device.type == "cpu":
-        by_document: Tensor = _attend_each_document(query, key, value, metadata.offsets)
+        by_document: Tensor = _attend_each_document(query, key, value, metadata.offsets, metadata.window)
         return by_document
     groups, seq_len = query.shape[2] // key.shape[2], query.shape[1]
     out = varlen_attn(
@@ -196,7 +274,7 @@ def attend(
         metadata.offsets,
         seq_len,
         seq_len,
-        window_size=(-1, 0),  # causal
+        window_size=(-1 if metadata.window is None else metadata.window - 1, 0),  # causal; itself is not counted
     )
     return cast("Tensor", out).view(query.shape)
 
@@ -214,53 +292,78 @@ def _attend_rows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
-def _attend_each_document(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor) -> Tensor:
+def _attend_each_document(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, window: int | None) -> Tensor:
     lengths = offsets.diff().tolist()  # not traced by torch.compile, which would compile anew for every packing
     documents = zip(*(torch.split(x.flatten(0, 1), lengths) for x in (query, key, value)), strict=True)
-    return torch.cat([_attend_rows(q[None], k[None], v[None], None)[0] for q, k, v in documents]).view(query.shape)
+    attended = [_attend_rows(q[None], k[None], v[None], _window_mask(q, window))[0] for q, k, v in documents]
+    return torch.cat(attended).view(query.shape)
+
+
+def _window_mask(query: Float[Tensor, "S H E"], window: int | None) -> Bool[Tensor, "1 1 S S"] | None:
+    """Returns which tokens of one document each of its tokens may see; None where the window holds all of them."""
+    seq_len = query.shape[0]
+    if window is None or seq_len <= window:
+        return None
+    return document_mask(torch.zeros((1, seq_len), device=query.device, dtype=torch.int32), window)
 
 
 class Attention(Part):
     """Grouped-query attention with rotary positions."""
 
-    def __init__(self, config: AttentionConfig, dim: int) -> None:
+    def __init__(self, config: AttentionConfig, dim: int, layer: int) -> None:
         super().__init__()
-        self.head_dim = config.head_dim(dim)
+        self.head_dim, self.window, self.qk_norm = config.head_width(dim), config.sliding_window, config.qk_norm
+        self.has_rope = config.no_rope_every is None or (layer + 1) % config.no_rope_every != 0
         query_dim, kv_dim = config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
-        self.query = nn.Linear(dim, query_dim, bias=False)
-        self.key = nn.Linear(dim, kv_dim, bias=False)
-        self.value = nn.Linear(dim, kv_dim, bias=False)
+        self.query = nn.Linear(dim, query_dim, bias=config.has_qkv_bias)
+        self.key = nn.Linear(dim, kv_dim, bias=config.has_qkv_bias)
+        self.value = nn.Linear(dim, kv_dim, bias=config.has_qkv_bias)
         self.output = nn.Linear(query_dim, dim, bias=False)
+        if config.qk_norm is not None:
+            is_by_head = config.qk_norm == "head"
+            self.query_norm = RMSNorm(self.head_dim if is_by_head else query_dim, config.qk_norm_eps)
+            self.key_norm = RMSNorm(self.head_dim if is_by_head else kv_dim, config.qk_norm_eps)
 
     def init_weights(self, initial: InitialValues) -> None:
-        """Fills the four weights."""
+        """Fills the four weights; biases begin at zero. The norms are parts of their own."""
         initial.fill("query.weight", self.query.weight)
         initial.fill("key.weight", self.key.weight)
         initial.fill("value.weight", self.value.weight)
         initial.fill_residual("output.weight", self.output.weight)
+        for name in self._biases:
+            nn.init.zeros_(self.get_parameter(name))
 
     def parameter_groups(self) -> dict[str, ParameterGroup]:
-        """Returns the group of each weight."""
-        return dict.fromkeys(("query.weight", "key.weight", "value.weight", "output.weight"), MATRICES)
+        """Returns the group of each weight and bias."""
+        weights = dict.fromkeys(("query.weight", "key.weight", "value.weight", "output.weight"), MATRICES)
+        return weights | dict.fromkeys(self._biases, VECTORS)
+
+    @property
+    def _biases(self) -> tuple[str, ...]:
+        return () if self.query.bias is None else ("query.bias", "key.bias", "value.bias")
 
     @property
     def flops_per_token(self) -> int:
         """Every weight multiplies every token."""
         return 6 * sum(linear.weight.numel() for linear in (self.query, self.key, self.value, self.output))
 
-    @property
-    def flops_per_token_pair(self) -> int:
+    def context_flops_per_token(self, context: int) -> int:
         """Two products of the width of all heads, query with key and weight with value, six operations each."""
-        return 12 * self.query.out_features
+        return 12 * self.query.out_features * min(context, self.window or context)
 
     def forward(
         self, x: Float[Tensor, "B S D"], metadata: AttentionMetadata, cache: tuple[Tensor, Tensor] | None = None
     ) -> Float[Tensor, "B S D"]:
         """Returns what each token gathers from those it may see."""
         heads = (*x.shape[:2], -1, self.head_dim)
-        query = rotate(self.query(x).view(heads), metadata.cos, metadata.sin)
-        key = rotate(self.key(x).view(heads), metadata.cos, metadata.sin)
-        value = self.value(x).view(heads)
+        query, key, value = self.query(x), self.key(x), self.value(x).view(heads)
+        if self.qk_norm == "projection":
+            query, key = self.query_norm(query), self.key_norm(key)
+        query, key = query.view(heads), key.view(heads)
+        if self.qk_norm == "head":
+            query, key = self.query_norm(query), self.key_norm(key)
+        if self.has_rope:
+            query, key = (rotate(part, metadata.cos, metadata.sin) for part in (query, key))
         if cache is not None:
             key, value = _remember(key, value, metadata, cache)
         out: Tensor = self.output(attend(query, key, value, metadata).flatten(2))

@@ -6,7 +6,7 @@ Legend of dimension letters:
     K  key and value heads            E  width of a head          V  vocabulary
     L  slots of a key-value cache     P  positions whose logits are asked for
 
-A norm before each part, attention, feed-forward: each part has a file of its own and answers for its parameters
+A norm for each part, attention, feed-forward: each part has a file of its own and answers for its parameters
 (`genesis.model.part`). There is no parallelism, optimizer or checkpoint code here: blocks are self-contained modules,
 so that sharding, activation checkpointing and compilation are applied to them from outside.
 """
@@ -118,7 +118,7 @@ class DecoderConfig:
     @property
     def head_dim(self) -> int:
         """Width of one head."""
-        return self.parts.attention.head_dim(self.dim)
+        return self.parts.attention.head_width(self.dim)
 
 
 class KVCache:
@@ -156,11 +156,15 @@ class KVCache:
 
 
 class Block(nn.Module):
-    """One layer: attention, then feed-forward, each normalised before and added after."""
+    """One layer: attention, then feed-forward, each added to the residual stream.
+
+    The norms stand before the parts, or after them, on what they add.
+    """
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
         parts = config.parts
+        self.has_norms_before = parts.norm.placement == "before"
         self.attention_norm = parts.norm.build(config.dim)
         self.attention = parts.attention.build(config.dim, layer)
         self.feed_forward_norm = parts.norm.build(config.dim)
@@ -178,11 +182,13 @@ class Block(nn.Module):
 
         The stream is returned as a whole, or at some positions of the flattened batch.
         """
-        x = x + self.dropout(self.attention(self.attention_norm(x), metadata, cache))
+        is_before = self.has_norms_before
+        update = self.attention(self.attention_norm(x) if is_before else x, metadata, cache)
+        x = x + self.dropout(update if is_before else self.attention_norm(update))
         if logits_to_keep is not None:
             x = x.flatten(0, 1)[logits_to_keep]
-        update, statistics = self.feed_forward(self.feed_forward_norm(x))
-        return x + self.dropout(update), statistics
+        update, statistics = self.feed_forward(self.feed_forward_norm(x) if is_before else x)
+        return x + self.dropout(update if is_before else self.feed_forward_norm(update)), statistics
 
 
 def project(hidden: Float[Tensor, "B S D"], output_weight: Float[Tensor, "V D"]) -> Float[Tensor, "B S V"]:

@@ -18,7 +18,7 @@ class Description:
         flops_per_token: One forward and backward, without attention's products of tokens with tokens: what the parts
             count, and six for each element of the output weight.
         attention_flops_per_token: What those products add at a context of `max_seq_len`, counted in full although half
-            of them are masked, as is the custom for MFU.
+            of them are masked, as is the custom for MFU; a sliding window bounds the context.
         kv_cache_bytes_per_token: Of one sequence in bfloat16.
         weights_bytes: In float32, as trained; half of it in bfloat16.
         gradients_bytes: In float32.
@@ -57,7 +57,7 @@ def describe(config: DecoderConfig) -> Description:
         config=config,
         parameters=parameters,
         flops_per_token=6 * decoder.output_weight.numel() + sum(part.flops_per_token for part in parts),
-        attention_flops_per_token=config.max_seq_len * sum(part.flops_per_token_pair for part in parts),
+        attention_flops_per_token=sum(part.context_flops_per_token(config.max_seq_len) for part in parts),
         kv_cache_bytes_per_token=2 * config.num_layers * attention.num_kv_heads * config.head_dim * BFLOAT16_BYTES,
         weights_bytes=FLOAT32_BYTES * num_parameters,
         gradients_bytes=FLOAT32_BYTES * num_parameters,

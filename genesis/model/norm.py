@@ -1,4 +1,4 @@
-"""RMSNorm, the norm before each part.
+"""RMSNorm, the norm before or after each part.
 
 B  sequences of a micro-batch     S  tokens of a sequence     D  width of what is normalised
 """
@@ -23,16 +23,20 @@ class NormConfig:
 
     Args:
         eps: Added to the mean square.
+        placement: Where the two norms of a block stand: `before` its parts, or `after` them, on what they give.
 
     Raises:
         UserError: A value that cannot be used.
     """
 
     eps: float = 1e-5
+    placement: str = "before"
 
     def __post_init__(self) -> None:
         if self.eps <= 0.0:
             raise UserError(f"norm_eps is {self.eps}: it must be above 0")
+        if self.placement not in ("before", "after"):
+            raise UserError(f"placement of norms is {self.placement!r}: it must be 'before' or 'after'")
 
     def build(self, dim: int) -> "RMSNorm":
         """Builds the norm of vectors of `dim` elements."""

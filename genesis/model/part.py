@@ -61,9 +61,8 @@ class Part(nn.Module, ABC):
     def flops_per_token(self) -> int:
         """Floating-point operations of a token's forward and backward: six for each weight that it multiplies."""
 
-    @property
-    def flops_per_token_pair(self) -> int:
-        """What each token of the context adds to that: the products of tokens with tokens."""
+    def context_flops_per_token(self, context: int) -> int:
+        """Returns what the products of a token with those of a context of so many tokens add to that."""
         return 0
 
 

@@ -137,12 +137,16 @@ def _build(config: Any, content: Any, where: str) -> Any:
     if not isinstance(content, Mapping):
         raise UserError(f"{where} is {content!r}: it must be a mapping of {', '.join(f.name for f in fields(config))}")
     types = {field.name: field.type for field in fields(config)}
+    content = dict(content)
     for name, value in content.items():
         if name not in types:
             near = difflib.get_close_matches(str(name), types, n=1)
             raise UserError(f"{where}: unknown key {name!r}{f'; did you mean {near[0]!r}?' if near else ''}")
         if not _has_type(value, types[name]):
             raise UserError(f"{where}: {name} is {value!r}; it must be {_name_of(types[name])}")
+        nested: Any = next((option for option in _options(types[name]) if is_dataclass(option)), None)
+        if nested is not None and value is not None and not isinstance(value, nested):
+            content[name] = _build(nested, value, f"{where}: {name}")
     missing = [field.name for field in fields(config) if field.default is MISSING and field.name not in content]
     if missing:
         needed = [field.name for field in fields(config) if field.default is MISSING]

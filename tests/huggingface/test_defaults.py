@@ -8,16 +8,41 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
 
 from genesis.errors import UserError
 from genesis.huggingface.directory import CONFIG_NAME, WEIGHTS_NAME
 from genesis.huggingface.llama import LLAMA
 from genesis.huggingface.shape import read_shape
 from genesis.huggingface.weights import read_weights
+from genesis.model.attention import AttentionConfig, RopeScaling
 from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.feed_forward import DenseConfig
+from genesis.model.norm import NormConfig
+from genesis.model.recipe import build_decoder_config, dump_decoder_config
 
-CLASSES: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "mistral": MistralConfig}
+CLASSES: dict[str, type[PreTrainedConfig]] = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "olmo2": Olmo2Config,
+    "smollm3": SmolLM3Config,
+}
+PARTS: dict[str, dict[str, Any]] = {
+    "qwen2": {"has_qkv_bias": True},
+    "qwen3": {"qk_norm": "head"},
+    "olmo2": {"qk_norm": "projection"},
+}
 FULL: dict[str, Any] = {
     "vocab_size": 90,
     "hidden_size": 64,
@@ -41,6 +66,11 @@ FULL: dict[str, Any] = {
     "quantization_config": None,
     "logit_scale": None,
     "sliding_window": None,
+    "use_sliding_window": False,
+    "max_window_layers": 1,
+    "layer_types": None,
+    "no_rope_layers": None,
+    "no_rope_layer_interval": 2,
 }
 """Every key that is read, with values that are no defaults where they are numbers of the shape."""
 HARMLESS = {"initializer_range", "use_cache", "pad_token_id", "bos_token_id", "eos_token_id"}
@@ -49,7 +79,24 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},
     "theta at the top alone": {"rope_parameters": None},
     "theta in rope_parameters alone": {"rope_theta": 10_000.0},
-    "head_dim from the width": {"head_dim": None},
+    "head_dim of its own": {"head_dim": 6},
+    "no head_dim": {"head_dim": ...},
+    "window": {"sliding_window": 100},
+    "scaled": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "rope_theta": 777.0,
+        }
+    },
+    "scaled in the key of transformers 4": {
+        "rope_parameters": ...,
+        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    },
+    "no layer without positions": {"no_rope_layers": [1, 1]},
 }
 
 
@@ -57,31 +104,52 @@ def build_theirs(family: str, content: dict[str, Any]) -> DecoderConfig | None:
     """Returns the shape that transformers makes of the keys; None where it refuses them or the decoder has no such."""
     try:
         theirs: Any = CLASSES[family](**json.loads(json.dumps(content)))
-        window = getattr(theirs, "sliding_window", None) if family == "mistral" else None
-        if theirs.head_dim * theirs.num_attention_heads != theirs.hidden_size:
+        if theirs.hidden_size % theirs.num_attention_heads or content.get("use_sliding_window"):
             return None
-        if window is not None and window < theirs.max_position_embeddings:
-            return None
-        return DecoderConfig(
+        window = theirs.sliding_window if family == "mistral" else None
+        rope = theirs.rope_parameters
+        scaling = None
+        if rope["rope_type"] == "llama3":
+            numbers = (rope[f"{name}factor"] for name in ("", "low_freq_", "high_freq_"))
+            scaling = RopeScaling(*numbers, rope["original_max_position_embeddings"])
+        has_rope = theirs.no_rope_layers if family == "smollm3" else []
+        without = [layer for layer, has in enumerate(has_rope) if not has]
+        head_dim = getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
+        norms = {"qk_norm_eps": theirs.rms_norm_eps} if "qk_norm" in PARTS.get(family, {}) else {}
+        attention = AttentionConfig(
+            theirs.num_attention_heads,
+            theirs.num_key_value_heads,
+            rope["rope_theta"],
+            head_dim=None if head_dim == theirs.hidden_size // theirs.num_attention_heads else head_dim,
+            rope_scaling=scaling,
+            no_rope_every=without[0] + 1 if without else None,
+            sliding_window=window if window is not None and window < theirs.max_position_embeddings else None,
+            **PARTS.get(family, {}),
+            **norms,
+        )
+        config = DecoderConfig(
             dim=theirs.hidden_size,
             num_layers=theirs.num_hidden_layers,
-            num_heads=theirs.num_attention_heads,
-            num_kv_heads=theirs.num_key_value_heads,
-            ffn_dim=theirs.intermediate_size,
+            attention=attention,
+            feed_forward=DenseConfig(theirs.intermediate_size),
+            norm=NormConfig(theirs.rms_norm_eps, "after" if family == "olmo2" else "before"),
             max_seq_len=theirs.max_position_embeddings,
             vocab_size=theirs.vocab_size,
-            norm_eps=theirs.rms_norm_eps,
-            rope_theta=theirs.rope_parameters["rope_theta"],
             has_tied_embeddings=theirs.tie_word_embeddings,
         )
+        return unify(config)
     except Exception:  # of its strict checks, of whatever class they are
         return None
+
+
+def unify(config: DecoderConfig) -> DecoderConfig:
+    return build_decoder_config(dump_decoder_config(config), where="here")
 
 
 def read_ours(directory: Path, family: str, content: dict[str, Any]) -> DecoderConfig | None:
     (directory / CONFIG_NAME).write_text(json.dumps({"model_type": family, **content}))
     try:
-        return read_shape(directory)[1]
+        return unify(read_shape(directory)[1])
     except UserError:
         return None
 
@@ -89,7 +157,11 @@ def read_ours(directory: Path, family: str, content: dict[str, Any]) -> DecoderC
 @pytest.mark.parametrize("family", CLASSES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_missing_key_takes_the_default_of_transformers(family: str, variant: str, tmp_path: Path) -> None:
-    full = FULL | VARIANTS[variant]
+    full = {name: value for name, value in (FULL | VARIANTS[variant]).items() if value is not ...}
+    if family not in ("llama", "mistral") and variant == "window":
+        full["sliding_window"] = 600  # of no effect there, as transformers has it only for some layers
+    if family == "llama":
+        full.pop("sliding_window", None)  # which it does not read
     assert read_ours(tmp_path, family, full) == build_theirs(family, full) is not None
     for key in full:
         content = {name: value for name, value in full.items() if name != key}
@@ -108,11 +180,11 @@ def test_a_null_means_what_transformers_takes_it_for_or_is_refused(family: str, 
 @pytest.mark.parametrize("family", CLASSES)
 def test_no_key_of_transformers_goes_unread(family: str) -> None:
     common = {field.name for field in fields(PreTrainedConfig)}
-    own = {field.name for field in fields(CLASSES[family])} - common
+    own = {field.name for field in fields(CLASSES[family])} - common - {"max_window_layers"}  # without windows: none
     assert own - HARMLESS <= FULL.keys()
 
 
-def test_beyond_the_default_window_a_missing_key_is_refused_because_logits_differ(tmp_path: Path) -> None:
+def test_beyond_the_default_window_a_missing_key_means_that_window(tmp_path: Path) -> None:
     torch.manual_seed(0)
     shape = {"dim": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "ffn_dim": 16, "max_seq_len": 4160}
     decoder = Decoder(DecoderConfig(**shape, vocab_size=64, norm_eps=1e-6, rope_theta=1e4))
@@ -151,9 +223,13 @@ def test_beyond_the_default_window_a_missing_key_is_refused_because_logits_diffe
     assert float((ours - without_window).abs().max()) < allowed
     assert float((ours - missing)[:4096].abs().max()) < allowed
     assert float((ours - missing)[4096:].abs().max()) > 100 * allowed
-    (tmp_path / CONFIG_NAME).write_text(json.dumps(content))
-    with pytest.raises(UserError, match=r"sliding_window is 4096 .*shorter than the context of 4160.*null"):
-        read_shape(tmp_path)
+    windowed = read_ours(tmp_path, "mistral", content)
+    assert windowed is not None
+    assert windowed.parts.attention.sliding_window == 4096
+    other = Decoder(windowed)
+    other.load_state_dict(decoder.state_dict())
+    with torch.no_grad():
+        assert float((other.eval()(ids)[0] - missing).abs().max()) < allowed
     short = read_ours(tmp_path, "mistral", content | {"max_position_embeddings": 4096})
     assert short is not None
-    assert short.max_seq_len == 4096
+    assert (short.max_seq_len, short.parts.attention.sliding_window) == (4096, None)

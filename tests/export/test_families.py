@@ -1,0 +1,99 @@
+"""Models of every family: imported, trained on for some steps and exported, they stay equal to transformers'."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from genesis.export.export import ExportOptions, export_checkpoints
+from genesis.export.importing import import_directory, save_weights
+from genesis.generate.load import load_decoder
+from genesis.loss import sum_cross_entropy
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 90,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 512,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "initializer_range": 0.1,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama 2": ("llama", {}),
+    "llama 3.1": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "mistral": ("mistral", {"sliding_window": 40, "head_dim": 12}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "olmo2": ("olmo2", {}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 2}),
+}
+SLOW = set(FAMILIES) - {"mistral"}
+NUM_STEPS = 3
+
+
+def train(forward: Any, parameters: list[Tensor], ids: Tensor) -> list[float]:
+    optimizer, losses = torch.optim.SGD(parameters, lr=0.1), []
+    for _ in range(NUM_STEPS):
+        loss = forward(ids[:, :-1], ids[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in FAMILIES]
+)
+def test_a_model_is_imported_trained_and_exported_as_transformers_has_it(name: str, tmp_path: Path) -> None:
+    model_type, changes = FAMILIES[name]
+    torch.manual_seed(0)
+    shape: Any = AutoConfig.for_model(model_type, **(SHAPE | changes))
+    theirs = AutoModelForCausalLM.from_config(shape)
+    with torch.no_grad():
+        for key, parameter in theirs.named_parameters():
+            if parameter.ndim == 1:  # neither zeros nor ones, which would hide a mistake
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+            assert parameter.isfinite().all(), key
+    theirs.save_pretrained(tmp_path / "theirs")
+    proof = import_directory(tmp_path / "theirs", tmp_path / "run", has_tokenizer=False)
+    beyond = {"llama 3.1": 64, "mistral": 40}.get(name, 0)
+    assert proof["logits"]["longest_context"] == 128 + beyond
+    ours = load_decoder(tmp_path / "run").decoder.train()
+    ids = torch.randint(90, (2, 300))
+
+    def our_loss(inputs: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = ours(inputs, head=lambda hidden, weight: sum_cross_entropy(hidden, weight, labels=labels))
+        return loss / labels.numel()
+
+    def their_loss(inputs: Tensor, labels: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(theirs(input_ids=inputs).logits.flatten(0, 1), labels.flatten())
+
+    losses = train(our_loss, list(ours.parameters()), ids)
+    assert losses == pytest.approx(train(their_loss, list(theirs.parameters()), ids), rel=1e-5)
+    assert losses[-1] < losses[0]
+    (tmp_path / "trained").mkdir()
+    checkpoint = save_weights(ours.state_dict(), ours.config, None, tmp_path / "trained/checkpoints")
+    proof = export_checkpoints([checkpoint], tmp_path / "back", ExportOptions())
+    assert proof["logits"]["num_same_choice"] == proof["logits"]["num_tokens"]
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    assert again.config.model_type == model_type
+    with torch.no_grad():
+        found, wanted = again(input_ids=ids).logits, theirs.eval()(input_ids=ids).logits
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)

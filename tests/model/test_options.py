@@ -1,0 +1,175 @@
+"""The options of attention and norms: right for packed documents, in cached decoding, and in what is counted."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from genesis.errors import UserError
+from genesis.model import attention as attention_module
+from genesis.model.attention import AttentionConfig, RopeScaling, rotary_tables
+from genesis.model.decoder import Decoder, DecoderConfig, KVCache
+from genesis.model.describe import describe
+from genesis.model.norm import NormConfig
+from genesis.model.recipe import build_decoder_config, dump_decoder_config
+
+SHAPE: dict[str, Any] = {"vocab_size": 97, "dim": 48, "num_layers": 3, "ffn_dim": 64, "max_seq_len": 128}
+HEADS = AttentionConfig(6, 2, 1e4)
+SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=32)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "window": {"attention": replace(HEADS, sliding_window=9)},
+    "window of one token": {"attention": replace(HEADS, sliding_window=1)},
+    "scaled positions": {"attention": replace(HEADS, rope_scaling=SCALING)},
+    "layers without positions": {"attention": replace(HEADS, no_rope_every=2)},
+    "biases": {"attention": replace(HEADS, has_qkv_bias=True)},
+    "norms of heads": {"attention": replace(HEADS, qk_norm="head", head_dim=12)},
+    "norms of projections": {"attention": replace(HEADS, qk_norm="projection")},
+    "norms after": {"attention": HEADS, "norm": NormConfig(1e-6, "after")},
+}
+PACKED = torch.tensor([[0] * 40 + [1] * 1 + [2] * 55, [0] * 96, [0] * 7 + [1] * 89], dtype=torch.int32)
+
+
+@pytest.fixture(params=OPTIONS)
+def config(request: pytest.FixtureRequest) -> DecoderConfig:
+    return DecoderConfig(**SHAPE, **OPTIONS[request.param])
+
+
+def build(config: DecoderConfig) -> Decoder:
+    decoder = Decoder(config)
+    decoder.init_weights(0)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            if name.endswith("bias") or "_norm" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.5)
+            else:
+                parameter.mul_(4.0)  # sharp enough that each key counts
+    return decoder
+
+
+def random_ids(*shape: int) -> Tensor:
+    return torch.randint(97, shape, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("path", ["document by document", "mask"])
+def test_packed_documents_give_the_logits_of_each_alone(
+    config: DecoderConfig, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_module, "MIN_MEAN_DOCUMENT_TOKENS", 1 if path != "mask" else 10_000)
+    decoder, ids = build(config), random_ids(*PACKED.shape)
+    packed = decoder(ids, document_ids=PACKED)
+    for row, start, end in ((0, 0, 40), (0, 40, 41), (0, 41, 96), (1, 0, 96), (2, 0, 7), (2, 7, 96)):
+        alone = decoder(ids[row : row + 1, start:end])[0]
+        torch.testing.assert_close(packed[row, start:end], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_a_cache_gives_the_logits_of_the_whole_text(config: DecoderConfig) -> None:
+    decoder, ids = build(config), random_ids(2, 60)
+    whole = decoder(ids)
+    for first in (3, 20):  # shorter and longer than the window
+        cache = KVCache(config, 2, 60, "cpu", torch.float32)
+        found = []
+        for start, end in [(0, first), (first, first + 15), *((place, place + 1) for place in range(first + 15, 60))]:
+            found.append(decoder(ids[:, start:end], cache=cache))
+            cache.advance(torch.full((2,), end - start))
+        torch.testing.assert_close(torch.cat(found, dim=1), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_a_token_is_reached_from_its_window_alone() -> None:
+    config = DecoderConfig(**{**SHAPE, "num_layers": 1}, **OPTIONS["window"])
+    decoder, ids = build(config), random_ids(1, 60)
+    changed = ids.clone()
+    changed[0, 20] = (ids[0, 20] + 1) % 97
+    differs = (decoder(ids) != decoder(changed))[0].any(dim=-1)
+    assert differs.nonzero().flatten().tolist() == list(range(20, 29))
+
+
+def test_recomputed_blocks_give_the_same_gradients(config: DecoderConfig) -> None:
+    decoder, ids = build(config), random_ids(*PACKED.shape)
+    decoder(ids, document_ids=PACKED).square().sum().backward()
+    wanted = {name: parameter.grad for name, parameter in decoder.named_parameters()}
+    decoder.zero_grad()
+    for block in decoder.blocks:
+        forward = block.forward
+        block.forward = lambda *inputs, forward=forward: checkpoint(forward, *inputs, use_reentrant=False)
+    decoder(ids, document_ids=PACKED).square().sum().backward()
+    for name, parameter in decoder.named_parameters():
+        assert wanted[name] is not None
+        assert torch.equal(parameter.grad, wanted[name]), name
+
+
+def test_every_parameter_has_its_group_and_its_initial_value(config: DecoderConfig) -> None:
+    decoder = Decoder(config)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.fill_(torch.nan)
+    decoder.init_weights(0)
+    groups = decoder.parameter_groups()
+    assert groups.keys() == dict(decoder.named_parameters()).keys()
+    for name, parameter in decoder.named_parameters():
+        is_vector = parameter.ndim == 1
+        assert (groups[name].kind == "vector") == is_vector
+        if is_vector:
+            assert (parameter == (0.0 if name.endswith("bias") else 1.0)).all()
+        assert parameter.isfinite().all()
+
+
+def test_a_recipe_holds_the_options_and_gives_them_back(config: DecoderConfig) -> None:
+    content = dump_decoder_config(config)
+    assert build_decoder_config(content, where="here").parts == config.parts
+    assert "attention" not in dump_decoder_config(DecoderConfig(**SHAPE, attention=HEADS))
+    assert "norm" not in dump_decoder_config(DecoderConfig(**SHAPE, attention=HEADS, norm=NormConfig()))
+
+
+def test_a_window_bounds_the_context_that_costs() -> None:
+    plain, windowed = (
+        describe(DecoderConfig(**SHAPE, attention=replace(HEADS, sliding_window=window))) for window in (None, 32)
+    )
+    assert 4 * windowed.attention_flops_per_token == plain.attention_flops_per_token
+    assert windowed.flops_per_token == plain.flops_per_token
+
+
+def test_heads_of_their_own_width_count_with_it() -> None:
+    plain, wide = (describe(DecoderConfig(**SHAPE, attention=replace(HEADS, head_dim=width))) for width in (None, 16))
+    assert wide.attention_flops_per_token == 2 * plain.attention_flops_per_token
+    assert wide.kv_cache_bytes_per_token == 2 * plain.kv_cache_bytes_per_token
+    assert wide.parameters["attention"] == 2 * plain.parameters["attention"]
+
+
+def test_long_wavelengths_are_stretched_and_short_ones_kept() -> None:
+    positions = torch.tensor([[1]])
+    plain, scaled = (rotary_tables(positions, 32, 1e4, scaling)[1][0, 0, 0, 16:].asin() for scaling in (None, SCALING))
+    ratio = plain / scaled
+    wavelengths = 2 * torch.pi / plain
+    torch.testing.assert_close(ratio[wavelengths < 8], torch.ones_like(ratio[wavelengths < 8]))
+    torch.testing.assert_close(
+        ratio[wavelengths > 32], torch.full_like(ratio[wavelengths > 32], 8.0), rtol=1e-4, atol=0
+    )
+    assert ((ratio >= 0.999) & (ratio <= 8.001)).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention": {"head_dim": 7}}, "head_dim is 7: it must be even"),
+        ({"attention": {"sliding_window": 0}}, "sliding_window is 0"),
+        ({"attention": {"qk_norm": "row"}}, "qk_norm is 'row'"),
+        ({"attention": {"rope_scaling": 8.0}}, r"rope_scaling is 8.0: it must be a mapping of factor"),
+        ({"attention": {"rope_scaling": {"factor": 8.0}}}, "rope_scaling: low_freq_factor is missing"),
+        ({"norm": {"placement": "between"}}, "placement of norms is 'between'"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    content = {**SHAPE, "attention": {"num_heads": 6, "num_kv_heads": 2, **changes.get("attention", {})}}
+    with pytest.raises(UserError, match=message):
+        build_decoder_config({**content, **({"norm": changes["norm"]} if "norm" in changes else {})}, where="here")
+
+
+def test_a_scaling_that_turns_round_is_refused() -> None:
+    with pytest.raises(UserError, match=r"low_freq_factor 4.0 and high_freq_factor 1.0"):
+        RopeScaling(8.0, 4.0, 1.0, 32)
+    with pytest.raises(UserError, match=r"factor is 0.5"):
+        RopeScaling(0.5, 1.0, 4.0, 32)
