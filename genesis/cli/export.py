@@ -12,10 +12,10 @@ from genesis.export.proof import UNPROVED_TOKENIZER
 from genesis.export.tensors import DTYPES
 from genesis_callbacks.checkpoint import list_committed
 
-_DESCRIPTION = """Exports a checkpoint to a new directory that transformers loads: the layout of its family, a fast tokenizer that
-gives the same ids, a model card from the manifest. The checkpoint is verified first; at the end a process of its own
-loads the directory with transformers and compares weights, tokens, logits and greedy text, and writes proof.json.
-Several checkpoints, or --average N, give the mean of their weights.
+_DESCRIPTION = """Exports a checkpoint to a new directory that transformers loads: its family's layout, a fast
+tokenizer that gives the same ids, a model card from the manifest. The checkpoint is verified first; at the end a
+process of its own loads the directory with transformers and compares weights, tokens, logits and greedy text, and
+writes proof.json. Several checkpoints, or --average N, give the mean of their weights.
 Example: genesis export runs/demo/run exports/demo --dtype bfloat16"""
 
 

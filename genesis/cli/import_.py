@@ -8,10 +8,10 @@ from genesis.cli.export import check_can_prove, print_proof
 from genesis.export.importing import import_directory
 from genesis.run_directory import RunDirectory
 
-_DESCRIPTION = """Makes a run's directory, with one committed checkpoint, of a model in Hugging Face's layout: Llama 2 or
-3, Mistral, Qwen2, Qwen2.5, Qwen3, OLMo 2, SmolLM2 or SmolLM3. What the decoder cannot represent is refused by name. The same proof as an export's is made and written to proof.json.
-`genesis generate` takes the directory; training goes on from its weights in a run of its own, by the recipe that the
-import writes.
+_DESCRIPTION = """Makes a run's directory, with one committed checkpoint, of a model in Hugging Face's layout: Llama,
+Mistral, Qwen2, Qwen3, OLMo 2, SmolLM2 or SmolLM3. What the decoder cannot represent is refused by name. The same proof
+as an export's is made and written to proof.json. `genesis generate` takes the directory; training goes on from its
+weights in a run of its own, by the recipe that the import writes.
 Example: genesis import exports/demo runs/old
          genesis fit --config runs/old/recipe.yaml --data.corpus corpora/demo"""
 
