@@ -6,6 +6,7 @@ import resource
 import shutil
 import signal
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -351,3 +352,30 @@ def test_a_stale_snapshot_is_refused(tmp_path):
     assert begin_and_finish(pipeline, 2, parts, Progress(lambda: 0)).kind == "committed"  # no update happened
     counter += 1  # an update smaller than half a unit in the last place moves the state alone
     assert begin_and_finish(pipeline, 3, parts, moved).kind == "committed"
+
+
+class OnLostDevice(torch.Tensor):
+    """A tensor of a device that has failed."""
+
+    def clone(self):
+        raise RuntimeError("device-side assert triggered")
+
+
+def test_a_device_that_fails_where_a_save_begins_fails_the_save_and_keeps_nobody_waiting(tmp_path):
+    (local,) = local_shards("model.x", torch.ones(5), "buffer")
+    lost = [replace(local, data=local.data.as_subclass(OnLostDevice))]
+    pipeline = SavePipeline(SaveTarget(tmp_path, Ranks()), mode="thread")
+    outcome = begin_and_finish(pipeline, 1, lost, Progress(lambda: 0))
+    assert (outcome.kind, outcome.text) == ("failed", "RuntimeError: device-side assert triggered")
+    pipeline.close(5.0)
+
+
+def test_the_memory_of_a_writer_is_what_the_kernel_says_it_holds(tmp_path):
+    pipeline = SavePipeline(SaveTarget(tmp_path, Ranks()), mode="process", writer=WriterProcess())
+    parts = local_shards("model.x", torch.zeros(8_000_000), "parameter")
+    assert begin_and_finish(pipeline, 1, parts, Progress(lambda: 0)).kind == "committed"
+    lines = Path(f"/proc/{pipeline._writer._process.pid}/status").read_text().splitlines()
+    held = {line.split()[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss")}
+    assert pipeline.writer_bytes == pytest.approx(held["RssAnon:"] + held["RssFile:"], rel=0.05)
+    assert held["RssShmem:"] >= 32_000_000  # the copies, which are the trainer's
+    pipeline.close(0.0)

@@ -16,6 +16,8 @@ from test_digest import DTYPES, random_tensor
 from genesis_callbacks import AsyncProcessCheckpoint, _fit_saves
 from genesis_callbacks.checkpoint import Ranks, SaveTarget, Snapshot, digest_chunk, local_shards, read_tensors, stager
 from genesis_callbacks.checkpoint import digest as digest_module
+from genesis_callbacks.checkpoint.device import DevicePath
+from genesis_callbacks.checkpoint.device_proof import DeviceProof, prove_device
 from genesis_callbacks.checkpoint.digest import DigestScratch
 from genesis_callbacks.checkpoint.pipeline import Progress, SavePipeline
 from genesis_callbacks.testing import run_ranks
@@ -374,6 +376,64 @@ def test_a_lost_device_does_not_hide_the_error_nor_keep_anything(tmp_path, mode)
 
 
 # ---- the proof at the start
+
+
+def break_digests() -> None:
+    right = DigestScratch.digest_all
+    DigestScratch.digest_all = lambda self, chunks: [digest ^ 1 for digest in right(self, chunks)]
+
+
+def prove_all() -> list[tuple]:
+    device = load()
+    slow = []
+
+    def fail(place: torch.device) -> None:
+        raise ValueError(f"{place} adds wrongly")
+
+    others = [DeviceProof("sums", "new", "old", fail, slow.append)]
+    reports = [prove_device(the_device()), prove_device(the_device(), others)]
+    device.simulated_fail_copy(0)
+    reports.append(prove_device(the_device()))
+    device.simulated_fail_copy(-1)
+    break_digests()
+    reports.append(prove_device(the_device()))
+    found = [(one.environment, [text.partition(": ")[2] for text in one.failures], one.path) for one in reports]
+    return [*found, len(slow)]
+
+
+def test_a_proof_that_fails_names_itself_and_its_slow_path_is_taken():
+    good, other, copies, digests, slow = run_alone(prove_all)
+    name = {"device": "a simulated device"}
+    assert good == (name | {"device.digests": "device", "device.copies": "pinned"}, [], DevicePath())
+    assert other[0] == good[0] | {"device.sums": "old"}
+    text = "the proof of sums failed, old instead of new from now on: ValueError: simulated:0 adds wrongly"
+    assert (other[1], other[2], slow) == ([text], DevicePath(), 1)
+    assert copies[0]["device.digests"] == "host"  # the first copies are the digests'
+    assert digests[0]["device.digests"] == "host"
+    assert digests[2] == DevicePath(has_digests=False)
+    assert "the digest of float64 is " in digests[1][0]
+
+
+def test_on_the_cpu_nothing_is_proved_and_nothing_noted():
+    def fail(place: torch.device) -> None:
+        raise AssertionError
+
+    report = prove_device(torch.device("cpu"), [DeviceProof("sums", "new", "old", fail)])
+    assert (report.environment, report.failures, report.path) == ({}, (), DevicePath())
+
+
+def fit_with_wrong_digests(run_dir: Path) -> dict:
+    load()
+    break_digests()
+    return train(run_dir)
+
+
+def test_a_device_that_computes_wrong_digests_saves_by_the_host(tmp_path):
+    run = run_alone(fit_with_wrong_digests, tmp_path)
+    check_saved(run, 2, 4)
+    (text,) = warned(run, "SlowDeviceWarning")
+    assert "the proof of digests failed, host instead of device from now on" in text
+    assert run["saved"][4]["versions"]["device.digests"] == "host"
 
 
 def fit_twice(run_dir: Path) -> tuple[dict, dict]:

@@ -37,6 +37,7 @@ from genesis.strategies import Replicated, Sharded
 from genesis.train.csv_log import CSVLog
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.data_telemetry import DataTelemetry
+from genesis.train.device_proofs import ATTENTION_PROOF
 from genesis.train.module import GenesisModule
 from genesis.train.progress import GenesisProgressBar
 from genesis.train.recipe_policy import RECIPE_POLICY
@@ -231,6 +232,7 @@ class GenesisCLI(LightningCLI):
         self.config_dump["model"]["decoder"] = dump_decoder_config(self.model.decoder_config)
         self.checkpoint: AsyncProcessCheckpoint = self._get(self.config_init, "checkpoint")
         self.checkpoint.recipe = self.config_dump
+        self.checkpoint.device_proofs = (ATTENTION_PROOF,)
         self.checkpoint.drift_policy = RECIPE_POLICY
         self.checkpoint.identity = self.datamodule.training.identity
         # A validation of some checkpoint must not write into the log of the run that goes on.

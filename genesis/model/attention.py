@@ -23,6 +23,13 @@ from genesis.model.part import MATRICES, VECTORS, ParameterGroup, Part, check_co
 MIN_MEAN_DOCUMENT_TOKENS = 24
 """On CPU, shorter documents are masked: attention one by one would cost more in calls than it saves in work."""
 
+_distrusted_devices: set[str] = set()
+
+
+def distrust_offsets(device: torch.device) -> None:
+    """Makes attention on devices of this type use masks from now on: document by document it was found wrong there."""
+    _distrusted_devices.add(device.type)
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -196,6 +203,8 @@ def build_attention_metadata(
 
 def _suits_offsets(x: Tensor, num_documents: int, head_dim: int) -> bool:
     """Whether attention document by document beats a mask, and exists at all (CUDA: flash kernels, 16 bits)."""
+    if x.device.type in _distrusted_devices:
+        return False
     if x.device.type == "cpu":
         return num_documents * MIN_MEAN_DOCUMENT_TOKENS <= x.shape[0] * x.shape[1]
     is_autocast = torch.is_autocast_enabled(x.device.type)

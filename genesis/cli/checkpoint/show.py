@@ -89,7 +89,10 @@ def _print_manifest(console: Console, path: Path, manifest: Manifest, drawn: Map
     columns = ("file", "bytes", "rank", manifest.hash_algorithm)
     console.print(build_table(None, columns, files, right=("bytes", "rank")))
     console.rule("identity and versions", align="left")
-    versions = {f"version of {package}": version for package, version in manifest.versions.items()}
+    versions = {
+        name if name.partition(".")[0] == "device" else f"version of {name}": value
+        for name, value in manifest.versions.items()
+    }
     identity = {name: str(value) for name, value in manifest.identity.items()}
     console.print(build_table(None, ("", ""), {**identity, **versions}.items()))
     console.rule("recipe", align="left")

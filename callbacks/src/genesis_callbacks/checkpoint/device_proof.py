@@ -40,14 +40,14 @@ class DeviceProof:
         fast: What the manifest says where the proof holds.
         slow: What it says where it fails.
         prove: Gets the device, and raises whatever it likes where the proof fails.
-        take_slow: Called where it fails.
+        take_slow: Called with the device where it fails.
     """
 
     name: str
     fast: str
     slow: str
     prove: Callable[[torch.device], None]
-    take_slow: Callable[[], None] = lambda: None
+    take_slow: Callable[[torch.device], None] = lambda device: None
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,9 @@ def _find_failure(proof: DeviceProof, device: torch.device) -> str | None:
     try:
         proof.prove(device)
     except Exception as error:  # a proof never ends the run: a device that is lost ends it soon enough
-        proof.take_slow()
-        lines = str(error).splitlines()
-        return lines[0] if isinstance(error, DeviceProofError | PinError) else f"{type(error).__name__}: {lines[:1]}"
+        proof.take_slow(device)
+        line = (str(error).splitlines() or [""])[0]
+        return line if isinstance(error, DeviceProofError | PinError) else f"{type(error).__name__}: {line}"
     return None
 
 
@@ -116,10 +116,12 @@ def _prove_digests(device: torch.device) -> None:
     chunks: list[tuple[str, Tensor, Tensor, tuple[int, int]]] = []
     for name in _DTYPE_NAMES:
         tensor = _make_tensor(getattr(torch, name))
-        with contextlib.suppress(TypeError):  # a device without the dtype, as without float64
+        # A device may lack a dtype, as some lack float64, or copies of it that are not plain: no model has it there.
+        with contextlib.suppress(TypeError, NotImplementedError):
             there = tensor.to(device)
             chunks.append((name, tensor, there, (0, 0)))
-            chunks.append((f"a chunk of {name}", tensor[2:rows, 7:columns], there[2:rows, 7:columns], (2, 7)))
+            cut = there[2:rows, 7:columns].contiguous()
+            chunks.append((f"a chunk of {name}", tensor[2:rows, 7:columns], cut, (2, 7)))
     scratch = DigestScratch(device, _SCRATCH_WORDS)
     found = scratch.digest_all([(there, _SHAPE, offsets) for _, _, there, offsets in chunks])
     for (name, tensor, _, offsets), digest in zip(chunks, found, strict=True):
