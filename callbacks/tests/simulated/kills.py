@@ -211,7 +211,7 @@ def main() -> None:
         newest = find_latest(Path(directory) / "killed")
         assert newest is not None
         num_tensors = sum(not name.startswith("state.") for name in read_tensors(newest))
-    command = f"python -m simulated.kills {options.count} --seed {options.seed}"
+    command = f"python -m simulated.kills {options.count} --seed {options.seed} --record {options.record}"
     if options.record is not None:
         write_record(options.record, command, endings, time.monotonic() - begin_seconds, num_tensors)
 
