@@ -86,7 +86,10 @@ def write_config(out: Path, command_pages: list[dict[str, str]]) -> Path:
     generated = {
         "COMMANDS": command_pages,
         "API": [{title: f"reference/{place}"} for place, (_, title, _) in API.items()],
-        "RECORDS": [f"records/{path.name}" for path in sorted((out / "docs/records").glob("*.md"))],
+        **{
+            folder.upper(): [f"{folder}/{path.name}" for path in sorted((out / "docs" / folder).glob("*.md"))]
+            for folder in ("decisions", "records")
+        },
     }
     config["nav"] = _fill(config["nav"], generated)
     path = out / "mkdocs.yml"
