@@ -246,6 +246,36 @@ def forge_lineage(path: Path, chooser: random.Random) -> None:
     reseal(path, manifest)
 
 
+def forge_base(path: Path, chooser: random.Random) -> None:
+    """Leaves tensors to the checkpoint before, or to whatever the forged record of it leads to."""
+    manifest = json.loads((path / "manifest.json").read_bytes())
+    before = min(path.parent.glob("step-*"))
+    held = json.loads((before / "manifest.json").read_bytes())["tensors"]
+    names = [name for name in manifest["tensors"] if name.startswith("model.") and name in held]
+    for name in names:
+        del manifest["tensors"][name]
+    in_base = {name: {key: held[name][key] for key in ("shape", "dtype", "digest")} for name in names}
+    marker = chooser.choice((before, path)) / "COMMITTED"
+    base = {"path": str(before), "relative_path": before.name, "manifest_hash": marker.read_text(), "tensors": in_base}
+    act = chooser.randrange(4)
+    if act == 0:
+        change_somewhere(base, chooser)
+    elif act == 1:
+        leads = ("/dev/zero", "/proc/self", "/", "/" + "x" * 3000, "/" + _ALIEN.replace("\x00\ud800", ""))
+        base["path"], base["relative_path"] = (
+            chooser.choice(leads),
+            chooser.choice(("../" * 400, "", path.name, "/dev")),
+        )
+    elif act == 2:
+        base["tensors"][chooser.choice(names)]["digest"] = "0" * 16
+    else:
+        fifo = path.parent / "step-00009999"
+        fifo.mkdir()
+        os.mkfifo(fifo / "COMMITTED")
+        base["path"], base["relative_path"] = str(fifo), fifo.name
+    reseal(path, manifest | {"base": base, "schema_version": 3})
+
+
 def forge_metadata(path: Path, chooser: random.Random) -> None:
     proof = path.parent.parent / "it-ran"
     good = (path / ".metadata").read_bytes()
@@ -332,6 +362,7 @@ def forge_pickle(path: Path, chooser: random.Random) -> Path | None:
 FORGERIES: tuple[Callable[[Path, random.Random], Path | None], ...] = (
     *(forge_manifest, forge_field, forge_state, forge_depth, forge_file, forge_holes, forge_size),
     *(forge_best, forge_names, forge_recipe, forge_lineage, forge_metadata, forge_bytes, forge_foreign, forge_pickle),
+    forge_base,
 )
 
 

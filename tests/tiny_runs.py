@@ -9,7 +9,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from genesis.model.decoder import Decoder, DecoderConfig
-from genesis_callbacks.checkpoint import Ranks, RunMetadata, SaveTarget, Snapshot, local_shards, save_blocking
+from genesis_callbacks.checkpoint import (
+    Ranks,
+    RunMetadata,
+    SaveScope,
+    SaveTarget,
+    Snapshot,
+    local_shards,
+    save_blocking,
+)
+from genesis_callbacks.checkpoint.scope import bind_scope
 
 SHAPE = {
     "dim": 32,
@@ -31,7 +40,15 @@ def build_decoder(seed: int, **changes: Any) -> Decoder:
     return decoder.eval()
 
 
-def save(directory: Path, step: int, decoder: Decoder, identity: dict[str, Any], **changes: Any) -> Path:
+def save(
+    directory: Path,
+    step: int,
+    decoder: Decoder,
+    identity: dict[str, Any],
+    *,
+    scope: SaveScope | None = None,
+    **changes: Any,
+) -> Path:
     """Saves on every rank of the process group, each its rows, or alone."""
     recipe = {"model": {"decoder": {**SHAPE, **changes}}}
     state = dict(decoder.state_dict())
@@ -42,6 +59,8 @@ def save(directory: Path, step: int, decoder: Decoder, identity: dict[str, Any],
         part for name, tensor in state.items() for part in local_shards(f"model.decoder.{name}", tensor, "parameter")
     ]
     directory.mkdir(parents=True, exist_ok=True)
-    target = SaveTarget(directory, Ranks(), origin=RunMetadata(identity, recipe))
+    ranks = Ranks()
+    bound = bind_scope(scope or SaveScope.everything(), parts, (), ranks)
+    target = SaveTarget(directory, ranks, origin=RunMetadata(identity, recipe), scope=bound)
     section = {"trainer": {"global_step": step}, "model_extras": {}, "optimizers": []}  # what a Trainer's has at least
     return save_blocking(target, lambda: Snapshot(step, {"step": step, "tokens_seen": 100 * step}, parts, section))

@@ -43,10 +43,14 @@ class PlainNet(nn.Module):
 
 
 class PlainModel(LightningModule):
-    def __init__(self, *, dropout: float = 0.0, has_zero: bool = False, num_groups: int = 2) -> None:
+    def __init__(
+        self, *, dropout: float = 0.0, has_zero: bool = False, num_groups: int = 2, frozen: tuple[str, ...] = ()
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.net = PlainNet(dropout)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(not name.startswith(frozen))
         self.losses: list[float] = []
 
     def configure_model(self) -> None:
@@ -143,6 +147,7 @@ def train(
     ckpt_path: str | None = None,
     dropout: float = 0.0,
     num_groups: int = 2,
+    frozen: tuple[str, ...] = (),
     callbacks: tuple[Callback, ...] = (),
     **options: object,
 ) -> dict[str, object]:
@@ -150,7 +155,7 @@ def train(
     warnings.filterwarnings("ignore", message=".*dataloader is not resumable.*")
     world_size = int(os.environ["WORLD_SIZE"])
     torch.manual_seed(1)
-    model = PlainModel(dropout=dropout, has_zero=strategy == "zero", num_groups=num_groups)
+    model = PlainModel(dropout=dropout, has_zero=strategy == "zero", num_groups=num_groups, frozen=frozen)
     options = {"every_n_steps": None, "mode": "sync", **options}
     checkpoint = CountedCheckpoint(run_dir=run_dir, **options)
     counting = CountingCallback()

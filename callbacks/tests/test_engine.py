@@ -39,7 +39,6 @@ from genesis_callbacks.checkpoint import (
     verify,
 )
 from genesis_callbacks.checkpoint.hashing import hash_bytes
-from genesis_callbacks.checkpoint.manifest import SCHEMA_VERSION
 
 TENSORS = {
     "model.weight": torch.randn(7, 5),
@@ -190,7 +189,7 @@ def test_every_single_byte_flip_is_refused(tmp_path):
 
 def test_a_newer_schema_is_refused_by_name(tmp_path):
     (path,) = save_steps(tmp_path, 1)
-    current = f'"schema_version": {SCHEMA_VERSION}'.encode()
+    current = f'"schema_version": {read_manifest(path).schema_version}'.encode()
     data = (path / "manifest.json").read_bytes().replace(current, b'"schema_version": 99')
     (path / "manifest.json").write_bytes(data)
     (path / "COMMITTED").write_bytes(b"blake3:" + hash_bytes(data, "blake3").encode())

@@ -2,7 +2,8 @@
 
 `golden/schema-N/` holds a checkpoint that the code of that schema wrote, and `expected.json`: what the live tensors
 were at that step, and the losses of the steps after it in the run that went on. It is written once and never again,
-because it stands for what people have on their disks:
+because it stands for what people have on their disks. From schema 3 on, it leaves tensors to the base in
+`golden/schema-N/base`:
 
     GENESIS_UPDATE_GOLDEN=1 ../.venv/bin/python -m pytest tests/test_schemas.py -k current
 """
@@ -11,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ import torch
 from lightning.pytorch import Callback
 from plain_project import full, run_training
 
+from genesis_callbacks import SaveScope
 from genesis_callbacks.checkpoint import CheckpointError, CorruptCheckpointError, find_latest, read_tensors, verify
 from genesis_callbacks.checkpoint.digest import digest_tensor
 from genesis_callbacks.checkpoint.hashing import hash_bytes
@@ -29,6 +32,10 @@ STEP = 4
 LAST_STEP = 8
 RANKS = 2
 STEP_NAME = f"step-{STEP:08d}"
+BASE = "base"
+IN_BASE = ("model.net.embed.weight", "model.net.body.0.*")
+FROZEN = ("net.embed", "net.body.0")
+OPTIONS = {"identity": {"tokenizer_hash": "one"}, "recipe": {"model": {"dim": 6}}}
 
 
 def describe_tensor(tensor: torch.Tensor) -> dict[str, object]:
@@ -62,11 +69,14 @@ def global_losses(runs) -> list[float]:
 
 
 def write_golden(directory: Path, scratch: Path) -> None:
-    """Trains under FSDP2 with a checkpoint on the way, and keeps that with what is expected of it."""
+    """Trains under FSDP2 with a checkpoint on the way, and keeps that and its base with what is expected of it."""
     live = scratch / "live.json"
+    run_training(RANKS, scratch / "first", "fsdp2", 2, **OPTIONS)
+    base = shutil.copytree(find_latest(scratch / "first"), scratch / "checkpoints" / BASE / "step-00000002")
     runs = run_training(
         RANKS, scratch, "fsdp2", LAST_STEP, every_n_steps=STEP, save_at_end=False, keep_every_n_steps=STEP,
-        identity={"tokenizer_hash": "one"}, recipe={"model": {"dim": 6}}, callbacks=(DescribeState(live),),
+        callbacks=(DescribeState(live),), scope=SaveScope(base, IN_BASE), frozen=FROZEN, ckpt_path=str(base),
+        restore="weights", **OPTIONS,
     )  # fmt: skip
     expected = {
         "counters": {"step": STEP, "tokens_seen": 40 * STEP},
@@ -74,7 +84,8 @@ def write_golden(directory: Path, scratch: Path) -> None:
         "tensors": json.loads(live.read_text(encoding="utf-8")),
         "world_size": RANKS,
     }
-    shutil.copytree(scratch / "checkpoints" / STEP_NAME, directory / STEP_NAME)
+    for name in (STEP_NAME, BASE):
+        shutil.copytree(scratch / "checkpoints" / name, directory / name)
     text = json.dumps(expected, indent=1, sort_keys=True) + "\n"
     (directory / "expected.json").write_text(text, encoding="utf-8")
 
@@ -83,15 +94,22 @@ def read_expected(schema: str) -> dict:
     return json.loads((GOLDEN / schema / "expected.json").read_bytes())
 
 
+def has_base(schema: str) -> bool:
+    return (GOLDEN / schema / BASE).exists()
+
+
 def copy_run(schema: str, run_dir: Path) -> Path:
-    """Copies the golden checkpoint into a run's directory and returns its path there."""
+    """Copies the golden checkpoint, and its base, into a run's directory and returns its path there."""
+    if has_base(schema):
+        shutil.copytree(GOLDEN / schema / BASE, run_dir / "checkpoints" / BASE)
     return shutil.copytree(GOLDEN / schema / STEP_NAME, run_dir / "checkpoints" / STEP_NAME)
 
 
-def test_the_current_schema_has_a_golden_checkpoint(tmp_path):
+def test_the_current_schema_has_a_golden_checkpoint():
     directory = GOLDEN / f"schema-{SCHEMA_VERSION}"
     if os.environ.get("GENESIS_UPDATE_GOLDEN") == "1" and not directory.exists():
-        write_golden(directory, tmp_path)
+        with tempfile.TemporaryDirectory(prefix="run-") as scratch:  # whose path stands in the manifest
+            write_golden(directory, Path(scratch))
     assert (directory / STEP_NAME / COMMITTED_NAME).exists(), f"{directory} is missing; CONTRIBUTING.md says how"
     assert read_manifest(directory / STEP_NAME).schema_version == SCHEMA_VERSION
 
@@ -106,7 +124,7 @@ def test_golden_checkpoint_holds_what_was_live_when_it_was_written(schema):
     manifest = verify(path, "deep")
     assert (manifest.step, manifest.counters, manifest.world_size) == (STEP, expected["counters"], RANKS)
     tensors = read_tensors(path)
-    assert len(expected["tensors"]) > 20
+    assert len(expected["tensors"]) >= 20
     assert {name for name in tensors if not name.startswith("state.")} == expected["tensors"].keys()
     for name, description in expected["tensors"].items():
         assert describe_tensor(tensors[name]) == description, name
@@ -117,10 +135,9 @@ def test_golden_checkpoint_holds_what_was_live_when_it_was_written(schema):
 @pytest.mark.parametrize("schema", SCHEMAS)
 def test_a_run_goes_on_from_a_golden_checkpoint(tmp_path, schema, world_size):
     path = copy_run(schema, tmp_path)
-    runs = run_training(
-        world_size, tmp_path, "fsdp2" if world_size > 1 else "single", LAST_STEP, ckpt_path="latest",
-        identity={"tokenizer_hash": "one"}, recipe={"model": {"dim": 6}},
-    )  # fmt: skip
+    strategy = "fsdp2" if world_size > 1 else "single"
+    frozen = FROZEN if has_base(schema) else ()
+    runs = run_training(world_size, tmp_path, strategy, LAST_STEP, ckpt_path="latest", frozen=frozen, **OPTIONS)
     assert global_losses(runs) == pytest.approx(read_expected(schema)["losses_after"], rel=0, abs=1e-5)
     assert read_manifest(find_latest(tmp_path)).previous.name == path.name
     assert verify(path, "deep").schema_version == int(schema.removeprefix("schema-"))
@@ -157,7 +174,6 @@ def test_a_newer_schema_is_refused_by_name_and_stays_where_it_is(newer):
 
 def test_a_run_does_not_go_on_past_a_newer_schema(newer):
     directory, before = newer.parent, contents(newer.parent)
-    options = {"identity": {"tokenizer_hash": "one"}, "recipe": {"model": {"dim": 6}}}
     with pytest.raises(AssertionError, match="upgrade genesis-callbacks"):
-        run_training(1, directory.parent, "single", LAST_STEP, ckpt_path="latest", **options)
+        run_training(1, directory.parent, "single", LAST_STEP, ckpt_path="latest", **OPTIONS)
     assert {name: data for name, data in contents(directory).items() if name != ".lock"} == before

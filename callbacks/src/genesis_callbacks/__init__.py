@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "AsyncProcessCheckpoint": ".async_process_checkpoint",
     "CheckpointVerification": ".checkpoint_verification",
+    "SaveScope": ".checkpoint.scope",
     "SkipAwareLR": ".skip_aware_lr",
     "TokenCounters": ".token_counters",
     "export_lightning_checkpoint": ".checkpoint.lightning_file",
@@ -19,6 +20,7 @@ _MODULES = {
 __all__ = [
     "AsyncProcessCheckpoint",
     "CheckpointVerification",
+    "SaveScope",
     "SkipAwareLR",
     "TokenCounters",
     "export_lightning_checkpoint",
@@ -26,7 +28,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Returns a callback class, importing its module (and Lightning) on first use, or the export function."""
+    """Returns a callback class, importing its module (and Lightning) on first use, or what else is named above."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULES[name], __name__), name)

@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
+from torch.optim import Optimizer
 
 from ._best_watch import BestWatch
 from ._boundary import Boundary
@@ -25,7 +26,7 @@ from ._trainer_restore import Restore
 from ._trainer_state import take_snapshot
 from ._triggers import Vote, is_interval_over
 from ._votes import VoteExchange
-from .checkpoint.collect import SWAPPED_PREFIX, read_mesh
+from .checkpoint.collect import MODEL_PREFIX, SWAPPED_PREFIX, name_parameters, read_mesh
 from .checkpoint.commit import supersede
 from .checkpoint.device_proof import DeviceReport
 from .checkpoint.errors import CheckpointError
@@ -35,6 +36,7 @@ from .checkpoint.manifest import Ancestor
 from .checkpoint.ranks import Ranks
 from .checkpoint.rng import apply_rng_state, read_rng_state
 from .checkpoint.save_target import RunMetadata, SaveTarget
+from .checkpoint.scope import BoundScope, bind_scope
 from .checkpoint.writer_process import WriterProcess
 
 # How long a restart waits for orphaned writers.
@@ -48,6 +50,14 @@ def _name_ancestor(start: Restore, directory: Path) -> Ancestor:
     if start.path.parent == directory:
         return start.ancestor
     return replace(start.ancestor, directory=os.path.relpath(start.path.parent, directory))
+
+
+def _list_verified(start: Restore | None) -> tuple[str, ...]:
+    """Returns the hashes of the manifests that a restore has verified: the checkpoint's, and its base's."""
+    if start is None:
+        return ()
+    base = start.manifest.base
+    return (start.ancestor.manifest_hash, *(() if base is None else (base.manifest_hash,)))
 
 
 class FitSession:
@@ -149,6 +159,14 @@ class FitSession:
             error_type=CheckpointError,
         )
         self._has_swapped = any(part.part.name.startswith(SWAPPED_PREFIX) for part in trial.parts)
+        scope = bind_scope(
+            self._options.scope,
+            trial.parts,
+            _name_updated(module, trainer.optimizers),
+            self.ranks,
+            level=self._options.verify_level,
+            verified=_list_verified(start),
+        )
         del trial  # it holds tensors
         before = self._history.target
         target = self._history.target = SaveTarget(
@@ -157,10 +175,11 @@ class FitSession:
             origin=RunMetadata(identity, recipe, _read_axes(trainer, module), proved.environment),
             retention=self._options.retention,
             events=None if self.events is None else self.events.log,
+            scope=scope,
         )
         last_step = self._go_on(target, before, trainer.global_step, start, run_directories)
         self.ranks.attempt(
-            "tidying the directory", lambda: self._tidy(target.sequence, last_step), error_type=CheckpointError
+            "tidying the directory", lambda: self._tidy(target.sequence, last_step, scope), error_type=CheckpointError
         )
         self.saves = FitSaves(
             trainer,
@@ -196,7 +215,7 @@ class FitSession:
         self._history.last_step = None
         return -1
 
-    def _tidy(self, sequence: int, last_step: int) -> None:
+    def _tidy(self, sequence: int, last_step: int, scope: BoundScope | None) -> None:
         """Clears away what is not of this run's lineage: abandoned saves, and a future that is now another's."""
         if not self.ranks.is_first:
             return
@@ -206,6 +225,11 @@ class FitSession:
             for path, manifest in list_committed(self._directory)
             if manifest.sequence > sequence or manifest.step > last_step
         ]
+        if scope is not None and any(path.samefile(scope.base) for path in others):
+            raise CheckpointError(
+                f"the base {scope.base} lies in this run's directory, and this run does not go on from it: give the "
+                "run a run_dir of its own, or go on from the base"
+            )
         target = supersede(others)
         if target is not None:
             rank_zero_warn(
@@ -320,6 +344,19 @@ class FitSession:
             if self._rank_watch is not None:
                 stack.callback(self._rank_watch.stop)
                 self._rank_watch = None
+
+
+def _name_updated(module: LightningModule, optimizers: Sequence[Optimizer]) -> frozenset[str]:
+    """Returns the full names of the parameters that optimizers train."""
+    names = name_parameters(module)
+    parameters = [
+        parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
+    ]
+    return frozenset(
+        MODEL_PREFIX + names[id(parameter)]
+        for parameter in parameters
+        if parameter.requires_grad and id(parameter) in names
+    )
 
 
 def _read_axes(trainer: Trainer, module: LightningModule) -> dict[str, int]:

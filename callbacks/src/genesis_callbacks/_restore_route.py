@@ -76,7 +76,12 @@ class RestoreRoute:
         is_in_use = find_holder(directory) is not None
         if not is_in_use:
             wait_for_orphans(directory, ORPHAN_SECONDS, is_told=put_aside)
-        return find_latest(directory, level=self._options.verify_level, put_aside=put_aside and not is_in_use)
+        return find_latest(
+            directory,
+            level=self._options.verify_level,
+            put_aside=put_aside and not is_in_use,
+            places=self._options.scope.places,
+        )
 
     def load(
         self,
@@ -118,7 +123,7 @@ class RestoreRoute:
             return NothingToRestore({"pytorch-lightning_version": version("lightning")})
         # What `latest` has just verified is not read a second time; what is placed is compared by digest in any case.
         level: VerifyLevel = "quick" if found == self._verified else self._options.verify_level
-        restore = Restore(found, ranks, trainer.strategy, level=level)
+        restore = Restore(found, ranks, trainer.strategy, level=level, places=self._options.scope.places)
         self._verified = None
         is_fit = trainer.state.fn == TrainerFn.FITTING
         is_elsewhere = found.parent != self._options.directory

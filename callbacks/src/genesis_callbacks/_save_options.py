@@ -9,6 +9,7 @@ from ._data_position import OnLostDataPosition
 from .checkpoint.best import MonitorMode
 from .checkpoint.pipeline import SaveMode, Staging
 from .checkpoint.retain import Retention
+from .checkpoint.scope import SaveScope
 from .checkpoint.verify import VerifyLevel
 
 RestoredState = Literal["all", "weights"]
@@ -62,6 +63,7 @@ class SaveOptions:
     on_lost_data_position: OnLostDataPosition
     verify_level: VerifyLevel
     allow_changed: Sequence[str]
+    scope: SaveScope
     retention: Retention = field(init=False)
 
     def __post_init__(self) -> None:

@@ -38,7 +38,7 @@ from .checkpoint.rng import apply_rng_state, read_rng_state
 from .checkpoint.save_target import read_versions
 from .checkpoint.sections import SavedSections
 from .checkpoint.verify import VerifyLevel, verify
-from .restore_report import RestoreReport
+from .restore_report import RestoreReport, describe_model
 
 _EXTRAS, _SWAPPED = "model_extras", "swapped"
 
@@ -83,17 +83,20 @@ class Restore:
         ranks: The run's.
         strategy: The Trainer's, which gives this rank's role.
         level: How much is verified.
+        places: Where to look for the checkpoint's base beside the places that it records.
 
     Raises:
         CheckpointError: The checkpoint does not verify; on every rank alike.
     """
 
-    def __init__(self, path: Path, ranks: Ranks, strategy: Any, *, level: VerifyLevel) -> None:
+    def __init__(
+        self, path: Path, ranks: Ranks, strategy: Any, *, level: VerifyLevel, places: Sequence[Path] = ()
+    ) -> None:
         self.path = path
         self._ranks = ranks
         answers = ranks.attempt_and_gather(
             "verifying the checkpoint",
-            lambda: (verify(path, level) if ranks.is_first else None, read_rank_role(strategy)),
+            lambda: (verify(path, level, places=places) if ranks.is_first else None, read_rank_role(strategy)),
             error_type=CheckpointError,
         )
         manifest = answers[0][0]
@@ -449,20 +452,20 @@ class Restore:
     def build_report(self, trainer: Trainer) -> RestoreReport:
         """Returns what was kept, rebuilt and started afresh. No communication."""
         manifest = self.manifest
-        num_model = sum(name.startswith(MODEL_PREFIX) for name in manifest.tensors)
+        model = describe_model(manifest)
         if self.has_weights_alone:
             anew = "all but the weights: clocks, optimizers, schedulers, data, generators"
             return RestoreReport(
                 self.path,
                 manifest.step,
-                kept=(f"{num_model} model tensors, compared by digest",),
+                kept=(f"{model}, compared by digest",),
                 afresh=(*self._afresh, anew),
                 changed=self._changed,
             )
         num_optimizer = sum(name.startswith("optimizer.") for name in manifest.tensors)
         saved_callbacks = set(self._content["trainer"]["callbacks"])
         kept = [
-            f"{num_model} model tensors and {num_optimizer} of optimizer state, compared by digest",
+            f"{model} and {num_optimizer} of optimizer state, compared by digest",
             "loops, schedulers and precision",
         ]
         num_swapped = sum(name.startswith(SWAPPED_PREFIX) for name in manifest.tensors)

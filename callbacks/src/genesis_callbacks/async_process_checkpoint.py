@@ -61,6 +61,7 @@ from .checkpoint.drift import DriftPolicy
 from .checkpoint.pipeline import SaveMode, Staging
 from .checkpoint.ranks import WorldRanks
 from .checkpoint.rng import apply_rng_state, read_rng_state
+from .checkpoint.scope import SaveScope
 from .checkpoint.verify import VerifyLevel
 from .events import EventLog
 from .restore_report import RestoreReport
@@ -134,9 +135,13 @@ class AsyncProcessCheckpoint(Checkpoint):
         allow_changed: Globs of keys that may differ at restore: dotted keys of `recipe`, names in `identity`.
         drift_policy: Which keys of `recipe` and `identity` may differ freely, and which never; by default each must be
             allowed by its key. It may be set like `recipe`. Other package versions only warn.
+        scope: Which tensors of the model each save leaves to a base checkpoint, so that it does not hold them itself;
+            None for none: everything is held. They must be frozen, and be what the base holds; a save in which one is
+            not fails.
 
     Attributes:
         save_optimizer: As given.
+        scope: As given, with the base's absolute path.
         device_proofs: What the application wants to know of an accelerator, beside what saves need. They are proved at
             each start, and may be set until then.
         stopped_by_signal: Number of the signal that ended the last fit, or None. The caller makes the exit status.
@@ -180,6 +185,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         identity: dict[str, Any] | None = None,
         allow_changed: Sequence[str] = (),
         drift_policy: DriftPolicy | None = None,
+        scope: SaveScope | None = None,
     ) -> None:
         super().__init__()
         self._options = SaveOptions(
@@ -205,9 +211,11 @@ class AsyncProcessCheckpoint(Checkpoint):
             on_lost_data_position=on_lost_data_position,
             verify_level=verify_level,
             allow_changed=tuple(allow_changed),
+            scope=(scope or SaveScope.everything()).resolve(),
         )
         self.directory = self._options.directory
         self.save_optimizer = save_optimizer
+        self.scope = self._options.scope
         self.recipe: Mapping[str, Any] = recipe or {}
         self.identity: Mapping[str, Any] = identity or {}
         self.drift_policy = drift_policy or DriftPolicy()

@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from .checkpoint.collect import MODEL_PREFIX
+from .checkpoint.manifest import Manifest
+
 
 @dataclass(frozen=True)
 class RestoreReport:
@@ -33,3 +36,10 @@ class RestoreReport:
         if self.changed:
             sentences.append(f"Changed: {'; '.join(self.changed)}.")
         return " ".join(sentences)
+
+
+def describe_model(manifest: Manifest) -> str:
+    """Returns how many tensors of the model a checkpoint has, and how many of them lie in its base."""
+    num_tensors = sum(name.startswith(MODEL_PREFIX) for name in manifest.tensors)
+    base = manifest.base
+    return f"{num_tensors} model tensors" + (f" ({len(base.names)} of them in the base {base.path})" if base else "")

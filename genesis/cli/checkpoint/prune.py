@@ -13,6 +13,7 @@ from genesis_callbacks.checkpoint import (
     apply_retention,
     checkpoints_in,
     list_committed,
+    name_bases,
     newest_whole,
     plan_removals,
     read_inventory,
@@ -38,12 +39,12 @@ def main(argv: list[str]) -> int:
     with hold_directory(directory, is_needed=not arguments.dry_run):
         entries = {entry.path.name: entry for entry in read_inventory(directory) if entry.state == "committed"}
         newest, bad = newest_whole(list(entries.values()))
-        kept = [
-            CommittedCheckpoint(path.name, manifest.step, manifest.sequence)
-            for path, manifest in list_committed(directory)
-        ]
+        committed = list_committed(directory)
+        kept = [CommittedCheckpoint(path.name, manifest.step, manifest.sequence) for path, manifest in committed]
         newest_name = None if newest is None else newest.path.name
-        removals = plan_removals(kept, newest_name, retention, marked=read_marked_names(directory))
+        removals = plan_removals(
+            kept, newest_name, retention, marked=read_marked_names(directory), bases=name_bases(committed)
+        )
         if newest_name is not None and not arguments.dry_run:
             removals = apply_retention(directory, newest_name, retention)
     num_bytes = sum(entries[name].num_bytes for name in removals)

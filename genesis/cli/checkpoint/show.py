@@ -26,9 +26,11 @@ from genesis.cli.checkpoint.shared import (
 from genesis.data.drawn import Drawn, read_drawn
 from genesis.errors import printable
 from genesis_callbacks.checkpoint import (
+    CheckpointError,
     CorruptCheckpointError,
     Manifest,
     encode_manifest,
+    find_base,
     read_manifest,
     read_state,
     summarise_parts,
@@ -75,6 +77,7 @@ def _print_manifest(console: Console, path: Path, manifest: Manifest, drawn: Map
         "step": format_number(manifest.step),
         **{name: format_number(value) for name, value in manifest.counters.items() if name != "step"},
         "saved": f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(manifest.created_seconds))}, {age} ago",
+        **_describe_base(path, manifest),
         "optimizers": "saved" if manifest.has_optimizer else "not saved: it gives weights alone",
         "ranks": f"{manifest.world_size} {manifest.mesh or ''}".strip(),
         "number in its lineage": str(manifest.sequence),
@@ -98,6 +101,20 @@ def _print_manifest(console: Console, path: Path, manifest: Manifest, drawn: Map
     console.rule("recipe", align="left")
     recipe = yaml.safe_dump(dict(manifest.recipe), sort_keys=False).rstrip() if manifest.recipe else "none was given"
     console.print(Text(recipe))
+
+
+def _describe_base(path: Path, manifest: Manifest) -> dict[str, str]:
+    """Returns the row about the base that holds some of the tensors; none where there is no base."""
+    base = manifest.base
+    if base is None:
+        return {}
+    try:
+        place, _ = find_base(path, base)
+    except CheckpointError as error:
+        where = f"NOT FOUND: {error}"
+    else:
+        where = str(place)
+    return {"base": printable(f"{len(base.names):,} tensors in {where}")}
 
 
 def _print_parts(console: Console, manifest: Manifest) -> None:

@@ -11,6 +11,7 @@ from .device_proof import DeviceProof
 from .digest import DIGEST_MODULUS, digest_chunk, digest_tensor
 from .drift import Difference, DriftPolicy, DriftWarning, check_drift, compare_mappings, find_drift, format_differences
 from .errors import (
+    BaseCheckpointError,
     CheckpointError,
     CorruptCheckpointError,
     DirectoryInUseError,
@@ -37,6 +38,7 @@ from .lineage import DirectoryLock, QuarantineWarning, check_not_in_use, checkpo
 from .manifest import (
     COMMITTED_NAME,
     MANIFEST_NAME,
+    BaseReference,
     ChunkRecord,
     FileRecord,
     Manifest,
@@ -57,10 +59,14 @@ from .retain import CommittedCheckpoint, Retention, apply_retention, plan_remova
 from .roles import pick_data_sections
 from .save_once import save_blocking
 from .save_target import RetentionWarning, RunMetadata, SaveTarget, Snapshot
+from .scope import SaveScope, bind_scope
 from .tagged_json import encode_tagged
+from .tensor_places import PLACES_VARIABLE, find_base, name_bases
 from .verify import VerifyLevel, verify
 
 __all__ = [
+    "BaseCheckpointError",
+    "BaseReference",
     "Best",
     "COMMITTED_NAME",
     "CheckpointError",
@@ -81,6 +87,7 @@ __all__ = [
     "LocalShard",
     "MANIFEST_NAME",
     "Manifest",
+    "PLACES_VARIABLE",
     "QuarantineWarning",
     "Ranks",
     "Repair",
@@ -88,6 +95,7 @@ __all__ = [
     "RetentionWarning",
     "RunMetadata",
     "SaveFailedError",
+    "SaveScope",
     "SaveTarget",
     "Snapshot",
     "TensorComparison",
@@ -98,6 +106,7 @@ __all__ = [
     "VerifyLevel",
     "apply_repair",
     "apply_retention",
+    "bind_scope",
     "check_drift",
     "check_not_in_use",
     "check_restored",
@@ -111,6 +120,7 @@ __all__ = [
     "encode_manifest",
     "encode_tagged",
     "export_lightning_checkpoint",
+    "find_base",
     "find_best",
     "find_drift",
     "find_format",
@@ -125,6 +135,7 @@ __all__ = [
     "is_staging_name",
     "list_committed",
     "local_shards",
+    "name_bases",
     "newest_whole",
     "pick_data_sections",
     "plan_removals",

@@ -20,12 +20,14 @@ from .manifest import (
     MANIFEST_NAME,
     STATE_NAME,
     Ancestor,
+    BaseReference,
     ChunkRecord,
     Manifest,
     TensorRecord,
     checkpoint_name,
     dtype_name,
     encode_manifest,
+    schema_for,
 )
 from .plan import TensorShard
 from .retain import Retention, apply_retention
@@ -49,6 +51,7 @@ class ManifestHeader:
     previous: Ancestor | None
     has_optimizer: bool
     hash_algorithm: HashAlgorithm
+    base: BaseReference | None = None
 
 
 def _encode_dcp_metadata(tensors: Mapping[str, TensorRecord], name: str) -> bytes:
@@ -113,7 +116,7 @@ def assemble(
     Args:
         staging: Holds the shards of all ranks.
         heading: What the manifest says beside them.
-        tensors: As `collect_records` gives them.
+        tensors: As `collect_records` gives them, and those in the base.
         receipts: One for each rank, in rank order.
         sections: Each rank's other state, already plain JSON, in rank order.
 
@@ -125,10 +128,12 @@ def assemble(
     algorithm = heading.hash_algorithm
     state = json.dumps({"sections": list(sections)}, allow_nan=False).encode()
     _check_can_be_read(state, STATE_NAME)
+    in_base = frozenset() if heading.base is None else heading.base.names
+    own = {name: record for name, record in tensors.items() if name not in in_base}
     files = [
         *(record for receipt in receipts for record in receipt.files),
         write_file(staging / STATE_NAME, state, algorithm=algorithm),
-        write_file(staging / DCP_METADATA_NAME, _encode_dcp_metadata(tensors, final.name), algorithm=algorithm),
+        write_file(staging / DCP_METADATA_NAME, _encode_dcp_metadata(own, final.name), algorithm=algorithm),
     ]
     manifest = Manifest(
         step=heading.step,
@@ -145,6 +150,8 @@ def assemble(
         tensors=dict(tensors),
         has_optimizer=heading.has_optimizer,
         hash_algorithm=algorithm,
+        base=heading.base,
+        schema_version=schema_for(heading.base),
     )
     _check_can_be_read(encode_manifest(manifest), MANIFEST_NAME)
     return final, manifest, commit(staging, final, manifest)

@@ -135,8 +135,9 @@ def check_dcp_metadata(path: Path, manifest: Manifest) -> None:
         CorruptCheckpointError: It says something else, or holds something else than DCP's own records.
         UnreadableCheckpointError: It cannot be read.
     """
-    num_chunks = sum(len(record.chunks) for record in manifest.tensors.values())
-    num_records = num_chunks + len(manifest.tensors)
+    own = manifest.own_tensors  # DCP has no reference to another checkpoint
+    num_chunks = sum(len(record.chunks) for record in own.values())
+    num_records = num_chunks + len(own)
     max_bytes = _MAX_BYTES_BESIDE + _MAX_BYTES_EACH * num_records
     # What a manifest of ours names can be read, however large.
     max_memory_bytes = 64 * _MAX_BYTES_BESIDE + _MAX_MEMORY_BYTES_EACH * num_records
@@ -156,10 +157,10 @@ def check_dcp_metadata(path: Path, manifest: Manifest) -> None:
         raise CorruptCheckpointError(f"{path}: {error}") from error
     except (KeyError, AttributeError, TypeError, IndexError, ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{path}: {DCP_METADATA_NAME} is not what was saved: it lacks {error}") from error
-    expected = {name: _expect(record) for name, record in manifest.tensors.items()}
+    expected = {name: _expect(record) for name, record in own.items()}
     expected_places = {
         (name, chunk.offsets, number): (chunk.file, chunk.byte_offset, chunk.num_bytes)
-        for name, record in manifest.tensors.items()
+        for name, record in own.items()
         for number, chunk in enumerate(record.chunks)
     }
     for what, ours, theirs in (

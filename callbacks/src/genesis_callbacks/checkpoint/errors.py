@@ -29,6 +29,12 @@ class UnreadableCheckpointError(CheckpointError):
     exit_status = 1  # the disk's or the machine's doing: starting again may help
 
 
+class BaseCheckpointError(CheckpointError):
+    """A base checkpoint that is missing, has changed, or is damaged; the checkpoints that name it may be whole."""
+
+    exit_status = 1  # a check that failed
+
+
 class SaveFailedError(RunEndedError):
     """A save that did not become a checkpoint; every rank raises it, and earlier checkpoints are untouched.
 

@@ -33,6 +33,7 @@ from .manifest import Ancestor, ChunkRecord, FileRecord, TensorRecord, dtype_fro
 from .plan import TensorShard, merge_digests
 from .retain import Retention
 from .safe_read import MAX_DOCUMENT_BYTES, parse_json, read_file
+from .scope import BoundScope
 from .stage import Placed, Staged
 from .write import Receipt, write_file, write_shard
 
@@ -100,6 +101,7 @@ class CommitOrder:
         num_updates: Optimizer steps that changed parameters since the checkpoint before.
         moved: Names of the parameters that the last of them changed, by its gradients and learning rates.
         events: Takes the event of the commit; None for none.
+        scope: Which tensors the checkpoint holds; None for all.
     """
 
     heading: ManifestHeader
@@ -108,6 +110,7 @@ class CommitOrder:
     num_updates: int
     moved: frozenset[str]
     events: EventLog | None = None
+    scope: BoundScope | None = None
 
 
 @dataclass(frozen=True)
@@ -298,14 +301,23 @@ def commit_save(
         may_retain: Says after the commit whether older checkpoints may be removed.
 
     Raises:
-        SaveFailedError: It is not what was to be written, or a stale snapshot, or has an emptied optimizer.
+        SaveFailedError: It is not what was to be written, or a stale snapshot, or has an emptied optimizer, or a tensor
+            that is left to the base is not what it is there.
         OSError: The disk is full, or cannot be written.
     """
     for rank, receipt in enumerate(receipts):
         _check_receipt(staging, rank, order.shards_by_writer[rank], receipt)
     digests = merge_digests([receipt.digests for receipt in receipts])
     parts = {part.name: part for receipt in receipts for part in receipt.digests}
-    tensors = collect_records(parts.values(), [receipt.receipt for receipt in receipts], digests)
+    in_base: Mapping[str, TensorRecord] = {}
+    if order.scope is not None:
+        order.scope.check_untouched(digests, [receipt.section for receipt in receipts])
+        in_base = order.scope.tensors
+    held = {name: digest for name, digest in digests.items() if name not in in_base}
+    written = collect_records(
+        [part for name, part in parts.items() if name in held], [receipt.receipt for receipt in receipts], held
+    )
+    tensors = {**written, **in_base}
     _check_against_previous(staging.parent, order, tensors, parts)
     final, _, manifest_hash = assemble(
         staging,

@@ -7,6 +7,7 @@ import re
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 from genesis_callbacks.files import find_irregular_kind
@@ -165,7 +166,9 @@ def _order(path: Path) -> tuple[int, int]:
         return sys.maxsize, step
 
 
-def find_latest(directory: Path | str, *, level: VerifyLevel = "deep", put_aside: bool = True) -> Path | None:
+def find_latest(
+    directory: Path | str, *, level: VerifyLevel = "deep", put_aside: bool = True, places: Sequence[Path] = ()
+) -> Path | None:
     """Returns the newest committed checkpoint that verifies, or None where there is none.
 
     "Newest" follows the lineage, not the number. One that does not verify is renamed to `quarantined-...`, named in a
@@ -175,8 +178,11 @@ def find_latest(directory: Path | str, *, level: VerifyLevel = "deep", put_aside
         directory: A run's directory, or the one in it that holds the `step-*`.
         level: How much is verified; only "deep" finds what a restore would refuse although all hashes are right.
         put_aside: False only looks: bad ones are passed over with the same warning and stay where they are.
+        places: Where to look for its base beside the places that it records.
 
     Raises:
+        BaseCheckpointError: The newest leaves tensors to a base that is missing, has changed, or is damaged. All stay:
+            with its base it is whole.
         CorruptCheckpointError: There are checkpoints and none verifies. They stay: beginning anew is the user's to say.
         UnreadableCheckpointError: One that may be the newest cannot be read. All stay: another disk, mount or user may
             read it, and to go on from an older one is the user's to say.
@@ -189,7 +195,7 @@ def find_latest(directory: Path | str, *, level: VerifyLevel = "deep", put_aside
     bad: dict[Path, CorruptCheckpointError] = {}
     for path in sorted(candidates, key=_order, reverse=True):
         try:
-            verify(path, level)
+            verify(path, level, places=places)
         except CorruptCheckpointError as error:
             bad[path] = error
         else:

@@ -10,7 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,8 +20,11 @@ from .errors import CheckpointError, CorruptCheckpointError
 from .hashing import HashAlgorithm, hash_bytes
 from .safe_read import MAX_DOCUMENT_BYTES, MAX_NOTE_BYTES, parse_json, read_file, reading
 
-SCHEMA_VERSION = 2
-"""1 had no `has_optimizer` (it always was true) and no `directory` of an ancestor (it always was the same)."""
+SCHEMA_VERSION = 3
+"""The newest that is read. 1 had no `has_optimizer` (it always was true) and no `directory` of an ancestor (it always
+was the same); 2 had no `base`."""
+_SCHEMA_WITHOUT_BASE = 2
+"""Written for a checkpoint that holds all of its tensors, so that earlier versions read it."""
 MANIFEST_NAME = "manifest.json"
 COMMITTED_NAME = "COMMITTED"
 STATE_NAME = "state.json"
@@ -35,6 +38,7 @@ _DIGEST = re.compile(r"[0-9a-f]{16}")
 _DTYPE_NAME = re.compile(r"[a-z0-9_]{1,40}")
 _ALGORITHM = re.compile(r"blake3|sha256")
 _PATH = re.compile(r"[^\0\ud800-\udfff]{0,4000}")
+_ABSOLUTE_PATH = re.compile(r"/[^\0\ud800-\udfff]{0,4000}")
 _ANY_TEXT = re.compile(r".*", re.DOTALL)
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _MAX_NUMBER = (1 << 63) - 1
@@ -43,6 +47,7 @@ MAX_DIMS = 64
 """torch's own limit."""
 _MAX_SECONDS = 253_402_300_800  # the year 10000, which no calendar in the standard library has
 _MAX_SHOWN = 80
+_BASE_TENSOR_KEYS = ("shape", "dtype", "digest")
 
 
 def checkpoint_name(step: int) -> str:
@@ -94,7 +99,10 @@ class ChunkRecord:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """One tensor: its global shape, dtype (`float32`, ...), digest of the live tensor, and chunks."""
+    """One tensor: its global shape, dtype (`float32`, ...), digest of the live tensor, and chunks.
+
+    A tensor that lies in a base checkpoint has no chunks here; `TensorPlaces` finds them.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -124,6 +132,23 @@ class Ancestor:
 
 
 @dataclass(frozen=True)
+class BaseReference:
+    """The checkpoint that holds tensors which this one does not hold itself.
+
+    Attributes:
+        path: Where it lay at the save; absolute.
+        relative_path: The same, relative to the directory that this checkpoint lies in: both may be moved together.
+        manifest_hash: The hash of its manifest, as its commit marker has it.
+        names: The tensors that lie there.
+    """
+
+    path: str
+    relative_path: str
+    manifest_hash: str
+    names: frozenset[str]
+
+
+@dataclass(frozen=True)
 class Manifest:
     """What a checkpoint is.
 
@@ -139,6 +164,8 @@ class Manifest:
             `device` and `device.*`.
         created_seconds: Unix time of the commit.
         previous: The checkpoint before in the lineage; None for the first.
+        tensors: All tensors of the checkpoint, those in its base, too.
+        base: Holds some of the tensors; None where the checkpoint holds all.
         has_optimizer: Whether the run's optimizers were saved; without them a restore can give weights alone.
     """
 
@@ -156,7 +183,20 @@ class Manifest:
     tensors: dict[str, TensorRecord]
     has_optimizer: bool = True
     hash_algorithm: HashAlgorithm = "blake3"
-    schema_version: int = field(default=SCHEMA_VERSION)
+    base: BaseReference | None = None
+    schema_version: int = field(default=_SCHEMA_WITHOUT_BASE)
+
+    @property
+    def own_tensors(self) -> dict[str, TensorRecord]:
+        """The tensors that the checkpoint's own files hold."""
+        if self.base is None:
+            return self.tensors
+        return {name: record for name, record in self.tensors.items() if name not in self.base.names}
+
+
+def schema_for(base: BaseReference | None) -> int:
+    """Returns the schema that a new manifest is written in: the oldest one that can say what it has to say."""
+    return _SCHEMA_WITHOUT_BASE if base is None else SCHEMA_VERSION
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -185,6 +225,12 @@ def encode_manifest(manifest: Manifest) -> bytes:
     content = dataclasses.asdict(manifest)
     for record in content["tensors"].values():
         record["digest"] = f"{record['digest']:016x}"
+    base = content.pop("base")
+    if base is not None:
+        tensors, names = content["tensors"], base.pop("names")
+        content["tensors"] = {name: record for name, record in tensors.items() if name not in names}
+        in_base = {name: {key: tensors[name][key] for key in _BASE_TENSOR_KEYS} for name in names}
+        content["base"] = {**base, "tensors": in_base}
     return (json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
@@ -261,16 +307,24 @@ def _decode_chunk(content: Any, name: str, shape: tuple[int, ...], sizes_of_file
     return chunk
 
 
-def _decode_tensor(name: str, content: Any, sizes_of_files: Mapping[str, int]) -> TensorRecord:
-    record = _object(content, f"tensor {name}", _keys_of(TensorRecord))
+def _decode_description(name: str, record: Mapping[str, Any]) -> TensorRecord:
+    """Returns what a record says of a tensor beside its chunks."""
     shape = _wholes(record["shape"], f"the shape of {name}")
     _whole(math.prod(shape), f"the number of elements of {name}", high=_MAX_NUMBER >> 4)
-    chunks = _items(record["chunks"], f"chunks of {name}")
-    tensor = TensorRecord(
+    return TensorRecord(
         shape,
         _text(record["dtype"], f"the dtype of {name}", _DTYPE_NAME),
         int(_text(record["digest"], f"the digest of {name}", _DIGEST), 16),
-        tuple(_decode_chunk(chunk, name, shape, sizes_of_files) for chunk in chunks),
+        (),
+    )
+
+
+def _decode_tensor(name: str, content: Any, sizes_of_files: Mapping[str, int]) -> TensorRecord:
+    record = _object(content, f"tensor {name}", _keys_of(TensorRecord))
+    described = _decode_description(name, record)
+    chunks = _items(record["chunks"], f"chunks of {name}")
+    tensor = replace(
+        described, chunks=tuple(_decode_chunk(chunk, name, described.shape, sizes_of_files) for chunk in chunks)
     )
     dtype = _DTYPES.get(tensor.dtype)
     itemsize = 1 if dtype is None else dtype.itemsize  # an unknown one is refused where it is used
@@ -311,6 +365,27 @@ def _decode_ancestor(content: Any) -> Ancestor | None:
     )
 
 
+def _decode_base(content: Any, own: Collection[str]) -> tuple[BaseReference | None, dict[str, TensorRecord]]:
+    """Returns the base and the tensors in it; None and nothing where there is no base."""
+    if content is None:
+        return None, {}
+    record = _object(content, "base", ("path", "relative_path", "manifest_hash", "tensors"))
+    tensors = {
+        name: _decode_description(name, _object(described, f"tensor {name} of the base", _BASE_TENSOR_KEYS))
+        for name, described in _object(record["tensors"], "the tensors of the base").items()
+    }
+    doubled = tensors.keys() & set(own)
+    if doubled:
+        raise CorruptCheckpointError(f"{MANIFEST_NAME}: {min(doubled)[:_MAX_SHOWN]} is held and lies in the base, too")
+    base = BaseReference(
+        _text(record["path"], "the path of the base", _ABSOLUTE_PATH),
+        _text(record["relative_path"], "the relative path of the base", _PATH),
+        _text(record["manifest_hash"], "the hash of the base", _MARKER),
+        frozenset(tensors),
+    )
+    return base, tensors
+
+
 def decode_manifest(data: bytes) -> Manifest:
     """Returns the manifest that `data` holds, each value of it of its type and in its range.
 
@@ -326,7 +401,9 @@ def decode_manifest(data: bytes) -> Manifest:
             "upgrade genesis-callbacks"
         )
     optional = {"has_optimizer", "hash_algorithm"}
-    _object(content, "it", _keys_of(Manifest) - optional, optional)
+    if schema_version > _SCHEMA_WITHOUT_BASE:
+        optional.add("base")
+    _object(content, "it", _keys_of(Manifest) - optional - {"base"}, optional)
     world_size = _whole(content["world_size"], "world_size", low=1, high=_MAX_RANKS)
     files = tuple(_decode_file(record, world_size) for record in _items(content["files"], "files"))
     created_seconds = content["created_seconds"]
@@ -336,6 +413,8 @@ def decode_manifest(data: bytes) -> Manifest:
     if type(has_optimizer) is not bool:
         _refuse("has_optimizer", has_optimizer, "true or false")
     algorithm = _text(content.get("hash_algorithm", "blake3"), "hash_algorithm", _ALGORITHM)
+    tensors = _decode_tensors(content["tensors"], files)
+    base, in_base = _decode_base(content.get("base"), tensors)
     return Manifest(
         step=_whole(content["step"], "step"),
         sequence=_whole(content["sequence"], "sequence"),
@@ -354,9 +433,10 @@ def decode_manifest(data: bytes) -> Manifest:
         created_seconds=created_seconds,
         previous=_decode_ancestor(content["previous"]),
         files=files,
-        tensors=_decode_tensors(content["tensors"], files),
+        tensors=tensors | in_base,
         has_optimizer=has_optimizer,
         hash_algorithm="sha256" if algorithm == "sha256" else "blake3",
+        base=base,
         schema_version=schema_version,
     )
 

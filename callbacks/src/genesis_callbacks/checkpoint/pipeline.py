@@ -246,7 +246,7 @@ class SavePipeline:
         reports = self._ranks.attempt_and_gather("reporting what to save", report)
         own = reports[self._ranks.rank][0]
         if self._plan is None or self._plan.own != own:
-            self._plan = _Plan(own, plan_save([parts for parts, _ in reports]), reports[0][1])
+            self._plan = _Plan(own, plan_save([parts for parts, _ in reports], self._target.holds), reports[0][1])
         return taken[0]
 
     def _take(self, take_snapshot: Callable[[], Snapshot]) -> Snapshot | Exception:
@@ -316,6 +316,7 @@ class SavePipeline:
                 progress.num_updates,
                 progress.moved,
                 target.events,
+                target.scope,
             )
         return WriteJob(
             save.staging,

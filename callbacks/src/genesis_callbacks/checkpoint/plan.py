@@ -197,10 +197,18 @@ def check_tiling(name: str, shape: tuple[int, ...], blocks: Iterable[Block]) -> 
             raise CorruptCheckpointError(f"{name}: blocks at {block[0]} and {other[0]} overlap")
 
 
-def plan_save(shards_by_rank: Sequence[Sequence[TensorShard]]) -> SavePlan:
+def _hold_all(_: str) -> bool:
+    return True
+
+
+def plan_save(shards_by_rank: Sequence[Sequence[TensorShard]], is_held: Callable[[str], bool] = _hold_all) -> SavePlan:
     """Returns who writes what: a block that several ranks hold is written by the one with least to write so far.
 
     A buffer is rank 0's wherever rank 0 has it, as it is for DDP.
+
+    Args:
+        shards_by_rank: What each rank holds.
+        is_held: Says of a tensor's name whether the save holds it; nobody writes the others.
 
     Raises:
         SaveFailedError: The ranks disagree about a tensor's shape or dtype, or do not hold all of it together.
@@ -226,6 +234,8 @@ def plan_save(shards_by_rank: Sequence[Sequence[TensorShard]]) -> SavePlan:
     loads = [0] * len(shards_by_rank)
     shards_by_writer: list[list[TensorShard]] = [[] for _ in shards_by_rank]
     for part, ranks in sorted(holders.items(), key=lambda item: (-item[0].num_bytes, item[0].name, item[0].offsets)):
+        if not is_held(part.name):
+            continue
         writer = ranks[0] if part.kind == "buffer" else min(ranks, key=lambda rank: (loads[rank], rank))
         loads[writer] += part.num_bytes
         shards_by_writer[writer].append(part)

@@ -23,6 +23,7 @@ from .ranks import Ranks
 from .roles import read_roles
 from .safe_read import MAX_DOCUMENT_BYTES, open_regular, parse_json, read_file, reading
 from .tagged_json import check_tagged
+from .tensor_places import TensorPlace, TensorPlaces, blaming_base
 
 _READ_BLOCK_BYTES = 64 << 20
 
@@ -36,18 +37,28 @@ def _read_exactly(descriptor: int, buffer: memoryview, offset: int, file: str) -
 
 
 class RecordedFiles:
-    """The shards of one checkpoint, opened when they are first read. Not thread-safe."""
+    """The shards of one checkpoint, opened when they are first read. Not thread-safe.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    Args:
+        path: The checkpoint.
+        named_by: The checkpoint whose base it is; None where it is read for itself.
+    """
+
+    def __init__(self, path: Path, named_by: Path | None = None) -> None:
+        self._path, self._named_by = path, named_by
         self._descriptors: dict[str, int] = {}
 
     def __enter__(self) -> "RecordedFiles":
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the files."""
         for descriptor in self._descriptors.values():
             os.close(descriptor)
+        self._descriptors.clear()
 
     def read_rows(self, chunk: ChunkRecord, dtype: torch.dtype, first: int, count: int) -> Tensor:
         """Returns `count` rows (of dim 0) of a chunk, from row `first` on."""
@@ -58,9 +69,14 @@ class RecordedFiles:
         """Returns `count` elements of a chunk in row-major order, from element `first` on.
 
         Raises:
-            CorruptCheckpointError: The file is missing, or too short.
+            BaseCheckpointError: The file is missing, or too short, and the checkpoint is read as a base.
+            CorruptCheckpointError: The same for any other checkpoint.
             UnreadableCheckpointError: It cannot be read.
         """
+        with blaming_base(self._path, self._named_by):
+            return self._read_elements(chunk, dtype, first, count)
+
+    def _read_elements(self, chunk: ChunkRecord, dtype: torch.dtype, first: int, count: int) -> Tensor:
         if chunk.file not in self._descriptors:
             self._descriptors[chunk.file] = open_regular(self._path / chunk.file)
         descriptor, offset = self._descriptors[chunk.file], chunk.data_offset + first * dtype.itemsize
@@ -71,6 +87,33 @@ class RecordedFiles:
             raw = torch.empty(num_bytes, dtype=torch.uint8)
             _read_exactly(descriptor, memoryview(raw.numpy().data), offset, chunk.file)
         return raw.view(dtype)
+
+
+class TensorReader:
+    """Reads the tensors of one checkpoint, wherever they lie; files are opened when first read. Not thread-safe.
+
+    Args:
+        path: The checkpoint.
+        manifest: Its manifest.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self._places = TensorPlaces(path, manifest)
+        self._files: dict[Path, RecordedFiles] = {}
+
+    def __enter__(self) -> "TensorReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for files in self._files.values():
+            files.close()
+
+    def find(self, name: str) -> tuple[RecordedFiles, TensorPlace]:
+        """Returns the files that hold a tensor, and its place among them; raises as `TensorPlaces.locate` does."""
+        place = self._places.locate(name)
+        if place.path not in self._files:
+            self._files[place.path] = RecordedFiles(place.path, place.named_by)
+        return self._files[place.path], place
 
 
 def _copy_overlap(files: RecordedFiles, record: TensorRecord, chunk: ChunkRecord, target: LocalShard) -> None:
@@ -123,17 +166,22 @@ def restore_shards(path: Path, manifest: Manifest, targets: Iterable[LocalShard]
     nothing: call `check_restored`.
 
     Raises:
+        BaseCheckpointError: The base that holds a target is missing, has changed, or lacks a file.
         CheckpointError: A target is not in the checkpoint, or has another shape or dtype there.
         CorruptCheckpointError: A file is missing or too short.
     """
-    with RecordedFiles(path) as files, torch.no_grad():
+    with TensorReader(path, manifest) as reader:
         for target in targets:
-            record = check_fits(manifest, target.part)
-            for chunk in record.chunks:
-                if not record.shape or blocks_overlap(
-                    chunk.offsets, chunk.sizes, target.part.offsets, target.part.sizes
-                ):
-                    _copy_overlap(files, record, chunk, target)
+            check_fits(manifest, target.part)
+            files, place = reader.find(target.part.name)
+            _fill_target(files, place.record, target)
+
+
+def _fill_target(files: RecordedFiles, record: TensorRecord, target: LocalShard) -> None:
+    with torch.no_grad():
+        for chunk in record.chunks:
+            if not record.shape or blocks_overlap(chunk.offsets, chunk.sizes, target.part.offsets, target.part.sizes):
+                _copy_overlap(files, record, chunk, target)
 
 
 def digest_shards(parts: Iterable[LocalShard]) -> dict[TensorShard, int]:
@@ -184,39 +232,41 @@ def _check_whole(name: str, record: TensorRecord) -> None:
     check_tiling(name, record.shape, [(chunk.offsets, chunk.sizes) for chunk in record.chunks])
 
 
-def _check_readable(path: Path, record: TensorRecord) -> None:
+def _check_readable(files: RecordedFiles, record: TensorRecord) -> None:
     """Checks that the files are there and long enough, before memory is taken for what they should hold."""
-    with RecordedFiles(path) as files:
-        for chunk in record.chunks:
-            files.read_elements(
-                chunk, record.torch_dtype, max(0, math.prod(chunk.sizes) - 1), 1 if math.prod(chunk.sizes) else 0
-            )
+    for chunk in record.chunks:
+        files.read_elements(
+            chunk, record.torch_dtype, max(0, math.prod(chunk.sizes) - 1), 1 if math.prod(chunk.sizes) else 0
+        )
 
 
 def read_recorded_tensors(path: Path, manifest: Manifest, names: Iterable[str]) -> dict[str, Tensor]:
     """Returns whole tensors on the CPU by name, each compared with its digest. No communication.
 
     Raises:
+        BaseCheckpointError: The base that holds a tensor is missing, has changed, or is damaged.
         CorruptCheckpointError: A tensor is not what was saved.
     """
-    tensors: dict[str, Tensor] = {}
-    for name in names:
-        record = manifest.tensors.get(name)
-        if record is None:
-            raise CheckpointError(f"{name} is not in {path}")
+    with TensorReader(path, manifest) as reader:
+        return {name: _read_whole(*reader.find(name), name) for name in names}
+
+
+def _read_whole(files: RecordedFiles, place: TensorPlace, name: str) -> Tensor:
+    record = place.record
+    with blaming_base(place.path, place.named_by):
         _check_whole(name, record)
-        _check_readable(path, record)
+        _check_readable(files, record)
         tensor = torch.empty(record.shape, dtype=record.torch_dtype)
         zeros = (0,) * len(record.shape)
         part = TensorShard(name, "state", record.shape, tensor.dtype, zeros, record.shape)
-        restore_shards(path, manifest, [LocalShard(part, tensor)])
+        _fill_target(files, record, LocalShard(part, tensor))
         digest = digest_tensor(tensor)
         if digest != record.digest:
             raise CorruptCheckpointError(
-                f"{path}: {name} has digest {digest:016x} where {record.digest:016x} was saved: its bytes have changed"
+                f"{place.path}: {name} has digest {digest:016x} where {record.digest:016x} was saved: its bytes have "
+                "changed"
             )
-        tensors[name] = tensor
-    return tensors
+    return tensor
 
 
 def read_tensors(
@@ -233,6 +283,7 @@ def read_tensors(
         prefix: Only names that begin so, such as `model.`.
 
     Raises:
+        BaseCheckpointError: The base that holds a tensor is missing, has changed, or is damaged.
         CheckpointError: The checkpoint or a name is not there.
         CorruptCheckpointError: It is not committed, or a tensor is not what was saved.
     """

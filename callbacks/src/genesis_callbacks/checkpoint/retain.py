@@ -7,11 +7,12 @@ from pathlib import Path
 from .best import read_marked_names
 from .commit import discard
 from .lineage import list_committed
+from .tensor_places import name_bases
 
 
 @dataclass(frozen=True)
 class Retention:
-    """What is kept, beside the newest verified checkpoint and those that are marked as the best, which always are.
+    """What is kept, beside the newest verified checkpoint, those that are marked as the best, and the bases of others.
 
     Args:
         keep_last: How many of the newest; None keeps all.
@@ -43,6 +44,7 @@ def plan_removals(
     retention: Retention,
     *,
     marked: Collection[str] = (),
+    bases: Collection[str] = (),
 ) -> list[str]:
     """Returns the names to remove, oldest first: never the newest verified, never anything where none is verified.
 
@@ -51,13 +53,14 @@ def plan_removals(
         newest_verified: The newest that is known to be whole.
         retention: What is kept.
         marked: The names of those that are marked as the best, which stay too.
+        bases: The names of those that hold tensors of others, which stay too.
     """
     if retention.keep_last is None or newest_verified not in {kept.name for kept in committed}:
         return []
     in_order = sorted(committed, key=lambda kept: (kept.sequence, kept.step, kept.name))
     older = in_order[: -retention.keep_last]
     every = retention.keep_every_n_steps
-    staying = {newest_verified, *marked}
+    staying = {newest_verified, *marked, *bases}
     return [
         kept.name for kept in older if kept.name not in staying and not (every is not None and kept.step % every == 0)
     ]
@@ -71,10 +74,9 @@ def apply_retention(directory: Path, newest_verified: str, retention: Retention)
         OSError: A directory cannot be moved to the trash.
     """
     marked = read_marked_names(directory)
-    committed = [
-        CommittedCheckpoint(path.name, manifest.step, manifest.sequence) for path, manifest in list_committed(directory)
-    ]
-    removals = plan_removals(committed, newest_verified, retention, marked=marked)
+    found = list_committed(directory)
+    committed = [CommittedCheckpoint(path.name, manifest.step, manifest.sequence) for path, manifest in found]
+    removals = plan_removals(committed, newest_verified, retention, marked=marked, bases=name_bases(found))
     for name in removals:
         discard(directory / name)
     return removals

@@ -17,6 +17,7 @@ from .manifest import Ancestor
 from .plan import LocalShard
 from .ranks import Ranks
 from .retain import Retention
+from .scope import BoundScope
 
 _PACKAGES = ("torch", "lightning", "genesis-callbacks", "genesis-lm", "numpy", "blake3")
 
@@ -89,6 +90,7 @@ class SaveTarget:
         retention: What is kept after a commit.
         hash_algorithm: Of every file.
         events: Takes the event of each commit; None for none.
+        scope: Which tensors a save holds; None for all.
 
     Attributes:
         previous: The checkpoint that the next save descends from; None for none.
@@ -104,12 +106,14 @@ class SaveTarget:
         retention: Retention | None = None,
         hash_algorithm: HashAlgorithm = "blake3",
         events: EventLog | None = None,
+        scope: BoundScope | None = None,
     ) -> None:
         self.directory = directory
         self.ranks = ranks
         self.retention = retention or Retention()
         self.hash_algorithm: HashAlgorithm = hash_algorithm
         self.events = events
+        self.scope = scope
         self.previous: Ancestor | None = None
         self.sequence = 0
         self._origin = origin or RunMetadata()
@@ -133,4 +137,9 @@ class SaveTarget:
             previous=self.previous,
             has_optimizer=snapshot.has_optimizer,
             hash_algorithm=self.hash_algorithm,
+            base=None if self.scope is None else self.scope.refer_from(self.directory),
         )
+
+    def holds(self, name: str) -> bool:
+        """Says whether a save holds the tensor of that name itself."""
+        return self.scope is None or self.scope.holds(name)

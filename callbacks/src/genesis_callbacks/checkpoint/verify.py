@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
@@ -15,6 +15,7 @@ from .manifest import ChunkRecord, FileRecord, Manifest, TensorRecord, dtype_fro
 from .plan import check_tiling
 from .restore import RecordedFiles, check_state
 from .safe_read import open_regular, reading
+from .tensor_places import TensorPlaces, blaming_base, locate_base
 
 VerifyLevel = Literal["quick", "full", "deep"]
 _MAX_THREADS = 8
@@ -54,7 +55,7 @@ def _check_hash(path: Path, record: FileRecord, manifest: Manifest) -> None:
         raise CorruptCheckpointError(f"{file} does not have the hash that was saved: its bytes have changed")
 
 
-def _check_files(path: Path, manifest: Manifest, check: Callable[[FileRecord], None]) -> None:
+def _check_files(path: Path, files: Sequence[FileRecord], check: Callable[[FileRecord], None]) -> None:
     """Checks all files, some at a time, and raises what was found: damage rather than a file that cannot be read."""
 
     def attempt(record: FileRecord) -> CheckpointError | None:
@@ -65,7 +66,7 @@ def _check_files(path: Path, manifest: Manifest, check: Callable[[FileRecord], N
         return None
 
     with ThreadPoolExecutor(max_workers=min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
-        errors = [error for error in pool.map(attempt, manifest.files) if error is not None]
+        errors = [error for error in pool.map(attempt, files) if error is not None]
     problems = [str(error).removeprefix(f"{path}/") for error in errors if isinstance(error, CorruptCheckpointError)]
     if problems:
         raise CorruptCheckpointError(f"{path}: " + "; ".join(problems))
@@ -108,7 +109,7 @@ def _check_digest(path: Path, name: str, record: TensorRecord) -> None:
         )
 
 
-def verify(path: Path | str, level: VerifyLevel = "full") -> Manifest:
+def verify(path: Path | str, level: VerifyLevel = "full", *, places: Sequence[Path] = ()) -> Manifest:
     """Returns the manifest of the checkpoint at `path` if it verifies.
 
     Any process may call it; it does not communicate and unpickles nothing.
@@ -116,9 +117,13 @@ def verify(path: Path | str, level: VerifyLevel = "full") -> Manifest:
     Args:
         path: A checkpoint directory.
         level: `quick` compares counts, names and sizes; `full` also every file's hash; `deep` also every tensor's
-            digest.
+            digest. Of a base, what the checkpoint needs of it.
+        places: Where to look for its base beside the places that are recorded. The returned manifest has the place
+            where it was found.
 
     Raises:
+        BaseCheckpointError: It is whole, and the base that holds some of its tensors is missing, has changed, or is
+            damaged.
         CheckpointError: There is no such checkpoint, or this version cannot read it.
         CorruptCheckpointError: It is not whole; the message names every file, or the tensor, that is not as it was
             saved.
@@ -126,14 +131,54 @@ def verify(path: Path | str, level: VerifyLevel = "full") -> Manifest:
     """
     path = Path(path)
     manifest = read_manifest(path)
-    _check_files(path, manifest, lambda record: _check_size(path, record))
-    check_tensors(manifest, manifest.tensors)
-    if level in ("full", "deep"):
-        _check_files(path, manifest, lambda record: _check_hash(path, record, manifest))
+    _verify_tensors(path, manifest, manifest.own_tensors, manifest.files, level)
     if level == "deep":
-        # In this thread: torch's own threads do not work in new threads of a process that was forked.
-        for name, record in manifest.tensors.items():
-            _check_digest(path, name, record)
         check_dcp_metadata(path, manifest)
         check_state(path, manifest)
+    if manifest.base is None:
+        return manifest
+    # After everything else: damage of the checkpoint itself comes before what is wrong with its base.
+    manifest = locate_base(path, manifest, places)
+    _verify_base(path, manifest, level)
     return manifest
+
+
+def _verify_tensors(
+    path: Path, manifest: Manifest, names: Iterable[str], files: Sequence[FileRecord], level: VerifyLevel
+) -> None:
+    names = list(names)
+    _check_files(path, files, lambda record: _check_size(path, record))
+    check_tensors(manifest, names)
+    if level in ("full", "deep"):
+        _check_files(path, files, lambda record: _check_hash(path, record, manifest))
+    if level == "deep":
+        # In this thread: torch's own threads do not work in new threads of a process that was forked.
+        for name in names:
+            _check_digest(path, name, manifest.tensors[name])
+
+
+def verify_some(path: Path, manifest: Manifest, names: Collection[str], level: VerifyLevel) -> None:
+    """Verifies some tensors of a checkpoint, and the files that hold them. No communication.
+
+    Raises:
+        CorruptCheckpointError: One of them is not as it was saved.
+        UnreadableCheckpointError: A file cannot be read.
+    """
+    used = {chunk.file for name in names for chunk in manifest.tensors[name].chunks}
+    _verify_tensors(path, manifest, names, [record for record in manifest.files if record.name in used], level)
+
+
+def _verify_base(path: Path, manifest: Manifest, level: VerifyLevel) -> None:
+    """Verifies the tensors that lie in the base of the checkpoint at `path`.
+
+    Raises:
+        BaseCheckpointError: One of them is not as it was saved.
+        CorruptCheckpointError: The checkpoint says something else about one than its base.
+    """
+    assert manifest.base is not None
+    places = TensorPlaces(path, manifest)
+    for name in manifest.base.names:
+        places.locate(name)
+    base = Path(manifest.base.path)
+    with blaming_base(base, path):
+        verify_some(base, read_manifest(base), manifest.base.names, level)

@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from pathlib import Path
 
+from ..tensor_places import TensorPlaces
 from ..verify import verify
 from .stored import Contents, StoredBlock, StoredTensor, measure
 
@@ -12,14 +13,19 @@ def read_genesis(path: Path) -> Contents:
     """Returns what a checkpoint of this package holds.
 
     Raises:
+        BaseCheckpointError: The base that holds some of its tensors is missing, has changed, or lacks a file.
         CorruptCheckpointError: A file of it is missing, or has another size than its manifest says.
     """
     manifest = verify(path, "quick")
+    places = TensorPlaces(path, manifest)
     tensors: dict[str, StoredTensor] = {}
     for name, record in manifest.tensors.items():
-        itemsize = record.torch_dtype.itemsize
+        itemsize, place = record.torch_dtype.itemsize, places.locate(name)
+        # What lies in a base has an absolute path, which no directory changes that is put before it.
+        directory = Path() if place.named_by is None else place.path.absolute()
         blocks = [
-            StoredBlock(chunk.file, chunk.data_offset, math.prod(chunk.sizes) * itemsize) for chunk in record.chunks
+            StoredBlock(str(directory / chunk.file), chunk.data_offset, math.prod(chunk.sizes) * itemsize)
+            for chunk in place.record.chunks
         ]
         tensors[name] = StoredTensor(record.shape, record.torch_dtype, tuple(blocks))
     optimizers: dict[int, dict[str | int, dict[str, StoredTensor]]] = defaultdict(lambda: defaultdict(dict))

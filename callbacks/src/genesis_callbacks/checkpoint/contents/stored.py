@@ -16,7 +16,7 @@ class StoredBlock:
     """Where bytes of a tensor lie.
 
     Attributes:
-        file: Relative to the checkpoint's directory.
+        file: Relative to the checkpoint's directory; absolute where it is a file of the checkpoint's base.
         offset: Of the first byte.
         num_bytes: How many.
         is_archive: Whether they are what `torch.save` made of the block, and not its elements.

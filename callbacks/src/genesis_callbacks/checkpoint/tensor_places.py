@@ -1,0 +1,186 @@
+"""Says where the bytes of a checkpoint's tensors lie, in its own files or in those of its base: the one place for it.
+
+A base is named by its place and by the hash of its manifest. It is looked for where it lay from the checkpoint's
+directory, then where it lay at the save, then at the places that the environment variable `GENESIS_BASE_CHECKPOINTS`
+names. Only a committed checkpoint with the recorded hash is taken, whatever a manifest says of its place. A base has no
+base of its own, so that there are neither chains nor cycles.
+
+What is wrong with a base is a `BaseCheckpointError`: no damage of the checkpoint that names it.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+from .errors import BaseCheckpointError, CheckpointError, CorruptCheckpointError
+from .manifest import BaseReference, Manifest, TensorRecord, read_committed_hash, read_manifest
+from .safe_read import reading
+
+PLACES_VARIABLE = "GENESIS_BASE_CHECKPOINTS"
+"""Further places of base checkpoints, separated as in PATH."""
+_HASH_SHOWN = 23
+_NUM_READ = 4  # manifests of bases that are remembered: a restore asks for one tensor at a time
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """Where a tensor's bytes lie.
+
+    Attributes:
+        path: The checkpoint whose files hold them.
+        record: With the chunks in those files.
+        named_by: The checkpoint that the tensor belongs to, where `path` is its base; else None.
+    """
+
+    path: Path
+    record: TensorRecord
+    named_by: Path | None
+
+
+@contextlib.contextmanager
+def blaming_base(base: Path, named_by: Path | None) -> Iterator[None]:
+    """Turns damage that the block meets in the base at `base` into a `BaseCheckpointError`.
+
+    Nothing changes where `named_by` is None: then `base` is the checkpoint itself.
+    """
+    try:
+        yield
+    except CorruptCheckpointError as error:
+        if named_by is None:
+            raise
+        raise BaseCheckpointError(
+            f"{named_by} has its base at {base}, which is damaged: {error}; bring that back from a copy"
+        ) from error
+
+
+def list_places(path: Path, base: BaseReference, places: Sequence[Path] = ()) -> list[Path]:
+    """Returns where the base of the checkpoint at `path` is looked for, in this order; each place once."""
+    directory = os.path.dirname(os.path.realpath(path))  # noqa: PTH120 - realpath has no error for a loop of links
+    given = [text for text in os.environ.get(PLACES_VARIABLE, "").split(os.pathsep) if text]
+    candidates = [os.path.join(directory, base.relative_path), base.path, *map(str, places), *given]  # noqa: PTH118
+    return [Path(place) for place in dict.fromkeys(map(os.path.abspath, candidates))]
+
+
+@lru_cache(maxsize=_NUM_READ)
+def _read_base(place: Path, manifest_hash: str) -> Manifest:
+    """Returns the manifest of the base at `place`, whose commit marker was just seen to be `manifest_hash`."""
+    manifest = read_manifest(place)
+    if read_committed_hash(place) != manifest_hash:
+        raise BaseCheckpointError(f"{place} was replaced while it was read: start again")
+    return manifest
+
+
+def _look_at(place: Path, base: BaseReference) -> str | None:
+    """Returns why the checkpoint at `place` is not the base, or None if it is."""
+    try:
+        with reading(place):
+            if not place.is_dir():
+                return "there is no such directory"
+        found = read_committed_hash(place)
+        if found != base.manifest_hash:
+            return f"it has changed, or is another checkpoint: its manifest is {found[:_HASH_SHOWN]}"
+        _read_base(place, found)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def find_base(path: Path, base: BaseReference, places: Sequence[Path] = ()) -> tuple[Path, Manifest]:
+    """Returns where the base of the checkpoint at `path` lies, and its manifest. No communication.
+
+    Args:
+        path: The checkpoint that names the base.
+        base: What it says of it.
+        places: Where to look beside the places that are recorded.
+
+    Raises:
+        BaseCheckpointError: It is at none of the places; the message says what is there.
+    """
+    reasons = {}
+    for place in list_places(path, base, places):
+        reason = _look_at(place, base)
+        if reason is None:
+            manifest = _read_base(place, base.manifest_hash)
+            if manifest.base is not None:
+                raise BaseCheckpointError(
+                    f"{path} has its base at {place}, which has a base itself: chains of bases are not supported; give "
+                    "a checkpoint that holds all of its tensors as the base"
+                )
+            return place, manifest
+        reasons[place] = reason
+    looked = "; ".join(
+        f"{place}: {reason.replace(f'{place}/', '').removeprefix(f'{place} ')}" for place, reason in reasons.items()
+    )
+    raise BaseCheckpointError(
+        f"{path} leaves {len(base.names)} tensors to the base with manifest {base.manifest_hash[:_HASH_SHOWN]}, which "
+        f"was not found ({looked}): put it back, or name its new place in {PLACES_VARIABLE}, or as the base of the "
+        "fit's scope"
+    )
+
+
+def locate_base(path: Path, manifest: Manifest, places: Sequence[Path] = ()) -> Manifest:
+    """Returns the manifest with the place where its base lies now, which readers of this process then find.
+
+    Raises:
+        BaseCheckpointError: The base is not found.
+    """
+    if manifest.base is None:
+        return manifest
+    found, _ = find_base(path, manifest.base, places)
+    return replace(manifest, base=replace(manifest.base, path=str(found)))
+
+
+class TensorPlaces:
+    """Where the tensors of one checkpoint lie. The base is looked for when a tensor in it is first asked for.
+
+    Any process may make one; it does not communicate.
+
+    Args:
+        path: The checkpoint.
+        manifest: Its manifest.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self._path, self._manifest = path, manifest
+        self._found: tuple[Path, Manifest] | None = None
+
+    def locate(self, name: str) -> TensorPlace:
+        """Returns where the tensor lies.
+
+        Raises:
+            BaseCheckpointError: It lies in the base, which is not found.
+            CheckpointError: The checkpoint has no such tensor.
+            CorruptCheckpointError: The checkpoint says something else about it than its base.
+        """
+        record, base = self._manifest.tensors.get(name), self._manifest.base
+        if record is None:
+            raise CheckpointError(f"{name} is not in {self._path}")
+        if base is None or name not in base.names:
+            return TensorPlace(self._path, record, None)
+        if self._found is None:
+            self._found = find_base(self._path, base)
+        place, manifest = self._found
+        held = manifest.tensors.get(name)
+        if held is None or (held.shape, held.dtype, held.digest) != (record.shape, record.dtype, record.digest):
+            raise CorruptCheckpointError(
+                f"{self._path}: its manifest says of {name} what its base at {place} does not: it was changed by hand"
+            )
+        return TensorPlace(place, held, self._path)
+
+
+def name_bases(committed: Iterable[tuple[Path, Manifest]]) -> frozenset[str]:
+    """Returns the names of those checkpoints that others of the same directory leave tensors to: they must stay.
+
+    Args:
+        committed: The committed checkpoints of one directory, with their manifests.
+    """
+    return frozenset(
+        place.name
+        for path, manifest in committed
+        if manifest.base is not None
+        for place in list_places(path, manifest.base)
+        if os.path.realpath(place.parent) == os.path.realpath(path.parent)
+    )
