@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import Callback
-from simulated import kills, load, project, require_compiler, the_device
+from simulated import build_library, kills, load, project, require_compiler, the_device
 from simulated.project import train
 from test_digest import DTYPES, random_tensor
 
@@ -23,7 +23,7 @@ from genesis_callbacks.checkpoint.pipeline import Progress, SavePipeline
 from genesis_callbacks.testing import run_ranks
 
 pytestmark = pytest.mark.process
-LATE_US = 1500
+LATE_US = 700
 SHAPE = (3, 5, 22)
 # (lowest index, end) of chunks: whole, runs that touch, runs at one distance, at two distances, and none.
 CUTS = [
@@ -40,6 +40,7 @@ CUTS = [
 @pytest.fixture(autouse=True, scope="module")
 def _compiler():
     require_compiler()
+    build_library()
 
 
 def run_alone(function, *arguments):
@@ -113,7 +114,7 @@ def test_the_digests_of_a_save_wait_for_the_device_once_and_take_no_memory_for_t
     ("mode", "first_us", "other_us"),
     [
         ("thread", LATE_US, 0),
-        ("thread", 0, LATE_US),
+        pytest.param("thread", 0, LATE_US, marks=pytest.mark.slow),
         ("process", LATE_US, 0),
         pytest.param("process", 0, LATE_US, marks=pytest.mark.slow),
         pytest.param("sync", LATE_US, 0, marks=pytest.mark.slow),
@@ -127,19 +128,55 @@ def test_what_is_saved_is_what_was_live_whichever_stream_is_late(tmp_path, mode,
     assert run["saved"][4]["versions"]["device.copies"] == "pinned"
 
 
-def fit_without_event(run_dir: Path) -> dict:
-    stager.record_event = torch.Event  # one that was never recorded holds nobody back
-    return fit(run_dir, 2 * LATE_US, 0, {"on_save_failure": "warn"})
+class SlowAfterStep(Callback):
+    """Makes the last kernels of the second optimizer step very late, until the next step begins."""
+
+    def __init__(self, device) -> None:
+        self.device = device
+
+    def on_train_start(self, trainer, pl_module) -> None:
+        (optimizer,) = trainer.optimizers
+        optimizer.register_step_post_hook(lambda *_: self._delay(trainer, 60_000))
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
+        self._delay(trainer, 5_000)
+
+    def _delay(self, trainer, microseconds: int) -> None:
+        if trainer.global_step == 1:  # Lightning counts the second step when it has ended
+            self.device.simulated_set_delays(microseconds, 0)
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        self.device.simulated_set_delays(0, 0)
+
+
+def fit_with_slow_step(run_dir: Path, has_event: bool) -> dict:
+    device = load()
+    if not has_event:
+        stager.record_event = torch.Event  # an event that was never recorded holds nobody back
+    return train(run_dir, callbacks=(SlowAfterStep(device),), on_save_failure="warn", max_steps=3)
 
 
 def test_a_missing_event_shows_in_a_whole_fit(tmp_path):
-    run = run_alone(fit_without_event, tmp_path)
+    run = run_alone(fit_with_slow_step, tmp_path / "good", True)
+    check_saved(run, 2, 3)
+    run = run_alone(fit_with_slow_step, tmp_path / "bad", False)
     assert any(saved["wrong"] for saved in run["saved"].values()) or run["failed"] or warned(run, "TornSnapshotWarning")
 
 
+class SlowCopies(Callback):
+    """Makes the copies of the first save very late, until the optimizer step after it has been made."""
+
+    def __init__(self, device) -> None:
+        self.device = device
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        self.device.simulated_set_delays(0, 50_000 if trainer.global_step == 2 else 0)
+
+
 def fit_without_wait(run_dir: Path) -> dict:
+    device = load()
     _fit_saves.FitSaves.wait_staged = lambda self: None
-    return fit(run_dir, 0, 4 * LATE_US, {"max_steps": 6})
+    return train(run_dir, callbacks=(SlowCopies(device),), max_steps=6)
 
 
 def test_an_optimizer_step_that_does_not_wait_for_the_copy_is_found_and_the_save_made_again(tmp_path):
@@ -220,7 +257,7 @@ def fit_with_few_pins(run_dir: Path, limit: int, after_proof: bool) -> tuple[dic
     return train(run_dir, callbacks=(Limit(),)), device.simulated_pinned_bytes()
 
 
-@pytest.mark.parametrize("after_proof", [False, True])
+@pytest.mark.parametrize("after_proof", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_memory_that_cannot_be_pinned_costs_a_warning_and_speed_alone(tmp_path, after_proof):
     """After the proof the driver pins some pieces and no more: they are given back, or a copy would reach over both."""
     run, pinned = run_alone(fit_with_few_pins, tmp_path, 3 * 4096, after_proof)
@@ -428,6 +465,7 @@ def fit_with_wrong_digests(run_dir: Path) -> dict:
     return train(run_dir)
 
 
+@pytest.mark.slow
 def test_a_device_that_computes_wrong_digests_saves_by_the_host(tmp_path):
     run = run_alone(fit_with_wrong_digests, tmp_path)
     check_saved(run, 2, 4)

@@ -146,9 +146,9 @@ class FitSaves:
     # ---- to begin
 
     def reserve(self) -> None:
-        """Takes the memory of the saves that follow, once there is an optimizer's state to count. Communicates, once.
+        """Allocates the memory of the next saves, as soon as the optimizers have state. Communicates, once.
 
-        On the CPU it does nothing: there memory is quick to take, and the first save takes it.
+        On the CPU it does nothing: the first save allocates its memory there, which is quick.
         """
         is_dry = self._trainer.fast_dev_run  # type: ignore[attr-defined]  # Lightning sets it
         if self._has_reserved or self.pipeline is None or is_dry or self._trainer.global_step == 0:

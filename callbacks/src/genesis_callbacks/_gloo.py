@@ -1,8 +1,8 @@
 """Gloo groups whose ranks find one another on several nodes.
 
-Gloo tells the other ranks the address that this host's own name resolves to, unless `GLOO_SOCKET_IFNAME` names an
-interface. On Debian and Ubuntu that is 127.0.1.1, which no other node reaches. So where the ranks are on several nodes
-and the variable is not set, a group is made on the interface from which this node reaches `MASTER_ADDR`.
+Gloo advertises the address that the host's own name resolves to, unless `GLOO_SOCKET_IFNAME` names an interface. On
+Debian and Ubuntu that address is 127.0.1.1, which no other node can reach. If the ranks are on several nodes and the
+variable is not set, a group is therefore made on the interface from which this node reaches `MASTER_ADDR`.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 
 
 class GlooGroupError(RunEndedError):
-    """A gloo group that could not be made; the text names the interface and how to choose another."""
+    """A gloo group could not be made; the message names the interface and how to choose another."""
 
 
 def new_gloo_group(
@@ -37,7 +37,7 @@ def new_gloo_group(
     """Returns a new gloo group of all ranks, or of some, as `torch.distributed.new_group` does. Collective.
 
     Raises:
-        GlooGroupError: The ranks do not reach one another; the text says by which interface they tried.
+        GlooGroupError: The ranks do not reach one another; the message names the interface.
     """
     interface = choose_interface(environment)
     try:
@@ -73,7 +73,7 @@ def choose_interface(environment: Mapping[str, str]) -> str | None:
 
 
 def _has_several_nodes(environment: Mapping[str, str]) -> bool:
-    """Says whether ranks are on other nodes, by what launchers set; where none says so, by the rendezvous's host."""
+    """Returns whether ranks are on other nodes: by the launcher's variables, or else by the rendezvous's address."""
     local, world = environment.get("LOCAL_WORLD_SIZE", ""), environment.get("WORLD_SIZE", "")
     if local.isdigit() and world.isdigit():
         return int(local) < int(world)
@@ -83,7 +83,7 @@ def _has_several_nodes(environment: Mapping[str, str]) -> bool:
 
 
 def find_own_address(host: str) -> str | None:
-    """Returns the address of this node from which it would reach `host`, or None for no way there. Sends nothing."""
+    """Returns the address of this node from which it would reach `host`, or None without a route. Sends nothing."""
     try:
         found = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM) if host else []
     except OSError:

@@ -18,4 +18,4 @@ class TornSnapshotWarning(UserWarning):
 
 
 class SlowDeviceWarning(UserWarning):
-    """Saves go the slower way on this device: something could not be had, or the proof at the start failed."""
+    """Saves use a slower path on this device: memory was short or not pinned, or a proof at the start failed."""

@@ -12,7 +12,8 @@
     checkpoint/step             of the save; the row is that of the step at which it was known to be committed
 
 It talks over a gloo group of its own, made once for a fit: one small reduction for each step, in the background. A save
-in mode `sync` has three exchanges; in the others the first save, and one after a change of the tensors, has one.
+in mode `sync` has three exchanges; in the others the first save, and one after a change of the tensors, has one. On an
+accelerator there is one more, when the memory for saves is allocated.
 Nothing of it runs on the group that trains.
 """
 

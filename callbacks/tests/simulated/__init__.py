@@ -19,14 +19,15 @@ from lightning.pytorch.accelerators import Accelerator
 
 SOURCE = Path(__file__).with_name("device.cpp")
 NAME = "simulated"
+COMPILER = os.environ.get("CXX", "g++")
 
 
 def require_compiler() -> None:
     """Skips the test where there is no compiler; with GENESIS_REQUIRE_COMPILER=1 it fails."""
-    if shutil.which("g++") is None:
+    if shutil.which(COMPILER) is None:
         if os.environ.get("GENESIS_REQUIRE_COMPILER") == "1":
-            pytest.fail("g++ is not there, and GENESIS_REQUIRE_COMPILER=1")
-        pytest.skip("the simulated device is compiled by g++, which is not there")
+            pytest.fail(f"there is no {COMPILER}, and GENESIS_REQUIRE_COMPILER is 1")
+        pytest.skip(f"there is no {COMPILER} to compile the simulated device with")
 
 
 def build_library() -> Path:
@@ -40,7 +41,7 @@ def build_library() -> Path:
         if not library.exists():
             home = Path(torch.__file__).parent
             made = library.with_suffix(".part")
-            command = ["g++", "-std=c++20", "-O0", "-shared", "-fPIC", str(SOURCE), "-o", str(made)]
+            command = [COMPILER, "-std=c++20", "-O0", "-shared", "-fPIC", str(SOURCE), "-o", str(made)]
             command += [f"-I{home / 'include'}", f"-L{home / 'lib'}", f"-Wl,-rpath,{home / 'lib'}"]
             subprocess.run([*command, "-lc10", "-ltorch_cpu", "-ltorch"], check=True, timeout=240)
             made.rename(library)

@@ -1,8 +1,7 @@
-"""The accelerator that trains, as a save needs it: one way for CUDA, ROCm, XPU and any other that torch knows.
+"""The accelerator that trains, as saves use it: the same path for CUDA, ROCm, XPU and any other that torch supports.
 
-Streams and events are torch's own for every device. Page-locking memory is the one thing that torch offers for no
-device but CUDA and ROCm: it is asked of the device's module, and a device without it copies pageable memory, which is
-slower and no less exact.
+Streams and events are torch's device-neutral ones. Torch can page-lock existing memory on CUDA and ROCm only. A device
+whose torch module has no such function copies to pageable memory, which is slower and equally exact.
 """
 
 import contextlib
@@ -20,11 +19,11 @@ PIN_PIECE_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class DevicePath:
-    """Which of the two ways a save goes on a device; either gives the same checkpoint.
+    """Which of two ways a save uses on a device; both give the same checkpoint.
 
     Attributes:
         has_pinning: Whether copies go to page-locked memory, where that can be had.
-        has_digests: Whether digests are taken on the device, from the live tensors, or on the host, from the copies.
+        has_digests: Whether digests are computed on the device, from the live tensors, or on the host, from the copies.
     """
 
     has_pinning: bool = True
@@ -32,7 +31,7 @@ class DevicePath:
 
 
 class PinError(RuntimeError):
-    """Memory that the driver does not page-lock."""
+    """The driver does not page-lock memory."""
 
 
 @cache  # it asks the driver each time
@@ -68,7 +67,7 @@ def build_stream(device: torch.device) -> torch.Stream:
 
 @contextlib.contextmanager
 def working_on(stream: torch.Stream) -> Iterator[None]:
-    """The calling thread's work goes to `stream` and its device: a new thread begins with the first device."""
+    """Runs the calling thread's work on `stream` and its device: a new thread starts with the first device."""
     with torch.accelerator.device_index(stream.device.index), stream:
         yield
 
@@ -80,7 +79,7 @@ def pin_memory(address: int, num_bytes: int, device: torch.device) -> None:
     """Page-locks memory of the host, so that copies from `device` into it are fast and do not wait.
 
     Raises:
-        PinError: The device has no such thing, or the driver refuses; the memory is as it was.
+        PinError: Torch cannot do that for the device, or the driver refuses; the memory is unchanged.
     """
     runtime = _read_runtime(device)
     if runtime is None:
@@ -89,11 +88,11 @@ def pin_memory(address: int, num_bytes: int, device: torch.device) -> None:
         code = int(runtime.cudaHostRegister(address, num_bytes, 0))
         if code != 0:
             _clear_error(device)
-            raise PinError(f"the driver does not pin {num_bytes} bytes: error {code}")
+            raise PinError(f"the driver does not pin {num_bytes} bytes (error {code})")
 
 
 def unpin_memory(address: int, device: torch.device) -> None:
-    """Gives page-locked memory back to the host. Where the device is lost the error is cleared: there is no remedy."""
+    """Unlocks page-locked memory. An error, as after the loss of the device, is cleared: it has no remedy."""
     code = int(_read_runtime(device).cudaHostUnregister(address))
     if code != 0:
         _clear_error(device)
@@ -105,7 +104,7 @@ def _read_runtime(device: torch.device) -> Any:
 
 
 def _clear_error(device: torch.device) -> None:
-    """Takes an error away that this thread's next kernel would be blamed for: the runtime remembers the last one."""
+    """Clears the runtime's last error, which would be raised by this thread's next kernel."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=device).add_(1)
 

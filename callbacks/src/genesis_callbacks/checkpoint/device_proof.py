@@ -1,8 +1,8 @@
-"""A proof, when a fit starts, that the accelerator does what saves need of it: less than two seconds, none on the CPU.
+"""A proof at the start of a fit that the accelerator does what saves need: under two seconds, and nothing on the CPU.
 
-The engine proves two things: digests that are taken there are those of the CPU, for every dtype, and a copy through
-pinned memory comes back as it was. An application adds its own proofs (`DeviceProof`). One that fails is named and its
-slow path taken; it never ends the run. What was found stands in the manifest, beside the versions of packages.
+The engine proves two things: digests on the device equal those on the CPU, for every dtype, and a copy through pinned
+memory returns the same bytes. An application adds its own proofs (`DeviceProof`). A proof that fails is named in a
+warning and its slow path is used; it never ends the run. The results are in the manifest, beside the package versions.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ _COPY_BYTES = (1 << 20) + 4
 
 
 class DeviceProofError(Exception):
-    """A device that does other things than the CPU; the text says which."""
+    """A device computes or copies something else than the CPU; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class DeviceProof:
 
     Attributes:
         name: `attention`, say: the key in the manifest is `device.attention`.
-        fast: What the manifest says where the proof holds.
-        slow: What it says where it fails.
-        prove: Gets the device, and raises whatever it likes where the proof fails.
-        take_slow: Called with the device where it fails.
+        fast: Value in the manifest if the proof holds.
+        slow: Value in the manifest if the proof fails.
+        prove: Called with the device; any exception means that the proof fails.
+        take_slow: Called with the device if the proof fails.
     """
 
     name: str
@@ -52,12 +52,12 @@ class DeviceProof:
 
 @dataclass(frozen=True)
 class DeviceReport:
-    """What a device was found to do.
+    """The results of the proofs on a device.
 
     Attributes:
-        environment: For the manifest; empty on the CPU.
-        failures: Proofs that failed, each a line for the user.
-        path: How saves go there.
+        environment: Entries for the manifest; empty on the CPU.
+        failures: One line for the user for each proof that failed.
+        path: Which way saves use on the device.
     """
 
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class DeviceReport:
 
 
 def prove_device(device: torch.device, others: Sequence[DeviceProof] = ()) -> DeviceReport:
-    """Returns what `device` does, after `others` and the engine's own proofs. No communication."""
+    """Returns the results of the engine's own proofs and of `others` on `device`. No communication."""
     if is_host(device):
         return DeviceReport()
     proofs = (

@@ -144,23 +144,23 @@ class SavePipeline:
 
     @property
     def scratch_bytes(self) -> int:
-        """What digests hold on this rank's device, as long as the fit lasts."""
+        """Memory that digests hold on this rank's device as long as the fit lasts."""
         return self._stager.scratch_bytes
 
     @property
     def writer_bytes(self) -> int:
-        """What the writer process took for itself when it was last asked, whatever the model's size; 0 without one."""
+        """Memory that the writer process held for itself at its last answer; 0 without a writer process."""
         return 0 if self._writer is None else self._writer.memory_bytes
 
     def take_notices(self) -> list[str]:
-        """Returns what the user must hear of how saves go on the device, and has not heard yet."""
+        """Returns the warnings about saves on the device that the user has not seen yet."""
         return self._stager.take_notices()
 
     def reserve(self, take_snapshot: Callable[[], Snapshot]) -> None:
-        """Plans the saves that follow and takes their memory, where tensors lie on an accelerator. Communicates.
+        """Plans the next saves and allocates their memory, if tensors are on an accelerator. Communicates.
 
-        There it costs seconds to pin as much as a model needs, which the first save would take otherwise. A thread
-        beside training does it, if there is one.
+        Pinning memory of a model's size takes seconds, which would otherwise delay the first save. The thread that
+        stages does it, in the modes that have one.
 
         Args:
             take_snapshot: Gives this rank's snapshot; nothing of it is saved.

@@ -23,7 +23,7 @@ class StagedShards:
     num_bytes: int
 
 
-# A tensor that grows by a little must not cost a new buffer: to pin one takes seconds.
+# A tensor that grows by a little must not cost a new buffer, because pinning one takes seconds.
 _SLACK_FRACTION = 64
 
 
@@ -31,7 +31,7 @@ class SharedStager:
     """Stages into one shared buffer, which is used again from save to save. One thread at a time uses it.
 
     Args:
-        path: How it goes on an accelerator.
+        path: Which of the two ways staging uses on an accelerator.
     """
 
     def __init__(self, path: DevicePath | None = None) -> None:
@@ -44,28 +44,28 @@ class SharedStager:
 
     @property
     def scratch_bytes(self) -> int:
-        """What digests hold on the device, as long as the fit lasts."""
+        """Memory that digests hold on the device as long as the fit lasts."""
         return 0 if self._scratch is None else self._scratch.num_bytes
 
     def take_notices(self) -> list[str]:
-        """Returns what the user must hear of and has not heard yet: each kind of trouble once."""
+        """Returns the warnings that the user has not seen yet: one for each kind of problem."""
         new = [text for kind, text in self._notices.items() if kind not in self._told]
         self._told |= self._notices.keys()
         return new
 
     def reserve(self, device: torch.device, ours: Sequence[TensorShard]) -> None:
-        """Takes all memory that saves of these parts need, before the first of them; it waits for the driver.
+        """Allocates and pins all memory that saves of these parts need, before the first of them. Waits for the driver.
 
-        It raises nothing: what goes wrong here goes wrong in the save, too, and is told there.
+        It raises nothing: an error here meets the save, too, which reports it.
         """
         try:
             with self._working_beside(device):
                 self._reserve_pinned(device, place_shards(ours)[1])
         except (OSError, RuntimeError) as error:
-            self._notices["reserve"] = f"the memory for saves could not be taken before the first of them: {error}"
+            self._notices["reserve"] = f"staging memory could not be allocated before the first save: {error}"
 
     def reserve_scratch(self, device: torch.device) -> None:
-        """Takes the memory on the device alone, on the calling thread's stream: for saves that stage nothing."""
+        """Allocates only the memory on the device, on the calling thread's stream: for saves that stage nothing."""
         if self._scratch is None and self._path.has_digests:
             try:
                 self._scratch = DigestScratch(device)
@@ -108,7 +108,7 @@ class SharedStager:
 
     @contextlib.contextmanager
     def _working_beside(self, device: torch.device) -> Iterator[torch.Stream]:
-        """What the calling thread does goes to a stream of the saves' own."""
+        """Runs the calling thread's work on a stream of the saves' own."""
         self._stream = self._stream or build_stream(device)
         with working_on(self._stream):
             yield self._stream
@@ -154,7 +154,9 @@ class SharedStager:
                 buffer.pin(device)
             except PinError as error:
                 self._path = replace(self._path, has_pinning=False)
-                self._notices["pin"] = f"saves copy to memory that is not pinned, which is slower: {error}"
+                self._notices["pin"] = (
+                    f"staging memory is not pinned, so that copies from the device are slower: {error}"
+                )
         return buffer
 
     def _reserve(self, num_bytes: int, slack_bytes: int = 0) -> SharedBuffer:
@@ -167,7 +169,7 @@ class SharedStager:
     def _note_no_room(self, error: BaseException) -> None:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         self._notices["room"] = (
-            f"saves compare copies with nothing, for digests find no room on the device and are taken of them: {reason}"
+            f"the device has no memory left for digests, so that they are computed from the staged copies: {reason}"
         )
 
     def close(self) -> None:
