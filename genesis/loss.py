@@ -10,18 +10,11 @@ from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-try:
-    from liger_kernel.transformers.functional import (  # type: ignore[import-not-found]  # optional, CUDA only
-        liger_fused_linear_cross_entropy,
-    )
-except ImportError:
-    liger_fused_linear_cross_entropy = None
-
 IGNORE_INDEX = -100
 """The label that the loss does not count (torch's convention)."""
 
-CHUNK_LOGITS_BYTES_CPU, CHUNK_LOGITS_BYTES_GPU = 8 * 2**20, 128 * 2**20
-"""Float32 logits that exist at one time: on CPU what stays near the caches, on a GPU what keeps it busy."""
+CHUNK_LOGITS_BYTES_CPU, CHUNK_LOGITS_BYTES_GPU = 8 * 2**20, 512 * 2**20
+"""Float32 logits that exist at one time: on CPU what stays near the caches, on a GPU what seldom reads the weight."""
 
 MIN_CHUNK_TOKENS = 256
 """Every chunk reads the weight and reads and writes its gradient: fewer tokens than this would not pay for that."""
@@ -31,6 +24,18 @@ def chunk_tokens(vocab_size: int, device: torch.device) -> int:
     """Returns how many tokens' logits exist at one time."""
     num_bytes = CHUNK_LOGITS_BYTES_CPU if device.type == "cpu" else CHUNK_LOGITS_BYTES_GPU
     return max(MIN_CHUNK_TOKENS, num_bytes // (4 * vocab_size))
+
+
+def split_tokens(num_tokens: int, vocab_size: int, device: torch.device) -> int:
+    """Returns how many of `num_tokens` tokens a chunk has: on a GPU all chunks have as many, up to rounding.
+
+    A last chunk of a few tokens would read the whole weight for them. On a CPU the chunks stay as they are, because
+    others would change the last bits of every loss.
+    """
+    most = chunk_tokens(vocab_size, device)
+    if device.type == "cpu" or num_tokens <= most:
+        return most
+    return -(-num_tokens // -(-num_tokens // most))
 
 
 def sum_cross_entropy(
@@ -50,16 +55,10 @@ def sum_cross_entropy(
     dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else hidden.dtype
     hidden, labels = hidden.flatten(0, -2), labels.flatten()
     with torch.autocast(device_type, enabled=False):
-        loss_sum: Tensor
-        if liger_fused_linear_cross_entropy is not None and hidden.is_cuda:
-            loss_sum = liger_fused_linear_cross_entropy(
-                hidden.to(dtype), weight.to(dtype), labels, ignore_index=IGNORE_INDEX, reduction="sum"
-            )
-        else:
-            needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-            loss_sum = _SumCrossEntropy.apply(  # type: ignore[no-untyped-call]  # torch's
-                hidden, weight, labels, dtype, needs_grad
-            )
+        needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+        loss_sum: Tensor = _SumCrossEntropy.apply(  # type: ignore[no-untyped-call]  # torch's
+            hidden, weight, labels, dtype, needs_grad
+        )
     return loss_sum.float()
 
 
@@ -78,7 +77,8 @@ class _SumCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype, needs_grad: bool
     ) -> Tensor:
-        num_tokens, step = hidden.shape[0], chunk_tokens(weight.shape[0], weight.device)
+        num_tokens = hidden.shape[0]
+        step = split_tokens(num_tokens, weight.shape[0], weight.device)
         grad_hidden = torch.empty_like(hidden) if needs_grad else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad else None
         loss_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -99,7 +99,7 @@ class _SumCrossEntropy(torch.autograd.Function):
             probs.scatter_add_(1, target, probs.new_full(target.shape, -1.0))
             grad_logits = probs.to(dtype)
             grad_hidden[start : start + step] = (grad_logits @ low_weight).masked_fill_(is_ignored, 0)
-            _add_product(grad_weight, grad_logits.t(), chunk.masked_fill(is_ignored, 0))
+            grad_weight = _add_product(grad_weight, grad_logits.t(), chunk.masked_fill(is_ignored, 0))
         ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
         return loss_sum
 
@@ -111,8 +111,11 @@ class _SumCrossEntropy(torch.autograd.Function):
         return grad_hidden.mul_(scale), grad_weight.mul_(scale), None, None, None
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Returns `total` with the product added, in place or not, in float32."""
     if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    else:
-        total += a @ b
+        return total.addmm_(a, b)
+    if a.is_cuda:  # the product is never rounded to 16 bits, and no tensor of its own
+        return torch.addmm(total, a, b, out_dtype=torch.float32)
+    total += a @ b
+    return total

@@ -1,12 +1,16 @@
 """The loss: equal to the float64 reference, whatever the chunks, the dtype, autocast and the labels."""
 
+import importlib.util
 import resource
+import sys
+import types
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from genesis.loss import IGNORE_INDEX, chunk_tokens, sum_cross_entropy
+import genesis.loss
+from genesis.loss import IGNORE_INDEX, chunk_tokens, split_tokens, sum_cross_entropy
 from genesis_callbacks.testing import run_ranks
 
 
@@ -142,3 +146,20 @@ def test_peak_memory_is_less_than_half_of_the_logits():
     logits_bytes = 8192 * 16_384 * 4
     (growth,) = run_ranks(peak_growth_bytes, 1)
     assert growth < logits_bytes / 2
+
+
+def test_no_installed_package_changes_the_loss(monkeypatch):
+    """A kernel that is installed is not used: what a run computes follows from its recipe."""
+    monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
+    spec = importlib.util.spec_from_file_location("another_loss", genesis.loss.__file__)
+    fresh = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fresh)
+    assert not [name for name in vars(fresh) if "liger" in name]
+
+
+def test_chunks_on_a_gpu_have_equally_many_tokens_and_those_on_a_cpu_stay():
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    most = chunk_tokens(49_152, gpu)
+    assert split_tokens(most, 49_152, gpu) == most
+    assert split_tokens(3 * most + 2, 49_152, gpu) == -(-(3 * most + 2) // 4)
+    assert split_tokens(1000, 9001, cpu) == chunk_tokens(9001, cpu)

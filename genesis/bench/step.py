@@ -33,6 +33,7 @@ from genesis.model.decoder import DecoderConfig
 from genesis.model.describe import describe
 from genesis.model.recipe import dump_decoder_config, read_decoder_config
 from genesis.optim import OptimizerOptions
+from genesis.precision import AUTO, choose_precision
 
 REFERENCE = "genesis"
 PEAK = "matmul"
@@ -48,7 +49,7 @@ class Recipe:
     optimizer: OptimizerOptions
     seq_len: int
     micro_batch_size: int
-    precision: Literal["32-true", "bf16-mixed"]
+    precision: Literal["auto", "32-true", "bf16-mixed"]
 
 
 MODELS = {
@@ -174,10 +175,14 @@ def read_recipe(path: Path) -> Recipe:
     try:
         optimizer = OptimizerOptions(**{**recipe["model"].get("optimizer", {}), "name": "adamw"})
         data = recipe["data"]
-        precision = recipe.get("trainer", {}).get("precision", "32-true")
+        precision = recipe.get("trainer", {}).get("precision", AUTO)
         return Recipe(decoder, optimizer, data["seq_len"], data["micro_batch_size"], precision)
     except (KeyError, TypeError) as error:
         raise UserError(f"{path} is no recipe of `genesis fit`: {error}") from error
+
+
+def _choose_precision(precision: str, device: str) -> Any:
+    return choose_precision(device) if precision == AUTO else precision
 
 
 def plan_workload(recipe: Recipe, options: argparse.Namespace, num_warmup_steps: int) -> Workload:
@@ -192,7 +197,7 @@ def plan_workload(recipe: Recipe, options: argparse.Namespace, num_warmup_steps:
         documents="one_per_row",
         flops_per_token=count_flops_per_token(recipe.decoder, recipe.seq_len),
         device=options.device,
-        precision=options.precision or recipe.precision,
+        precision=_choose_precision(options.precision or recipe.precision, options.device),
         is_compiled=options.compile,
         num_threads=options.threads,
         num_warmup_steps=num_warmup_steps,

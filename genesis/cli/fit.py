@@ -29,6 +29,7 @@ from lightning.pytorch.loggers import Logger
 
 from genesis.checkpoint_reference import LATEST, read_reference
 from genesis.cli.options import check_is_yaml
+from genesis.cli.precision import GenesisTrainer, resolve_precision
 from genesis.data.places import find_path, find_source_path, record_places
 from genesis.errors import RunEndedError, UserError, naming
 from genesis.model.recipe import dump_decoder_config
@@ -129,6 +130,7 @@ class GenesisCLI(LightningCLI):
         super().__init__(
             GenesisModule,
             CorpusDataModule,
+            trainer_class=GenesisTrainer,
             save_config_callback=None,
             parser_class=GenesisParser,
             auto_configure_optimizers=False,
@@ -196,12 +198,16 @@ class GenesisCLI(LightningCLI):
             raise UserError(f"seed_everything is {seed}: give a whole number from 0 to {_MAX_SEED}") from error
 
     def before_instantiate_classes(self) -> None:
-        """Finds the data of the run that goes on or is validated, where the working directory is another."""
+        """Resolves the precision, and finds the data of the run that goes on, if the working directory is another."""
         wanted, run_dir = self._get(self.config, "ckpt_path"), Path(self._get(self.config, "run_dir"))
-        if wanted is None:
-            return
-        run_dir = read_reference(wanted, run_dir=run_dir).run.path
+        reference = None if wanted is None else read_reference(wanted, run_dir=run_dir)
         config = self.config[str(self.subcommand)]
+        config["trainer.precision"] = resolve_precision(
+            config["trainer.precision"], config["trainer.accelerator"], reference
+        )
+        if reference is None:
+            return
+        run_dir = reference.run.path
         for key in ("data.corpus", "data.stream.tokenizer"):
             given = config.get(key)
             if given is not None and not Path(given).exists():

@@ -98,7 +98,10 @@ class CopyClock:
         self._finished_ms: list[float] = []
 
     def copy(self, window: AccumulationWindow, device: torch.device) -> AccumulationWindow:
-        """Returns the window on `device`; from page-locked memory the copy overlaps what the device is doing."""
+        """Returns the window on `device`; from page-locked memory the host does not wait for the copy.
+
+        The device makes the copy in its turn, between the kernels before and after it.
+        """
         if device.type != "cuda":
             return window.to(device, non_blocking=True)
         begin, end = _build_event(), _build_event()

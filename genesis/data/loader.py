@@ -138,11 +138,12 @@ def build_window(
     num_bytes = int(label_num_bytes.sum(dtype=np.int64)) - int(label_num_bytes.take(places).sum(dtype=np.int64))
     labels.put(places, IGNORE_INDEX)
     document_ids = _number_documents(ends)
-    tensors = [torch.from_numpy(array) for array in (inputs, labels, document_ids)]
+    ids, targets, documents = (torch.from_numpy(array) for array in (inputs, labels, document_ids))
+    runs = [slice(first, first + micro_batch_size) for first in range(0, len(rows), micro_batch_size)]
     return AccumulationWindow(
         micro_batches=tuple(
-            MicroBatch(*(tensor[first : first + micro_batch_size] for tensor in tensors))
-            for first in range(0, len(rows), micro_batch_size)
+            MicroBatch(ids[run], targets[run], documents[run], torch.from_numpy(_find_documents(ends[run])))
+            for run in runs
         ),
         num_valid_tokens=labels.size - len(places),
         num_bytes=num_bytes,
@@ -155,6 +156,13 @@ def _number_documents(ends: Bool[ndarray, "N S"]) -> Int32[ndarray, "N S"]:
     numbers = np.zeros(ends.shape, np.int32)
     numbers[:, 1:] = ends[:, :-1]
     return np.cumsum(numbers, axis=1, out=numbers)
+
+
+def _find_documents(ends: Bool[ndarray, "B S"]) -> Int32[ndarray, " num_documents+1"]:
+    """Returns where documents begin in the flattened rows, each of which begins one, and where the last one ends."""
+    is_start = np.ones(ends.shape, np.bool_)
+    is_start[:, 1:] = ends[:, :-1]
+    return np.append(np.flatnonzero(is_start), ends.size).astype(np.int32)
 
 
 @dataclass(frozen=True)
@@ -344,7 +352,7 @@ class WindowLoader:
         indices: Asked at the start of each iteration; `num_windows` long, or shorter where the data end.
         num_windows: Length of one iteration.
         prefetch_windows: How many are built ahead; 0 builds each when it is asked for.
-        pin_memory: Whether windows lie in page-locked memory, for copies to a GPU that overlap its work.
+        pin_memory: Whether windows lie in page-locked memory, for copies to a GPU that the host does not wait for.
 
     Attributes:
         clock: What the making of windows took, and the waiting for them.

@@ -3,7 +3,7 @@
 B  sequences of one micro-batch on one rank     S  tokens of one sequence
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Self
 
 import torch
@@ -21,29 +21,25 @@ class MicroBatch:
 
     `labels[b, s]` is the token that follows `input_ids[b, s]` in its document, or `IGNORE_INDEX`.
     `document_ids` counts from 0 within each row; attention and positions never cross a change of it.
+    `document_offsets`, which loaders give, says where documents begin in the flattened rows, and where the last one
+    ends: a model that had to find them itself would wait for the device.
     """
 
     input_ids: Int64[Tensor, "B S"]
     labels: Int64[Tensor, "B S"]
     document_ids: Int32[Tensor, "B S"]
+    document_offsets: Int32[Tensor, " num_documents+1"] | None = None
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by the names of their fields."""
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
         """Returns the same micro-batch on `device`."""
-        return replace(
-            self,
-            input_ids=self.input_ids.to(device, non_blocking=non_blocking),
-            labels=self.labels.to(device, non_blocking=non_blocking),
-            document_ids=self.document_ids.to(device, non_blocking=non_blocking),
-        )
-
-    def pin_memory(self) -> Self:
-        """Returns the same micro-batch in page-locked memory."""
-        return replace(
-            self,
-            input_ids=self.input_ids.pin_memory(),
-            labels=self.labels.pin_memory(),
-            document_ids=self.document_ids.pin_memory(),
-        )
+        moved = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.tensors.items()}
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True)
@@ -55,17 +51,38 @@ class AccumulationWindow:
         num_valid_tokens: Labels of this rank's micro-batches that are not `IGNORE_INDEX`.
         num_bytes: UTF-8 bytes of text behind those labels, for bits per byte.
         data_position: Global sequences consumed once this window is (all ranks' rows).
+        packed: What `pin_memory` made: all tensors of the micro-batches of one type, one after another.
     """
 
     micro_batches: tuple[MicroBatch, ...]
     num_valid_tokens: int
     num_bytes: int
     data_position: int
+    packed: tuple[Tensor, ...] | None = field(default=None, repr=False, compare=False)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
-        """Returns the same window with its tensors on `device`."""
-        return replace(self, micro_batches=tuple(m.to(device, non_blocking) for m in self.micro_batches))
+        """Returns the same window with its tensors on `device`; from page-locked memory by one copy for each type."""
+        if self.packed is None:
+            return replace(self, micro_batches=tuple(m.to(device, non_blocking) for m in self.micro_batches))
+        return self._unpack(tuple(tensor.to(device, non_blocking=non_blocking) for tensor in self.packed), None)
 
     def pin_memory(self) -> Self:
         """Returns the same window with its tensors in page-locked memory."""
-        return replace(self, micro_batches=tuple(m.pin_memory() for m in self.micro_batches))
+        of_type: dict[torch.dtype, list[Tensor]] = {}
+        for micro_batch in self.micro_batches:
+            for tensor in micro_batch.tensors.values():
+                of_type.setdefault(tensor.dtype, []).append(tensor.flatten())
+        packed = tuple(torch.cat(tensors).pin_memory() for tensors in of_type.values())
+        return self._unpack(packed, packed)
+
+    def _unpack(self, flat: tuple[Tensor, ...], packed: tuple[Tensor, ...] | None) -> Self:
+        """Returns this window with views of `flat` as its tensors, in the order of `pin_memory`."""
+        left = {tensor.dtype: tensor for tensor in flat}
+        micro_batches = []
+        for micro_batch in self.micro_batches:
+            views = {}
+            for name, tensor in micro_batch.tensors.items():
+                own, left[tensor.dtype] = left[tensor.dtype].tensor_split([tensor.numel()])
+                views[name] = own.view(tensor.shape)
+            micro_batches.append(replace(micro_batch, **views))
+        return replace(self, micro_batches=tuple(micro_batches), packed=packed)

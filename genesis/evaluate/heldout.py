@@ -168,6 +168,7 @@ def measure_held_out(
                     decoder(
                         micro_batch.input_ids,
                         document_ids=micro_batch.document_ids,
+                        document_offsets=micro_batch.document_offsets,
                         head=partial(sum_cross_entropy, labels=micro_batch.labels),
                     )
                 )

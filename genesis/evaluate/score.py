@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Final, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -176,12 +176,22 @@ def score_targets(
     is_most_likely = torch.empty(len(tokens), dtype=torch.bool, device=hidden.device)
     step = max(_LEAST_PLACES, chunk_tokens(weight.shape[0], weight.device))
     for start in range(0, len(hidden), step):  # all logits at once would need more memory than the model
-        logits = hidden[start : start + step] @ weight.t()
+        logits = multiply_in_float32(hidden[start : start + step], weight)
         inside = (which >= start) & (which < start + step)
         rows, asked = which[inside] - start, tokens[inside]
         logprobs[inside] = logits.log_softmax(dim=1, dtype=torch.float32)[rows, asked]
         is_most_likely[inside] = logits[rows, asked] == logits.amax(dim=1)[rows]  # a fraction of argmax's cost
     return logprobs, is_most_likely
+
+
+def multiply_in_float32(hidden: Float[Tensor, "P D"], weight: Float[Tensor, "V D"]) -> Float32[Tensor, "P V"]:
+    """Returns logits in float32. In bfloat16 the two most likely tokens often tie, and both would pass for greedy."""
+    if hidden.dtype == torch.float32:
+        return hidden @ weight.t()
+    if hidden.device.type == "cuda":
+        logits: Tensor = torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # no float32 copy of the weight
+        return logits
+    return hidden.float() @ weight.float().t()
 
 
 def _size(row: Row) -> tuple[int, int]:

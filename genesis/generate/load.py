@@ -73,7 +73,18 @@ def load_decoder(
         decoder.load_state_dict(state, assign=True)
     except RuntimeError as error:
         raise _another_decoder(checkpoint, error) from None
+    avoid_planned_attention(torch.device(device))
     return Loaded(decoder.to(device=device, dtype=dtype).eval(), found, checkpoint)
+
+
+def avoid_planned_attention(device: torch.device) -> None:
+    """Keeps torch from cuDNN's attention in this process, if the device is a CUDA one.
+
+    cuDNN plans each shape when it first sees it, for 20 to 400 ms. Texts that grow, and prompts of any length, bring a
+    new shape with nearly every forward. Where shapes repeat, as in training, it stays.
+    """
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def build_empty_decoder(config: DecoderConfig, num_tensors: int, checkpoint: Path) -> Decoder:

@@ -23,6 +23,9 @@ from genesis.model.part import MATRICES, VECTORS, ParameterGroup, Part, check_co
 MIN_MEAN_DOCUMENT_TOKENS = 24
 """On CPU, shorter documents are masked: attention one by one would cost more in calls than it saves in work."""
 
+FLASH_CAPABILITY, FLASH_HEAD_DIM = (8, 0), 256
+"""The oldest GPUs (Ampere) and the widest heads that flash kernels exist for."""
+
 _distrusted_devices: set[str] = set()
 
 
@@ -159,6 +162,7 @@ def build_attention_metadata(
     config: AttentionConfig,
     x: Float[Tensor, "B S D"],
     document_ids: Int32[Tensor, "B S"] | None,
+    offsets: Int32[Tensor, " num_documents+1"] | None = None,
     cached_lengths: Int64[Tensor, " B"] | None = None,
     num_slots: int = 0,
 ) -> AttentionMetadata:
@@ -168,13 +172,16 @@ def build_attention_metadata(
         config: The attention's.
         x: What enters the first block: device, dtype and sizes are read of it.
         document_ids: Which document of its row each token belongs to; None for one document per row.
+        offsets: Where documents begin in the flattened batch, and its end. Without them they are found in
+            `document_ids`, for which the host waits for the device.
         cached_lengths: How many tokens of each row a cache holds already; None without a cache.
         num_slots: How many tokens of a row that cache can hold.
     """
     batch_size, seq_len, device = x.shape[0], x.shape[1], x.device
     head_dim, window = config.head_width(x.shape[2]), config.sliding_window
     positions = torch.arange(seq_len, device=device).unsqueeze(0)
-    offsets = mask = slots = None
+    assert offsets is None or document_ids is not None
+    mask = slots = None
     is_windowed = window is not None and window < seq_len
     if cached_lengths is None and document_ids is None and is_windowed:
         document_ids = torch.zeros((batch_size, seq_len), device=device, dtype=torch.int32)
@@ -189,7 +196,8 @@ def build_attention_metadata(
             if window is not None:
                 mask &= (held > positions.unsqueeze(2) - window).unsqueeze(1)
     elif document_ids is not None:
-        offsets = document_offsets(document_ids)
+        if offsets is None:
+            offsets = document_offsets(document_ids)
         num_documents = offsets.numel() - 1
         if num_documents > batch_size:
             positions = document_positions(document_ids)
@@ -202,14 +210,16 @@ def build_attention_metadata(
 
 
 def _suits_offsets(x: Tensor, num_documents: int, head_dim: int) -> bool:
-    """Whether attention document by document beats a mask, and exists at all (CUDA: flash kernels, 16 bits)."""
+    """Whether attention document by document beats a mask, and exists at all (CUDA: flash kernels)."""
     if x.device.type in _distrusted_devices:
         return False
     if x.device.type == "cpu":
         return num_documents * MIN_MEAN_DOCUMENT_TOKENS <= x.shape[0] * x.shape[1]
     is_autocast = torch.is_autocast_enabled(x.device.type)
     dtype = torch.get_autocast_dtype(x.device.type) if is_autocast else x.dtype
-    return dtype in (torch.float16, torch.bfloat16) and head_dim % 8 == 0
+    if x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) < FLASH_CAPABILITY:
+        return False
+    return dtype in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= FLASH_HEAD_DIM
 
 
 def rotary_tables(
@@ -318,6 +328,8 @@ def _window_mask(query: Float[Tensor, "S H E"], window: int | None) -> Bool[Tens
 
 class Attention(Part):
     """Grouped-query attention with rotary positions."""
+
+    draws_random_numbers = False
 
     def __init__(self, config: AttentionConfig, dim: int, layer: int) -> None:
         super().__init__()

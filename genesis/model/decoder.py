@@ -249,6 +249,7 @@ class Decoder(nn.Module):
         input_ids: Int64[Tensor, "B S"],
         *,
         document_ids: Int32[Tensor, "B S"] | None = None,
+        document_offsets: Int32[Tensor, " num_documents+1"] | None = None,
         cache: KVCache | None = None,
         logits_to_keep: Int64[Tensor, " P"] | None = None,
         head: Callable[[Tensor, Tensor], T] = project,  # type: ignore[assignment]  # a default cannot bind T
@@ -259,6 +260,7 @@ class Decoder(nn.Module):
         Args:
             input_ids: Tokens.
             document_ids: Which document of its row each token belongs to; None for one document per row.
+            document_offsets: Where these documents begin in the flattened batch, and its end; None to find them.
             cache: Earlier tokens of the same sequences; this forward's are added to it, but only counted by `advance`.
             logits_to_keep: The positions of the flattened batch whose logits are wanted; the last block computes only
                 those. None for all.
@@ -267,7 +269,7 @@ class Decoder(nn.Module):
         """
         x = self.embedding(input_ids)
         cached = () if cache is None else (cache.lengths, cache.keys.shape[2])
-        metadata = build_attention_metadata(self._attention, x, document_ids, *cached)
+        metadata = build_attention_metadata(self._attention, x, document_ids, document_offsets, *cached)
         statistics: dict[str, Statistics] = {}
         for index, block in enumerate(self.blocks):
             kept = logits_to_keep if index == len(self.blocks) - 1 else None

@@ -63,6 +63,8 @@ class Dense(FeedForward):
         Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202, equation 6.
     """
 
+    draws_random_numbers = False
+
     def __init__(self, dim: int, ffn_dim: int) -> None:
         super().__init__()
         self.gate = nn.Linear(dim, ffn_dim, bias=False)

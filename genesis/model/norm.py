@@ -50,6 +50,8 @@ class RMSNorm(Part):
         Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467, equation 4.
     """
 
+    draws_random_numbers = False
+
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
         self.eps = eps

@@ -46,7 +46,14 @@ class Statistics(NamedTuple):
 
 
 class Part(nn.Module, ABC):
-    """A module that answers for the parameters that it holds; a part within it answers for its own."""
+    """A module that answers for the parameters that it holds; a part within it answers for its own.
+
+    Attributes:
+        draws_random_numbers: Whether its forward does, so that activation checkpointing has to save and set the state
+            of the generators, which takes the host's time for each block.
+    """
+
+    draws_random_numbers: bool = True
 
     @abstractmethod
     def init_weights(self, initial: InitialValues) -> None:

@@ -1,6 +1,6 @@
 """The nearest semi-orthogonal matrix, for Muon: batched on a rank, shared out over ranks where matrices are sharded."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
@@ -17,25 +17,71 @@ NUM_STEPS = 5
 # As torch's Muon has it. Also on CPUs: those with avx512_bf16 or AMX take a quarter of float32's time.
 _DTYPE = torch.bfloat16
 
+BATCH_BYTES = 256 * 2**20
+"""Of the matrices that a rank multiplies at once; the products take several times as much."""
+
 
 def orthogonalize(matrices: Sequence[Tensor]) -> list[Tensor]:
     """Returns for each matrix one with the same singular vectors and singular values near 1.
-
-    Matrices of one shape (turned to be wide) are cast and multiplied as one batch.
 
     References:
         Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024, https://kellerjordan.github.io/posts/muon/
     """
     results: dict[int, Tensor] = {}
-    by_shape: dict[tuple[int, int], list[int]] = {}
-    for index, matrix in enumerate(matrices):
-        rows, columns = matrix.shape
-        by_shape.setdefault((min(rows, columns), max(rows, columns)), []).append(index)
-    for indices in by_shape.values():
-        batch = torch.stack([_to_wide(matrices[index]) for index in indices])
-        for index, result in zip(indices, _iterate(batch.to(_DTYPE)).to(batch.dtype), strict=True):
-            results[index] = result if matrices[index].shape == result.shape else result.mT
+    for batch in plan_batches([matrix.shape for matrix in matrices]):
+        directions = orthogonalize_batch([matrices[index] for index in batch].__getitem__, len(batch))
+        for index, direction in zip(batch, directions, strict=True):
+            results[index] = turn_back(direction, matrices[index].shape).to(matrices[index].dtype)
     return [results[index] for index in range(len(matrices))]
+
+
+def plan_batches(shapes: Sequence[Sequence[int]], num_ranks: int = 1) -> list[list[int]]:
+    """Returns the matrices of each batch: of one shape (turned to be wide), and of limited size on each rank. Pure.
+
+    Args:
+        shapes: Rows and columns of each matrix.
+        num_ranks: Ranks that share a batch.
+    """
+    by_shape: dict[tuple[int, int], list[int]] = {}
+    for index, (rows, columns) in enumerate(shapes):
+        by_shape.setdefault((min(rows, columns), max(rows, columns)), []).append(index)
+    batches = []
+    for (rows, columns), indices in by_shape.items():
+        size = num_ranks * max(1, BATCH_BYTES // max(1, rows * columns * _DTYPE.itemsize))
+        batches += [indices[start : start + size] for start in range(0, len(indices), size)]
+    return batches
+
+
+def orthogonalize_batch(
+    read: Callable[[int], Tensor], num_matrices: int, group: dist.ProcessGroup | None = None
+) -> list[Tensor]:
+    """Returns the orthogonalised matrices of one batch of `plan_batches`, turned to be wide, in bfloat16.
+
+    With a group each rank computes a share of them and gets the others' results: the same bits on every rank, whatever
+    the GPUs, and no rank repeats another's work. Then it communicates, and every rank of the group calls it.
+
+    Args:
+        read: Returns a matrix of the batch by its number; of a shared batch only this rank's own are read, or one.
+        num_matrices: Of the batch.
+        group: Ranks that hold the same matrices.
+    """
+    rank, num_ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    own = [_to_wide(read(number)).to(_DTYPE) for number in range(rank, num_matrices, num_ranks)]
+    results = list(_iterate(torch.stack(own))) if own else []
+    if group is not None:
+        # Each rank gives as many, the last ones perhaps zeros.
+        like = own[0] if own else torch.zeros_like(_to_wide(read(0)), dtype=_DTYPE)
+        per_rank = -(-num_matrices // num_ranks)
+        given = torch.stack([*results, *(torch.zeros_like(like) for _ in range(per_rank - len(results)))])
+        gathered = given.new_empty((num_ranks * per_rank, *like.shape))
+        dist.all_gather_into_tensor(gathered, given, group=group)
+        results = [gathered[number % num_ranks * per_rank + number // num_ranks] for number in range(num_matrices)]
+    return results
+
+
+def turn_back(direction: Tensor, shape: Sequence[int]) -> Tensor:
+    """Returns a matrix of a batch, turned as the one of `shape` that it was made of."""
+    return direction if direction.shape == shape else direction.mT
 
 
 def _to_wide(matrix: Tensor) -> Tensor:
@@ -89,9 +135,9 @@ def orthogonalize_sharded(updates: Sequence[Tensor], parameters: Sequence[DTenso
     sizes = [sum(updates[i].numel() for i in owned[owner]) for owner in range(world_size)]
     received = _exchange(sent, sizes, group)
     results: dict[int, Tensor] = {}
-    for owner, rows in enumerate(received):
+    for owner, rows in enumerate(torch.split(torch.cat(received).to(updates[0].device), sizes)):
         results.update(zip(owned[owner], _split(rows, [tuple(updates[i].shape) for i in owned[owner]]), strict=True))
-    return [results[i].to(updates[i]) for i in range(len(updates))]
+    return [results[i].to(updates[i].dtype) for i in range(len(updates))]
 
 
 def _shard_group(parameters: Sequence[DTensor]) -> tuple[dist.ProcessGroup, str]:
@@ -128,7 +174,8 @@ def _rows_of(matrix: Tensor, rank: int, world_size: int) -> Tensor:
 def _concatenate(tensors: Sequence[Tensor], device: str) -> BFloat16[Tensor, " n"]:
     if not tensors:
         return torch.empty(0, dtype=_DTYPE, device=device)
-    return torch.cat([tensor.to(device=device, dtype=_DTYPE).reshape(-1) for tensor in tensors])
+    # At once, because each copy from offloaded tensors waits for the device.
+    return torch.cat([tensor.to(dtype=_DTYPE).reshape(-1) for tensor in tensors]).to(device)
 
 
 def _split(flat: Shaped[Tensor, " n"], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:

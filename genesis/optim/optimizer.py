@@ -1,16 +1,26 @@
 """One optimizer whose groups name their algorithm: automatic optimization takes only one optimizer."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, overload
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from genesis.optim.newton_schulz import COEFFICIENTS, EPS, NUM_STEPS, orthogonalize, orthogonalize_sharded
+from genesis.optim.newton_schulz import (
+    COEFFICIENTS,
+    EPS,
+    NUM_STEPS,
+    orthogonalize_batch,
+    orthogonalize_sharded,
+    plan_batches,
+    turn_back,
+)
 
 # The keys of torch's own groups, so that a state can move between ours and theirs.
 _GROUP_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -55,8 +65,8 @@ class GroupedOptimizer(Optimizer):
     """AdamW and Muon in one: each group has a key `algorithm`, `adamw` or `muon`, and that algorithm's options.
 
     States and options have the names and the meaning of torch.optim.AdamW and torch.optim.Muon. Deterministic. It
-    communicates only for Muon on sharded matrices (`orthogonalize_sharded`). It leaves unscaling and skipping to the
-    gradient scaler.
+    communicates only for Muon: on sharded matrices (`orthogonalize_sharded`), and after `share_matrices`. It leaves
+    unscaling and skipping to the gradient scaler.
 
     Args:
         params: Groups.
@@ -80,6 +90,15 @@ class GroupedOptimizer(Optimizer):
                     )
             groups.append(known | group)
         super().__init__(groups, {})
+        self._replicas: dist.ProcessGroup | None = None
+
+    def share_matrices(self, replicas: dist.ProcessGroup) -> None:
+        """Makes Muon compute each whole matrix on one rank alone, which gives the result to the others.
+
+        Args:
+            replicas: Ranks that hold the same parameters and gradients and step together.
+        """
+        self._replicas = replicas
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -133,19 +152,32 @@ class GroupedOptimizer(Optimizer):
         gradients = [_local_gradient(parameter) for parameter in parameters]
         buffers = [_local(self.state[parameter]["momentum_buffer"]) for parameter in parameters]
         torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
-        updates = torch._foreach_lerp(gradients, buffers, group["momentum"]) if group["nesterov"] else buffers
+        torch._foreach_mul_([_local(parameter) for parameter in parameters], 1 - group["lr"] * group["weight_decay"])
+
+        def update_of(i: int) -> Tensor:
+            return torch.lerp(gradients[i], buffers[i], group["momentum"]) if group["nesterov"] else buffers[i]
+
+        def apply(i: int, direction: Tensor) -> None:
+            lr = group["lr"] * lr_ratio(parameters[i].shape, group["adjust_lr_fn"])
+            _local(parameters[i]).add_(direction, alpha=-lr)
 
         sharded = {i: parameter for i, parameter in enumerate(parameters) if isinstance(parameter, DTensor)}
         whole = [i for i in range(len(parameters)) if i not in sharded]
-        directions = dict(zip(whole, orthogonalize([updates[i] for i in whole]), strict=True))
+        num_ranks = 1 if self._replicas is None else dist.get_world_size(self._replicas)
+        # Each batch is applied before the next is made, and its updates exist no longer: a model's would not fit.
+        for batch in plan_batches([parameters[i].shape for i in whole], num_ranks):
+            members = [whole[number] for number in batch]
+            directions = orthogonalize_batch(partial(_read, update_of, members), len(members), self._replicas)
+            for i, direction in zip(members, directions, strict=True):
+                apply(i, turn_back(direction, parameters[i].shape))
         if sharded:
-            rows = orthogonalize_sharded([updates[i] for i in sharded], list(sharded.values()))
-            directions.update(zip(sharded, rows, strict=True))
+            rows = orthogonalize_sharded([update_of(i) for i in sharded], list(sharded.values()))
+            for i, direction in zip(sharded, rows, strict=True):
+                apply(i, direction)
 
-        torch._foreach_mul_([_local(parameter) for parameter in parameters], 1 - group["lr"] * group["weight_decay"])
-        for i, parameter in enumerate(parameters):
-            lr = group["lr"] * lr_ratio(parameter.shape, group["adjust_lr_fn"])
-            _local(parameter).add_(directions[i], alpha=-lr)
+
+def _read(update_of: Callable[[int], Tensor], members: Sequence[int], number: int) -> Tensor:
+    return update_of(members[number])
 
 
 def lr_ratio(shape: torch.Size, adjust_lr_fn: str | None) -> float:

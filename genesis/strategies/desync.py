@@ -7,6 +7,9 @@ gradients or not). A thread publishes the count in a store beside the process gr
 forward of the same number is of another kind, or a rank that stays ahead for longer than allowed, end all ranks with
 the name of the rank and the line that called.
 
+How long a rank is ahead says nothing until every rank has ended its first windows: before that, one of them may be
+compiling its blocks, opening its connections or reading data for the first time, which takes minutes.
+
 Does it communicate? Through a TCP store of its own, never through a process group; the training thread only increments.
 """
 
@@ -31,17 +34,22 @@ EXIT_STATUS = 70
 """sysexits' EX_SOFTWARE: the program, not the machine, is at fault."""
 
 _INTERVAL_SECONDS = 0.5
+_NUM_FIRST_WINDOWS = 2
 _NUM_KINDS_KEPT = 256
 _FOREIGN_PATHS = (f"{os.sep}torch{os.sep}", f"{os.sep}lightning{os.sep}", f"{os.sep}genesis{os.sep}model{os.sep}")
 
 
 @dataclass(frozen=True)
 class ForwardLog:
-    """What one rank has entered: `num_forwards` in all; `kinds` are those of the last ones, one letter each."""
+    """What one rank has entered: `num_forwards` in all; `kinds` are those of the last ones, one letter each.
+
+    `num_windows` are the windows that it has ended.
+    """
 
     rank: int
     num_forwards: int
     kinds: str
+    num_windows: int = _NUM_FIRST_WINDOWS
 
     def kind(self, number: int) -> str | None:
         """Returns the kind of forward `number` (from 0), or None where it is not known (any more, or yet)."""
@@ -66,7 +74,12 @@ def find_divergence(logs: Sequence[ForwardLog]) -> tuple[int, int, str] | None:
 
 
 def find_leader(logs: Sequence[ForwardLog]) -> tuple[int, int] | None:
-    """Returns (number, rank) of the forward that one rank has entered and another has not, or None."""
+    """Returns (number, rank) of the forward that one rank has entered and another has not, or None.
+
+    None, too, while a rank has not ended its first windows.
+    """
+    if min(log.num_windows for log in logs) < _NUM_FIRST_WINDOWS:
+        return None
     ahead = max(logs, key=lambda log: log.num_forwards)
     behind = min(log.num_forwards for log in logs)
     return (behind, ahead.rank) if ahead.num_forwards > behind else None
@@ -80,7 +93,7 @@ class DesyncWatchdog:
 
     Args:
         module: Holds one root that `fully_shard` was applied to.
-        desync_seconds: How long a rank may be ahead of another.
+        desync_seconds: How long a rank may be ahead of another, once each has ended its first windows.
         ranks: Those that run the same forwards, this one among them.
     """
 
@@ -88,7 +101,7 @@ class DesyncWatchdog:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._ranks = ranks
         self._seconds = desync_seconds
-        self._num_forwards = 0
+        self._num_forwards = self._num_windows = 0
         self._kinds: deque[str] = deque(maxlen=_NUM_KINDS_KEPT)
         self._lock = threading.Lock()
         self._stopped = threading.Event()
@@ -123,6 +136,10 @@ class DesyncWatchdog:
         self._stopped.set()
         self._thread.join(timeout=10 * _INTERVAL_SECONDS)
 
+    def end_window(self) -> None:
+        """Counts a window that this rank has ended. Called by the training thread."""
+        self._num_windows += 1
+
     def _count(self, module: nn.Module, _: Any) -> None:
         kind = ("t" if module.training else "g") if torch.is_grad_enabled() else "e"
         with self._lock:
@@ -156,12 +173,12 @@ class DesyncWatchdog:
 
     def _exchange(self) -> list[ForwardLog]:
         with self._lock:
-            entry = f"{self._num_forwards} {''.join(self._kinds)}"
+            entry = f"{self._num_forwards} {self._num_windows} {''.join(self._kinds)}"
         self._store.set(f"log/{self._rank}", entry)
         logs = []
         for rank in self._ranks:
-            count, _, kinds = self._store.get(f"log/{rank}").decode().partition(" ")
-            logs.append(ForwardLog(rank, int(count), kinds))
+            num_forwards, num_windows, kinds = self._store.get(f"log/{rank}").decode().split(" ")
+            logs.append(ForwardLog(rank, int(num_forwards), kinds, int(num_windows)))
         return logs
 
     def _end(self, verdict: str) -> None:

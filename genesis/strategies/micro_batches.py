@@ -4,7 +4,7 @@ A pipeline schedule runs a whole window at once; a strategy with one has its own
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,7 +42,12 @@ def sum_loss(decoder: Decoder, micro_batch: MicroBatch, head: Callable[[Tensor],
         head: From labels to the head that computes their loss.
     """
     labels = micro_batch.labels
-    total: Tensor = decoder(micro_batch.input_ids, document_ids=micro_batch.document_ids, head=head(labels))
+    total: Tensor = decoder(
+        micro_batch.input_ids,
+        document_ids=micro_batch.document_ids,
+        document_offsets=micro_batch.document_offsets,
+        head=head(labels),
+    )
     return total
 
 
@@ -53,6 +58,7 @@ def train_in_turn(
     *,
     head: Callable[[Tensor], Head],
     backward: Callable[[Tensor, None], object],
+    gradient_reduction: Literal["window", "micro_batch"] = "window",
 ) -> WindowLoss:
     """Runs every forward, and every backward but the last, the one in which gradients meet other ranks'.
 
@@ -62,15 +68,17 @@ def train_in_turn(
         scale: What each loss is multiplied by before its backward.
         head: From labels to the head that computes their loss.
         backward: The strategy's, with Lightning's hooks around it.
+        gradient_reduction: Whether sharded gradients meet other ranks' in the last backward alone, or in every one.
     """
-    loss_sum = torch.zeros((), device=micro_batches[0].labels.device)
+    loss_sum = torch.zeros((), dtype=torch.float32, device=micro_batches[0].labels.device)
     part_sums: dict[str, Tensor] = {}
     for number, micro_batch in enumerate(micro_batches, start=1):
         is_last = number == len(micro_batches)
-        set_gradient_sync(decoder, is_last_micro_batch=is_last)
+        set_gradient_sync(decoder, is_reduced=is_last or gradient_reduction == "micro_batch")
         own_sum, statistics = decoder(
             micro_batch.input_ids,
             document_ids=micro_batch.document_ids,
+            document_offsets=micro_batch.document_offsets,
             head=head(micro_batch.labels),
             has_statistics=True,
         )

@@ -8,16 +8,19 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from genesis.data.window import MicroBatch
 from genesis.errors import UserError
 from genesis.loss import sum_cross_entropy
 from genesis.model.decoder import Decoder
+from genesis.optim import GroupedOptimizer
 from genesis.strategies.degrees import Degrees
 from genesis.strategies.layout import ParallelLayout, lay_out
 from genesis.strategies.micro_batches import Head, WindowLoss, sum_in_turn, train_in_turn
@@ -148,13 +151,22 @@ class Replicated(DDPStrategy):
             return model
         # DDP advises against the option when it finds no unused parameter; see `__init__` for why it is set.
         warnings.filterwarnings("ignore", "find_unused_parameters=True was specified", UserWarning)
-        return super()._setup_model(model)
+        # Not as the base does, on a stream of its own (Lightning #21567): gradients would be added up on that stream,
+        # with a wait for each parameter, because the backwards of a window's micro-batches run on the current one.
+        return DistributedDataParallel(model, device_ids=self.determine_ddp_device_ids(), **self._ddp_kwargs)
 
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
         """Builds the module's optimizers and, under ZeRO-1, spreads their state over the ranks."""
         super().setup_optimizers(trainer)
-        if self.optimizer_states == "sharded" and not self.is_alone:
+        if self.is_alone:
+            return
+        if self.optimizer_states == "sharded":
             self.optimizers = [_spread(optimizer) for optimizer in self.optimizers]
+            return
+        assert dist.group.WORLD is not None
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, GroupedOptimizer):
+                optimizer.share_matrices(dist.group.WORLD)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns the optimizer's state, for Lightning's own saves.

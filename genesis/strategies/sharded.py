@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torchmetrics import Metric
 
 from genesis.data.window import MicroBatch
 from genesis.errors import UserError
@@ -32,18 +32,23 @@ class Sharded(ModelParallelStrategy):
 
     Args:
         shard: `full` frees a unit's parameters after its forward and gathers them again in backward; `grad_op` keeps
-            them from forward to backward (gradients and optimizer state are sharded all the same); `hybrid` shards as
-            `full` within a group of `ranks_per_shard_group` ranks and replicates over the groups.
+            them from forward to backward (reduced gradients and optimizer state are sharded all the same); `hybrid`
+            shards as `full` within a group of `ranks_per_shard_group` ranks and replicates over the groups.
         ranks_per_shard_group: For `hybrid`; by default the ranks of one node.
         blocks_per_unit: Blocks whose parameters are gathered by one collective.
         max_gathers_in_flight: Units gathered or being gathered at once; 1 prefetches nothing.
         gather_dtype: In what parameters are gathered and computed; by default bfloat16 under `bf16-mixed`, else as
             they are.
         reduce_dtype: In what gradients are reduced.
+        gradient_reduction: After every window, or after every micro-batch. A window's gradients are added up before
+            they are reduced, so that from two micro-batches on every rank holds the gradients of the whole model in
+            `reduce_dtype` (4 bytes for each parameter), whatever is sharded. Reduced after every micro-batch they stay
+            sharded, for as many times the communication.
         cpu_offload: Whether parameters, gradients and optimizer state live in CPU memory between uses.
         activation_checkpointing: `none`, `block`, or n for every n-th block.
         compile_blocks: Whether each block is compiled by torch.compile.
-        desync_seconds: A rank that is alone in a forward for longer ends the run with its name.
+        desync_seconds: A rank that is alone in a forward for longer ends the run with its name; the first two windows
+            of each rank, in which it compiles and connects, may take any time.
         process_group_backend: `gloo` or `nccl`; by default the one of the device.
         timeout_seconds: How long a collective may wait.
 
@@ -59,10 +64,11 @@ class Sharded(ModelParallelStrategy):
         max_gathers_in_flight: int = 2,
         gather_dtype: DType | None = None,
         reduce_dtype: DType = "float32",
+        gradient_reduction: Literal["window", "micro_batch"] = "window",
         cpu_offload: bool = False,
         activation_checkpointing: ActivationCheckpointing = "none",
         compile_blocks: bool = False,
-        desync_seconds: float = 60.0,
+        desync_seconds: float = 300.0,
         process_group_backend: str | None = None,
         timeout_seconds: float = 1800.0,
     ) -> None:
@@ -76,6 +82,7 @@ class Sharded(ModelParallelStrategy):
         self.max_gathers_in_flight = max_gathers_in_flight
         self.gather_dtype = gather_dtype
         self.reduce_dtype = reduce_dtype
+        self.gradient_reduction = gradient_reduction
         self.cpu_offload = cpu_offload
         self.activation_checkpointing = activation_checkpointing
         self.compile_blocks = compile_blocks
@@ -123,9 +130,8 @@ class Sharded(ModelParallelStrategy):
     def apply_to(self, decoder: Decoder) -> None:
         """Applies this strategy's wrappers to a freshly built decoder, in place."""
         assert self._mesh is not None, "setup_environment makes the mesh"
-        gather = self.gather_dtype or self._default_gather_dtype()
         precision = MixedPrecisionPolicy(
-            param_dtype=None if gather is None else getattr(torch, gather),
+            param_dtype=self.computed_dtype,
             reduce_dtype=getattr(torch, self.reduce_dtype),
             # Rotary tables stay in float32: positions beyond 256 are not all different in bfloat16.
             cast_forward_inputs=False,
@@ -140,17 +146,27 @@ class Sharded(ModelParallelStrategy):
         )
         apply_wrappers(decoder, self.activation_checkpointing, self.compile_blocks, options)
 
-    def _default_gather_dtype(self) -> DType | None:
-        plugin = self.precision_plugin
-        return "bfloat16" if isinstance(plugin, MixedPrecision) and plugin.precision == "bf16-mixed" else None
+    @property
+    def computed_dtype(self) -> torch.dtype | None:
+        """In what parameters are gathered; None for as they are."""
+        default = "bfloat16" if self.precision_plugin.precision == "bf16-mixed" else None
+        gathered = self.gather_dtype or default
+        return None if gathered is None else getattr(torch, gathered)
 
     def head(self, labels: Tensor) -> Head:
         """Returns the head that computes the summed loss of `labels`."""
         return partial(sum_cross_entropy, labels=labels)
 
     def train_micro_batches(self, decoder: Decoder, micro_batches: Sequence[MicroBatch], scale: float) -> WindowLoss:
-        """Runs the micro-batches one after the other; gradients are reduced in the returned loss's backward."""
-        return train_in_turn(decoder, micro_batches, scale, head=self.head, backward=self.backward)
+        """Runs the micro-batches one after the other; gradients are reduced as `gradient_reduction` says."""
+        return train_in_turn(
+            decoder,
+            micro_batches,
+            scale,
+            head=self.head,
+            backward=self.backward,
+            gradient_reduction=self.gradient_reduction,
+        )
 
     def sum_losses(self, decoder: Decoder, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Returns the summed loss of micro-batches of validation."""
@@ -203,6 +219,22 @@ class Sharded(ModelParallelStrategy):
             self._watchdog = DesyncWatchdog(self.lightning_module, self.desync_seconds, self.layout.stage_ranks)
             self._watchdog.start()
 
+    def optimizer_step(self, *arguments: Any, **options: Any) -> Any:
+        """Runs a window's forwards, backwards and step; the watchdog counts it."""
+        output = super().optimizer_step(*arguments, **options)
+        self._end_window()
+        return output
+
+    def validation_step(self, *arguments: Any, **options: Any) -> Any:
+        """Runs a window of validation; the watchdog counts it, too."""
+        output = super().validation_step(*arguments, **options)
+        self._end_window()
+        return output
+
+    def _end_window(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.end_window()
+
     def teardown(self) -> None:
         """Ends the watchdog, what the start began, and what the base did."""
         self.start.end()
@@ -215,3 +247,8 @@ class Sharded(ModelParallelStrategy):
         """Moves what is not sharded; offloaded parameters stay in CPU memory."""
         if not self.cpu_offload:
             super().model_to_device()
+            return
+        assert self.model is not None
+        for module in self.model.modules():
+            if isinstance(module, Metric):  # its sums are added to on the device
+                module.to(self.root_device)

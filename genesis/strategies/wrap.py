@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from genesis.errors import UserError
 from genesis.model.decoder import Decoder
+from genesis.model.part import Part
 
 ActivationCheckpointing = Literal["none", "block"] | int
 """Which blocks recompute their activations in backward: none, each, or every n-th."""
@@ -79,7 +80,10 @@ def _apply_activation_checkpointing(decoder: Decoder, which: ActivationCheckpoin
     if not isinstance(every_n, int) or every_n < 1:
         raise UserError(f"activation_checkpointing is {which!r}; it must be 'none', 'block' or a whole number >= 1")
     for block in list(decoder.blocks)[::every_n]:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        is_random = decoder.config.dropout > 0 or any(
+            part.draws_random_numbers for part in block.modules() if isinstance(part, Part)
+        )
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=is_random)
 
 
 def _apply_shard(decoder: Decoder, options: ShardOptions) -> None:
@@ -131,7 +135,7 @@ def _limit_prefetch(first_blocks: list[nn.Module], num_prefetched: int) -> None:
         unit.set_modules_to_backward_prefetch(previous or [unit])
 
 
-def set_gradient_sync(module: nn.Module, is_last_micro_batch: bool) -> None:
+def set_gradient_sync(module: nn.Module, is_reduced: bool) -> None:
     """Says whether the next backward's gradients meet those of other ranks.
 
     Only FSDP2 needs to be told. Under DDP the reducer is armed once per training step, after its forward, so that
@@ -139,7 +143,7 @@ def set_gradient_sync(module: nn.Module, is_last_micro_batch: bool) -> None:
     """
     for child in module.modules():
         if isinstance(child, FSDPModule):
-            child.set_requires_gradient_sync(is_last_micro_batch, recurse=False)
+            child.set_requires_gradient_sync(is_reduced, recurse=False)
 
 
 def free_gathered_parameters(module: nn.Module) -> None:

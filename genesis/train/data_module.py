@@ -140,7 +140,7 @@ class CorpusDataModule(pl.LightningDataModule):
     def transfer_batch_to_device(
         self, batch: AccumulationWindow, device: torch.device, dataloader_idx: int
     ) -> AccumulationWindow:
-        """Returns the window on `device`; from page-locked memory the copy overlaps what the device is doing."""
+        """Returns the window on `device`; from page-locked memory the host does not wait for the copy."""
         return self.copy_clock.copy(batch, device)
 
     def teardown(self, stage: str) -> None:

@@ -31,6 +31,15 @@ def _weight(gradient: Tensor, num_stage_ranks: int) -> float:
     return mesh.size() / num_stage_ranks if is_first else 0.0
 
 
+def _total_norm(gradients: list[Tensor]) -> Tensor:
+    """Returns the 2-norm of whole tensors together, summed in float32 or more."""
+    if all(gradient.element_size() >= torch.float32.itemsize for gradient in gradients):
+        return get_total_norm(gradients)
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
+
+
 def global_gradient_norm(
     parameters: Iterable[nn.Parameter], device: torch.device, *, num_stage_ranks: int, world_size: int
 ) -> float:
@@ -48,14 +57,14 @@ def global_gradient_norm(
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if num_stage_ranks == world_size and not any(isinstance(gradient, DTensor) for gradient in gradients):
-        return float(get_total_norm([*gradients])) if gradients else 0.0
+        return float(_total_norm(gradients)) if gradients else 0.0
     by_weight: dict[float, list[Tensor]] = {}
     for gradient in gradients:
         by_weight.setdefault(_weight(gradient, num_stage_ranks), []).append(_local(gradient))
     squared = torch.zeros((), device=device, dtype=torch.float64)
     for weight, parts in by_weight.items():
         if weight:
-            squared += get_total_norm(parts).to(squared).square() * weight
+            squared += _total_norm(parts).to(squared).square() * weight
     dist.all_reduce(squared)
     return math.sqrt(float(squared))
 

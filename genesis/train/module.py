@@ -28,8 +28,10 @@ from genesis.strategies.layout import LayoutStrategy, layout_strategy
 from genesis.strategies.wrap import free_gathered_parameters
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.gradients import global_gradient_norm, scale_gradients
+from genesis.train.lightning_signals import leave_signals_to_votes
 from genesis.train.logged_values import log_exactly
 from genesis.train.metrics import BitsPerByte, TokenLoss
+from genesis.train.precision import prepare_precision
 from genesis.train.training_log import TrainingLog, WindowFigures
 from genesis_callbacks.host_group import Pending
 
@@ -89,7 +91,8 @@ class GenesisModule(pl.LightningModule):
     # ---- building
 
     def setup(self, stage: str) -> None:
-        """Refuses a corpus that the decoder can't take, before it is built."""
+        """Refuses a corpus or a precision that the decoder can't take, before it is built."""
+        prepare_precision(self.trainer.strategy)
         data = vars(self.trainer).get("datamodule")
         if isinstance(data, CorpusDataModule):
             _check_fits(self.decoder_config, data.training)
@@ -152,6 +155,7 @@ class GenesisModule(pl.LightningModule):
                 f"trainer.accumulate_grad_batches is {self.trainer.accumulate_grad_batches}; a window is accumulated "
                 "inside one step, set data.global_batch_size and data.micro_batch_size instead"
             )
+        leave_signals_to_votes(self.trainer)
 
     def on_train_start(self) -> None:
         """Makes sure that there are weights."""

@@ -3,6 +3,7 @@
 from typing import Final
 
 from genesis.model.recipe import unify_decoder
+from genesis.precision import unify_precision
 from genesis_callbacks.checkpoint import DriftPolicy
 
 _FREE: Final = (
@@ -46,6 +47,6 @@ RECIPE_POLICY: Final = DriftPolicy(
         ("trainer", "trainer"),
     ),
     remedy="--checkpoint.allow_changed '{keys}'",
-    unify=unify_decoder,
+    unify=lambda recipe: unify_precision(unify_decoder(recipe)),
 )
 """What neither list names (learning rate, schedule, max_steps, mix, precision, ...) must be allowed by its key."""

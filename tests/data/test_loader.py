@@ -26,6 +26,7 @@ from genesis.data.packing import Packing, count_train_sequences
 from genesis.data.plans import SourcePlan, measure_source, open_plan, write_plan
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow
 from genesis.errors import UserError
+from genesis.model.attention import document_offsets
 from tests.data.corpora import BOS, EOS, VOCAB_SIZE, Documents, make_documents, write_corpus
 
 SEQ_LEN = 12
@@ -398,3 +399,25 @@ def test_documents_begin_with_bos_where_a_document_id_changes(corpus: Corpus) ->
     for inputs, _, documents in rows_of(train_windows(corpus).window(80)):
         changes = [column for column in range(1, SEQ_LEN) if documents[column] != documents[column - 1]]
         assert changes == [column for column in range(1, SEQ_LEN) if inputs[column] == BOS]
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_a_loader_says_where_documents_begin_as_the_model_would_find_it(corpus: Corpus, packing: Packing) -> None:
+    for micro_batch in train_windows(corpus, packing=packing).window(8).micro_batches:
+        offsets = micro_batch.document_offsets
+        assert offsets is not None
+        assert offsets.dtype == torch.int32
+        assert torch.equal(offsets, document_offsets(micro_batch.document_ids))
+
+
+def test_a_pinned_window_is_copied_at_once_for_each_type(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    window = train_windows(corpus).window(0)
+    copied = window.pin_memory().to(torch.device("meta"))
+    assert [tensor.dtype for tensor in pinned] == [torch.int64, torch.int32]
+    assert copied.packed is None
+    again = window.pin_memory().to(torch.device("cpu"))
+    for one, other in zip(window.micro_batches, again.micro_batches, strict=True):
+        assert one.tensors.keys() == other.tensors.keys()
+        assert all(torch.equal(one.tensors[name], other.tensors[name]) for name in one.tensors)

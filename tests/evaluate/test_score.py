@@ -9,7 +9,7 @@ import torch
 
 from genesis.errors import UserError
 from genesis.evaluate.plan import MIN_HEAD_TOKENS, Request, find_heads, gather_contexts
-from genesis.evaluate.score import Score, Scorer
+from genesis.evaluate.score import Score, Scorer, score_targets
 from genesis.model.decoder import Decoder
 from tests.tiny_runs import SHAPE, build_decoder
 
@@ -162,3 +162,11 @@ def test_progress_counts_each_different_request_once(decoder: Decoder) -> None:
 def test_no_room_at_all_is_refused(decoder: Decoder) -> None:
     with pytest.raises(UserError, match="batch_tokens is 0: it must be at least 1"):
         Scorer(decoder, 0)
+
+
+def test_of_two_tokens_that_tie_in_bfloat16_only_the_likelier_is_greedy() -> None:
+    """Logits of 16 and 16.03: the next bfloat16 after 16 is 16.125."""
+    hidden = torch.tensor([[16.0, 0.03125]], dtype=torch.bfloat16)
+    weight = torch.tensor([[1.0, 0.0], [1.0, 1.0]], dtype=torch.bfloat16)
+    _, is_greedy = score_targets(hidden, weight, torch.tensor([0, 0]), torch.tensor([0, 1]))
+    assert is_greedy.tolist() == [False, True]

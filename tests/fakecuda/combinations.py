@@ -4,6 +4,9 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any, Final
 
+NUM_MICRO_BATCHES: Final = 3
+"""Of each step."""
+
 STRATEGIES: Final = ("replicated", "zero1", "full", "grad_op", "hybrid")
 PRECISIONS: Final = ("bf16-mixed", "32-true", "16-mixed", "bf16-true", "16-true")
 

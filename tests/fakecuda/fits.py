@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch.accelerators import Accelerator
@@ -18,22 +19,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import distributed as ddp
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from genesis.data.loader import WindowLoader
-from genesis.data.window import AccumulationWindow, MicroBatch
+from genesis.data.clock import CopyClock
+from genesis.data.loader import SequenceFormat, WindowLoader, build_window
+from genesis.data.window import AccumulationWindow
 from genesis.errors import UserError
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.optim import OptimizerOptions
 from genesis.strategies import Replicated, Sharded, mesh, replicated, sharded
 from genesis.strategies.start import Start
 from genesis.train.module import GenesisModule
-from genesis_callbacks import SkipAwareLR, TokenCounters
+from genesis_callbacks import AsyncProcessCheckpoint, SkipAwareLR, TokenCounters
 from genesis_callbacks.host_group import HostGroup, Pending
-from tests.fakecuda.combinations import Combination
+from tests.fakecuda import device
+from tests.fakecuda.combinations import NUM_MICRO_BATCHES, Combination
 from tests.fakecuda.device import outside
 from tests.fakecuda.watch import FakeMode, Watch
 
 STEPS: Final = 3
-NUM_MICRO_BATCHES: Final = 3
 BATCH, SEQ_LEN = 2, 128
 SHAPE: Final = DecoderConfig(
     dim=256, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=512, max_seq_len=SEQ_LEN, vocab_size=1024
@@ -74,26 +76,28 @@ class FakeCUDA(Accelerator):
     def teardown(self) -> None: ...
 
 
-def build_window(index: int) -> AccumulationWindow:
-    """Returns a window of several documents a row, as a loader makes it."""
-    shape = (BATCH, SEQ_LEN)
-    documents = (torch.arange(SEQ_LEN) // 50).to(torch.int32).expand(shape).clone()
-    micro_batch = MicroBatch(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64), documents)
-    num_tokens = NUM_MICRO_BATCHES * BATCH * SEQ_LEN
-    return AccumulationWindow((micro_batch,) * NUM_MICRO_BATCHES, num_tokens, 3 * num_tokens, index + 1)
+FORMAT: Final = SequenceFormat(SEQ_LEN, 0, np.full(SHAPE.vocab_size, 3, np.uint8), np.dtype(np.uint16))
+
+
+def build_pinned_window(index: int) -> AccumulationWindow:
+    """Returns a window of several documents a row, as the loader's thread makes it."""
+    rows = np.ones((NUM_MICRO_BATCHES * BATCH, SEQ_LEN + 1), np.uint16)
+    ends = np.zeros((len(rows), SEQ_LEN), np.bool_)
+    ends[:, 49::50] = True
+    return outside(build_window)(rows, FORMAT, BATCH, index + 1, ends).pin_memory()
 
 
 class Windows(pl.LightningDataModule):
     """Windows for training and one for validation; made on the training thread, where the fake mode is."""
 
     def train_dataloader(self) -> WindowLoader:
-        return WindowLoader(build_window, lambda: range(9), 9, 0, False)
+        return WindowLoader(build_pinned_window, lambda: range(9), 9, 0, False)
 
     def val_dataloader(self) -> WindowLoader:
-        return WindowLoader(build_window, lambda: range(1), 1, 0, False)
+        return WindowLoader(build_pinned_window, lambda: range(1), 1, 0, False)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        return batch.to(device, non_blocking=True)
+        return CopyClock().copy(batch, device)
 
 
 class KeepStep(pl.Callback):
@@ -111,6 +115,14 @@ class KeepStep(pl.Callback):
         self.syncs, self.kernels, self.casts = dict(watch.syncs), dict(watch.kernels), dict(watch.casts)
         for counts in (watch.syncs, watch.kernels, watch.casts):
             counts.clear()
+
+
+class Votes(AsyncProcessCheckpoint):
+    """The checkpoint callback as it stands in every run, without its saves: the engine has tests of its own."""
+
+
+for _hook in (name for name in dir(pl.Callback) if name.startswith(("on_", "setup", "teardown", "state_dict"))):
+    setattr(Votes, _hook, getattr(pl.Callback, _hook))
 
 
 class FakePending:
@@ -196,6 +208,8 @@ class _NoWatchdog:
 
     def start(self) -> None: ...
 
+    def end_window(self) -> None: ...
+
     def stop(self) -> None: ...
 
 
@@ -207,18 +221,24 @@ def build_strategy(combination: Combination) -> Any:
     return Sharded(shard=name, cpu_offload=offload, **groups)
 
 
-def run_fit(combination: Combination, num_layers: int = 2, **options: Any) -> dict[str, Any]:
+def run_fit(
+    combination: Combination, shape: dict[str, Any] | None = None, capability: tuple[int, int] = (9, 0), **options: Any
+) -> dict[str, Any]:
     """Runs a fit in this process, which can run no other one. Returns what its last step did, or what refused it.
 
     Args:
         combination: What to run.
-        num_layers: Of the decoder.
+        shape: Fields of the decoder that are not those of `SHAPE`.
+        capability: Of the device.
         options: Of the Trainer.
     """
     warnings.simplefilter("ignore")
-    os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+    cuda: Any = torch.cuda
+    cuda.get_device_capability = lambda device=None: tuple(capability)
     decoder: Any = Decoder
     decoder.init_weights = lambda self, seed: None  # fake tensors have no values
+    module: Any = GenesisModule
+    module.log = module.log_dict = lambda self, *arguments, **options: None  # it copies numbers on the host
     with fake_ranks(combination.num_ranks), FakeMode(), Watch() as watch:
         keep = KeepStep(watch)
         try:
@@ -232,20 +252,26 @@ def run_fit(combination: Combination, num_layers: int = 2, **options: Any) -> di
                 use_distributed_sampler=False,
                 num_sanity_val_steps=0,
                 logger=False,
-                enable_checkpointing=False,
                 enable_progress_bar=False,
                 enable_model_summary=False,
                 inference_mode=False,
                 gradient_clip_val=0.5,
-                callbacks=[TokenCounters(), SkipAwareLR(warmup_updates=2), keep],
+                callbacks=[TokenCounters(), SkipAwareLR(warmup_updates=2), keep, Votes(run_dir=tempfile.gettempdir())],
                 default_root_dir=tempfile.gettempdir(),
-                **{"log_every_n_steps": 100, "limit_val_batches": 0, **options},
+                **{"log_every_n_steps": 100, "val_check_interval": STEPS, "check_val_every_n_epoch": None, **options},
             )
-            module = GenesisModule(replace(SHAPE, num_layers=num_layers), OptimizerOptions(name=combination.optimizer))
+            module = GenesisModule(replace(SHAPE, **(shape or {})), OptimizerOptions(name=combination.optimizer))
             trainer.fit(module, datamodule=Windows())
         except (UserError, ValueError) as error:
             if keep.num_steps:
                 raise
             return {"refused": " ".join(str(error).split())}
     assert keep.num_steps == STEPS, keep.num_steps
-    return {"syncs": keep.syncs, "kernels": keep.kernels, "casts": keep.casts, "lines": watch.lines}
+    return {
+        "syncs": keep.syncs,
+        "kernels": keep.kernels,
+        "casts": keep.casts,
+        "lines": watch.lines,
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "num_streams_entered": len(device.STREAMS_ENTERED),
+    }

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from tests.fakecuda.client import FakeDevice
-from tests.fakecuda.combinations import Combination
+from tests.fakecuda.combinations import NUM_MICRO_BATCHES, Combination
+from tests.golden.files import read_golden
 
 pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.xdist_group("fakecuda")]
 
@@ -19,3 +20,66 @@ def run(device: FakeDevice, combination: Combination, **options: Any) -> dict[st
 def test_autocast_computes_in_bfloat16_on_the_device(fake_device: FakeDevice) -> None:
     assert run(fake_device, Combination())["casts"]["float32 to bfloat16"] > 0
     assert "float32 to bfloat16" not in run(fake_device, Combination(precision="32-true"))["casts"]
+
+
+def test_products_of_float32_matrices_take_tf32(fake_device: FakeDevice) -> None:
+    assert run(fake_device, Combination(precision="32-true"))["float32_matmul_precision"] == "high"
+
+
+def test_an_offloaded_model_adds_its_validation_up_on_the_device(fake_device: FakeDevice) -> None:
+    assert "refused" not in run(fake_device, Combination("full", num_ranks=2, has_offload=True))
+
+
+def test_ddp_is_built_on_the_current_stream(fake_device: FakeDevice) -> None:
+    assert run(fake_device, Combination(num_ranks=2))["num_streams_entered"] == 0
+
+
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "has_kernel"),
+    [((8, 0), 64, True), ((7, 5), 64, False), ((9, 0), 256, True), ((9, 0), 320, False)],
+)
+def test_flash_kernels_are_asked_for_where_they_exist(
+    fake_device: FakeDevice, capability: tuple[int, int], head_dim: int, has_kernel: bool
+) -> None:
+    shape = {"dim": 2 * head_dim, "num_heads": 2, "num_kv_heads": 2}
+    kernels = run(fake_device, Combination(precision="16-mixed"), capability=capability, shape=shape)["kernels"]
+    assert ("torch_attn::_varlen_attn" in kernels) == has_kernel
+
+
+GOLDEN_STEPS = {
+    "replicated": Combination(),
+    "replicated-muon-2-ranks": Combination(optimizer="muon", num_ranks=2),
+    "float16": Combination(precision="16-mixed"),
+    "sharded-2-ranks": Combination("full", num_ranks=2),
+    "offload-muon-2-ranks": Combination("full", optimizer="muon", num_ranks=2, has_offload=True),
+}
+
+
+def count_per_block(two: dict[str, int], four: dict[str, int]) -> dict[str, float]:
+    """Returns the counts of one block in one micro-batch, from steps with two and with four blocks."""
+    names = sorted({*two, *four})
+    counts = {name: (four.get(name, 0) - two.get(name, 0)) / (2 * NUM_MICRO_BATCHES) for name in names}
+    return {name: count for name, count in counts.items() if count}
+
+
+def list_counts(title: str, counts: dict[str, float]) -> list[str]:
+    return [f"  {title}", *(f"    {count:g} {name}" for name, count in counts.items())]
+
+
+@pytest.mark.parametrize("name", GOLDEN_STEPS)
+def test_a_step_waits_for_the_device_where_it_did_and_runs_the_kernels_that_it_ran(
+    fake_device: FakeDevice, name: str
+) -> None:
+    """A wait that is new fails with its line; so does a cast or a kernel more in a block."""
+    combination = GOLDEN_STEPS[name]
+    two, four = (run(fake_device, combination, shape={"num_layers": number}) for number in (2, 4))
+    assert two["syncs"] == four["syncs"], "the host waits for each block"
+    kernels, casts = (count_per_block(two[what], four[what]) for what in ("kernels", "casts"))
+    lines = [str(combination), *list_counts("the host waits, in a step of 3 micro-batches", two["syncs"])]
+    lines += list_counts("casts of a block and micro-batch: forward, backward and step", casts)
+    lines += list_counts("kernels of a block and micro-batch", {"in all": sum(kernels.values())})
+    fresh = "".join(f"{line}\n" for line in lines)
+    golden = read_golden(f"fakecuda/{name}.txt", fresh)
+    new = [two["lines"][key] for key, count in two["syncs"].items() if f"    {count} {key}\n" not in golden]
+    assert not new, f"the host waits for the device at new places, or more often: {new}"
+    assert fresh == golden

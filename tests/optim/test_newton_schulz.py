@@ -8,7 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Muon
 
-from genesis.optim.newton_schulz import orthogonalize, orthogonalize_sharded
+from genesis.optim import newton_schulz
+from genesis.optim.newton_schulz import orthogonalize, orthogonalize_batch, orthogonalize_sharded, plan_batches
 from genesis_callbacks.testing import run_ranks
 
 SHAPES = [(16, 16), (7, 24), (24, 7), (16, 16), (3, 5), (1, 6), (24, 7)]
@@ -79,3 +80,41 @@ def _refuse_on_rank() -> str:
 
 def test_a_matrix_sharded_by_columns_is_refused() -> None:
     assert "Shard(dim=1)" in run_ranks(_refuse_on_rank, 2)[0]
+
+
+def test_a_batch_is_of_one_shape_and_of_limited_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(newton_schulz, "BATCH_BYTES", 2 * 2 * 7 * 24)
+    assert plan_batches([(7, 24), (24, 7), (16, 16), (7, 24), (7, 24)]) == [[0, 1], [3, 4], [2]]
+    assert plan_batches([(7, 24), (24, 7), (16, 16), (7, 24), (7, 24)], num_ranks=2) == [[0, 1, 3, 4], [2]]
+    assert plan_batches([(200, 200)] * 2) == [[0], [1]]
+
+
+def test_matrices_are_cast_before_they_are_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    stacked: list[torch.dtype] = []
+    stack = torch.stack
+    monkeypatch.setattr(torch, "stack", lambda tensors: stacked.append(tensors[0].dtype) or stack(tensors))
+    orthogonalize(_matrices())
+    assert set(stacked) == {torch.bfloat16}
+
+
+def _orthogonalize_on_unlike_ranks() -> tuple[list[Tensor], int]:
+    """Returns what a rank gets of each batch, and how many matrices it iterated; ranks round differently."""
+    rank, iterate, num_iterated = dist.get_rank(), newton_schulz._iterate, 0
+
+    def iterate_unlike(batch: Tensor) -> Tensor:
+        nonlocal num_iterated
+        num_iterated += len(batch)
+        return iterate(batch) * (1 + rank / 8)
+
+    newton_schulz._iterate = iterate_unlike
+    matrices, results = _matrices(), []
+    for batch in plan_batches([matrix.shape for matrix in matrices], dist.get_world_size()):
+        results += orthogonalize_batch([matrices[i] for i in batch].__getitem__, len(batch), dist.group.WORLD)
+    return results, num_iterated
+
+
+def test_replicas_that_round_differently_get_equal_bits_for_a_share_of_the_work() -> None:
+    (first, num_first), (second, num_second) = run_ranks(_orthogonalize_on_unlike_ranks, 2)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    assert num_first + num_second == len(SHAPES)
+    assert min(num_first, num_second) >= 2

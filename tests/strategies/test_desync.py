@@ -70,3 +70,30 @@ def test_kinds_that_are_no_longer_kept_are_not_compared() -> None:
 def test_a_leader_is_a_rank_that_is_ahead() -> None:
     assert find_leader([ForwardLog(0, 3, "ttt"), ForwardLog(1, 3, "ttt")]) is None
     assert find_leader([ForwardLog(0, 3, "ttt"), ForwardLog(1, 4, "tttt")]) == (3, 1)
+
+
+def test_nobody_leads_before_every_rank_has_ended_its_first_windows() -> None:
+    logs = [ForwardLog(0, 5, "ttttt", num_windows=2), ForwardLog(1, 3, "ttt", num_windows=1)]
+    assert find_leader(logs) is None
+    logs[1] = ForwardLog(1, 3, "ttt", num_windows=2)
+    assert find_leader(logs) == (3, 0)
+
+
+class CompileLongOnRankZero(pl.Callback):
+    """A first window that takes rank 0 longer than a rank may be alone."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_rank == 0 and trainer.global_step == 0:
+            time.sleep(3.0)
+
+
+def run_a_slow_start() -> int:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    trainer = build_trainer(Sharded(desync_seconds=1.0), world_size, 4, [CompileLongOnRankZero()])
+    trainer.fit(build_module(), loader(4, rank, world_size))
+    return trainer.global_step
+
+
+@pytest.mark.slow
+def test_a_rank_may_take_long_for_its_first_window() -> None:
+    assert run_ranks(run_a_slow_start, 2) == [4, 4]

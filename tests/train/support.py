@@ -82,6 +82,7 @@ def build_strategy(name: str) -> Any:
         "grad_op": lambda: Sharded(shard="grad_op"),
         "hybrid": lambda: Sharded(shard="hybrid", ranks_per_shard_group=2),
         "two_blocks": lambda: Sharded(blocks_per_unit=2, max_gathers_in_flight=1),
+        "reduced_each": lambda: Sharded(gradient_reduction="micro_batch"),
         "offload": lambda: Sharded(cpu_offload=True),
         "compiled": lambda: Replicated(compile_blocks=True),
         "compiled_shards": lambda: Sharded(compile_blocks=True, activation_checkpointing="block"),

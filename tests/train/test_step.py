@@ -44,7 +44,7 @@ CASES = [
     ("single", 1), ("replicated", 1), ("full", 1),
     ("replicated", 2), ("zero1", 2), ("full", 2), ("grad_op", 2), ("two_blocks", 2), ("offload", 2),
     ("checkpointing", 2), ("compiled", 1),
-    pytest.param("compiled_shards", 2, marks=pytest.mark.slow),
+    pytest.param("compiled_shards", 2, marks=pytest.mark.slow), pytest.param("reduced_each", 2, marks=pytest.mark.slow),
     ("replicated", 4), ("full", 4), ("hybrid", 4),
 ]  # fmt: skip
 
@@ -179,11 +179,13 @@ def count_collectives(strategy: str) -> dict[str, int]:
     return counts
 
 
-def test_gradients_meet_once_per_window() -> None:
+def test_gradients_meet_once_per_window_or_in_every_micro_batch_if_asked_to() -> None:
     num_units = TINY.num_layers + 1
     for counts in run_ranks(count_collectives, 2, "full"):
         # Four micro-batches a window: one reduction per sharded unit, not one per unit and micro-batch.
         assert sum(n for name, n in counts.items() if "reduce_scatter" in name) == num_units
+    for counts in run_ranks(count_collectives, 2, "reduced_each"):
+        assert sum(n for name, n in counts.items() if "reduce_scatter" in name) == 4 * num_units
     for counts in run_ranks(count_collectives, 2, "replicated"):
         # One bucket, DDP's map of used parameters, the count of valid tokens, and the sum of the losses; TokenCounters
         # is absent here.

@@ -233,6 +233,11 @@ class AsyncProcessCheckpoint(Checkpoint):
         self._proved = DeviceReport()
 
     @property
+    def has_signal_votes(self) -> bool:
+        """Whether ranks agree at each window's end on the signals that some of them got."""
+        return self._options.save_on_signal
+
+    @property
     def state_key(self) -> str:
         """Two of them may stand in one Trainer, each with a directory of its own."""
         return self._generate_state_key(run_dir=str(self.directory.parent))

@@ -1,0 +1,77 @@
+"""In what type a run computes: Lightning's plugins, fitted to windows.
+
+bf16-mixed   parameters in float32, computed in bfloat16: by autocast, or under `Sharded` as they are gathered
+32-true      all in float32; on CUDA, products of matrices take TF32
+16-mixed     parameters in float32, computed in float16 with a gradient scaler; not under `Sharded`
+bf16-true    parameters, gradients and optimizer state in bfloat16; sums of losses stay in float32
+"""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from lightning.pytorch.plugins import HalfPrecision, Precision
+from lightning.pytorch.strategies import Strategy
+from torch import nn
+from torchmetrics import Metric
+
+from genesis.errors import UserError
+from genesis.precision import AUTO, FULL, MIXED
+from genesis.strategies import Sharded
+
+_TRAINABLE: Final = (MIXED, FULL, "16-mixed", "bf16-true")
+
+
+class TrueBFloat16(HalfPrecision):
+    """`bf16-true` for windows, whose tensors are integers; metrics and new tensors keep their types.
+
+    Lightning's own maps over the batch, which a frozen dataclass refuses, and makes bfloat16 the default type while a
+    step runs, so that a sum that starts from zero would lose its digits.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("bf16-true")
+
+    def convert_input(self, data: Any) -> Any:
+        """Returns the window as it is."""
+        return data
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Casts the module's parameters; the sums of its metrics stay as they are."""
+        for child in module.children():
+            if not isinstance(child, Metric):
+                child.to(torch.bfloat16)
+        return module
+
+    @contextmanager
+    def forward_context(self) -> Generator[None, None, None]:
+        """Changes nothing."""
+        yield
+
+
+class GatheredBFloat16(Precision):
+    """`bf16-mixed` where FSDP2 gathers the parameters in bfloat16: autocast would only cast back and forth."""
+
+    precision = MIXED
+
+
+def prepare_precision(strategy: Strategy) -> None:
+    """Gives a Trainer's strategy the plugin of its precision that fits windows. Called before the model is built.
+
+    Raises:
+        UserError: Windows can't be trained on in this precision.
+    """
+    plugin = strategy.precision_plugin
+    if plugin.precision not in _TRAINABLE:
+        remedy = ", ".join(_TRAINABLE)
+        reason = (
+            "whose gradients underflow without a scaler" if plugin.precision == "16-true" else "which is unknown here"
+        )
+        raise UserError(f"trainer.precision is {plugin.precision!r}, {reason}; give one of {remedy}, or {AUTO}")
+    if plugin.precision == "bf16-true":
+        strategy.precision_plugin = TrueBFloat16()
+    elif plugin.precision == MIXED and isinstance(strategy, Sharded) and strategy.computed_dtype == torch.bfloat16:
+        strategy.precision_plugin = GatheredBFloat16()
+    if strategy.root_device.type == "cuda" and torch.get_float32_matmul_precision() == "highest":
+        torch.set_float32_matmul_precision("high")

@@ -1,0 +1,18 @@
+"""Generation and the server's batch on a GPU: they run, and torch plans no attention for each length."""
+
+import pytest
+
+from tests.fakecuda.client import FakeDevice
+
+pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.xdist_group("fakecuda")]
+
+GREEDY = {"temperature": 0.0}
+SAMPLED = {"top_k": 20, "top_p": 0.9}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("options", [[GREEDY], [SAMPLED, GREEDY, {}]], ids=["greedy", "mixed"])
+def test_a_batch_continues_texts(fake_device: FakeDevice, dtype: str, options: list[dict[str, float]]) -> None:
+    result = fake_device.run("batch", dtype=dtype, num_tokens=3, options=options)
+    assert result["num_new"] == len(options)
+    assert not result["has_planned_attention"], "cuDNN would plan the attention of every length"
