@@ -1,4 +1,4 @@
-"""Generation and the server's batch on a GPU: they run, and torch plans no attention for each length."""
+"""Generation, the server's batch and scoring on a GPU: they run, and torch plans no attention for each length."""
 
 import pytest
 
@@ -16,3 +16,10 @@ def test_a_batch_continues_texts(fake_device: FakeDevice, dtype: str, options: l
     result = fake_device.run("batch", dtype=dtype, num_tokens=3, options=options)
     assert result["num_new"] == len(options)
     assert not result["has_planned_attention"], "cuDNN would plan the attention of every length"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_requests_are_scored(fake_device: FakeDevice, dtype: str) -> None:
+    result = fake_device.run("score", dtype=dtype)
+    assert result["num_scores"] == 6
+    assert not result["has_planned_attention"]

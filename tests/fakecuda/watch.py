@@ -51,6 +51,9 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.numbers = numbers or {}
         self.fake = fake
+        if fake is not None:
+            # `torch.tensor(numbers, device=...)` makes a tensor of the host first, which is then copied by an operator.
+            torch._C._set_only_lift_cpu_tensors(True)
         self.kernels: Counter[str] = Counter()
         self.casts: Counter[str] = Counter()
         self.syncs: Counter[str] = Counter()
