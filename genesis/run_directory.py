@@ -1,14 +1,14 @@
-"""Where everything lies in `runs/NAME`. Nothing else spells the name of a file in a run.
+"""The names of all files in `runs/NAME`. No other module spells the name of a file in a run.
 
-    config.yaml, config.resume-N.yaml   resolved recipes, one for each start of `genesis fit`
+    config.yaml, config.resume-N.yaml   the resolved recipe of each start of `genesis fit`
     metrics.csv                         the log of training
-    data_places.json                    where the run's data lie as seen from here (`genesis.data.places`)
+    data_paths.json                     paths of the run's data, relative to this directory (`genesis.data.paths`)
     evaluations/                        results of `genesis evaluate`
-    recipe.yaml, proof.json             written by `genesis import`, and so is the tokenizer's file
+    recipe.yaml, proof.json             written by `genesis import`, together with the tokenizer's file
     loss.png                            written by `genesis demo`
-    checkpoints/, events/, .ranks/      what the callbacks write: `genesis_callbacks.run_directory`
+    checkpoints/, events/, .ranks/      written by the callbacks: `genesis_callbacks.run_directory`
 
-What names a run or a checkpoint for a command is resolved by `genesis.checkpoint_reference`.
+`genesis.checkpoint_reference` resolves the names of runs and checkpoints that users give to commands.
 """
 
 import os
@@ -19,24 +19,25 @@ from genesis_callbacks.checkpoint import MANIFEST_NAME
 from genesis_callbacks.run_directory import RunDirectory as CallbacksDirectory
 
 RUNS_NAME: Final = "runs"
-"""The directory, in the working directory, in which the name of a run is looked for."""
+"""The directory, relative to the working directory, in which commands look for a run by its name."""
 
 
 class RunDirectory:
-    """The places in one run's directory. A place need not exist.
+    """The paths in one run's directory. A path need not exist.
 
     Args:
         path: The run's directory.
 
     Attributes:
-        path: As given.
-        checkpoints: Holds the checkpoints.
+        path: The run's directory.
+        checkpoints: The directory of the checkpoints.
         metrics: The log of training.
         recipe: The first start's resolved recipe.
-        data_places: Where the run's data lie.
-        evaluations: Holds the results of evaluations.
-        imported_recipe: How to train on from an import.
-        loss_plot: The demo's picture.
+        data_paths: The recorded paths of the run's data.
+        old_data_paths: The same file under the name that versions before 0.2 gave it.
+        evaluations: The directory of evaluation results.
+        imported_recipe: The recipe for training that starts from an import.
+        loss_plot: The loss curve that `genesis demo` plots.
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,14 +45,15 @@ class RunDirectory:
         self.checkpoints = CallbacksDirectory(path).checkpoints
         self.metrics = path / "metrics.csv"
         self.recipe = path / "config.yaml"
-        self.data_places = path / "data_places.json"
+        self.data_paths = path / "data_paths.json"
+        self.old_data_paths = path / "data_places.json"
         self.evaluations = path / "evaluations"
         self.imported_recipe = path / "recipe.yaml"
         self.loss_plot = path / "loss.png"
 
     @classmethod
     def of(cls, path: Path) -> "RunDirectory":
-        """Returns the run of a path, which is the run's directory, its `checkpoints`, or one of its checkpoints."""
+        """Returns the run that `path` belongs to: the run's directory, its `checkpoints`, or one of its checkpoints."""
         if (path / MANIFEST_NAME).exists():
             return cls(Path(os.path.normpath(path.absolute())).parent.parent)
         holding = CallbacksDirectory.holding(path)
@@ -60,7 +62,7 @@ class RunDirectory:
         return cls(path)
 
     def next_recipe(self) -> Path:
-        """Returns where the resolved recipe of one more start goes."""
+        """Returns the path for the resolved recipe of the next start."""
         path, number = self.recipe, 0
         while path.exists():
             number += 1

@@ -26,11 +26,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from genesis.checkpoint_reference import LATEST, read_reference
 from genesis.cli.options import check_is_yaml
 from genesis.cli.precision import GenesisTrainer, resolve_precision
-from genesis.data.places import find_path, find_source_path, record_places
+from genesis.data.paths import find_path, find_source_path, record_paths
+from genesis.deprecated_options import rename_in_arguments, rename_in_yaml, rename_option
 from genesis.errors import RunEndedError, UserError, naming
 from genesis.model.recipe import dump_decoder_config
 from genesis.run_directory import RunDirectory
@@ -59,6 +61,18 @@ _SAID_AT_EVERY_START = re.compile("GPU available|TPU available|distributed_backe
 class GenesisParser(LightningArgumentParser):
     """Reports a mistake in one line, with the nearest key."""
 
+    def parse_args(self, args: Sequence[str] | None = None, *others: Any, **kwargs: Any) -> Namespace:  # type: ignore[override]
+        """Returns the options of a command line, whose deprecated names it replaces."""
+        renamed, found = rename_in_arguments(sys.argv[1:] if args is None else args)
+        _warn_of_deprecated(found)
+        return super().parse_args(renamed, *others, **kwargs)
+
+    def parse_string(self, cfg_str: str, *args: Any, **kwargs: Any) -> Namespace:
+        """Returns the options in a YAML text, whose deprecated names it replaces."""
+        renamed, found = rename_in_yaml(cfg_str)
+        _warn_of_deprecated(found)
+        return super().parse_string(renamed, *args, **kwargs)
+
     def parse_path(self, cfg_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Namespace:
         """Returns the recipe in the file `cfg_path`."""
         check_is_yaml(cfg_path)
@@ -73,6 +87,11 @@ class GenesisParser(LightningArgumentParser):
             line += _hint(f"{group}.{found['key']}" if group else found["key"], sorted(_known_keys(self)))
         print(f"genesis: error: {line}", file=sys.stderr)
         sys.exit(2)
+
+
+def _warn_of_deprecated(names: Sequence[str]) -> None:
+    for name in names:
+        rank_zero_warn(f"{name} is deprecated; write {rename_option(name)}", category=FutureWarning)
 
 
 def _hint(wanted: str, known: Sequence[str]) -> str:
@@ -120,7 +139,7 @@ class SaveRecipe(Callback):
         path = RunDirectory(self._run_dir).next_recipe()
         with naming(path):
             path.write_text(yaml.safe_dump(self._recipe, sort_keys=False), encoding="utf-8")
-        record_places(self._run_dir, self._recipe)
+        record_paths(self._run_dir, self._recipe)
 
 
 class GenesisCLI(LightningCLI):

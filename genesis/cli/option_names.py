@@ -17,6 +17,7 @@ from pathlib import Path
 import yaml
 
 from genesis.cli.options import check_is_yaml
+from genesis.deprecated_options import rename_in_arguments, rename_option
 from genesis.errors import UserError
 
 RECORD = Path(__file__).with_name("option_names.json")
@@ -89,6 +90,7 @@ def check(command: str, arguments: Sequence[str]) -> None:
     Raises:
         UserError: It names the option and the nearest one.
     """
+    arguments, _ = rename_in_arguments(arguments)
     words = [word for word in _option_words(arguments) if " " not in word]  # with a space it may be a value
     names = OptionNames.read(command)
     if names is None or any(_may_ask_for_help(word, names) for word in words):
@@ -136,7 +138,7 @@ def _check_file(command: str, path: Path, names: OptionNames) -> None:
     check_is_yaml(path)
     root = yaml.compose(path.read_bytes(), yaml.SafeLoader)
     assert root is not None, "it is a mapping"
-    for name in _leaves(root):
+    for name in map(rename_option, _leaves(root)):
         if names.is_unknown(name) and not _is_declared(name):
             raise UserError(f"{path}: `genesis {command}` does not accept option {name!r}{names.hint(name)}")
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 from genesis.data.corpus import Corpus, TokenSource, VerifyHashes, open_corpus
 from genesis.data.loader import Ranks, SequenceFormat, TrainWindows, plan_micro_batches
 from genesis.data.manifest import read_manifest
+from genesis.data.old_keys import rename_old_keys
 from genesis.data.order import SequenceOrder, build_order, weigh_sequences
 from genesis.data.packing import count_train_sequences
 from genesis.data.plans import SourcePlan, open_plan
@@ -151,29 +152,29 @@ class CorpusData:
         order, last = self.order, self.last_position
         if order.end is None or last is None or self.data_position < last:
             return None
-        drawn = zip(
-            order.names, order.sequences_drawn(self.data_position), order.sequences_drawn(order.end), strict=True
+        consumed = zip(
+            order.names, order.sequences_consumed(self.data_position), order.sequences_consumed(order.end), strict=True
         )
-        dropped = ", ".join(f"{name} {end - now}" for name, now, end in drawn if end > now)
+        dropped = ", ".join(f"{name} {end - now}" for name, now, end in consumed if end > now)
         return f"every source has reached its limit of epochs: training ends at position {self.data_position}; " + (
             f"dropped, too few for a global batch: sequences of {dropped}" if dropped else "nothing is dropped"
         )
 
     @property
-    def ledger(self) -> dict[str, dict[str, float]]:
-        """Returns what was drawn of each source up to the position."""
-        drawn = self.order.sequences_drawn(self.data_position)
+    def usage(self) -> dict[str, dict[str, float]]:
+        """Returns what was consumed of each source up to the position."""
+        consumed = self.order.sequences_consumed(self.data_position)
         return {
             name: {
                 "tokens": self._packed_tokens.get(name, count * self.options.seq_len),
                 "epochs": count / max(1, length),
             }
-            for name, count, length in zip(self.order.names, drawn, self.order.num_sequences, strict=True)
+            for name, count, length in zip(self.order.names, consumed, self.order.num_sequences, strict=True)
         }
 
-    def measure_drawn(self, sum_over_ranks: SumOverRanks) -> dict[str, dict[str, float]]:
-        """Returns what was drawn of each source up to the position, which every rank knows."""
-        return self.ledger
+    def sum_usage(self, sum_over_ranks: SumOverRanks) -> dict[str, dict[str, float]]:
+        """Returns what was consumed of each source up to the position, which every rank knows."""
+        return self.usage
 
     # ---- validation
 
@@ -193,25 +194,26 @@ class CorpusData:
     # ---- state
 
     def state(self) -> dict[str, Any]:
-        """Returns the position after the last trained window, the order and the ledger, in plain types."""
-        ledger = self.ledger
+        """Returns the position after the last trained window, the order and the usage, in plain types."""
+        usage = self.usage
         return {
             "data_position": self.data_position,
             **self._describe_sequences(),
-            "tokens_drawn": {name: drawn["tokens"] for name, drawn in ledger.items()},
-            "epochs_drawn": {name: drawn["epochs"] for name, drawn in ledger.items()},
+            "tokens_consumed": {name: consumed["tokens"] for name, consumed in usage.items()},
+            "epochs_consumed": {name: consumed["epochs"] for name, consumed in usage.items()},
             "order": self.order.state(),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> str | None:
         """Goes on where a saved run stood, and returns a line about the mix where it is another."""
+        state = rename_old_keys(state)
         check_kind(state, is_stream=False)
         check_sequences(state, self._describe_sequences())
         position: int = state["data_position"]
         self._order, note = continue_order(self._build_order(), state["order"], position, self._weights)
         self.data_position, self._windows = position, None
         if self.plans is not None:
-            self._packed_tokens = dict(state["tokens_drawn"])
+            self._packed_tokens = dict(state["tokens_consumed"])
         return note
 
     def combine_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -253,7 +255,7 @@ class CorpusData:
         return {"seq_len": self.options.seq_len, "packing": self.options.packing, "plans": plans}
 
     def _count_packed_tokens(self) -> None:
-        """Enters the global batch at the position into the ledger: packed sequences differ in length."""
+        """Enters the global batch at the position into the usage: packed sequences differ in length."""
         if self.plans is None:
             return
         source_ids, sequence_ids = self.order.sequences(self.data_position, self.options.global_batch_size)

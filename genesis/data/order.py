@@ -3,15 +3,15 @@
 A *position* counts the sequences that all ranks have consumed. Two steps lead from it to a sequence:
 
 1. Which source, and which draw from it: a selection map over integer weights. After n sequences a source of weight w
-   of W has been drawn n·w/W times, to within one sequence, whatever n.
+   of W has been consumed n·w/W times, to within one sequence, whatever n.
 2. Which sequence of the source: draws go through it epoch by epoch, each epoch in an order of its own (a permutation
    that needs no memory), each sequence once per epoch.
 
-The mix may change at a position. What an order consists of is therefore the list of its mixes, each with the position
-where it starts and what had been drawn by then. A limit of epochs is one more such change, at a position that follows
-from mix and limit: there the source's weight becomes 0 and the others go on in proportion; when none is left, the order
-ends. `state` holds the list in plain types, with a hash of the first sequences: a saved run is never continued in
-another order without a word.
+The mix may change at a position. An order is therefore a list of mixes, each with its start position and the number of
+sequences that each source had given by then. A limit of epochs is also such a change, at a position that follows from
+the mix and the limit: there the source's weight becomes 0, and the other sources continue in proportion. The order ends
+when no source is left. `state` holds the list in plain types, with a hash of the first sequences, so that a saved run
+never continues silently in another order.
 """
 
 import difflib
@@ -47,14 +47,14 @@ _SMALL_SOURCE: Final = 4_096
 
 @dataclass(frozen=True)
 class Mix:
-    """Weights in force from `start_position` on, and the sequences of each source drawn before; both by source.
+    """Weights in force from `start_position` on, and the sequences of each source consumed before; both by source.
 
     Where all weights are 0, the order ends.
     """
 
     start_position: int
     weights: tuple[int, ...]
-    sequences_drawn: tuple[int, ...]
+    sequences_consumed: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class SequenceOrder:
         names: The sources.
         num_sequences: Of each source.
         mixes: By start position, the first at 0; those that limits bring are among them from the beginning.
-        max_epochs: How often each source is drawn at most; None for one without limit.
+        max_epochs: How often each source is consumed at most; None for one without limit.
     """
 
     seed: int
@@ -98,23 +98,23 @@ class SequenceOrder:
         parts = [self._draws(mix, first, last)[0] for mix, first, last in self._spans(position, position + count)]
         return np.concatenate(parts)
 
-    def sequences_drawn(self, position: int) -> tuple[int, ...]:
+    def sequences_consumed(self, position: int) -> tuple[int, ...]:
         """Returns how many sequences of each source stand before `position`."""
-        return _drawn_before(self.mix_at(position), position)
+        return _consumed_before(self.mix_at(position), position)
 
     def mix_at(self, position: int) -> Mix:
         """Returns the mix in force at `position`."""
         return next(mix for mix in reversed(self.mixes) if mix.start_position <= position)
 
     def with_mix(self, position: int, weights: Mapping[str, int], max_epochs: Mapping[str, int] | None = None) -> Self:
-        """Returns the same order up to `position`, drawn with `weights` and limits from there on.
+        """Returns the same order up to `position`, consumed with `weights` and limits from there on.
 
-        Limits count what was drawn before. It is the same order where nothing changes.
+        Limits count what was consumed before. It is the same order where nothing changes.
         """
         checked = _checked_weights(self.names, weights)
         limits = _checked_limits(self.names, max_epochs or {})
-        drawn = self.sequences_drawn(position)
-        now = Mix(position, _weights_left(checked, drawn, self.num_sequences, limits), drawn)
+        consumed = self.sequences_consumed(position)
+        now = Mix(position, _weights_left(checked, consumed, self.num_sequences, limits), consumed)
         past = [mix for mix in self.mixes if mix.start_position <= position]
         if past[-1].weights != now.weights:
             past = [*(mix for mix in past if mix.start_position < position), now]
@@ -131,7 +131,7 @@ class SequenceOrder:
                 {
                     "start_position": mix.start_position,
                     "weights": dict(zip(self.names, mix.weights, strict=True)),
-                    "sequences_drawn": dict(zip(self.names, mix.sequences_drawn, strict=True)),
+                    "sequences_consumed": dict(zip(self.names, mix.sequences_consumed, strict=True)),
                 }
                 for mix in self.mixes
             ],
@@ -163,7 +163,7 @@ class SequenceOrder:
             Mix(
                 mix["start_position"],
                 tuple(mix["weights"][name] for name in self.names),
-                tuple(mix["sequences_drawn"][name] for name in self.names),
+                tuple(mix["sequences_consumed"][name] for name in self.names),
             )
             for mix in state["mixes"]
         )
@@ -186,12 +186,12 @@ class SequenceOrder:
                 yield mix, begin, stop
 
     def _draws(self, mix: Mix, first: int, last: int) -> tuple[Int64[ndarray, " n"], Int64[ndarray, " n"]]:
-        """Returns (source, how many of it were drawn before) for the positions [first, last), all under `mix`."""
-        selected, drawn_in_period = _selection_map(mix.weights)
+        """Returns (source, how many of it were consumed before) for the positions [first, last), all under `mix`."""
+        selected, consumed_in_period = _selection_map(mix.weights)
         num_periods, slots = np.divmod(np.arange(first, last) - mix.start_position, len(selected))
         sources = selected[slots]
-        weights, drawn = np.array(mix.weights), np.array(mix.sequences_drawn)
-        return sources, drawn[sources] + num_periods * weights[sources] + drawn_in_period[slots]
+        weights, consumed = np.array(mix.weights), np.array(mix.sequences_consumed)
+        return sources, consumed[sources] + num_periods * weights[sources] + consumed_in_period[slots]
 
     def _shuffled(self, source: int, draws: Int64[ndarray, " n"]) -> Int64[ndarray, " n"]:
         length = self.num_sequences[source]
@@ -214,13 +214,13 @@ _REMEDIES: Final = {
 def build_order(
     num_sequences: Mapping[str, int], weights: Mapping[str, int], seed: int, max_epochs: Mapping[str, int] | None = None
 ) -> SequenceOrder:
-    """Returns the order over sources that hold `num_sequences` each, drawn with `weights`.
+    """Returns the order over sources that hold `num_sequences` each, consumed with `weights`.
 
-    A source without a weight, or with weight 0, is not drawn; one without a limit in `max_epochs` is drawn for ever.
+    A source without a weight, or with weight 0, is not used. A source without a limit in `max_epochs` never ends.
 
     Raises:
-        UserError: A weight names no source, is negative or too large; none is positive; a source to be drawn is empty;
-            a limit names no source or is below 1.
+        UserError: A weight names no source, is negative or too large; no weight is positive; a source with a weight is
+            empty; a limit names no source or is below 1.
 
     Example:
         >>> order = build_order({"web": 1_000, "code": 100}, {"web": 3, "code": 1}, seed=0)
@@ -238,7 +238,7 @@ def build_order(
 
 
 def weigh_sequences(weights: Mapping[str, int], tokens_per_sequence: Mapping[str, Fraction]) -> dict[str, int]:
-    """Returns the weights by which sequences are to be drawn so that their tokens have the proportions of `weights`.
+    """Returns the weights by which sequences are to be consumed so that their tokens have the proportions of `weights`.
 
     Exact where the sum of the weights stays below `MAX_ROUNDED_PERIOD`, else rounded to it, and at least 1.
 
@@ -303,48 +303,48 @@ def _plan_mixes(
     while True:
         mix = mixes[-1]
         last_draws = [
-            _position_of_draw(mix, source, limit * length - drawn - 1)
-            for source, (limit, length, drawn) in enumerate(
-                zip(max_epochs, num_sequences, mix.sequences_drawn, strict=True)
+            _position_of_draw(mix, source, limit * length - consumed - 1)
+            for source, (limit, length, consumed) in enumerate(
+                zip(max_epochs, num_sequences, mix.sequences_consumed, strict=True)
             )
             if limit is not None and mix.weights[source]
         ]
         if not last_draws:
             return tuple(mixes)
         position = min(last_draws) + 1
-        drawn_before = _drawn_before(mix, position)
-        mixes.append(Mix(position, _weights_left(weights, drawn_before, num_sequences, max_epochs), drawn_before))
+        consumed_before = _consumed_before(mix, position)
+        mixes.append(Mix(position, _weights_left(weights, consumed_before, num_sequences, max_epochs), consumed_before))
 
 
 def _weights_left(
     weights: tuple[int, ...],
-    sequences_drawn: tuple[int, ...],
+    sequences_consumed: tuple[int, ...],
     num_sequences: tuple[int, ...],
     max_epochs: tuple[int | None, ...],
 ) -> tuple[int, ...]:
     """Returns the weights of the sources below their limits, without common divisor; 0 for the others."""
     left = tuple(
-        0 if limit is not None and drawn >= limit * length else weight
-        for weight, drawn, length, limit in zip(weights, sequences_drawn, num_sequences, max_epochs, strict=True)
+        0 if limit is not None and consumed >= limit * length else weight
+        for weight, consumed, length, limit in zip(weights, sequences_consumed, num_sequences, max_epochs, strict=True)
     )
     divisor = gcd(*left) or 1
     return tuple(weight // divisor for weight in left)
 
 
-def _drawn_before(mix: Mix, position: int) -> tuple[int, ...]:
+def _consumed_before(mix: Mix, position: int) -> tuple[int, ...]:
     """Returns how many sequences of each source stand before `position`, where `mix` is in force."""
     if position == mix.start_position or not any(mix.weights):
-        return mix.sequences_drawn
+        return mix.sequences_consumed
     num_periods, rest = divmod(position - mix.start_position, sum(mix.weights))
     in_rest = np.bincount(_selection_map(mix.weights)[0][:rest], minlength=len(mix.weights))
     return tuple(
-        drawn + num_periods * weight + int(extra)
-        for drawn, weight, extra in zip(mix.sequences_drawn, mix.weights, in_rest, strict=True)
+        consumed + num_periods * weight + int(extra)
+        for consumed, weight, extra in zip(mix.sequences_consumed, mix.weights, in_rest, strict=True)
     )
 
 
 def _position_of_draw(mix: Mix, source: int, number: int) -> int:
-    """Returns where a source is drawn under `mix`, for the first time if `number` is 0."""
+    """Returns where a source is consumed under `mix`, for the first time if `number` is 0."""
     selected, _ = _selection_map(mix.weights)
     num_periods, in_period = divmod(number, mix.weights[source])
     slot = int(np.flatnonzero(selected == source)[in_period])
@@ -353,7 +353,7 @@ def _position_of_draw(mix: Mix, source: int, number: int) -> int:
 
 @lru_cache(maxsize=8)
 def _selection_map(weights: tuple[int, ...]) -> tuple[Int64[ndarray, " period"], Int64[ndarray, " period"]]:
-    """Returns one period: the source of each slot, and how many of it were drawn earlier in the period.
+    """Returns one period: the source of each slot, and how many of it were consumed earlier in the period.
 
     The j-th draw of a source may neither come before its share reaches j - 1 nor after it reaches j, so that it is
     always less than one draw from its share. Taking the draw that is due first among those allowed meets all of these
@@ -364,8 +364,8 @@ def _selection_map(weights: tuple[int, ...]) -> tuple[Int64[ndarray, " period"],
         progress: a notion of fairness in resource allocation", Algorithmica 15 (1996).
     """
     period = sum(weights)
-    selected, drawn_before = np.empty(period, np.int64), np.empty(period, np.int64)
-    drawn = [0] * len(weights)
+    selected, consumed_before = np.empty(period, np.int64), np.empty(period, np.int64)
+    consumed = [0] * len(weights)
     due = [(-(-period // weight), source) for source, weight in enumerate(weights) if weight]
     heapify(due)
     not_yet: list[tuple[int, int, int]] = []
@@ -373,12 +373,12 @@ def _selection_map(weights: tuple[int, ...]) -> tuple[Int64[ndarray, " period"],
         while not_yet and not_yet[0][0] <= slot:
             heappush(due, heappop(not_yet)[1:])
         _, source = heappop(due)
-        selected[slot], drawn_before[slot] = source, drawn[source]
-        drawn[source] += 1
-        earliest = drawn[source] * period // weights[source]
-        latest = -(-(drawn[source] + 1) * period // weights[source])
+        selected[slot], consumed_before[slot] = source, consumed[source]
+        consumed[source] += 1
+        earliest = consumed[source] * period // weights[source]
+        latest = -(-(consumed[source] + 1) * period // weights[source])
         heappush(not_yet, (earliest, latest, source))
-    return selected, drawn_before
+    return selected, consumed_before
 
 
 def _epoch_seed(seed: int, name: str, epoch: int) -> int:

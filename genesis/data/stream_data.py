@@ -8,12 +8,13 @@ from typing import Any, Final
 
 from genesis.data.corpus import Corpus, TokenSource, VerifyHashes, open_corpus
 from genesis.data.loader import Ranks, SequenceFormat, plan_micro_batches
+from genesis.data.old_keys import rename_old_keys
 from genesis.data.order import SequenceOrder, build_order
 from genesis.data.shards import little_endian, token_dtype
-from genesis.data.stream.ledger import count_spans
 from genesis.data.stream.open import Stream, open_stream
 from genesis.data.stream.options import StreamOptions
 from genesis.data.stream.state import combine_states
+from genesis.data.stream.usage import count_spans
 from genesis.data.stream.windows import StreamWindows
 from genesis.data.training_data import (
     SumOverRanks,
@@ -139,7 +140,7 @@ class StreamData:
 
     @property
     def order(self) -> SequenceOrder:
-        """Returns the order whose sources, not sequences, are drawn from the lanes."""
+        """Returns the order whose sources, not sequences, are consumed from the lanes."""
         if self._order is None:
             self._order = self._build_order()
         return self._order
@@ -182,9 +183,9 @@ class StreamData:
             f"{self.data_position}"
         )
 
-    def measure_drawn(self, sum_over_ranks: SumOverRanks) -> dict[str, dict[str, float]]:
-        """Returns what all ranks' lanes together have drawn of each source."""
-        entries = self.windows.ledger(self.data_position).values()
+    def sum_usage(self, sum_over_ranks: SumOverRanks) -> dict[str, dict[str, float]]:
+        """Returns what all ranks' lanes together have consumed of each source."""
+        entries = self.windows.usage(self.data_position).values()
         own = [(e.num_tokens, e.num_spans, e.num_bad_documents, e.num_damaged_spans) for e in entries]
         sums = iter(sum_over_ranks([value for values in own for value in values]))
         return {
@@ -217,19 +218,20 @@ class StreamData:
     # ---- state
 
     def state(self) -> dict[str, Any]:
-        """Returns the position after the last trained window, where this rank's lanes stand, and their ledger."""
-        ledger_of_lanes = self.windows.ledger(self.data_position)
+        """Returns the position after the last trained window, where this rank's lanes stand, and their usage."""
+        usage_of_lanes = self.windows.usage(self.data_position)
         return {
             "data_position": self.data_position,
             **self._describe_sequences(),
             "order": self.order.state(),
             "num_empty_positions": self._num_empty_positions,
             "stream": self.windows.state(self.data_position),
-            "ledger_of_lanes": {name: asdict(entry) for name, entry in ledger_of_lanes.items()},
+            "usage_of_lanes": {name: asdict(entry) for name, entry in usage_of_lanes.items()},
         }
 
     def load_state(self, state: Mapping[str, Any]) -> str | None:
         """Goes on where a saved run stood, and returns a line about the mix where it is another."""
+        state = rename_old_keys(state)
         check_kind(state, is_stream=True)
         check_sequences(state, self._describe_sequences())
         position: int = state["data_position"]

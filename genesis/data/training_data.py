@@ -32,7 +32,7 @@ class TrainingOptions:
         global_batch_size: Sequences of one step, over all ranks.
         seed: Of the order.
         mix: Integer weights of sources; None takes those that the data have.
-        max_epochs: How often a source is drawn at most; one that it does not name has no limit.
+        max_epochs: How often a source is consumed at most; one that it does not name has no limit.
         packing: How documents are put into sequences.
     """
 
@@ -46,7 +46,7 @@ class TrainingOptions:
 
 
 class TrainingData(Protocol):
-    """What a run is trained on. Every rank calls it alike; no method but `measure_drawn` communicates."""
+    """What a run is trained on. Every rank calls it alike; no method but `sum_usage` communicates."""
 
     @property
     def options(self) -> TrainingOptions:
@@ -109,8 +109,8 @@ class TrainingData(Protocol):
     def find_end(self) -> str | None:
         """Returns a line that says why training ends at the position, None where it goes on."""
 
-    def measure_drawn(self, sum_over_ranks: SumOverRanks) -> dict[str, dict[str, float]]:
-        """Returns what was drawn of each source up to the position, over all ranks, by the name of the figure."""
+    def sum_usage(self, sum_over_ranks: SumOverRanks) -> dict[str, dict[str, float]]:
+        """Returns what was consumed of each source up to the position, over all ranks, by the name of the figure."""
 
     # ---- validation
 
@@ -263,9 +263,9 @@ def describe_mixes(order: SequenceOrder, mixes: Sequence[Mix], weights: Mapping[
     """
 
     def describe(mix: Mix) -> str:
-        drawn = {name: weights[name] for name, weight in zip(order.names, mix.weights, strict=True) if weight}
-        total = sum(drawn.values())
-        shares = ", ".join(f"{name} {weight} ({100 * weight / total:.3g}%)" for name, weight in drawn.items())
+        consumed = {name: weights[name] for name, weight in zip(order.names, mix.weights, strict=True) if weight}
+        total = sum(consumed.values())
+        shares = ", ".join(f"{name} {weight} ({100 * weight / total:.3g}%)" for name, weight in consumed.items())
         return f"{shares or 'none, every source has reached its limit'} from position {mix.start_position} on"
 
     return "the mix of sources changes: " + "; ".join(map(describe, mixes))

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from lm_eval.evaluator import evaluate
 
-from genesis.data.places import find_path, read_path
+from genesis.data.paths import find_path, read_path
 from genesis.errors import UserError
 from genesis.evaluate.environment import refuse_wrong_answers
 from genesis.evaluate.heldout import HeldOut, check_is_there, measure_held_out, open_validation_set, read_texts

@@ -8,9 +8,9 @@ from typing import Any, Final
 import torch
 import yaml
 
-from genesis.data.drawn import Drawn, read_drawn
 from genesis.data.manifest import CorpusManifest, read_manifest
-from genesis.data.places import list_places, read_path
+from genesis.data.paths import list_candidates, read_path
+from genesis.data.usage import DataUsage, read_data_usage
 from genesis.errors import UserError
 from genesis.export.evaluation import HEADS, Finding, build_model_index, describe_finding, find_results
 from genesis.export.proof import UNPROVED_TOKENIZER, Layout, TokenizerForm, TokenizerOrigin
@@ -25,7 +25,7 @@ PLACE = "THIS_DIRECTORY"
 _LEFT_OUT = ("run_dir", "logger", "default_root_dir")
 """Keys of a recipe that say where a run wrote and logged, not what it did."""
 _PATH_KEY = re.compile(r"(.*_)?(corpus|tokenizer|paths?|file|filename|directory|dir|dirpath)")
-_DRAWN_HEADS = ("tokens drawn", "epochs drawn")
+_USAGE_HEADS = ("tokens consumed", "epochs consumed")
 _PATH = re.compile(r"[/~\\]|\.{1,2}/|[A-Za-z]:\\|[a-z][a-z0-9+.-]*://")
 """How a value begins that is a path whatever its key."""
 _USE: dict[Layout, str] = {
@@ -145,41 +145,44 @@ def _describe_evaluation(findings: Sequence[Finding]) -> str:
 
 
 def _describe_data(source: Source) -> str:
-    """Returns what the corpus holds, where that is at hand, beside what the checkpoint says was drawn of it."""
+    """Returns what the corpus holds, where that is at hand, beside what the checkpoint says was consumed of it."""
     manifest = source.manifest
-    drawn = read_drawn(read_state(source.path, manifest))
+    consumed = read_data_usage(read_state(source.path, manifest))
     corpus = _open_corpus(source)
     if corpus is None:
         absent = "The corpus was not at hand when this was written; the recipe below names what it was."
-        rows = [(name, *_describe_drawn(one)) for name, one in drawn.items()]
-        return absent + ("\n\n" + _table(("source", *_DRAWN_HEADS), rows) if rows else "")
+        rows = [(name, *_describe_usage(one)) for name, one in consumed.items()]
+        return absent + ("\n\n" + _table(("source", *_USAGE_HEADS), rows) if rows else "")
     described = [
         (
             one.name,
             f"{one.weight:,}",
             f"{one.num_documents:,}",
             f"{one.num_tokens:,}",
-            *_describe_drawn(drawn.get(one.name)),
+            *_describe_usage(consumed.get(one.name)),
         )
         for one in corpus.train
     ]
-    heads = ("source", "weight", "documents", "tokens", *_DRAWN_HEADS)
+    heads = ("source", "weight", "documents", "tokens", *_USAGE_HEADS)
     return f"Corpus `{corpus.name}`:\n\n{_table(heads, described)}"
 
 
-def _describe_drawn(drawn: Drawn | None) -> tuple[str, str]:
+def _describe_usage(consumed: DataUsage | None) -> tuple[str, str]:
     unknown = "not recorded"
-    if drawn is None:
+    if consumed is None:
         return unknown, unknown
-    return f"{drawn.tokens:,}", unknown if drawn.epochs is None else f"{drawn.epochs:.3g}"
+    return f"{consumed.tokens:,}", unknown if consumed.epochs is None else f"{consumed.epochs:.3g}"
 
 
 def _open_corpus(source: Source) -> CorpusManifest | None:
     """Returns the manifest of the corpus that the recipe names, if it is at hand and still the one."""
     named = read_path(source.manifest.recipe, "data", "corpus")
-    for place in () if named is None else list_places(named, RunDirectory.of(source.path).path, source.manifest.recipe):
+    candidates = (
+        () if named is None else list_candidates(named, RunDirectory.of(source.path).path, source.manifest.recipe)
+    )
+    for candidate in candidates:
         try:
-            corpus = read_manifest(place.path)
+            corpus = read_manifest(candidate.path)
         except UserError:
             continue
         if corpus.tokenizer_hash == source.manifest.identity.get("tokenizer_hash"):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from genesis.checkpoint_reference import read_reference
-from genesis.data.places import find_path, read_path
+from genesis.data.paths import find_path, read_path
 from genesis.errors import UserError
 from genesis.huggingface.directory import CONFIG_NAME, DECODER_NAME, check_files, read_json
 from genesis.huggingface.shape import read_shape
@@ -129,7 +129,7 @@ def load_tokenizer(path: Path | None, manifest: Manifest, checkpoint: Path) -> T
 
     Args:
         path: Its file or directory; None for the one in the run's directory, where an import puts it, or else the
-            one in the corpus that the recipe names (`genesis.data.places` says where that is looked for).
+            one in the corpus that the recipe names (`genesis.data.paths` says where that is looked for).
         manifest: The checkpoint's.
         checkpoint: Where that lies.
 

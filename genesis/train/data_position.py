@@ -1,9 +1,9 @@
-"""The callback that moves the position of a run's data, logs what was drawn, and ends the run with the data.
+"""The callback that moves the position of a run's data, logs what was consumed, and ends the run with the data.
 
 logged                       unit and meaning
-data/epochs_SOURCE           how often the source was drawn: its sequences drawn over those that it has; of a
+data/epochs_SOURCE           how often the source was consumed: its sequences consumed over those that it has; of a
                              stream, spans of its files read over those that there are
-data/tokens_SOURCE           tokens drawn from it, padding not counted
+data/tokens_SOURCE           tokens consumed from it, padding not counted
 data/bad_documents_SOURCE    of a stream: documents skipped because they could not be read
 data/damaged_spans_SOURCE    of a stream: spans of damaged files whose rest was skipped
 """
@@ -81,10 +81,10 @@ class MoveDataPosition(pl.Callback):
 
     def _metrics(self, trainer: pl.Trainer) -> dict[str, Tensor]:
         group = layout_strategy(trainer.strategy).layout.token_group
-        drawn = self.data.measure_drawn(lambda values: group.sum(values).wait())
+        consumed = self.data.sum_usage(lambda values: group.sum(values).wait())
         # As float64 on the CPU: Lightning would move a number to the device, as a float32.
         return {
             f"data/{what}_{name}": torch.tensor(value, dtype=torch.float64)
-            for name, figures in drawn.items()
+            for name, figures in consumed.items()
             for what, value in figures.items()
         }

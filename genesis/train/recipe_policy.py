@@ -1,9 +1,10 @@
 """Which keys of a genesis recipe may change when a run goes on."""
 
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
+from genesis.deprecated_options import rename_in_recipe
 from genesis.model.recipe import unify_decoder
-from genesis.precision import unify_precision
 from genesis_callbacks.checkpoint import DriftPolicy
 
 _FREE: Final = (
@@ -31,6 +32,12 @@ _FREE: Final = (
 )
 _NEVER: Final = ("tokenizer_hash", "model.decoder", "data.seed", "data.seq_len")
 
+
+def unify_recipe(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a recipe with current option names and one spelling of the decoder, so that equal runs compare equal."""
+    return unify_precision(unify_decoder(rename_in_recipe(recipe)))
+
+
 RECIPE_POLICY: Final = DriftPolicy(
     rules=(
         ("allow", "model.decoder.dropout"),
@@ -47,6 +54,6 @@ RECIPE_POLICY: Final = DriftPolicy(
         ("trainer", "trainer"),
     ),
     remedy="--checkpoint.allow_changed '{keys}'",
-    unify=lambda recipe: unify_precision(unify_decoder(recipe)),
+    unify=unify_recipe,
 )
 """What neither list names (learning rate, schedule, max_steps, mix, precision, ...) must be allowed by its key."""

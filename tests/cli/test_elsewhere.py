@@ -145,7 +145,7 @@ def test_a_run_from_a_stream_goes_on_from_another_working_directory(
     refused = genesis("fit", *options, *longer)
     assert (refused.status, refused.err.count("\n")) == (2, 1)
     assert "the source web at raw/web of the run" in refused.err
-    assert f"recorded in {home / RUN / 'data_places.json'}" in refused.err
+    assert f"recorded in {home / RUN / 'data_paths.json'}" in refused.err
 
 
 def test_a_corpus_that_was_moved_with_its_run_is_found(genesis: Genesis, home: Path) -> None:
@@ -153,28 +153,34 @@ def test_a_corpus_that_was_moved_with_its_run_is_found(genesis: Genesis, home: P
     assert generate(genesis, moved / RUN) == (0, "")
 
 
-def test_a_run_that_recorded_no_places_finds_its_corpus_by_its_own_directory(genesis: Genesis, home: Path) -> None:
-    (home / RUN / "data_places.json").unlink()
+def test_the_record_of_an_earlier_version_is_read(genesis: Genesis, home: Path) -> None:
+    moved = (home / RUN).rename(home / RUN.with_name("b"))
+    (moved / "data_paths.json").rename(moved / "data_places.json")
+    assert generate(genesis, moved) == (0, "")
+
+
+def test_a_run_without_recorded_paths_finds_its_corpus_by_its_own_directory(genesis: Genesis, home: Path) -> None:
+    (home / RUN / "data_paths.json").unlink()
     assert generate(genesis, home / RUN) == (0, "")
 
 
-def test_an_error_names_every_place_that_was_tried_and_the_remedy(genesis: Genesis, home: Path) -> None:
+def test_an_error_lists_every_path_that_was_tried_and_the_remedy(genesis: Genesis, home: Path) -> None:
     (home / CORPUS).rename(home / "other")
     (home / RUN).rename(home / "b")
     status, err = generate(genesis, home / "b")
     assert status == 2
     assert err.count("\n") == 1
     for part in (
-        f"the tokenizer in {CORPUS} of the run {home / 'b'} is not there; looked for at ",
+        f"the tokenizer in {CORPUS} of the run {home / 'b'} does not exist; searched: ",
         f"{CORPUS} (relative to the working directory {home.with_name('elsewhere')})",
-        f"(recorded in {home / 'b' / 'data_places.json'})",
+        f"(recorded in {home / 'b' / 'data_paths.json'})",
         "give --tokenizer",
     ):
         assert part in err
     outcome = genesis("validate", "--config", str(home / "recipe.yaml"), "--ckpt_path", str(home / "b"))
     assert outcome.status == 2
     assert "give it by --data.corpus" in outcome.err
-    (home / "b" / "data_places.json").write_text('{"corpora/tiny": 3}')
+    (home / "b" / "data_paths.json").write_text('{"corpora/tiny": 3}')
     status, err = generate(genesis, home / "b")
     assert (status, err.count("\n")) == (2, 1)
-    assert "data_places.json is damaged" in err
+    assert "data_paths.json is damaged" in err

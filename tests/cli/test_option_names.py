@@ -20,6 +20,7 @@ from genesis.cli.option_names import RECORD, OptionNames, check
 from genesis.errors import UserError
 from tests.cli.conftest import Genesis
 from tests.cli.test_main import modules_after
+from tests.cli.tiny import build_recipe, write_recipe
 
 REPOSITORY = Path(__file__).parents[2]
 COMMANDS = ("fit", "validate")
@@ -213,3 +214,19 @@ def test_the_command_prints_one_line_and_ends_with_2(genesis: Genesis) -> None:
     outcome = genesis("fit", "--data.seqlen", "16")
     assert outcome.status == 2
     assert outcome.err == "genesis: error: unrecognized arguments: --data.seqlen; did you mean 'data.seq_len'?\n"
+
+
+def test_an_option_under_its_old_name_is_accepted_with_one_line_of_warning(
+    genesis: Genesis, tiny_corpus: Path, tmp_path: Path
+) -> None:
+    recipe = build_recipe(tiny_corpus, tmp_path / "run")
+    recipe["trainer"]["strategy"] = {"class_path": "Sharded", "init_args": {"forward_skew_seconds": 30.0}}
+    path = write_recipe(tmp_path / "recipe.yaml", recipe)
+    with pytest.warns(FutureWarning) as caught:
+        outcome = genesis("fit", "--config", str(path), "--print_config")
+    assert outcome.status == 0, outcome.err
+    assert "desync_seconds: 30.0" in outcome.out
+    assert "forward_skew" not in outcome.out
+    old = "trainer.strategy.init_args.forward_skew_seconds"
+    expected = f"{old} is deprecated; write {old.replace('forward_skew', 'desync')}"
+    assert {str(warning.message) for warning in caught} == {expected}, "Python prints equal warnings once"

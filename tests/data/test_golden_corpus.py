@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from genesis.cli.data import verify_main
+from genesis.data.old_keys import rename_old_keys
 from genesis.data.prepare import PrepareOptions, prepare_corpus
 from genesis.data.sources import SourceOptions
 from genesis.data.stream.options import StreamOptions
@@ -64,7 +65,7 @@ def train(data: CorpusDataModule) -> list[list[Any]]:
 def test_the_windows_the_state_and_what_follows_it_are_those_of_the_version_before(kind: str) -> None:
     recorded, data = RECORDED[kind], build_data(kind)
     assert train(data) == recorded["windows"]
-    assert json.loads(json.dumps(data.state_dict())) == recorded["state"]
+    assert json.loads(json.dumps(data.state_dict())) == rename_old_keys(recorded["state"])
     resumed = build_data(kind)
     resumed.setup("fit")
     resumed.load_state_dict(recorded["state"])

@@ -46,17 +46,17 @@ def test_a_mix_is_exact_to_one_sequence_at_every_prefix(weights: list[int]) -> N
     )
     total = sum(weights)
     sources = order._draws(order.mixes[0], 0, 2 * total + 3)[0]
-    drawn = np.cumsum(sources[:, None] == np.arange(len(weights)), axis=0)
+    consumed = np.cumsum(sources[:, None] == np.arange(len(weights)), axis=0)
     n = np.arange(1, len(sources) + 1)[:, None]
-    assert (np.abs(drawn * total - n * np.array(weights)) < total).all()
+    assert (np.abs(consumed * total - n * np.array(weights)) < total).all()
 
 
 @settings(max_examples=50)
 @given(order=orders, position=st.integers(0, 500))
-def test_counts_drawn_are_those_of_the_sequences_before(order: SequenceOrder, position: int) -> None:
+def test_counts_consumed_are_those_of_the_sequences_before(order: SequenceOrder, position: int) -> None:
     sources, _ = order.sequences(0, position + 1)
     counted = np.bincount(sources[:position], minlength=len(order.names)).tolist()
-    assert list(order.sequences_drawn(position)) == counted
+    assert list(order.sequences_consumed(position)) == counted
 
 
 @settings(max_examples=50)
@@ -145,12 +145,12 @@ def length_of(order: SequenceOrder, at_most: int = 400) -> int:
 
 @settings(max_examples=100)
 @given(limited=limited_orders())
-def test_a_source_is_drawn_to_its_limit_and_the_others_go_on_in_proportion(
+def test_a_source_is_consumed_to_its_limit_and_the_others_go_on_in_proportion(
     limited: tuple[SequenceOrder, dict[str, int]],
 ) -> None:
     """Counted draw by draw: a source is in the mix until its last allowed sequence, and out of it from the next on."""
     order, weights = limited
-    drawn, drawn_in_mix, in_mix = dict.fromkeys(order.names, 0), dict.fromkeys(order.names, 0), 0
+    consumed, consumed_in_mix, in_mix = dict.fromkeys(order.names, 0), dict.fromkeys(order.names, 0), 0
     limits = {
         name: limit * length if limit else None
         for name, limit, length in zip(order.names, order.max_epochs, order.num_sequences, strict=True)
@@ -159,15 +159,15 @@ def test_a_source_is_drawn_to_its_limit_and_the_others_go_on_in_proportion(
     for source, _ in read(order, 0, length_of(order)):
         name = order.names[source]
         assert name in left
-        drawn[name], drawn_in_mix[name], in_mix = drawn[name] + 1, drawn_in_mix[name] + 1, in_mix + 1
+        consumed[name], consumed_in_mix[name], in_mix = consumed[name] + 1, consumed_in_mix[name] + 1, in_mix + 1
         total = sum(left.values())
-        assert all(abs(drawn_in_mix[other] * total - in_mix * left[other]) < total for other in left)
-        if drawn[name] == limits[name]:
+        assert all(abs(consumed_in_mix[other] * total - in_mix * left[other]) < total for other in left)
+        if consumed[name] == limits[name]:
             del left[name]
-            drawn_in_mix, in_mix = dict.fromkeys(order.names, 0), 0
+            consumed_in_mix, in_mix = dict.fromkeys(order.names, 0), 0
     if order.end is not None:
         assert not left or order.end > 400
-        assert order.sequences_drawn(order.end) == tuple(limits.values())
+        assert order.sequences_consumed(order.end) == tuple(limits.values())
     elif all(limits.values()):
         pytest.fail("all sources have a limit, and the order has no end")
 
@@ -198,10 +198,10 @@ def test_limits_and_weights_that_change_at_a_position_hold_from_there_on(
     limits = {name: data.draw(st.integers(1, 5)) for name in order.names}
     changed = build_order(counts, weights, order.seed, limits).continued(order.state(), position)
     assert position == 0 or read(changed, 0, position) == read(order, 0, position)
-    already = order.sequences_drawn(position)
+    already = order.sequences_consumed(position)
     assert changed.end is not None
-    assert changed.sequences_drawn(changed.end) == tuple(
-        max(drawn, limits[name] * counts[name]) for name, drawn in zip(order.names, already, strict=True)
+    assert changed.sequences_consumed(changed.end) == tuple(
+        max(consumed, limits[name] * counts[name]) for name, consumed in zip(order.names, already, strict=True)
     )
     own = {source: [sequence for of, sequence in read(changed, 0, changed.end) if of == source] for source in range(4)}
     for source, (name, length) in enumerate(counts.items()):
@@ -213,7 +213,7 @@ def test_limits_and_weights_that_change_at_a_position_hold_from_there_on(
 
 def test_a_limit_adds_one_mix_whose_position_is_computed() -> None:
     order = build_order({"web": 10**9, "code": 100}, {"web": 3, "code": 1}, 0, {"code": 2})
-    assert [(mix.start_position, mix.weights, mix.sequences_drawn) for mix in order.mixes] == [
+    assert [(mix.start_position, mix.weights, mix.sequences_consumed) for mix in order.mixes] == [
         (0, (3, 1), (0, 0)),
         (800, (1, 0), (600, 200)),
     ]

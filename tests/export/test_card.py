@@ -79,9 +79,9 @@ def write(*checkpoints: Path) -> str:
     return write_card("tiny", sources, DecoderConfig(**SHAPE), torch.float32, "huggingface")
 
 
-def test_the_card_has_what_the_corpus_holds_beside_what_was_drawn_of_it(tiny_corpus: Path, tmp_path: Path) -> None:
+def test_the_card_has_what_the_corpus_holds_beside_what_was_consumed_of_it(tiny_corpus: Path, tmp_path: Path) -> None:
     identity = {"tokenizer_hash": open_tokenizer(tiny_corpus).hash, "corpus": tiny_corpus.name}
-    state = {"tokens_drawn": {"web": 4321}, "epochs_drawn": {"web": 1.25}}
+    state = {"tokens_consumed": {"web": 4321}, "epochs_consumed": {"web": 1.25}}
     path = save(tmp_path / "checkpoints", 1, state, identity, tiny_corpus)
     held = {one["name"]: one for one in json.loads((tiny_corpus / "manifest.json").read_bytes())["train"]}
     card = write(path)
@@ -90,8 +90,8 @@ def test_the_card_has_what_the_corpus_holds_beside_what_was_drawn_of_it(tiny_cor
     assert str(tiny_corpus.parent) not in card
 
 
-def test_what_was_drawn_is_known_without_the_corpus(tmp_path: Path) -> None:
-    path = save(tmp_path / "checkpoints", 1, {"tokens_drawn": {"web": 4321}}, {}, tmp_path / "gone")
+def test_the_data_usage_is_known_without_the_corpus(tmp_path: Path) -> None:
+    path = save(tmp_path / "checkpoints", 1, {"tokens_consumed": {"web": 4321}}, {}, tmp_path / "gone")
     card = write(path)
     assert "The corpus was not at hand" in card
     assert "| web | 4,321 | not recorded |" in card

@@ -147,7 +147,7 @@ def test_a_resume_at_every_step_goes_on_with_the_next_window(corpus: Path, tmp_p
     num_steps = len(data.train_dataloader()) + 3
     straight = fit(tmp_path, data, num_steps, callbacks=[SaveEveryStep(tmp_path)])
     assert len(straight.trained) == num_steps
-    assert data.training.ledger["code"]["epochs"] == 1.0
+    assert data.training.usage["code"]["epochs"] == 1.0
     for step in range(1, num_steps):
         resumed_data = data_module(corpus, **options)
         resumed = fit(tmp_path, resumed_data, num_steps, tmp_path / f"step={step}.ckpt")
@@ -211,12 +211,12 @@ def test_the_global_batch_may_change_on_resume_and_no_sequence_is_lost(corpus: P
 # ---- state
 
 
-def test_state_is_plain_and_counts_tokens_drawn(corpus: Path) -> None:
+def test_state_is_plain_and_counts_tokens_consumed(corpus: Path) -> None:
     data = data_module(corpus)
     data.load_state_dict({**data.state_dict(), "data_position": 30})
     state = data.state_dict()
     assert json.loads(json.dumps(state)) == state
-    assert state["tokens_drawn"] == {"web": 20 * SEQ_LEN, "code": 10 * SEQ_LEN}
+    assert state["tokens_consumed"] == {"web": 20 * SEQ_LEN, "code": 10 * SEQ_LEN}
 
 
 def test_a_changed_mix_holds_from_the_restored_position_on(corpus: Path) -> None:
@@ -258,7 +258,7 @@ def test_windows_are_advanced_in_order_and_each_once(corpus: Path) -> None:
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_the_ledger_counts_the_tokens_that_were_drawn(corpus: Path, packing: Packing) -> None:
+def test_the_usage_counts_the_tokens_that_were_consumed(corpus: Path, packing: Packing) -> None:
     """As the windows show them: places that a document's token fills, by source."""
     data = data_module(corpus, packing=packing, mix={"code": 1})
     num_tokens = 0
@@ -268,31 +268,31 @@ def test_the_ledger_counts_the_tokens_that_were_drawn(corpus: Path, packing: Pac
             is_padding = (batch.input_ids == EOS) & (batch.input_ids.roll(1, dims=1) == EOS)
             is_padding[:, 0] = False
             num_tokens += int((~is_padding).sum())
-    assert data.training.ledger["web"] == {"tokens": 0, "epochs": 0.0}
-    assert data.training.ledger["code"]["tokens"] == num_tokens
-    assert data.training.ledger["code"]["epochs"] == data.training.data_position / data.training.order.num_sequences[1]
+    assert data.training.usage["web"] == {"tokens": 0, "epochs": 0.0}
+    assert data.training.usage["code"]["tokens"] == num_tokens
+    assert data.training.usage["code"]["epochs"] == data.training.data_position / data.training.order.num_sequences[1]
     state = json.loads(json.dumps(data.state_dict()))
-    assert (state["tokens_drawn"]["code"], state["epochs_drawn"]["code"]) == tuple(
-        data.training.ledger["code"].values()
+    assert (state["tokens_consumed"]["code"], state["epochs_consumed"]["code"]) == tuple(
+        data.training.usage["code"].values()
     )
     again = data_module(corpus, packing=packing, mix={"code": 1})
     again.load_state_dict(state)
-    assert again.training.ledger == data.training.ledger
+    assert again.training.usage == data.training.usage
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_tokens_are_mixed_in_the_proportions_asked_for(corpus: Path, packing: Packing) -> None:
-    """Whatever the sources' sequences hold: those of "code" are longer here, so that fewer of them are drawn."""
+    """Whatever the sources' sequences hold: those of "code" are longer here, so that fewer of them are consumed."""
     data = data_module(corpus, packing=packing, mix={"web": 1, "code": 1})
     while data.training.data_position < 5_000:
         data.training.advance(AccumulationWindow((), 0, 0, data.training.data_position + GLOBAL_BATCH))
-    web, code = (drawn["tokens"] for drawn in data.training.ledger.values())
+    web, code = (consumed["tokens"] for consumed in data.training.usage.values())
     assert abs(code / web - 1) < 0.01
-    drawn = data.training.order.sequences_drawn(data.training.data_position)
-    assert (drawn[0] == drawn[1]) == (packing == "chunk")
+    consumed = data.training.order.sequences_consumed(data.training.data_position)
+    assert (consumed[0] == consumed[1]) == (packing == "chunk")
 
 
-def test_what_was_drawn_is_logged_by_source(corpus: Path, tmp_path: Path) -> None:
+def test_data_usage_is_logged_by_source(corpus: Path, tmp_path: Path) -> None:
     data = data_module(corpus, packing="best_fit")
     logger = CSVLogger(tmp_path)
     fit(tmp_path, data, 4, logger=logger, log_every_n_steps=2)
@@ -301,7 +301,11 @@ def test_what_was_drawn_is_logged_by_source(corpus: Path, tmp_path: Path) -> Non
     last = {name: float(value) for name, value in rows[-1].items() if name.startswith("data/")}
     assert len(rows) == 2
     assert last == pytest.approx(
-        {f"data/{what}_{name}": value for name, drawn in data.training.ledger.items() for what, value in drawn.items()}
+        {
+            f"data/{what}_{name}": value
+            for name, consumed in data.training.usage.items()
+            for what, value in consumed.items()
+        }
     )
 
 
@@ -374,7 +378,7 @@ def test_the_run_ends_with_the_data_and_says_what_is_left(
     left = [
         b - a
         for a, b in zip(
-            data.training.order.sequences_drawn(last), data.training.order.sequences_drawn(end), strict=True
+            data.training.order.sequences_consumed(last), data.training.order.sequences_consumed(end), strict=True
         )
     ]
     assert sum(left) == (end - last) > 0

@@ -238,15 +238,15 @@ def test_a_changed_mix_holds_from_the_restored_position_on(directory: Path, toke
     changed.load_state_dict(json.loads(json.dumps(data.state_dict())))
     for step in range(4, 12):
         changed.training.advance(changed.training.windows.window(step * GLOBAL_BATCH))
-        ledger = changed.training.windows.ledger(changed.training.data_position)
-        drawn = dict(
+        usage = changed.training.windows.usage(changed.training.data_position)
+        consumed = dict(
             zip(
                 changed.training.order.names,
-                changed.training.order.sequences_drawn(changed.training.data_position),
+                changed.training.order.sequences_consumed(changed.training.data_position),
                 strict=True,
             )
         )
-        assert {name: entry.num_sequences for name, entry in ledger.items()} == drawn
+        assert {name: entry.num_sequences for name, entry in usage.items()} == consumed
     assert [mix.weights for mix in changed.training.order.mixes] == [(1, 1), (2, 5)]
 
 

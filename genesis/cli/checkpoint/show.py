@@ -23,7 +23,7 @@ from genesis.cli.checkpoint.shared import (
     format_number,
     print_json,
 )
-from genesis.data.drawn import Drawn, read_drawn
+from genesis.data.usage import DataUsage, read_data_usage
 from genesis.errors import printable
 from genesis_callbacks.checkpoint import (
     CheckpointError,
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     path = find_checkpoint(arguments.checkpoint, level=None)
     try:
         manifest = read_manifest(path)
-        drawn = read_drawn(read_state(path, manifest))
+        usage = read_data_usage(read_state(path, manifest))
     except CorruptCheckpointError as error:
         return complain(error)
     if arguments.json:
@@ -57,12 +57,12 @@ def main(argv: list[str]) -> int:
             "path": str(path),
             "manifest": _as_json(manifest),
             "parts": [asdict(summary) for summary in summarise_parts(manifest)],
-            "drawn": {name: asdict(of_source) for name, of_source in drawn.items()},
+            "data_usage": {name: asdict(one) for name, one in usage.items()},
             "lineage": [{**asdict(ancestor), "state": state} for ancestor, state in trace_ancestors(path, manifest)],
         }
         print_json(content)
     else:
-        _print_manifest(build_console(), path, manifest, drawn)
+        _print_manifest(build_console(), path, manifest, usage)
     return 0
 
 
@@ -70,7 +70,7 @@ def _as_json(manifest: Manifest) -> Any:
     return json.loads(encode_manifest(manifest))
 
 
-def _print_manifest(console: Console, path: Path, manifest: Manifest, drawn: Mapping[str, Drawn]) -> None:
+def _print_manifest(console: Console, path: Path, manifest: Manifest, usage: Mapping[str, DataUsage]) -> None:
     """Prints what is asked for most first, and what is long last: files, versions, recipe."""
     age = format_duration(time.time() - manifest.created_seconds)
     facts = {
@@ -84,8 +84,8 @@ def _print_manifest(console: Console, path: Path, manifest: Manifest, drawn: Map
     }
     console.print(build_table(str(path), ("", ""), facts.items()))
     _print_parts(console, manifest)
-    if drawn:
-        _print_drawn(console, drawn)
+    if usage:
+        _print_usage(console, usage)
     _print_lineage(console, path, manifest)
     console.rule("files", align="left")
     files = ((file.name, f"{file.num_bytes:,}", str(file.rank), file.hash[:16]) for file in manifest.files)
@@ -127,8 +127,8 @@ def _print_parts(console: Console, manifest: Manifest) -> None:
     console.print(build_table(None, columns, rows, right=("tensors", "elements", "size")))
 
 
-def _print_drawn(console: Console, drawn: Mapping[str, Drawn]) -> None:
-    console.rule("data drawn", align="left")
+def _print_usage(console: Console, usage: Mapping[str, DataUsage]) -> None:
+    console.rule("data consumed", align="left")
     rows = (
         (
             name,
@@ -137,7 +137,7 @@ def _print_drawn(console: Console, drawn: Mapping[str, Drawn]) -> None:
             format_number(one.documents),
             format_number(one.bad_documents),
         )
-        for name, one in drawn.items()
+        for name, one in usage.items()
     )
     columns = ("source", "tokens", "epochs", "documents", "bad")
     console.print(build_table(None, columns, rows, right=columns[1:]))

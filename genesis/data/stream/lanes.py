@@ -87,11 +87,11 @@ def deal_spans(spans: Sequence[Span], num_lanes: int) -> tuple[tuple[Span, ...],
     return tuple(tuple(part) for part in dealt)
 
 
-def choose_other(weights: Sequence[int], drawn: Sequence[int], has_data: Sequence[bool]) -> int | None:
+def choose_other(weights: Sequence[int], consumed: Sequence[int], has_data: Sequence[bool]) -> int | None:
     """Returns the source that stands in for an exhausted one: the most behind its share that has data, if any has."""
-    total_weight, total_drawn = sum(weights), sum(drawn)
+    total_weight, total_consumed = sum(weights), sum(consumed)
     behind = {
-        source: weights[source] * total_drawn - drawn[source] * total_weight
+        source: weights[source] * total_consumed - consumed[source] * total_weight
         for source in range(len(weights))
         if weights[source] and has_data[source]
     }

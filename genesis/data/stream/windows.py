@@ -17,10 +17,10 @@ from genesis.data.loader import Ranks, SequenceFormat, build_window
 from genesis.data.order import SequenceOrder
 from genesis.data.stream.block import Block
 from genesis.data.stream.lanes import check_world_size, choose_other, lanes_at
-from genesis.data.stream.ledger import LedgerEntry, build_ledger
 from genesis.data.stream.open import Stream
 from genesis.data.stream.pool import BlockSupply, InlineSupply, WorkerPool
 from genesis.data.stream.state import LaneStates, PartState, read_states, write_states
+from genesis.data.stream.usage import SourceUsage, measure_usage
 from genesis.data.stream.worker import Job, LaneSource, Setup
 from genesis.data.window import AccumulationWindow
 
@@ -34,7 +34,7 @@ class StreamWindows:
     """One rank's windows of a stream, one after another. No communication.
 
     `window` is called by one thread; all else may be called from another meanwhile. What was read ahead of training
-    does not count: `state` and `ledger` tell of a position, and `window` goes back to any that was not released.
+    does not count: `state` and `usage` tell of a position, and `window` goes back to any that was not released.
 
     Args:
         stream: What is read.
@@ -127,9 +127,9 @@ class StreamWindows:
         with self._lock:
             self._snapshots = {position: dict(self._states)}
 
-    def ledger(self, position: int) -> dict[str, LedgerEntry]:
-        """Returns what this rank's lanes had drawn of each source before the window at `position`."""
-        return build_ledger(self.stream, self._snapshot(position))
+    def usage(self, position: int) -> dict[str, SourceUsage]:
+        """Returns what this rank's lanes had consumed of each source before the window at `position`."""
+        return measure_usage(self.stream, self._snapshot(position))
 
     # ---- telemetry
 
@@ -163,7 +163,7 @@ class StreamWindows:
 
     @property
     def fill(self) -> float:
-        """Returns the share of the sequences' places whose labels count, of all that were drawn."""
+        """Returns the share of the sequences' places whose labels count, of all that were consumed."""
         num_sequences = sum(state.num_sequences for state in self._states.values())
         num_tokens = sum(state.num_tokens for state in self._states.values())
         return num_tokens / max(1, num_sequences * self._format.seq_len)
@@ -224,11 +224,11 @@ class StreamWindows:
         if state.num_given == 0:
             state = state.begin(block)
         number = state.num_given
-        drawn = block.rows[number], block.ends[number], int(block.lengths[number])
+        consumed = block.rows[number], block.ends[number], int(block.lengths[number])
         self._states[key] = state.give(block)
         if self._states[key].num_given == len(block.rows):
             self._end_block(key, block)
-        return drawn
+        return consumed
 
     # ---- blocks
 

@@ -41,14 +41,14 @@ def make_lines(texts=TEXTS):
 
 
 def read_skipping(directory, tokenizer, num_workers=0):
-    """Returns the pairs of one epoch and the ledger of a run that skips what is bad."""
+    """Returns the pairs of one epoch and the usage of a run that skips what is bad."""
     stream = make_stream(
         {"web": directory}, tokenizer, max_epochs=1, on_bad_document="skip", num_lanes=1, num_workers=num_workers
     )
     windows = make_windows(stream)
     rows, position = read_to_the_end(windows)
     windows.close()
-    return count_pairs(rows), windows.ledger(position)["web"], stream
+    return count_pairs(rows), windows.usage(position)["web"], stream
 
 
 def read_strictly(directory, tokenizer, **changes):
@@ -80,9 +80,9 @@ def test_a_bad_line_is_named_with_file_and_line_or_skipped_and_counted(tmp_path,
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
     with caplog.at_level(logging.WARNING):
-        pairs, ledger, stream = read_skipping(path.parent, tokenizer)
+        pairs, usage, stream = read_skipping(path.parent, tokenizer)
     assert pairs == expected_pairs(stream.tokenizer, TEXTS)
-    assert (ledger.num_documents, ledger.num_bad_documents, ledger.num_damaged_spans) == (len(TEXTS), 1, 0)
+    assert (usage.num_documents, usage.num_bad_documents, usage.num_damaged_spans) == (len(TEXTS), 1, 0)
     assert "skipped: " in caplog.text
     assert str(path) in caplog.text
 
@@ -108,9 +108,9 @@ def test_many_bad_lines_are_all_counted_and_a_few_are_shown(tmp_path, tokenizer,
     lines = [line for pair in zip(make_lines(), [b"bad"] * len(TEXTS), strict=True) for line in pair]
     write_lines(tmp_path / "web", lines)
     with caplog.at_level(logging.WARNING):
-        pairs, ledger, stream = read_skipping(tmp_path / "web", tokenizer, num_workers=1)
+        pairs, usage, stream = read_skipping(tmp_path / "web", tokenizer, num_workers=1)
     assert pairs == expected_pairs(stream.tokenizer, TEXTS)
-    assert ledger.num_bad_documents == len(TEXTS)
+    assert usage.num_bad_documents == len(TEXTS)
     shown = [record.message for record in caplog.records if "skipped" in record.message]
     assert 1 <= len(shown) <= 5
     assert "line 2 is not JSON" in shown[0]
@@ -130,9 +130,9 @@ def test_a_null_in_a_parquet_column_is_named_by_row_or_skipped(tmp_path, tokeniz
     pq.write_table(pa.table({"text": [*TEXTS[:9], None, *TEXTS[9:]]}), path, row_group_size=4)
     with pytest.raises(UserError, match=r"a\.parquet, row 9 has no 'text' \(null\)"):
         read_strictly(tmp_path / "web", tokenizer)
-    pairs, ledger, stream = read_skipping(tmp_path / "web", tokenizer)
+    pairs, usage, stream = read_skipping(tmp_path / "web", tokenizer)
     assert pairs == expected_pairs(stream.tokenizer, TEXTS)
-    assert ledger.num_bad_documents == 1
+    assert usage.num_bad_documents == 1
 
 
 def test_a_column_of_the_wrong_type_is_refused_before_training(tmp_path, tokenizer):
@@ -165,8 +165,8 @@ def test_a_damaged_shard_is_named_or_the_rest_of_it_skipped(tmp_path, tokenizer,
     with pytest.raises(UserError, match=r"bad\.jsonl\.(zst|gz) is cut short or damaged .*; fetch it again"):
         read_strictly(directory, tokenizer)
     with caplog.at_level(logging.WARNING):
-        pairs, ledger, stream = read_skipping(directory, tokenizer)
-    assert ledger.num_damaged_spans == 1
+        pairs, usage, stream = read_skipping(directory, tokenizer)
+    assert usage.num_damaged_spans == 1
     assert f"{path} is cut short or damaged" in caplog.text
     wanted = expected_pairs(stream.tokenizer, TEXTS)
     assert all(pairs[pair] >= count for pair, count in wanted.items())
@@ -218,7 +218,7 @@ def test_after_a_skip_a_run_resumes_with_the_same_stream_and_count(tmp_path, tok
             resumed.load_state(windows.state(number * GLOBAL_BATCH), number * GLOBAL_BATCH)
             rest = read_windows(resumed, number, 12 - number)
             assert [rows_of(window) for window in rest] == [rows_of(window) for window in straight[number:]]
-            assert resumed.ledger(12 * GLOBAL_BATCH) == windows.ledger(12 * GLOBAL_BATCH)
+            assert resumed.usage(12 * GLOBAL_BATCH) == windows.usage(12 * GLOBAL_BATCH)
 
 
 def test_a_shard_that_is_cut_short_while_it_is_read_is_named_as_changed(tmp_path, tokenizer):

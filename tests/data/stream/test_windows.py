@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from genesis.data.stream.ledger import build_ledger, count_spans
 from genesis.data.stream.state import combine_states, read_states
+from genesis.data.stream.usage import count_spans, measure_usage
 from genesis.data.window import IGNORE_INDEX
 from genesis.errors import UserError
 from tests.data.stream.streams import (
@@ -99,13 +99,13 @@ def test_every_token_of_one_epoch_is_seen_once(tmp_path, tokenizer, packing, suf
     windows = make_windows(stream, WEIGHTS)
     rows, position = read_to_the_end(windows)
     assert count_pairs(rows) == expected_pairs(stream.tokenizer, TEXTS["web"] + TEXTS["code"])
-    ledger = windows.ledger(position)
+    usage = windows.usage(position)
     for name, texts in TEXTS.items():
-        assert (ledger[name].num_documents, ledger[name].num_spans) == (len(texts), count_spans(stream)[name])
+        assert (usage[name].num_documents, usage[name].num_spans) == (len(texts), count_spans(stream)[name])
     labels = sum(label != IGNORE_INDEX for _, row, _ in rows for label in row)
-    in_documents = sum(entry.num_tokens for entry in ledger.values())
-    # The label after a document's end, where the next one begins in the same row, is drawn and does not count.
-    assert labels <= in_documents <= labels + sum(entry.num_documents for entry in ledger.values())
+    in_documents = sum(entry.num_tokens for entry in usage.values())
+    # The label after a document's end, where the next one begins in the same row, is consumed and does not count.
+    assert labels <= in_documents <= labels + sum(entry.num_documents for entry in usage.values())
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -166,23 +166,23 @@ def test_the_stream_does_not_depend_on_the_ranks_that_read_it(
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_the_drawn_share_of_each_source_is_exact_to_one_sequence_at_any_point(tmp_path, tokenizer, packing):
+def test_the_consumed_share_of_each_source_is_exact_to_one_sequence_at_any_point(tmp_path, tokenizer, packing):
     windows = make_windows(make_stream(write_sources(tmp_path), tokenizer, packing), {"web": 5, "code": 2})
     for number in range(1, 30):
         windows.window((number - 1) * GLOBAL_BATCH)
-        ledger = windows.ledger(number * GLOBAL_BATCH)
-        assert abs(ledger["code"].num_sequences - number * GLOBAL_BATCH * 2 / 7) < 1
-        assert ledger["web"].num_sequences + ledger["code"].num_sequences == number * GLOBAL_BATCH
+        usage = windows.usage(number * GLOBAL_BATCH)
+        assert abs(usage["code"].num_sequences - number * GLOBAL_BATCH * 2 / 7) < 1
+        assert usage["web"].num_sequences + usage["code"].num_sequences == number * GLOBAL_BATCH
 
 
 def test_a_source_at_its_limit_of_epochs_is_replaced_and_the_others_go_on(tmp_path, tokenizer):
     stream = make_stream(write_sources(tmp_path), tokenizer, max_epochs={"code": 1})
     windows = make_windows(stream, {"web": 1, "code": 3})
     rows = [row for window in read_windows(windows, 0, 60) for row in rows_of(window)]
-    ledger = windows.ledger(60 * GLOBAL_BATCH)
-    assert ledger["code"].num_documents == len(TEXTS["code"])
-    assert ledger["web"].num_spans > 2 * count_spans(stream)["web"]
-    assert ledger["web"].num_sequences + ledger["code"].num_sequences == 60 * GLOBAL_BATCH
+    usage = windows.usage(60 * GLOBAL_BATCH)
+    assert usage["code"].num_documents == len(TEXTS["code"])
+    assert usage["web"].num_spans > 2 * count_spans(stream)["web"]
+    assert usage["web"].num_sequences + usage["code"].num_sequences == 60 * GLOBAL_BATCH
     counted = count_pairs(rows)
     assert all(counted[pair] >= count for pair, count in expected_pairs(stream.tokenizer, TEXTS["code"]).items())
 
@@ -226,8 +226,8 @@ def test_the_state_is_plain_small_and_holds_no_token(tmp_path, tokenizer):
         *("cursor", "num_given", "num_sequences", "num_tokens", "num_documents", "num_bad_documents"),
         "num_damaged_spans",
     }
-    ledger = build_ledger(windows.stream, read_states(windows.stream, state))
-    assert ledger == windows.ledger(20 * GLOBAL_BATCH)
+    usage = measure_usage(windows.stream, read_states(windows.stream, state))
+    assert usage == windows.usage(20 * GLOBAL_BATCH)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_lanes_of_one_round_are_not_of_one_source(tmp_path, tokenizer):
     stream = make_stream(write_sources(tmp_path), tokenizer, num_lanes=4)
     windows = make_windows(stream, {"web": 1, "code": 1})
     read_windows(windows, 0, 40)
-    drawn = Counter()
+    consumed = Counter()
     for lane, parts in windows.state(40 * GLOBAL_BATCH)["lanes"].items():
-        drawn.update({(lane, name): part["num_sequences"] for name, part in parts.items()})
-    assert min(drawn.values()) > 20
+        consumed.update({(lane, name): part["num_sequences"] for name, part in parts.items()})
+    assert min(consumed.values()) > 20

@@ -1,9 +1,10 @@
-"""What a checkpoint says of the data that were drawn until then, read from its state without a run."""
+"""What a checkpoint says of the data that were consumed until then, read from its state without a run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from genesis.data.old_keys import rename_old_keys
 from genesis_callbacks.checkpoint import CorruptCheckpointError, pick_data_sections
 
 DATA_STATE: Final = "CorpusDataModule"
@@ -11,13 +12,13 @@ DATA_STATE: Final = "CorpusDataModule"
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """What was drawn of one source.
+class DataUsage:
+    """What was consumed of one source.
 
     Args:
         tokens: Labels, padding not counted.
-        epochs: How often the source was drawn; None where that is not recorded.
-        documents: Begun; None of a prepared corpus, which is drawn by sequences.
+        epochs: How often the source was consumed; None where that is not recorded.
+        documents: Begun; None of a prepared corpus, which is consumed by sequences.
         bad_documents: Skipped because they could not be read; None likewise.
     """
 
@@ -27,8 +28,8 @@ class Drawn:
     bad_documents: int | None = None
 
 
-def read_drawn(sections: Sequence[Mapping[str, Any]]) -> dict[str, Drawn]:
-    """Returns what was drawn of each source; empty where the run had other data.
+def read_data_usage(sections: Sequence[Mapping[str, Any]]) -> dict[str, DataUsage]:
+    """Returns what was consumed of each source; empty where the run had other data.
 
     Args:
         sections: The checkpoint's state of each rank, as `read_state` gives it.
@@ -42,26 +43,28 @@ def read_drawn(sections: Sequence[Mapping[str, Any]]) -> dict[str, Drawn]:
         raise CorruptCheckpointError(f"the state of {DATA_STATE} is not what a data module saves: {error!r}") from error
 
 
-def _read(sections: Sequence[Mapping[str, Any]]) -> dict[str, Drawn]:
+def _read(sections: Sequence[Mapping[str, Any]]) -> dict[str, DataUsage]:
     states = [section.get("trainer", {}).get(DATA_STATE) for section in pick_data_sections(sections)]
-    states = [state for state in states if state]
+    states = [rename_old_keys(state) for state in states if state]
     if not states:
         return {}
-    if "ledger_of_lanes" in states[0]:
+    if "usage_of_lanes" in states[0]:
         return {
-            name: _add_up([state["ledger_of_lanes"][name] for state in states]) for name in states[0]["ledger_of_lanes"]
+            name: _add_up([state["usage_of_lanes"][name] for state in states]) for name in states[0]["usage_of_lanes"]
         }
-    epochs = states[0].get("epochs_drawn", {})
-    return {name: Drawn(int(tokens), _epochs(epochs.get(name))) for name, tokens in states[0]["tokens_drawn"].items()}
+    epochs = states[0].get("epochs_consumed", {})
+    return {
+        name: DataUsage(int(tokens), _epochs(epochs.get(name))) for name, tokens in states[0]["tokens_consumed"].items()
+    }
 
 
 def _epochs(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
-def _add_up(entries: Sequence[Mapping[str, int]]) -> Drawn:
-    """Returns the sum of what each rank's lanes have drawn of a source."""
-    return Drawn(
+def _add_up(entries: Sequence[Mapping[str, int]]) -> DataUsage:
+    """Returns the sum of what each rank's lanes have consumed of a source."""
+    return DataUsage(
         tokens=sum(entry["num_tokens"] for entry in entries),
         documents=sum(entry["num_documents"] for entry in entries),
         bad_documents=sum(entry["num_bad_documents"] for entry in entries),

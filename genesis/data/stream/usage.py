@@ -1,4 +1,4 @@
-"""What was drawn of each source: a function of where the lanes stand."""
+"""What was consumed of each source: a function of where the lanes stand."""
 
 from dataclasses import dataclass
 
@@ -8,8 +8,8 @@ from genesis.data.stream.worker import LaneSource
 
 
 @dataclass(frozen=True)
-class LedgerEntry:
-    """What some lanes have drawn of one source. Entries of different lanes add up, field by field.
+class SourceUsage:
+    """What some lanes have consumed of one source. Entries of different lanes add up, field by field.
 
     Args:
         num_sequences: Sequences given out.
@@ -28,12 +28,12 @@ class LedgerEntry:
     num_spans: int
 
 
-def build_ledger(stream: Stream, states: LaneStates) -> dict[str, LedgerEntry]:
-    """Returns what the lanes of `states` have drawn of each source."""
-    ledger = {}
+def measure_usage(stream: Stream, states: LaneStates) -> dict[str, SourceUsage]:
+    """Returns what the lanes of `states` have consumed of each source."""
+    usage = {}
     for index, name in enumerate(stream.names):
         parts = {key: state for key, state in states.items() if key.source == index}
-        ledger[name] = LedgerEntry(
+        usage[name] = SourceUsage(
             num_sequences=sum(state.num_sequences for state in parts.values()),
             num_tokens=sum(state.num_tokens for state in parts.values()),
             num_documents=sum(state.num_documents for state in parts.values()),
@@ -41,7 +41,7 @@ def build_ledger(stream: Stream, states: LaneStates) -> dict[str, LedgerEntry]:
             num_damaged_spans=sum(state.num_damaged_spans for state in parts.values()),
             num_spans=sum(_count_spans(stream, key, state) for key, state in parts.items()),
         )
-    return ledger
+    return usage
 
 
 def count_spans(stream: Stream) -> dict[str, int]:
