@@ -1,1 +1,1 @@
-"""A page and an OpenAI-compatible server over the checkpoints of a run."""
+"""A web page and an OpenAI-compatible server for the checkpoints of a run."""

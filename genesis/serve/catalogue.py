@@ -1,4 +1,4 @@
-"""What can be asked for: the committed checkpoints of runs as they come and go, single checkpoints, exports."""
+"""Lists the models that clients can request: committed checkpoints of runs, single checkpoints and exports."""
 
 import csv
 import difflib
@@ -27,18 +27,18 @@ _VALIDATION_LOSS, _TRAIN_LOSS = "validation/loss", "train/loss"
 
 @dataclass(frozen=True)
 class Entry:
-    """A model that can be asked for.
+    """A model that clients can request.
 
     Attributes:
-        id: Its name for clients.
-        path: Of the checkpoint or export.
-        version: Changes where other weights come to lie there.
+        id: The model's name for clients.
+        path: The checkpoint or export.
+        version: A text that changes when other weights replace those at `path`.
         run: The name of the run, or of the export.
         created_seconds: Unix time of the commit.
-        step: None for an export.
-        tokens_seen: None where nobody counted.
-        train_loss: Of the row of the run's log at that step, if there is one.
-        validation_loss: Likewise.
+        step: The checkpoint's step; None for an export.
+        tokens_seen: The checkpoint's token count; None where the manifest has no such counter.
+        train_loss: The training loss at that step in the run's log, if the log has one.
+        validation_loss: The validation loss at that step in the run's log, if the log has one.
     """
 
     id: str
@@ -53,13 +53,13 @@ class Entry:
 
 
 class Catalogue:
-    """The models of the directories given, read anew when something there has changed. Thread-safe.
+    """The models in the given directories, read again when a directory has changed. Thread-safe.
 
     Args:
         paths: Runs, checkpoints or exports.
 
     Raises:
-        UserError: One of them is none of these, or stands there twice.
+        UserError: A path is not a run, a checkpoint or an export, or is given twice.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -74,30 +74,30 @@ class Catalogue:
         ]
 
     def entries(self) -> list[Entry]:
-        """Returns every model there is now, source by source, oldest first."""
+        """Returns every available model, source by source, the oldest first."""
         return [entry for source in self._sources for entry in source.entries()]
 
     def newest(self) -> dict[str, Entry]:
-        """Returns the newest model of each source, under the name that always means it."""
+        """Returns the newest model of each source, under the name that always means the newest."""
         found = {source.latest_id: source.entries()[-1:] for source in self._sources}
         return {name: entries[0] for name, entries in found.items() if entries}
 
     def by_id(self) -> dict[str, Entry]:
-        """Returns every model by its names: its own, and that of the newest."""
+        """Returns every model under its own id and, for the newest, also under that name."""
         return {**{entry.id: entry for entry in self.entries()}, **self.newest()}
 
     def find(self, model: str) -> Entry:
-        """Returns the model of that name.
+        """Returns the model with the id `model`.
 
         Raises:
-            ApiError: There is none; the nearest is named.
+            ApiError: No model has this id; the message names the nearest id.
         """
         by_id = self.by_id()
         if model not in by_id:
             near = difflib.get_close_matches(model[:200], list(by_id), n=1, cutoff=0.0)
-            hint = f"did you mean {near[0]}?" if near else "there is none yet"
+            hint = f"did you mean {near[0]}?" if near else "no checkpoint is committed yet"
             raise ApiError(
-                f"there is no model {model[:100]!r}; {hint} (GET /v1/models lists all)",
+                f"no such model: {model[:100]!r}; {hint} (GET /v1/models lists all)",
                 status=404,
                 param="model",
                 code="model_not_found",
@@ -137,7 +137,7 @@ class _Run:
             return list_committed(self._path)
         try:
             return [(self._only, read_manifest(self._only))]
-        except CheckpointError:  # it is gone; who asks for it is told
+        except CheckpointError:  # the checkpoint was removed; a request for it gets an error
             return []
 
     def _describe(self) -> list[Entry]:
@@ -162,7 +162,7 @@ class _Run:
 
 
 class _Export:
-    """A directory that `genesis export` wrote: one model, by the directory's name."""
+    """A directory that `genesis export` wrote: one model, named after the directory."""
 
     def __init__(self, path: Path, name: str) -> None:
         self._path, self._name = path, name
@@ -172,7 +172,7 @@ class _Export:
         return self._name
 
     def entries(self) -> list[Entry]:
-        if not is_export(self._path):  # it is gone; who asks for it is told
+        if not is_export(self._path):  # the export was removed; a request for it gets an error
             return []
         stamps = [_stamp(file) for file in sorted(self._path.iterdir())]
         changed = max(stamp[0] for stamp in stamps if stamp is not None)
@@ -182,7 +182,7 @@ class _Export:
 
 
 def _find(value: Path) -> Reference:
-    """Returns what a path or name means, with its path resolved; a step or the best of a run is one checkpoint."""
+    """Returns the reference with a resolved path; a step of a run, or its best one, becomes a single checkpoint."""
     reference = read_reference(value)
     if reference.kind == "run" and reference.selector not in (None, LATEST):
         reference = Reference(reference.value, "checkpoint", reference.find_checkpoint(level="quick"))
@@ -198,17 +198,17 @@ def _open(reference: Reference, name: str, *, has_prefix: bool) -> _Run | _Expor
         return _Run(RunDirectory.of(path).path, name, prefix, only=path)
     if reference.kind == "export":
         if not (path / PROOF_NAME).exists():
-            raise UserError(f"{path} has no {PROOF_NAME}, as exports of genesis have; `genesis import` takes others'")
+            raise UserError(f"{path} has no {PROOF_NAME}; only exports of genesis can be served: run `genesis import`")
         return _Export(path, name)
     if checkpoints_in(path) != path or RunDirectory(path).recipe.exists() or list_committed(path):
         return _Run(path, name, prefix)
     raise UserError(
-        f"{path} is no run, no checkpoint and no export; `genesis fit` makes runs, `genesis export` exports"
+        f"{path} is not a run, a checkpoint or an export; give a path that `genesis fit` or `genesis export` wrote"
     )
 
 
 def _short_names(paths: Sequence[Path]) -> list[str]:
-    """Returns the shortest ends of the paths that tell them apart.
+    """Returns the shortest ends of the paths that are all different.
 
     >>> _short_names([Path("/runs/a/run"), Path("/runs/b/run")])
     ['a/run', 'b/run']
@@ -221,7 +221,7 @@ def _short_names(paths: Sequence[Path]) -> list[str]:
 
 
 def read_losses(path: Path, steps: Iterable[int]) -> dict[int, dict[str, float]]:
-    """Returns the losses that a run's log has for each of `steps`; nothing for what it lacks."""
+    """Returns the losses in a run's log for each of `steps`; steps and losses that the log lacks are left out."""
     wanted = {str(step): step for step in steps}
     losses: dict[int, dict[str, float]] = {}
     try:
@@ -240,7 +240,7 @@ def read_losses(path: Path, steps: Iterable[int]) -> dict[int, dict[str, float]]
 
 
 def _to_float(text: str | None) -> float | None:
-    """Returns the number in a cell; None for an empty one, one that is being written, and no number."""
+    """Returns the number in a cell; None for an empty cell, a half-written one, and text that is no finite number."""
     try:
         value = float(text or "")
     except ValueError:

@@ -1,4 +1,4 @@
-"""One text as it grows: whole characters, nothing of a stop text, and each token with where its text begins."""
+"""Turns generated tokens into text for a client: whole characters, no part of a stop text, and each token's offset."""
 
 import math
 from collections import deque
@@ -14,7 +14,7 @@ FinishReason = Literal["stop", "length"]
 
 
 class ShownToken(NamedTuple):
-    """A token that may be shown; `offset` is where in the text its characters begin."""
+    """A token that may be sent; `offset` is the position in the text at which the token's characters begin."""
 
     name: str
     offset: int
@@ -23,7 +23,7 @@ class ShownToken(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """What has come to be certain: text, and the tokens that it is of."""
+    """Text that can no longer change, and the tokens that make up this text."""
 
     text: str
     tokens: list[ShownToken]
@@ -45,28 +45,28 @@ class _Held(NamedTuple):
 
 
 class Choice:
-    """Turns the tokens of one text into what is shown of it.
+    """Turns the tokens of one generated text into what the client sees.
 
-    What may be the beginning of a stop text is held back, with its tokens, until more is known. A token of which a
-    part belongs to a stop text is shown as the rest of it.
+    Text that may be the beginning of a stop text is held back, with its tokens, until the next tokens decide. If a stop
+    text begins inside a token, the client gets the part of the token before the stop text.
 
     Args:
-        tokenizer: The model's; without one, tokens are shown as their ids.
-        stop: Texts that end it, before themselves.
-        offset: Characters that stand before this text.
+        tokenizer: The model's tokenizer; None for a model without one, whose tokens are shown as ids.
+        stop: Texts that end the generation; the output stops before them.
+        offset: Number of characters before this text.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str] = (), offset: int = 0) -> None:
         self._tokenizer, self._stop = tokenizer, stop
         self._decoder = build_writer(tokenizer)
-        self._begin = offset  # of the text that is held
+        self._begin = offset  # position at which the held-back text begins
         self._text = ""
         self._held: deque[_Held] = deque()
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
 
     def feed(self, token: NewToken) -> Shown:
-        """Takes the next token, and returns what is certain with it; sets `finish_reason` where the text has ended."""
+        """Adds the next token and returns the text that is now final; sets `finish_reason` when the text has ended."""
         assert self.finish_reason is None, "the text has ended"
         self.num_tokens += 1
         start = self._begin + len(self._text)
@@ -86,7 +86,7 @@ class Choice:
         return self._release(self._begin + len(self._text) - _num_held(self._text, self._stop))
 
     def _release(self, end: int) -> Shown:
-        """Shows the tokens whose whole text stands before `end`."""
+        """Returns the tokens whose whole text lies before `end`, and removes them from those held back."""
         begin, tokens = self._begin, []
         while self._held and self._held[0].end <= end:
             held = self._held.popleft()
@@ -96,7 +96,7 @@ class Choice:
         return Shown(text, tokens)
 
     def _end_at(self, end: int) -> Shown:
-        """Shows everything before `end`."""
+        """Returns everything before `end`, including the first part of a token that `end` cuts."""
         text, tokens = self._release(end)
         rest = self._text[: end - self._begin]
         if rest:
@@ -114,10 +114,10 @@ class Choice:
 
 
 def token_name(tokenizer: Tokenizer | None, token: int) -> str:
-    """Returns the text that a token stands for, another for each: `bytes:\\xe2` for a byte, `</s>` for a control.
+    """Returns a unique text for a token: its characters, `bytes:\\xe2` for a byte, `</s>` for a control token.
 
-    A model may have more tokens than its tokenizer, to make its vocabulary a round number; these are `<id 32001>`.
-    Without a tokenizer a token is its number, with a space before it.
+    A model may have more tokens than its tokenizer, to round its vocabulary up; these are `<id 32001>`. Without a
+    tokenizer the text is the token's number with a space before it.
     """
     if tokenizer is None:
         return IdWriter().feed(token)
@@ -127,7 +127,7 @@ def token_name(tokenizer: Tokenizer | None, token: int) -> str:
         return tokenizer.pieces[token]
     content = tokenizer.decode_bytes([token])
     if not tokenizer.is_byte(token):
-        with suppress(UnicodeDecodeError):  # a piece may hold a part of a character
+        with suppress(UnicodeDecodeError):  # a piece may hold only part of a character
             return content.decode()
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 

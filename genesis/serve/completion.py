@@ -1,4 +1,4 @@
-"""One request under way: its texts on a worker, and what is answered of them as their tokens come."""
+"""One completion request: runs its texts on a worker, and builds the response from their tokens."""
 
 import asyncio
 import hashlib
@@ -23,7 +23,7 @@ _END = b"data: [DONE]\n\n"
 
 
 class Prompt(NamedTuple):
-    """What a text begins with: the tokens given to the model, and how many may come."""
+    """A prompt as tokens and as text, and how many new tokens may follow."""
 
     ids: tuple[int, ...]
     text: str
@@ -31,7 +31,7 @@ class Prompt(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What has come of one text since the last look."""
+    """The new part of one generated text since the last event."""
 
     choice: int
     shown: Shown
@@ -39,13 +39,13 @@ class _Part(NamedTuple):
 
 
 def encode_prompts(asked: CompletionRequest, facts: Facts) -> list[Prompt]:
-    """Returns the prompts as tokens: a text after bos, tokens as they are.
+    """Returns the prompts as tokens: a text gets a bos token in front, a list of tokens stays as it is.
 
     Raises:
-        ApiError: One does not fit the model's context, or holds a token that it does not have.
+        ApiError: A prompt does not fit the model's context, or holds a token that the model does not have.
     """
     if facts.tokenizer is None and asked.stop:
-        raise ApiError("stop is not supported by this model: it has no tokenizer, so that it has no text", param="stop")
+        raise ApiError("stop is not supported by this model, which has no tokenizer: remove stop", param="stop")
     return [_encode(prompt, asked.max_new_tokens, facts) for prompt in asked.prompts]
 
 
@@ -57,8 +57,8 @@ def _encode(prompt: str | tuple[int, ...], max_new_tokens: int | None, facts: Fa
         raise _too_long(f"has {len(ids):,} tokens", context)
     if max_new_tokens is not None and max_new_tokens > room:
         raise ApiError(
-            f"max_tokens is {max_new_tokens:,}, and the prompt's {len(ids):,} tokens leave room for {room:,} in the "
-            f"model's context of {context:,}: ask for at most {room:,}",
+            f"max_tokens is {max_new_tokens:,}, but the prompt's {len(ids):,} tokens leave room for {room:,} in the "
+            f"model's context of {context:,}: set max_tokens to at most {room:,}",
             param="max_tokens",
             code="context_length_exceeded",
         )
@@ -69,51 +69,51 @@ def _encode_text(text: str, facts: Facts) -> tuple[tuple[int, ...], str]:
     tokenizer, context = facts.tokenizer, facts.max_seq_len
     if tokenizer is None:
         raise ApiError(
-            "prompt is text, and this model has no tokenizer: give a list of token ids; it answers with ids",
+            "prompt is a text, but this model has no tokenizer: send a list of token ids (the response holds ids, too)",
             param="prompt",
             code="no_tokenizer",
         )
     longest = int(tokenizer.token_num_bytes.max())
-    if len(text.encode()) > context * longest:  # however it is cut
+    if len(text.encode()) > context * longest:  # too long whichever way the text is tokenized
         raise _too_long(f"has more than {context:,} tokens", context)
     return encode_prompt(tokenizer, text), text
 
 
 def _decode_ids(ids: tuple[int, ...], facts: Facts) -> str:
-    """Returns the text of a prompt's tokens; without a tokenizer, their numbers."""
+    """Returns the text of a prompt's tokens; without a tokenizer, the token ids as numbers."""
     vocab_size = facts.vocab_size if facts.tokenizer is None else facts.tokenizer.vocab_size
     wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
     if wrong is not None:
         raise ApiError(
-            f"prompt holds the token {str(wrong)[:30]}: it must be from 0 to {vocab_size - 1}", param="prompt"
+            f"prompt has the token {str(wrong)[:30]}: token ids must be from 0 to {vocab_size - 1}", param="prompt"
         )
     return write_ids(ids) if facts.tokenizer is None else facts.tokenizer.decode(ids)
 
 
 def _too_long(problem: str, context: int) -> ApiError:
     return ApiError(
-        f"prompt {problem}, and the model's context is {context:,}: shorten it",
+        f"prompt {problem}, more than the model's context of {context:,}: shorten the prompt",
         param="prompt",
         code="context_length_exceeded",
     )
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """Returns the seed of a prompt's text number `index`; that of the first is the seed itself."""
+    """Returns the seed for choice number `index` of a prompt; the first choice uses `seed` itself."""
     if index == 0:
         return seed
     return int.from_bytes(hashlib.sha256(f"{seed} {index}".encode()).digest()[:8], "little") >> 1
 
 
 class Completion:
-    """A request's texts, from when it is entered until it is left: then their rows are free.
+    """The texts of one request, as a context manager: leaving it cancels the texts and frees their rows in the batch.
 
     Args:
         asked: The request.
         model: The id of the model that answers.
-        worker: Has it.
-        facts: About it.
-        prompts: The request's.
+        worker: The worker that holds the model.
+        facts: The facts about the model.
+        prompts: The request's prompts.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Completion:
             "model": model,
         }
         self._tickets: list[Ticket] = []
-        # As long as the request's tokens at most: a reader that is slow finds here what it has not taken yet.
+        # Holds at most all tokens of the request: a slow client leaves here the tokens it has not read yet.
         self._results: asyncio.Queue[tuple[int, NewToken | UserError]] = asyncio.Queue()
 
     def __enter__(self) -> Self:
@@ -156,7 +156,7 @@ class Completion:
             self._worker.cancel(ticket)
 
     async def collect(self) -> dict[str, Any]:
-        """Returns the answer, once all texts have ended."""
+        """Returns the response once all texts have ended."""
         parts: list[list[_Part]] = [[] for _ in self._choices]
         async for part in self._parts():
             parts[part.choice].append(part)
@@ -164,7 +164,7 @@ class Completion:
         return {**self._head, "choices": choices, "usage": self._usage()}
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yields the answer piece by piece, as server-sent events."""
+        """Yields the response in parts, as server-sent events."""
         usage = {"usage": None} if self._asked.has_usage else {}
         for index, echo in enumerate(self._echoes):
             if echo:
@@ -180,7 +180,7 @@ class Completion:
         self._results.put_nowait((index, result))
 
     async def _parts(self) -> AsyncIterator[_Part]:
-        """Yields what becomes certain of each text; where several tokens have come, what they make together."""
+        """Yields the new part of each text; several tokens that have arrived together become one part."""
         while any(choice.finish_reason is None for choice in self._choices):
             results = [await self._results.get()]
             while not self._results.empty():
@@ -219,7 +219,7 @@ class Completion:
 
 
 def error_event(error: ApiError) -> bytes:
-    """Returns the event that ends a stream which failed."""
+    """Returns the event that ends a failed stream."""
     return _event(error.body())
 
 

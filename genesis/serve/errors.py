@@ -1,4 +1,4 @@
-"""What a client is told when its request cannot be answered, in OpenAI's form."""
+"""Errors that clients receive, in the form of OpenAI's API."""
 
 from typing import Any
 
@@ -6,14 +6,14 @@ from genesis.errors import UserError
 
 
 class ApiError(UserError):
-    """A request that is refused, or that failed.
+    """A request that was refused or that failed.
 
     Args:
         message: One line with the value and the remedy.
-        status: Of HTTP.
-        param: The field of the request that is at fault.
-        code: A word for programs.
-        retry_after_seconds: When it may go better.
+        status: The HTTP status.
+        param: The field of the request that is invalid.
+        code: A short identifier for programs.
+        retry_after_seconds: How long the client should wait before it retries.
     """
 
     def __init__(
@@ -30,21 +30,21 @@ class ApiError(UserError):
         self.retry_after_seconds = retry_after_seconds
 
     def body(self) -> dict[str, Any]:
-        """Returns the JSON of the answer."""
+        """Returns the JSON body of the response."""
         kind = "invalid_request_error" if self.status < 500 and self.status != 429 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
 def as_api_error(error: UserError) -> ApiError:
-    """Returns what a client is told of an error that comes from below: the model cannot be had."""
+    """Returns the client's form of an error from a lower layer, which means that the model cannot be loaded."""
     return error if isinstance(error, ApiError) else ApiError(str(error), status=500, code="model_not_loaded")
 
 
 def busy(message: str) -> ApiError:
-    """Returns the refusal of a request that there is no room for at the moment."""
+    """Returns the error for a request that the server has no capacity for at the moment."""
     return ApiError(message, status=429, code="server_busy", retry_after_seconds=1)
 
 
 def stopping() -> ApiError:
-    """Returns the end of whatever is under way when the server ends."""
-    return ApiError("the server is ending", status=503, code="server_ending")
+    """Returns the error for requests that are active when the server stops."""
+    return ApiError("the server is shutting down", status=503, code="server_ending")

@@ -1,8 +1,8 @@
-"""Who may ask: a token, or nobody but this machine's own pages and programs; and the headers of every answer.
+"""Access control: requests need a token, or come from this machine; also the headers of every response.
 
-Without a token, a page of another site that is open in a browser on this machine is the danger: it could post to
-127.0.0.1, or let a name of its own point there. So the request's Host must name this machine, and its Origin, which
-browsers send with every post, must be that host.
+A server without a token must be protected from web pages of other sites that are open in a browser on this machine:
+such a page could post to 127.0.0.1, or make a host name of its own resolve to 127.0.0.1. Therefore the request's Host
+header must name this machine, and its Origin header, which browsers send with every post, must be the same host.
 """
 
 import hmac
@@ -25,14 +25,14 @@ _POLICY = (
 
 @dataclass(frozen=True)
 class Guard:
-    """The rule of a server.
+    """The access rule of a server.
 
     Args:
-        token: What every request for the models must bring; None for none.
-        is_public: Whether anybody may ask, through any name and from any page.
+        token: The bearer token that every request for models must carry; None for no token.
+        is_public: Whether anybody may send requests, under any host name and from any page.
 
     Raises:
-        UserError: The token is too short, or cannot stand in a header.
+        UserError: The token is too short, or has characters that a header cannot carry.
     """
 
     token: str | None = None
@@ -42,42 +42,42 @@ class Guard:
         if self.token is None:
             return
         if self.is_public:
-            raise UserError("a public server has no token: leave --token or --public away")
+            raise UserError("a public server has no token: remove either --token or --public")
         if len(self.token) < MIN_TOKEN_CHARS or not _TOKEN.fullmatch(self.token):
             raise UserError(
-                f"the token has {len(self.token)} characters: give at least {MIN_TOKEN_CHARS}, of ASCII, no blanks, as "
-                "python -c 'import secrets; print(secrets.token_urlsafe())' prints"
+                f"the token has {len(self.token)} characters: give at least {MIN_TOKEN_CHARS} ASCII characters without "
+                "spaces, for example from python -c 'import secrets; print(secrets.token_urlsafe())'"
             )
 
     def check_site(self, headers: Mapping[str, str]) -> None:
-        """Refuses what another site's page sends, where that would be let in.
+        """Refuses requests that pages of other sites send, unless the server is public or has a token.
 
         Raises:
-            ApiError: It is refused.
+            ApiError: The request is refused.
         """
         if self.is_public or self.token is not None:
             return
         host = headers.get("Host", "")
         if not is_loopback(_host_name(host)):
             raise ApiError(
-                f"the server was asked for as {host[:100]!r}, and answers to localhost alone: "
-                "start it with a token to reach it by other names",
+                f"the request's host is {host[:100]!r}, but the server only accepts localhost: "
+                "start the server with a token to reach it under other names",
                 status=403,
                 code="wrong_host",
             )
         origin = headers.get("Origin")
         if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
             raise ApiError(
-                f"the page {origin[:100]!r} is of another site, and may not ask this server",
+                f"the request comes from the page {origin[:100]!r} of another site, which may not use this server",
                 status=403,
                 code="wrong_origin",
             )
 
     def check_token(self, headers: Mapping[str, str]) -> None:
-        """Refuses who does not bring the token.
+        """Refuses requests without the right token.
 
         Raises:
-            ApiError: It is refused.
+            ApiError: The request is refused.
         """
         if self.token is None:
             return
@@ -91,7 +91,7 @@ class Guard:
             )
 
     def answer_headers(self) -> dict[str, str]:
-        """Returns the headers that every answer carries. A public page may stand in another site's frame."""
+        """Returns the headers of every response. Only a public page may be framed by other sites."""
         return {
             "Content-Security-Policy": _POLICY + ("" if self.is_public else "; frame-ancestors 'none'"),
             "Cross-Origin-Opener-Policy": "same-origin",
@@ -103,7 +103,7 @@ class Guard:
 
 
 def is_loopback(name: str) -> bool:
-    """Whether a host's name or address can be nobody's but this machine's.
+    """Returns whether a host name or address always means this machine.
 
     >>> [is_loopback(name) for name in ("localhost", "127.0.0.1", "::1", "localhost.example.org", "")]
     [True, True, True, False, False]

@@ -1,4 +1,4 @@
-"""Which models are loaded, and who may wait for one: the only place where requests are turned away for lack of room."""
+"""Decides which models are loaded and which requests wait. Only this module refuses requests for lack of capacity."""
 
 import asyncio
 from collections import OrderedDict, deque
@@ -18,17 +18,17 @@ _Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class Limits:
-    """What the server takes on at a time.
+    """Limits on what the server does at the same time.
 
     Args:
-        max_concurrent: Texts that a model continues together.
-        max_queue: Texts that wait, for a row or for their model; who comes beyond is asked to come again.
+        max_concurrent: Texts that one model generates together.
+        max_queue: Texts that wait for a row in a batch, or for their model; requests beyond get status 429.
         max_models: Models in memory.
-        max_request_seconds: From a request's arrival to its last token.
-        max_write_seconds: That a reader may let us wait.
+        max_request_seconds: Time from a request's arrival to its last token.
+        max_write_seconds: Time that the server waits for a client that does not read.
 
     Raises:
-        UserError: One is too small.
+        UserError: A limit is too small.
     """
 
     max_concurrent: int = 16
@@ -47,21 +47,21 @@ class Limits:
 
 
 class _Seat:
-    """A place in memory, and the model that has it."""
+    """A slot in memory, and the model that occupies it."""
 
     def __init__(self, entry: Entry, worker: Worker) -> None:
         self.entry, self.worker, self.num_leases = entry, worker, 0
 
 
 class ModelPool:
-    """Lends loaded models. All calls are from the event loop's thread.
+    """Lends loaded models to requests. All calls must come from the event loop's thread.
 
-    A model that nobody has borrowed makes room for another, the one used longest ago first. Where all are in use,
-    requests for further ones wait, and those behind them wait, too, so that each has its turn.
+    A new model replaces the model that no request has borrowed for the longest time. While all models are borrowed,
+    requests for further models wait in order of arrival, and no later request overtakes a waiting one.
 
     Args:
-        load: Loads a model, in a thread of its own.
-        limits: How many, and how many may wait.
+        load: Loads a model; called in the worker's thread.
+        limits: How many models may be loaded, and how many texts may wait.
     """
 
     def __init__(self, load: Callable[[Entry], Loaded], limits: Limits) -> None:
@@ -77,7 +77,7 @@ class ModelPool:
         """Lends the model of `entry`, loaded, to a request of `num_texts` texts.
 
         Raises:
-            ApiError: Too many wait already, or the server ends.
+            ApiError: Too many texts wait already, or the server is shutting down.
             UserError: The model cannot be loaded.
         """
         key = _key(entry)
@@ -96,7 +96,7 @@ class ModelPool:
             self._advance()
 
     def status(self) -> dict[str, Any]:
-        """Returns what is loaded and how busy it is, plain JSON."""
+        """Returns the loaded models and their load, in plain JSON types."""
         return {
             "models": [
                 {
@@ -115,7 +115,7 @@ class ModelPool:
         }
 
     def close(self) -> None:
-        """Ends what is under way: every text gets an error."""
+        """Stops all models: every active text receives an error."""
         self._is_closed = True
         for seat in self._seats.values():
             seat.worker.stop()
@@ -125,7 +125,7 @@ class ModelPool:
                 future.set_exception(stopping())
 
     def join(self) -> None:
-        """Waits until no thread computes any more."""
+        """Waits until all worker threads have ended."""
         for worker in [*self._ended, *(seat.worker for seat in self._seats.values())]:
             worker.join()
 
@@ -137,8 +137,8 @@ class ModelPool:
         admitted = {**self._num_admitted, key: self._num_admitted.get(key, 0) + num_texts}
         if _count_waiting(admitted, seated, self._limits.max_concurrent) > self._limits.max_queue:
             raise busy(
-                f"{self._count_waiting(self._seats.keys())} texts wait already, and at most {self._limits.max_queue} "
-                "may: come again a little later"
+                f"{self._count_waiting(self._seats.keys())} texts are waiting, the limit is {self._limits.max_queue}: "
+                "retry a little later"
             )
         self._num_admitted = admitted
 
@@ -164,7 +164,7 @@ class ModelPool:
             raise
 
     def _seat(self, entry: Entry) -> _Seat:
-        """Returns the model's seat, borrowed once more; there is one for it."""
+        """Returns the model's slot with one more lease; the caller has checked that a slot is available."""
         key = _key(entry)
         before = None
         if key in self._seats and self._seats[key].worker.has_ended:
@@ -185,7 +185,7 @@ class ModelPool:
         return worker
 
     def _advance(self) -> None:
-        """Gives seats to those at the head of the line, as far as there are some; drops models that have failed."""
+        """Removes failed models, and gives free slots to the requests at the head of the queue."""
         for key in [key for key, seat in self._seats.items() if not seat.num_leases and seat.worker.has_ended]:
             self._remove(key)
         line, self._line = self._line, deque()
@@ -204,5 +204,5 @@ def _key(entry: Entry) -> _Key:
 
 
 def _count_waiting(num_admitted: dict[_Key, int], seated: Any, num_rows: int) -> int:
-    """Returns how many texts have no row: those beyond the rows of a model with a seat, and all of one without."""
+    """Returns how many texts have no row: those beyond the rows of a loaded model, and all texts of other models."""
     return sum(max(0, number - num_rows) if key in seated else number for key, number in num_admitted.items())

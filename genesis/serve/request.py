@@ -1,4 +1,4 @@
-"""The body of `POST /v1/completions`, read strictly: what is unknown, wrong or not supported is refused by name."""
+"""Parses the body of `POST /v1/completions` strictly: unknown, invalid and unsupported fields are refused by name."""
 
 import difflib
 import json
@@ -11,13 +11,13 @@ from genesis.generate.sample import SamplingOptions
 from genesis.serve.errors import ApiError
 
 DEFAULT_NEW_TOKENS = 16
-"""OpenAI's."""
+"""The default of OpenAI's API."""
 MAX_TOP_LOGPROBS = 5
 _MAX_STOPS = 4
 _MAX_STOP_CHARS = 1000
 _LARGEST_COUNT = 2**31 - 1
 _SMALLEST_POSITIVE = 1e-6
-"""What is smaller is zero, or has no reciprocal, in float32."""
+"""In float32 a smaller number becomes zero or has no reciprocal."""
 _IGNORED = ("user",)
 _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
@@ -25,7 +25,7 @@ _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
 }
-"""Fields of OpenAI's with the values that ask for nothing."""
+"""Unsupported fields of OpenAI's API, with the values that have no effect."""
 _FIELDS = (
     "model",
     "prompt",
@@ -46,19 +46,19 @@ _FIELDS = (
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """What a client asks for; all of it is in range but what depends on the model.
+    """What a client requests; every value is in range except for limits that depend on the model.
 
     Attributes:
-        model: The id, as the client gives it.
-        prompts: Texts, or tokens.
-        max_new_tokens: For each choice; None where the client leaves it to us.
-        num_choices: For each prompt.
+        model: The id, as the client gave it.
+        prompts: Texts, or lists of tokens.
+        max_new_tokens: New tokens per choice; None for the server's default.
+        num_choices: Choices per prompt.
         stop: Texts that end a choice; they are not part of it.
-        seed: None for another draw each time.
-        num_top_logprobs: How many alternatives each token comes with; None for no probabilities at all.
-        has_echo: Whether the prompt stands before its text.
-        is_stream: Whether tokens are sent as they come.
-        has_usage: Whether a stream ends with the counts of tokens.
+        seed: The sampling seed; None for a random one.
+        num_top_logprobs: How many alternatives each token is returned with; None to return no probabilities.
+        has_echo: Whether the response repeats the prompt before the generated text.
+        is_stream: Whether tokens are sent as they are generated.
+        has_usage: Whether a stream ends with the token counts.
     """
 
     model: str
@@ -75,7 +75,7 @@ class CompletionRequest:
 
     @property
     def num_texts(self) -> int:
-        """How many texts are generated."""
+        """The number of texts to generate."""
         return len(self.prompts) * self.num_choices
 
 
@@ -84,10 +84,10 @@ def parse_completion(body: bytes, max_texts: int) -> CompletionRequest:
 
     Args:
         body: JSON.
-        max_texts: Prompts times choices that one request may ask for.
+        max_texts: The largest allowed number of prompts times choices.
 
     Raises:
-        ApiError: It is no JSON, or one of its fields is unknown, of a wrong type, out of range or not supported.
+            ApiError: The body is not JSON, or a field is unknown, of a wrong type, out of range or not supported.
     """
     fields = _Fields(_parse_json(body))
     is_stream = fields.flag("stream")
@@ -110,13 +110,13 @@ def parse_completion(body: bytes, max_texts: int) -> CompletionRequest:
     )
     best_of = fields.integer("best_of", 1, _LARGEST_COUNT)
     if best_of not in (None, request.num_choices):
-        _refuse("best_of", f"is {best_of} and n {request.num_choices}: choosing among texts is not supported")
+        _refuse("best_of", f"is {best_of} but n is {request.num_choices}: remove best_of, or set it to n")
     if request.has_echo and request.num_top_logprobs is not None:
-        _refuse("echo", "with logprobs is not supported: the prompt's tokens have no probabilities here")
+        _refuse("echo", "with logprobs is not supported, the prompt's tokens have no probabilities: remove one of them")
     if request.num_texts > max_texts:
         _refuse(
             "prompt",
-            f"has {len(request.prompts)} texts with n {request.num_choices}: a request may ask for {max_texts} in all",
+            f"has {len(request.prompts)} texts with n {request.num_choices}: a request may have {max_texts} in total",
         )
     return request
 
@@ -139,19 +139,19 @@ def _parse_json(body: bytes) -> dict[str, Any]:
             raise ApiError(f"unknown field {_show(name)}{hint}", param=name[:100], code="unknown_field")
     for name, values in _NOT_SUPPORTED.items():
         if not any(content.get(name) == value and not isinstance(content.get(name), bool) for value in values):
-            _refuse(name, "is not supported: leave it away")
+            _refuse(name, "is not supported: remove it")
     return content
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ApiError(f"the body holds {name}, which is not JSON")
+    raise ApiError(f"the body contains {name}, which is not JSON")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
         twice = next(name for name, number in Counter(name for name, _ in pairs).items() if number > 1)
-        raise ApiError(f"the body has {_show(twice)} twice", param=twice[:100])
+        raise ApiError(f"the body has the field {_show(twice)} twice", param=twice[:100])
     return content
 
 
@@ -160,13 +160,13 @@ def _refuse(param: str, problem: str) -> NoReturn:
 
 
 def _show(value: Any) -> str:
-    """Returns a value for a message, short, in one line."""
+    """Returns a value for a message, shortened, in one line."""
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:60] + "..."
 
 
 class _Fields:
-    """The fields of a request by type; null is what is not given."""
+    """Reads the fields of a request by type; null means that a field is not given."""
 
     def __init__(self, content: dict[str, Any]) -> None:
         self._content = content
@@ -227,19 +227,19 @@ def _read_prompts(fields: _Fields) -> tuple[str | tuple[int, ...], ...]:
     if isinstance(value, str) or (isinstance(value, list) and value and _is_token(value[0])):
         value = [value]
     if not isinstance(value, list) or not value:
-        _refuse("prompt", f"is {_show(value)}: it must be a string, a list of tokens, or a list of these")
+        _refuse("prompt", f"is {_show(value)}: it must be a string, a list of tokens, or a list of those")
     return tuple(_read_prompt(prompt) for prompt in value)
 
 
 def _read_prompt(prompt: Any) -> str | tuple[int, ...]:
     if isinstance(prompt, str):
         if not _is_unicode(prompt):
-            _refuse("prompt", "holds half of a surrogate pair, which is no character")
+            _refuse("prompt", "contains a lone surrogate, which is not a character")
         return prompt
     if not isinstance(prompt, list) or not all(_is_token(token) for token in prompt):
-        _refuse("prompt", f"holds {_show(prompt)}: each must be a string or a list of tokens")
+        _refuse("prompt", f"contains {_show(prompt)}: each prompt must be a string or a list of tokens")
     if not prompt:
-        _refuse("prompt", "holds a list without tokens: give at least one")
+        _refuse("prompt", "contains an empty list: give at least one token")
     return tuple(prompt)
 
 
@@ -255,9 +255,9 @@ def _read_stop(fields: _Fields) -> tuple[str, ...]:
     value = fields.value("stop")
     texts = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or len(texts) > _MAX_STOPS or not all(isinstance(text, str) for text in texts):
-        _refuse("stop", f"is {_show(value)}: it must be a string or a list of at most {_MAX_STOPS}")
+        _refuse("stop", f"is {_show(value)}: it must be a string or a list of at most {_MAX_STOPS} strings")
     if any(not 0 < len(text) <= _MAX_STOP_CHARS for text in texts):
-        _refuse("stop", f"holds a text that is empty or longer than {_MAX_STOP_CHARS} characters")
+        _refuse("stop", f"contains a text that is empty or longer than {_MAX_STOP_CHARS} characters")
     return tuple(texts)
 
 
@@ -266,13 +266,13 @@ def _read_has_usage(fields: _Fields, *, is_stream: bool) -> bool:
     if options is None:
         return False
     if not is_stream:
-        _refuse("stream_options", "is only for a stream: leave it away, or set stream")
+        _refuse("stream_options", "requires stream: remove stream_options, or set stream to true")
     if not isinstance(options, dict):
         _refuse("stream_options", f"is {_show(options)}: it must be an object")
     unknown = next((name for name in options if name != "include_usage"), None)
     if unknown is not None:
-        _refuse("stream_options", f"has an unknown field {_show(unknown)}: only include_usage is known")
+        _refuse("stream_options", f"has the unknown field {_show(unknown)}: only include_usage is supported")
     value = options.get("include_usage")
     if value is not None and not isinstance(value, bool):
-        _refuse("stream_options", f"has include_usage {_show(value)}: it must be true or false")
+        _refuse("stream_options", f"has include_usage {_show(value)}: include_usage must be true or false")
     return bool(value)

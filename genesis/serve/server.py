@@ -1,4 +1,4 @@
-"""The server: OpenAI's `/v1/completions` and `/v1/models` over a catalogue, and the page that uses them."""
+"""The HTTP server: OpenAI's `/v1/completions` and `/v1/models` for a catalogue, and the web page that uses them."""
 
 import asyncio
 import errno
@@ -25,7 +25,7 @@ from genesis.serve.request import CompletionRequest, parse_completion
 
 MAX_BODY_BYTES: Final = 4 * 2**20
 _SEND_BUFFER_BYTES: Final = 2**16
-"""Of the kernel's: what a reader that has stopped may leave there."""
+"""Size of the kernel's send buffer: data that a client which stopped reading can leave there."""
 _SHUTDOWN_SECONDS: Final = 5.0
 _KEEPALIVE_SECONDS: Final = 75.0
 _BACKLOG: Final = 512
@@ -36,13 +36,13 @@ _log = logging.getLogger(__name__)
 
 
 class Server:
-    """Answers requests, all in one event loop.
+    """Answers requests in a single event loop.
 
     Args:
-        catalogue: What can be asked for.
-        load: Loads one of it; called in a thread.
-        guard: Who may ask.
-        limits: How much at a time.
+        catalogue: The models that clients can request.
+        load: Loads one of these models; called in a thread.
+        guard: The access rule.
+        limits: The capacity limits.
     """
 
     def __init__(self, catalogue: Catalogue, load: Callable[[Entry], Loaded], guard: Guard, limits: Limits) -> None:
@@ -51,7 +51,7 @@ class Server:
         self._page = _read_page()
 
     def build_app(self) -> web.Application:
-        """Returns the application that aiohttp runs."""
+        """Returns the aiohttp application."""
         app = web.Application(middlewares=[self._answer_errors, self._check], client_max_size=MAX_BODY_BYTES)
         app.on_response_prepare.append(self._add_headers)
         app.add_routes(
@@ -69,7 +69,7 @@ class Server:
 
     @web.middleware
     async def _answer_errors(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Makes an answer in OpenAI's form of every error."""
+        """Turns every error into a response in OpenAI's form."""
         try:
             return await handler(request)
         except UserError as error:
@@ -78,16 +78,16 @@ class Server:
             return _answer(_translate(error, request))
         except TimeoutError:
             return _answer(self._timed_out())
-        except ConnectionError:  # the client is gone: nobody to answer
+        except ConnectionError:  # the client has disconnected, so that nobody would read a response
             raise
         except Exception:
             _log.exception("a request failed")
-            return _answer(ApiError("the server failed; its own output says how", status=500, code="server_failed"))
+            return _answer(ApiError("internal error; see the server's log", status=500, code="server_failed"))
 
     @web.middleware
     async def _check(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         self._guard.check_site(request.headers)
-        if request.path != "/" and not request.path.startswith("/page/"):  # the page holds nothing of the run
+        if request.path != "/" and not request.path.startswith("/page/"):  # the page contains no data of the run
             self._guard.check_token(request.headers)
         return await handler(request)
 
@@ -140,14 +140,14 @@ class Server:
     async def _read(self, request: web.Request) -> CompletionRequest:
         if request.content_type != "application/json":
             raise ApiError(
-                f"the body is of type {request.content_type[:100]!r}: send 'Content-Type: application/json'", status=415
+                f"the body has type {request.content_type[:100]!r}: send 'Content-Type: application/json'", status=415
             )
         if request.headers.get("Content-Encoding", "identity") != "identity":
-            raise ApiError("the body is encoded: send it as it is, without Content-Encoding", status=415)
+            raise ApiError("the body has a Content-Encoding: send the body without one", status=415)
         try:
             body = await request.read()
         except web.RequestPayloadError:
-            raise ApiError("the body broke off") from None
+            raise ApiError("the body is incomplete: the client closed it too early") from None
         return parse_completion(body, self._limits.max_concurrent)
 
     async def _stream(self, request: web.Request, completion: Completion, deadline: float) -> web.StreamResponse:
@@ -162,38 +162,38 @@ class Server:
         except TimeoutError:
             await self._write(request, response, error_event(self._timed_out()))
         except Exception:
-            _hang_up(request)  # an answer in the middle of another would be nonsense
+            _hang_up(request)  # the response has begun, so that an error response would corrupt it
             raise
         return response
 
     async def _write(self, request: web.Request, response: web.StreamResponse, event: bytes) -> None:
-        """Sends an event. A reader that does not take it is dropped: its buffer is full, and its row is wanted."""
+        """Sends an event; disconnects a client that does not read it within `max_write_seconds`, to free its row."""
         try:
             async with asyncio.timeout(self._limits.max_write_seconds):
                 await response.write(event)
         except TimeoutError:
             _hang_up(request)
-            raise ConnectionResetError("the reader takes nothing") from None
+            raise ConnectionResetError("the client does not read the response") from None
 
     def _tell(self, error: UserError) -> ApiError:
-        """Returns what a client is told of an error; a stranger nothing of what lies where on this machine."""
+        """Returns the client's form of an error; on a public server the message contains no paths of this machine."""
         if isinstance(error, ApiError) or not self._guard.is_public:
             return as_api_error(error)
         _log.error("%s", error)
-        return as_api_error(UserError("the model cannot be had; the server's own output says why"))
+        return as_api_error(UserError("the model cannot be loaded; see the server's log for the cause"))
 
     def _timed_out(self) -> ApiError:
-        message = f"the request took longer than {self._limits.max_request_seconds:g} s: ask for fewer tokens"
+        message = f"the request took longer than {self._limits.max_request_seconds:g} s: request fewer tokens"
         return ApiError(message, status=503, code="request_timeout")
 
 
 def serve(build_server: Callable[[], Server], sock: socket.socket, announce: Callable[[], None]) -> signal.Signals:
-    """Answers on `sock` until a signal comes, and returns it; a second one ends the process at once.
+    """Serves on `sock` until a signal arrives, and returns that signal; a second signal ends the process at once.
 
     Args:
-        build_server: Called in the event loop.
-        sock: As `bind` returns it.
-        announce: Called once requests are answered.
+        build_server: Builds the server; called in the event loop.
+        sock: A listening socket, as `bind` returns it.
+        announce: Called as soon as the server answers requests.
     """
     return asyncio.run(_serve(build_server, sock, announce))
 
@@ -212,12 +212,12 @@ async def _serve(
 
 @asynccontextmanager
 async def answering(server: Server, sock: socket.socket) -> AsyncIterator[None]:
-    """Answers on `sock` until it is left; then what is under way is told so, and models are let go."""
+    """Serves on `sock` inside the context; at its exit active requests get an error and all models are released."""
     logger = logging.getLogger(f"{__name__}.http")
     logger.addFilter(_is_our_fault)
     runner = web.AppRunner(
         server.build_app(),
-        handler_cancellation=True,  # who goes away frees its row
+        handler_cancellation=True,  # a client that disconnects frees its row in the batch
         access_log=None,
         auto_decompress=False,
         logger=logger,
@@ -235,7 +235,7 @@ async def answering(server: Server, sock: socket.socket) -> AsyncIterator[None]:
 
 
 def _is_our_fault(record: logging.LogRecord) -> bool:
-    """Whether a record is of something else than a client that left, or whose broken HTTP may hold its prompt."""
+    """Keeps records of our own errors; drops disconnects and malformed HTTP, whose text may contain a prompt."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, (HttpProcessingError, web.RequestPayloadError, ConnectionError))
 
@@ -249,27 +249,27 @@ def _end(number: signal.Signals, ended: asyncio.Future[signal.Signals]) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Returns a socket that listens at the address.
+    """Returns a listening socket.
 
     Raises:
-        UserError: There is no such host, or its port is taken or not ours to take.
+        UserError: The host does not exist, or the port is invalid, in use or not permitted.
     """
     if not 0 <= port <= 65_535:
-        raise UserError(f"port {port} is none: give one from 1 to 65535, or 0 for any free one")
+        raise UserError(f"port {port} is out of range: give a port from 1 to 65535, or 0 for any free port")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
-        raise UserError(f"no address {host!r}: {error}; give an address of this machine by --host") from None
+        raise UserError(f"cannot resolve host {host!r}: {error}; give an address of this machine by --host") from None
     sock = socket.socket(family, kind, protocol)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)  # its connections inherit it
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)  # accepted connections inherit it
         sock.bind(address)
         sock.listen(_BACKLOG)
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRINUSE:
-            raise UserError(f"port {port} of {host} is taken: give another by --port, or 0 for any free one") from None
+            raise UserError(f"port {port} of {host} is in use: give another by --port, or 0 for any") from None
         raise UserError(
             f"cannot listen on {host}, port {port}: {error.strerror}; give others by --host and --port"
         ) from None
@@ -277,7 +277,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _read_page() -> dict[str, tuple[bytes, str]]:
-    """Returns the page's files, each with its type."""
+    """Returns the page's files, each with its content type."""
     files = [file for file in (resources.files(__package__) / "page").iterdir() if file.is_file()]
     return {file.name: (file.read_bytes(), _TYPES[file.name.rpartition(".")[2]]) for file in files}
 
@@ -289,14 +289,14 @@ def _answer(error: ApiError) -> web.Response:
     if error.retry_after_seconds is not None:
         response.headers["Retry-After"] = str(error.retry_after_seconds)
     elif error.status >= 500:
-        response.headers["X-Should-Retry"] = "false"  # OpenAI's client would ask thrice, with the same end
+        response.headers["X-Should-Retry"] = "false"  # OpenAI's client would retry twice, with the same result
     return response
 
 
 def _translate(error: web.HTTPException, request: web.Request) -> ApiError:
     known = {
-        404: f"there is nothing at {request.path[:100]!r}",
-        405: f"{request.method[:20]!r} is not for {request.path[:100]!r}",
+        404: f"no such path: {request.path[:100]!r}",
+        405: f"method {request.method[:20]!r} is not allowed for {request.path[:100]!r}",
         413: f"the body has more than {MAX_BODY_BYTES:,} bytes: send a shorter prompt",
     }
     param = "prompt" if error.status == 413 else None

@@ -1,7 +1,7 @@
-"""A loaded model and the thread that computes with it: texts come and go between its steps.
+"""A loaded model and the thread that runs it: texts can join and leave the batch between steps.
 
-The event loop's thread calls `submit`, `cancel` and `stop`; what they give comes back there, too. Only the worker's
-own thread touches the model.
+The event loop's thread calls `submit`, `cancel` and `stop`, and also receives the results. Only the worker's own thread
+touches the model, so that the model needs no lock.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class Facts(NamedTuple):
-    """What of a loaded model is needed outside its thread. The model itself must not outlive that."""
+    """What other threads need to know about a loaded model. It holds no reference to the model, which must be freed."""
 
     tokenizer: Tokenizer | None
     max_seq_len: int
@@ -32,7 +32,7 @@ class Facts(NamedTuple):
 
 @dataclass(eq=False)
 class Ticket:
-    """One text that was submitted. `receive` gets its tokens, or the error that it ended with."""
+    """One submitted text. `receive` is called with each of its tokens, or with the error that ended it."""
 
     request: Request
     receive: Callable[[NewToken | UserError], None]
@@ -43,9 +43,9 @@ class Worker:
     """Loads a model in a thread of its own, then continues up to `num_rows` texts together.
 
     Args:
-        load: Called in the thread.
-        num_rows: Texts at a time; others wait for their turn, first come, first served.
-        before: A worker that was told to stop and whose memory must be free first.
+        load: Loads the model; called in the worker's thread.
+        num_rows: Texts in the batch at a time; others wait in order of arrival.
+        before: A stopped worker whose memory must be freed before this worker loads its model.
     """
 
     def __init__(self, load: Callable[[], Loaded], num_rows: int, before: "Worker | None" = None) -> None:
@@ -62,26 +62,26 @@ class Worker:
 
     @property
     def num_busy(self) -> int:
-        """Rows that hold a text."""
+        """The number of rows that hold a text."""
         return len(self._live)
 
     @property
     def num_waiting(self) -> int:
-        """Texts that have no row yet."""
+        """The number of texts that have no row yet."""
         return len(self._waiting)
 
     @property
     def has_ended(self) -> bool:
-        """Whether it takes no texts any more: it was told to stop, or has failed."""
+        """Whether the worker no longer accepts texts, because it was stopped or has failed."""
         return self._is_stopped
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread is there, and with it perhaps the model's memory."""
+        """Whether the thread is alive, which may still hold the model's memory."""
         return self._thread.is_alive()
 
     def submit(self, request: Request, receive: Callable[[NewToken | UserError], None]) -> Ticket:
-        """Takes a text in; `receive` is called in the event loop's thread."""
+        """Queues a text; `receive` is called in the event loop's thread."""
         ticket = Ticket(request, receive)
         with self._changed:
             if self._is_stopped:
@@ -91,20 +91,20 @@ class Worker:
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """Lets go of a text; nothing is received of it from now on."""
+        """Cancels a text; its `receive` is not called any more."""
         with self._changed:
             ticket.is_cancelled = True
             self._changed.notify()
 
     def stop(self) -> None:
-        """Ends what is under way; the thread ends after the step, or the load, that it is in."""
+        """Stops the worker; its thread ends after the current step or load."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify()
         self._fail_loading(stopping())
 
     def join(self) -> None:
-        """Waits until the thread has ended and the model is gone."""
+        """Waits until the thread has ended and the model's memory is free."""
         self._thread.join()
 
     def _run(self) -> None:
@@ -138,7 +138,7 @@ class Worker:
             self._end(self._explain(error))
 
     def _admit(self, batch: Batch) -> bool:
-        """Lets texts go and come; waits until there is one to continue. Returns whether to go on."""
+        """Updates the batch and waits until it holds a text. Returns False once the worker is stopped."""
         with self._changed:
             while not self._is_stopped:
                 for handle in [handle for handle, ticket in self._live.items() if ticket.is_cancelled]:
@@ -168,7 +168,7 @@ class Worker:
         self._post(self._deliver, [(ticket, error) for ticket in tickets])
 
     def _explain(self, error: Exception) -> ApiError:
-        """Returns what clients are told; whoever runs the server gets the traceback, which holds no prompt."""
+        """Returns the error for clients; the server's log gets the traceback, which contains no prompt."""
         _log.error("a model failed", exc_info=error)
         return ApiError(f"the model failed: {type(error).__name__}", status=500, code="model_failed")
 
@@ -176,7 +176,7 @@ class Worker:
         """Calls `call` in the event loop's thread."""
         try:
             self._loop.call_soon_threadsafe(call, *arguments)
-        except RuntimeError:  # the loop is closed: nobody listens any more
+        except RuntimeError:  # the loop is closed, so that no client is connected any more
             return
 
     def _finish_loading(self, facts: Facts) -> None:
@@ -186,7 +186,7 @@ class Worker:
     def _fail_loading(self, error: UserError) -> None:
         if not self.loaded.done():
             self.loaded.set_exception(error)
-            self.loaded.exception()  # whoever asked may have left
+            self.loaded.exception()  # marks it as retrieved: the client that asked for it may have disconnected
 
     @staticmethod
     def _deliver(results: list[tuple[Ticket, NewToken | UserError]]) -> None:
@@ -196,10 +196,10 @@ class Worker:
 
 
 def _check_is_finite(loaded: Loaded) -> None:
-    """Refuses a model of which no draw could be made: one such row would end the whole batch."""
+    """Refuses a model with weights that are not finite: sampling one such row would fail for the whole batch."""
     if not all(bool(parameter.isfinite().all()) for parameter in loaded.decoder.parameters()):
         raise ApiError(
-            f"{loaded.checkpoint} holds weights that are no finite numbers: training has diverged; take an earlier one",
+            f"{loaded.checkpoint} has weights that are not finite, training diverged: request an earlier checkpoint",
             status=500,
             code="model_diverged",
         )
@@ -208,7 +208,7 @@ def _check_is_finite(loaded: Loaded) -> None:
 def _check(result: NewToken | UserError) -> NewToken | UserError:
     if isinstance(result, NewToken) and not math.isfinite(result.log_prob):
         return ApiError(
-            "the model gives probabilities that are no numbers: its weights have diverged; take an earlier checkpoint",
+            "the model's probabilities are not finite, its weights have diverged: request an earlier checkpoint",
             status=500,
             code="model_diverged",
         )

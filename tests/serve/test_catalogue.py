@@ -36,7 +36,7 @@ def test_a_new_checkpoint_appears_and_a_pruned_one_vanishes(own_run):
     assert catalogue.find("latest").step == 4
     shutil.rmtree(own_run / "checkpoints/step-00000004")
     assert catalogue.find("latest").step == 3
-    with pytest.raises(ApiError, match="no model 'step-00000004'; did you mean step-0000000") as error:
+    with pytest.raises(ApiError, match="no such model: 'step-00000004'; did you mean step-0000000") as error:
         catalogue.find("step-00000004")
     assert (error.value.status, error.value.param) == (404, "model")
 
@@ -91,7 +91,7 @@ def test_a_single_checkpoint_a_directory_of_them_and_an_export_are_each_served(o
 def test_a_run_that_has_no_checkpoint_yet_is_waited_for(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     catalogue = Catalogue([tmp_path])
-    with pytest.raises(ApiError, match="there is none yet"):
+    with pytest.raises(ApiError, match="no checkpoint is committed yet"):
         catalogue.find("latest")
     save(tmp_path / "checkpoints", 1, build_decoder(1), {})
     assert catalogue.find("latest").step == 1

@@ -212,8 +212,8 @@ def test_a_dot_of_the_curve_picks_its_checkpoint(server, page):
     ("address", "message"),
     [
         (f"a={DAMAGED}", "its bytes have changed"),
-        ("a=step-00000077", "there is no model 'step-00000077'"),
-        ("a=step-00000001&max_tokens=5000", "in the model's context of 256: ask for at most"),
+        ("a=step-00000077", "no such model: 'step-00000077'"),
+        ("a=step-00000001&max_tokens=5000", "in the model's context of 256: set max_tokens to at most"),
         ("a=step-00000001&top_p=7", "top_p is 7: it must be a number"),
     ],
 )
@@ -241,11 +241,11 @@ def test_markup_in_a_prompt_is_text(server, page):
 def test_a_server_with_a_token_asks_for_it_once_and_keeps_it_out_of_the_address(run, page):
     with start(run, GENESIS_TOKEN=TOKEN) as server:
         page.goto(server.url)
-        page.get_by_label("This server wants its token").fill("not the token")
+        page.get_by_label("This server requires a token").fill("not the token")
         page.get_by_role("button", name="Open").click()
         expect(page.get_by_role("alert").first).to_contain_text("not this server's token")
         expect(page.locator("#main")).to_be_hidden()
-        page.get_by_label("This server wants its token").fill(TOKEN)
+        page.get_by_label("This server requires a token").fill(TOKEN)
         page.get_by_role("button", name="Open").click()
         page.get_by_label("Max tokens").fill("2")
         generate(page)
@@ -254,4 +254,4 @@ def test_a_server_with_a_token_asks_for_it_once_and_keeps_it_out_of_the_address(
         page.reload()
         expect(page.locator("#main")).to_be_visible()
     page.get_by_role("button", name="Generate").click()
-    expect(panel(page, "a").locator(".error")).to_have_text("The server does not answer.")
+    expect(panel(page, "a").locator(".error")).to_have_text("The server does not respond.")

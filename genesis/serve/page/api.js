@@ -1,8 +1,8 @@
-// What the page asks the server, with the token where one is wanted. The token lives as long as the tab.
+// The requests that the page sends, with a token if the server requires one. The browser keeps the token as long as the tab.
 
 const KEY = "genesis-token";
 
-export class WantsToken extends Error {}
+export class TokenRequired extends Error {}
 
 export function setToken(token) {
   sessionStorage.setItem(KEY, token);
@@ -15,13 +15,13 @@ function headers() {
 
 async function check(response) {
   if (response.ok) return response;
-  let message = `The server answered ${response.status}.`;
+  let message = `The server responded with status ${response.status}.`;
   try {
     message = (await response.json()).error.message;
   } catch {
-    // Not ours: something between the server and us. The status has to do.
+    // A proxy in between sent this response, without our JSON. The status is the only information.
   }
-  throw response.status === 401 ? new WantsToken(message) : new Error(message);
+  throw response.status === 401 ? new TokenRequired(message) : new Error(message);
 }
 
 export async function listModels() {
@@ -29,7 +29,7 @@ export async function listModels() {
   return response.json();
 }
 
-// Yields the events of a completion as they come.
+// Yields the events of a completion as they arrive.
 export async function* complete(body, signal) {
   const response = await check(
     await fetch("v1/completions", {
@@ -58,5 +58,5 @@ export async function* complete(body, signal) {
       yield content;
     }
   }
-  if (!isWhole) throw new Error("The stream broke off: is the server still there?");
+  if (!isWhole) throw new Error("The stream ended early: is the server still running?");
 }

@@ -1,13 +1,13 @@
-// The page: what is picked and asked for, kept in the address, so that a link brings it back.
+// The page. Its address holds the selected checkpoints and the settings, so that a link restores them.
 
-import { listModels, setToken, WantsToken } from "./api.js";
+import { listModels, setToken, TokenRequired } from "./api.js";
 import { drawChart } from "./chart.js";
 import { formatCount } from "./format.js";
 import { Panel } from "./panel.js";
 import { hideTip, showTip } from "./tip.js";
 
 const POLL_MS = 2000;
-const ADDRESS_MS = 250;  // browsers limit how often the address may change
+const ADDRESS_MS = 250;  // browsers limit the rate of address changes
 const NUM_LIKELIEST = 5;
 const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed"];
 const $ = (id) => document.getElementById(id);
@@ -27,7 +27,7 @@ for (const name of ["a", "b"]) {
   $("panels").append(panels[name].root);
 }
 
-// --- what is kept in the address
+// --- state in the address
 
 function readAddress() {
   const kept = new URLSearchParams(location.hash.slice(1));
@@ -70,7 +70,7 @@ function describe(model) {
 }
 
 function count() {
-  if (models.length === 0) return "no checkpoint yet: the first will appear here";
+  if (models.length === 0) return "no checkpoint yet: the first one will appear here";
   const steps = models.filter((model) => model.step !== null).length;
   const runs = [...new Set(models.map((model) => model.run))].join(", ");
   return steps === 0 ? runs : `${runs} \u00b7 ${steps} checkpoint${steps === 1 ? "" : "s"}`;
@@ -83,7 +83,7 @@ function option(value, text) {
   return made;
 }
 
-// The newest first; a checkpoint that is picked and gone stays in the list, and says so.
+// Lists the newest checkpoint first. A selected checkpoint that was removed stays in the list, marked "removed".
 function fillSelect(select, id) {
   const content = JSON.stringify([models.map((model) => model.id), latest, find(id) ? "" : id]);
   if (select.dataset.content === content) {
@@ -103,7 +103,7 @@ function fillSelect(select, id) {
     for (const { id, step } of own) group.append(option(id, step === null ? id : `step ${step.toLocaleString("en")}`));
     return group;
   });
-  const gone = find(id) ? [] : [option(id, `${id} (gone)`)];
+  const gone = find(id) ? [] : [option(id, `${id} (removed)`)];
   select.replaceChildren(...gone, ...(groups.length > 1 ? groups : groups.flatMap((group) => [...group.children])));
   select.value = id;
 }
@@ -113,7 +113,7 @@ function pick(name, id) {
   show();
 }
 
-// A click on a dot is for the panel whose dot is further away in training, or for the only one.
+// A click on a dot selects it in the only panel, or in the panel whose checkpoint is further away in steps.
 function pickByDot(id) {
   if (names().length === 1) return pick("a", id);
   const distance = (name) => Math.abs((find(picked[name])?.step ?? Infinity) - find(id).step);
@@ -150,8 +150,8 @@ async function refresh() {
     $("about").textContent = count();
     if (isNew) show();
   } catch (error) {
-    if (error instanceof WantsToken) askForToken();
-    else $("about").textContent = "the server does not answer";
+    if (error instanceof TokenRequired) askForToken();
+    else $("about").textContent = "the server does not respond";
   }
 }
 
@@ -170,7 +170,7 @@ function body(seed) {
   return asked;
 }
 
-// One after the other: the texts before are stopped first.
+// Requests run one after the other: texts that are still running are stopped first.
 function run() {
   running.abort();
   const mine = new AbortController();
@@ -187,7 +187,7 @@ async function write(signal) {
   try {
     await Promise.all(names().map((name) => panels[name].run({ ...body(seed), model: picked[name] }, signal)));
   } catch (error) {
-    if (!(error instanceof WantsToken)) throw error;
+    if (!(error instanceof TokenRequired)) throw error;
     askForToken();
   } finally {
     $("go").hidden = false;
@@ -211,7 +211,7 @@ $("login").addEventListener("submit", async (event) => {
   setToken($("token").value);
   $("login-error").textContent = "";
   await refresh();
-  if (!$("login").hidden) $("login-error").textContent = "That is not this server's token.";
+  if (!$("login").hidden) $("login-error").textContent = "Wrong token: enter the token that this server was started with.";
 });
 addEventListener("keydown", (event) => {
   if (event.key === "Escape") hideTip();

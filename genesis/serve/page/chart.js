@@ -1,4 +1,4 @@
-// The checkpoints along their loss: one line for each run, one dot for each checkpoint.
+// The loss of each checkpoint by step: one line per run, one dot per checkpoint.
 
 const HEIGHT = 120;
 const EDGE = { left: 44, right: 14, top: 12, bottom: 22 };
@@ -14,7 +14,7 @@ function svg(kind, attributes, text = "") {
   return made;
 }
 
-// The loss that most checkpoints have.
+// Returns the loss that most checkpoints have.
 function pickKind(models) {
   const count = (field) => models.filter((model) => model[field] !== null).length;
   return KINDS.reduce((best, kind) => (count(kind[0]) > count(best[0]) ? kind : best));
@@ -26,7 +26,7 @@ function scale(values, low, high) {
   return (value) => low + ((value - least) / span) * (high - low);
 }
 
-// Draws into `figure`. `picked` has the id of each panel by its name; `pick(id)` is called by a click on a dot.
+// Draws into `figure`. `picked` maps a panel to its checkpoint id; a click on a dot calls `pick(id)`.
 export function drawChart(figure, models, picked, pick) {
   const [field, title] = pickKind(models);
   const shown = models.filter((model) => model.step !== null && model[field] !== null);

@@ -1,4 +1,4 @@
-// Numbers and tokens as people read them.
+// Formats numbers and tokens for people.
 
 export function formatPercent(probability) {
   const percent = 100 * probability;
@@ -15,7 +15,7 @@ export function formatCount(count) {
   return String(count);
 }
 
-// A token with its blanks made visible.
+// Returns a token with visible white space.
 export function formatToken(name) {
   const byte = /^bytes:\\x(..)$/.exec(name);
   if (byte) return `\u27e8${byte[1]}\u27e9`;

@@ -1,12 +1,12 @@
-// One text: which checkpoint writes it, its tokens, and what is known of them.
+// One panel: the checkpoint that generates the text, its tokens, and their probabilities.
 
-import { complete, WantsToken } from "./api.js";
+import { complete, TokenRequired } from "./api.js";
 
-// A token of this surprise, and of more, has the darkest shade.
+// Tokens of this surprise or more get the darkest shade.
 const DARKEST_NATS = 7;
 
 export class Panel {
-  // `hooks` has pick(id): another checkpoint was picked; point(element, token): a token is looked at, or none.
+  // `hooks` has pick(id): the user selected a checkpoint; point(element, token): the pointer is on a token, or null.
   constructor(name, hooks) {
     this.root = document.getElementById("panel").content.firstElementChild.cloneNode(true);
     this.root.dataset.name = name;
@@ -26,7 +26,7 @@ export class Panel {
     this.text.addEventListener("keydown", (event) => this.#move(event));
   }
 
-  // Continues the prompt; ends when the text does, when it is stopped, or with an error, which it shows.
+  // Continues the prompt until the text ends, the user stops it, or an error occurs, which the panel shows.
   async run(body, signal) {
     this.#begin(body.prompt);
     const begun = performance.now();
@@ -37,15 +37,15 @@ export class Panel {
       for await (const event of complete(body, signal)) {
         this.#append(event.choices[0]);
         reason = event.choices[0].finish_reason ?? reason;
-        this.#tell(begun, "");
+        this.#showProgress(begun, "");
       }
-      this.#tell(begun, reason === "length" ? "reached max tokens" : "ended by itself");
+      this.#showProgress(begun, reason === "length" ? "reached max tokens" : "end of text");
     } catch (error) {
-      this.#tell(begun, "stopped");
-      if (error instanceof WantsToken) throw error;
+      this.#showProgress(begun, "stopped");
+      if (error instanceof TokenRequired) throw error;
       if (!signal.aborted) {
         this.foot.textContent = "";
-        this.error.textContent = error instanceof TypeError ? "The server does not answer." : error.message;
+        this.error.textContent = error instanceof TypeError ? "The server does not respond." : error.message;
       }
     } finally {
       this.root.classList.remove("is-running");
@@ -65,7 +65,7 @@ export class Panel {
     this.text.replaceChildren(span);
   }
 
-  // Offsets count characters, as Python does, not the units of JavaScript's strings.
+  // Offsets count Unicode characters, as in Python, not the UTF-16 units of JavaScript strings.
   #append(choice) {
     const characters = Array.from(choice.text);
     const { tokens, token_logprobs, top_logprobs, text_offset } = choice.logprobs;
@@ -73,11 +73,11 @@ export class Panel {
       const start = text_offset[index] - text_offset[0];
       const end = index + 1 < tokens.length ? text_offset[index + 1] - text_offset[0] : characters.length;
       const text = characters.slice(start, end).join("");
-      const token = { name, logProb: token_logprobs[index], likeliest: top_logprobs[index] };
+      const token = { name, logProb: token_logprobs[index], topLogprobs: top_logprobs[index] };
       this.numTokens += 1;
       this.sumLogProb += token.logProb;
       this.waiting.push(token);
-      // A character of several tokens waits for the last of them.
+      // A character that spans several tokens is shown with the last of them.
       const isEnd = choice.finish_reason !== null && index + 1 === tokens.length;
       if (text !== "" || isEnd) this.#show(text);
     });
@@ -98,7 +98,7 @@ export class Panel {
     this.text.append(span);
   }
 
-  #tell(begun, ending) {
+  #showProgress(begun, ending) {
     const parts = [];
     if (this.numTokens > 0) {
       const seconds = (performance.now() - begun) / 1000;
@@ -115,7 +115,7 @@ export class Panel {
     this.hooks.point(token ? target : null, token ?? null);
   }
 
-  // The arrows go from token to token; Tab leaves the text.
+  // The arrow keys move from token to token; Tab leaves the text.
   #move(event) {
     const steps = { ArrowRight: "nextElementSibling", ArrowLeft: "previousElementSibling" };
     if (event.key === "Escape") this.hooks.point(null, null);

@@ -1,4 +1,4 @@
-// The card beside a token: how likely it was, and what else could have stood there.
+// The tooltip of a token: its probability, and the alternatives of the same position.
 
 import { formatPercent, formatToken } from "./format.js";
 
@@ -23,7 +23,7 @@ function row(name, probability, isOwn) {
 
 function table(part) {
   const made = element("div", "rows");
-  Object.entries(part.likeliest)
+  Object.entries(part.topLogprobs)
     .sort((a, b) => b[1] - a[1])
     .forEach(([name, logProb]) => made.append(row(name, Math.exp(logProb), name === part.name)));
   return made;
@@ -46,7 +46,7 @@ export function showTip(target, token) {
   place(target.getClientRects()[0] ?? target.getBoundingClientRect());
 }
 
-// Below the token, or above it where there is no room.
+// Places the tooltip below the token, or above it if there is no room below.
 function place(at) {
   const margin = 8;
   const { width, height } = tip.getBoundingClientRect();
