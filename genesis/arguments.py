@@ -1,4 +1,4 @@
-"""A plain argument parser whose mistakes are one line."""
+"""An argument parser that reports mistakes in one line."""
 
 import argparse
 import difflib
@@ -10,13 +10,13 @@ from genesis.errors import UserError
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises what argparse would print, with the nearest option where one is unknown.
+    """Raises a UserError where argparse would print and exit; an unknown option comes with the nearest one.
 
-    An option may be written with dashes or underscores between its words.
+    Users may write an option with dashes or underscores between its words.
     """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Returns what argparse does, with every option in the spelling that it was added by."""
+        """Parses after every option has been put into the spelling in which it was added."""
         given = sys.argv[1:] if args is None else list(args)
         end = given.index("--") if "--" in given else len(given)
         return super().parse_known_args([*map(self._respell, given[:end]), *given[end:]], namespace)
@@ -29,11 +29,11 @@ class Parser(argparse.ArgumentParser):
         return spellings.get(name.replace("_", "-"), name) + equals + value
 
     def error(self, message: str) -> NoReturn:
-        """Raises.
+        """Raises the message as a UserError.
 
         Raises:
             UserError: Always.
         """
         unknown = re.search(r"unrecognized arguments: (--[^\s=]+)", message)
         near = difflib.get_close_matches(unknown[1], list(self._option_string_actions), n=1) if unknown else []
-        raise UserError(f"{self.prog}: {message}{f'; did you mean {near[0]}?' if near else ''} (--help tells all)")
+        raise UserError(f"{self.prog}: {message}{f'; did you mean {near[0]}?' if near else ''} (see --help)")

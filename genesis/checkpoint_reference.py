@@ -1,14 +1,14 @@
-"""Which checkpoint is meant: every command asks here.
+"""Resolves the values by which users name checkpoints, runs and exports on the command line.
 
     RUN                        a run: its directory, the `checkpoints` in it, or its name in `runs/`
-    RUN/latest, RUN/best       its newest checkpoint, and the one that its monitored metric marks as the best
-    RUN/400, RUN/step-00000400 the one of that step
-    latest, best, 400          the same of the run that the command is about (`genesis fit`, `genesis validate`)
+    RUN/latest, RUN/best       the newest checkpoint of the run, and the best one by its monitored metric
+    RUN/400, RUN/step-00000400 the checkpoint of that step
+    latest, best, 400          the same in the run that the command works on (`genesis fit`, `genesis validate`)
     PATH                       a checkpoint's directory
     EXPORT                     a directory in Hugging Face's layout, or one that `genesis export` wrote
 
-What lies at a path comes before what a name may mean, and `./latest` is always a path. Nothing is renamed here: only a
-fit puts damaged checkpoints of its own run aside.
+An existing path takes precedence over a name in `runs/`, and `./latest` is always a path. This module renames nothing:
+only a fit quarantines damaged checkpoints, those of its own run.
 """
 
 import re
@@ -40,18 +40,18 @@ _MAX_LISTED = 8
 _MAX_NAME = 40
 
 Selector = Literal["latest", "best"] | int
-"""Which checkpoint of a run: the newest, the best, or the one of a step."""
+"""Selects a checkpoint of a run: the newest, the best, or the one of a step."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What a value of the command line means.
+    """A resolved value of the command line.
 
     Attributes:
-        value: As given.
-        kind: What `path` is.
-        path: Of the checkpoint, the run or the export.
-        selector: Of a run, which checkpoint; None where the value names the run alone.
+        value: The value as the user gave it.
+        kind: The kind of directory that `path` is.
+        path: The directory of the checkpoint, the run or the export.
+        selector: For a run, the selected checkpoint; None if the value names the run alone.
     """
 
     value: str
@@ -61,31 +61,31 @@ class Reference:
 
     @property
     def run(self) -> RunDirectory:
-        """The run that it is, or that it lies in."""
+        """The run that `path` is, or that contains it."""
         return RunDirectory.of(self.path)
 
     def select(self, selector: Selector) -> "Reference":
         """Returns the reference to a checkpoint of this run.
 
         Raises:
-            UserError: It names one checkpoint already, or an export.
+            UserError: The reference already names one checkpoint, or an export.
         """
         if self.kind != "run" or self.selector is not None:
-            raise UserError(f"{self.value} is no run, of which {selector} could be taken: give the run's directory")
+            raise UserError(f"{self.value} is not a run, so that it has no {selector}: give the run's directory")
         return replace(self, selector=selector)
 
     def find_checkpoint(self, *, level: VerifyLevel | None) -> Path:
-        """Returns the checkpoint that is meant.
+        """Returns the directory of the referenced checkpoint.
 
         Args:
-            level: How much of the newest checkpoint of a run is verified; one that does not verify is passed over with
-                a warning, and the one before it is taken. None takes the newest as it is, for commands that inspect.
+            level: How thoroughly the newest checkpoint of a run is verified; a checkpoint that does not verify is
+                skipped with a warning. None takes the newest one unverified, for commands that inspect it.
 
         Raises:
-            UserError: There is none.
+            UserError: There is no such checkpoint.
         """
         if self.kind == "export":
-            raise UserError(f"{self.path} is an export, which is no checkpoint; `genesis import` makes a run of it")
+            raise UserError(f"{self.path} is an export, not a checkpoint; convert it with `genesis import`")
         if self.kind == "checkpoint":
             return self.path
         if isinstance(self.selector, int):
@@ -93,15 +93,15 @@ class Reference:
         found = find_best(self.path) if self.selector == BEST else _find_newest(self.path, level)
         if found is None and self.selector == BEST:
             raise UserError(
-                f"{self.path} has no best checkpoint; `genesis checkpoint list {self.path}` shows what it has"
+                f"{self.path} has no best checkpoint; `genesis checkpoint list {self.path}` lists its checkpoints"
             )
         if found is None:
-            raise UserError(f"there is no committed checkpoint in {self.path}; `genesis fit` writes them")
+            raise UserError(f"{self.path} has no committed checkpoint; `genesis fit` writes them")
         return found
 
 
 def read_selector(text: str) -> Selector | None:
-    """Returns which checkpoint of a run a word means; None for any other word.
+    """Returns the checkpoint that a word selects in a run; None for any other word.
 
     Example:
         >>> read_selector("best"), read_selector("400"), read_selector("step-00000400"), read_selector("demo")
@@ -117,14 +117,14 @@ def read_selector(text: str) -> Selector | None:
 
 
 def read_reference(value: Path | str, *, run_dir: Path | None = None) -> Reference:
-    """Returns what a value means, as far as names and places say; no checkpoint is opened.
+    """Resolves a value by names and existing paths alone; no checkpoint is opened.
 
     Args:
-        value: As the user gave it.
-        run_dir: The run that the command is about, if there is one; it need not exist yet.
+        value: The value as the user gave it.
+        run_dir: The run that the command works on, if any; the directory need not exist yet.
 
     Raises:
-        UserError: Nothing is there; the line has the value and each place that was looked at.
+            UserError: Nothing exists at the value; the message lists every path that was tried.
     """
     path, text = Path(value), str(value)
     selector = read_selector(text)
@@ -140,57 +140,57 @@ def read_reference(value: Path | str, *, run_dir: Path | None = None) -> Referen
         for place in places:
             if _classify(place.parent) == "run":
                 return Reference(text, "run", RunDirectory.of(place.parent).path, selector)
-    if there:  # a run that has saved nothing yet, or anything else: who opens it says what it lacks
+    if there:  # a run without checkpoints, or any other directory: the code that opens it reports what is missing
         return Reference(text, "run", there[0])
     if path.is_file():
         raise UserError(
             f"{path} is a file: give a run's directory or one of its checkpoints (`genesis checkpoint verify` also "
             "takes .ckpt, .pt, .pth and .safetensors)"
         )
-    tried = " and no directory ".join(map(str, places))
-    raise UserError(f"there is no directory {tried}; give a run, RUN/best, RUN/STEP, or a checkpoint's directory")
+    tried = " and ".join(map(str, places))
+    raise UserError(f"no such directory: {tried}; give a run, RUN/best, RUN/STEP, or a checkpoint's directory")
 
 
 def find_checkpoint(value: Path | str, *, level: VerifyLevel | None = "quick") -> Path:
-    """Returns the checkpoint that a value means; see `read_reference` and `Reference.find_checkpoint`.
+    """Returns the checkpoint for a value; see `read_reference` and `Reference.find_checkpoint`.
 
     Raises:
-        UserError: There is none.
+        UserError: There is no such checkpoint.
     """
     return read_reference(value).find_checkpoint(level=level)
 
 
 def find_run(value: Path | str) -> Path:
-    """Returns the directory of the run that a value means, for what is about all of its checkpoints.
+    """Returns the run's directory for a value, for commands that work on all checkpoints of a run.
 
     Raises:
-        UserError: It names something else.
+        UserError: The value names one checkpoint, or an export.
     """
     reference = read_reference(value)
     if reference.kind != "run" or reference.selector is not None:
         what = "an export" if reference.kind == "export" else "one checkpoint"
-        raise UserError(f"{value} is {what}, and this is about all checkpoints of a run: give the run's directory")
+        raise UserError(f"{value} is {what}, but the command needs all checkpoints of a run: give the run's directory")
     return reference.path
 
 
 def find_export(value: Path | str) -> Path:
-    """Returns the directory of the export that a value means.
+    """Returns the directory of the export for a value.
 
     Raises:
-        UserError: It names something else.
+        UserError: The value names something else, or nothing.
     """
     if not any(place.is_dir() for place in (Path(value), Path(RUNS_NAME, value))):
         raise UserError(
-            f"there is no directory {value}; give one in Hugging Face's layout, such as `genesis export` writes"
+            f"no such directory: {value}; give a directory in Hugging Face's layout, such as `genesis export` writes"
         )
     reference = read_reference(value)
     if reference.kind == "checkpoint" or (reference.kind == "run" and list_committed(reference.path)):
-        raise UserError(f"{value} is a {reference.kind} and no export; `genesis export {value} OUT` makes one of it")
+        raise UserError(f"{value} is a {reference.kind}, not an export; `genesis export {value} OUT` exports it")
     return reference.path
 
 
 def _classify(place: Path) -> Literal["checkpoint", "run", "export"] | None:
-    """Returns what a directory is, by the names in it; None where they say nothing."""
+    """Returns the kind of a directory, by the names in it; None if the names do not show it."""
     if not place.is_dir():
         return None
     is_named_so = is_checkpoint_name(place.resolve().name)
@@ -214,5 +214,5 @@ def _find_step(run: Path, step: int) -> Path:
     if path.is_dir():
         return path
     steps = [f"{manifest.step:,}" for _, manifest in list_committed(run)]
-    has = f"it has those of steps {', '.join(steps[-_MAX_LISTED:])}" if steps else "it has none"
+    has = f"its steps are {', '.join(steps[-_MAX_LISTED:])}" if steps else "it has no checkpoint at all"
     raise UserError(f"{run} has no checkpoint of step {step:,}; {has}")

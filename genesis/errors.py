@@ -1,4 +1,4 @@
-"""What the command line prints in one line: a user's mistake (exit status 2), or why a run must not go on (1)."""
+"""Errors that the command line prints in one line: a user's mistake (exit status 2), or a run that ended badly (1)."""
 
 from genesis_callbacks.errors import RunEndedError, UserError, naming, printable, printable_lines
 

@@ -1,8 +1,9 @@
 """Ties a rank to the process that started it.
 
-A rank whose launcher ends before the ranks have met would wait for the others as long as the process group's timeout
-allows, and whoever listens on its port next would take it for a rank of its own. Lightning's launcher is rank 0
-itself, torchrun's is the agent; `srun` ends its tasks without help, and an unknown launcher may end early on purpose.
+If a launcher ends before its ranks have met, each rank would wait for the others until the process group's timeout, and
+a later process that listens on the same port would take the rank for one of its own. The launcher is rank 0 itself
+under Lightning and the agent under torchrun; `srun` ends its tasks without help, and an unknown launcher may end early
+on purpose.
 """
 
 import ctypes
@@ -18,7 +19,7 @@ LAUNCHER_NAME = "GENESIS_LAUNCHER"
 """Environment variable with the process id of the rank 0 that started this rank."""
 
 NONCE_NAME = "GENESIS_START_NONCE"
-"""Environment variable with the number that rank 0 draws for each start of further ranks."""
+"""Environment variable with the random number that rank 0 chooses for each start of further ranks."""
 
 LauncherKind = Literal["lightning", "torchrun", "unknown"]
 
@@ -27,27 +28,27 @@ _HAS_DEATH_SIGNAL = sys.platform == "linux"
 
 
 def launcher_kind(environment: Mapping[str, str] = os.environ) -> LauncherKind:
-    """Returns who starts the ranks of which this process is one."""
+    """Returns the launcher that started this process as one of its ranks."""
     if "TORCHELASTIC_RUN_ID" in environment:
         return "torchrun"
     return "lightning" if NONCE_NAME in environment else "unknown"
 
 
 def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
-    """Says whether a known launcher that is not this process has started this process as a rank."""
+    """Returns whether a known launcher, other than this process itself, has started this process as a rank."""
     kind = launcher_kind(environment)
     # With Lightning's launcher local rank 0 is the launcher.
     return kind == "torchrun" or (kind == "lightning" and environment.get("LOCAL_RANK", "0") != "0")
 
 
 def end_with_parent() -> None:
-    """Makes this rank end at once when its launcher does. Without a known launcher it does nothing.
+    """Makes this rank end at once when its launcher ends. Without a known launcher the call has no effect.
 
-    To be called as early as possible, and again before the ranks meet. The kernel watches the parent's *thread* that
+    Call it as early as possible, and again before the ranks meet. The kernel watches the parent's *thread* that
     started this process: both launchers start ranks from their main thread.
 
     Raises:
-        RunEndedError: The launcher is gone already.
+        RunEndedError: The launcher has already ended.
     """
     if not is_launched():
         return
@@ -57,14 +58,14 @@ def end_with_parent() -> None:
     launcher = os.environ.get(LAUNCHER_NAME)
     if launcher_kind() == "lightning" and str(os.getppid()) != launcher:
         raise RunEndedError(
-            f"rank 0 (process {launcher}) ended while rank {os.environ['LOCAL_RANK']} started: start the run again"
+            f"rank 0 (process {launcher}) ended while rank {os.environ['LOCAL_RANK']} started: restart the run"
         )
 
 
 def outlive_parent() -> None:
-    """Undoes `end_with_parent`, for ranks whose launcher is a rank that may come to its end before they do.
+    """Undoes `end_with_parent`, for ranks whose launcher is itself a rank that may end normally before them.
 
-    torchrun's agent outlives its ranks: without it nobody looks after them, and they go on ending with it.
+    torchrun's agent outlives its ranks and must supervise them, so that these ranks keep ending with the agent.
     """
     if is_launched() and launcher_kind() == "lightning":
         _set_death_signal(0)

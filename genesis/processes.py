@@ -1,4 +1,4 @@
-"""Processes: workers that are started over a pipe, and processes that are found by a mark, waited for and ended."""
+"""Worker processes over a pipe; and processes found by a mark in their environment, to wait for them or kill them."""
 
 import os
 import select
@@ -22,17 +22,17 @@ _POLL_SECONDS = 0.02
 
 
 class PipedWorker:
-    """A process that runs `main(descriptor)` of a module, and a pipe to it that takes whatever can be pickled.
+    """A process that runs `main(descriptor)` of a module, and a pipe to it that carries pickled objects.
 
-    It is a program of its own instead of `multiprocessing`'s: nothing is forked from a process that may hold threads or
-    a GPU, and the caller's main script is not run again. The worker's `main` calls `serve_pipe`.
+    The worker is started as a program, not by `multiprocessing`: it is not forked from a process that may hold threads
+    or a GPU, and it does not run the caller's main script again. The worker's `main` calls `serve_pipe`.
 
     Args:
-        module: What the worker imports; the name by which it is known in a list of processes.
+        module: The module that the worker imports; its name identifies the worker in a list of processes.
 
     Attributes:
-        process: The process.
-        connection: Our end of the pipe.
+        process: The worker process.
+        connection: The caller's end of the pipe.
     """
 
     def __init__(self, module: str) -> None:
@@ -45,21 +45,22 @@ class PipedWorker:
             )
 
     def end(self) -> None:
-        """Kills the process, if it still runs, and closes the pipe; a second call does nothing."""
+        """Kills the process if it still runs, and closes the pipe; a second call has no effect."""
         self.process.kill()
         self.process.wait()
         self.connection.close()
 
     def describe_end(self) -> str:
-        """Waits for the end of the process and returns how it ended: "with status 1"."""
+        """Waits until the process has ended and describes its end: "with status 1"."""
         status = self.process.wait()
         return f"by signal {-status} (out of memory?)" if status < 0 else f"with status {status}"
 
 
 def serve_pipe(descriptor: int, serve: "Callable[[Connection[object, object]], None]") -> None:
-    """Runs a worker: `serve` with its end of the pipe, until it returns or the process at the other end is gone.
+    """Runs `serve` in a worker, with its end of the pipe, until it returns or the process at the other end is gone.
 
-    The worker then ends at once, whatever it does. Ctrl-C, which goes to the whole group, is left to the other end.
+    The worker then exits at once, whatever it is doing. It ignores SIGINT: Ctrl-C reaches the whole process group, and
+    the process at the other end decides what happens.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection: Connection[object, object] = Connection(descriptor)
@@ -82,7 +83,7 @@ def _end_with_pipe(descriptor: int) -> None:
 
 @dataclass(frozen=True)
 class Mark:
-    """A variable of the environment by which a process is known wherever it has gone: what it starts inherits it."""
+    """A variable of the environment that identifies a process and, by inheritance, everything that it starts."""
 
     name: str
     value: str
@@ -93,12 +94,12 @@ class MarkedProcess:
     """A live process that carries a mark.
 
     Args:
-        pid: Its id.
-        parent: Its parent's.
-        group: Its process group's.
-        started: In the kernel's ticks, to tell the older from the younger.
-        words: Its command line.
-        local_rank: Its `LOCAL_RANK`, 0 without one.
+        pid: The process id.
+        parent: The parent's process id.
+        group: The process group's id.
+        started: Start time in the kernel's ticks, to order processes by age.
+        words: The command line.
+        local_rank: The variable `LOCAL_RANK`, 0 without it.
     """
 
     pid: int
@@ -110,17 +111,17 @@ class MarkedProcess:
 
 
 def check_can_find(command: str) -> None:
-    """Checks that processes can be found here.
+    """Checks that this system can find processes by a mark.
 
     Raises:
-        UserError: They cannot; the line names `command`, which needs it.
+        UserError: The system has no /proc; the message names `command`, which needs it.
     """
     if not (_PROC / "self" / "environ").exists():
         raise UserError(f"{command} needs Linux: it finds its processes in /proc")
 
 
 def find_processes(mark: Mark) -> list[MarkedProcess]:
-    """Returns the live processes that carry `mark`, oldest first; a zombie is not alive."""
+    """Returns the live processes that carry `mark`, oldest first; zombies do not count."""
     found = [_read_process(entry, mark) for entry in _PROC.iterdir() if entry.name.isdecimal()]
     return sorted((process for process in found if process is not None), key=lambda process: process.started)
 
@@ -133,10 +134,10 @@ def _read_process(entry: Path, mark: Mark) -> MarkedProcess | None:
         if environment.get(mark.name.encode()) != mark.value.encode():
             return None
         words = tuple((entry / "cmdline").read_bytes().split(b"\0"))
-        # The name stands in brackets and may hold anything.
+        # The process name stands in brackets and may contain anything, also brackets and spaces.
         fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return None  # it has ended, or is another user's
+        return None  # the process has ended, or belongs to another user
     if fields[0] in (b"Z", b"X"):
         return None
     return MarkedProcess(
@@ -150,13 +151,13 @@ def _read_process(entry: Path, mark: Mark) -> MarkedProcess | None:
 
 
 def kill_process(pid: int, mark: Mark) -> bool:
-    """Sends SIGKILL if `pid` is still the process that carries `mark`; returns whether it was."""
+    """Sends SIGKILL to `pid` if that process still carries `mark`, and returns whether it did."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return False
     try:
-        # From here on the number cannot mean another process.
+        # The descriptor pins the process: from here on the pid cannot be reused by another one.
         if _read_process(_PROC / str(pid), mark) is None:
             return False
         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
@@ -168,7 +169,7 @@ def kill_process(pid: int, mark: Mark) -> bool:
 
 
 def wait_until_gone(mark: Mark, limit_seconds: float) -> list[MarkedProcess]:
-    """Waits until no process carries `mark`, and returns those that still do after the limit."""
+    """Waits until no process carries `mark`, and returns the processes that still do after the limit."""
     deadline_seconds = time.monotonic() + limit_seconds
     while (left := find_processes(mark)) and time.monotonic() < deadline_seconds:
         time.sleep(_POLL_SECONDS)
@@ -176,7 +177,7 @@ def wait_until_gone(mark: Mark, limit_seconds: float) -> list[MarkedProcess]:
 
 
 def end_all(mark: Mark) -> None:
-    """Kills every process that carries `mark`, until there is none."""
+    """Kills every process that carries `mark`, until none is left."""
     while left := find_processes(mark):
         for process in left:
             kill_process(process.pid, mark)

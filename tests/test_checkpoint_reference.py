@@ -89,26 +89,26 @@ def test_a_damaged_newest_is_passed_over_and_stays_but_is_what_an_inspection_mea
 def test_an_export_is_known_as_one(home: Path, exported: Path) -> None:
     assert read_reference(exported).kind == "export"
     assert find_export(exported) == exported
-    with pytest.raises(UserError, match="is an export, which is no checkpoint; `genesis import`"):
+    with pytest.raises(UserError, match="is an export, not a checkpoint; convert it with `genesis import`"):
         find_checkpoint(exported)
-    with pytest.raises(UserError, match="demo is a run and no export; `genesis export demo OUT`"):
+    with pytest.raises(UserError, match="demo is a run, not an export; `genesis export demo OUT`"):
         find_export("demo")
 
 
 @pytest.mark.parametrize(
     ("find", "value", "message"),
     [
-        (find_checkpoint, "dmeo", "there is no directory dmeo and no directory runs/dmeo; give a run, RUN/best"),
+        (find_checkpoint, "dmeo", "no such directory: dmeo and runs/dmeo; give a run, RUN/best"),
         (find_checkpoint, "/no/where", "there is no directory /no/where; give a run"),
-        (find_checkpoint, "dmeo/best", "there is no directory dmeo/best and no directory runs/dmeo/best"),
-        (find_checkpoint, "demo/4", "demo has no checkpoint of step 4; it has those of steps 1, 2, 3"),
+        (find_checkpoint, "dmeo/best", "no such directory: dmeo/best and runs/dmeo/best"),
+        (find_checkpoint, "demo/4", "demo has no checkpoint of step 4; its steps are 1, 2, 3"),
         (find_checkpoint, "demo/fst", "there is no directory demo/fst"),
         (find_checkpoint, "latest", "there is no directory latest"),
-        (find_checkpoint, "runs", "there is no committed checkpoint in runs"),
+        (find_checkpoint, "runs", "runs has no committed checkpoint"),
         (find_checkpoint, "empty/best", "empty has no best checkpoint; `genesis checkpoint list"),
         (find_checkpoint, "empty/7", "empty has no checkpoint of step 7; it has none"),
         (find_checkpoint, "a.ckpt", "a.ckpt is a file: give a run's directory"),
-        (find_run, "demo/best", "demo/best is one checkpoint, and this is about all checkpoints of a run"),
+        (find_run, "demo/best", "demo/best is one checkpoint, but the command needs all checkpoints of a run"),
         (find_run, "demo/checkpoints/step-00000001", "is one checkpoint"),
     ],
 )
@@ -123,6 +123,6 @@ def test_an_error_is_one_line_with_the_value_and_the_places_that_were_looked_at(
 
 
 def test_the_checkpoint_of_a_named_run_is_not_taken_from_another(home: Path) -> None:
-    with pytest.raises(UserError, match="is no run, of which best could be taken"):
+    with pytest.raises(UserError, match="is not a run, so that it has no best"):
         read_reference("demo/1").select("best")
     assert read_reference("demo").select("best").find_checkpoint(level=None).name == NAMES[2]

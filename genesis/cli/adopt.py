@@ -11,14 +11,14 @@ from genesis.data.foreign.adopt import Adoption, AdoptOptions, ForeignSource, ad
 from genesis.data.manifest import SPLITS
 from genesis.errors import UserError
 
-_DESCRIPTION = """Makes a corpus of tokens that are there already, in OUT/NAME, and copies none: datatrove's .ds,
-Megatron's .bin and .idx, flat .npy and .bin (nanoGPT's, llm.c's), and a Hugging Face dataset saved to disk. Everything
-after that is as with a corpus that `genesis data prepare` made; the files must stay where they are, as they are.
-Several sources are best given in a YAML file, by --config. Example:
+_DESCRIPTION = """Makes a corpus in OUT/NAME from existing token files without copying them: datatrove's .ds, Megatron's
+.bin and .idx, flat .npy and .bin (nanoGPT's, llm.c's), and a Hugging Face dataset saved to disk. The corpus works like
+one that `genesis data prepare` made, as long as the files are neither moved nor changed.
+Give several sources in a YAML file, by --config. Example:
 genesis data adopt data/train.bin --name mine --dtype uint16 --vocab_size 50257 --eos_id 50256"""
 
 _SOURCE_SETTINGS: Final = ("format", "documents", "column", "dtype")
-_PATHS_HELP = "files or directories of one source, called 'tokens', in place of --sources"
+_PATHS_HELP = "files or directories of one source, named 'tokens', instead of --sources"
 
 
 def main(argv: list[str]) -> int:
@@ -27,15 +27,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("paths", nargs="*", help=_PATHS_HELP)
     parser.add_class_arguments(AdoptOptions, skip={"sources"})
     parser.add_argument(
-        "--sources", type=tuple[ForeignSource, ...], default=(), help="named sources, best in a YAML file"
+        "--sources", type=tuple[ForeignSource, ...], default=(), help="named sources, preferably in a YAML file"
     )
     parser.add_class_arguments(ForeignSource, skip={"name", "paths", "validation_paths", "weight"})
-    parser.add_argument("--validation_paths", nargs="+", default=[], help="of its validation set")
+    parser.add_argument("--validation_paths", nargs="+", default=[], help="files or directories of the validation set")
     arguments = parse(parser, argv, AdoptOptions, ForeignSource)
     if bool(arguments.paths) == bool(arguments.sources):
-        raise UserError("genesis data adopt: give either paths or sources (--help tells all)")
+        raise UserError("genesis data adopt: give either paths or sources (see --help)")
     if arguments.paths:
-        # Their format and the like stand among the flags; those of `sources` say their own.
+        # The format and similar settings are flags here; in `sources` each source has its own.
         settings = {name: arguments[name] for name in _SOURCE_SETTINGS}
         paths, validation_paths = tuple(arguments.paths), tuple(arguments.validation_paths)
         arguments.sources = (ForeignSource("tokens", paths, validation_paths, **settings),)
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
 
 def _describe(options: AdoptOptions, adoption: Adoption) -> Iterator[str]:
     manifest = adoption.manifest
-    yield f"{options.corpus}: {adoption.num_files:,} files are read where they lie"
+    yield f"{options.corpus}: {adoption.num_files:,} files are read in place"
     for split in SPLITS:
         for source in manifest.split(split):
             counts = (
@@ -58,14 +58,14 @@ def _describe(options: AdoptOptions, adoption: Adoption) -> Iterator[str]:
             )
             yield f"  {split} {source.name}: {counts}"
     if adoption.num_added:
-        yield f"{adoption.num_added:,} documents lack eos_id {manifest.eos_id}: it is added where they are read"
+        yield f"{adoption.num_added:,} documents lack eos_id {manifest.eos_id}: it is added when they are read"
     if adoption.num_unfinished:
         what = f"{adoption.num_unfinished:,} files do not end with eos_id {manifest.eos_id}"
-        yield f"{what}: their last document goes on in the next file"
+        yield f"{what}: their last document continues in the next file"
     if adoption.num_inner:
-        what = f"eos_id {manifest.eos_id} stands {adoption.num_inner:,} times within documents"
-        yield f"{what}: they go on after it (documents eos would end them there)"
+        what = f"eos_id {manifest.eos_id} occurs {adoption.num_inner:,} times within documents"
+        yield f"{what}: it does not end them (with `documents: eos` it would)"
     if not manifest.tokenizer_hash:
-        yield "no tokenizer is known: bits per byte are not, either, and samples are shown as ids"
+        yield "the tokenizer is unknown: there are no bits per byte, and samples are shown as ids"
     if options.check == "sizes":
-        yield "nothing but sizes and indices was checked: ids and documents' ends are when a shard is first read"
+        yield "only sizes and indices were checked: ids and document ends are checked when a shard is first read"

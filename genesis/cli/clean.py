@@ -20,9 +20,9 @@ from genesis.data.clean.plan import STAGES, CleanOptions, StageOptions
 from genesis.data.clean.report import Amount, CleanReport
 from genesis.errors import UserError
 
-_DESCRIPTION = """Filters, deduplicates and decontaminates text, and tells what was dropped, how much and why.
-It can be killed at any moment: the same command goes on at its unfinished tasks, to the same result. The result is
-OUT/text/SOURCE/*.jsonl.zst, which `genesis data prepare` reads.
+_DESCRIPTION = """Filters, deduplicates and decontaminates text, and reports how much was dropped for which reason.
+The command may be killed at any time: the same command continues with the unfinished tasks, to the same result. The
+result is OUT/text/SOURCE/*.jsonl.zst, which `genesis data prepare` reads.
 
 A recipe is a YAML file, as for `genesis data clean --config clean.yaml`:
 
@@ -30,15 +30,15 @@ A recipe is a YAML file, as for `genesis data clean --config clean.yaml`:
   out: cleaned
   stages: [{filter: length, min_words: 20}, {filter: repetition}, {filter: near_duplicates}]
 
-The filters, which run in the order given. All but exact_duplicates and near_duplicates take `sources` and `languages`,
-too: the documents that they look at; others pass.
+Filters run in the given order. All except exact_duplicates and near_duplicates also take `sources` and `languages`, and
+then check only these documents; others pass.
 
 """
 _MANY_REASONS = 4
 
 
 class _HelpFormatter(DefaultHelpFormatter, RawDescriptionHelpFormatter):
-    """Leaves the description's lines as they are."""
+    """Keeps the line breaks of the description."""
 
 
 def clean_main(argv: list[str]) -> int:
@@ -46,8 +46,8 @@ def clean_main(argv: list[str]) -> int:
     parser = build_parser("data clean", _DESCRIPTION + "\n".join(map(_describe, STAGES.values())))
     parser.formatter_class = _HelpFormatter
     parser.add_class_arguments(CleanOptions, skip={"stages"})
-    parser.add_argument("--stages", type=list[dict[str, Any]], required=True, help="filters, in the order given")
-    parser.add_argument("--restart", action="store_true", help="throw away what an earlier attempt made in OUT")
+    parser.add_argument("--stages", type=list[dict[str, Any]], required=True, help="filters, in order of execution")
+    parser.add_argument("--restart", action="store_true", help="discard the results of an earlier attempt in OUT")
     arguments = parse(parser, argv, CleanOptions)
     arguments.stages = tuple(build_stage(number, stage) for number, stage in enumerate(arguments.stages, 1))
     options = make(CleanOptions, arguments)
@@ -56,14 +56,14 @@ def clean_main(argv: list[str]) -> int:
         result = clean_corpus(options, restart=arguments.restart, report=_Teller(console, status).tell)
     if isinstance(result, Submitted):
         jobs = ", ".join(result.jobs)
-        print(f"submitted Slurm jobs {jobs}; when they are done, the same command shows the result")
+        print(f"submitted Slurm jobs {jobs}; run the same command after they have ended to see the result")
         return 0
     _print_report(console, options, result)
     return 0
 
 
 class _Teller:
-    """Prints a line for each phase; on a terminal, the tasks that are done stand below."""
+    """Prints a line for each phase; a terminal also shows the number of finished tasks."""
 
     def __init__(self, console: Console, status: Status) -> None:
         self._console = console
@@ -71,7 +71,7 @@ class _Teller:
         self._told = 0
 
     def tell(self, progress: CleanProgress) -> None:
-        """Tells how far the run is."""
+        """Reports the progress of the run."""
         if self._told != progress.number:
             self._told = progress.number
             place = f"phase {progress.number} of {progress.num_phases}"
@@ -83,13 +83,13 @@ def build_stage(number: int, given: dict[str, Any]) -> StageOptions:
     """Returns the stage `number` (from 1) of a recipe.
 
     Raises:
-        UserError: The filter or an option is not known, missing or of a wrong type.
+        UserError: The filter is unknown, or one of its options is unknown, missing or of a wrong type.
     """
     wanted = given.get("filter")
     if wanted is None:
-        raise UserError(f"stage {number} names no filter; give `filter:` one of {', '.join(STAGES)}")
+        raise UserError(f"stage {number} has no filter; give `filter:` with one of {', '.join(STAGES)}")
     if not isinstance(wanted, str) or wanted not in STAGES:
-        raise UserError(f"stage {number}: no filter {wanted!r}{_nearest(str(wanted), list(STAGES))}")
+        raise UserError(f"stage {number}: no such filter: {wanted!r}{_nearest(str(wanted), list(STAGES))}")
     stage, rest = STAGES[wanted], {key: value for key, value in given.items() if key != "filter"}
     names = [field.name for field in fields(stage)]
     for key in rest:
@@ -110,7 +110,7 @@ def build_stage(number: int, given: dict[str, Any]) -> StageOptions:
 
 
 def _explain(message: str, stage: type[StageOptions], given: dict[str, Any]) -> str:
-    """Returns a parser's message in one line; of an option that is one of many types, without the story of each."""
+    """Returns a parser's message in one line; for an option of several types, only the value and the types."""
     key = re.search(r'Parser key "(\w+)"', message)
     if key and "Union" in message and key[1] in given:
         kind = str(get_type_hints(stage)[key[1]]).removeprefix("<class '").removesuffix("'>")
@@ -120,7 +120,7 @@ def _explain(message: str, stage: type[StageOptions], given: dict[str, Any]) -> 
 
 def _nearest(wanted: str, names: list[str]) -> str:
     near = difflib.get_close_matches(wanted, names, n=1)
-    return f"; did you mean {near[0]}?" if near else f"; it is one of {', '.join(names)}"
+    return f"; did you mean {near[0]}?" if near else f"; choose one of {', '.join(names)}"
 
 
 def _describe(stage: type[StageOptions]) -> str:
@@ -144,9 +144,9 @@ def _print_report(console: Console, options: CleanOptions, report: CleanReport) 
     console.print(_source_table(report))
     for each in report.evaluation:
         if each.num_too_short:
-            short = f"{each.num_too_short:,} of {each.num_texts:,} evaluation texts are too short to be found"
+            short = f"{each.num_too_short:,} of {each.num_texts:,} evaluation texts are too short to be searched for"
             console.print(f"{each.label}: {short}", highlight=False)
-    console.print(f"Examples of what was dropped: {options.out / 'dropped'}", highlight=False, soft_wrap=True)
+    console.print(f"Examples of dropped documents: {options.out / 'dropped'}", highlight=False, soft_wrap=True)
 
 
 def _stage_table(options: CleanOptions, report: CleanReport) -> Table:

@@ -1,4 +1,4 @@
-"""`genesis completion`: a completion script, made from the table of commands."""
+"""`genesis completion`: prints a shell completion script, built from the table of commands."""
 
 import argparse
 
@@ -9,7 +9,7 @@ from genesis.cli.table import COMMANDS
 
 
 def _parser_of_commands() -> argparse.ArgumentParser:
-    """Returns a parser with the names of all commands; options are left to each command's `--help`."""
+    """Returns a parser with the names of all commands. Their options are not completed; `--help` lists them."""
     parser = argparse.ArgumentParser("genesis")
     parser.add_argument("--version", action="store_true", help="print the version")
     words = parser.add_subparsers()
@@ -28,7 +28,7 @@ def _parser_of_commands() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Prints the script; `source <(genesis completion bash)` switches it on."""
+    """Prints a completion script; `source <(genesis completion bash)` activates it."""
     parser = Parser("genesis completion", description=main.__doc__)
     parser.add_argument("shell", choices=shtab.SUPPORTED_SHELLS)
     print(shtab.complete(_parser_of_commands(), parser.parse_args(argv).shell))

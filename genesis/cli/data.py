@@ -30,39 +30,39 @@ from genesis.data.prepare import PrepareOptions, PrepareProgress, prepare_corpus
 from genesis.errors import UserError
 
 _PREPARE_DESCRIPTION = """Turns text into token shards with a manifest, in OUT/NAME.
-Reads .txt and source code (a file is a document), .jsonl, all of these as .gz and .zst, and .parquet; a share of the
-documents is held out for validation. It can be killed at any moment: the same command goes on where it was, to the same
-result. Sources are best given in a YAML file: genesis data prepare --config configs/data.yaml"""
+Reads .txt and source code (one document per file), .jsonl, all of these as .gz and .zst, and .parquet. A fraction of
+the documents is held out for validation. The command may be killed at any time: the same command continues, with the
+same result. Give sources in a YAML file: genesis data prepare --config configs/data.yaml"""
 
-_PLAN_DESCRIPTION = """Makes the plan of a packing: which documents stand in which sequence. Shards stay as they are.
-best_fit keeps documents whole where they fit, pad has one document a sequence; chunk, the default of training, needs no
-plan. Training finds it by data.packing and data.seq_len.
+_PLAN_DESCRIPTION = """Plans a packing: which documents go into which sequence. The shards are not changed.
+best_fit keeps documents whole where they fit, pad puts one document into each sequence; chunk, the default of training,
+needs no plan. Training finds the plan by data.packing and data.seq_len.
 Example: genesis data plan corpora/demo --packing best_fit --seq_len 2048"""
 
-_INSPECT_DESCRIPTION = """Shows what a corpus holds and some decoded samples, a rule at each document's end.
-With --seq_len it tells what each packing makes of it: fill is the share of all places that have a label, truncated the
-share of labels whose document's beginning is cut off, dropped the number of labels that no sequence holds.
+_INSPECT_DESCRIPTION = """Shows the content of a corpus and some decoded samples, with a rule at each document's end.
+With --seq_len it reports the effect of each packing: fill is the share of positions with a label, truncated the share
+of labels whose document's beginning is cut off, dropped the number of labels that no sequence contains.
 Example: genesis data inspect corpora/demo --num_samples 5 --seq_len 2048"""
 
-_VERIFY_DESCRIPTION = """Reads every shard and plan of a corpus and compares its size and hash with what is recorded.
-Exit status 1 if one differs. Example: genesis data verify corpora/demo"""
+_VERIFY_DESCRIPTION = """Reads every shard and plan of a corpus, and compares its size and hash with the manifest.
+Exit status 1 if one of them differs. Example: genesis data verify corpora/demo"""
 
 
 _LABELS_CELL = 5
-"""Among those of a source: after its tokens."""
+"""Index of the labels cell among the cells of a source: after its tokens."""
 
 
 @dataclass(frozen=True)
 class InspectOptions:
-    """What to show.
+    """What to show of a corpus.
 
     Args:
-        split: Documents of which split.
-        num_samples: Stretches of tokens to show, drawn evenly over all documents.
-        sample_tokens: Length of each.
-        seed: Chooses them.
-        seq_len: Tokens of a sequence, to tell what each packing makes of the training set; plans that are there are
-            told of without it.
+        split: The split to sample documents from.
+        num_samples: Number of samples, spread evenly over all documents.
+        sample_tokens: Number of tokens per sample.
+        seed: Seed of the choice of samples.
+        seq_len: Sequence length for which to report the effect of each packing on the training set; existing plans are
+            reported without it.
     """
 
     split: Literal["train", "validation"] = "train"
@@ -76,7 +76,7 @@ class InspectOptions:
             raise UserError(f"seq_len {self.seq_len} must be at least 1")
         if self.num_samples < 0 or self.sample_tokens < 1:
             raise UserError(
-                f"cannot show {self.num_samples} samples of {self.sample_tokens} tokens; give at least 0 and 1"
+                f"num_samples {self.num_samples} must be at least 0 and sample_tokens {self.sample_tokens} at least 1"
             )
 
 
@@ -84,7 +84,7 @@ def prepare_main(argv: list[str]) -> int:
     """Runs `genesis data prepare` and returns its exit status."""
     parser = build_parser("data prepare", _PREPARE_DESCRIPTION)
     parser.add_class_arguments(PrepareOptions)
-    parser.add_argument("--restart", action="store_true", help="throw away what an earlier attempt made in OUT/NAME")
+    parser.add_argument("--restart", action="store_true", help="discard the results of an earlier attempt in OUT/NAME")
     arguments = parse(parser, argv, PrepareOptions)
     options = make(PrepareOptions, arguments)
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
@@ -92,7 +92,7 @@ def prepare_main(argv: list[str]) -> int:
         manifest = prepare_corpus(options, restart=arguments.restart, report=bar.update)
     console.print(_manifest_table(options.corpus, manifest))
     if options.validation_fraction and not manifest.validation:
-        console.print("No document fell to the validation set: the corpus is small for its validation_fraction.")
+        console.print("No document is in the validation set: the corpus is too small for its validation_fraction.")
     return 0
 
 
@@ -100,8 +100,8 @@ def plan_main(argv: list[str]) -> int:
     """Runs `genesis data plan` and returns its exit status."""
     parser = build_parser("data plan", _PLAN_DESCRIPTION)
     parser.add_argument("corpus", type=Path, help="directory of a corpus")
-    parser.add_argument("--packing", type=PlannedPacking, default="best_fit", help="how documents are put together")
-    parser.add_argument("--seq_len", type=int, required=True, help="tokens of a sequence, as data.seq_len has it")
+    parser.add_argument("--packing", type=PlannedPacking, default="best_fit", help="how documents are packed")
+    parser.add_argument("--seq_len", type=int, required=True, help="tokens per sequence, equal to data.seq_len")
     arguments = parse(parser, argv)
     corpus = open_corpus(arguments.corpus, verify_hashes="never")
     plan = write_plan(corpus, arguments.packing, arguments.seq_len)
@@ -116,7 +116,7 @@ def plan_main(argv: list[str]) -> int:
 def inspect_main(argv: list[str]) -> int:
     """Runs `genesis data inspect` and returns its exit status."""
     parser = build_parser("data inspect", _INSPECT_DESCRIPTION)
-    parser.add_argument("corpus", type=Path, help="directory that `genesis data prepare` made")
+    parser.add_argument("corpus", type=Path, help="a directory written by `genesis data prepare`")
     parser.add_class_arguments(InspectOptions)
     arguments = parse(parser, argv, InspectOptions)
     options = make(InspectOptions, arguments)
@@ -135,10 +135,10 @@ def inspect_main(argv: list[str]) -> int:
 def verify_main(argv: list[str]) -> int:
     """Runs `genesis data verify` and returns its exit status."""
     parser = build_parser("data verify", _VERIFY_DESCRIPTION)
-    parser.add_argument("corpus", type=Path, help="directory that `genesis data prepare` made")
+    parser.add_argument("corpus", type=Path, help="a directory written by `genesis data prepare`")
     corpus: Path = parse(parser, argv).corpus
     if not (corpus / MANIFEST_NAME).exists():
-        read_manifest(corpus)  # refuses it: no corpus is the user's mistake, and no damage
+        read_manifest(corpus)  # raises: a path without a corpus is the user's mistake, not damage
     try:
         shards = list(verify_corpus(corpus))
         plans = verify_plans(open_corpus(corpus, verify_hashes="never"))
@@ -152,7 +152,7 @@ def verify_main(argv: list[str]) -> int:
 
 
 class _ProgressBar:
-    """Speaks of input bytes, tokens per second and the time that is left."""
+    """Shows the bytes read, the tokens per second and the remaining time."""
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
@@ -204,7 +204,7 @@ def _manifest_table(corpus: Path, manifest: CorpusManifest) -> Table:
 
 
 def _labels_cell(source: SourceRecord) -> str:
-    """Returns the share of a source's tokens that its label column lets be learned."""
+    """Returns the share of a source's tokens that have a label."""
     if "labels_hash" not in source.table.columns:
         return "all"
     shards = zip(*(source.table.column(name) for name in ("labels_hash", "num_labels", "num_tokens")), strict=True)

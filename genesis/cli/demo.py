@@ -6,9 +6,9 @@ from pathlib import Path
 from genesis.arguments import Parser
 from genesis.demo.main import run_demo
 
-_DESCRIPTION = """The whole road in minutes on a CPU, each step a command that you could type yourself: text that every
-Python has, a tokenizer, token shards, training with one real SIGKILL in the middle and a resume, validation, text from
-an early and the last checkpoint, a picture of the loss. All of it lies in runs/demo."""
+_DESCRIPTION = """Runs the whole workflow in minutes on a CPU, each step as a command that you could type yourself:
+Python's own sources as text, a tokenizer, token shards, training with one real SIGKILL in the middle and a resume,
+validation, text from an early and the last checkpoint, a plot of the loss. All results are in runs/demo."""
 
 
 def main(argv: list[str]) -> int:
@@ -19,7 +19,7 @@ def main(argv: list[str]) -> int:
         "--steps",
         type=int,
         metavar="N",
-        help="train for N steps; intervals shrink with them (default: the recipe's 1000)",
+        help="number of training steps; intervals are scaled (default: the recipe's 1000)",
     )
     arguments = parser.parse_args(argv)
     return run_demo(arguments.configs, arguments.steps)

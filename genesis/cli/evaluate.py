@@ -37,14 +37,14 @@ from genesis.run_directory import RunDirectory
 from genesis_callbacks.checkpoint import list_committed
 
 CORPUS = "corpus"
-"""The value of --heldout that means: the validation set of the corpus that the recipe names."""
+"""The value of --heldout that stands for the validation set of the corpus in the recipe."""
 
 UNANSWERED = 1
-"""The exit status where a task has a row that the model cannot be asked; all others are answered."""
+"""The exit status if a task has a row that the model cannot process; all other rows are evaluated."""
 
-_DESCRIPTION = """Measures a checkpoint, or the checkpoints of a run: tasks of EleutherAI's lm-eval, with the figures of
-its `hf` backend on the export, and bits per byte on held-out text. Without --tasks, held-out text alone. Needs no
-trainer and disturbs none. Results lie in RUN/evaluations, and what stands there is not computed again.
+_DESCRIPTION = """Evaluates a checkpoint, or the checkpoints of a run: tasks of EleutherAI's lm-eval, with the same
+metrics as its `hf` backend on the export, and bits per byte on held-out text. Without --tasks only held-out text. Does
+not need or disturb a trainer. Results are written to RUN/evaluations, and existing results are not recomputed.
 Example: genesis evaluate runs/demo/run --tasks hellaswag,./my_tasks/animals --limit 100 --checkpoints all"""
 
 
@@ -62,12 +62,12 @@ def main(argv: list[str]) -> int:
         again=arguments.again,
     )
     if arguments.watch and (reference.kind != "run" or reference.selector is not None):
-        raise UserError(f"--watch follows a run, and {arguments.checkpoint} is one checkpoint; give the run")
+        raise UserError(f"--watch needs a run, but {arguments.checkpoint} is one checkpoint; give the run")
     checkpoints = [] if arguments.watch else _choose(reference, arguments.checkpoints)
     out = _place(reference, arguments.out)
     questions = _list_questions(arguments, reference)
     if arguments.watch:
-        print(f"watching {reference.path}; Ctrl-C ends it", file=sys.stderr, flush=True)
+        print(f"watching {reference.path}; Ctrl-C stops", file=sys.stderr, flush=True)
         return _status(*watch(reference.path, questions, settings, out, _show, until_step=arguments.until_step))
     results: list[Result] = []
     unanswered: list[str] = []
@@ -84,13 +84,13 @@ def main(argv: list[str]) -> int:
             print(f"genesis: error: {error}", file=sys.stderr)
     if results or not unanswered:
         _report(out, results, read_hashes(reference.path), is_json=arguments.json)
-    for line in unanswered:  # at the end, where they are seen
+    for line in unanswered:  # printed last, where users see them
         print(f"genesis: error: {line}", file=sys.stderr)
     return _status(num_refused, len(unanswered))
 
 
 def _status(num_refused: int, num_unanswered: int) -> int:
-    """Returns the exit status: of checkpoints that cannot be read, and of questions that a model cannot be asked."""
+    """Returns the exit status for the numbers of unreadable checkpoints and of questions that failed."""
     return MISUSE if num_refused else UNANSWERED if num_unanswered else 0
 
 
@@ -100,11 +100,11 @@ def _check(arguments: Namespace) -> None:
         if value is not None and value < least:
             raise UserError(f"--{name} is {value}: it must be at least {least}")
     if arguments.until_step is not None and not arguments.watch:
-        raise UserError("--until_step says when --watch ends; give --watch, too")
+        raise UserError("--until_step has no effect without --watch: give --watch, too, or remove --until_step")
 
 
 def _report(out: Path, results: Sequence[Result], hashes: Mapping[str, str], *, is_json: bool) -> None:
-    """Brings what is made of all results up to date, and prints the table of them, or `results` as JSON."""
+    """Updates the files that summarise all results, and prints the table of them, or `results` as JSON."""
     comparable, lines = select_comparable(read_results(out), hashes, results)
     for line in lines:
         print(f"genesis: {line}", file=sys.stderr)
@@ -129,24 +129,24 @@ def _list_questions(arguments: Namespace, reference: Reference) -> list[Question
     names = [question.name for question in questions]
     for name in names:
         if names.count(name) > 1:
-            raise UserError(f"{name} is asked twice: name each task once")
+            raise UserError(f"{name} is given twice: name each task once")
     return questions
 
 
 def _choose(reference: Reference, which: str) -> list[Path]:
-    """Returns the checkpoints that are meant; one that is named is taken, whatever else its run has."""
+    """Returns the selected checkpoints. A reference to one checkpoint selects it alone, whatever `which` is."""
     if reference.kind != "run" or reference.selector is not None or which == "newest":
         return [reference.find_checkpoint(level="quick")]
     if which == BEST:
         return [reference.select(BEST).find_checkpoint(level="quick")]
     found = [checkpoint for checkpoint, _ in list_committed(reference.path)]
     if not found:
-        raise UserError(f"there is no committed checkpoint in {reference.path}; `genesis fit` writes them")
+        raise UserError(f"{reference.path} has no committed checkpoint; `genesis fit` writes them")
     return found
 
 
 def _place(reference: Reference, out: Path | None) -> Path:
-    """Returns where results go: into the run, or where --out says."""
+    """Returns the directory of the results: the run's own, or --out."""
     if out is not None:
         return out
     if reference.kind == "run":
@@ -154,13 +154,13 @@ def _place(reference: Reference, out: Path | None) -> Path:
     checkpoint = reference.path.resolve()
     run = RunDirectory.of(checkpoint)
     if run.checkpoints != checkpoint.parent:
-        raise UserError(f"{reference.path} does not lie in a run's checkpoints; say by --out where its results go")
+        raise UserError(f"{reference.path} is not in a run's checkpoints; give the directory of its results by --out")
     return run.evaluations
 
 
 @contextmanager
 def _show(what: str) -> Iterator[Progress]:
-    """Shows the work on something on a terminal, and else its name when it begins."""
+    """Shows progress on a terminal; otherwise prints the name of the work when it starts."""
     console = Console(stderr=True)
     if not console.is_terminal:
         print(what, file=sys.stderr, flush=True)
@@ -176,33 +176,33 @@ def _build_parser() -> Parser:
     parser = Parser(prog="genesis evaluate", description=_DESCRIPTION)
     add = parser.add_argument
     add("checkpoint", type=Path, help="a run, RUN/best, RUN/STEP, or a checkpoint's directory")
-    add("--tasks", help="names that lm-eval knows, and folders (with a slash) that hold task.yaml or a task's rows")
+    add("--tasks", help="tasks of lm-eval by name, or folders (with a slash) that contain task.yaml or a task's rows")
     add(
         "--heldout",
         nargs="?",
         const=CORPUS,
         metavar="PATH",
-        help="bits per byte by source: of a file or folder of text; without PATH, of the corpus's validation set",
+        help="bits per byte by source of a file or folder of text; without PATH, of the corpus's validation set",
     )
     add(
         "--checkpoints",
         choices=("newest", "best", "all"),
         default="newest",
-        help="which of a run; default newest",
+        help="the checkpoints of a run to evaluate; default newest",
     )
-    add("--limit", type=int, help="only the first so many questions of each task")
-    add("--num_fewshot", type=int, help="examples before each question; default: what the task says")
+    add("--limit", type=int, help="number of questions per task, from the first; default: all")
+    add("--num_fewshot", type=int, help="examples before each question; default: as the task defines")
     add(
         "--batch_tokens",
         type=int,
-        help=f"fed at one time; default {default_batch_tokens('cpu')} on this CPU, more on cuda",
+        help=f"tokens per forward; default {default_batch_tokens('cpu')} on this CPU, more on cuda",
     )
     add_device_options(parser)
-    add("--tokenizer", type=Path, help="file or directory; default: the one that belongs to the checkpoint")
+    add("--tokenizer", type=Path, help="tokenizer file or directory; default: the checkpoint's own tokenizer")
     add("--out", type=Path, help="directory of results; default RUN/evaluations")
-    add("--again", action="store_true", help="compute what stands computed")
-    add("--allow_code", action="store_true", help="let task.yaml name Python functions: they run here")
+    add("--again", action="store_true", help="recompute existing results")
+    add("--allow_code", action="store_true", help="run Python functions that a task.yaml names")
     add("--json", action="store_true", help="print the results as JSON instead of a table")
-    add("--watch", action="store_true", help="evaluate each checkpoint of a run that trains, the newest first")
-    add("--until_step", type=int, help="of --watch: end when all are evaluated and one of this step or later is there")
+    add("--watch", action="store_true", help="evaluate each new checkpoint of a training run, the newest first")
+    add("--until_step", type=int, help="with --watch: exit when a checkpoint of this step or later has been evaluated")
     return parser

@@ -13,9 +13,9 @@ from genesis.export.tensors import DTYPES
 from genesis_callbacks.checkpoint import list_committed
 
 _DESCRIPTION = """Exports a checkpoint to a new directory that transformers loads: its family's layout, a fast
-tokenizer that gives the same ids, a model card from the manifest. The checkpoint is verified first; at the end a
-process of its own loads the directory with transformers and compares weights, tokens, logits and greedy text, and
-writes proof.json. Several checkpoints, or --average N, give the mean of their weights.
+tokenizer with identical ids, a model card from the manifest. The checkpoint is verified first. At the end a separate process loads the
+directory with transformers, compares weights, tokens, logits and greedy text, and writes proof.json.
+Several checkpoints, or --average N, export the mean of their weights.
 Example: genesis export runs/demo/run exports/demo --dtype bfloat16"""
 
 
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
 
 
 def check_can_prove(command: str) -> None:
-    """Refuses to begin without what the proof needs; importing it here would cost seconds.
+    """Refuses to start if a requirement of the proof is missing. Importing it to find out would take seconds.
 
     Raises:
         UserError: The extra is not installed.
@@ -54,15 +54,15 @@ def check_can_prove(command: str) -> None:
 
 
 def print_proof(proof: dict[str, Any]) -> None:
-    """Prints what was compared, a line for each kind."""
+    """Prints the results of the comparisons, one line each."""
     print(f"weights: {proof['weights']['num_values']:,} values bit-equal")
     tokenizer, logits, generation = (proof.get(key) for key in ("tokenizer", "logits", "generation"))
     if tokenizer:
-        print(f"tokenizer: {sum(tokenizer['num_texts'].values()):,} texts with equal ids, there and back")
+        print(f"tokenizer: {sum(tokenizer['num_texts'].values()):,} texts with equal ids and equal decoded text")
     if proof.get("tokenizer_origin") == "none":
-        print("tokenizer: none, the model was trained on tokens without one")
+        print("tokenizer: none, the model was trained on tokens without a tokenizer")
     if proof.get("tokenizer_form") == "own":
-        print("tokenizer: its own files, without a form that transformers opens")
+        print("tokenizer: exported as its own files, transformers has no equivalent")
     if proof.get("tokenizer_origin") == "unproved":
         print(f"tokenizer: unproved, {UNPROVED_TOKENIZER}")
     if logits:
@@ -80,10 +80,10 @@ def _newest(checkpoint: Path, number: int) -> list[Path]:
     """Returns the last `number` checkpoints of a run up to `checkpoint`, oldest first."""
     paths = [path for path, _ in list_committed(checkpoint.parent)]
     if checkpoint not in paths:
-        raise UserError(f"--average needs a checkpoint in its run, and {checkpoint} lies in none; name each checkpoint")
+        raise UserError(f"--average needs a checkpoint of a run, but {checkpoint} is in none; name each checkpoint")
     paths = paths[: paths.index(checkpoint) + 1]
     if len(paths) < number:
-        raise UserError(f"--average is {number}, and {checkpoint.parent} has {len(paths)} checkpoints up to that one")
+        raise UserError(f"--average is {number}, but {checkpoint.parent} has {len(paths)} checkpoints up to that one")
     return paths[-number:]
 
 
@@ -91,26 +91,26 @@ def _build_parser() -> Parser:
     parser = Parser(prog="genesis export", description=_DESCRIPTION)
     add = parser.add_argument
     add("checkpoint", type=Path, nargs="+", help="a run (its newest checkpoint), RUN/best, RUN/STEP, or a path")
-    add("out", type=Path, help="the directory to make; it must not be there")
-    add("--best", action="store_true", help="of a run, its best checkpoint instead of its newest")
-    add("--average", type=int, default=1, metavar="N", help="the mean of the last N checkpoints up to the one named")
-    add("--dtype", choices=tuple(DTYPES), default="float32", help="of the weights; default float32")
+    add("out", type=Path, help="the directory to create; it must not exist")
+    add("--best", action="store_true", help="export the best checkpoint of a run instead of the newest")
+    add("--average", type=int, default=1, metavar="N", help="export the mean of the last N checkpoints up to this one")
+    add("--dtype", choices=tuple(DTYPES), default="float32", help="type of the exported weights; default float32")
     add(
         "--format",
         choices=("huggingface", "safetensors"),
         default="huggingface",
-        help="safetensors: the tensors alone, under genesis' own names",
+        help="layout; safetensors writes only the tensors, under genesis' own names",
     )
     add(
         "--max_file_bytes",
         type=int,
         default=ExportOptions.max_file_bytes,
-        help=f"a larger model comes in several files; default {ExportOptions.max_file_bytes}",
+        help=f"size above which the weights are split into several files; default {ExportOptions.max_file_bytes}",
     )
-    add("--tokenizer", type=Path, help="file or directory; default: the one that belongs to the checkpoint")
+    add("--tokenizer", type=Path, help="tokenizer file or directory; default: the checkpoint's own tokenizer")
     add(
         "--allow_unproved_tokenizer",
         action="store_true",
-        help="take --tokenizer although its hash is not the run's; proof.json and the card report it",
+        help="accept a --tokenizer whose hash differs from the run's; proof.json and the card report it",
     )
     return parser

@@ -59,10 +59,10 @@ _SAID_AT_EVERY_START = re.compile("GPU available|TPU available|distributed_backe
 
 
 class GenesisParser(LightningArgumentParser):
-    """Reports a mistake in one line, with the nearest key."""
+    """Reports a mistake in one line, with the nearest key, and accepts deprecated names of options."""
 
-    def parse_args(self, args: Sequence[str] | None = None, *others: Any, **kwargs: Any) -> Namespace:  # type: ignore[override]
-        """Returns the options of a command line, whose deprecated names it replaces."""
+    def parse_args(self, args: Sequence[str] | None = None, *others: Any, **kwargs: Any) -> Any:
+        """Returns the options of a command line, after deprecated names were replaced."""
         renamed, found = rename_in_arguments(sys.argv[1:] if args is None else args)
         _warn_of_deprecated(found)
         return super().parse_args(renamed, *others, **kwargs)
@@ -95,11 +95,11 @@ def _warn_of_deprecated(names: Sequence[str]) -> None:
 
 
 def _hint(wanted: str, known: Sequence[str]) -> str:
-    """Returns the key nearest to `wanted`, or all of them where they are few: the options of one class."""
+    """Returns the key nearest to `wanted`; without a near one, the options of a class if there are only a few."""
     near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.6)
     if near:
         return f"; did you mean {near[0]!r}?"
-    return f"; there are {', '.join(known)}" if len(known) <= _FEW_KEYS else ""
+    return f"; the options are {', '.join(known)}" if len(known) <= _FEW_KEYS else ""
 
 
 def _known_keys(parser: argparse.ArgumentParser) -> set[str]:
@@ -115,24 +115,23 @@ def _known_keys(parser: argparse.ArgumentParser) -> set[str]:
 
 
 class SaveRecipe(Callback):
-    """Writes the resolved recipe into the run's directory: config.yaml, then config.resume-1.yaml for a resumed run.
+    """Writes the resolved recipe into the run's directory: config.yaml, or config.resume-1.yaml when the run resumes.
 
-    Beside it lies where the run's data are as seen from there, for commands in other working directories.
-
-    The run's loggers get it as hyperparameters.
+    The callback also records the paths of the run's data relative to the run's directory, so that commands find the
+    data from other working directories, and passes the recipe to the run's loggers as hyperparameters.
     """
 
     def __init__(self, run_dir: Path, recipe: dict[str, Any]) -> None:
         self._run_dir, self._recipe = run_dir, recipe
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Tells the loggers, before Lightning closes their list of hyperparameters."""
+        """Passes the recipe to the loggers, before Lightning stops accepting hyperparameters."""
         if stage == "fit":
             for logger in trainer.loggers:
                 logger.log_hyperparams(self._recipe)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Writes, on rank 0, when nothing more can be refused."""
+        """Writes the recipe on rank 0. At this point no check can refuse the run any more."""
         if not trainer.is_global_zero:
             return
         self._run_dir.mkdir(parents=True, exist_ok=True)
@@ -163,61 +162,61 @@ class GenesisCLI(LightningCLI):
                 "gradient_clip_val": 1.0,
                 "strategy": "replicated",
                 "max_epochs": -1,
-                # Intervals of validation count steps, over the ends of epochs.
+                # Validation intervals count steps across the ends of epochs.
                 "check_val_every_n_epoch": None,
-                # `genesis model describe` tells more.
+                # `genesis model describe` prints more.
                 "enable_model_summary": False,
             },
             parser_kwargs={"prog": "genesis", subcommand: {"prog": f"genesis {subcommand}"}},
-            # With None it reads sys.argv, which is what a launcher of further ranks repeats.
+            # With None, Lightning reads sys.argv, which a launcher repeats for further ranks.
             args=None if sys.argv[1:] == arguments else arguments,
         )
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Returns the Trainer's methods that are commands, and the arguments that we give them."""
+        """Returns the Trainer's methods that are commands, with the arguments that this class sets itself."""
         return {
             "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule", "weights_only"},
             "validate": {"model", "dataloaders", "datamodule", "weights_only"},
         }
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Adds our callbacks and the run's directory."""
+        """Adds our callbacks and the options of the run's directory."""
         parser.add_argument("--run_dir", type=str, default="runs/default", help="directory of the run")
         parser.add_argument(
             "--fork",
             type=str | None,
             default=None,
-            help="name of a new run beside run_dir that goes on from --ckpt_path; run_dir stays as it is",
+            help="name of a new run next to run_dir that starts from --ckpt_path; run_dir is not changed",
         )
         parser.add_lightning_class_args(TokenCounters, "counters")
         parser.add_lightning_class_args(SkipAwareLR, "schedule")
         parser.add_lightning_class_args(CheckpointVerification, "verification")
-        # The recipe and the corpus's identity are ours to give, not the user's.
+        # This class sets the recipe and the corpus's identity; users cannot.
         parser.add_class_arguments(
             AsyncProcessCheckpoint, "checkpoint", skip={"recipe", "identity", "drift_policy"}, sub_configs=True
         )
         parser.callback_keys.append("checkpoint")
         parser.link_arguments(("run_dir", "fork"), "checkpoint.run_dir", compute_fn=_place_run)
-        # What a logger writes belongs to the run; in a list of loggers each names its own place.
+        # A logger writes into the run's directory; in a list of loggers each one names its own directory.
         parser.link_arguments(("run_dir", "fork"), "trainer.logger.init_args.save_dir", compute_fn=_place_run)
 
     def _parse_ckpt_path(self) -> None:
-        """Leaves the configuration alone: a checkpoint's hyperparameters must not override what the user wrote."""
+        """Does nothing: a checkpoint's hyperparameters must not override what the user wrote."""
 
     def _set_seed(self) -> None:
-        """Sets the seed; what is given beside the options of classes is checked first."""
+        """Checks the options that belong to no class, and sets the seed."""
         run_dir = read_run_dir(self._get(self.config, "run_dir"))
         fork, seed = self._get(self.config, "fork"), self._get(self.config, "seed_everything")
         if fork is not None and (fork == ".." or not fork.strip() or Path(fork).name != fork):
-            raise UserError(f"--fork is {fork!r}: give a name, without a directory; it comes to lie beside {run_dir}")
+            raise UserError(f"--fork is {fork!r}: give a name without a directory; the fork lies next to {run_dir}")
         try:
             super()._set_seed()
         except ValueError as error:
             raise UserError(f"seed_everything is {seed}: give a whole number from 0 to {_MAX_SEED}") from error
 
     def before_instantiate_classes(self) -> None:
-        """Resolves the precision, and finds the data of the run that goes on, if the working directory is another."""
+        """Resolves the precision, and finds the data of a run that continues from another working directory."""
         wanted, run_dir = self._get(self.config, "ckpt_path"), Path(self._get(self.config, "run_dir"))
         reference = None if wanted is None else read_reference(wanted, run_dir=run_dir)
         config = self.config[str(self.subcommand)]
@@ -238,7 +237,7 @@ class GenesisCLI(LightningCLI):
             )
 
     def instantiate_classes(self) -> None:
-        """Builds module, data, callbacks and Trainer; what one of them refuses is a user's mistake."""
+        """Builds module, data, callbacks and Trainer; turns their ValueErrors into user errors."""
         try:
             super().instantiate_classes()
         except (ValueError, MisconfigurationException) as error:
@@ -252,7 +251,7 @@ class GenesisCLI(LightningCLI):
         run_dir = Path(_place_run(self._get(self.config_init, "run_dir"), fork))
         if fork is not None:
             self._check_fork(run_dir)
-        # What is written into the fork describes the fork, which goes on by its own directory.
+        # The recipe in the fork describes the fork, which resumes from its own directory.
         self.config_dump.update(run_dir=str(run_dir), fork=None)
         self.config_dump["model"]["decoder"] = dump_decoder_config(self.model.decoder_config)
         self.checkpoint: AsyncProcessCheckpoint = self._get(self.config_init, "checkpoint")
@@ -260,12 +259,12 @@ class GenesisCLI(LightningCLI):
         self.checkpoint.device_proofs = (ATTENTION_PROOF,)
         self.checkpoint.drift_policy = RECIPE_POLICY
         self.checkpoint.identity = self.datamodule.training.identity
-        # A validation of some checkpoint must not write into the log of the run that goes on.
+        # Validating an earlier checkpoint must not write into the log of the run that trains.
         loggers = _loggers(config.get("logger"), run_dir) if self.subcommand == "fit" else False
         callbacks: list[Callback] = [SaveRecipe(run_dir, self.config_dump), DataTelemetry()]
         if config.get("enable_progress_bar") is not False:
             callbacks.append(GenesisProgressBar())
-        # After the user's and our own: the bar shows what the counters have counted.
+        # The bar comes after all other callbacks, so that it shows the counters of the current step.
         self.trainer_defaults["callbacks"] = callbacks
         trainer = super().instantiate_trainer(default_root_dir=str(run_dir), logger=loggers, **kwargs)
         if isinstance(trainer.strategy, Replicated | Sharded):
@@ -279,10 +278,10 @@ class GenesisCLI(LightningCLI):
             lost = self.checkpoint.lost_ranks
             if lost is None or not _is_lost_connection(error):
                 raise
-            committed = list_committed(self.checkpoint.directory)  # of the last save only rank 0 may know yet
-            last = f"the newest checkpoint is {committed[-1][0]}" if committed else "nothing is saved yet"
+            committed = list_committed(self.checkpoint.directory)  # only rank 0 may know of the last save yet
+            last = f"the newest checkpoint is {committed[-1][0]}" if committed else "no checkpoint is saved yet"
             raise RunEndedError(
-                f"{lost} is gone, and the other ranks cannot go on; {last}: start the run again with --ckpt_path latest"
+                f"{lost} is gone, and the other ranks cannot continue; {last}: restart the run with --ckpt_path latest"
             ) from error
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
@@ -296,12 +295,12 @@ class GenesisCLI(LightningCLI):
             self._check_is_new()
         self.model.is_restored = arguments["ckpt_path"] is not None
         if subcommand == "validate" and arguments["ckpt_path"] is None:
-            place = f"there is none in {self.checkpoint.directory}" if wanted == LATEST else "none is given"
-            raise UserError(f"validation needs a checkpoint, {place}; give one by --ckpt_path")
+            place = f"{self.checkpoint.directory} has none" if wanted == LATEST else "none is given"
+            raise UserError(f"validation needs a checkpoint, but {place}; give one by --ckpt_path")
         return arguments
 
     def _find(self, wanted: str) -> Path | None:
-        """Returns the checkpoint that is meant; None where `latest` is, and this run has none yet.
+        """Returns the checkpoint for `wanted`; None for `latest` if this run has no checkpoint yet.
 
         Of this run's own, the newest that verifies is taken and damaged ones are quarantined. Where this run is a fork,
         nothing of the other run is renamed.
@@ -312,7 +311,7 @@ class GenesisCLI(LightningCLI):
         if is_own and reference.selector in (None, LATEST):
             newest: Path | None = self.checkpoint.latest()
             if newest is None and wanted != LATEST:
-                raise UserError(f"there is no committed checkpoint in {run_dir}; `genesis fit` writes them")
+                raise UserError(f"{run_dir} has no committed checkpoint; `genesis fit` writes them")
             return newest
         found = reference.find_checkpoint(level="deep")
         if not (found / MANIFEST_NAME).is_file():
@@ -325,32 +324,31 @@ class GenesisCLI(LightningCLI):
         run_dir = self.checkpoint.directory.parent
         if list_committed(run_dir):
             raise UserError(
-                f"{run_dir} has the checkpoints of a run; to go on with it say --ckpt_path latest, to begin another "
-                "give it its own --run_dir"
+                f"{run_dir} already has checkpoints; resume it with --ckpt_path latest, or give another --run_dir"
             )
 
     def _check_fork(self, run_dir: Path) -> None:
         if self._get(self.config_init, "ckpt_path") is None:
-            raise UserError("--fork needs the checkpoint to go on from; give one by --ckpt_path, or latest")
+            raise UserError("--fork needs a checkpoint to start from; give one by --ckpt_path, or latest")
         if list_committed(run_dir):
             raise UserError(
-                f"{run_dir} has checkpoints already, so that it is no new fork; to go on with it, leave --fork out and "
-                f"say --run_dir {run_dir} --ckpt_path latest"
+                f"the fork {run_dir} already has checkpoints; to resume it, replace --fork by "
+                f"--run_dir {run_dir} --ckpt_path latest"
             )
 
 
 def _place_run(run_dir: str, fork: str | None) -> str:
-    """Returns where a run lies: in `run_dir`, or beside it under the name of the fork."""
+    """Returns the directory of a run: `run_dir`, or next to it under the name of the fork."""
     return run_dir if fork is None else str(Path(run_dir).parent / fork)
 
 
 def _is_lost_connection(error: Exception) -> bool:
-    """Says whether a process group failed, which after the loss of a rank is no news; gloo's errors have no type."""
+    """Returns whether a process group failed because a rank was lost; gloo's errors have no class of their own."""
     return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error))
 
 
 def _loggers(configured: Any, run_dir: Path) -> list[Logger] | bool:
-    """Returns the run's CSV log and what the user configured beside it; False switches all off."""
+    """Returns the run's CSV log and the configured loggers; False switches all logging off."""
     if configured is False:
         return False
     others = [] if configured in (None, True) else configured if isinstance(configured, list) else [configured]
@@ -358,10 +356,10 @@ def _loggers(configured: Any, run_dir: Path) -> list[Logger] | bool:
 
 
 def _quieten() -> None:
-    """Silences what Lightning says at every start and no user can act on; says each warning in one line."""
+    """Silences Lightning's messages that no user can act on, and prints each warning in one line."""
     warnings.formatwarning = _warn_in_one_line
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
-    # What we log is already summed over all ranks.
+    # Our metrics are already summed over all ranks.
     warnings.filterwarnings("ignore", message=r".*It is recommended to use `self.log\(.*sync_dist=True.*")
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
@@ -376,14 +374,14 @@ def _warn_in_one_line(
 
 
 def fit_main(argv: list[str]) -> int:
-    """Trains. Returns 0, or 128 + n where signal n asked for the end."""
+    """Trains. Returns 0, or 128 + n if signal n stopped the run."""
     _quieten()
     cli = GenesisCLI("fit", ["fit", *argv])
     signal_number = cli.checkpoint.stopped_by_signal
     if signal_number and cli.trainer.is_global_zero:
         saved = cli.checkpoint.last_saved
         name = signal.Signals(signal_number).name
-        print(f"genesis: stopped by {name}; go on from {saved} with --ckpt_path latest", file=sys.stderr)
+        print(f"genesis: stopped by {name}; resume from {saved} with --ckpt_path latest", file=sys.stderr)
     return 128 + signal_number if signal_number else 0
 
 

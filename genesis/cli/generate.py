@@ -16,22 +16,22 @@ from genesis.generate.sample import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
 from genesis.tokenizer.tokenizer import Tokenizer, encode_prompt
 
-_DESCRIPTION = """Continues prompts with the model of a checkpoint, printing tokens as they come. Several prompts are
-computed together and printed one below the other. --prompt_ids continues token ids and prints ids, for models that
-were trained without a tokenizer, too.
+_DESCRIPTION = """Continues prompts with the model of a checkpoint, and prints tokens as they are generated. Several
+prompts are generated in one batch and printed one below the other. --prompt_ids continues token ids and prints ids,
+also for models that were trained without a tokenizer.
 Example: genesis generate runs/demo/run --prompt "class Stack:" --prompt "import os" --temperature 0.6"""
 
 
 class Printer:
-    """Prints texts as their tokens come, with their prompts before them.
+    """Prints prompts and their generated texts while tokens arrive.
 
-    Where there are several, each has a line above it; a text that is not on yet waits for those before it. Half a
-    character waits for its other half. Without a tokenizer, tokens are printed as their ids.
+    Several texts each get a heading, and are printed in order: a later text waits until the earlier ones have ended.
+    An incomplete character waits for its remaining bytes. Without a tokenizer, tokens are printed as their ids.
     """
 
     def __init__(self, prompts: Sequence[str], tokenizer: Tokenizer | None, out: TextIO) -> None:
         self._prompts, self._out = prompts, out
-        self._num_ids = None if tokenizer is None else tokenizer.vocab_size  # a model may have more, which are no text
+        self._num_ids = None if tokenizer is None else tokenizer.vocab_size  # a model may have more ids, without a text
         self._decoders = [build_writer(tokenizer) for _ in prompts]
         self._waiting = ["" for _ in prompts]
         self._has_ended = [False for _ in prompts]
@@ -39,7 +39,7 @@ class Printer:
         self._begin()
 
     def feed(self, prompt: int, token: int, *, is_last: bool) -> None:
-        """Takes the next token of one prompt and prints what can be."""
+        """Adds the next token of one prompt and prints all text that can be printed."""
         if self._num_ids is None or token < self._num_ids:
             self._waiting[prompt] += self._decoders[prompt].feed(token)
         if is_last:
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
     )
     device, dtype = read_device(arguments)
     if arguments.prompt and arguments.prompt_ids:
-        raise UserError("--prompt gives texts and --prompt_ids ids: give one of the two")
+        raise UserError("--prompt and --prompt_ids exclude each other: give one of them")
     loaded = load_decoder(arguments.checkpoint, arguments.tokenizer, device=device, dtype=dtype)
     prompts, shown = _read_prompts(arguments, loaded)
     stop_ids = frozenset(arguments.eos_id or (() if loaded.tokenizer is None else loaded.tokenizer.stop_ids))
@@ -86,10 +86,10 @@ def main(argv: list[str]) -> int:
 
 
 def _read_prompts(arguments: Namespace, loaded: Loaded) -> tuple[list[tuple[int, ...]], list[str]]:
-    """Returns the prompts as ids, and as they are printed before what continues them.
+    """Returns the prompts as ids, and as the texts to print before their continuations.
 
     Raises:
-        UserError: Ids are no ids of the model, or it has no tokenizer for a text.
+        UserError: An id is not in the model's vocabulary, or a text is given for a model without a tokenizer.
     """
     if arguments.prompt_ids:
         prompts = [parse_ids(text, loaded.decoder.config.vocab_size) for text in arguments.prompt_ids]
@@ -110,22 +110,20 @@ def _build_parser() -> Parser:
         type=Path,
         help="a run (its newest checkpoint), RUN/best, RUN/STEP, or the path of an export",
     )
-    add("--prompt", action="append", help="text to continue; may be given more than once; without one a text is begun")
-    add("--prompt_ids", action="append", help="ids to continue, as '5 17 300', instead of text; ids are printed")
+    add("--prompt", action="append", help="text to continue; repeatable; without a prompt the model starts a new text")
+    add("--prompt_ids", action="append", help="token ids to continue, as '5 17 300', instead of text; prints ids")
     add(
         "--eos_id",
         type=int,
         action="append",
-        help="a token that ends a text; may be given more than once; default: the tokenizer's, none without one",
+        help="token that ends a text; repeatable; default: the tokenizer's stop tokens, none without a tokenizer",
     )
-    add("--max-new-tokens", type=int, help=f"for each prompt; default {DEFAULT_NEW_TOKENS} or what the context leaves")
-    add("--temperature", type=float, default=1.0, help="what logits are divided by; 0 takes the most likely token")
-    add("--top-k", type=int, help="draw from the k most likely tokens only")
-    add(
-        "--top-p", type=float, default=1.0, help="draw from the most likely tokens that together reach this probability"
-    )
-    add("--seed", type=int, default=0, help="the same seed and prompt give the same text, beside whatever others")
-    add("--no-cache", action="store_true", help="compute the whole text anew for each token")
-    add("--tokenizer", type=Path, help="file or directory; default: the one of the corpus that the run was trained on")
+    add("--max-new-tokens", type=int, help=f"new tokens per prompt; default at most {DEFAULT_NEW_TOKENS}")
+    add("--temperature", type=float, default=1.0, help="divisor of the logits; 0 selects the most likely token")
+    add("--top-k", type=int, help="sample only from the k most likely tokens")
+    add("--top-p", type=float, default=1.0, help="sample only from the most likely tokens that reach this probability")
+    add("--seed", type=int, default=0, help="sampling seed; a seed and prompt give the same text in any batch")
+    add("--no-cache", action="store_true", help="recompute the whole text for each token, without a cache")
+    add("--tokenizer", type=Path, help="tokenizer file or directory; default: the tokenizer of the run's corpus")
     add_device_options(parser)
     return parser

@@ -8,10 +8,9 @@ from genesis.cli.export import check_can_prove, print_proof
 from genesis.export.importing import import_directory
 from genesis.run_directory import RunDirectory
 
-_DESCRIPTION = """Makes a run's directory, with one committed checkpoint, of a model in Hugging Face's layout: Llama,
-Mistral, Qwen2, Qwen3, OLMo 2, SmolLM2 or SmolLM3. What the decoder cannot represent is refused by name. The same proof
-as an export's is made and written to proof.json. `genesis generate` takes the directory; training goes on from its
-weights in a run of its own, by the recipe that the import writes.
+_DESCRIPTION = """Converts a model in Hugging Face's layout into a run's directory with one committed checkpoint:
+Llama, Mistral, Qwen2, Qwen3, OLMo 2, SmolLM2 or SmolLM3. Features that the decoder cannot represent are refused by name. The result is proved like an export, in proof.json.
+`genesis generate` loads the directory; the recipe in the directory trains from its weights in a new run.
 Example: genesis import exports/demo runs/old
          genesis fit --config runs/old/recipe.yaml --data.corpus corpora/demo"""
 
@@ -30,7 +29,7 @@ def main(argv: list[str]) -> int:
 
 def _build_parser() -> Parser:
     parser = Parser(prog="genesis import", description=_DESCRIPTION)
-    parser.add_argument("directory", type=Path, help="config.json, safetensors files, and a tokenizer")
-    parser.add_argument("out", type=Path, help="the run's directory to make; it must not be there")
-    parser.add_argument("--no_tokenizer", action="store_true", help="the weights alone, not the tokenizer")
+    parser.add_argument("directory", type=Path, help="a directory with config.json, safetensors files and a tokenizer")
+    parser.add_argument("out", type=Path, help="the run's directory to create; it must not exist")
+    parser.add_argument("--no_tokenizer", action="store_true", help="import only the weights, not the tokenizer")
     return parser

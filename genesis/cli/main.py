@@ -1,4 +1,4 @@
-"""The `genesis` command: finds a command in the table, runs it, and turns a mistake into one line and a status."""
+"""The `genesis` command: finds a command in the table, runs it, and reports a user's mistake in one line."""
 
 import contextlib
 import difflib
@@ -16,14 +16,14 @@ from genesis.parent import end_with_parent
 
 MISUSE = 2
 _RANKS = ("fit", "validate")
-"""The commands that a launcher may start as a rank of many."""
+"""The commands that a launcher such as torchrun may start as one of many ranks."""
 
 _INTERRUPTED = 130
-"""What a shell reports for a program that SIGINT ended."""
+"""The status that a shell reports for a program ended by SIGINT."""
 
 
 def help_text(group: str | None = None) -> str:
-    """Returns the help page: every command, or those of one group (`data`)."""
+    """Returns the help page of all commands, or of one group (`data`)."""
     commands = [command for command in COMMANDS if group is None or command.name.split()[0] == group]
     width = max(len(command.name) for command in commands)
     lines = [f"usage: genesis {group or ''}{' ' if group else ''}COMMAND [options]", ""]
@@ -32,17 +32,17 @@ def help_text(group: str | None = None) -> str:
     lines += [f"  {command.name:<{width}}  {command.summary}" for command in commands]
     lines += [
         "",
-        "`genesis COMMAND --help` tells the options of one; `genesis --version` the version.",
-        "Exit status: 0 good, 1 a check failed or a run ended badly, 2 a mistake in what was given, 130 interrupted.",
+        "`genesis COMMAND --help` lists the options of a command; `genesis --version` prints the version.",
+        "Exit status: 0 success, 1 a check or a run failed, 2 invalid arguments or input, 130 interrupted.",
     ]
     return "\n".join(lines)
 
 
 def find_command(arguments: Sequence[str]) -> tuple[Command, list[str]]:
-    """Returns the command that `arguments` begin with, and the rest of them.
+    """Returns the command at the beginning of `arguments`, and the remaining arguments.
 
     Raises:
-        UserError: There is no such command; it names the nearest.
+        UserError: No command has this name; the message contains the nearest name.
     """
     by_name = {command.name: command for command in COMMANDS}
     for num_words in (2, 1):
@@ -52,13 +52,13 @@ def find_command(arguments: Sequence[str]) -> tuple[Command, list[str]]:
     wanted = " ".join(word for word in arguments[:2] if not word.startswith("-"))
     near = difflib.get_close_matches(wanted, list(by_name), n=1, cutoff=0.4)
     hint = f"; did you mean `genesis {near[0]}`?" if near else ""
-    raise UserError(f"no command {wanted!r}{hint} (`genesis --help` lists all)")
+    raise UserError(f"no such command: {wanted!r}{hint} (`genesis --help` lists all commands)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit status.
 
-    0 is good, 1 a check that failed or a run that must not go on, 2 a user's mistake, 130 an interruption.
+    The status is 0 for success, 1 for a failed check or run, 2 for a user's mistake and 130 for an interruption.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     page = _find_page(arguments)
@@ -83,16 +83,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except SystemExit as end:
-        if isinstance(end.__context__, KeyboardInterrupt):  # Lightning makes a status of 1 of it
+        if isinstance(end.__context__, KeyboardInterrupt):  # Lightning turns the interrupt into exit status 1
             return _INTERRUPTED
         raise
 
 
 @contextlib.contextmanager
 def _ended_at_once_by_sigint() -> Iterator[None]:
-    """Lets SIGINT end this process without a word while it has begun nothing.
+    """Makes SIGINT end this process silently while its modules are still being imported.
 
-    An exception in the midst of imports is caught, printed and taken for something else by the modules that it meets.
+    A KeyboardInterrupt during imports would be caught, printed or misreported by the module that it happens to reach.
     """
     is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if not is_ours or threading.current_thread() is not threading.main_thread():
@@ -109,11 +109,11 @@ _USERS_ERRORS = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS),
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG),
 )
-"""What an operating system refuses because of the user's disk or paths."""
+"""Errors of the operating system that the user can fix: a full disk, a missing or forbidden path."""
 
 
 def _find_page(arguments: list[str]) -> str | None:
-    """Returns the page that is asked for (or that stands in for a missing command), or None if a command is."""
+    """Returns the help or version page that the arguments request, also for a missing command; None for a command."""
     groups = {command.name.split()[0] for command in COMMANDS if " " in command.name}
     if not arguments or arguments[0] in ("-h", "--help"):
         return help_text()

@@ -14,7 +14,7 @@ from genesis.cli.options import PLAIN_WIDTH
 from genesis.model.describe import Description, describe
 from genesis.model.recipe import dump_decoder_config, read_decoder_config
 
-_DESCRIPTION = """Prints what a model costs: parameters by part, FLOPs per token, memory. Builds nothing.
+_DESCRIPTION = """Prints the parameters of a model by part, its FLOPs per token and its memory, without building it.
 Example: genesis model describe --config configs/genesis-1b.yaml"""
 
 
@@ -48,7 +48,7 @@ def _table_of(description: Description, title: str) -> Table:
     table.add_row("parameters", f"{total:,}", f"{total / 1e6:,.0f}M" if total >= 1e7 else f"{total / 1e6:.1f}M")
     table.add_section()
     attention = description.attention_flops_per_token
-    table.add_row("FLOPs per token", f"{description.flops_per_token:.3e}", "forward and backward, without attention's")
+    table.add_row("FLOPs per token", f"{description.flops_per_token:.3e}", "forward and backward, without attention")
     table.add_row(
         "  with attention", f"{description.flops_per_token + attention:.3e}", f"at {config.max_seq_len:,} tokens"
     )

@@ -1,8 +1,8 @@
-"""Refuses a misspelt option of `genesis fit` and `genesis validate` before Lightning is imported, which takes seconds.
+"""Refuses a misspelt option of `genesis fit` and `genesis validate` before the slow import of Lightning.
 
-`option_names.json` beside this file lists the options of the real parser; `make golden` writes it, and a test compares
-it with the parser. Only what that list can judge is refused here. Everything else goes on to the real parser:
-abbreviations, what lies below an option (`trainer.strategy.init_args.shard`), and a name that our sources declare.
+`option_names.json` next to this file lists the options of the real parser; `make golden` writes it, and a test compares
+it with the parser. Only names that are certainly wrong by this list are refused. All others are left to the real
+parser: abbreviations, keys below an option (`trainer.strategy.init_args.shard`), and names declared in our sources.
 """
 
 import difflib
@@ -29,11 +29,11 @@ _TEXT_TAG = "tag:yaml.org,2002:str"
 
 @dataclass(frozen=True)
 class OptionNames:
-    """What one command accepts.
+    """The options that one command accepts.
 
     Args:
-        options: Dotted names that take a value: `data.seq_len`. What may stand below them is not known here.
-        groups: Dotted names that only hold options: `data`. Nothing may stand in them but what is listed.
+        options: Dotted names that take a value: `data.seq_len`. The keys below them are not known here.
+        groups: Dotted names that only contain options: `data`. All keys below them are listed.
     """
 
     options: frozenset[str]
@@ -41,7 +41,7 @@ class OptionNames:
 
     @classmethod
     def read(cls, command: str) -> "OptionNames | None":
-        """Returns what `command` accepts; None where the list is of another Lightning, whose options may differ."""
+        """Returns the options of `command`; None if the list was made with another version of Lightning."""
         record = json.loads(RECORD.read_text(encoding="utf-8"))
         if record["lightning"] != version("lightning"):
             return None
@@ -49,7 +49,7 @@ class OptionNames:
         return cls(frozenset(names["options"]), frozenset(names["groups"]))
 
     def is_unknown(self, name: str) -> bool:
-        """Returns whether `name` is certainly no option, nor anything that an option might accept."""
+        """Returns whether `name` is certainly neither an option nor a key below one."""
         parts = name.split(".")
         if name in self.options | self.groups or _CLASS_KEYS.intersection(parts):
             return False
@@ -58,11 +58,11 @@ class OptionNames:
         return not self.options.intersection(".".join(parts[:end]) for end in range(1, len(parts)))
 
     def is_abbreviated(self, name: str) -> bool:
-        """Returns whether some option's name begins with `name`: argparse takes such a word for it."""
+        """Returns whether an option begins with `name`, which argparse would then accept as its abbreviation."""
         return any(option.startswith(name) for option in self.options | self.groups)
 
     def hint(self, name: str) -> str:
-        """Returns the end of a message that refuses `name`: the option that was probably meant."""
+        """Returns the end of the message that refuses `name`: the nearest option."""
         group, _, last = name.rpartition(".")
         siblings = {option.rpartition(".")[2]: option for option in self.options if option.rpartition(".")[0] == group}
         namesakes = [option for option in sorted(self.options) if option.rpartition(".")[2] == last]
@@ -71,7 +71,7 @@ class OptionNames:
             near = difflib.get_close_matches(name, sorted(self.options), n=1)
         if near:
             return f"; did you mean {near[0]!r}?"
-        return f"; there are {', '.join(sorted(siblings))}" if 0 < len(siblings) <= _FEW_NAMES else ""
+        return f"; the options are {', '.join(sorted(siblings))}" if 0 < len(siblings) <= _FEW_NAMES else ""
 
 
 def check_fit(arguments: Sequence[str]) -> None:
@@ -85,10 +85,10 @@ def check_validate(arguments: Sequence[str]) -> None:
 
 
 def check(command: str, arguments: Sequence[str]) -> None:
-    """Refuses what is certainly misspelt among the `arguments` of `command`, or in the files that they name.
+    """Refuses names that are certainly misspelt, among the `arguments` of `command` and in their `--config` files.
 
     Raises:
-        UserError: It names the option and the nearest one.
+        UserError: An option is misspelt; the message has the option and the nearest one.
     """
     arguments, _ = rename_in_arguments(arguments)
     words = [word for word in _option_words(arguments) if " " not in word]  # with a space it may be a value
@@ -125,7 +125,7 @@ def _may_ask_for_help(word: str, names: OptionNames) -> bool:
 
 
 def _config_files(arguments: Sequence[str]) -> Iterator[Path]:
-    """Yields the regular files given by --config. A pipe can be read only once, and that is the real parser's."""
+    """Yields the regular files given by --config. A pipe is skipped: only one reader, the real parser, can read it."""
     for position, word in enumerate(arguments):
         name, equals, value = word.partition("=")
         if name in ("-c", "--config"):
@@ -144,18 +144,18 @@ def _check_file(command: str, path: Path, names: OptionNames) -> None:
 
 
 def _leaves(node: yaml.Node, prefix: str = "", above: tuple[yaml.Node, ...] = ()) -> Iterator[str]:
-    """Yields the dotted names of all values in a mapping; a merge key (`<<`) and what is no text are left out."""
+    """Yields the dotted names of all values in a mapping; merge keys (`<<`) and keys that are not text are skipped."""
     pairs = {key.value: value for key, value in node.value if key.tag == _TEXT_TAG}
     for key, value in pairs.items():
         name = prefix + key.removesuffix("+")
         if not isinstance(value, yaml.MappingNode):
             yield name
-        elif value not in above:  # an anchor may stand in itself
+        elif value not in above:  # an anchor may contain itself
             yield from _leaves(value, f"{name}.", (*above, value))
 
 
 def _is_declared(name: str) -> bool:
-    """Returns whether a parameter or a field of this name stands in our sources: it may be newer than the list."""
+    """Returns whether our sources declare a parameter or a field of this name, which may be newer than the list."""
     declared = re.compile(rf"\b{re.escape(name.rpartition('.')[2])} *: *\S")
     return any(
         declared.search(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Options of a command, read from flags and YAML files into the dataclass that owns them."""
+"""Builds the dataclass of a command's options from flags and YAML files."""
 
 import difflib
 import os
@@ -16,13 +16,13 @@ from genesis.errors import UserError
 T = TypeVar("T")
 
 FAILED_CHECK = 1
-"""Exit status of a command that looked and found something bad."""
+"""Exit status of a command whose check found a problem."""
 PLAIN_WIDTH = 120
-"""Columns of a table that goes to a file or a pipe."""
+"""Columns of a table that is printed to a file or a pipe."""
 
 
 class OptionsParser(ArgumentParser):
-    """Reads options; a file of them that is no YAML is refused with its name and the place."""
+    """Parses options; a file that is not YAML is refused with its name and the position of the mistake."""
 
     def parse_path(self, cfg_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Namespace:
         """Returns the options in the file `cfg_path`."""
@@ -31,10 +31,10 @@ class OptionsParser(ArgumentParser):
 
 
 def check_is_yaml(path: str | os.PathLike[str]) -> None:
-    """Refuses a file that is no mapping of options. A pipe, which can be read only once, is left to its reader.
+    """Refuses a file that is not a mapping of options. Pipes are skipped, because they can be read only once.
 
     Raises:
-        UserError: It is not YAML, holds no mapping, or has a key twice, of which the first would silently be lost.
+        UserError: The file is not YAML, is not a mapping, or has a key twice, where YAML would drop the first value.
     """
     if not Path(path).is_file():
         return
@@ -45,7 +45,7 @@ def check_is_yaml(path: str | os.PathLike[str]) -> None:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(node, yaml.MappingNode):
-        raise UserError(f"{path} has no options: they are written as 'name: value', one a line")
+        raise UserError(f"{path} has no options: write one 'name: value' per line")
     _check_keys_are_unique(path, node)
 
 
@@ -53,7 +53,7 @@ def _check_keys_are_unique(path: str | os.PathLike[str], root: yaml.Node) -> Non
     waiting, seen_nodes = [root], set()
     while waiting:
         node = waiting.pop()
-        if not isinstance(node, yaml.CollectionNode) or id(node) in seen_nodes:  # an anchor may stand in itself
+        if not isinstance(node, yaml.CollectionNode) or id(node) in seen_nodes:  # an anchor may contain itself
             continue
         seen_nodes.add(id(node))
         if isinstance(node, yaml.SequenceNode):
@@ -64,9 +64,7 @@ def _check_keys_are_unique(path: str | os.PathLike[str], root: yaml.Node) -> Non
             waiting += (key, value)
             if isinstance(key, yaml.ScalarNode):
                 if key.value in keys and key.value != "<<":
-                    raise UserError(
-                        f"{path}{_place(key.start_mark)} has the key {key.value!r} twice: put both into one"
-                    )
+                    raise UserError(f"{path}{_place(key.start_mark)} has the key {key.value!r} twice: merge the two")
                 keys.add(key.value)
 
 
@@ -75,17 +73,17 @@ def _place(mark: yaml.Mark | None) -> str:
 
 
 def build_parser(name: str, description: str) -> ArgumentParser:
-    """Returns a parser for `genesis NAME` that reads YAML files by `--config`."""
+    """Returns a parser for `genesis NAME` that reads YAML files given by `--config`."""
     parser = OptionsParser(prog=f"genesis {name}", description=description, exit_on_error=False)
-    parser.add_argument("--config", action="config", help="YAML file of options; may be given more than once")
+    parser.add_argument("--config", action="config", help="YAML file of options; repeatable")
     return parser
 
 
 def parse(parser: ArgumentParser, argv: list[str], *options: type) -> Namespace:
-    """Returns the arguments with every dataclass among them made.
+    """Returns the arguments, with every dataclass among them built.
 
     Raises:
-        UserError: An option is unknown, missing or of a wrong type. The nearest name of a field of `options` is hinted.
+        UserError: An option is unknown, missing or of a wrong type. The message names the nearest field of `options`.
     """
     known = sorted({name for option in options for name in _field_names(option)})
     try:
@@ -93,11 +91,11 @@ def parse(parser: ArgumentParser, argv: list[str], *options: type) -> Namespace:
     except UserError:
         raise
     except (ArgumentError, ValueError) as error:
-        raise UserError(f"{parser.prog}: {_explain(str(error), known)} (--help tells all)") from None
+        raise UserError(f"{parser.prog}: {_explain(str(error), known)} (see --help)") from None
 
 
 def make(options: type[T], arguments: Namespace) -> T:
-    """Returns the dataclass whose fields `add_class_arguments` put at the top level of the parser."""
+    """Returns the dataclass whose fields `add_class_arguments` added at the top level of the parser."""
     return options(**{field.name: getattr(arguments, field.name) for field in fields(options)})  # type: ignore[arg-type]
 
 

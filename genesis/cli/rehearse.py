@@ -21,7 +21,7 @@ from the latest checkpoint; then compares the final weights bit for bit, and the
 fall into saves, a quarter into restarts. A kill hits all ranks at once, one rank alone, or a process that writes
 checkpoints (checkpoint.mode: process). Options after -- go to every `genesis fit`. Both runs log every step and stay.
 Example: genesis rehearse --config configs/genesis-10m.yaml -- --trainer.max_steps 60 --checkpoint.every_n_steps 10
-Exit status: 0 bit-equal, 1 different or not all kills happened, 2 misuse."""
+Exit status: 0 bit-equal, 1 different or not all kills happened, 2 invalid arguments."""
 _USAGE = "genesis rehearse --config RECIPE [--kills N] [--seed N] [--dir DIR] [--json FILE] [-- OPTIONS OF FIT]"
 _ROOT = Path("runs/rehearsals")
 _SEEDS = 1 << 31
@@ -36,14 +36,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--config", type=Path, action="append", required=True, help="a recipe; may be given several times"
     )
-    parser.add_argument("--kills", type=_positive, default=3, help="how many (default %(default)s)")
+    parser.add_argument("--kills", type=_positive, default=3, help="number of kills (default %(default)s)")
     parser.add_argument(
-        "--seed", type=int, help="of the instants, to repeat a rehearsal; by default a new one, printed"
+        "--seed", type=int, help="seed of the kill times, to repeat a rehearsal; default: a random seed, printed"
     )
-    parser.add_argument(
-        "--dir", type=Path, help=f"where both runs are to lie (default {_ROOT}/NAME of the first recipe)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found, too")
+    parser.add_argument("--dir", type=Path, help=f"directory for both runs (default {_ROOT}/NAME of the first recipe)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report as JSON to FILE")
     arguments = parser.parse_args(own)
     check_extra(extra)
     seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(_SEEDS)
@@ -72,7 +70,7 @@ def main(argv: list[str]) -> int:
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Returns what stands before and after `--`."""
+    """Returns the arguments before and after `--`."""
     if "--" not in argv:
         return argv, []
     place = argv.index("--")
@@ -86,10 +84,10 @@ def _positive(text: str) -> int:
 
 
 def _choose_directory(wanted: Path | None, config: Path) -> Path:
-    """Returns a directory that has nothing in it.
+    """Returns a directory that is empty or does not exist.
 
     Raises:
-        UserError: The wanted one has.
+        UserError: The directory `wanted` is not empty.
     """
     if wanted is None:
         number, wanted = 1, _ROOT / config.stem
@@ -97,5 +95,5 @@ def _choose_directory(wanted: Path | None, config: Path) -> Path:
             number += 1
             wanted = _ROOT / f"{config.stem}-{number}"
     elif wanted.exists() and (not wanted.is_dir() or any(wanted.iterdir())):
-        raise UserError(f"--dir {wanted} is there already; remove it, or give another")
+        raise UserError(f"--dir {wanted} already exists; remove it, or give another directory")
     return wanted

@@ -16,10 +16,10 @@ from genesis.release.release import plan_release
 from genesis.release.space import plan_space
 from genesis.release.upload import check_can_upload, upload
 
-_DESCRIPTION = """Makes a folder for the Hugging Face Hub of an export: the files that were proved, a card with licence,
-lineage, evaluation and proof, and SHA256SUMS. Nothing of this machine may be in it: paths, names and credentials are
-refused by file and line. --space makes a second folder, which serves the model as a Space. --upload takes them to the
-Hub, in one commit with a tag. A folder that is there already is taken if it is what would be made.
+_DESCRIPTION = """Makes a folder for the Hugging Face Hub from an export: its proved files, a card with licence,
+lineage, evaluation and proof, and SHA256SUMS. Paths, names and credentials of this machine in the folder are refused
+with file and line. --space makes a second folder, which serves the model as a Space. --upload sends the folders to the
+Hub, each in one commit with a tag. An existing folder is accepted if its content is the same.
 Example: genesis release exports/demo releases/demo --repo me/demo --license apache-2.0 --language en --dry-run"""
 
 
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
     machine = Machine.read(export, *filter(None, (out, space)))
     allowed = (options.owner, *arguments.allow)
     if arguments.torch is not None and space is None:
-        raise UserError("--torch is about a Space: give --space, too, or leave it away")
+        raise UserError("--torch needs --space: give --space, too, or remove --torch")
     release = plan_release(export, options)
     made: list[tuple[Path, Folder, Literal["model", "space"]]] = [(out, release, "model")]
     if space is not None:
@@ -61,15 +61,15 @@ def main(argv: list[str]) -> int:
         for path, _, repo_type in made:
             print(f"{path}: {upload(path, options, repo_type, is_private=arguments.private)}")
     elif arguments.dry_run:
-        print("nothing was uploaded; --upload does it")
+        print("nothing was uploaded; upload with --upload")
     return 0
 
 
 def _check_apart(*paths: Path) -> None:
-    """Refuses folders that lie in each other: the one would be uploaded with the other."""
+    """Refuses folders that contain each other, because one would be uploaded with the other."""
     for path, other in permutations(paths, 2):
         if path.resolve().is_relative_to(other.resolve()):
-            raise UserError(f"{path} lies in {other}, or is it: give places that are apart")
+            raise UserError(f"{path} is equal to or inside {other}: give directories that do not contain each other")
 
 
 def _build_parser() -> Parser:
@@ -78,35 +78,35 @@ def _build_parser() -> Parser:
     add("export", type=Path, help="a directory that `genesis export` wrote")
     add("out", type=Path, help="the folder to make")
     add("--repo", required=True, metavar="OWNER/NAME", help="the repository on the Hub")
-    add("--license", required=True, help="as the Hub names it: apache-2.0, mit, cc-by-4.0, ..., other")
-    add("--license_file", type=Path, help="its text, which becomes LICENSE")
-    add("--version", default="1.0.0", help="the tag is it with a v before it; default 1.0.0")
+    add("--license", required=True, help="the licence's id on the Hub: apache-2.0, mit, cc-by-4.0, ..., other")
+    add("--license_file", type=Path, help="a file with the licence's text, copied as LICENSE")
+    add("--version", default="1.0.0", help="the version, tagged as v followed by it; default 1.0.0")
     add(
         "--language",
         action="append",
         default=[],
         metavar="CODE",
-        help="of the model's text: en, de, code, ...; can be repeated",
+        help="a language of the model's text: en, de, code, ...; repeatable",
     )
     add("--space", type=Path, metavar="DIR", help="also make a folder that serves the model as a Space")
     add(
         "--torch",
         metavar="REQUIREMENT",
-        help="which build a Space installs, such as 'torch==2.13.0 --index-url ADDRESS' for one without CUDA, which is "
-        "many times smaller; default: what pip finds",
+        help="the torch build that a Space installs, such as 'torch==2.13.0 --index-url ADDRESS' for the much smaller "
+        "build without CUDA; default: the build that pip finds",
     )
     add(
         "--allow",
         action="append",
         default=[],
         metavar="TEXT",
-        help="a word or path that may be public; can be repeated",
+        help="a word or path of this machine that may be public; repeatable",
     )
-    add("--upload", action="store_true", help="to the Hub; needs a token (`hf auth login`, or HF_TOKEN)")
-    add("--private", action="store_true", help="of a repository that the upload makes")
+    add("--upload", action="store_true", help="upload to the Hub; needs a token (`hf auth login`, or HF_TOKEN)")
+    add("--private", action="store_true", help="make new repositories on the Hub private")
     add(
         "--dry-run",
         action="store_true",
-        help="make the folder, show what would be uploaded, contact nobody",
+        help="make the folder and list the files to upload, without any network access",
     )
     return parser

@@ -15,9 +15,9 @@ from genesis.serve.server import Server, bind, serve
 
 _TOKEN_VARIABLE = "GENESIS_TOKEN"
 _DEFAULT_PORT = 8000
-_DESCRIPTION = """Serves the checkpoints of runs, new ones as they come: a page to watch a model grow, and OpenAI's
-/v1/completions and /v1/models, which any client of theirs can use. It answers this machine alone; at other addresses
-it wants a token.
+_DESCRIPTION = """Serves the checkpoints of runs, including new ones while a run trains: a web page to watch a model
+learn, and OpenAI's /v1/completions and /v1/models for any OpenAI client. By default only this machine can connect;
+other addresses require a token.
 Example: genesis serve runs/demo/run"""
 
 
@@ -43,14 +43,14 @@ def main(argv: list[str]) -> int:
         address, port = sock.getsockname()[:2]
         if not is_loopback(address) and guard.token is None and not guard.is_public:
             raise UserError(
-                f"{arguments.host} can be reached from other machines: give a token by {_TOKEN_VARIABLE} or --token "
-                "(--help tells of --public, too)"
+                f"{arguments.host} can be reached from other machines: give a token by {_TOKEN_VARIABLE} or --token, "
+                "or see --public in --help"
             )
         url = f"http://{f'[{address}]' if ':' in address else address}:{port}/"
         count = len(catalogue.entries())
         line = f"{url} serves {count} model{'' if count == 1 else 's'} of {', '.join(map(str, arguments.model))}"
         ended_by = serve(
-            lambda: Server(catalogue, load, guard, limits), sock, lambda: print(f"{line}; Ctrl-C ends it", flush=True)
+            lambda: Server(catalogue, load, guard, limits), sock, lambda: print(f"{line}; Ctrl-C stops", flush=True)
         )
     if ended_by == signal.SIGINT:
         raise KeyboardInterrupt
@@ -65,37 +65,35 @@ def _build_parser() -> Parser:
         "model",
         type=Path,
         nargs="+",
-        help="a run, RUN/best, RUN/STEP, or a checkpoint's or export's path; several are served under their names",
+        help="a run, RUN/best, RUN/STEP, or the path of a checkpoint or export; several are served under their names",
     )
-    add("--host", default="127.0.0.1", help="the address to listen on; default 127.0.0.1, which is this machine alone")
-    add("--port", type=int, default=_DEFAULT_PORT, help=f"default {_DEFAULT_PORT}; 0 takes any free one")
+    add("--host", default="127.0.0.1", help="address to listen on; default 127.0.0.1, which only this machine reaches")
+    add("--port", type=int, default=_DEFAULT_PORT, help=f"port; default {_DEFAULT_PORT}; 0 selects any free port")
     add(
         "--token",
-        help=f"what clients must bring as api_key; better by the variable {_TOKEN_VARIABLE}, which `ps` does not show",
+        help=f"api_key that clients must send; prefer the variable {_TOKEN_VARIABLE}, which `ps` does not show",
     )
     add(
         "--public",
         action="store_true",
-        help="no token at any address: whoever reaches the port may see the list of models and use them, through any "
-        "host name, and any site may show the page in a frame; for a server that something else guards",
+        help="require no token at any address: everybody who reaches the port may list and use the models, under any "
+        "host name, and any site may frame the page; for a server behind another access control",
     )
     add_device_options(parser)
-    add("--max_concurrent", type=int, default=limits.max_concurrent, help="texts that a model continues together")
+    add("--max_concurrent", type=int, default=limits.max_concurrent, help="texts that a model generates together")
     add(
         "--max_queue",
         type=int,
         default=limits.max_queue,
-        help="texts that wait; beyond, clients are told to come again",
+        help="texts that wait; further requests are refused with status 429",
     )
-    add("--max_models", type=int, default=limits.max_models, help="checkpoints in memory at a time")
-    add(
-        "--max_request_seconds", type=float, default=limits.max_request_seconds, help="from a request to its last token"
-    )
+    add("--max_models", type=int, default=limits.max_models, help="models in memory at the same time")
+    add("--max_request_seconds", type=float, default=limits.max_request_seconds, help="time limit of a request")
     add(
         "--max_write_seconds",
         type=float,
         default=limits.max_write_seconds,
-        help="that a stream may wait for its reader",
+        help="time after which a stream is closed if its client does not read",
     )
-    add("--tokenizer", type=Path, help="file or directory; default: the one that belongs to the checkpoint")
+    add("--tokenizer", type=Path, help="tokenizer file or directory; default: the checkpoint's own tokenizer")
     return parser

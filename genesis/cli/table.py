@@ -1,7 +1,7 @@
-"""The table of commands: name, one line of help, and where its code is.
+"""The table of commands: each with its name, one line of help, and the location of its code.
 
-`genesis --help` must answer in a moment, and importing Lightning takes many seconds: so a command's module is
-imported when the command is called and not before. This is the one place where a late import is right.
+`genesis --help` must respond at once, but importing Lightning takes many seconds. A command's module is therefore
+imported only when the command is called. This is the only place in the project where a late import is right.
 """
 
 import importlib
@@ -20,10 +20,10 @@ class Command:
         name: One word or two: `fit`, `data prepare`.
         summary: One line of help.
         target: `module:function`; the function takes the arguments after the name and returns the exit status.
-        extra: The optional dependency group that it needs, if any.
-        check: `module:function`, light to import; it takes the same arguments and refuses what is certainly wrong.
-        prepare: `module:function` without arguments, called before the command's code is imported: it sets up what
-            packages of others read when they are imported.
+        extra: The optional dependency group that the command needs, if any.
+        check: `module:function`, fast to import; it takes the same arguments and refuses wrong ones early.
+        prepare: `module:function` without arguments, called before the command's code is imported: it sets
+            environment variables that other packages read at import.
     """
 
     name: str
@@ -34,19 +34,19 @@ class Command:
     prepare: str | None = None
 
     def check_arguments(self, arguments: list[str]) -> None:
-        """Refuses mistakes that can be seen before the command's code is imported.
+        """Refuses mistakes that can be found before the command's code is imported.
 
         Raises:
-            UserError: There is one.
+            UserError: An argument is wrong.
         """
         if self.check is not None:
             _find(self.check)(arguments)
 
     def load(self) -> Callable[[list[str]], int]:
-        """Imports the command's code.
+        """Imports the command's code and returns its function.
 
         Raises:
-            UserError: An optional dependency is missing; it names the extra.
+            UserError: An optional dependency is missing; the message names the extra that installs it.
         """
         try:
             if self.prepare is not None:
@@ -69,52 +69,69 @@ def _find(target: str) -> Callable[..., Any]:
 
 COMMANDS = (
     Command("tokenizer train", "train a tokenizer on text", "genesis.cli.tokenizer:train_main"),
-    Command("tokenizer inspect", "bytes per token, round trip and unused pieces", "genesis.cli.tokenizer:inspect_main"),
-    Command("data clean", "filter and deduplicate raw text, with account", "genesis.cli.clean:clean_main", "clean"),
+    Command(
+        "tokenizer inspect",
+        "report bytes per token, round trip and unused pieces",
+        "genesis.cli.tokenizer:inspect_main",
+    ),
+    Command("data clean", "filter and deduplicate raw text, with a report", "genesis.cli.clean:clean_main", "clean"),
     Command("data prepare", "turn text into token shards with a manifest", "genesis.cli.data:prepare_main"),
-    Command("data adopt", "a corpus of tokens that other tools wrote, not copied", "genesis.cli.adopt:main"),
-    Command("data plan", "put the documents of a corpus into sequences", "genesis.cli.data:plan_main"),
+    Command("data adopt", "use token files of other tools as a corpus, without a copy", "genesis.cli.adopt:main"),
+    Command("data plan", "pack the documents of a corpus into sequences", "genesis.cli.data:plan_main"),
     Command("data inspect", "show a corpus: manifest, packings, decoded samples", "genesis.cli.data:inspect_main"),
     Command("data verify", "check every shard of a corpus against its manifest", "genesis.cli.data:verify_main"),
+    Command("model describe", "print parameters by part, FLOPs and memory", "genesis.cli.model:describe_main"),
     Command(
-        "model describe", "parameters by part, FLOPs and memory; builds nothing", "genesis.cli.model:describe_main"
-    ),
-    Command(
-        *("fit", "train, or go on from a checkpoint", "genesis.cli.fit:fit_main"),
+        *("fit", "train, or resume from a checkpoint", "genesis.cli.fit:fit_main"),
         check="genesis.cli.option_names:check_fit",
     ),
     Command(
-        *("validate", "loss on the validation set, from a checkpoint", "genesis.cli.fit:validate_main"),
+        *("validate", "compute the loss of a checkpoint on the validation set", "genesis.cli.fit:validate_main"),
         check="genesis.cli.option_names:check_validate",
     ),
-    Command("generate", "write text from prompts with a checkpoint", "genesis.cli.generate:main"),
-    Command("serve", "a page and an OpenAI-compatible server over a run's checkpoints", "genesis.cli.serve:main"),
+    Command("generate", "generate text from prompts with a checkpoint", "genesis.cli.generate:main"),
+    Command("serve", "serve checkpoints: a web page and an OpenAI-compatible API", "genesis.cli.serve:main"),
     Command(
-        *("evaluate", "benchmarks and held-out text, while training goes on", "genesis.cli.evaluate:main", "evaluate"),
+        *("evaluate", "run benchmarks and held-out text on checkpoints", "genesis.cli.evaluate:main", "evaluate"),
         prepare="genesis.evaluate.environment:make_quiet",
     ),
-    Command("export", "a checkpoint for transformers, with its proof", "genesis.cli.export:main", "export"),
-    Command("import", "a model from Hugging Face as a checkpoint", "genesis.cli.import_:main", "export"),
-    Command("release", "an export as a folder for the Hugging Face Hub", "genesis.cli.release:main", "release"),
-    Command("checkpoint list", "a run's checkpoints: step, tokens, age, verified", "genesis.cli.checkpoint.list:main"),
-    Command("checkpoint show", "what is in a checkpoint", "genesis.cli.checkpoint.show:main"),
-    Command("checkpoint verify", "sizes, hashes and digests of checkpoints", "genesis.cli.checkpoint.verify:main"),
-    Command("checkpoint diff", "settings and tensors of two checkpoints", "genesis.cli.checkpoint.diff:main"),
+    Command("export", "export a checkpoint for transformers, with a proof", "genesis.cli.export:main", "export"),
+    Command("import", "import a model from Hugging Face as a checkpoint", "genesis.cli.import_:main", "export"),
+    Command("release", "prepare an export for the Hugging Face Hub", "genesis.cli.release:main", "release"),
+    Command(
+        "checkpoint list", "list a run's checkpoints: step, tokens, age, verified", "genesis.cli.checkpoint.list:main"
+    ),
+    Command("checkpoint show", "show the content of a checkpoint", "genesis.cli.checkpoint.show:main"),
+    Command(
+        "checkpoint verify", "check sizes, hashes and digests of checkpoints", "genesis.cli.checkpoint.verify:main"
+    ),
+    Command("checkpoint diff", "compare settings and tensors of two checkpoints", "genesis.cli.checkpoint.diff:main"),
     Command("checkpoint prune", "remove older checkpoints of a run", "genesis.cli.checkpoint.prune:main"),
     Command(
-        "checkpoint to-lightning", "one .ckpt file for stock Lightning", "genesis.cli.checkpoint.to_lightning:main"
+        "checkpoint to-lightning",
+        "write one .ckpt file for stock Lightning",
+        "genesis.cli.checkpoint.to_lightning:main",
     ),
-    Command("checkpoint repair", "what to do about broken checkpoints", "genesis.cli.checkpoint.repair:main"),
-    Command("demo", "the whole road on Python's own sources, in minutes", "genesis.cli.demo:main"),
-    Command("rehearse", "kill and restart a recipe before it is trained in earnest", "genesis.cli.rehearse:main"),
-    Command("bench tokenize", "data prepare beside the tokenizer's own encode", "genesis.bench.tokenize:main"),
-    Command("bench data", "tokens per second of the data alone, prepared and streamed", "genesis.bench.data:main"),
-    Command("bench step", "the training step beside bare loops and other trainers", "genesis.bench.step:main"),
+    Command("checkpoint repair", "report and fix broken checkpoints", "genesis.cli.checkpoint.repair:main"),
+    Command("demo", "run the whole workflow on Python's own sources, in minutes", "genesis.cli.demo:main"),
+    Command("rehearse", "test a recipe with kills and restarts before a long training", "genesis.cli.rehearse:main"),
+    Command("bench tokenize", "compare data prepare with the tokenizer's own encode", "genesis.bench.tokenize:main"),
     Command(
-        *("bench evaluate", "evaluation beside lm-eval's hf backend", "genesis.bench.evaluate:main", "evaluate,peers"),
+        "bench data", "measure tokens per second of the data alone, prepared and streamed", "genesis.bench.data:main"
+    ),
+    Command("bench step", "compare the training step with bare loops and other trainers", "genesis.bench.step:main"),
+    Command(
+        *(
+            "bench evaluate",
+            "compare evaluation with lm-eval's hf backend",
+            "genesis.bench.evaluate:main",
+            "evaluate,peers",
+        ),
         prepare="genesis.evaluate.environment:make_quiet",
     ),
-    Command("bench checkpoint", "training steps around a save, ours and torch's", "genesis.bench.checkpoint:main"),
-    Command("bench versions", "this version's speed beside another checkout's", "genesis.bench.versions:main"),
+    Command(
+        "bench checkpoint", "measure training steps around a save, ours and torch's", "genesis.bench.checkpoint:main"
+    ),
+    Command("bench versions", "compare this version's speed with another checkout's", "genesis.bench.versions:main"),
     Command("completion", "print a completion script for bash or zsh", "genesis.cli.completion:main"),
 )

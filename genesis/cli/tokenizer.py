@@ -17,25 +17,25 @@ from genesis.tokenizer.inspect import find_unused, measure_texts
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
 
-_TRAIN_DESCRIPTION = """Trains a byte-pair-encoding tokenizer on the text of named sources, into the directory OUT.
-It has byte fallback, splits digits and changes nothing: decoding gives every text back byte for byte. Text is sampled
-from the sources by weight, the same for the same files; all that is sampled is held in memory.
+_TRAIN_DESCRIPTION = """Trains a byte-pair-encoding tokenizer on the text of named sources, and writes it to the
+directory OUT. The tokenizer has byte fallback, splits digits and does not normalise: decoding returns every text byte
+for byte. Text is sampled from the sources by weight, deterministically; the sample is held in memory.
 Example: genesis tokenizer train --out tokenizers/web --sources '[{name: web, paths: [data/web]}]'"""
 
-_INSPECT_DESCRIPTION = """Shows how a tokenizer fits text: bytes per token for each source, whether every text comes
-back as it was, and which learned pieces the text never uses. Exit status 1 if a text came back changed.
+_INSPECT_DESCRIPTION = """Reports how well a tokenizer fits text: bytes per token of each source, whether every text
+survives encoding and decoding, and which learned pieces the text never uses. Exit status 1 if a text changed.
 Example: genesis tokenizer inspect --tokenizer tokenizers/web --sources '[{name: web, paths: [data/web]}]'"""
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Text to learn from.
+    """Text to train on.
 
     Args:
         sources: Named sources of text, each with paths, weight and format, as for `genesis data prepare`.
-        out: Directory that the tokenizer is written into; one that is there is replaced.
-        sample_bytes: Text to learn from, over all sources by weight.
-        seed: Chooses the text.
+        out: Directory for the tokenizer; an existing one is replaced.
+        sample_bytes: Bytes of text to train on, over all sources by weight.
+        seed: Seed of the text sample.
     """
 
     sources: tuple[SourceOptions, ...]
@@ -51,14 +51,14 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class InspectOptions:
-    """What to look at.
+    """Text to measure.
 
     Args:
-        tokenizer: A directory that holds a tokenizer, or its file.
+        tokenizer: A directory that contains a tokenizer, or a tokenizer file.
         sources: Named sources of text, each with paths, weight and format, as for `genesis data prepare`.
-        sample_bytes: Text to look at, over all sources by weight.
-        seed: Chooses the text.
-        num_threads: Threads that encode.
+        sample_bytes: Bytes of text to measure, over all sources by weight.
+        seed: Seed of the text sample.
+        num_threads: Number of threads that encode.
     """
 
     tokenizer: Path

@@ -96,9 +96,9 @@ def test_the_help_page_has_an_example_and_every_filter_with_its_options(genesis:
 @pytest.mark.parametrize(
     ("stage", "message"),
     [
-        ({"filter": "repetitions"}, "stage 3: no filter 'repetitions'; did you mean repetition?"),
-        ({"filter": ["x", "y"]}, "stage 3: no filter ['x', 'y']; it is one of length, language, "),
-        ({"min_words": 3}, "stage 3 names no filter; give `filter:` one of length, "),
+        ({"filter": "repetitions"}, "stage 3: no such filter: 'repetitions'; did you mean repetition?"),
+        ({"filter": ["x", "y"]}, "stage 3: no such filter: ['x', 'y']; choose one of length, language, "),
+        ({"min_words": 3}, "stage 3 has no filter; give `filter:` with one of length, "),
         ({"filter": "length", "min_word": 3}, "stage 3 (length) has no option 'min_word'; did you mean min_words?"),
         ({"filter": "exact_duplicates", "x": 3}, "stage 3 (exact_duplicates) has no option 'x'"),
         ({"filter": "length", "min_words": "many"}, "stage 3 (length): min_words is 'many', not int | None"),

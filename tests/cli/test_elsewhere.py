@@ -107,7 +107,7 @@ def test_exports_releases_and_imports_find_what_is_meant_after_a_move(genesis: G
     to = ("--repo", "me/demo", "--license", "mit", "--allow", str(moved.parent), "--dry-run")
     check(genesis, "release", "exports/demo", "releases/demo", *to)
     outcome = genesis("release", "renamed", "releases/other", *to)
-    assert "renamed is a run and no export; `genesis export renamed OUT`" in outcome.err
+    assert "renamed is a run, not an export; `genesis export renamed OUT`" in outcome.err
     check(genesis, "import", "exports/demo", "runs/imported")
     assert check(genesis, "generate", "imported", "--max-new-tokens", "2", "--device", "cpu")
     assert check(genesis, "generate", "exports/demo", "--max-new-tokens", "2", "--device", "cpu")

@@ -151,7 +151,7 @@ def test_a_checkpoint_outside_of_a_run_says_where_its_results_go(
     tokenizer = ("--tokenizer", str(own_run))
     outcome = genesis("evaluate", str(moved), "--tasks", animals, *tokenizer)
     assert outcome.status == 2
-    assert "say by --out where its results go" in outcome.err
+    assert "give the directory of its results by --out" in outcome.err
     assert genesis("evaluate", str(moved), "--tasks", animals, *tokenizer, "--out", str(tmp_path / "out")).status == 0
     assert (tmp_path / "out" / NEWEST / "animals.json").exists()
 
@@ -162,7 +162,7 @@ def test_a_checkpoint_outside_of_a_run_says_where_its_results_go(
         (("--limit", "0"), "--limit is 0: it must be at least 1"),
         (("--num_fewshot", "-1"), "--num_fewshot is -1: it must be at least 0"),
         (("--batch_tokens", "0"), "--batch_tokens is 0: it must be at least 1"),
-        (("--until_step", "3"), "--until_step says when --watch ends; give --watch, too"),
+        (("--until_step", "3"), "--until_step has no effect without --watch"),
         (("--tasks", "./no/"), "there is no folder no"),
         pytest.param(
             ("--tasks", "helaswag"),
@@ -251,7 +251,7 @@ def test_a_task_asked_twice_is_refused(genesis: Genesis, run: Path, animals: str
 
 def test_one_checkpoint_cannot_be_watched(genesis: Genesis, checkpoint: Path, animals: str) -> None:
     outcome = genesis("evaluate", str(checkpoint), "--watch", "--tasks", animals)
-    assert (outcome.status, "--watch follows a run" in outcome.err) == (2, True)
+    assert (outcome.status, "--watch needs a run" in outcome.err) == (2, True)
 
 
 def test_without_the_extra_the_command_names_it(genesis: Genesis, monkeypatch: pytest.MonkeyPatch) -> None:

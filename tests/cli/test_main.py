@@ -145,7 +145,7 @@ def test_the_version_is_the_packages(genesis: Genesis) -> None:
 def test_an_unknown_command_names_the_nearest(words: tuple[str, ...], near: str, genesis: Genesis) -> None:
     outcome = genesis(*words, "--config", "some.yaml")
     assert (outcome.status, outcome.out) == (2, "")
-    assert outcome.err.startswith(f"genesis: error: no command {' '.join(words)!r}; did you mean `")
+    assert outcome.err.startswith(f"genesis: error: no such command: {' '.join(words)!r}; did you mean `")
     assert near in outcome.err
 
 

@@ -99,7 +99,7 @@ def test_folders_that_lie_in_each_other_are_refused(genesis: Genesis, exported: 
     out = tmp_path / "out"
     for release, space in ((out, out), (out, out / "space"), (out / "release", out), (exported / "out", out)):
         command = ["release", str(exported), str(release), *WHAT, "--space", str(space)]
-        check_is_one_line(genesis(*command), "give places that are apart")
+        check_is_one_line(genesis(*command), "give directories that do not contain each other")
     assert not out.exists()
 
 

@@ -234,9 +234,9 @@ def test_a_run_goes_on_with_the_same_decoder_spelled_by_its_parts_and_back(
 
 def test_a_fork_needs_a_checkpoint_and_a_plain_name(genesis: Genesis, recipe: Path) -> None:
     for arguments, said in (
-        (("--fork", "b"), "--fork needs the checkpoint to go on from"),
+        (("--fork", "b"), "--fork needs a checkpoint to start from"),
         (("--fork", "../b", "--ckpt_path", "latest"), "--fork is '../b': give a name"),
-        (("--fork", "b", "--ckpt_path", "latest"), "there is no committed checkpoint in"),
+        (("--fork", "b", "--ckpt_path", "latest"), "has no committed checkpoint"),
     ):
         outcome = genesis("fit", "--config", str(recipe), *arguments)
         assert outcome.status == 2

@@ -116,7 +116,7 @@ def test_another_tokenizer_than_the_exports_is_refused(exported: Path, tiny_corp
 
 
 def test_what_needs_a_checkpoint_says_that_an_export_is_none(exported: Path) -> None:
-    with pytest.raises(UserError, match="is an export, which is no checkpoint; `genesis import`"):
+    with pytest.raises(UserError, match="is an export, not a checkpoint; convert it with `genesis import`"):
         find_checkpoint(exported)
 
 

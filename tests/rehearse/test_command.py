@@ -190,7 +190,7 @@ def test_what_fit_refuses_is_refused_in_its_words(tmp_path: Path, tiny_corpus: P
 def test_a_directory_that_holds_something_is_refused(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
-    with pytest.raises(UserError, match="is there already; remove it, or give another"):
+    with pytest.raises(UserError, match="already exists; remove it, or give another"):
         main(["--config", "recipe.yaml", "--dir", str(tmp_path / "out")])
 
 

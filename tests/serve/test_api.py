@@ -154,10 +154,10 @@ def test_a_stop_text_ends_the_text_at_once_and_is_not_shown(client):
 @pytest.mark.parametrize(
     ("field", "value", "word"),
     [
-        ("prompt", "a " * 3000, "context is 256: shorten it"),
+        ("prompt", "a " * 3000, "context of 256: shorten the prompt"),
         ("prompt", "x" * 400_000, "more than 256 tokens"),
         ("prompt", [1] * 256, "has 256 tokens"),
-        ("prompt", [5, 700], "token 700: it must be from 0 to 699"),
+        ("prompt", [5, 700], "token 700: token ids must be from 0 to 699"),
         ("prompt", [-1], "token -1"),
         ("max_tokens", 300, "set max_tokens to at most 25"),
         ("logit_bias", {"5": 3}, "not supported"),

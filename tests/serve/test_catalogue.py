@@ -101,7 +101,7 @@ def test_what_is_no_run_is_refused(own_run, tmp_path):
     with pytest.raises(UserError, match=r"there is no directory .*nowhere"):
         Catalogue([tmp_path / "nowhere"])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="empty is no run"):
+    with pytest.raises(UserError, match="empty is not a run"):
         Catalogue([tmp_path / "empty"])
     with pytest.raises(UserError, match="is given twice"):
         Catalogue([own_run, own_run / "checkpoints"])

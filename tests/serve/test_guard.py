@@ -63,7 +63,7 @@ def test_a_token_that_is_weak_or_cannot_be_sent_is_refused(token):
 
 
 def test_a_public_server_has_no_token():
-    with pytest.raises(UserError, match="--public away"):
+    with pytest.raises(UserError, match="either --token or --public"):
         Guard(TOKEN, is_public=True)
 
 

@@ -55,4 +55,4 @@ def test_text_and_what_needs_text_is_refused_by_name(run_of_ids: Path) -> None:
     messages = [answer["error"]["message"] for _, answer, _ in answers]
     assert "this model has no tokenizer: give a list of token ids" in messages[0]
     assert "stop is not supported by this model" in messages[1]
-    assert "it must be from 0 to 699" in messages[2]
+    assert "token ids must be from 0 to 699" in messages[2]

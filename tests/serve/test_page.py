@@ -243,7 +243,7 @@ def test_a_server_with_a_token_asks_for_it_once_and_keeps_it_out_of_the_address(
         page.goto(server.url)
         page.get_by_label("This server requires a token").fill("not the token")
         page.get_by_role("button", name="Open").click()
-        expect(page.get_by_role("alert").first).to_contain_text("not this server's token")
+        expect(page.get_by_role("alert").first).to_contain_text("Wrong token")
         expect(page.locator("#main")).to_be_hidden()
         page.get_by_label("This server requires a token").fill(TOKEN)
         page.get_by_role("button", name="Open").click()

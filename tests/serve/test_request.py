@@ -143,7 +143,7 @@ def test_an_unknown_field_is_refused_with_the_nearest():
         (b"[]", "is not a JSON object"),
         (b'{"temperature": NaN}', "contains NaN"),
         (b'{"temperature": -Infinity}', "contains -Infinity"),
-        (b'{"n": 1, "n": 2}', 'has "n" twice'),
+        (b'{"n": 1, "n": 2}', 'has the field "n" twice'),
         (b'{"n": ' + b"1" * 5000 + b"}", "is not JSON"),
         (b"[" * 100_000, "nested too deeply"),
     ],
@@ -157,5 +157,5 @@ def test_what_is_no_json_is_told_so(body, message):
 def test_a_large_body_of_many_fields_is_read_in_one_pass():
     """Were each name compared with all, this would take hours."""
     many = ",".join(f'"{number}":0' for number in range(400_000))
-    with pytest.raises(ApiError, match='has "a" twice'):
+    with pytest.raises(ApiError, match='has the field "a" twice'):
         parse_completion(f'{{{many},"a":0,"a":1}}'.encode(), 1)

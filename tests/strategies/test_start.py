@@ -113,7 +113,7 @@ def test_a_rank_whose_launcher_was_gone_before_it_came_up_says_so_and_ends() -> 
         timeout=DEADLINE_SECONDS,
     )
     assert ended.returncode == 1
-    line = f"rank 0 (process {gone.pid}) ended while rank 1 started: start the run again"
+    line = f"rank 0 (process {gone.pid}) ended while rank 1 started: restart the run"
     assert ended.stderr == f"genesis: error: {line}\n"
 
 

@@ -1,5 +1,5 @@
 """`genesis checkpoint list|show|verify|diff|prune|repair|to-lightning`: a run's checkpoints.
 
-Exit status 0 is good, 1 something bad was found, 2 misuse. What only reads takes no lock and may run beside a training;
-`prune` and `repair --apply` refuse while a run holds the directory.
+Exit status: 0 success, 1 a problem was found, 2 invalid arguments. Commands that only read take no lock and may run
+during training; `prune` and `repair --apply` refuse to run while a training run holds the directory.
 """

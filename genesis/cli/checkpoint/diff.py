@@ -1,4 +1,4 @@
-"""`genesis checkpoint diff`: the settings and tensors of two checkpoints."""
+"""`genesis checkpoint diff`: compares the settings and tensors of two checkpoints."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -39,9 +39,9 @@ _ON_RESUME = {
     "never": "refused",
 }
 _DESCRIPTION = """Compares two checkpoints: recipe, versions, counters and tensors, one tensor at a time. The last
-column says what becomes of a setting when A is resumed with B's: it goes on, warns, must be allowed
-(--checkpoint.allow_changed) or is refused. Both are verified first, with every tensor's digest. Exit status 0 whether
-they differ or not, 1 if one is damaged.
+column shows what a resume of A with B's setting does: it continues, warns, must be allowed
+(--checkpoint.allow_changed) or is refused. Both checkpoints are verified first, with every tensor's digest. Exit status
+0 whether they differ or not, 1 if one is damaged.
 Example: genesis checkpoint diff runs/a/best runs/b/400"""
 
 
@@ -49,12 +49,12 @@ def main(argv: list[str]) -> int:
     """Runs `genesis checkpoint diff` and returns its exit status."""
     parser = build_parser("diff", _DESCRIPTION)
     parser.add_argument("a", type=Path, help=CHECKPOINT_HELP)
-    parser.add_argument("b", type=Path, help="the same")
-    parser.add_argument("--all", action="store_true", help=f"list every tensor that differs, not {_MAX_TENSOR_ROWS}")
+    parser.add_argument("b", type=Path, help="the other checkpoint, in the same form")
+    parser.add_argument("--all", action="store_true", help=f"list all tensors that differ, not only {_MAX_TENSOR_ROWS}")
     arguments = parser.parse_args(argv)
     paths = [find_checkpoint(value, level=None) for value in (arguments.a, arguments.b)]
     try:
-        manifests = [verify(path, "deep") for path in paths]  # equal digests say something of what verifies alone
+        manifests = [verify(path, "deep") for path in paths]  # digests describe only tensors that verify
         tensors = list(compare_tensors(paths[0], manifests[0], paths[1], manifests[1]))
     except CorruptCheckpointError as error:
         return complain(error)

@@ -1,4 +1,4 @@
-"""`genesis checkpoint list`: what lies in a run's checkpoint directory."""
+"""`genesis checkpoint list`: lists the content of a run's checkpoint directory."""
 
 import time
 from collections.abc import Mapping
@@ -25,8 +25,8 @@ from genesis.cli.checkpoint.shared import (
 from genesis.errors import UserError
 from genesis_callbacks.checkpoint import Best, InventoryEntry, checkpoints_in, find_problems, read_best, read_inventory
 
-_DESCRIPTION = """Lists what lies in a run's checkpoint directory: committed checkpoints in the order of the run,
-then saves in flight, and quarantined checkpoints. Exit status 1 if a committed one does not verify.
+_DESCRIPTION = """Lists the content of a run's checkpoint directory: committed checkpoints in the order of the run,
+then saves in flight, and quarantined checkpoints. Exit status 1 if a committed checkpoint does not verify.
 Example: genesis checkpoint list runs/demo/run"""
 
 
@@ -34,12 +34,12 @@ def main(argv: list[str]) -> int:
     """Runs `genesis checkpoint list` and returns its exit status."""
     parser = build_parser("list", _DESCRIPTION)
     parser.add_argument("run", type=Path, help=RUN_HELP)
-    parser.add_argument("--level", choices=LEVELS, default="quick", help="how much is verified; default quick")
+    parser.add_argument("--level", choices=LEVELS, default="quick", help="verification level; default quick")
     arguments = parser.parse_args(argv)
     run = find_run(arguments.run)
     entries = read_inventory(run)
     if not entries:
-        raise UserError(f"there is no checkpoint in {run}; give a run's directory")
+        raise UserError(f"{run} has no checkpoint; give a run's directory")
     problems = find_problems(entries, arguments.level)
     entries = [entry for entry in entries if entry.state != "committed" or entry.path in problems]
     directory = checkpoints_in(run)

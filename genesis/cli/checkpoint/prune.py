@@ -20,8 +20,8 @@ from genesis_callbacks.checkpoint import (
     read_marked_names,
 )
 
-_DESCRIPTION = """Removes older checkpoints of a run, as its own retention would: the newest that verifies always
-stays, whatever is asked. Refused while the run trains. Exit status 1 if a newer one is damaged, or none is whole.
+_DESCRIPTION = """Removes older checkpoints of a run, as the run's own retention does. The newest checkpoint that
+verifies is always kept. Refused while the run trains. Exit status 1 if a newer one is damaged, or none verifies.
 Example: genesis checkpoint prune runs/demo/run --keep_last 2 --keep_every_n_steps 400 --dry_run"""
 
 
@@ -29,13 +29,13 @@ def main(argv: list[str]) -> int:
     """Runs `genesis checkpoint prune` and returns its exit status."""
     parser = build_parser("prune", _DESCRIPTION)
     parser.add_argument("run", type=Path, help=RUN_HELP)
-    parser.add_argument("--keep_last", type=_positive, required=True, help="how many of the newest stay")
-    parser.add_argument("--keep_every_n_steps", type=_positive, help="those whose step is a multiple of it stay, too")
-    parser.add_argument("--dry_run", action="store_true", help="only say what would be removed")
+    parser.add_argument("--keep_last", type=_positive, required=True, help="number of newest checkpoints to keep")
+    parser.add_argument("--keep_every_n_steps", type=_positive, help="also keep checkpoints at multiples of this step")
+    parser.add_argument("--dry_run", action="store_true", help="list the checkpoints to remove, but remove nothing")
     arguments = parser.parse_args(argv)
     retention = Retention(arguments.keep_last, arguments.keep_every_n_steps)
     directory = checkpoints_in(find_run(arguments.run))
-    read_inventory(directory)  # refuses what is no directory, before the lock makes one
+    read_inventory(directory)  # refuses a path without checkpoints, before the lock would create the directory
     with hold_directory(directory, is_needed=not arguments.dry_run):
         entries = {entry.path.name: entry for entry in read_inventory(directory) if entry.state == "committed"}
         newest, bad = newest_whole(list(entries.values()))

@@ -1,4 +1,4 @@
-"""`genesis checkpoint repair`: what to do about everything that is broken or left over."""
+"""`genesis checkpoint repair`: reports and fixes everything that is broken or left over."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,9 +15,9 @@ from genesis_callbacks.checkpoint import (
     read_inventory,
 )
 
-_DESCRIPTION = """Says what to do about everything in a run's checkpoint directory that is broken or left over.
-With --apply it does it, while no run holds the directory: what does not verify is renamed to quarantined-..., leftovers
-of saves and deletions that never ended are deleted. Exit status 1 if something bad is left.
+_DESCRIPTION = """Lists everything in a run's checkpoint directory that is broken or left over, with the remedy.
+With --apply, and while no run holds the directory, it renames checkpoints that do not verify to quarantined-... and
+deletes the leftovers of interrupted saves and deletions. Exit status 1 if a problem remains.
 Example: genesis checkpoint repair runs/demo/run --apply"""
 
 
@@ -25,11 +25,11 @@ def main(argv: list[str]) -> int:
     """Runs `genesis checkpoint repair` and returns its exit status."""
     parser = build_parser("repair", _DESCRIPTION)
     parser.add_argument("run", type=Path, help=RUN_HELP)
-    parser.add_argument("--level", choices=LEVELS, default="deep", help="how much is verified; default deep")
-    parser.add_argument("--apply", action="store_true", help="do it")
+    parser.add_argument("--level", choices=LEVELS, default="deep", help="verification level; default deep")
+    parser.add_argument("--apply", action="store_true", help="carry out the listed repairs")
     arguments = parser.parse_args(argv)
     directory = checkpoints_in(find_run(arguments.run))
-    read_inventory(directory)  # refuses what is no directory, before the lock makes one
+    read_inventory(directory)  # refuses a path without checkpoints, before the lock would create the directory
     with hold_directory(directory, is_needed=arguments.apply):
         entries = read_inventory(directory)
         problems = find_problems(entries, arguments.level)
@@ -60,4 +60,4 @@ def _print_repairs(
             print(f"  done    {'deleted' if place is None else f'quarantined as {place.name}'}")
     if not repairs:
         print("nothing is broken or left over")
-    print(f"`--ckpt_path latest` goes on from {latest or 'nothing: no checkpoint verifies'}")
+    print(f"`--ckpt_path latest` resumes from {latest or 'nothing: no checkpoint verifies'}")

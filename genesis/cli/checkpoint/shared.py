@@ -1,4 +1,4 @@
-"""What the commands of `genesis checkpoint` share: options, help texts, the lock, and how results are printed."""
+"""Shared by the commands of `genesis checkpoint`: options, help texts, the lock, and the output of results."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ from genesis.errors import printable
 from genesis_callbacks.checkpoint import DirectoryLock
 
 BAD = 1
-"""Exit status where something bad was found."""
+"""Exit status if a problem was found."""
 LEVELS = ("quick", "full", "deep")
 RUN_HELP = "a run: its directory, or its name in runs/"
 CHECKPOINT_HELP = "a checkpoint, a run (its newest), RUN/best or RUN/STEP"
@@ -36,10 +36,10 @@ def build_parser(name: str, description: str) -> Parser:
 
 @contextmanager
 def hold_directory(directory: Path, *, is_needed: bool) -> Iterator[None]:
-    """Holds the directory's lock, if it is needed.
+    """Holds the directory's lock inside the context, if `is_needed`.
 
     Raises:
-        DirectoryInUseError: A run holds it.
+        DirectoryInUseError: A run holds the lock.
     """
     lock = DirectoryLock(directory) if is_needed else None
     try:
@@ -50,30 +50,30 @@ def hold_directory(directory: Path, *, is_needed: bool) -> Iterator[None]:
 
 
 def without_path(path: Path, problem: object) -> str:
-    """Returns what is wrong with the checkpoint at `path`, whose name stands before it already."""
+    """Returns a problem of the checkpoint at `path` without the path, for a line that begins with the name."""
     return str(problem).removeprefix(f"{path}: ")
 
 
 def complain(error: Exception) -> int:
-    """Prints what is wrong with a checkpoint and returns the exit status."""
+    """Prints the problem of a checkpoint and returns the exit status."""
     print(f"genesis: error: {printable(str(error))}", file=sys.stderr)
     return BAD
 
 
 def print_json(content: Any) -> None:
-    """Prints what a command found as JSON."""
+    """Prints a command's result as JSON."""
     print(json.dumps(content, indent=2, allow_nan=False, default=str))
 
 
 def build_console() -> Console:
-    """Returns a console as wide as the terminal, or of a fixed width where there is none."""
+    """Returns a console as wide as the terminal; without a terminal, of a fixed width."""
     return Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
 
 
 def build_table(
     title: str | None, columns: Sequence[str], rows: Iterable[Iterable[str]], right: Sequence[str] = ()
 ) -> Table:
-    """Returns a table without the columns in which no row has anything."""
+    """Returns a table without its empty columns."""
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", show_header=any(columns))
     filled = [[printable(cell) for cell in row] for row in rows]
     kept = [number for number in range(len(columns)) if not filled or any(row[number] for row in filled)]
@@ -86,7 +86,7 @@ def build_table(
 
 
 def format_number(value: Any) -> str:
-    """Returns a number for people; empty where there is none."""
+    """Returns a number in readable form; an empty text for None."""
     return "" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 

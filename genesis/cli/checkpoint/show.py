@@ -1,4 +1,4 @@
-"""`genesis checkpoint show`: what a checkpoint is."""
+"""`genesis checkpoint show`: describes a checkpoint."""
 
 import json
 import time
@@ -37,7 +37,7 @@ from genesis_callbacks.checkpoint import (
     trace_ancestors,
 )
 
-_DESCRIPTION = """Shows what a checkpoint is: counters, recipe, versions, files, tensors by part, ancestors.
+_DESCRIPTION = """Describes a checkpoint: counters, recipe, versions, files, tensors by part, ancestors.
 Example: genesis checkpoint show runs/demo/run/800"""
 
 
@@ -71,14 +71,14 @@ def _as_json(manifest: Manifest) -> Any:
 
 
 def _print_manifest(console: Console, path: Path, manifest: Manifest, usage: Mapping[str, DataUsage]) -> None:
-    """Prints what is asked for most first, and what is long last: files, versions, recipe."""
+    """Prints the most requested facts first, and the long sections last: files, versions, recipe."""
     age = format_duration(time.time() - manifest.created_seconds)
     facts = {
         "step": format_number(manifest.step),
         **{name: format_number(value) for name, value in manifest.counters.items() if name != "step"},
         "saved": f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(manifest.created_seconds))}, {age} ago",
         **_describe_base(path, manifest),
-        "optimizers": "saved" if manifest.has_optimizer else "not saved: it gives weights alone",
+        "optimizers": "saved" if manifest.has_optimizer else "not saved: only the weights can be loaded",
         "ranks": f"{manifest.world_size} {manifest.mesh or ''}".strip(),
         "number in its lineage": str(manifest.sequence),
     }
@@ -99,7 +99,7 @@ def _print_manifest(console: Console, path: Path, manifest: Manifest, usage: Map
     identity = {name: str(value) for name, value in manifest.identity.items()}
     console.print(build_table(None, ("", ""), {**identity, **versions}.items()))
     console.rule("recipe", align="left")
-    recipe = yaml.safe_dump(dict(manifest.recipe), sort_keys=False).rstrip() if manifest.recipe else "none was given"
+    recipe = yaml.safe_dump(dict(manifest.recipe), sort_keys=False).rstrip() if manifest.recipe else "not recorded"
     console.print(Text(recipe))
 
 

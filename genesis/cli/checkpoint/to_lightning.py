@@ -1,6 +1,7 @@
-"""`genesis checkpoint to-lightning`: one portable `.ckpt` file for stock Lightning.
+"""`genesis checkpoint to-lightning`: writes one portable `.ckpt` file for stock Lightning.
 
-Exit status 0 is good, 1 something bad was found, 2 misuse. It only reads the run, and may work beside a training.
+Exit status: 0 success, 1 a problem was found, 2 invalid arguments. The command only reads the run, also during
+training.
 """
 
 import argparse
@@ -12,9 +13,9 @@ from genesis.checkpoint_reference import find_checkpoint
 from genesis.cli.checkpoint.shared import CHECKPOINT_HELP
 from genesis_callbacks.checkpoint import CorruptCheckpointError, export_lightning_checkpoint
 
-_DESCRIPTION = """Writes one .ckpt file from a checkpoint, for Lightning without this package.
-Model.load_from_checkpoint, Trainer.fit(ckpt_path=...) and torch.load(weights_only=True) take it. It holds the whole
-training state but the random generators; the checkpoint is verified first. Exit status 1 if it is damaged.
+_DESCRIPTION = """Writes one .ckpt file from a checkpoint, for use without this package: Model.load_from_checkpoint,
+Trainer.fit(ckpt_path=...) and torch.load(weights_only=True) read the file. It contains the whole training state except
+the random generators. The checkpoint is verified first. Exit status 1 if it is damaged.
 Example: genesis checkpoint to-lightning runs/demo/run demo.ckpt"""
 
 

@@ -1,4 +1,4 @@
-"""`genesis checkpoint verify`: whether checkpoints, ours or of others, are whole."""
+"""`genesis checkpoint verify`: checks whether checkpoints, of genesis or in other formats, are complete."""
 
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,9 @@ _FORMATS = {
     "safetensors": "safetensors",
 }
 _DESCRIPTION = """Verifies one checkpoint, or all of a run: quick compares counts, names and sizes, full also the
-hash of every file, deep also the digest of every tensor. --finite also looks for values that are not finite. Of a
-checkpoint of others (a .ckpt, .pt or .pth file, a safetensors file or directory, a DCP directory) it tells what it
-holds, and whether that is empty or cut off; no code in it runs. Exit status 1 if one does not verify.
+hash of every file, deep also the digest of every tensor. --finite also looks for values that are not finite. For a
+checkpoint in another format (a .ckpt, .pt or .pth file, a safetensors file or directory, a DCP directory) it lists the
+content and reports whether the file is empty or truncated, without running code. Exit status 1 if one does not verify.
 Example: genesis checkpoint verify runs/demo/run --level deep"""
 
 
@@ -37,10 +37,10 @@ def main(argv: list[str]) -> int:
     """Runs `genesis checkpoint verify` and returns its exit status."""
     parser = build_parser("verify", _DESCRIPTION)
     parser.add_argument(
-        "path", type=Path, help="a run (all of its checkpoints), RUN/best, RUN/STEP, or a checkpoint, ours or not"
+        "path", type=Path, help="a run (all of its checkpoints), RUN/best, RUN/STEP, or a checkpoint of any format"
     )
-    parser.add_argument("--level", choices=LEVELS, default="full", help="how much is verified of ours; default full")
-    parser.add_argument("--finite", action="store_true", help="read every value and look for those not finite")
+    parser.add_argument("--level", choices=LEVELS, default="full", help="verification level; default full")
+    parser.add_argument("--finite", action="store_true", help="read every value and report values that are not finite")
     arguments = parser.parse_args(argv)
     is_run = RunDirectory(arguments.path).checkpoints.is_dir()
     if not is_run and arguments.path.exists() and find_format(arguments.path) not in (None, "genesis"):
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     if reference.kind == "run" and reference.selector is None:
         problems = find_problems(read_inventory(reference.path), arguments.level)
         if not problems:
-            raise UserError(f"there is no committed checkpoint in {reference.path}; `genesis fit` writes them")
+            raise UserError(f"{reference.path} has no committed checkpoint; `genesis fit` writes them")
     else:
         checkpoint = reference.find_checkpoint(level=None)
         problems = {checkpoint: find_problem(checkpoint, arguments.level)}
@@ -71,12 +71,12 @@ def main(argv: list[str]) -> int:
 
 
 def _verify_foreign(path: Path, *, is_finite_asked: bool, as_json: bool) -> int:
-    """Tells what a checkpoint of others holds and returns the exit status."""
+    """Prints the content of a checkpoint in another format and returns the exit status."""
     contents: Contents | None = None
     problem: str | None = None
     try:
         contents = read_contents(path)
-        found = list(contents.problems) if contents.model else [*contents.problems, "holds no tensor of a model"]
+        found = list(contents.problems) if contents.model else [*contents.problems, "contains no tensor of a model"]
         problem = printable("; ".join(found)) or (_describe_non_finite(contents) if is_finite_asked else None)
     except CheckpointError as error:
         problem = str(error)
@@ -84,19 +84,19 @@ def _verify_foreign(path: Path, *, is_finite_asked: bool, as_json: bool) -> int:
         facts = {} if contents is None else _describe_contents(contents)
         print_json({"checkpoints": [{"path": str(path), "is_verified": problem is None, "problem": problem, **facts}]})
     else:
-        print(f"{path}: {'looks whole' if problem is None else f'BAD: {problem}'}")
+        print(f"{path}: {'looks complete' if problem is None else f'BAD: {problem}'}")
         if contents is not None:
             _print_contents(contents, is_finite=is_finite_asked and problem is None)
     return BAD if problem is not None else 0
 
 
 def _describe_non_finite(contents: Contents) -> str | None:
-    """Returns which tensors of model and optimizers have values that are not finite, or None; reads all of them."""
+    """Returns a line about the tensors with values that are not finite, or None; reads all tensors."""
     found = find_non_finite(contents)
     if not found:
         return None
     some = printable(", ".join(f"{name} ({count:,} values)" for name, count in list(found.items())[:_MAX_NAMED]))
-    return f"{len(found):,} tensors hold values that are not finite, such as {some}"
+    return f"{len(found):,} tensors have values that are not finite, such as {some}"
 
 
 def _describe_contents(contents: Contents) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def _describe_contents(contents: Contents) -> dict[str, Any]:
 def _print_contents(contents: Contents, *, is_finite: bool) -> None:
     facts = _describe_contents(contents)
     at_step = "" if contents.step is None else f", step {contents.step:,}"
-    print(f"  is         {_FORMATS[contents.format]}, {decimal(contents.num_bytes)}{at_step}")
+    print(f"  format     {_FORMATS[contents.format]}, {decimal(contents.num_bytes)}{at_step}")
     model = facts["model"]
     print(f"  model      {model['num_tensors']:,} tensors, {decimal(model['num_bytes'])}")
     for row in facts["optimizers"]:
@@ -133,7 +133,7 @@ def _print_contents(contents: Contents, *, is_finite: bool) -> None:
             f"parameters, {decimal(row['num_bytes'])}"
         )
     if not facts["optimizers"]:
-        print("  optimizer  no state: it holds weights alone")
+        print("  optimizer  no state, only weights")
     if is_finite:
-        print("  finite     every value of these")
-    print("  not shown  that the bytes are those that were saved: this format has no digests to compare with")
+        print("  finite     all values of these tensors")
+    print("  not shown  whether the bytes are those that were saved: this format has no digests to compare with")

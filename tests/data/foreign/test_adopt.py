@@ -470,7 +470,7 @@ def test_the_commands_adopt_inspect_and_verify(
     page = capsys.readouterr().out
     assert "mine: 2 files are read where they lie" in page
     assert "train tokens: " in page
-    assert "bits per byte are not, either" in page
+    assert "there are no bits per byte" in page
     assert main(["data", "inspect", str(tmp_path / "mine"), "--seq_len", "16", "--num_samples", "1"]) == 0
     page = capsys.readouterr().out
     assert "tokenizer unknown" in page
