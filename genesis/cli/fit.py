@@ -61,11 +61,11 @@ _SAID_AT_EVERY_START = re.compile("GPU available|TPU available|distributed_backe
 class GenesisParser(LightningArgumentParser):
     """Reports a mistake in one line, with the nearest key, and accepts deprecated names of options."""
 
-    def parse_args(self, args: Sequence[str] | None = None, *others: Any, **kwargs: Any) -> Any:
+    def parse_args(self, args: Sequence[str] | None = None, *a: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Returns the options of a command line, after deprecated names were replaced."""
         renamed, found = rename_in_arguments(sys.argv[1:] if args is None else args)
         _warn_of_deprecated(found)
-        return super().parse_args(renamed, *others, **kwargs)
+        return super().parse_args(renamed, *a, **kwargs)
 
     def parse_string(self, cfg_str: str, *args: Any, **kwargs: Any) -> Namespace:
         """Returns the options in a YAML text, whose deprecated names it replaces."""

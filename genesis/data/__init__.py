@@ -1,1 +1,1 @@
-"""From text to windows: preparation, the order of sequences, the loader."""
+"""The path from text to windows: preparation, the order of sequences, the loader."""

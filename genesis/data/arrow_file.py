@@ -1,7 +1,7 @@
-"""An Arrow stream on disk, as Hugging Face's `datasets` saves it, in the shape of a parquet file.
+"""Reads an Arrow stream on disk, as Hugging Face's `datasets` saves it, through the interface of a parquet file.
 
-Its record batches stand for row groups, so that whoever reads parquet reads it, too. Batches are read from a memory map
-where they are used: opening looks at their beginnings alone.
+Record batches take the place of row groups, so that code that reads parquet also reads these files. Batches are memory
+mapped and read when they are used: opening a file reads only the beginning of each batch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,30 +16,30 @@ _END_OF_STREAM: Final = b"\xff\xff\xff\xff\0\0\0\0"
 
 @dataclass(frozen=True)
 class RowGroup:
-    """What parquet's metadata says of a row group."""
+    """The part of parquet's metadata of a row group that sources use."""
 
     num_rows: int
     total_byte_size: int
 
 
 def open_stream(data: Any) -> Any:
-    """Returns the reader of the Arrow stream that a buffer holds.
+    """Returns the reader of the Arrow stream in a buffer.
 
     Raises:
-        ArrowException: It holds none, or one that was cut short: the reader would take a cut between two batches for
-            the end.
+        ArrowException: The buffer holds no stream, or a truncated one: Arrow's own reader would take a cut between two
+            batches for the end of the stream.
     """
     if data.size < len(_END_OF_STREAM) or data[-len(_END_OF_STREAM) :].to_pybytes() != _END_OF_STREAM:
-        raise pa.ArrowInvalid("it does not end as a stream does")
+        raise pa.ArrowInvalid("the end of the stream is missing")
     return pa.ipc.open_stream(data)
 
 
 class ArrowFile:
-    """The part of `pyarrow.parquet.ParquetFile` that sources use, of an Arrow stream.
+    """The part of the interface of `pyarrow.parquet.ParquetFile` that sources use, for an Arrow stream.
 
     Raises:
-        ArrowException: The file is no Arrow stream or is damaged.
-        OSError: It can't be read.
+        ArrowException: The file is not an Arrow stream, or is damaged.
+        OSError: The file cannot be read.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -50,24 +50,24 @@ class ArrowFile:
             self._batches: list[Any] = list(reader)
         except (pa.ArrowException, OSError) as error:
             self._file.close()
-            raise pa.ArrowInvalid(str(error)) from None  # an OSError, where the stream breaks off
+            raise pa.ArrowInvalid(str(error)) from None  # Arrow raises OSError for a truncated stream
 
     @property
     def num_row_groups(self) -> int:
-        """Returns how many batches there are."""
+        """Returns the number of batches."""
         return len(self._batches)
 
     @property
     def metadata(self) -> Self:
-        """Returns what has `row_group`."""
+        """Returns the object that has `row_group`, which is the file itself."""
         return self
 
     def row_group(self, number: int) -> RowGroup:
-        """Returns rows and bytes of a batch, of all columns."""
+        """Returns the number of rows and bytes of a batch, over all columns."""
         return RowGroup(self._batches[number].num_rows, self._batches[number].nbytes)
 
     def iter_batches(self, batch_size: int, row_groups: Sequence[int], columns: Sequence[str]) -> Iterator[Any]:
-        """Yields the rows of some batches, `batch_size` at a time."""
+        """Yields the rows of the given batches, `batch_size` at a time."""
         for number in row_groups:
             batch = self._batches[number].select(list(columns))
             for start in range(0, batch.num_rows, batch_size):
@@ -77,6 +77,6 @@ class ArrowFile:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # Arrow keeps the map for as long as a batch of it is in use.
+        # Arrow keeps the memory map open as long as one of its batches is in use.
         self._batches = []
         self._file.close()

@@ -1,12 +1,12 @@
-"""Copies of remote files on the local disk: bounded in bytes, shared by all processes of the machine.
+"""Keeps copies of remote files on the local disk, bounded in bytes and shared by all processes of the machine.
 
-    CACHE/lock        held while copies are counted and removed, and while room is taken
-    CACHE/KEY.lock    held by each who reads a copy, and by the one who downloads or removes it alone
-    CACHE/KEY.part    a download that goes on, from the beginning as large as it will be
-    CACHE/KEY.copy    a whole copy; its time of modification is that of its last use
+    CACHE/lock        held while copies are counted and removed, and while space is reserved
+    CACHE/KEY.lock    shared by all readers of a copy; exclusive while the copy is downloaded or removed
+    CACHE/KEY.part    a download in progress, from its start at its final size
+    CACHE/KEY.copy    a complete copy; its modification time is the time of its last use
 
-KEY is a hash of URL, size and identity: a copy never changes, and a file that changes in its store gets another. Locks
-are flocks: they end with their process, however it ends. CACHE belongs on a disk of the machine.
+KEY is a hash of URL, size and identity: a copy never changes, and a file that changes in its store gets another key.
+The locks are flocks, which end with their process, even if it is killed. CACHE must be on a local disk.
 """
 
 import errno
@@ -30,11 +30,11 @@ _DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """Where copies are kept, and how much of them.
+    """Directory and size of the cache.
 
     Args:
-        directory: Where; GENESIS_CACHE_DIR, or `genesis` in the user's directory of caches.
-        max_bytes: Size of all copies together; GENESIS_CACHE_BYTES.
+        directory: The cache's directory; GENESIS_CACHE_DIR, or `genesis` in the user's cache directory.
+        max_bytes: Size limit of all copies together; GENESIS_CACHE_BYTES.
     """
 
     directory: Path
@@ -42,10 +42,10 @@ class CacheOptions:
 
     @classmethod
     def from_environment(cls) -> "CacheOptions":
-        """Returns what the environment says, the defaults where it says nothing.
+        """Returns the options that the environment sets, with defaults for the others.
 
         Raises:
-            UserError: GENESIS_CACHE_BYTES is no number of bytes.
+            UserError: GENESIS_CACHE_BYTES is not a number of bytes.
         """
         caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         directory = Path(os.environ.get("GENESIS_CACHE_DIR") or caches / "genesis")
@@ -61,19 +61,19 @@ class CacheOptions:
 
 @contextmanager
 def open_copy(file: RemoteFile) -> Iterator[Path]:
-    """Gives the path of a copy of `file`, downloaded if there is none; nobody removes it within the `with`.
+    """Yields the path of a copy of `file`, downloaded if necessary; no process removes the copy inside the `with`.
 
-    Processes that want the same file at once download it once.
+    Processes that need the same file at the same time download it once.
 
     Raises:
-        UserError: It cannot be downloaded, or there is no room for it.
+        UserError: The file cannot be downloaded, or the cache has no space for it.
     """
     entry = _Entry(file, CacheOptions.from_environment())
     try:
         lock = entry.acquire()
     except OSError as error:
         raise UserError(
-            f"the cache {entry.options.directory} cannot be used ({error.strerror or error}); mend that or set "
+            f"the cache {entry.options.directory} cannot be used ({error.strerror or error}); fix the cause or set "
             "GENESIS_CACHE_DIR to another directory"
         ) from None
     try:
@@ -83,7 +83,7 @@ def open_copy(file: RemoteFile) -> Iterator[Path]:
 
 
 class _Entry:
-    """What the cache has of one file."""
+    """The state of one file in the cache."""
 
     def __init__(self, file: RemoteFile, options: CacheOptions) -> None:
         self.file = file
@@ -92,7 +92,7 @@ class _Entry:
         self.copy = options.directory / f"{key}.copy"
 
     def acquire(self) -> int:
-        """Returns the descriptor that holds the copy."""
+        """Returns the descriptor whose lock protects the copy."""
         self.options.directory.mkdir(parents=True, exist_ok=True)
         while True:
             lock = _lock(self.copy.with_suffix(".lock"), fcntl.LOCK_SH)
@@ -102,7 +102,7 @@ class _Entry:
             self._download_alone()
 
     def _mark_used(self) -> bool:
-        """Returns whether there is a whole copy, which is then the one used last."""
+        """Returns whether the copy is complete, and if so marks it as the most recently used one."""
         try:
             is_whole = self.copy.stat().st_size == self.file.num_bytes
             if is_whole:
@@ -131,7 +131,7 @@ class _Entry:
             self._take_room(part)
             with part.open("r+b", buffering=0) as destination:
                 download(self.file, destination)
-                # Without it a loss of power could leave a copy of the right size and no content.
+                # Without fsync a power loss could leave a copy of the right size with empty content.
                 os.fsync(destination.fileno())
             part.replace(self.copy)
             sync_directory(self.copy.parent)
@@ -143,18 +143,19 @@ class _Entry:
             part.unlink(missing_ok=True)
 
     def _take_room(self, part: Path) -> None:
-        """Makes the file `part`, which stands for the room, once there is enough."""
+        """Waits for space in the cache, and reserves it by creating `part` at full size."""
         options, num_bytes = self.options, self.file.num_bytes
         if num_bytes > options.max_bytes:
             raise UserError(
-                f"{self.file.url} has {num_bytes} bytes, the cache {options.directory} holds {options.max_bytes}; "
+                f"{self.file.url} has {num_bytes} bytes, but the cache {options.directory} is limited to "
+                f"{options.max_bytes}; "
                 f"set GENESIS_CACHE_BYTES to {num_bytes} or more"
             )
         end = time.monotonic() + StoreOptions.from_environment().seconds
         while (num_bytes_used := _make_room(options, num_bytes, part)) is not None:
             if time.monotonic() > end:
                 raise UserError(
-                    f"the cache {options.directory} has no room for {self.file.url}: files in use take "
+                    f"the cache {options.directory} has no space for {self.file.url}: files in use occupy "
                     f"{num_bytes_used} of its {options.max_bytes} bytes; set GENESIS_CACHE_BYTES to "
                     f"{num_bytes_used + num_bytes} or more"
                 )
@@ -162,16 +163,18 @@ class _Entry:
 
     def _explain_disk(self, error: OSError) -> UserError:
         if error.errno not in _DISK_IS_FULL:
-            return UserError(f"cannot write to the cache {self.options.directory} ({error.strerror}); mend that")
+            return UserError(
+                f"cannot write to the cache {self.options.directory} ({error.strerror}); check its permissions and disk"
+            )
         return UserError(
             f"the disk of the cache {self.options.directory} is full ({error.strerror}) with {self.file.url}, "
-            f"{self.file.num_bytes} bytes; make room, set GENESIS_CACHE_DIR to another disk, or lower "
+            f"{self.file.num_bytes} bytes; free space, set GENESIS_CACHE_DIR to another disk, or lower "
             f"GENESIS_CACHE_BYTES ({self.options.max_bytes})"
         )
 
 
 def _make_room(options: CacheOptions, num_bytes: int, part: Path) -> int | None:
-    """Takes room for `num_bytes` as the file `part`; returns the bytes in use instead if there is too little."""
+    """Reserves `num_bytes` by creating `part`, after removing unused copies; returns the bytes in use if that fails."""
     lock = _lock(options.directory / "lock", fcntl.LOCK_EX)
     try:
         _remove_left_overs(options.directory)
@@ -192,9 +195,9 @@ def _make_room(options: CacheOptions, num_bytes: int, part: Path) -> int | None:
 
 
 def _measure(directory: Path) -> dict[str, os.stat_result]:
-    """Returns the size of each copy and each download by its key."""
+    """Returns the sizes of all copies and downloads by key."""
     sizes = {}
-    for ending in ("part", "copy"):  # in this order one that ends just now is not missed
+    for ending in ("part", "copy"):  # in this order, a download that is renamed meanwhile is still counted
         for path in directory.glob(f"*.{ending}"):
             with suppress(FileNotFoundError):
                 sizes[path.stem] = path.stat()
@@ -202,14 +205,14 @@ def _measure(directory: Path) -> dict[str, os.stat_result]:
 
 
 def _remove_left_overs(directory: Path) -> None:
-    """Removes downloads whose process is gone, and locks of nothing."""
+    """Removes downloads whose process is gone, and lock files without a copy."""
     for path in directory.glob("*.lock"):
         if not path.with_suffix(".copy").exists():
             _remove_unused(directory, path.stem)
 
 
 def _remove_unused(directory: Path, key: str) -> bool:
-    """Removes what there is of a file unless a process holds it."""
+    """Removes all files of a key unless a process holds its lock."""
     lock = _try_lock(directory / f"{key}.lock", fcntl.LOCK_EX | fcntl.LOCK_NB)
     if lock is None:
         return False
@@ -226,7 +229,7 @@ def _lock(path: Path, operation: int) -> int:
 
 
 def _try_lock(path: Path, operation: int) -> int | None:
-    """Returns the descriptor that holds the lock, or None if another has it or its file was removed meanwhile."""
+    """Returns the descriptor of the lock, or None if another process holds it or its file was removed meanwhile."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     with suppress(BlockingIOError, FileNotFoundError):
         fcntl.flock(lock, operation)

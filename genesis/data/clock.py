@@ -1,4 +1,4 @@
-"""How long the data take: to be made, to be waited for, to be copied to a device."""
+"""Measures the time that data cost: building windows, waiting for them, copying them to a device."""
 
 import time
 from collections import deque
@@ -13,27 +13,27 @@ from genesis.data.window import AccumulationWindow
 
 @dataclass(frozen=True)
 class LoaderTimes:
-    """What a loader did in a stretch of training.
+    """Counts and times of a loader over a part of the training.
 
     Args:
-        num_made: Windows made ready.
-        num_tokens: Valid labels in them.
-        num_places: Labels that would fit into them.
-        make_seconds: Spent on making them, ahead of their use or while training waited.
-        num_given: Windows given to training.
-        wait_seconds: Training waited for those.
+        num_made: Number of windows built.
+        num_tokens: Number of valid labels in these windows.
+        num_positions: Number of label positions in these windows.
+        make_seconds: Time spent on building them, ahead of their use or while training waited.
+        num_given: Number of windows given to training.
+        wait_seconds: Time that training waited for these windows.
     """
 
     num_made: int = 0
     num_tokens: int = 0
-    num_places: int = 0
+    num_positions: int = 0
     make_seconds: float = 0.0
     num_given: int = 0
     wait_seconds: float = 0.0
 
 
 class LoaderClock:
-    """Adds up what a loader does. Its thread and the training thread write, anyone may read."""
+    """Adds up a loader's counts and times. The loader's and the training thread write, any thread may read."""
 
     def __init__(self) -> None:
         self._times = LoaderTimes()
@@ -42,36 +42,36 @@ class LoaderClock:
 
     @property
     def num_ready(self) -> int:
-        """Returns how many windows are made and not given yet."""
+        """Returns the number of windows that are built but not yet given to training."""
         return self._num_ready
 
     def begin(self) -> None:
-        """Forgets windows that an iteration before made and nobody took."""
+        """Forgets windows that an earlier iteration built but did not use."""
         with self._lock:
             self._num_ready = 0
 
     def take(self) -> LoaderTimes:
-        """Returns what was added since the last call, and begins anew."""
+        """Returns the counts and times since the last call, and resets them."""
         with self._lock:
             times, self._times = self._times, LoaderTimes()
         return times
 
     def made(self, window: AccumulationWindow, seconds: float) -> None:
-        """Adds a window that took `seconds` to make."""
-        num_places = sum(micro_batch.labels.numel() for micro_batch in window.micro_batches)
+        """Adds a window that took `seconds` to build."""
+        num_positions = sum(micro_batch.labels.numel() for micro_batch in window.micro_batches)
         with self._lock:
             times = self._times
             self._times = replace(
                 times,
                 num_made=times.num_made + 1,
                 num_tokens=times.num_tokens + window.num_valid_tokens,
-                num_places=times.num_places + num_places,
+                num_positions=times.num_positions + num_positions,
                 make_seconds=times.make_seconds + seconds,
             )
             self._num_ready += 1
 
     def wait_for(self, windows: Iterator[AccumulationWindow]) -> AccumulationWindow | None:
-        """Returns the next of `windows`, None after the last; the time until it is there is one of waiting."""
+        """Returns the next of `windows`, None after the last; measures the time until the window is ready."""
         begin_seconds = time.perf_counter()
         window = next(windows, None)
         if window is not None:
@@ -88,9 +88,9 @@ def _build_event() -> torch.cuda.Event:
 
 
 class CopyClock:
-    """Copies windows to a device and measures how long that takes there, without waiting for it.
+    """Copies windows to a device and measures the copies with events of the device, without waiting for them.
 
-    Used by the training thread alone. On the CPU nothing is copied and nothing measured.
+    Only the training thread may use the clock. On the CPU it neither copies nor measures.
     """
 
     def __init__(self) -> None:
@@ -115,6 +115,6 @@ class CopyClock:
         return copied
 
     def take_mean_ms(self) -> float | None:
-        """Returns the mean over the copies known to have ended since the last call, None where there is none."""
+        """Returns the mean time of the copies that ended since the last call, None if none did."""
         finished, self._finished_ms = self._finished_ms, []
         return sum(finished) / len(finished) if finished else None

@@ -1,8 +1,8 @@
 """Reads a corpus: each source of a split as one stream of tokens.
 
-Opening looks at the manifest, the tokenizer and the size of every file of tokens. A shard is mapped into memory, and
-its hash compared, when one of its tokens is first read; the least recently read maps are closed beyond a limit, so that
-a corpus may have any number of shards. An index of documents' ends is looked at when it is read.
+Opening reads the manifest, the tokenizer and the size of every token file. A shard is mapped into memory, and its hash
+compared, when one of its tokens is first read. Beyond a limit, the least recently used maps are closed, so that a
+corpus may have any number of shards. The index of document ends is checked when it is read.
 """
 
 import os
@@ -44,23 +44,23 @@ from genesis.tokenizer.open import hash_tokenizer, list_file_names, open_tokeniz
 
 MAX_OPEN_MAPS: Final = 1_000
 _STAT_THREADS: Final = 16
-"""Look at files at the same time: over a network, or from a cold disk, each look waits for an answer."""
+"""Number of threads that stat files: on a network or a cold disk each stat waits for a response."""
 _FILES_PER_THREAD: Final = 1_000
 _LABELS_AT_ONCE: Final = 1 << 22
 _FILES_PER_SHARD: Final = 3
-"""Tokens, documents' ends and labels."""
+"""Files per shard: tokens, document ends and labels."""
 
 VerifyHashes = Literal["first_touch", "never"]
 
 
 @dataclass(frozen=True)
 class StoredTokens:
-    """The tokens of a shard as they lie on disk, and where documents' ends are added to them.
+    """The tokens of a shard as stored, and the positions at which document ends are added to them.
 
     Args:
-        stored: What the file holds.
-        added: Places of the shard, in their order, at which the file lacks a document's end.
-        eos_id: What stands there.
+        stored: The content of the file.
+        added: Positions in the shard, ascending, at which the file lacks a document's end.
+        eos_id: The token to add at these positions.
     """
 
     stored: Integer[ndarray, " stored"]
@@ -84,10 +84,10 @@ class OpenShard(NamedTuple):
     """The maps of one shard.
 
     Args:
-        tokens: Its tokens.
-        ends: Its entries of the index, `index_base` too large.
-        index_base: Tokens that the index counts before the shard.
-        labels: A byte for each token, 0 where it has no label; None where all have one.
+        tokens: The shard's tokens.
+        ends: The shard's entries of the index, each too large by `index_base`.
+        index_base: Number of tokens that the index counts before the shard.
+        labels: One byte per token, 0 if the token has no label; None if all tokens have one.
     """
 
     tokens: StoredTokens
@@ -101,10 +101,10 @@ class ShardMaps:
 
     Args:
         corpus: The corpus's directory.
-        manifest: What it holds.
-        verify_hashes: Whether to compare a shard's hash with the manifest's when it is first read, and when it is
-            mapped again after it was written; where it has none, its tokens are looked at instead.
-        max_open: Shards whose maps stay open at the same time.
+        manifest: The corpus's manifest.
+        verify_hashes: Whether to compare a shard's hash with the manifest's when the shard is first read, and again
+            when its file has changed; a shard without a hash has its tokens checked instead.
+        max_open: Number of shards whose maps may be open at the same time.
     """
 
     def __init__(self, corpus: Path, manifest: CorpusManifest, verify_hashes: VerifyHashes, max_open: int) -> None:
@@ -118,19 +118,19 @@ class ShardMaps:
 
     @property
     def eos_id(self) -> int | None:
-        """Returns the corpus's token at the end of documents, if it has one."""
+        """Returns the token at the end of documents, None if the corpus has none."""
         return self._manifest.eos_id
 
     @property
     def num_open(self) -> int:
-        """Returns how many shards are mapped now."""
+        """Returns the number of shards that are mapped at the moment."""
         return len(self._open)
 
     def open(self, shards: ShardTable, number: int) -> OpenShard:
         """Returns the maps of one shard of a source.
 
         Raises:
-            UserError: A hash is not the manifest's, or it has none and its tokens are not what they should be.
+            UserError: A hash differs from the manifest's, or the shard has no hash and its tokens are invalid.
         """
         key = (id(shards), number)
         with self._lock:
@@ -144,7 +144,7 @@ class ShardMaps:
             return opened
 
     def ends(self, shard: ShardRecord) -> Int64[ndarray, " documents"]:
-        """Returns the ends of a shard's documents, counted from its beginning.
+        """Returns the ends of a shard's documents, relative to the shard's beginning.
 
         Raises:
             UserError: The index is missing or too short.
@@ -155,13 +155,13 @@ class ShardMaps:
         if self._verify_hashes == "first_touch":
             key = (shard.path, shard.byte_offset)
             _, (mtime_ns,) = _stat_files(self._corpus, [shard.path])
-            if self._verified.get(key) != mtime_ns:  # never yet, or the file was written since
-                # By a map of its own: the pages that it touches count as this process's memory while it is open.
+            if self._verified.get(key) != mtime_ns:  # not verified yet, or the file has changed since
+                # In a separate map, closed right after: touched pages count as this process's memory while it is open.
                 self._verify(shard, map_tokens(self._corpus, self._manifest.token_dtype, shard))
                 self._verified[key] = mtime_ns
         stored = map_tokens(self._corpus, self._manifest.token_dtype, shard)
         tokens = StoredTokens(stored, read_added(self._corpus, shard), self._manifest.padding_id)
-        ends = map_index(self._corpus, shard).view("<i8")  # unsigned, numpy would copy all to search
+        ends = map_index(self._corpus, shard).view("<i8")  # numpy would copy an unsigned array to search it
         return OpenShard(tokens, ends, shard.index_base, map_labels(self._corpus, shard))
 
     def _verify(self, shard: ShardRecord, stored: Integer[ndarray, " stored"]) -> None:
@@ -173,7 +173,7 @@ class ShardMaps:
         for path, found, recorded in _hash_shard(self._corpus, shard, stored):
             if found != recorded:
                 raise UserError(
-                    f"{path} has hash {found[:16]}, the manifest says {recorded[:16]}: the shard is damaged or was "
+                    f"{path} has hash {found[:16]}, the manifest lists {recorded[:16]}: the shard is damaged or has "
                     f"changed; {remedy(shard.path)}"
                 )
 
@@ -192,28 +192,28 @@ class TokenSource:
 
     @property
     def num_shards(self) -> int:
-        """Returns how many shards the source has."""
+        """Returns the number of shards of the source."""
         return len(self._shards)
 
     def read(self, start: int, out: Integer[ndarray, " count"]) -> None:
-        """Fills `out` with the tokens from `start` on; the stream must hold as many."""
+        """Fills `out` with the tokens from `start` on; the stream must have that many."""
         for opened, offset, place, count in self._open_span(start, len(out)):
             opened.tokens.read(offset, out[place : place + count])
 
     @property
     def end_id(self) -> int | None:
-        """Returns the token that ends each document and stands nowhere else; None where only the index says it."""
-        # A shard without a hash was adopted by its size: nobody has looked for eos within its documents.
+        """Returns the token that ends each document and occurs nowhere else; None if only the index has the ends."""
+        # A shard without a hash was adopted by its size, so that nothing has checked for eos within its documents.
         is_known = "ends_by_index" not in self._shards.columns and all(self._shards.column("hash"))
         return self._maps.eos_id if is_known else None
 
     @property
     def has_label_column(self) -> bool:
-        """Returns whether some tokens may have no label, beside the first of each document."""
+        """Returns whether tokens other than the first of a document may lack a label."""
         return "labels_hash" in self._shards.columns
 
     def read_labels(self, start: int, out: Bool[ndarray, " count"]) -> None:
-        """Fills `out` with whether each token from `start` on has a label, as the one that follows another."""
+        """Fills `out` with whether each token from `start` on has a label, apart from the rule for first tokens."""
         for opened, offset, place, count in self._open_span(start, len(out)):
             labels = opened.labels
             out[place : place + count] = True if labels is None else labels[offset : offset + count] != 0
@@ -222,7 +222,7 @@ class TokenSource:
         """Returns how many tokens between the first of `places` and each of them have labels by the label column.
 
         Args:
-            places: In the stream, none before another that it follows; one beyond the end counts as the end.
+            places: Positions in the stream, ascending; a position beyond the end counts as the end.
         """
         counts = np.zeros(len(places), np.int64)
         places = np.minimum(places, self.num_tokens)
@@ -239,7 +239,7 @@ class TokenSource:
         return counts
 
     def ends_between(self, start: int, stop: int) -> Int64[ndarray, " ends"]:
-        """Returns where documents end, of those that end after `start` and at `stop` at the latest."""
+        """Returns the document ends in the stream that are greater than `start` and at most `stop`."""
         found = []
         for opened, offset, place, count in self._open_span(start, stop - start):
             begin = opened.index_base + offset
@@ -248,7 +248,7 @@ class TokenSource:
         return found[0] if len(found) == 1 else np.concatenate([np.empty(0, np.int64), *found])
 
     def _open_span(self, start: int, num_tokens: int) -> Iterator[tuple[OpenShard, int, int, int]]:
-        """Yields each shard of a span of tokens, where in the shard it begins, where in the span, and how many."""
+        """Yields (shard, offset in the shard, offset in the span, number of tokens) for each shard of a span."""
         assert 0 <= start <= self.num_tokens - num_tokens, "read beyond the end of a source"
         num_read = 0
         shard = bisect_right(self._starts, start) - 1
@@ -265,28 +265,28 @@ class TokenSource:
         return self._shards[number]
 
     def document_start(self, number: int, document: int) -> int:
-        """Returns where a document begins, of those that end in shard `number`, counted from the source's beginning."""
+        """Returns the start, in the source's stream, of a document that ends in shard `number`."""
         if document:
             return int(self.shard_ends(number)[document - 1])
         earlier = (self.shard_ends(shard) for shard in reversed(range(number)))
         return next((int(ends[-1]) for ends in earlier if len(ends)), 0)
 
     def shard_ends(self, number: int) -> Int64[ndarray, " documents"]:
-        """Returns where the documents that end in shard `number` do, counted from the source's beginning.
+        """Returns the ends, in the source's stream, of the documents that end in shard `number`.
 
         Raises:
-            UserError: The index is missing or has another size than the manifest says.
+            UserError: The index is missing, or its size differs from the manifest's.
         """
         return self._maps.ends(self._shards[number]) + self._starts[number]
 
     def document_ends(self) -> Iterator[Int64[ndarray, " documents"]]:
-        """Yields the ends of all documents, counted from the source's beginning, an array for each shard."""
+        """Yields the ends of all documents in the source's stream, one array per shard."""
         return map(self.shard_ends, range(self.num_shards))
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """An opened corpus; `open_corpus` makes one."""
+    """An open corpus; `open_corpus` builds it."""
 
     path: Path
     manifest: CorpusManifest
@@ -294,7 +294,7 @@ class Corpus:
     validation: tuple[TokenSource, ...]
 
     def token_num_bytes(self) -> Integer[ndarray, " vocab"]:
-        """Returns the UTF-8 bytes of text behind each id; all are 0 where no tokenizer is known."""
+        """Returns the number of UTF-8 bytes behind each id; all zeros if the tokenizer is unknown."""
         if not self.manifest.tokenizer_hash:
             return np.zeros(self.manifest.vocab_size, np.int32)
         return open_tokenizer(self.path).token_num_bytes
@@ -310,20 +310,20 @@ def open_corpus(
     """Opens the corpus in the directory `path`.
 
     Args:
-        path: Where `genesis data prepare` or `genesis data adopt` wrote it.
-        tokenizer_hash: The tokenizer that it must have been made with; by default any.
+        path: A directory that `genesis data prepare` or `genesis data adopt` wrote.
+        tokenizer_hash: The tokenizer that the corpus must have been made with; None accepts any.
         verify_hashes: When to compare the shards' hashes with the manifest's.
-        max_open_maps: Shards that stay mapped at the same time; by default `MAX_OPEN_MAPS`, or as many as half of the
-            files that this process may open are enough for.
+        max_open_maps: Shards that may be mapped at the same time; by default `MAX_OPEN_MAPS`, limited so that the maps
+            need at most half of the files that this process may open.
 
     Raises:
-        UserError: There is no corpus, a file is missing or has another size than the manifest says, or the tokenizer is
+        UserError: The corpus or a file is missing, a size differs from the manifest's, or the tokenizer is
             not the one that made the tokens.
     """
     manifest = read_manifest(path)
     if manifest.hash_algorithm != HASH_ALGORITHM:
         raise UserError(
-            f"{path} has hashes made with {manifest.hash_algorithm!r}, this version reads {HASH_ALGORITHM!r}; "
+            f"{path} has hashes of algorithm {manifest.hash_algorithm!r}, but this version reads {HASH_ALGORITHM!r}; "
             "prepare the corpus again"
         )
     _check_tokenizer(path, manifest, tokenizer_hash)
@@ -339,7 +339,7 @@ def open_corpus(
 
 
 def find_fault(corpus: Path, manifest: CorpusManifest, shard: ShardRecord) -> str | None:
-    """Returns how a shard's tokens or index differ from its record, None if they do not."""
+    """Returns a line about how a shard's tokens or index differ from the manifest, None if they are equal."""
     tokens, index = corpus / shard.path, index_path(corpus, shard)
     index_bytes = (shard.index_start + shard.num_documents) * INDEX_ENTRY.itemsize
     for path, num_bytes, is_shared in (
@@ -350,13 +350,13 @@ def find_fault(corpus: Path, manifest: CorpusManifest, shard: ShardRecord) -> st
             return f"{path} is missing"
         found_bytes = path.stat().st_size
         if found_bytes < num_bytes or (found_bytes > num_bytes and not is_shared):
-            return f"{path} has {found_bytes:,} bytes, the manifest says {num_bytes:,}"
+            return f"{path} has {found_bytes:,} bytes, but the manifest lists {num_bytes:,}"
     stored = map_tokens(corpus, manifest.token_dtype, shard)
     try:
         for path, found, recorded in _hash_shard(corpus, shard, stored):
             if found != recorded:
-                return f"{path} has hash {found[:16]}, the manifest says {recorded[:16]}"
-    except UserError as error:  # the file of labels is gone or cut short
+                return f"{path} has hash {found[:16]}, but the manifest lists {recorded[:16]}"
+    except UserError as error:  # the label file is missing or truncated
         return str(error)
     if shard.hash:
         return None
@@ -367,7 +367,7 @@ def find_fault(corpus: Path, manifest: CorpusManifest, shard: ShardRecord) -> st
 def _hash_shard(
     corpus: Path, shard: ShardRecord, stored: Integer[ndarray, " stored"]
 ) -> Iterator[tuple[Path, str, str]]:
-    """Yields each file of a shard that has a hash, what the hash is, and what it should be."""
+    """Yields (path, hash, expected hash) for each file of a shard that has a hash."""
     path = corpus / shard.path
     if shard.hash:
         yield path, hash_tokens(stored), shard.hash
@@ -380,9 +380,9 @@ def _hash_shard(
 def _check_tokenizer(path: Path, manifest: CorpusManifest, expected: str | None) -> None:
     here = manifest.tokenizer_hash
     if expected is not None and expected != here:
-        made_with = f"was made with the tokenizer {here[:16]}" if here else "holds ids of an unknown tokenizer"
+        made_with = f"was made with the tokenizer {here[:16]}" if here else "has ids of an unknown tokenizer"
         raise UserError(
-            f"{path} {made_with}, this run's is {expected[:16]}; prepare the corpus again with this run's tokenizer"
+            f"{path} {made_with}, but this run's is {expected[:16]}; prepare the corpus again with this run's tokenizer"
         )
     if not here:
         return
@@ -390,30 +390,30 @@ def _check_tokenizer(path: Path, manifest: CorpusManifest, expected: str | None)
     if found is None:
         looked_for = ", ".join(list_file_names())
         raise UserError(
-            f"{path} has lost its tokenizer {here[:16]} (looked for {looked_for}); put its files back, or prepare again"
+            f"{path} lacks its tokenizer {here[:16]} (searched for {looked_for}); restore its files, or prepare again"
         )
     if found != here:
         raise UserError(
-            f"{path} has the tokenizer {found[:16]}, the corpus was made with {here[:16]}; put that one back, or "
+            f"{path} has the tokenizer {found[:16]}, but was made with {here[:16]}; restore the original tokenizer, or "
             "prepare the corpus again"
         )
 
 
 def _check_sizes(corpus: Path, manifest: CorpusManifest, shards: ShardTable) -> None:
-    """Compares the files of tokens with the manifest: their sizes and, without a hash, when they were written."""
+    """Compares sizes of the token files with the manifest and, for files without a hash, modification times."""
     found_bytes, found_mtimes = _stat_files(corpus, shards.column("path"))
     expected_bytes = np.array(shards.column("file_bytes"), np.int64)
     wrong = np.flatnonzero(found_bytes != expected_bytes)
     if len(wrong):
         shard = shards[wrong[0]]
         raise UserError(
-            f"{corpus / shard.path} has {found_bytes[wrong[0]]} bytes, the manifest says {shard.file_bytes}; "
+            f"{corpus / shard.path} has {found_bytes[wrong[0]]} bytes, but the manifest lists {shard.file_bytes}; "
             f"{remedy(shard.path)}"
         )
     for number, mtime_ns in enumerate(shards.columns.get("mtime_ns", ())):
         if mtime_ns is not None and mtime_ns != found_mtimes[number]:
             path = corpus / shards[number].path
-            raise UserError(f"{path} was written after it was adopted; {remedy(shards[number].path)}")
+            raise UserError(f"{path} has changed since it was adopted; {remedy(shards[number].path)}")
     token_bytes = np.array([_item_bytes(dtype or manifest.token_dtype) for dtype in shards.column("dtype")], np.int64)
     num_stored = np.array(shards.column("num_tokens"), np.int64) - np.array(shards.column("num_added"), np.int64)
     ends = np.array(shards.column("byte_offset"), np.int64) + num_stored * token_bytes
@@ -422,13 +422,13 @@ def _check_sizes(corpus: Path, manifest: CorpusManifest, shards: ShardTable) -> 
     if len(wrong):
         shard = shards[wrong[0]]
         raise UserError(
-            f"{corpus} has a manifest that says {shard.num_tokens} tokens of {token_bytes[wrong[0]]} bytes and "
+            f"the manifest of {corpus} lists {shard.num_tokens} tokens of {token_bytes[wrong[0]]} bytes but "
             f"{shard.file_bytes} bytes for {shard.path}; {remedy(shard.path)}"
         )
 
 
 def _stat_files(corpus: Path, paths: Sequence[str]) -> tuple[Int64[ndarray, " files"], Int64[ndarray, " files"]]:
-    """Returns size and time of modification of each file; each is looked at once."""
+    """Returns size and modification time of each file; a file that is listed more than once is read once."""
     unique = list(dict.fromkeys(paths))
     directory = os.open(corpus, os.O_RDONLY)
     try:
@@ -450,9 +450,9 @@ def _stat_part(corpus: Path, directory: int, paths: Sequence[str]) -> list[tuple
     found = []
     for path in paths:
         try:
-            status = os.stat(path, dir_fd=directory)  # a Path is built and resolved in twice the time
+            status = os.stat(path, dir_fd=directory)  # building and resolving a Path takes twice as long
         except OSError as error:
-            raise UserError(f"{corpus / path} can't be read ({error.strerror}); {remedy(path)}") from None
+            raise UserError(f"{corpus / path} cannot be read ({error.strerror}); {remedy(path)}") from None
         found.append((status.st_size, status.st_mtime_ns))
     return found
 
@@ -463,7 +463,7 @@ def _item_bytes(dtype: str) -> int:
 
 
 def _limit_maps() -> int:
-    """Returns how many shards may be mapped: each map holds one of the files that this process may open."""
+    """Returns how many shards may be mapped: each map keeps one of the files open that this process may open."""
     soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = soft_limit // (2 * _FILES_PER_SHARD)
     return MAX_OPEN_MAPS if soft_limit == resource.RLIM_INFINITY else max(1, min(MAX_OPEN_MAPS, most))

@@ -31,11 +31,10 @@ class CorpusData:
     """The `TrainingData` of a prepared corpus.
 
     Args:
-        path: The directory that `genesis data prepare` or `genesis data adopt` wrote. It is opened when it is first
-            needed.
-        options: How sequences and batches are made; `best_fit` and `pad` need the plan of `genesis data plan`.
-        verify_hashes: Whether to compare each shard with its hash when it is first read.
-        tokenizer_hash: The tokenizer that the corpus must have been made with; None allows any.
+        path: The directory that `genesis data prepare` or `genesis data adopt` wrote. It is opened at the first use.
+        options: How sequences and batches are built; `best_fit` and `pad` need a plan by `genesis data plan`.
+        verify_hashes: Whether to compare each shard with its hash when the shard is first read.
+        tokenizer_hash: The tokenizer that the corpus must have been made with; None accepts any.
     """
 
     tokens_per_second: Final = None
@@ -57,35 +56,35 @@ class CorpusData:
 
     @cached_property
     def corpus(self) -> Corpus:
-        """Returns the opened corpus."""
+        """Returns the corpus, open."""
         return open_corpus(self.path, tokenizer_hash=self._tokenizer_hash, verify_hashes=self._verify_hashes)
 
     @cached_property
     def plans(self) -> tuple[SourcePlan, ...] | None:
-        """Returns the packing's plan of each source; None under `chunk`, which needs none."""
+        """Returns the packing plan of each source; None for `chunk`, which needs no plan."""
         if self.options.packing == "chunk":
             return None
         return open_plan(self.corpus, self.options.packing, self.options.seq_len, self._verify_hashes)
 
     @property
     def identity(self) -> dict[str, str]:
-        """Returns what a checkpoint says of the corpus."""
+        """Returns the entries that identify the corpus in a checkpoint."""
         manifest = read_manifest(self.path)
         return {"tokenizer_hash": manifest.tokenizer_hash, "corpus": manifest.name}
 
     @property
     def vocab_size(self) -> int:
-        """Returns how many ids the tokenizer has."""
+        """Returns the number of ids of the tokenizer."""
         return self.corpus.manifest.vocab_size
 
     @property
     def vocabulary_owner(self) -> str:
-        """Returns whose vocabulary that is, for an error."""
+        """Returns the name of the vocabulary's owner, for error messages."""
         return f"the corpus {self.path}"
 
     @cached_property
     def sequence_format(self) -> SequenceFormat:
-        """Returns how a sequence is made of tokens."""
+        """Returns how tokens become sequences."""
         manifest = self.corpus.manifest
         return SequenceFormat(
             self.options.seq_len,
@@ -97,13 +96,13 @@ class CorpusData:
     # ---- training
 
     def open(self, ranks: Ranks) -> None:
-        """Opens the corpus for one rank and refuses what cannot be trained on; may be called again."""
+        """Opens the corpus for one rank and checks that it can be trained on; may be called repeatedly."""
         plan_micro_batches(self.options.global_batch_size, self.options.micro_batch_size, ranks.world_size)
         self._ranks, self._windows = ranks, None
         _ = self.order
 
     def close(self) -> None:
-        """Does nothing: a corpus is read by the loader's thread."""
+        """Does nothing: the loader's thread reads the corpus, so that nothing must be closed here."""
 
     @property
     def order(self) -> SequenceOrder:
@@ -114,12 +113,12 @@ class CorpusData:
 
     @property
     def last_position(self) -> int | None:
-        """Returns the position after the last window; None if the data do not end."""
+        """Returns the position after the last window; None if the data never end."""
         return find_last_position(self.order, self.data_position, self.options.global_batch_size)
 
     @property
     def num_windows(self) -> int:
-        """Returns as many windows as the corpus has sequences for, whatever the mix."""
+        """Returns the number of windows in one pass over the corpus, whatever the mix."""
         counts = zip(self.order.names, self.order.num_sequences, strict=True)
         num_sequences = sum(count for name, count in counts if self._weights.get(name))
         return max(1, num_sequences // self.options.global_batch_size)
@@ -139,7 +138,7 @@ class CorpusData:
         return self._windows.window(position)
 
     def advance(self, window: AccumulationWindow, *, has_tokens: bool = True) -> str | None:
-        """Moves the position past a window that was trained, and returns a line about a mix that begins there."""
+        """Moves the position past a trained window; returns a line about a mix that begins at the new position."""
         before, after = self.data_position, moved_position(window, self.data_position, self.options.global_batch_size)
         if after == before:
             return None
@@ -148,7 +147,7 @@ class CorpusData:
         return describe_passed(self.order, before, after, self._weights)
 
     def find_end(self) -> str | None:
-        """Returns a line that says why training ends at the position, None where it goes on."""
+        """Returns a line with the reason why training ends at this position, None if it continues."""
         order, last = self.order, self.last_position
         if order.end is None or last is None or self.data_position < last:
             return None
@@ -156,13 +155,13 @@ class CorpusData:
             order.names, order.sequences_consumed(self.data_position), order.sequences_consumed(order.end), strict=True
         )
         dropped = ", ".join(f"{name} {end - now}" for name, now, end in consumed if end > now)
-        return f"every source has reached its limit of epochs: training ends at position {self.data_position}; " + (
-            f"dropped, too few for a global batch: sequences of {dropped}" if dropped else "nothing is dropped"
+        return f"every source has reached its epoch limit: training ends at position {self.data_position}; " + (
+            f"dropped sequences, too few for a global batch: {dropped}" if dropped else "no sequences are dropped"
         )
 
     @property
     def usage(self) -> dict[str, dict[str, float]]:
-        """Returns what was consumed of each source up to the position."""
+        """Returns the usage of each source up to the position."""
         consumed = self.order.sequences_consumed(self.data_position)
         return {
             name: {
@@ -173,7 +172,7 @@ class CorpusData:
         }
 
     def sum_usage(self, sum_over_ranks: SumOverRanks) -> dict[str, dict[str, float]]:
-        """Returns what was consumed of each source up to the position, which every rank knows."""
+        """Returns the usage of each source up to the position, which every rank knows without communication."""
         return self.usage
 
     # ---- validation
@@ -185,9 +184,9 @@ class CorpusData:
 
     @property
     def validation_remedy(self) -> str:
-        """Returns a line for a run that has no validation set and wants one."""
+        """Returns a line with the remedy for a run without a validation set."""
         return (
-            f"the corpus {self.path} has no validation set; prepare it with a validation_fraction, or give another by "
+            f"the corpus {self.path} has no validation set; prepare it with a validation_fraction, or set another by "
             "data.corpus"
         )
 
@@ -205,7 +204,7 @@ class CorpusData:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> str | None:
-        """Goes on where a saved run stood, and returns a line about the mix where it is another."""
+        """Continues from a saved state; returns a line about the mix if that has changed."""
         state = rename_old_keys(state)
         check_kind(state, is_stream=False)
         check_sequences(state, self._describe_sequences())
@@ -217,7 +216,7 @@ class CorpusData:
         return note
 
     def combine_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Returns the first rank's state: every rank saves the same."""
+        """Returns the first rank's state, because all ranks save the same."""
         first, *_ = states
         return first
 
@@ -243,19 +242,19 @@ class CorpusData:
         for source in sources:
             if self._weights.get(source.name) and source.num_tokens <= seq_len:
                 raise UserError(
-                    f"source {source.name!r} has {source.num_tokens} tokens, a sequence of data.seq_len "
+                    f"source {source.name!r} has {source.num_tokens} tokens, but a sequence of data.seq_len "
                     f"{seq_len} reads {seq_len + 1}; lower data.seq_len, or give the source weight 0"
                 )
         return {source.name: count_train_sequences(source.num_tokens, seq_len) for source in sources}
 
     def _describe_sequences(self) -> dict[str, Any]:
-        """Returns what decides which tokens a sequence holds, beside the order."""
+        """Returns the settings that, beside the order, determine the tokens of a sequence."""
         packed = () if self.plans is None else zip(self.corpus.train, self.plans, strict=True)
         plans = {source.name: plan.hash for source, plan in packed}
         return {"seq_len": self.options.seq_len, "packing": self.options.packing, "plans": plans}
 
     def _count_packed_tokens(self) -> None:
-        """Enters the global batch at the position into the usage: packed sequences differ in length."""
+        """Adds the global batch at the position to the usage; packed sequences differ in length."""
         if self.plans is None:
             return
         source_ids, sequence_ids = self.order.sequences(self.data_position, self.options.global_batch_size)

@@ -1,4 +1,4 @@
-"""Looks into a corpus: checks it against its manifest, tells what packings make of it, and draws samples of it."""
+"""Inspects a corpus: checks it against its manifest, reports the effect of packings, and shows samples."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ from genesis.tokenizer.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Sample:
-    """Tokens of one shard in their order, from the beginning of a document on, cut into documents.
+    """Consecutive tokens of one shard from the beginning of a document, split into documents.
 
-    `texts` keeps the order; the last one may be cut short (`is_cut`), and `num_tokens` counts each with bos and eos.
-    Without a tokenizer a text is the ids, as numbers. `num_labels` counts the tokens of each document that have labels;
-    it is None for a source all of whose tokens do.
+    The last text may be truncated (`is_cut`). `num_tokens` counts the tokens of each whole document with bos and eos.
+    Without a tokenizer a text consists of the ids as numbers. `num_labels` counts the tokens with labels of each
+    document; it is None for a source whose tokens all have labels.
     """
 
     source: str
@@ -36,7 +36,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class PackingReport:
-    """What a packing makes of a source of the training set, and whether its plan is there."""
+    """The effect of a packing on a source of the training set, and the state of its plan."""
 
     source: str
     packing: Packing
@@ -46,7 +46,7 @@ class PackingReport:
 
 
 def report_packings(corpus: Corpus, seq_len: int | None) -> list[PackingReport]:
-    """Returns the figures of every plan that a corpus has, and of every packing at `seq_len` where it is given."""
+    """Returns the figures of every existing plan and, if `seq_len` is given, of every packing at that length."""
     plans = list_plans(corpus.path)
     reports = [
         PackingReport(
@@ -82,38 +82,38 @@ def verify_plans(corpus: Corpus) -> list[Plan]:
     """Checks every plan of a corpus and returns them.
 
     Raises:
-        UserError: One is damaged or was made for other shards.
+        UserError: A plan is damaged, or was made for other shards.
     """
     plans = list_plans(corpus.path)
     for plan in plans:
         fault = find_plan_fault(corpus, plan)
         if fault is not None:
-            raise UserError(f"{fault}; remove the plan's directory and make it again with `genesis data plan`")
+            raise UserError(f"{fault}; remove the plan's directory and run `genesis data plan` again")
     return plans
 
 
 def read_corpus_tokenizer(corpus: Path, manifest: CorpusManifest) -> Tokenizer | None:
-    """Returns the tokenizer that the corpus was made with, None where it is not known.
+    """Returns the tokenizer that the corpus was made with, None if it is unknown.
 
     Raises:
-        UserError: The corpus holds none, or another.
+        UserError: The corpus has no tokenizer, or another one.
     """
     if not manifest.tokenizer_hash:
         return None
     tokenizer = open_tokenizer(corpus)
     if tokenizer.hash != manifest.tokenizer_hash:
         raise UserError(
-            f"{corpus} has the tokenizer {tokenizer.hash[:16]}, the corpus was made with "
-            f"{manifest.tokenizer_hash[:16]}; put that one back or prepare the corpus again"
+            f"{corpus} has the tokenizer {tokenizer.hash[:16]}, but was made with "
+            f"{manifest.tokenizer_hash[:16]}; restore the original tokenizer, or prepare the corpus again"
         )
     return tokenizer
 
 
 def verify_corpus(corpus: Path) -> Iterator[ShardRecord]:
-    """Checks the tokenizer and every shard against the manifest; yields each shard that is found good.
+    """Checks the tokenizer and every shard against the manifest; yields each shard without a fault.
 
     Raises:
-        UserError: Some shard differs; raised after all have been looked at, it names the first and counts the rest.
+        UserError: A shard differs. It is raised after all shards, names the first fault and counts the others.
     """
     manifest = read_manifest(corpus)
     read_corpus_tokenizer(corpus, manifest)
@@ -133,15 +133,15 @@ def verify_corpus(corpus: Path) -> Iterator[ShardRecord]:
 
 def _remedy(manifest: CorpusManifest) -> str:
     if any(Path(source.shards[0].path).is_absolute() for source in manifest.train):
-        return "put the files back as they were, or adopt them again"
+        return "restore the original files, or adopt them again"
     return "fetch the corpus again or prepare it again with --restart"
 
 
 def draw_samples(corpus: Corpus, split: Split, num_samples: int, sample_tokens: int, seed: int) -> list[Sample]:
-    """Returns stretches of about `sample_tokens`, each from a document's beginning, drawn evenly over documents.
+    """Returns samples of about `sample_tokens`, each from the beginning of a document, uniform over documents.
 
     Raises:
-        UserError: The split holds no documents.
+        UserError: The split has no documents.
     """
     tokenizer = read_corpus_tokenizer(corpus.path, corpus.manifest)
     sources = corpus.train if split == "train" else corpus.validation
@@ -164,7 +164,7 @@ def draw_samples(corpus: Corpus, split: Split, num_samples: int, sample_tokens: 
 
 
 def _count_labels(source: TokenSource, start: int, lengths: Sequence[int]) -> tuple[int, ...] | None:
-    """Returns how many tokens of each document have labels, from `start` on: none of its first token."""
+    """Returns the number of tokens with labels in each document from `start` on; first tokens have none."""
     if not source.has_label_column:
         return None
     ends = start + np.cumsum(lengths)

@@ -1,10 +1,10 @@
-"""Position to window: the sequences that the order names, read and made ready for the training step.
+"""From positions to windows: reads the sequences that the order selects, and builds the tensors of a training step.
 
 B  sequences of one micro-batch     S  tokens of one sequence     N  sequences of one window on one rank
 
-A global batch is the sequences at `global_batch_size` consecutive positions. Its micro-batches are consecutive runs of
-B of them, and rank r of R takes the r-th of R consecutive runs of micro-batches. So the global batch, and every single
-micro-batch in it, is the same for any number of ranks.
+A global batch consists of the sequences at `global_batch_size` consecutive positions. Each run of B of them is a
+micro-batch, and rank r of R gets the r-th of R consecutive runs of micro-batches. So the global batch, and each single
+micro-batch in it, are the same for any number of ranks.
 """
 
 import time
@@ -32,7 +32,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank among those that read different data."""
+    """The number of this rank among the ranks that read different data."""
 
     rank: int = 0
     world_size: int = 1
@@ -40,13 +40,13 @@ class Ranks:
 
 @dataclass(frozen=True)
 class SequenceFormat:
-    """How sequences are made of tokens.
+    """How tokens become sequences.
 
     Args:
-        seq_len: Tokens of a sequence.
-        padding_id: The token of places without one.
-        token_num_bytes: UTF-8 bytes of text behind each token.
-        token_dtype: As on disk.
+        seq_len: Tokens per sequence.
+        padding_id: The token at positions that have none.
+        token_num_bytes: Number of UTF-8 bytes behind each token.
+        token_dtype: The type of tokens on disk.
     """
 
     seq_len: int
@@ -56,50 +56,50 @@ class SequenceFormat:
 
 
 class TokenStream(Protocol):
-    """What windows read: the tokens of one source as one stream."""
+    """The input of windows: the tokens of one source as one stream."""
 
     @property
     def num_tokens(self) -> int:
-        """Returns how many tokens the stream has."""
+        """Returns the number of tokens in the stream."""
 
     @property
     def end_id(self) -> int | None:
-        """Returns the token that ends each document and stands nowhere else; None where only an index says it."""
+        """Returns the token that ends each document and occurs nowhere else; None if only an index has the ends."""
 
     @property
     def has_label_column(self) -> bool:
-        """Returns whether some tokens may have no label, beside the first of each document."""
+        """Returns whether tokens other than the first of a document may lack a label."""
 
     def read(self, start: int, out: Integer[ndarray, " count"]) -> None:
-        """Fills `out` with the tokens from `start` on; the stream must hold as many."""
+        """Fills `out` with the tokens from `start` on; the stream must have that many."""
 
     def read_labels(self, start: int, out: Bool[ndarray, " count"]) -> None:
-        """Fills `out` with whether each token from `start` on has a label, as the one that follows another."""
+        """Fills `out` with whether each token from `start` on has a label, apart from the rule for first tokens."""
 
     def ends_between(self, start: int, stop: int) -> Int64[ndarray, " ends"]:
-        """Returns where documents end, of those that end after `start` and at `stop` at the latest."""
+        """Returns the document ends in the stream that are greater than `start` and at most `stop`."""
 
 
 def plan_micro_batches(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
-    """Returns how many micro-batches one rank runs in one window.
+    """Returns the number of micro-batches per window of one rank.
 
     Raises:
-        UserError: World size times micro-batch size does not divide the global batch.
+        UserError: World size times micro-batch size does not divide the global batch size.
     """
     for name, value in (("global_batch_size", global_batch_size), ("micro_batch_size", micro_batch_size)):
         if value < 1:
-            raise UserError(f"data.{name} is {value}; it counts sequences, from 1 up")
+            raise UserError(f"data.{name} is {value}: give a number of sequences of at least 1")
     num_micro_batches, rest = divmod(global_batch_size, micro_batch_size * world_size)
     if not rest:
         return num_micro_batches
-    what = f"data.global_batch_size {global_batch_size} does not divide into micro-batches of {micro_batch_size}"
+    what = f"data.global_batch_size {global_batch_size} is not divisible into micro-batches of {micro_batch_size}"
     if global_batch_size % micro_batch_size == 0:
         world_sizes = _list_divisors(global_batch_size // micro_batch_size)
-        raise UserError(f"{what} on {world_size} ranks; world sizes that do: {world_sizes}")
+        raise UserError(f"{what} on {world_size} ranks; use one of these world sizes: {world_sizes}")
     if global_batch_size % world_size == 0:
         sizes = _list_divisors(global_batch_size // world_size)
-        raise UserError(f"{what} on {world_size} ranks; values of data.micro_batch_size that do: {sizes}")
-    raise UserError(f"{what} on {world_size} ranks; take a multiple of {micro_batch_size * world_size}")
+        raise UserError(f"{what} on {world_size} ranks; set data.micro_batch_size to one of {sizes}")
+    raise UserError(f"{what} on {world_size} ranks; set it to a multiple of {micro_batch_size * world_size}")
 
 
 def build_window(
@@ -111,18 +111,18 @@ def build_window(
     lengths: Int64[ndarray, " N"] | None = None,
     has_label: Bool[ndarray, "N S+1"] | None = None,
 ) -> AccumulationWindow:
-    """Returns the window of rows that hold the tokens of each sequence and the one after it.
+    """Returns the window of `rows`, each of which has the tokens of a sequence and the token after it.
 
     Args:
-        rows: As on disk.
-        sequence_format: What the tokens mean.
+        rows: Tokens in their type on disk.
+        sequence_format: How tokens become sequences.
         micro_batch_size: B; N is a multiple of it.
-        data_position: What the window says of itself.
-        document_ends: Which tokens end a document within the row; none of those that stand after its labels.
-        lengths: Labels of each row, where some have fewer than S; by default all have S. The token after the last of
-            fewer labels ends a document, and what follows it is padding, which is one document.
-        has_label: Which tokens have a label where another comes before them, if not all have: fine-tuning learns the
-            answers and not the questions. Inputs and documents are the same whatever it says.
+        data_position: The window's `data_position`.
+        document_ends: Whether each token ends a document within the row; False for all tokens after the row's labels.
+        lengths: Number of labels of each row; None if all rows have S. In a shorter row, the token after the last label
+            ends a document, and the rest is padding, which counts as one more document.
+        has_label: Whether each token has a label; None if all have. With fine-tuning, answers have labels and
+            questions do not. Inputs and documents do not depend on it.
     """
     inputs, labels = rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
     ends = ignored = document_ends
@@ -132,7 +132,7 @@ def build_window(
         ignored = ends | (columns >= lengths[:, None])
     if has_label is not None:
         ignored = ignored | ~has_label[:, 1:]
-    # By the few places instead of masks of all: this is what a window of prepared tokens costs.
+    # Indexing only the ignored positions is faster than masks over all: most of a window's cost is here.
     places = np.flatnonzero(ignored)
     label_num_bytes = sequence_format.token_num_bytes.take(labels)
     num_bytes = int(label_num_bytes.sum(dtype=np.int64)) - int(label_num_bytes.take(places).sum(dtype=np.int64))
@@ -152,7 +152,7 @@ def build_window(
 
 
 def _number_documents(ends: Bool[ndarray, "N S"]) -> Int32[ndarray, "N S"]:
-    """Returns how many documents of its row ended before each token."""
+    """Returns, for each token, how many documents of its row ended before it."""
     numbers = np.zeros(ends.shape, np.int32)
     numbers[:, 1:] = ends[:, :-1]
     return np.cumsum(numbers, axis=1, out=numbers)
@@ -170,13 +170,13 @@ class TrainWindows:
     """One rank's windows of the training order. Deterministic and thread-safe; no communication.
 
     Args:
-        order: Which sequence stands at each position.
-        sources: In the order's order.
-        sequence_format: How a sequence is made of tokens.
-        global_batch_size: Sequences of one step, over all ranks.
-        micro_batch_size: Sequences of one micro-batch.
-        ranks: This rank.
-        plans: Of the sources, in their order; None cuts their streams into sequences (`chunk`).
+        order: Maps each position to a sequence.
+        sources: The sources, in the order's order.
+        sequence_format: How tokens become sequences.
+        global_batch_size: Sequences per step, over all ranks.
+        micro_batch_size: Sequences per micro-batch.
+        ranks: The number of this rank.
+        plans: The plans of the sources, in the same order; None cuts each stream evenly (`chunk`).
     """
 
     order: SequenceOrder
@@ -218,7 +218,7 @@ class TrainWindows:
     def _read_rows(
         self, ids: list[tuple[int, int]], rows: Integer[ndarray, "N S+1"], has_label: Bool[ndarray, "N S+1"] | None
     ) -> Bool[ndarray, "N S"]:
-        """Reads rows that are cut evenly from the sources, and returns which tokens end a document."""
+        """Reads rows that are cut evenly from the sources, and returns whether each token ends a document."""
         seq_len = self.sequence_format.seq_len
         indexed = []
         for number, (source_id, sequence) in enumerate(ids):
@@ -228,7 +228,7 @@ class TrainWindows:
                 source.read_labels(start, has_label[number])
             if self._end_ids[source_id] is None:
                 indexed.append((number, source, start))
-        # To compare all tokens at once costs a third of a look into the index for each row.
+        # Comparing all tokens at once takes a third of the time of an index lookup for each row.
         end_id = next((end_id for end_id in self._end_ids if end_id is not None), None)
         ends: Bool[ndarray, "N S"] = (
             np.zeros((len(rows), seq_len), np.bool_) if end_id is None else rows[:, :-1] == end_id
@@ -247,7 +247,7 @@ class TrainWindows:
         ends: Bool[ndarray, " S"],
         has_label: Bool[ndarray, " S+1"] | None,
     ) -> int:
-        """Fills one row with the pieces of a plan, and returns how many labels it has."""
+        """Fills one row with the pieces that a plan lists, and returns its number of labels."""
         cut = int(starts[-1]) + int(lengths[-1])
         goes_on = int(lengths[-1]) == self.sequence_format.seq_len and not len(source.ends_between(cut - 1, cut))
         mark_piece_ends(ends, lengths)
@@ -259,16 +259,16 @@ class TrainWindows:
 class ValidationWindows:
     """One rank's windows, of one micro-batch each, of a whole validation set. Deterministic and thread-safe.
 
-    Every label of the set counts once: whatever the packing of the training set, each source's stream is cut every S
-    tokens. Its last sequence may be short and the last windows may be empty; they are padded with labels that do not
-    count, so that all ranks have equally many windows, whatever the set.
+    Every label of the set counts once. Whatever the packing of the training set, each source's stream is cut every S
+    tokens. A source's last sequence may be short and the last windows may be empty: they are padded with labels that do
+    not count, so that all ranks have the same number of windows.
 
     Args:
         sources: The validation set.
-        sequence_format: How a sequence is made of tokens.
-        micro_batch_size: Sequences of one micro-batch.
-        ranks: This rank.
-        limit_sequences: Takes only so many sequences, evenly spread over the set.
+        sequence_format: How tokens become sequences.
+        micro_batch_size: Sequences per micro-batch.
+        ranks: The number of this rank.
+        limit_sequences: Number of sequences to use, evenly spread over the set; None uses all.
     """
 
     def __init__(
@@ -309,7 +309,7 @@ class ValidationWindows:
         return build_window(rows, self._format, self._micro_batch_size, end, ends, lengths, has_label)
 
     def _locate(self, sequence: int) -> tuple[TokenStream, int]:
-        """Returns where a sequence's tokens begin."""
+        """Returns the source of a sequence, and the start of its tokens."""
         in_set = sequence * self._num_in_set // self.num_sequences
         source = int(np.searchsorted(self._last_of_source, in_set, side="right"))
         before = int(self._last_of_source[source - 1]) if source else 0
@@ -317,12 +317,12 @@ class ValidationWindows:
 
 
 def _make_label_rows(sources: Sequence[TokenStream], rows: Integer[ndarray, "N S+1"]) -> Bool[ndarray, "N S+1"] | None:
-    """Returns what says which tokens of `rows` have labels, all of them so far; None where no source says it."""
+    """Returns the array for the labels of `rows`, all True; None if no source has a label column."""
     return np.ones(rows.shape, np.bool_) if any(source.has_label_column for source in sources) else None
 
 
 def _mark_ends(source: TokenStream, start: int, ends: Bool[ndarray, " count"]) -> None:
-    """Marks which tokens of a stream from `start` on end a document, by the stream's index."""
+    """Marks the tokens of a stream from `start` on that end a document, by the stream's index."""
     ends[source.ends_between(start, start + len(ends)) - start - 1] = True
 
 
@@ -333,7 +333,7 @@ def _read_row(
     ends: Bool[ndarray, " count"],
     has_label: Bool[ndarray, " count+1"] | None,
 ) -> None:
-    """Reads a stream from `start` on: its tokens, which of them but the last end a document, and which have labels."""
+    """Reads a stream from `start` on: its tokens, its document ends except at the last token, and its labels."""
     source.read(start, row)
     _mark_ends(source, start, ends)
     if has_label is not None:
@@ -341,21 +341,21 @@ def _read_row(
 
 
 class WindowLoader:
-    """A sized iterable of windows, which one thread builds ahead of their use.
+    """A sized iterable of windows, which a thread builds ahead of their use.
 
-    Where an iteration begins is asked when its first window is, not when the iterator is made: Lightning makes
-    iterators before it restores a checkpoint. It has `state_dict` because Lightning warns of a loader without one; what
-    there is to save is the position, and that belongs to the data module.
+    An iteration calls `indices` when its first window is requested, not when the iterator is made, because Lightning
+    makes iterators before it restores a checkpoint. The class has `state_dict` only because Lightning warns about a
+    loader without one: the state is the position, which the data module saves.
 
     Args:
-        build: Makes the window of an index.
-        indices: Asked at the start of each iteration; `num_windows` long, or shorter where the data end.
+        build: Builds the window of an index.
+        indices: Called at the start of each iteration; the range has `num_windows` indices, or fewer at the data's end.
         num_windows: Length of one iteration.
-        prefetch_windows: How many are built ahead; 0 builds each when it is asked for.
-        pin_memory: Whether windows lie in page-locked memory, for copies to a GPU that the host does not wait for.
+        prefetch_windows: Number of windows built ahead; 0 builds each window when it is requested.
+        pin_memory: Whether windows are in page-locked memory, for copies to a GPU that the host does not wait for.
 
     Attributes:
-        clock: What the making of windows took, and the waiting for them.
+        clock: Times of building windows and of waiting for them.
     """
 
     def __init__(
@@ -385,11 +385,11 @@ class WindowLoader:
             yield window
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns nothing to save."""
+        """Returns an empty state."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes what `state_dict` returned."""
+        """Ignores the empty state."""
 
     def _ready(self, index: int) -> AccumulationWindow:
         begin_seconds = time.perf_counter()
@@ -400,7 +400,7 @@ class WindowLoader:
 
 
 def compute_ahead(function: Callable[[int], Item], indices: Iterable[int], depth: int) -> Iterator[Item]:
-    """Yields `function(index)` for each index, with up to `depth` of them computed ahead by one thread."""
+    """Yields `function(index)` for each index; one thread computes up to `depth` results ahead."""
     if not depth:
         yield from map(function, indices)
         return

@@ -1,10 +1,11 @@
-"""The corpus manifest: what a corpus holds, with the hash of everything.
+"""The corpus manifest: everything that a corpus contains, with hashes.
 
-`genesis data prepare` and `genesis data adopt` write it last and atomically; whoever opens a corpus starts here. The
-shards of a source are a table by columns, here and on disk, because a large corpus has a hundred thousand of them.
+`genesis data prepare` and `genesis data adopt` write the manifest last and atomically; every reader of a corpus starts
+with it. The shards of a source are stored by column, on disk and in memory, because a large corpus has a hundred
+thousand of them.
 
-A manifest is written in schema 2 where that says all, so that earlier versions read it, too; they find documents' ends
-by eos. It is schema 3 where a shard has a column that schema 2 lacks: `ends_by_index` or `labels_hash`.
+A manifest is written in schema 2 whenever that can express it, so that earlier versions can read it; they find document
+ends by eos. It needs schema 3 if a shard has `ends_by_index` or `labels_hash`.
 """
 
 import json
@@ -28,24 +29,24 @@ class ShardRecord:
     """One token shard: a run of tokens in a file, and where its documents end.
 
     Args:
-        path: The file, as seen from the corpus; absolute where tokens are read where somebody else put them.
-        num_tokens: With those that are added.
-        num_documents: That end in the shard.
-        num_text_bytes: UTF-8 bytes of their text; 0 where unknown.
-        file_bytes: Of the whole file.
-        hash: Of the run's bytes; empty where unknown.
-        index_hash: Of the shard's entries in the index.
-        dtype: Of the tokens on disk, as numpy names it; None for the corpus's `token_dtype`.
-        byte_offset: Where the run begins in the file.
+        path: The file, relative to the corpus; absolute for token files that were adopted in place.
+        num_tokens: Number of tokens, including added ones.
+        num_documents: Number of documents that end in the shard.
+        num_text_bytes: Number of UTF-8 bytes of their text; 0 if unknown.
+        file_bytes: Size of the whole file.
+        hash: Hash of the run's bytes; empty if unknown.
+        index_hash: Hash of the shard's entries in the index.
+        dtype: numpy's name of the type of tokens on disk; None for the corpus's `token_dtype`.
+        byte_offset: Offset of the run in the file.
         index: The file of document ends; None for `path` with ".index".
         index_start: The shard's first entry in the index.
-        index_base: Tokens that the index counts before the shard.
-        num_added: Documents' ends (eos) that the file lacks; they are added when it is read. Where they stand says the
-            file beside `index` with the suffix ".added".
-        mtime_ns: The file's time of modification, where there is no hash to know a change by.
-        ends_by_index: Whether only the index says where documents end: eos stands within one, or not at each one's end.
-        labels_hash: Of the file that says which tokens have labels; empty where all have.
-        num_labels: Tokens that have labels by that file.
+        index_base: Number of tokens that the index counts before the shard.
+        num_added: Number of document ends (eos) that the file lacks, and that reading adds. Their positions are in the
+            file next to `index` with the suffix ".added".
+        mtime_ns: The file's modification time, to detect changes if there is no hash.
+        ends_by_index: Whether only the index has the document ends: eos occurs within documents, or not at each end.
+        labels_hash: Hash of the file of labels; empty if all tokens have labels.
+        num_labels: Number of tokens with labels by that file.
     """
 
     path: str
@@ -71,7 +72,7 @@ _DEFAULTS: Final = {field.name: field.default for field in fields(ShardRecord)}
 
 
 class ShardTable(Sequence[ShardRecord]):
-    """The shards of a source, kept by column: `column` gives one without making a record for each shard.
+    """The shards of a source, stored by column: `column` returns a column without building records.
 
     Raises:
         TypeError: A column is unknown, missing or of another length than the others.
@@ -88,7 +89,7 @@ class ShardTable(Sequence[ShardRecord]):
 
     @classmethod
     def of(cls, shards: Sequence[ShardRecord]) -> Self:
-        """Returns the table of `shards`; a column that has its default everywhere is left out."""
+        """Returns the table of `shards`, without columns whose values are all defaults."""
         columns = {name: [getattr(shard, name) for shard in shards] for name in _DEFAULTS}
         return cls(
             {
@@ -100,7 +101,7 @@ class ShardTable(Sequence[ShardRecord]):
 
     @property
     def columns(self) -> Mapping[str, Sequence[Any]]:
-        """Returns the columns that are not at their default everywhere."""
+        """Returns the columns that have a value other than the default."""
         return self._columns
 
     def column(self, name: str) -> Sequence[Any]:
@@ -131,7 +132,7 @@ class ShardTable(Sequence[ShardRecord]):
 
 @dataclass(frozen=True)
 class SourceRecord:
-    """One named source of one split; `weight` is the integer weight of the mix it was prepared with."""
+    """One named source of one split; `weight` is the integer weight of the mix that it was prepared with."""
 
     name: str
     weight: int
@@ -153,10 +154,11 @@ class SourceRecord:
 
 @dataclass(frozen=True)
 class CorpusManifest:
-    """Everything about a corpus. Hashes are hex digests made with `hash_algorithm`.
+    """The content of a corpus. Hashes are hex digests made with `hash_algorithm`.
 
-    A corpus that was adopted may have no tokenizer (`tokenizer_hash` is empty) and no `bos_id`; `eos_id` is None where
-    the tokenizer has no eos. `token_dtype` is the type that tokens are read as, and that of shards that name no other.
+    An adopted corpus may have no tokenizer (`tokenizer_hash` is empty) and no `bos_id`; `eos_id` is None if the
+    tokenizer has no eos. `token_dtype` is the type in which tokens are read, and the type on disk of shards without
+    another.
     """
 
     name: str
@@ -171,7 +173,7 @@ class CorpusManifest:
 
     @property
     def padding_id(self) -> int:
-        """Returns the id that fills places without a token: eos, as ever, or any other."""
+        """Returns the id that fills positions without a token: eos, or any id if there is no eos."""
         return 0 if self.eos_id is None else self.eos_id
 
     def split(self, split: Split) -> tuple[SourceRecord, ...]:
@@ -180,7 +182,7 @@ class CorpusManifest:
 
 
 def write_manifest(corpus: Path, manifest: CorpusManifest) -> None:
-    """Writes `manifest` into `corpus`, whole or not at all, durable when this returns."""
+    """Writes `manifest` into `corpus` atomically; the file is durable when the call returns."""
     raw = vars(manifest) | {
         split: [vars(source) | {"shards": source.table.columns} for source in manifest.split(split)] for split in SPLITS
     }
@@ -189,17 +191,17 @@ def write_manifest(corpus: Path, manifest: CorpusManifest) -> None:
 
 
 def read_manifest(corpus: Path) -> CorpusManifest:
-    """Returns the manifest of the corpus in the directory `corpus`, whatever its schema.
+    """Returns the manifest of the corpus in the directory `corpus`; all schemas are read.
 
     Raises:
-        UserError: There is none, it is no file or not JSON, or its schema is newer than this version reads.
+        UserError: The manifest is missing, not a file or not JSON, or its schema is newer than this version reads.
     """
     path = corpus / MANIFEST_NAME
     try:
         kind = find_irregular_kind(path.stat().st_mode)
         if kind is not None:
             raise UserError(
-                f"{path} is {kind} where the manifest of a corpus must be; remove it, and prepare the corpus again"
+                f"{path} is {kind}, but must be the manifest file of a corpus; remove it and prepare the corpus again"
             )
         raw: dict[str, Any] = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
@@ -208,7 +210,7 @@ def read_manifest(corpus: Path) -> CorpusManifest:
         raise UserError(f"{path} is damaged ({error}); prepare the corpus again") from None
     schema = raw.pop("schema_version", None) if isinstance(raw, dict) else None
     if schema not in _SHARD_READERS:
-        raise UserError(f"{path} has schema {schema}, this version reads 1 to {SCHEMA_VERSION}; upgrade genesis")
+        raise UserError(f"{path} has schema {schema}, but this version reads 1 to {SCHEMA_VERSION}; upgrade genesis")
     try:
         for split in SPLITS:
             raw[split] = tuple(
@@ -220,7 +222,7 @@ def read_manifest(corpus: Path) -> CorpusManifest:
 
 
 def _needed_schema(manifest: CorpusManifest) -> int:
-    """Returns the oldest schema that says all of a manifest."""
+    """Returns the oldest schema that can express a manifest."""
     columns = {column for split in SPLITS for source in manifest.split(split) for column in source.table.columns}
     return 2 if columns.isdisjoint(("ends_by_index", "labels_hash")) else SCHEMA_VERSION
 

@@ -1,4 +1,4 @@
-"""Keys that earlier versions wrote into a checkpoint's data state, and the keys that took their place."""
+"""Reads data states that earlier versions saved in checkpoints, under keys that have been renamed since."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -12,7 +12,7 @@ _MIX_KEYS: Final = {"sequences_drawn": "sequences_consumed"}
 
 
 def rename_old_keys(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a saved data state under today's keys; a state that has them already is returned with equal content.
+    """Returns a saved data state under current keys; a state that already has them is returned with equal content.
 
     Example:
         >>> rename_old_keys({"tokens_drawn": {"web": 640}, "data_position": 8})
@@ -20,7 +20,7 @@ def rename_old_keys(state: Mapping[str, Any]) -> dict[str, Any]:
     """
     renamed = _rename(state, _STATE_KEYS)
     order = renamed.get("order")
-    # A state comes from a file: what is malformed is left as it is, for the reader of the state to refuse.
+    # The state comes from a file: malformed parts are left for the reader of the state to refuse.
     if isinstance(order, Mapping) and isinstance(order.get("mixes"), list):
         mixes = [_rename(mix, _MIX_KEYS) if isinstance(mix, Mapping) else mix for mix in order["mixes"]]
         renamed["order"] = {**order, "mixes": mixes}

@@ -2,10 +2,10 @@
 
 A *position* counts the sequences that all ranks have consumed. Two steps lead from it to a sequence:
 
-1. Which source, and which draw from it: a selection map over integer weights. After n sequences a source of weight w
-   of W has been consumed n·w/W times, to within one sequence, whatever n.
-2. Which sequence of the source: draws go through it epoch by epoch, each epoch in an order of its own (a permutation
-   that needs no memory), each sequence once per epoch.
+1. A selection map over integer weights gives the source, and the number of the draw from it. After any n sequences, a
+   source of weight w out of W has given n·w/W of them, to within one sequence.
+2. Draws go through a source epoch by epoch. Each epoch is a permutation of the source's sequences that needs no memory,
+   so that every sequence comes once per epoch.
 
 The mix may change at a position. An order is therefore a list of mixes, each with its start position and the number of
 sequences that each source had given by then. A limit of epochs is also such a change, at a position that follows from
@@ -36,20 +36,20 @@ ORDER_VERSION: Final = 1
 MAX_PERIOD: Final = 1_000_000
 """The largest sum of a mix's weights: the selection map is a table of one period."""
 MAX_ROUNDED_PERIOD: Final = 100_000
-"""The sum that weights are rounded to where they come from a division: a table that is made in a moment."""
+"""The sum to which weights that result from a division are rounded: its table is built quickly."""
 NUM_HASHED: Final = 1_000
 
 _SHUFFLE_ROUNDS: Final = 12
-"""With the 4 of grain's `MapDataset.shuffle`, neighbours come from the same stretch of a large source (correlations of
-15 standard errors over 10^6 sequences or more); from 8 on they are as independent as can be told."""
+"""With the 4 rounds of grain's `MapDataset.shuffle`, neighbours in the order come from the same part of a large source
+(correlations of 15 standard errors over 10^6 sequences or more); from 8 rounds on no correlation is measurable."""
 _SMALL_SOURCE: Final = 4_096
 
 
 @dataclass(frozen=True)
 class Mix:
-    """Weights in force from `start_position` on, and the sequences of each source consumed before; both by source.
+    """Weights in force from `start_position` on, and the sequences consumed before that position, both by source.
 
-    Where all weights are 0, the order ends.
+    A mix whose weights are all 0 is the end of the order.
     """
 
     start_position: int
@@ -59,14 +59,14 @@ class Mix:
 
 @dataclass(frozen=True)
 class SequenceOrder:
-    """Which sequence stands at each position. Deterministic, immutable, thread-safe; `build_order` makes one.
+    """Maps each position to a sequence. Deterministic, immutable, thread-safe; `build_order` builds it.
 
     Args:
-        seed: Of the shuffle; any integer.
-        names: The sources.
-        num_sequences: Of each source.
-        mixes: By start position, the first at 0; those that limits bring are among them from the beginning.
-        max_epochs: How often each source is consumed at most; None for one without limit.
+        seed: Seed of the shuffle; any integer.
+        names: The names of the sources.
+        num_sequences: Number of sequences of each source.
+        mixes: Mixes by start position, the first at 0. Changes caused by epoch limits are included from the beginning.
+        max_epochs: Epoch limit of each source; None for a source without a limit.
     """
 
     seed: int
@@ -77,7 +77,7 @@ class SequenceOrder:
 
     @property
     def end(self) -> int | None:
-        """Returns the position at which every source has reached its limit; None if the order goes on for ever."""
+        """Returns the position at which every source has reached its limit; None if the order never ends."""
         return None if any(self.mixes[-1].weights) else self.mixes[-1].start_position
 
     def sequences(self, position: int, count: int) -> tuple[Int64[ndarray, " count"], Int64[ndarray, " count"]]:
@@ -99,7 +99,7 @@ class SequenceOrder:
         return np.concatenate(parts)
 
     def sequences_consumed(self, position: int) -> tuple[int, ...]:
-        """Returns how many sequences of each source stand before `position`."""
+        """Returns the number of sequences of each source before `position`."""
         return _consumed_before(self.mix_at(position), position)
 
     def mix_at(self, position: int) -> Mix:
@@ -107,9 +107,9 @@ class SequenceOrder:
         return next(mix for mix in reversed(self.mixes) if mix.start_position <= position)
 
     def with_mix(self, position: int, weights: Mapping[str, int], max_epochs: Mapping[str, int] | None = None) -> Self:
-        """Returns the same order up to `position`, consumed with `weights` and limits from there on.
+        """Returns the same order up to `position`, with the given weights and limits from there on.
 
-        Limits count what was consumed before. It is the same order where nothing changes.
+        Limits include the sequences consumed before. If nothing changes, the result equals this order.
         """
         checked = _checked_weights(self.names, weights)
         limits = _checked_limits(self.names, max_epochs or {})
@@ -139,24 +139,24 @@ class SequenceOrder:
         }
 
     def hash(self) -> str:
-        """Returns a hash of the first sequences, which tells this order from any other in practice."""
+        """Returns a hash of the first sequences, which in practice differs between any two orders."""
         digest = blake2b("\0".join(self.names).encode(), digest_size=16)
         for ids in self.sequences(0, NUM_HASHED if self.end is None else min(NUM_HASHED, self.end)):
             digest.update(ids.astype("<i8").tobytes())
         return digest.hexdigest()
 
     def continued(self, state: Mapping[str, Any], position: int) -> Self:
-        """Returns the order of a saved run, which goes on at `position` with this order's mix and limits.
+        """Returns the order of a saved run, continued at `position` with this order's mix and limits.
 
         Raises:
-            UserError: The saved run had another order: another version of it, seed or corpus, or the packages here
-                shuffle differently.
+            UserError: The saved run had another order version, seed or corpus, or the installed packages shuffle
+                differently.
         """
         here = self.state()
         for key, remedy in _REMEDIES.items():
             if state.get(key) != here[key]:
                 raise UserError(
-                    f"the checkpoint's order of data has {key} {_short(state.get(key))}, this run's "
+                    f"the checkpoint's order of data has {key} {_short(state.get(key))}, but this run has "
                     f"{_short(here[key])}; {remedy}"
                 )
         mixes = tuple(
@@ -170,7 +170,7 @@ class SequenceOrder:
         saved = type(self)(self.seed, self.names, self.num_sequences, mixes, self.max_epochs)
         if saved.hash() != state["hash"]:
             raise UserError(
-                f"the checkpoint's order of data has hash {state['hash']}, this version makes {saved.hash()}; continue "
+                f"the checkpoint's order of data has hash {state['hash']}, this version gives {saved.hash()}; continue "
                 "with the version of genesis that wrote it"
             )
         weights = dict(zip(self.names, self.mixes[0].weights, strict=True))
@@ -178,7 +178,7 @@ class SequenceOrder:
         return saved.with_mix(position, weights, limits)
 
     def _spans(self, first: int, last: int) -> Iterator[tuple[Mix, int, int]]:
-        """Yields the mixes in force within [first, last), each with its part of it."""
+        """Yields the mixes in force within [first, last), each with the part in which it is in force."""
         ends = [*(mix.start_position for mix in self.mixes[1:]), max(last, self.mixes[-1].start_position)]
         for mix, end in zip(self.mixes, ends, strict=True):
             begin, stop = max(first, mix.start_position), min(last, end)
@@ -186,7 +186,7 @@ class SequenceOrder:
                 yield mix, begin, stop
 
     def _draws(self, mix: Mix, first: int, last: int) -> tuple[Int64[ndarray, " n"], Int64[ndarray, " n"]]:
-        """Returns (source, how many of it were consumed before) for the positions [first, last), all under `mix`."""
+        """Returns (source, number of its earlier sequences) for the positions [first, last), all under `mix`."""
         selected, consumed_in_period = _selection_map(mix.weights)
         num_periods, slots = np.divmod(np.arange(first, last) - mix.start_position, len(selected))
         sources = selected[slots]
@@ -214,7 +214,7 @@ _REMEDIES: Final = {
 def build_order(
     num_sequences: Mapping[str, int], weights: Mapping[str, int], seed: int, max_epochs: Mapping[str, int] | None = None
 ) -> SequenceOrder:
-    """Returns the order over sources that hold `num_sequences` each, consumed with `weights`.
+    """Returns the order over sources of `num_sequences` each, mixed with `weights`.
 
     A source without a weight, or with weight 0, is not used. A source without a limit in `max_epochs` never ends.
 
@@ -231,16 +231,16 @@ def build_order(
     checked = _checked_weights(names, weights)
     for name, weight in zip(names, checked, strict=True):
         if weight and not num_sequences[name]:
-            raise UserError(f"source {name!r} has no sequence to draw; give it weight 0, or lower data.seq_len")
+            raise UserError(f"source {name!r} has no sequence; give it weight 0, or lower data.seq_len")
     counts, limits = tuple(num_sequences.values()), _checked_limits(names, max_epochs or {})
     mixes = _plan_mixes(Mix(0, checked, (0,) * len(names)), checked, counts, limits)
     return SequenceOrder(seed, names, counts, mixes, limits)
 
 
 def weigh_sequences(weights: Mapping[str, int], tokens_per_sequence: Mapping[str, Fraction]) -> dict[str, int]:
-    """Returns the weights by which sequences are to be consumed so that their tokens have the proportions of `weights`.
+    """Returns the weights of sequences with which tokens have the proportions of `weights`.
 
-    Exact where the sum of the weights stays below `MAX_ROUNDED_PERIOD`, else rounded to it, and at least 1.
+    The weights are exact if their sum is below `MAX_ROUNDED_PERIOD`, else rounded to that sum, and at least 1.
 
     Example:
         >>> weigh_sequences({"long": 1, "short": 1}, {"long": Fraction(2_000), "short": Fraction(500)})
@@ -263,7 +263,7 @@ def _checked_weights(names: tuple[str, ...], weights: Mapping[str, int]) -> tupl
     _check_names("mix", names, weights)
     for name, weight in weights.items():
         if weight < 0:
-            raise UserError(f"data.mix gives the source {name!r} weight {weight}; weights are integers from 0 up")
+            raise UserError(f"data.mix gives the source {name!r} weight {weight}; weights must be at least 0")
     divisor = gcd(*weights.values())
     if not divisor:
         raise UserError("data.mix gives no source a positive weight; set one")
@@ -298,7 +298,7 @@ def _check_names(option: str, names: tuple[str, ...], given: Mapping[str, int]) 
 def _plan_mixes(
     first: Mix, weights: tuple[int, ...], num_sequences: tuple[int, ...], max_epochs: tuple[int | None, ...]
 ) -> tuple[Mix, ...]:
-    """Returns the mix and those that follow it, one for each source that reaches its limit."""
+    """Returns `first` and the mixes that follow it, one whenever a source reaches its limit."""
     mixes = [first]
     while True:
         mix = mixes[-1]
@@ -332,7 +332,7 @@ def _weights_left(
 
 
 def _consumed_before(mix: Mix, position: int) -> tuple[int, ...]:
-    """Returns how many sequences of each source stand before `position`, where `mix` is in force."""
+    """Returns the number of sequences of each source before `position`, at which `mix` is in force."""
     if position == mix.start_position or not any(mix.weights):
         return mix.sequences_consumed
     num_periods, rest = divmod(position - mix.start_position, sum(mix.weights))
@@ -344,7 +344,7 @@ def _consumed_before(mix: Mix, position: int) -> tuple[int, ...]:
 
 
 def _position_of_draw(mix: Mix, source: int, number: int) -> int:
-    """Returns where a source is consumed under `mix`, for the first time if `number` is 0."""
+    """Returns the position of draw `number` from a source under `mix`, counted from 0."""
     selected, _ = _selection_map(mix.weights)
     num_periods, in_period = divmod(number, mix.weights[source])
     slot = int(np.flatnonzero(selected == source)[in_period])
@@ -353,7 +353,7 @@ def _position_of_draw(mix: Mix, source: int, number: int) -> int:
 
 @lru_cache(maxsize=8)
 def _selection_map(weights: tuple[int, ...]) -> tuple[Int64[ndarray, " period"], Int64[ndarray, " period"]]:
-    """Returns one period: the source of each slot, and how many of it were consumed earlier in the period.
+    """Returns one period: the source of each slot, and the number of its earlier slots in the period.
 
     The j-th draw of a source may neither come before its share reaches j - 1 nor after it reaches j, so that it is
     always less than one draw from its share. Taking the draw that is due first among those allowed meets all of these
@@ -387,7 +387,7 @@ def _epoch_seed(seed: int, name: str, epoch: int) -> int:
 
 
 def _shuffle(indices: Int64[ndarray, " n"], length: int, seed: int) -> Int64[ndarray, " n"]:
-    """Returns where a permutation of `length` takes the indices."""
+    """Returns the images of the indices under a permutation of `length` elements."""
     if length <= _SMALL_SOURCE:
         return np.take(_small_permutation(length, seed), indices)
     return permute(indices, length, seed, _SHUFFLE_ROUNDS)
@@ -395,7 +395,7 @@ def _shuffle(indices: Int64[ndarray, " n"], length: int, seed: int) -> Int64[nda
 
 @lru_cache(maxsize=64)
 def _small_permutation(length: int, seed: int) -> Int64[ndarray, " length"]:
-    """Returns a whole permutation, by sorting: the order of small sources has been this one from the beginning."""
+    """Returns a whole permutation by sorting. Small sources keep this method, because it defines their order."""
     return np.argsort(encrypt_32_bits(np.arange(length), seed, _SHUFFLE_ROUNDS))
 
 

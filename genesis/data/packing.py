@@ -1,18 +1,18 @@
-"""How documents are put into sequences.
+"""Packs documents into sequences.
 
 S  tokens of one sequence (`seq_len`)
 
-    chunk       the stream of tokens is cut every S tokens, through documents; nothing is padded
-    best_fit    documents stay whole where they fit: each goes into the fullest sequence that still takes it
-    pad         one document a sequence
+    chunk       cuts the stream of tokens every S tokens, also within documents; no padding
+    best_fit    keeps documents whole where they fit: each goes into the fullest sequence with room for it
+    pad         puts one document into each sequence
 
 Under the last two a document of more than S tokens is cut into *pieces* of exactly S and a remainder. The label of a
 cut piece's last token is the document's next token, so that every label of the corpus counts once. A remainder of one
-token, the document's end, has no label of its own: it is the label of the piece before, and takes no place.
+token, the document's end, has no label of its own: it is the label of the piece before, and needs no position.
 
 A sequence's row is S + 1 tokens, as under `chunk`: its pieces one after the other, then padding that does not count.
-Masks and positions follow from the documents' ends in the row, whatever the packing. Where documents end, the corpus's
-index says: the token that mostly ends one may stand within another.
+Masks and positions follow from the document ends in the row, whatever the packing. The document ends come from the
+corpus's index, because the token that usually ends documents may also occur within one.
 
 Everything here is a pure function of its arguments.
 """
@@ -37,9 +37,9 @@ class PackedSequences:
     """Pieces of documents, sequence by sequence.
 
     Args:
-        starts: Where each piece begins in the stream of tokens.
-        lengths: Tokens of each piece, at most S.
-        sequence_ends: Number of pieces up to each sequence's end.
+        starts: Start of each piece in the stream of tokens.
+        lengths: Number of tokens of each piece, at most S.
+        sequence_ends: Number of pieces up to the end of each sequence.
     """
 
     starts: Int64[ndarray, " pieces"]
@@ -53,12 +53,12 @@ class PackedSequences:
 def pack_documents(
     document_ends: Int64[ndarray, " documents"], seq_len: int, packing: Literal["best_fit", "pad"]
 ) -> PackedSequences:
-    """Returns the sequences that hold the documents of a stream which begins at 0.
+    """Returns the sequences into which the documents of a stream are packed; the stream begins at 0.
 
     Args:
         document_ends: The cumulative end of each document, in tokens.
         seq_len: S.
-        packing: How pieces are put together.
+        packing: How pieces are combined.
 
     Example:
         >>> packed = pack_documents(np.array([5, 12, 15]), seq_len=8, packing="best_fit")
@@ -68,7 +68,7 @@ def pack_documents(
     starts, lengths = cut_documents(document_ends, seq_len)
     if packing == "pad":
         return PackedSequences(starts, lengths, np.arange(1, len(starts) + 1))
-    # Radix sort, where numpy has it: longest first, equal ones as they come.
+    # Longest first, stable for equal lengths; the small type lets numpy use a radix sort.
     by_length = np.argsort((seq_len - lengths).astype(np.min_scalar_type(seq_len)), kind="stable")
     sequences = _fit_longest_first(lengths[by_length], seq_len)
     order = by_length[np.argsort(sequences, kind="stable")]
@@ -80,7 +80,7 @@ def cut_documents(
 ) -> tuple[Int64[ndarray, " pieces"], Int64[ndarray, " pieces"]]:
     """Returns start and length of each piece, in the order of the stream."""
     document_starts = np.concatenate(([0], document_ends[:-1]))[: len(document_ends)]
-    num_whole, rest = np.divmod(document_ends - document_starts - 1, seq_len)  # of the tokens that a label follows
+    num_whole, rest = np.divmod(document_ends - document_starts - 1, seq_len)  # of the tokens with a label after them
     num_pieces = num_whole + (rest > 0)
     ends = np.cumsum(num_pieces)
     number = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - num_pieces, num_pieces)
@@ -89,18 +89,18 @@ def cut_documents(
 
 
 def _fit_longest_first(lengths: Int64[ndarray, " pieces"], seq_len: int) -> Int64[ndarray, " pieces"]:
-    """Returns the sequence of each piece by best-fit decreasing; the lengths fall.
+    """Returns the sequence of each piece by best-fit decreasing; `lengths` must be descending.
 
-    Sequences with equal room stand together, and pieces of equal length go into them together: the sequence with the
-    least room that takes a piece is the one that takes the next of the same length, until its room is below it. So the
-    work after sorting depends on the number of different lengths, hardly on that of pieces.
+    Sequences with equal room are kept together, and pieces of equal length are assigned together: the sequence that is
+    the best fit for a piece is also the best fit for the next piece of the same length, until its room is too small. So
+    the work after sorting depends on the number of different lengths, and hardly on the number of pieces.
 
     References:
         Ding et al., "Fewer truncations improve language modeling", arXiv:2404.10830, section 3.
     """
     sequences = np.empty_like(lengths)
     by_room: dict[int, Chunks] = {}
-    rooms: list[int] = []  # rising; each has sequences in `by_room`
+    rooms: list[int] = []  # ascending; each has sequences in `by_room`
 
     def put(room: int, chunk: Int64[ndarray, " sequences"]) -> None:
         if not room or not len(chunk):
@@ -145,18 +145,18 @@ def fill_row(
     *,
     goes_on: bool,
 ) -> int:
-    """Fills the row with the pieces of one sequence and with padding; returns how many of its labels may count.
+    """Fills the row with the pieces of one sequence and with padding; returns the number of labels that may count.
 
     Args:
-        row: S + 1 tokens, or what else there is for each token.
-        starts: Where the pieces begin in the stream.
-        lengths: Their tokens, S in all at most.
+        row: S + 1 tokens, or other values with one per token.
+        starts: Starts of the pieces in the stream.
+        lengths: Lengths of the pieces, in total at most S.
         read: `read(start, out)` fills `out` with the stream's tokens from `start` on.
-        padding: What fills the places after the pieces.
-        goes_on: Whether the document of the last piece goes on after it; only that of a piece of S tokens may.
+        padding: The value for positions after the pieces.
+        goes_on: Whether the last piece's document continues after it, which requires a piece of S tokens.
 
     Returns:
-        What `build_window` takes as the row's length.
+        The row's length for `build_window`.
     """
     filled = 0
     for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
@@ -171,21 +171,21 @@ def fill_row(
 
 
 def mark_piece_ends(ends: Bool[ndarray, " S"], lengths: Integer[ndarray, " pieces"]) -> None:
-    """Marks in `ends` the last token of each piece but the last, after which `build_window` knows what comes."""
+    """Marks in `ends` the last token of each piece except the last piece, which `build_window` handles."""
     ends[np.cumsum(lengths[:-1]) - 1] = True
 
 
 @dataclass(frozen=True)
 class PackingFigures:
-    """What a packing makes of a source's documents.
+    """The effect of a packing on a source's documents.
 
     Args:
         num_sequences: Sequences of S tokens.
         num_documents: Documents of the source.
-        num_labels: Tokens that follow another in their document: what can be learned.
-        num_valid_tokens: Those of them that the sequences hold; the others are dropped.
-        num_documents_cut: Documents whose labels lie in more than one sequence.
-        num_truncated_tokens: Valid tokens of which a part of the context, their document's beginning, is cut off.
+        num_labels: Tokens with an earlier token in their document, the possible labels.
+        num_valid_tokens: Labels that the sequences contain; the others are dropped.
+        num_documents_cut: Documents whose labels are in more than one sequence.
+        num_truncated_tokens: Valid tokens whose context is truncated: it lacks the document's beginning.
     """
 
     num_sequences: int = 0
@@ -201,12 +201,12 @@ class PackingFigures:
         )
 
     def fill(self, seq_len: int) -> float:
-        """Returns the share of the sequences' places whose labels count."""
+        """Returns the share of the sequences' positions whose labels count."""
         return self.num_valid_tokens / max(1, self.num_sequences * seq_len)
 
 
 def count_train_sequences(num_tokens: int, seq_len: int) -> int:
-    """Returns how many sequences `chunk` makes of a source: whole ones, each with the label of its last token."""
+    """Returns the number of sequences under `chunk`: whole ones, each with the label of its last token."""
     return max(0, num_tokens - 1) // seq_len
 
 
@@ -218,15 +218,16 @@ def measure_packing(
     num_sequences: int,
     count_labels: Callable[[Int64[ndarray, " places"]], Int64[ndarray, " places"]] = lambda places: places,
 ) -> PackingFigures:
-    """Returns the figures of documents that lie between these places of a stream.
+    """Returns the figures of the documents of a stream, or of a part of it.
 
     Args:
-        document_starts: Where each begins.
-        document_ends: Where each ends.
+        document_starts: Start of each document in the stream.
+        document_ends: End of each document in the stream.
         seq_len: S.
-        packing: How they are packed.
-        num_sequences: Into so many sequences; under `chunk`, those of the whole stream.
-        count_labels: Returns how many tokens before each place have labels, up to a constant; by default all have.
+        packing: The packing.
+        num_sequences: Number of sequences; under `chunk`, that of the whole stream.
+        count_labels: Returns the number of tokens with labels before each position, up to a constant; by default all
+            tokens have labels.
     """
     last = document_ends - 1  # the label after a document's end does not count
     if packing == "chunk":
@@ -236,7 +237,7 @@ def measure_packing(
         cut, read = document_starts + seq_len, last
 
     def between(first: Int64[ndarray, " documents"], end: Int64[ndarray, " documents"]) -> Int64[ndarray, " documents"]:
-        """Returns how many labels follow each token `first` up to `end`, which may be one of them."""
+        """Returns the number of labels after each token `first`, up to and including `end`."""
         counts: Int64[ndarray, " documents"] = count_labels(np.maximum(first, end) + 1) - count_labels(first + 1)
         return counts
 

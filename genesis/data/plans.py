@@ -1,13 +1,14 @@
-"""The plan of a packing: which pieces of documents stand in which sequence of a corpus, worked out once.
+"""The plan of a packing, computed once: the pieces of documents in each sequence of a corpus.
 
     CORPUS/packing/best_fit-2048/
-        plan.json          what it was made from, and for each source of the training set how much it holds
-        SOURCE.starts      int64, where each piece begins in the source
-        SOURCE.lengths     int32, its tokens
-        SOURCE.ends        int64, the number of pieces up to each sequence's end
-        SOURCE.tokens      int32, the tokens of each sequence
+        plan.json          hashes of the inputs, and for each source of the training set the figures
+        SOURCE.starts      int64, start of each piece in the source
+        SOURCE.lengths     int32, number of tokens of each piece
+        SOURCE.ends        int64, number of pieces up to the end of each sequence
+        SOURCE.tokens      int32, number of tokens of each sequence
 
-All is little-endian. A plan is whole or not there: it gets its name when it is on disk. Training maps it into memory.
+All arrays are little-endian. A plan's directory is renamed into place when it is complete and on disk. Training maps
+the arrays into memory.
 """
 
 import contextlib
@@ -58,14 +59,14 @@ _DTYPES: Final = {"starts": "<i8", "lengths": "<i4", "ends": "<i8", "tokens": "<
 
 @dataclass(frozen=True)
 class PlanRecord:
-    """What a plan says of one source.
+    """The entry of one source in a plan.
 
     Args:
         made_from: A hash of the hashes of the source's shards.
-        num_pieces: In all sequences.
-        num_tokens: In all sequences, padding not counted.
-        figures: What the packing makes of the source.
-        hashes: Of each file.
+        num_pieces: Number of pieces in all sequences.
+        num_tokens: Number of tokens in all sequences, without padding.
+        figures: The effect of the packing on the source.
+        hashes: The hash of each file, by its name.
     """
 
     made_from: str
@@ -76,18 +77,18 @@ class PlanRecord:
 
     @property
     def hash(self) -> str:
-        """Returns a hash of all that the plan says of the source."""
+        """Returns a hash of the source's whole plan."""
         return blake3("".join(self.hashes[name] for name in _DTYPES).encode()).hexdigest()
 
     def file_bytes(self, name: str) -> int:
-        """Returns the size of one of its files."""
+        """Returns the size of one of the source's files."""
         count = self.num_pieces if name in ("starts", "lengths") else self.figures.num_sequences
         return count * np.dtype(_DTYPES[name]).itemsize
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan as `plan.json` has it; `sources` are those of the training set by name."""
+    """The content of `plan.json`; `sources` are the sources of the training set by name."""
 
     packing: PlannedPacking
     seq_len: int
@@ -95,9 +96,9 @@ class Plan:
 
 
 class SourcePlan:
-    """The sequences of one source. Its files are mapped, and compared with their hashes, at the first reading.
+    """The sequences of one source. Its files are mapped, and compared with their hashes, at the first read.
 
-    Several threads may read at once.
+    Thread-safe.
     """
 
     def __init__(self, directory: Path, name: str, record: PlanRecord, verify_hashes: VerifyHashes) -> None:
@@ -120,7 +121,7 @@ class SourcePlan:
         return maps["starts"][first:last], maps["lengths"][first:last]
 
     def num_tokens(self, sequences: Int64[ndarray, " count"]) -> int:
-        """Returns how many tokens these sequences hold, padding not counted.
+        """Returns the number of tokens in these sequences, without padding.
 
         Raises:
             UserError: The plan is damaged.
@@ -137,18 +138,18 @@ class SourcePlan:
         path = _file(self._directory, self._name, name)
         fault = _find_fault(path, self._record, name, with_hash=self._verify_hashes == "first_touch")
         if fault is not None:
-            raise UserError(f"{fault}; remove {self._directory} and make the plan again")
+            raise UserError(f"{fault}; remove {self._directory} and run `genesis data plan` again")
         return np.memmap(path, _DTYPES[name], mode="r") if path.stat().st_size else np.empty(0, _DTYPES[name])
 
 
 def write_plan(corpus: Corpus, packing: PlannedPacking, seq_len: int) -> Plan:
-    """Makes the plan of a corpus, or leaves one that fits as it is; returns it.
+    """Writes the plan of a corpus, unless a plan for its shards exists, and returns the plan.
 
     Raises:
-        UserError: An index of documents is damaged, or the disk stands in the way.
+        UserError: An index of documents is damaged, or the disk refuses the files.
     """
     if seq_len < 1:
-        raise UserError(f"seq_len is {seq_len}; it counts from 1 up")
+        raise UserError(f"seq_len is {seq_len}; it must be at least 1")
     directory = _plan_directory(corpus.path, packing, seq_len)
     try:
         with _locked(directory.parent):
@@ -158,16 +159,16 @@ def write_plan(corpus: Corpus, packing: PlannedPacking, seq_len: int) -> Plan:
                 shutil.rmtree(directory)
             return _write_plan(corpus, packing, seq_len, directory)
     except OSError as error:
-        raise UserError(f"{directory} can't be written ({error.strerror}); make room, or mend the directory") from None
+        raise UserError(f"{directory} cannot be written ({error.strerror}); check the disk and the directory") from None
 
 
 def open_plan(
     corpus: Corpus, packing: PlannedPacking, seq_len: int, verify_hashes: VerifyHashes
 ) -> tuple[SourcePlan, ...]:
-    """Returns the plan of each source of the training set, in their order.
+    """Returns the plan of each source of the training set, in the corpus's order.
 
     Raises:
-        UserError: There is none, or it was made for other shards.
+        UserError: The corpus has no such plan, or the plan was made for other shards.
     """
     directory = _plan_directory(corpus.path, packing, seq_len)
     command = f"run `genesis data plan {corpus.path} --packing {packing} --seq_len {seq_len}`"
@@ -183,7 +184,7 @@ def open_plan(
 
 
 def list_plans(corpus: Path) -> list[Plan]:
-    """Returns the plans that lie in a corpus, by name."""
+    """Returns the plans of a corpus, ordered by name."""
     plans = (_read_plan(path) for path in sorted((corpus / PLANS_DIRECTORY).glob("[!.]*-*")) if path.is_dir())
     return [plan for plan in plans if plan is not None]
 
@@ -194,7 +195,7 @@ def plan_fits(plan: Plan, corpus: Corpus) -> bool:
 
 
 def find_plan_fault(corpus: Corpus, plan: Plan) -> str | None:
-    """Returns how a plan's files differ from what it says, or it from the corpus; None if they do not."""
+    """Returns a line about how a plan's files differ from the plan, or the plan from the corpus; None if they fit."""
     directory = _plan_directory(corpus.path, plan.packing, plan.seq_len)
     misfit = _find_misfit(plan, corpus)
     if misfit is not None:
@@ -208,7 +209,7 @@ def find_plan_fault(corpus: Corpus, plan: Plan) -> str | None:
 
 
 def measure_source(source: TokenSource, seq_len: int, packing: Packing) -> PackingFigures:
-    """Returns what a packing would make of a source."""
+    """Returns the effect that a packing would have on a source."""
     if packing == "chunk":
         num_chunks = count_train_sequences(source.num_tokens, seq_len)
         blocks = (
@@ -280,7 +281,7 @@ def _pack(
 def _label_counter(
     source: TokenSource, starts: Int64[ndarray, " documents"], ends: Int64[ndarray, " documents"]
 ) -> Callable[[Int64[ndarray, " places"]], Int64[ndarray, " places"]]:
-    """Returns what counts the labels before places in a block of documents, for `measure_packing`."""
+    """Returns the function that counts labels before positions in a block of documents, for `measure_packing`."""
     if not source.has_label_column:
         return lambda places: places
     first = starts[:1]
@@ -294,7 +295,7 @@ def _label_counter(
 def _blocks(
     document_ends: Iterable[Int64[ndarray, " documents"]],
 ) -> Iterator[tuple[Int64[ndarray, " documents"], Int64[ndarray, " documents"]]]:
-    """Yields start and end of `BLOCK_DOCUMENTS` documents at a time, however they lie in shards."""
+    """Yields the starts and ends of `BLOCK_DOCUMENTS` documents at a time, across the borders of shards."""
     waiting: list[Int64[ndarray, " documents"]] = []
     num_waiting, start = 0, 0
     for ends in document_ends:
@@ -315,7 +316,7 @@ def _check_index(corpus: Corpus, record: SourceRecord) -> None:
         found = hash_index(corpus.path, shard)
         if found != shard.index_hash:
             raise UserError(
-                f"{index_path(corpus.path, shard)} has hash {found[:16]}, the manifest says {shard.index_hash[:16]}; "
+                f"{index_path(corpus.path, shard)} has hash {found[:16]}, the manifest lists {shard.index_hash[:16]}; "
                 f"{remedy(shard.path)}"
             )
 
@@ -327,7 +328,7 @@ def _locked(plans: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"another process makes a plan in {plans}; wait for it or end it") from None
+            raise UserError(f"another process is writing a plan in {plans}; wait for its end, or stop it") from None
         for left_over in plans.glob(".staging-*"):
             shutil.rmtree(left_over, ignore_errors=True)
         yield
@@ -357,12 +358,12 @@ def _read_plan(directory: Path) -> Plan | None:
         if is_known:
             return Plan(**raw)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is damaged ({error}); remove {directory} and make the plan again") from None
-    raise UserError(f"{path} was made by another version of genesis; remove {directory} and make the plan again")
+        raise UserError(f"{path} is damaged ({error}); remove {directory} and run `genesis data plan` again") from None
+    raise UserError(f"{path} is of another version of genesis; remove {directory} and run `genesis data plan` again")
 
 
 def _find_misfit(plan: Plan, corpus: Corpus) -> str | None:
-    """Returns what a plan was made for instead of this corpus's training set, None if it was made for that."""
+    """Returns the data that a plan was made for, if they are not this corpus's training set, else None."""
     names = [record.name for record in corpus.manifest.train]
     if list(plan.sources) != names:
         return f"the sources {', '.join(plan.sources)}, the corpus has {', '.join(names)}"
@@ -375,17 +376,17 @@ def _find_fault(path: Path, record: PlanRecord, name: str, *, with_hash: bool) -
         return f"{path} is missing"
     found_bytes, expected_bytes = path.stat().st_size, record.file_bytes(name)
     if found_bytes != expected_bytes:
-        return f"{path} has {found_bytes:,} bytes, its plan says {expected_bytes:,}"
+        return f"{path} has {found_bytes:,} bytes, but its plan lists {expected_bytes:,}"
     found = _hash_file(path) if with_hash else record.hashes[name]
     return (
         None
         if found == record.hashes[name]
-        else f"{path} has hash {found[:16]}, its plan says {record.hashes[name][:16]}"
+        else f"{path} has hash {found[:16]}, but its plan lists {record.hashes[name][:16]}"
     )
 
 
 def _hash_file(path: Path) -> str:
-    """Returns the BLAKE3 hex digest of a file; not by a map, whose pages would count as this process's memory."""
+    """Returns the BLAKE3 hex digest of a file. It reads without a map, whose pages would count as process memory."""
     digest = blake3(max_threads=blake3.AUTO)
     with path.open("rb") as file:
         while part := file.read(_HASHED_BYTES):
@@ -395,9 +396,8 @@ def _hash_file(path: Path) -> str:
 
 def _hash_shards(record: SourceRecord) -> str:
     names = ["num_tokens", "num_documents", "hash", "index_hash"]
-    if (
-        "labels_hash" in record.table.columns
-    ):  # without the column, a plan's hash stays what it was before there was one
+    # Without the column the hash must equal that of earlier versions, which had no such column.
+    if "labels_hash" in record.table.columns:
         names.append("labels_hash")
     columns = [list(record.table.column(name)) for name in names]
     return blake3(json.dumps(columns).encode()).hexdigest()

@@ -1,16 +1,16 @@
 """Turns text into a corpus: token shards and their manifest.
 
-What is done is a function of the options and the files found, the *plan*: each source is cut into work units, each
-unit into parts, each part makes a train and a validation shard. Workers write parts into a staging directory; this
-process alone gives them their names and records them. So a killed run leaves finished parts with a record each, and the
-next one makes the rest: the result is the same, byte for byte, as that of a run that was never killed.
+The work is a function of the options and the input files, the *plan*: each source is divided into work units, each unit
+into parts, and each part becomes a train and a validation shard. Workers write parts into a staging directory; only
+this process renames parts into place and records them. A killed run therefore leaves finished parts with a record each,
+and the next run makes the others: the result equals, byte for byte, that of a run that was never killed.
 
-    CORPUS/.prepare/plan.json            what was asked for; a later attempt must ask for the same
+    CORPUS/.prepare/plan.json            options and input files; a later attempt must have the same
     CORPUS/.prepare/parts/….json         one record for each finished part
-    CORPUS/.prepare/lock                 held while a prepare works here
-    CORPUS/.prepare/staging-…/           shards in the making, thrown away by the next attempt
+    CORPUS/.prepare/lock                 held while a prepare runs
+    CORPUS/.prepare/staging-…/           unfinished shards, removed by the next attempt
 
-Where a packing is asked for, its plan is made from the finished shards (`genesis.data.plans`).
+If the options name a packing, its plan is made from the finished shards (`genesis.data.plans`).
 """
 
 import fcntl
@@ -58,25 +58,25 @@ _PLAN_VERSION = 1
 _UNITS_PER_SOURCE = 64
 _MIN_UNIT_BYTES = 1 << 20
 _INPUT_BYTES_PER_SHARD_TOKEN = 3
-"""Fewer than a token stands for, so that a unit of plain text mostly makes one shard a little below its size."""
+"""Less than the usual bytes per token, so that most units of plain text become one shard slightly below its size."""
 
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """What to prepare.
+    """Options of `genesis data prepare`.
 
     Args:
-        name: The corpus's name; it is made in the directory OUT/NAME.
-        tokenizer: The directory that holds a tokenizer, as `genesis tokenizer train` writes it, or its file.
+        name: The corpus's name; the corpus is written to the directory OUT/NAME.
+        tokenizer: A directory with a tokenizer, as `genesis tokenizer train` writes it, or a tokenizer file.
         sources: Named sources of text, each with paths, weight and format.
-        out: The directory that corpora are made in.
+        out: The directory of corpora.
         validation_fraction: Share of the documents held out, chosen by a hash of their text: 0 to 0.5.
-        shard_tokens: Size at which a shard is closed.
-        seed: Chooses which documents are held out.
-        num_workers: Processes that tokenize; 0 takes one for each core. It does not change the result.
-        packing: Makes the plan of this packing, too, for sequences of `seq_len` tokens. A finished corpus gets one more
-            plan, and its shards stay as they are.
-        seq_len: Tokens of a sequence; training takes plan and packing by the same two options.
+        shard_tokens: Number of tokens at which a shard is closed.
+        seed: Seed of the choice of held-out documents.
+        num_workers: Number of processes that tokenize; 0 uses one per core. It does not change the result.
+        packing: Also makes the plan of this packing, for sequences of `seq_len` tokens. A finished corpus gets another
+            plan, and its shards are not changed.
+        seq_len: Tokens per sequence; training selects the plan by the same two options.
     """
 
     name: str
@@ -93,18 +93,18 @@ class PrepareOptions:
     def __post_init__(self) -> None:
         if (self.packing is None) != (self.seq_len is None):
             raise UserError(
-                f"packing is {self.packing} and seq_len {self.seq_len}; a plan needs both, a corpus without one neither"
+                f"packing is {self.packing} and seq_len {self.seq_len}; a plan needs both: give both, or neither"
             )
         if self.seq_len is not None and self.seq_len < 1:
             raise UserError(f"seq_len {self.seq_len} must be at least 1")
         if not self.name or Path(self.name).name != self.name:
-            raise UserError(f"corpus name {self.name!r} is not the name of one directory; leave '/' to `out`")
+            raise UserError(f"corpus name {self.name!r} is not the name of one directory; give its parent by `out`")
         if not 0 <= self.validation_fraction <= 0.5:
             raise UserError(f"validation_fraction {self.validation_fraction} is not between 0 and 0.5")
         if self.shard_tokens < 1:
             raise UserError(f"shard_tokens {self.shard_tokens} must be at least 1")
         if self.num_workers < 0:
-            raise UserError(f"num_workers {self.num_workers} must be at least 0 (0: one for each core)")
+            raise UserError(f"num_workers {self.num_workers} must be at least 0 (0: one per core)")
         check_sources(self.sources)
 
     @property
@@ -115,7 +115,7 @@ class PrepareOptions:
 
 @dataclass(frozen=True)
 class PrepareProgress:
-    """How far a run is: input bytes in all (those of earlier attempts too), and what this attempt has tokenized."""
+    """Progress of a run: input bytes in total, with those of earlier attempts, and the share of this attempt."""
 
     num_bytes_done: int
     num_bytes: int
@@ -129,16 +129,15 @@ def prepare_corpus(
     restart: bool = False,
     report: Callable[[PrepareProgress], None] = lambda progress: None,
 ) -> CorpusManifest:
-    """Makes the corpus, or finishes one begun before, and returns its manifest; a finished one is left as it is.
+    """Makes the corpus, or finishes an earlier attempt, and returns its manifest; a finished corpus is not changed.
 
     Args:
-        options: What to prepare.
-        restart: Throw away what an earlier attempt made.
-        report: Called as the work goes on.
+        options: The options.
+        restart: Whether to discard the results of an earlier attempt.
+        report: Called with the progress.
 
     Raises:
-        UserError: The input, the disk or a changed plan stands in the way; the line says what to do. Finished shards
-            stay.
+        UserError: The input, the disk or a changed plan prevents the work. Finished shards are kept.
     """
     tokenizer = open_tokenizer(options.tokenizer)
     files = {source.name: find_files(source) for source in options.sources}
@@ -159,7 +158,7 @@ def prepare_corpus(
 
 
 def plan_units(source: SourceOptions, files: Sequence[InputFile], shard_tokens: int) -> list[Unit]:
-    """Returns a source's work units: a function of its files and the shard size, whatever the number of workers."""
+    """Returns a source's work units, which depend on its files and the shard size, not on the number of workers."""
     num_bytes = sum(file.num_bytes for file in files)
     largest = max(1, shard_tokens * _INPUT_BYTES_PER_SHARD_TOKEN)
     target_bytes = min(largest, max(_MIN_UNIT_BYTES, num_bytes // _UNITS_PER_SOURCE))
@@ -221,7 +220,7 @@ def _prepare(
 
 
 def plan_jobs(units: Sequence[Unit], finished: Sequence[FinishedPart], num_workers: int) -> list[Job]:
-    """Returns what is left to do: units with no part yet from their beginning, others from their last part on."""
+    """Returns the remaining jobs: units without a part start at their beginning, others after their last part."""
     last_parts = _last_parts(finished)
     left = [unit for unit in units if _key(unit) not in last_parts or not last_parts[_key(unit)].is_last]
     num_threads = max(1, num_workers // max(1, len(left)))
@@ -254,12 +253,12 @@ def _build_manifest(options: PrepareOptions, tokenizer: Tokenizer, finished: Seq
     for source in options.sources:
         if source.name not in with_text:
             raise UserError(
-                f"source {source.name} holds no text in {', '.join(source.paths)}; mend its paths or leave it out"
+                f"source {source.name} has no text in {', '.join(source.paths)}; correct its paths or remove it"
             )
         if source.name not in to_train:
             raise UserError(
-                f"all documents of source {source.name} fell to the validation set; lower validation_fraction "
-                f"({options.validation_fraction}) or choose another seed, and begin again with --restart"
+                f"all documents of source {source.name} are in the validation set; lower validation_fraction "
+                f"({options.validation_fraction}) or choose another seed, and start again with --restart"
             )
     return CorpusManifest(
         name=options.name,
@@ -307,12 +306,12 @@ def _locked(corpus: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"another `genesis data prepare` is at work in {corpus}; wait for it or end it") from None
+            raise UserError(f"another `genesis data prepare` is running in {corpus}; wait for it or stop it") from None
         yield
 
 
 def _remove_attempt(corpus: Path) -> None:
-    # The plan goes last: without it the records of parts would be taken for those of the next plan.
+    # The plan is removed last: without it, the records of parts would be taken for records of the next plan.
     (corpus / MANIFEST_NAME).unlink(missing_ok=True)
     for directory in (f"{PREPARE_DIRECTORY}/parts", PLANS_DIRECTORY, "train", "validation"):
         if (corpus / directory).exists():
@@ -321,13 +320,13 @@ def _remove_attempt(corpus: Path) -> None:
 
 
 def _begin(options: PrepareOptions, tokenizer: Tokenizer, files: dict[str, tuple[InputFile, ...]]) -> None:
-    """Writes the plan, or compares it with that of an earlier attempt; copies the tokenizer."""
+    """Writes the plan, or compares it with the plan of an earlier attempt; copies the tokenizer."""
     plan = _describe_plan(options, tokenizer, files)
     path = options.corpus / PREPARE_DIRECTORY / _PLAN_NAME
     if path.exists():
         _compare_plans(json.loads(path.read_text(encoding="utf-8")), plan, options.corpus)
     elif (options.corpus / MANIFEST_NAME).exists():
-        raise UserError(f"{options.corpus} is a corpus without its plan; begin again with --restart")
+        raise UserError(f"{options.corpus} is a corpus without its plan; start again with --restart")
     if hash_tokenizer(options.corpus) != tokenizer.hash:
         write_files(tokenizer.files, options.corpus)
     if not path.exists():
@@ -364,14 +363,14 @@ def _describe_plan(
 def _compare_plans(old: dict[str, Any], new: dict[str, Any], corpus: Path) -> None:
     if old.get("tokenizer") != new["tokenizer"]:
         raise UserError(
-            f"{corpus} was begun with tokenizer {old.get('tokenizer', '?')[:16]}, this one is {new['tokenizer'][:16]}; "
-            "give that one, another name, or begin again with --restart"
+            f"{corpus} was started with tokenizer {old.get('tokenizer', '?')[:16]}, but this one is "
+            f"{new['tokenizer'][:16]}; give the same tokenizer or another name, or start again with --restart"
         )
     difference = _first_difference(old, new, "")
     if difference is not None:
         raise UserError(
-            f"{corpus} was begun differently: {difference}; take that back, give another name, or begin again with "
-            "--restart"
+            f"{corpus} was started with different options: {difference}; use the same, give another name, or start "
+            "again with --restart"
         )
 
 
@@ -380,7 +379,7 @@ def _first_difference(old: object, new: object, place: str) -> str | None:
         for key in dict.fromkeys((*old, *new)):
             inner = f"{place}.{key}" if place else str(key)
             if key not in new:
-                return f"{inner} is gone"
+                return f"{inner} is missing"
             if key not in old:
                 return f"{inner} is new"
             difference = _first_difference(old[key], new[key], inner)
@@ -392,7 +391,7 @@ def _first_difference(old: object, new: object, place: str) -> str | None:
 
 @contextmanager
 def _staging(corpus: Path) -> Iterator[Path]:
-    """Makes this attempt's staging directory, which no process of an earlier attempt knows."""
+    """Creates a staging directory whose name is new, so that no process of an earlier attempt writes into it."""
     for left_over in (corpus / PREPARE_DIRECTORY).glob("staging-*"):
         shutil.rmtree(left_over, ignore_errors=True)
     staging = corpus / PREPARE_DIRECTORY / f"staging-{secrets.token_hex(8)}"
@@ -404,7 +403,7 @@ def _staging(corpus: Path) -> Iterator[Path]:
 
 
 def _commit_part(corpus: Path, staging: Path, part: FinishedPart) -> None:
-    """Names the part's shards, then records it; without its record the next attempt makes the part again."""
+    """Renames the part's shards into place, then records the part; the next attempt repeats a part without record."""
     for shard in (part.train, part.validation):
         if shard is not None:
             publish_shard(staged_path(staging, shard.path), corpus / shard.path)
@@ -431,4 +430,4 @@ def _check_present(corpus: Path, shard: ShardRecord) -> None:
         sizes[labels_path(corpus / shard.path)] = shard.num_tokens
     path = next((path for path, size in sizes.items() if not path.exists() or path.stat().st_size != size), None)
     if path is not None:
-        raise UserError(f"the finished shard {path} is gone or has another size; begin again with --restart")
+        raise UserError(f"the finished shard {path} is missing or has another size; start again with --restart")

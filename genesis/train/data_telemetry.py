@@ -50,8 +50,8 @@ def rate_data(times: LoaderTimes, seconds: float, stream_tokens_per_second: floa
     if times.num_given:
         values["data/wait_ms"] = 1e3 * times.wait_seconds / times.num_given
         values["data/wait_share"] = times.wait_seconds / seconds
-    if times.num_places:
-        values["data/packer_fill"] = times.num_tokens / times.num_places
+    if times.num_positions:
+        values["data/packer_fill"] = times.num_tokens / times.num_positions
     if times.num_tokens and times.num_given:
         values["data/tokens_per_second"] = stream_tokens_per_second or times.num_tokens / times.make_seconds
         trained_per_second = times.num_tokens / times.num_made * times.num_given / seconds

@@ -121,7 +121,7 @@ def test_a_tokenizer_that_is_not_the_corpuss_is_refused(genesis: Genesis, recipe
     other = shutil.copytree(tiny_corpus, recipe.parent / "other")
     (other / "tokenizer.model").write_bytes(b"another tokenizer")
     outcome = genesis("fit", "--config", str(recipe), "--data.corpus", str(other))
-    check_is_one_line(outcome, "has the tokenizer", "put that one back")
+    check_is_one_line(outcome, "has the tokenizer", "restore the original tokenizer")
 
 
 def test_a_truncated_shard_is_refused_before_training(genesis: Genesis, recipe: Path, tiny_corpus: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_truncated_shard_is_refused_before_training(genesis: Genesis, recipe: 
     shard = other / "train/web/00000.ds"
     shard.write_bytes(shard.read_bytes()[:-2])
     outcome = genesis("fit", "--config", str(recipe), "--data.corpus", str(other))
-    check_is_one_line(outcome, "00000.ds has", "the manifest says", "genesis data prepare")
+    check_is_one_line(outcome, "00000.ds has", "the manifest lists", "genesis data prepare")
 
 
 @pytest.mark.filterwarnings("ignore:training ended with UserError; nothing is saved yet")
@@ -145,7 +145,7 @@ def test_validation_without_a_checkpoint_is_refused(genesis: Genesis, recipe: Pa
     validate = ("validate", "--config", str(recipe))
     check_is_one_line(genesis(*validate), "needs a checkpoint", "--ckpt_path")
     check_is_one_line(genesis(*validate, "--ckpt_path", "latest"), "there is none in", "run/checkpoints")
-    check_is_one_line(genesis(*validate, "--ckpt_path", "nowhere"), "there is no directory nowhere")
+    check_is_one_line(genesis(*validate, "--ckpt_path", "nowhere"), "no such directory: nowhere")
     assert not (recipe.parent / "run" / "metrics.csv").exists()
 
 
@@ -171,7 +171,7 @@ def test_what_a_checkpoint_cannot_give_is_refused(genesis: Genesis, recipe: Path
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (("generate", "nowhere"), ("there is no directory nowhere",)),
+        (("generate", "nowhere"), ("no such directory: nowhere",)),
         (("generate",), ("checkpoint", "--help")),
         (("generate", ".", "--temprature", "1"), ("--temprature", "did you mean --temperature?")),
         (("model", "describe", "--config", "nowhere.yaml"), ("cannot read nowhere.yaml",)),

@@ -50,7 +50,7 @@ def test_a_packed_run_ends_with_its_data_and_every_resume_ends_alike(
     assert f"run `genesis data plan {corpus} --packing best_fit --seq_len 16`" in line
     assert genesis("data", "plan", str(corpus), "--packing", "best_fit", "--seq_len", "16").status == 0
     assert genesis("fit", "--config", recipe).status == 0
-    assert "every source has reached its limit of epochs: training ends at position" in caplog.text
+    assert "every source has reached its epoch limit: training ends at position" in caplog.text
     straight = rows_of(tmp_path / "run")
     assert [int(row["step"]) for row in straight] == list(range(1, len(straight) + 1))
     assert 0.9 < float(straight[-1]["data/epochs_web"]) <= 1.0

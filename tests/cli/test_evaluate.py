@@ -246,7 +246,7 @@ def test_watching_finishes_the_other_tasks_of_each_checkpoint(
 
 def test_a_task_asked_twice_is_refused(genesis: Genesis, run: Path, animals: str) -> None:
     outcome = genesis("evaluate", str(run), "--tasks", f"{animals},{animals}")
-    assert (outcome.status, "animals is asked twice" in outcome.err) == (2, True)
+    assert (outcome.status, "animals is given twice" in outcome.err) == (2, True)
 
 
 def test_one_checkpoint_cannot_be_watched(genesis: Genesis, checkpoint: Path, animals: str) -> None:

@@ -108,7 +108,7 @@ def test_a_misspelt_option_is_refused_without_importing_torch_or_lightning(
         (["--run-dir", "x"], "did you mean 'run_dir'?"),
         (["--limit_val_batches", "5"], "did you mean 'trainer.limit_val_batches'?"),
         (["--trainers.max_step", "5"], "did you mean 'trainer.max_steps'?"),
-        (["--verification.xyzzy", "1"], "there are directory, directory_holds, finite, ignore"),
+        (["--verification.xyzzy", "1"], "the options are directory, directory_holds, finite, ignore"),
     ],
 )
 def test_a_misspelt_option_names_the_nearest(command: str, arguments: list[str], near: str) -> None:

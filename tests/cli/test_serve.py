@@ -52,7 +52,7 @@ def test_bad_options_are_one_line_with_the_value(arguments, message, run, monkey
 
 
 def test_a_directory_that_is_none_is_refused(tmp_path):
-    with pytest.raises(UserError, match="there is no directory"):
+    with pytest.raises(UserError, match="no such directory"):
         main([str(tmp_path / "nowhere"), "--device", "cpu"])
 
 

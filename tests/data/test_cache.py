@@ -189,7 +189,7 @@ def test_without_room_the_next_waits_for_it_and_is_told_what_to_do(store, monkey
 def test_a_file_larger_than_the_cache_is_named_with_the_remedy(store, directory, monkeypatch):
     monkeypatch.setenv("GENESIS_CACHE_BYTES", str(SIZE - 1))
     with pytest.raises(
-        UserError, match=r"0\.txt has 100000 bytes, the cache .* 99999; set GENESIS_CACHE_BYTES to 100000"
+        UserError, match=r"0\.txt has 100000 bytes, but the cache .* 99999; set GENESIS_CACHE_BYTES to 100000"
     ):
         read(store, 0)
     assert (store.count("GET"), endings(directory)) == (0, [])
@@ -317,7 +317,7 @@ def test_a_really_full_disk_is_told_in_one_line_with_the_remedy(store, directory
     assert begins == "begins"
     assert line == (
         f"the disk of the cache {directory} is full (No space left on device) with {file.url}, {SIZE} bytes; make "
-        "room, set GENESIS_CACHE_DIR to another disk, or lower GENESIS_CACHE_BYTES (50000000000)"
+        "free space, set GENESIS_CACHE_DIR to another disk, or lower GENESIS_CACHE_BYTES (50000000000)"
     )
     assert left == ["lock"]
 

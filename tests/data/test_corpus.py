@@ -103,7 +103,7 @@ def test_a_shard_of_another_size_is_refused_at_open(corpus: Path) -> None:
     (corpus / SHARD).write_bytes(data[:-2])
     with pytest.raises(UserError) as error:
         open_corpus(corpus)
-    assert f"{SHARD} has {len(data) - 2} bytes, the manifest says {len(data)}" in one_line(error)
+    assert f"{SHARD} has {len(data) - 2} bytes, but the manifest lists {len(data)}" in one_line(error)
 
 
 @pytest.mark.parametrize("change", [-2, -8, 8])
@@ -114,7 +114,7 @@ def test_an_index_of_another_size_is_refused_when_it_is_read(corpus: Path, chang
     (source,) = open_corpus(corpus).train
     with pytest.raises(UserError) as error:
         list(source.document_ends())
-    assert f"{SHARD}.index has {len(data) + change} bytes, the manifest says {len(data)}" in one_line(error)
+    assert f"{SHARD}.index has {len(data) + change} bytes, but the manifest lists {len(data)}" in one_line(error)
 
 
 def test_documents_ends_are_those_of_the_documents_in_the_stream(corpus: Path) -> None:
@@ -197,7 +197,7 @@ def test_a_manifest_that_is_no_file_is_refused_without_waiting(
     make: Callable[[Path], None], kind: str, tmp_path: Path
 ) -> None:
     make(tmp_path / "manifest.json")
-    with pytest.raises(UserError, match=f"manifest.json is {kind} where the manifest of a corpus must be"):
+    with pytest.raises(UserError, match=f"manifest.json is {kind}, but must be the manifest file of a corpus"):
         open_corpus(tmp_path)
 
 
@@ -205,8 +205,9 @@ def test_a_tokenizer_that_is_not_the_runs_is_refused(corpus: Path) -> None:
     open_corpus(corpus, tokenizer_hash=blake3(FAKE_TOKENIZER).hexdigest())
     with pytest.raises(UserError) as error:
         open_corpus(corpus, tokenizer_hash="f" * 64)
-    assert f"made with the tokenizer {blake3(FAKE_TOKENIZER).hexdigest()[:16]}, this run's is {'f' * 16}" in one_line(
-        error
+    assert (
+        f"made with the tokenizer {blake3(FAKE_TOKENIZER).hexdigest()[:16]}, but this run's is {'f' * 16}"
+        in one_line(error)
     )
 
 
@@ -216,7 +217,7 @@ def test_a_tokenizer_that_did_not_make_the_tokens_is_refused(corpus: Path) -> No
         open_corpus(corpus)
     assert f"has the tokenizer {blake3(b'another').hexdigest()[:16]}" in one_line(error)
     (corpus / "tokenizer.model").unlink()
-    with pytest.raises(UserError, match="has lost its tokenizer"):
+    with pytest.raises(UserError, match="lacks its tokenizer"):
         open_corpus(corpus)
 
 
@@ -224,7 +225,7 @@ def test_hashes_of_an_unknown_kind_and_a_manifest_that_contradicts_itself_are_re
     manifest = json.loads((corpus / MANIFEST_NAME).read_text())
     manifest["train"][0]["shards"]["num_tokens"][0] += 1
     (corpus / MANIFEST_NAME).write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match="a manifest that says 39 tokens of 2 bytes and 76 bytes for"):
+    with pytest.raises(UserError, match="lists 39 tokens of 2 bytes but 76 bytes for"):
         open_corpus(corpus)
     manifest["hash_algorithm"] = "crc32"
     (corpus / MANIFEST_NAME).write_text(json.dumps(manifest))

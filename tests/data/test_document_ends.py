@@ -141,7 +141,7 @@ def test_such_a_corpus_has_schema_3_its_tokenizer_and_verifies(
     index.write_bytes(content[:-8] + bytes([content[-8] ^ 1]) + content[-7:])
     try:
         assert verify_main([str(corpora["neither"])]) == 1
-        with pytest.raises(ValueError, match=r"\.ds\.index has hash .* the shard is damaged or was changed"):
+        with pytest.raises(ValueError, match=r"\.ds\.index has hash .* the shard is damaged or has changed"):
             read_all(corpora["neither"], "chunk")
     finally:
         index.write_bytes(content)

@@ -42,17 +42,17 @@ def test_each_kind_of_damage_is_named(corpus):
     flip_bit(corpus / f"{third.path}.index", 0)
     (corpus / fourth.path).unlink()
     assert "has hash" in find_fault(corpus, manifest, first)
-    assert f"the manifest says {second.file_bytes:,}" in find_fault(corpus, manifest, second)
+    assert f"the manifest lists {second.file_bytes:,}" in find_fault(corpus, manifest, second)
     assert ".ds.index has hash" in find_fault(corpus, manifest, third)
     assert "is missing" in find_fault(corpus, manifest, fourth)
-    with pytest.raises(UserError, match=rf"{first.path} has hash .*the manifest says .* \(and 3 more\); "):
+    with pytest.raises(UserError, match=rf"{first.path} has hash .*the manifest lists .* \(and 3 more\); "):
         list(verify_corpus(corpus))
 
 
 def test_a_tokenizer_that_is_not_the_corpuss_is_refused(corpus, tmp_path):
     other = make_tokenizer(tmp_path / "other", vocab_size=330)
     (corpus / "tokenizer.model").write_bytes(other.read_bytes())
-    with pytest.raises(UserError, match=r"has the tokenizer [0-9a-f]{16}, the corpus was made with"):
+    with pytest.raises(UserError, match=r"has the tokenizer [0-9a-f]{16}, but was made with"):
         list(verify_corpus(corpus))
 
 
@@ -75,7 +75,7 @@ def test_samples_are_documents_of_the_split_from_their_beginning(corpus):
         (None, "is not a prepared corpus"),
         ("{", "is damaged"),
         ("[]", "has schema None"),
-        ('{"schema_version": 99}', "has schema 99, this version reads 1"),
+        ('{"schema_version": 99}', "has schema 99, but this version reads 1"),
         ('{"schema_version": 1, "train": []}', "is damaged"),
         ('{"schema_version": 1, "train": [{"shards": [{"size": 1}]}], "validation": []}', "is damaged"),
     ],

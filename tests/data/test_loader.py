@@ -224,9 +224,9 @@ def test_an_error_in_the_thread_reaches_the_reader_at_its_place() -> None:
 @pytest.mark.parametrize(
     ("global_batch_size", "micro_batch_size", "world_size", "words"),
     [
-        (8, 2, 3, "8 does not divide into micro-batches of 2 on 3 ranks; world sizes that do: 1, 2, 4"),
-        (8, 3, 2, "micro-batches of 3 on 2 ranks; values of data.micro_batch_size that do: 1, 2, 4"),
-        (7, 2, 2, "take a multiple of 4"),
+        (8, 2, 3, "8 is not divisible into micro-batches of 2 on 3 ranks; use one of these world sizes: 1, 2, 4"),
+        (8, 3, 2, "micro-batches of 3 on 2 ranks; set data.micro_batch_size to one of 1, 2, 4"),
+        (7, 2, 2, "set it to a multiple of 4"),
         (0, 2, 2, "data.global_batch_size is 0"),
         (8, -1, 2, "data.micro_batch_size is -1"),
     ],

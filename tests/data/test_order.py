@@ -251,8 +251,8 @@ def test_an_order_comes_back_from_its_state_in_json(order: SequenceOrder, positi
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"seed": 8}, "seed 8, this run's 7; set data.seed"),
-        ({"num_sequences": {"a": 5}}, "num_sequences a 5, this run's a 100, b 50"),
+        ({"seed": 8}, "seed 8, but this run has 7; set data.seed"),
+        ({"num_sequences": {"a": 5}}, "num_sequences a 5, but this run has a 100, b 50"),
         ({"order_version": 0}, "order_version 0"),
         ({"hash": "0" * 32}, "order of data has hash 00000000"),
     ],

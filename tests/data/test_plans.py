@@ -141,10 +141,10 @@ def test_damage_is_named_at_the_first_reading_and_by_a_look_at_all(corpus: Corpu
     assert f"{path} has hash" in str(find_plan_fault(corpus, plan))
     web, code = open_plan(corpus, "best_fit", SEQ_LEN, "first_touch")
     web.pieces(0)
-    with pytest.raises(UserError, match=f"code.{name} has hash .* make the plan again"):
+    with pytest.raises(UserError, match=f"code.{name} has hash .* run `genesis data plan` again"):
         code.pieces(0)
     os.truncate(path, path.stat().st_size - 4)
-    with pytest.raises(UserError, match=f"code.{name} has .* bytes, its plan says"):
+    with pytest.raises(UserError, match=f"code.{name} has .* bytes, but its plan lists"):
         open_plan(corpus, "best_fit", SEQ_LEN, "never")[1].pieces(0)
     path.unlink()
     assert f"{path} is missing" in str(find_plan_fault(corpus, plan))
@@ -161,7 +161,7 @@ def test_a_damaged_index_makes_no_plan(corpus: Corpus) -> None:
 def test_a_plan_that_cannot_be_read_is_one_line(corpus: Corpus, text: str) -> None:
     write_plan(corpus, "best_fit", SEQ_LEN)
     (corpus.path / "packing/best_fit-16/plan.json").write_text(text)
-    with pytest.raises(UserError, match=r"plan.json is damaged .*; remove .* and make the plan again"):
+    with pytest.raises(UserError, match=r"plan.json is damaged .*; remove .* and run `genesis data plan` again"):
         open_plan(corpus, "best_fit", SEQ_LEN, "first_touch")
 
 
@@ -169,7 +169,7 @@ def test_a_plan_of_another_version_is_refused(corpus: Corpus) -> None:
     write_plan(corpus, "best_fit", SEQ_LEN)
     path = corpus.path / "packing/best_fit-16/plan.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "plan_version": 2}))
-    with pytest.raises(UserError, match="was made by another version of genesis"):
+    with pytest.raises(UserError, match="is of another version of genesis"):
         open_plan(corpus, "best_fit", SEQ_LEN, "first_touch")
 
 
@@ -198,7 +198,7 @@ def test_a_killed_maker_leaves_no_plan_and_stands_in_nobodys_way(corpus: Corpus,
     while not mark.exists() and maker.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     assert mark.exists()
-    with pytest.raises(UserError, match="another process makes a plan"):
+    with pytest.raises(UserError, match="another process is writing a plan"):
         write_plan(corpus, "best_fit", SEQ_LEN)
     maker.kill()
     maker.wait()

@@ -241,7 +241,7 @@ def begin_and_stop(options):
     ],
 )
 def test_a_changed_option_is_refused_by_name(inputs, change, message):
-    with pytest.raises(UserError, match=f"was begun differently: {message}; .*--restart"):
+    with pytest.raises(UserError, match=f"was started with different options: {message}; .*--restart"):
         prepare_corpus(make_options(inputs, **change))
 
 
@@ -251,7 +251,7 @@ def test_changed_inputs_are_refused_by_name_and_restart_begins_afresh(tmp_path):
     write_jsonl(tmp_path / "web.jsonl", make_texts(50, seed=9))
     with pytest.raises(UserError, match=r"files\.web: .*web\.jsonl\.bytes was \d+ and is \d+; .*--restart"):
         prepare_corpus(options)
-    with pytest.raises(UserError, match=r"sources\.book is gone"):
+    with pytest.raises(UserError, match=r"sources\.book is missing"):
         prepare_corpus(replace(options, sources=options.sources[:1]))
     manifest = prepare_corpus(options, restart=True)
     fresh = replace(options, out=tmp_path / "fresh")
@@ -264,7 +264,7 @@ def test_another_tokenizer_than_the_one_begun_with_is_refused(tmp_path):
     begin_and_stop(options)
     other = make_tokenizer(tmp_path / "other", vocab_size=330)
     with pytest.raises(
-        UserError, match=r"was begun with tokenizer [0-9a-f]{16}, this one is [0-9a-f]{16}; .*--restart"
+        UserError, match=r"was started with tokenizer [0-9a-f]{16}, but this one is [0-9a-f]{16}; .*--restart"
     ):
         prepare_corpus(replace(options, tokenizer=other))
 
@@ -273,7 +273,7 @@ def test_two_prepares_in_one_directory_are_refused(inputs):
     options = make_options(inputs)
     with (options.corpus / ".prepare/lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match=r"another `genesis data prepare` is at work in"):
+        with pytest.raises(UserError, match=r"another `genesis data prepare` is running in"):
             prepare_corpus(options)
 
 
@@ -291,7 +291,7 @@ def test_a_finished_shard_that_was_lost_is_named(tmp_path):
     manifest = prepare_corpus(options)
     (options.corpus / "manifest.json").unlink()
     (options.corpus / manifest.train[0].shards[0].path).unlink()
-    with pytest.raises(UserError, match=r"the finished shard .*00000\.ds is gone or has another size; .*--restart"):
+    with pytest.raises(UserError, match=r"the finished shard .*00000\.ds is missing or has another size; .*--restart"):
         prepare_corpus(options)
 
 

@@ -145,7 +145,7 @@ def damaged(run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (lambda run, tmp_path: [str(tmp_path / "nowhere")], "no directory .*nowhere"),
+        (lambda run, tmp_path: [str(tmp_path / "nowhere")], "no such directory: .*nowhere"),
         (lambda run, tmp_path: [str(tmp_path)], "has no committed checkpoint"),
         (lambda run, tmp_path: [str(run), "--max-new-tokens", "64"], "ask for at most 63 new tokens"),
         (lambda run, tmp_path: [str(run), "--temperature", "-1"], "temperature is -1"),

@@ -98,7 +98,7 @@ def test_a_run_that_has_no_checkpoint_yet_is_waited_for(tmp_path):
 
 
 def test_what_is_no_run_is_refused(own_run, tmp_path):
-    with pytest.raises(UserError, match=r"there is no directory .*nowhere"):
+    with pytest.raises(UserError, match=r"no such directory: .*nowhere"):
         Catalogue([tmp_path / "nowhere"])
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="empty is not a run"):

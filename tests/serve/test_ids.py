@@ -53,6 +53,6 @@ def test_text_and_what_needs_text_is_refused_by_name(run_of_ids: Path) -> None:
     )
     assert [status for status, _, _ in answers] == [400] * 3
     messages = [answer["error"]["message"] for _, answer, _ in answers]
-    assert "this model has no tokenizer: give a list of token ids" in messages[0]
+    assert "this model has no tokenizer: send a list of token ids" in messages[0]
     assert "stop is not supported by this model" in messages[1]
     assert "token ids must be from 0 to 699" in messages[2]

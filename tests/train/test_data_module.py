@@ -235,7 +235,7 @@ def test_a_changed_mix_holds_from_the_restored_position_on(corpus: Path) -> None
     ("changes", "words"),
     [
         ({"seq_len": 8}, "seq_len 12, this run has 8"),
-        ({"seed": 4}, "seed 0, this run's 4; set data.seed"),
+        ({"seed": 4}, "seed 0, but this run has 4; set data.seed"),
         ({"packing": "pad"}, "packing chunk, this run has pad"),
     ],
 )
@@ -383,7 +383,7 @@ def test_the_run_ends_with_the_data_and_says_what_is_left(
     ]
     assert sum(left) == (end - last) > 0
     told = [f"{name} {count}" for name, count in zip(("web", "code"), left, strict=True) if count]
-    assert f"at position {last}; dropped, too few for a global batch: sequences of {', '.join(told)}" in message
+    assert f"at position {last}; dropped sequences, too few for a global batch: {', '.join(told)}" in message
     again = data_module(corpus, packing=packing, max_epochs={"web": 1, "code": 2}, global_batch_size=7)
     ended = fit(tmp_path, again, 10_000, tmp_path / f"step={len(module.trained)}.ckpt")
     assert ended.trained == []
@@ -448,7 +448,7 @@ def test_a_changed_mix_is_in_the_difference_of_recipes(tmp_path: Path) -> None:
     [
         ({"seq_len": 100_000}, "lower data.seq_len"),
         ({"seq_len": 0}, "data.seq_len is 0"),
-        ({"micro_batch_size": 3}, "values of data.micro_batch_size that do: 1, 2, 4"),
+        ({"micro_batch_size": 3}, "set data.micro_batch_size to one of 1, 2, 4"),
         ({"mix": {"wbe": 1}}, "did you mean 'web'?"),
         ({"max_epochs": {"wbe": 1}}, "did you mean 'web'?"),
         ({"max_epochs": {"web": 0}}, "'web' 0 epochs"),
@@ -487,7 +487,7 @@ def test_a_damaged_shard_stops_training_with_one_line(corpus: Path, tmp_path: Pa
     data = bytearray(shard.read_bytes())
     data[0] ^= 1
     shard.write_bytes(data)
-    with pytest.raises(UserError, match="the shard is damaged or was changed"):
+    with pytest.raises(UserError, match="the shard is damaged or has changed"):
         fit(tmp_path, data_module(path), 30)
 
 

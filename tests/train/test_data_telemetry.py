@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
 
 
 def test_rates_follow_from_what_the_loader_did() -> None:
-    times = LoaderTimes(num_made=5, num_tokens=400, num_places=500, make_seconds=0.1, num_given=4, wait_seconds=0.02)
+    times = LoaderTimes(num_made=5, num_tokens=400, num_positions=500, make_seconds=0.1, num_given=4, wait_seconds=0.02)
     assert rate_data(times, seconds=2.0) == pytest.approx(
         {
             "data/wait_ms": 5.0,
@@ -34,7 +34,9 @@ def test_rates_follow_from_what_the_loader_did() -> None:
 
 def test_what_is_unknown_is_left_out() -> None:
     assert rate_data(LoaderTimes(), seconds=1.0) == {}
-    assert rate_data(LoaderTimes(num_made=1, num_places=8, make_seconds=0.1), seconds=1.0) == {"data/packer_fill": 0.0}
+    assert rate_data(LoaderTimes(num_made=1, num_positions=8, make_seconds=0.1), seconds=1.0) == {
+        "data/packer_fill": 0.0
+    }
 
 
 def train(directory: Path, make_seconds: float, num_steps: int, prefetch_windows: int) -> list[dict[str, str]]:

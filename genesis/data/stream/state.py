@@ -1,4 +1,4 @@
-"""Where the lanes of a stream stand: small, in plain types, and refused where it does not fit."""
+"""The state of a stream's lanes: small, in plain types, and refused by a run with other settings."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, Self
@@ -9,20 +9,20 @@ from genesis.data.stream.worker import LaneSource
 from genesis.errors import UserError
 
 STATE_VERSION: Final = 1
-"""Raised whenever the same state would lead to other sequences."""
+"""Increased whenever the same state would lead to other sequences."""
 
 
 class PartState(NamedTuple):
-    """Where one lane stands in one source.
+    """The state of one lane in one source.
 
     Args:
-        cursor: Where its block begins; None when it has read all of its part.
-        num_given: Sequences of the block that were given out.
-        num_sequences: Sequences given out in all.
-        num_tokens: Labels of those.
-        num_documents: Documents begun in the blocks begun so far.
-        num_bad_documents: Documents skipped there.
-        num_damaged_spans: Spans whose rest was skipped there.
+        cursor: Start of the lane's current block; None when the lane has read all of its part.
+        num_given: Number of sequences of the block that were given out.
+        num_sequences: Number of sequences given out in total.
+        num_tokens: Number of labels of these sequences.
+        num_documents: Number of documents that begin in the blocks so far, including the current block.
+        num_bad_documents: Number of documents skipped in these blocks.
+        num_damaged_spans: Number of spans in these blocks whose rest was skipped.
     """
 
     cursor: Cursor | None = Cursor()
@@ -34,7 +34,7 @@ class PartState(NamedTuple):
     num_damaged_spans: int = 0
 
     def begin(self, block: Block) -> Self:
-        """Returns the state with the documents of a block counted of which nothing was given out before."""
+        """Returns the state at the start of a block, with the block's documents counted."""
         assert self.num_given == 0
         return self._replace(
             num_documents=self.num_documents + block.num_documents,
@@ -65,7 +65,7 @@ _REMEDIES: Final = {
     "num_lanes": "set data.stream.num_lanes to the checkpoint's",
     "tokenizer": "set data.stream.tokenizer to the one of the checkpoint",
     "max_epochs": "set data.max_epochs to the checkpoint's",
-    "files": "stream the same files (names and sizes), read in the same way, or begin a new run",
+    "files": "stream the same files (names and sizes), read in the same way, or start a new run",
 }
 
 
@@ -79,7 +79,7 @@ def write_states(stream: Stream, states: LaneStates) -> dict[str, Any]:
 
 
 def combine_states(written: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the state of all lanes from those that ranks wrote."""
+    """Returns the state of all lanes, combined from the ranks' states."""
     first, *_ = written
     return {**first, "lanes": {lane: parts for state in written for lane, parts in state["lanes"].items()}}
 
@@ -88,22 +88,22 @@ def read_states(stream: Stream, written: Mapping[str, Any]) -> LaneStates:
     """Returns the states of all lanes.
 
     Raises:
-        UserError: They were saved by a run that this one can't continue, or some are missing.
+        UserError: The states are of a run with other settings, or the states of some lanes are missing.
     """
     if written["version"] != STATE_VERSION:
         raise UserError(
-            f"the checkpoint's stream has version {written['version']}, this genesis reads {STATE_VERSION}; go on with "
-            "the version of genesis that wrote it"
+            f"the checkpoint's stream has version {written['version']}, this genesis reads {STATE_VERSION}; continue "
+            "with the version of genesis that wrote it"
         )
     here = stream.describe()
     for key, remedy in _REMEDIES.items():
         if written[key] != here[key]:
             found, wanted = _differing(written[key], here[key])
-            raise UserError(f"the checkpoint's stream has {key} {found}, this run's {wanted}; {remedy}")
+            raise UserError(f"the checkpoint's stream has {key} {found}, but this run has {wanted}; {remedy}")
     missing = [lane for lane in range(stream.num_lanes) if str(lane) not in written["lanes"]]
     if missing:
         raise UserError(
-            f"the checkpoint lacks lanes {', '.join(map(str, missing))} of its stream; go on from another checkpoint"
+            f"the checkpoint lacks lanes {', '.join(map(str, missing))} of its stream; resume from another checkpoint"
         )
     return {key: _read_part(written["lanes"][str(key.lane)][stream.names[key.source]]) for key in stream.parts}
 
@@ -114,7 +114,7 @@ def _read_part(written: Mapping[str, Any]) -> PartState:
 
 
 def _differing(saved: object, here: object) -> tuple[str, str]:
-    """Returns the two values for a message; of mappings, the first entry that differs."""
+    """Returns the two values for a message; for mappings, their first different entries."""
     if isinstance(saved, Mapping) and isinstance(here, Mapping):
         for name in dict.fromkeys((*saved, *here)):
             if saved.get(name) != here.get(name):

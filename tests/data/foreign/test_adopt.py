@@ -294,7 +294,7 @@ def test_an_id_only_corpus_reads_and_knows_no_bytes(prepared: Prepared, tmp_path
     )
     window = next(iter(data.train_dataloader()))
     assert (window.num_valid_tokens > 0, window.num_bytes) == (True, 0)
-    with pytest.raises(UserError, match="holds ids of an unknown tokenizer, this run's is ffff"):
+    with pytest.raises(UserError, match="has ids of an unknown tokenizer, but this run's is ffff"):
         open_corpus(corpus.path, tokenizer_hash="f" * 64)
 
 
@@ -330,7 +330,7 @@ def test_a_file_that_changed_after_its_adoption_is_named(prepared: Prepared, tmp
         read_all(corpus.train[0])
     assert "has hash" in str(find_fault(corpus.path, corpus.manifest, corpus.manifest.train[0].shards[-1]))
     path.write_bytes(data[:-2])
-    with pytest.raises(UserError, match=r"tokens\.npy has \d+ bytes, the manifest says \d+; put the file back"):
+    with pytest.raises(UserError, match=r"tokens\.npy has \d+ bytes, but the manifest lists \d+; put the file back"):
         open_adopted(path)
     path.unlink()
     with pytest.raises(UserError, match=r"tokens\.npy can't be read"):
@@ -361,7 +361,7 @@ def test_sizes_alone_are_checked_where_that_is_asked_and_the_rest_when_it_is_rea
 
     status = path.with_suffix(".bin").stat()
     os.utime(path.with_suffix(".bin"), ns=(status.st_atime_ns, status.st_mtime_ns + 1))
-    with pytest.raises(UserError, match="was written after it was adopted"):
+    with pytest.raises(UserError, match="has changed since it was adopted"):
         open_adopted(path)
 
     for name, documents, message in (
@@ -468,7 +468,7 @@ def test_the_commands_adopt_inspect_and_verify(
     command += ["--out", str(tmp_path), "--vocab_size", str(VOCAB_SIZE), "--eos_id", str(prepared.eos_id)]
     assert main(command) == 0
     page = capsys.readouterr().out
-    assert "mine: 2 files are read where they lie" in page
+    assert "mine: 2 files are read in place" in page
     assert "train tokens: " in page
     assert "there are no bits per byte" in page
     assert main(["data", "inspect", str(tmp_path / "mine"), "--seq_len", "16", "--num_samples", "1"]) == 0
@@ -485,7 +485,7 @@ def test_the_commands_adopt_inspect_and_verify(
     assert main(["data", "verify", str(tmp_path / "mine")]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "val.bin has hash" in line
-    assert line.endswith("put the files back as they were, or adopt them again")
+    assert line.endswith("restore the original files, or adopt them again")
 
 
 def test_sources_come_from_a_yaml_file_too(

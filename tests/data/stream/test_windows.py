@@ -233,11 +233,11 @@ def test_the_state_is_plain_small_and_holds_no_token(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"seed": 4}, "seed 3, this run's 4; set data.seed"),
-        ({"num_lanes": 2}, "num_lanes 4, this run's 2; set data.stream.num_lanes"),
-        ({"block_tokens": 101}, "block_tokens 100, this run's 101"),
-        ({"packing": "pad"}, "packing chunk, this run's pad; set data.packing"),
-        ({"max_epochs": 2}, "max_epochs web: None, this run's web: 2"),
+        ({"seed": 4}, "seed 3, but this run has 4; set data.seed"),
+        ({"num_lanes": 2}, "num_lanes 4, but this run has 2; set data.stream.num_lanes"),
+        ({"block_tokens": 101}, "block_tokens 100, but this run has 101"),
+        ({"packing": "pad"}, "packing chunk, but this run has pad; set data.packing"),
+        ({"max_epochs": 2}, "max_epochs web: None, but this run has web: 2"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused(tmp_path, tokenizer, changes, words):
