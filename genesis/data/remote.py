@@ -1,8 +1,8 @@
-"""Files in stores: whatever URL fsspec knows, listed and downloaded with bounded retries.
+"""Lists and downloads files in remote stores, by any URL that fsspec supports, with bounded retries.
 
-A request that fails or gets no answer in time is made again after a growing, random wait; at the end of its attempts
-or of its time a `StoreError` says what happened last. The retries of the stores' own packages are turned off, so that
-they do not multiply. What no further attempt can mend (a file that is not there, no permission) is refused at once.
+A request that fails or gets no response in time is repeated after a growing, random wait; after its last attempt, or
+when its time is over, a `StoreError` reports the last failure. The retries of the stores' own packages are turned off,
+so that the two do not multiply. Errors that a retry cannot fix (a missing file, no permission) are raised at once.
 """
 
 import asyncio
@@ -36,19 +36,19 @@ _CHUNK_BYTES = 1 << 20
 _FIRST_WAIT_SECONDS = 0.5
 _LONGEST_WAIT_SECONDS = 30.0
 _CONTENT_KEYS = ("ETag", "etag", "generation", "md5Hash", "blob_id", "Content-MD5", "Digest", "CRC")
-"""What stores call that which changes with an object's content, in listings and of a single object alike."""
+"""The stores' names for values that change with an object's content, in listings and for single objects alike."""
 _TIME_KEYS = ("Last-Modified", "LastModified", "last_modified", "mtime", "modified", "modify", "updated", "created")
-_ANEW = "or begin anew (data prepare: --restart)"
+_AGAIN = "or start again (data prepare: --restart)"
 
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """How long a store is asked; each field is read from the environment as GENESIS_STORE_ and its name.
+    """Limits of requests to a store; each field is read from the environment variable GENESIS_STORE_ plus its name.
 
     Args:
-        attempts: How often a request is made at most.
-        attempt_seconds: Time limit of each: to an answer, and for each 16 MiB of a download.
-        seconds: Time limit of a request with all its attempts and the waits between them, and for room in the cache.
+        attempts: Maximum number of attempts per request.
+        attempt_seconds: Time limit of an attempt: until the response, and for each 16 MiB of a download.
+        seconds: Time limit of a request with all attempts and waits, and of waiting for space in the cache.
     """
 
     attempts: int = 6
@@ -63,10 +63,10 @@ class StoreOptions:
 
     @classmethod
     def from_environment(cls) -> "StoreOptions":
-        """Returns what the environment says, the defaults where it says nothing.
+        """Returns the options that the environment sets, with defaults for the others.
 
         Raises:
-            UserError: A value is no number.
+            UserError: A value is not a number above 0.
         """
         values: dict[str, Any] = {}
         for field in fields(cls):
@@ -80,11 +80,11 @@ class StoreOptions:
 
 
 class StoreError(UserError):
-    """A store gave no answer, or none that is of use, in all attempts."""
+    """All attempts of a request failed."""
 
 
 class WriteError(Exception):
-    """What was downloaded cannot be written; `reason` is the disk's error."""
+    """A download cannot be written to disk; `reason` is the disk's error."""
 
     def __init__(self, reason: OSError) -> None:
         super().__init__(reason)
@@ -92,7 +92,7 @@ class WriteError(Exception):
 
 
 class RemoteFile(NamedTuple):
-    """A file as it was found in its store; `identity` ("ETag: ...") changes with it, and is empty if it has none."""
+    """A file in a store; `identity` ("ETag: ...") changes with its content, and is empty if the store has none."""
 
     url: str
     num_bytes: int
@@ -100,17 +100,17 @@ class RemoteFile(NamedTuple):
 
 
 def is_url(path: str) -> bool:
-    """Whether `path` leads to a store: a URL that is not of a local file."""
+    """Returns whether `path` is in a store: a URL, but not of a local file."""
     return re.match(r"(?!file:|local:)[A-Za-z][A-Za-z0-9+.-]*(://|::)", path) is not None
 
 
 def strip_local(path: str) -> str:
-    """Returns the path in a `file://` URL; any other path as it is."""
+    """Returns the path in a `file://` URL; any other path is returned unchanged."""
     return str(LocalFileSystem._strip_protocol(path)) if re.match("(file|local)://", path) else path
 
 
 def file_name(path: str) -> str:
-    """Returns the part of a path or URL that tells a file's format: without an archive, nor a web address's query."""
+    """Returns the part of a path or URL that shows the file's format, without an archive or a query."""
     if not is_url(path):
         return path
     link = next((link for link in path.split("::") if "://" in link), path)
@@ -118,13 +118,13 @@ def file_name(path: str) -> str:
 
 
 def list_files(url: str, endings: tuple[str, ...]) -> list[RemoteFile]:
-    """Returns the files that `url` leads to: one file, those that match a glob, or those of a directory.
+    """Returns the files of `url`: a single file, the matches of a glob, or the files of a directory.
 
     Of a directory (all its levels) those are taken whose name ends in one of `endings`.
 
     Raises:
-        StoreError: The store does not answer.
-        UserError: The store is not known or may not be read.
+        StoreError: The store does not respond.
+        UserError: The store is unknown or refuses access.
     """
     store = _Store(url, StoreOptions.from_environment())
     infos = [] if "*" in store.path else store.find(endings)
@@ -132,11 +132,11 @@ def list_files(url: str, endings: tuple[str, ...]) -> list[RemoteFile]:
 
 
 def download(file: RemoteFile, destination: FileIO) -> None:
-    """Writes the file to `destination`, whole and as it was found.
+    """Writes the complete file to `destination`, after checking that it has not changed since it was listed.
 
     Raises:
-        StoreError: The store does not give it.
-        UserError: It is gone or has changed since it was found, or came with another hash than its store says.
+        StoreError: All attempts to read the file failed.
+        UserError: The file is missing or has changed since it was listed, or its hash differs from the store's.
         WriteError: `destination` cannot be written.
     """
     store = _Store(file.url, StoreOptions.from_environment())
@@ -146,23 +146,23 @@ def download(file: RemoteFile, destination: FileIO) -> None:
             store.read_on(file, destination)
         _check_hash(file, store.check_unchanged(file), store, destination)
     except FileNotFoundError:
-        raise UserError(f"{file.url} is gone since it was found; put it back as it was, {_ANEW}") from None
+        raise UserError(f"{file.url} was removed since it was listed; restore the file, {_AGAIN}") from None
 
 
 def plan_wait_seconds(num_failures: int, draw: float) -> float:
-    """Returns how long to wait after so many failures: at most twice as long each time; `draw` is from 0 to 1."""
+    """Returns the wait after a number of failures: exponential, bounded, randomised by `draw`, from 0 to 1."""
     longest = min(_LONGEST_WAIT_SECONDS, _FIRST_WAIT_SECONDS * 2.0 ** min(num_failures - 1, 16))
     return longest * (1 + draw) / 2
 
 
 class _Store:
-    """A file system of fsspec and the path in it that a URL means, asked with retries."""
+    """A file system of fsspec and a URL's path in it; its requests are retried."""
 
     def __init__(self, url: str, options: StoreOptions) -> None:
         self.url = url
         self.options = options
         self._plain, self.path = self._persist(lambda _: self._open())
-        self._plain.invalidate_cache()  # a listing kept from before would hide a change
+        self._plain.invalidate_cache()  # a cached listing would hide a change
         self._is_http = isinstance(self._plain, HTTPFileSystem)
         self.files: Any = self._plain if self._plain.async_impl else AsyncFileSystemWrapper(self._plain)
 
@@ -175,24 +175,24 @@ class _Store:
                 f"{self.url} needs a package that is not installed ({_one_line(error)}): {remedy}"
             ) from None
         except ValueError as error:
-            raise UserError(f"{self.url} cannot be read ({_one_line(error)}); mend the URL") from None
+            raise UserError(f"{self.url} cannot be read ({_one_line(error)}); correct the URL") from None
         if _is_s3(self.url):
             files.retries = 1
         return files, path
 
     def describe(self, info: Mapping[str, Any]) -> RemoteFile:
-        """Returns the file that one entry of a listing is of."""
+        """Returns the file of one entry of a listing."""
         _, chain, rest = self.url.partition("::")
         url = str(self._plain.unstrip_protocol(info["name"])) + chain + rest
         if info.get("size") is None or not any(info.get(key) for key in _CONTENT_KEYS):
-            info = self._info(info["name"])  # times are spelled differently in a listing
+            info = self._info(info["name"])  # a listing formats times differently
         if info.get("size") is None:
-            raise UserError(f"{url}: its store does not tell its size; download it and give the local file")
+            raise UserError(f"{url}: the store does not report its size; download it and give the local file")
         key = next((key for key in (*_CONTENT_KEYS, *_TIME_KEYS) if info.get(key)), None)
         return RemoteFile(url, int(info["size"]), f"{key}: {info[key]}" if key else "")
 
     def find(self, endings: tuple[str, ...]) -> list[Mapping[str, Any]]:
-        """Returns the file at the path, or those under it."""
+        """Returns the file at the path, or the files below it."""
         try:
             info = None if self.path.endswith("/") else self._info(self.path)
         except FileNotFoundError:
@@ -214,7 +214,7 @@ class _Store:
         return [info for info in self._walk(root, depth) if matches(info["name"])]
 
     def check_unchanged(self, file: RemoteFile) -> Mapping[str, Any]:
-        """Returns what the store says of the file now, if it is the one that was found."""
+        """Returns the store's current entry of the file, after checking that the file has not changed."""
         info = self._info(self.path)
         key, _, value = file.identity.partition(": ")
         if info.get("size") != file.num_bytes:
@@ -229,7 +229,7 @@ class _Store:
         self._persist(lambda seconds: read(file, destination, seconds))
 
     def is_encrypted_by_key(self) -> bool:
-        """Whether an S3 object is encrypted with a key of its own; its ETag is no hash of its text then."""
+        """Returns whether an S3 object is encrypted with its own key, so that its ETag is not a hash of its content."""
         bucket, key, _ = self._plain.split_path(self.path)
         head = self._ask(lambda: self.files._call_s3("head_object", Bucket=bucket, Key=key))
         return head.get("ServerSideEncryption", "AES256") != "AES256" or "SSECustomerAlgorithm" in head
@@ -240,7 +240,7 @@ class _Store:
         return info
 
     def _walk(self, root: str, depth: int | None) -> Iterator[Mapping[str, Any]]:
-        # fsspec's own walk leaves out what fails to be listed.
+        # fsspec's own walk silently skips directories that it fails to list.
         waiting, seen = [(root, 1)], set()
         while waiting:
             directory, level = waiting.pop()
@@ -261,18 +261,18 @@ class _Store:
         return self._persist(lambda seconds: _run(request(), seconds))
 
     def _persist(self, attempt: Callable[[float], T]) -> T:
-        """Returns what `attempt`, given its time limit, returns at last."""
+        """Calls `attempt` with its time limit until it succeeds, and returns its result."""
         end = time.monotonic() + self.options.seconds
         for number in itertools.count(1):
             try:
                 return attempt(max(0.001, min(self.options.attempt_seconds, end - time.monotonic())))
-            except Exception as error:  # each store has its own kinds
+            except Exception as error:  # each store has its own exceptions
                 _raise_if_final(self.url, error)
                 wait_seconds = plan_wait_seconds(number, random.random())
                 if number >= self.options.attempts or time.monotonic() + wait_seconds > end:
                     raise StoreError(
-                        f"{self.url}: {number} attempts failed, the last with {_describe_error(error)}; see to the "
-                        "store, the endpoint and the credentials and start again"
+                        f"{self.url}: {number} attempts failed, the last with {_describe_error(error)}; check "
+                        "the store, the endpoint and the credentials, and start again"
                     ) from None
             time.sleep(wait_seconds)
         raise AssertionError
@@ -282,7 +282,7 @@ class _Store:
         end = min(start + _BLOCK_BYTES, file.num_bytes)
         data = _run(self.files._cat_file(self.path, start=start, end=end), seconds)
         if len(data) != end - start:
-            raise OSError(f"{len(data)} bytes came of {end - start}")
+            raise OSError(f"received {len(data)} of {end - start} bytes")
         _write(destination, data)
 
     def _read_http(self, file: RemoteFile, destination: FileIO, seconds: float) -> None:
@@ -292,12 +292,12 @@ class _Store:
         except (aiohttp.ClientError, OSError):
             if destination.tell() < wanted:
                 raise
-        # It went on far enough: the rest is asked for anew, by range.
+        # Enough was received: the next call requests the rest by range.
         if destination.tell() < wanted:
-            raise OSError(f"the answer ended after {destination.tell()} of {file.num_bytes} bytes")
+            raise OSError(f"the response ended after {destination.tell()} of {file.num_bytes} bytes")
 
     async def _stream_http(self, file: RemoteFile, destination: FileIO, seconds: float) -> None:
-        # Many web servers ignore ranges and give all of the file: it must not be held in memory.
+        # Many web servers ignore ranges and send the whole file, which must not be held in memory.
         headers = {
             **self.files.kwargs.get("headers", {}),
             "Accept-Encoding": "identity",
@@ -314,7 +314,7 @@ class _Store:
                 mark = destination.tell() + _BLOCK_BYTES
                 async for chunk in answer.content.iter_chunked(_CHUNK_BYTES):
                     if destination.tell() + len(chunk) > file.num_bytes:
-                        raise UserError(_changed(file, f"it had {file.num_bytes} bytes and now gives more"))
+                        raise UserError(_changed(file, f"it had {file.num_bytes} bytes and now has more"))
                     _write(destination, chunk)
                     if destination.tell() >= mark:
                         mark += _BLOCK_BYTES
@@ -322,7 +322,7 @@ class _Store:
 
 
 def _run(request: Coroutine[Any, Any, T], seconds: float | None) -> T:
-    """Returns what `request` returns on fsspec's own event loop; it is cancelled when its time is over."""
+    """Runs `request` on fsspec's own event loop and returns its result; it is cancelled at its time limit."""
     future = asyncio.run_coroutine_threadsafe(request, get_loop())
     try:
         return future.result(seconds)
@@ -335,7 +335,7 @@ def _is_s3(url: str) -> bool:
 
 
 def _own_options(url: str, options: StoreOptions) -> dict[str, Any]:
-    """Returns what a store is opened with beside the user's own settings: one attempt, as long as ours."""
+    """Returns the options that override the user's settings of a store: one attempt, with our time limit."""
     if not _is_s3(url):
         return {}
     given = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
@@ -344,7 +344,7 @@ def _own_options(url: str, options: StoreOptions) -> dict[str, Any]:
 
 
 def _raise_if_final(url: str, error: Exception) -> None:
-    """Raises what no further attempt can mend."""
+    """Raises a UserError, or the error itself, if a retry cannot fix it."""
     if isinstance(error, UserError | WriteError):
         raise error
     status = _status(error)
@@ -352,15 +352,15 @@ def _raise_if_final(url: str, error: Exception) -> None:
         raise FileNotFoundError(url) from None
     if isinstance(error, PermissionError) or status in (401, 403):
         raise UserError(
-            f"{url} may not be read ({_describe_error(error)}); give credentials that may, by the store's environment "
+            f"access to {url} is denied ({_describe_error(error)}); give credentials by the store's environment "
             "variables or fsspec's configuration"
         ) from None
     if status is not None and 400 <= status < 500 and status not in (404, 408, 410, 425, 429):
-        raise UserError(f"{url} is refused by its store ({_describe_error(error)}); mend the URL") from None
+        raise UserError(f"the store refuses {url} ({_describe_error(error)}); correct the URL") from None
 
 
 def _status(error: BaseException) -> int | None:
-    """Returns the HTTP status behind an error of aiohttp or botocore; 0 where there was no answer at all."""
+    """Returns the HTTP status behind an error of aiohttp or botocore; 0 if there was no response."""
     if isinstance(error, aiohttp.ClientResponseError):
         return error.status
     if isinstance(error, aiohttp.ClientError | TimeoutError):
@@ -369,7 +369,7 @@ def _status(error: BaseException) -> int | None:
     if isinstance(response, dict):
         status: int | None = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
         return status
-    # fsspec's HTTP calls whatever goes wrong a file that is not found, and tells by the cause.
+    # fsspec's HTTP file system raises FileNotFoundError for any failure; the real error is its cause.
     return None if error.__cause__ is None else _status(error.__cause__)
 
 
@@ -377,7 +377,7 @@ def _describe_error(error: BaseException) -> str:
     if isinstance(error, FileNotFoundError) and error.__cause__ is not None:
         return _describe_error(error.__cause__)
     if isinstance(error, TimeoutError) and not str(error):
-        return "no answer in time (GENESIS_STORE_ATTEMPT_SECONDS)"
+        return "no response in time (GENESIS_STORE_ATTEMPT_SECONDS)"
     return f"{type(error).__name__}: {_one_line(error)}"
 
 
@@ -386,7 +386,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _changed(file: RemoteFile, how: str) -> str:
-    return f"{file.url} has changed since it was found: {how}; put it back as it was, {_ANEW}"
+    return f"{file.url} has changed since it was listed: {how}; restore the file, {_AGAIN}"
 
 
 def _write(destination: FileIO, data: bytes) -> None:
@@ -406,12 +406,12 @@ def _check_hash(file: RemoteFile, info: Mapping[str, Any], store: _Store, destin
     found = hashlib.file_digest(destination, "md5").hexdigest()
     if found != wanted and not (_is_s3(file.url) and store.is_encrypted_by_key()):
         raise UserError(
-            f"{file.url} came with MD5 {found}, its store says {wanted}; start again, or mend it in its store"
+            f"the download of {file.url} has MD5 {found}, the store lists {wanted}; start again, or replace the file"
         )
 
 
 def _md5_of(file: RemoteFile, info: Mapping[str, Any]) -> str | None:
-    """Returns the hexadecimal MD5 that a store gives; an ETag of S3 is one unless it is of several parts."""
+    """Returns the hexadecimal MD5 that a store reports; an S3 ETag is an MD5 unless the upload had several parts."""
     text = str(info.get("md5Hash") or info.get("Content-MD5"))
     if re.fullmatch("[A-Za-z0-9+/]{22}==", text):
         return base64.b64decode(text).hex()

@@ -53,7 +53,7 @@ def shard_files(shard: Path) -> tuple[Path, Path, Path]:
 
 
 def labels_path(shard: Path) -> Path:
-    """Returns the file that says which tokens of a shard have labels, where not all have."""
+    """Returns the file with the labels of a shard whose tokens do not all have one."""
     return Path(f"{shard}{LABELS_SUFFIX}")
 
 
@@ -149,18 +149,18 @@ class ShardWriter:
         )
 
     def _append_labels(self, documents: EncodedDocuments) -> None:
-        """Keeps which tokens have labels, from the first documents on that say so."""
+        """Stores which tokens have labels; earlier documents without this information have labels everywhere."""
         if documents.has_label is None and self._labels is None:
             return
         if self._labels is None:
             self._labels = bytearray(b"\1" * self.num_tokens)
         has_label = np.ones(len(documents.tokens), np.bool_) if documents.has_label is None else documents.has_label
-        assert len(has_label) == len(documents.tokens), "one for each token"
+        assert len(has_label) == len(documents.tokens), "one flag per token"
         self._labels += has_label.tobytes()
 
 
 def publish_shard(staged: Path, final: Path) -> None:
-    """Gives a finished shard its final name, the tokens last; durable when this returns."""
+    """Renames a finished shard's files into place, the tokens last; the names are durable when the call returns."""
     final.parent.mkdir(parents=True, exist_ok=True)
     if labels_path(staged).exists():
         labels_path(staged).replace(labels_path(final))
@@ -170,7 +170,7 @@ def publish_shard(staged: Path, final: Path) -> None:
 
 
 def stored_dtype(name: str) -> np.dtype[np.unsignedinteger]:
-    """Returns the numpy type of tokens on disk, as an unsigned one: so a negative id is one that is too large."""
+    """Returns the unsigned numpy type of tokens on disk, in which a negative id is one that is too large."""
     return np.dtype(f"<u{np.dtype(name).itemsize}")
 
 
@@ -180,7 +180,7 @@ def index_path(corpus: Path, shard: ShardRecord) -> Path:
 
 
 def map_tokens(corpus: Path, token_dtype: TokenDtype, shard: ShardRecord) -> NDArray[np.unsignedinteger]:
-    """Returns the tokens of a shard, in a memory map of its own, as they lie on disk.
+    """Returns the tokens of a shard as stored, in a new memory map.
 
     Raises:
         UserError: The file is gone or too short.
@@ -199,7 +199,7 @@ def read_index(corpus: Path, shard: ShardRecord) -> NDArray[np.int64]:
 
 
 def map_labels(corpus: Path, shard: ShardRecord) -> NDArray[np.unsignedinteger] | None:
-    """Returns a byte for each token of a shard, 0 where it has no label, in a memory map; None where all have.
+    """Returns one byte per token of a shard in a memory map, 0 if it has no label; None if all tokens have one.
 
     Raises:
         UserError: The file is gone or has another size than the manifest says.
@@ -209,12 +209,12 @@ def map_labels(corpus: Path, shard: ShardRecord) -> NDArray[np.unsignedinteger] 
     path = labels_path(corpus / shard.path)
     found = _file_bytes(path)
     if found != shard.num_tokens:
-        raise UserError(f"{path} has {found} bytes, the manifest says {shard.num_tokens}; {remedy(shard.path)}")
+        raise UserError(f"{path} has {found} bytes, but the manifest lists {shard.num_tokens}; {remedy(shard.path)}")
     return _map_run(path, np.dtype(np.uint8), 0, shard.num_tokens)
 
 
 def hash_tokens(tokens: NDArray[np.unsignedinteger]) -> str:
-    """Returns the BLAKE3 hex digest of tokens as they lie on disk."""
+    """Returns the BLAKE3 hex digest of tokens as stored."""
     return blake3(tokens.view(np.uint8).data, max_threads=blake3.AUTO).hexdigest()
 
 
@@ -224,7 +224,7 @@ def hash_index(corpus: Path, shard: ShardRecord) -> str:
 
 
 def read_added(corpus: Path, shard: ShardRecord) -> NDArray[np.int64]:
-    """Returns the places in a shard at which a document's end is added.
+    """Returns the positions in a shard at which a document's end is added.
 
     Raises:
         UserError: The file that says so is gone or too short.
@@ -235,14 +235,14 @@ def read_added(corpus: Path, shard: ShardRecord) -> NDArray[np.int64]:
     places = _map_run(path, INDEX_ENTRY, 0, _file_bytes(path) // INDEX_ENTRY.itemsize)
     first = int(np.searchsorted(places, np.uint64(shard.index_base)))
     if len(places) < first + shard.num_added:
-        raise UserError(f"{path} is cut short; {remedy(shard.path)}")
+        raise UserError(f"{path} is truncated; {remedy(shard.path)}")
     return places[first : first + shard.num_added].astype(np.int64) - shard.index_base
 
 
 def find_token_fault(
     tokens: NDArray[np.unsignedinteger], vocab_size: int, eos_id: int | None, ends: NDArray[np.int64]
 ) -> str | None:
-    """Returns what is wrong with a shard's tokens, None if nothing is.
+    """Returns a line about the first fault in a shard's tokens, None if there is none.
 
     Args:
         tokens: All of them.
@@ -255,7 +255,7 @@ def find_token_fault(
         place = int(np.argmax(tokens == largest))
         signed = int(tokens[place : place + 1].view(f"<i{tokens.itemsize}")[0])
         shown = signed if signed < 0 and tokens.itemsize > 2 else largest
-        return f"holds the id {shown} (token {place:,}), vocab_size is {vocab_size:,}; mend the one or the other"
+        return f"holds the id {shown} (token {place:,}), vocab_size is {vocab_size:,}; correct vocab_size or the file"
     if eos_id is None:
         return None
     lacking = np.flatnonzero(tokens[ends - 1] != eos_id)
@@ -268,9 +268,9 @@ def find_token_fault(
 
 
 def remedy(path: str) -> str:
-    """Returns what a user can do about a shard that is not what the manifest says."""
+    """Returns the remedy for a shard that differs from the manifest."""
     if Path(path).is_absolute():
-        return "put the file back as it was, or run `genesis data adopt` again"
+        return "restore the original file, or run `genesis data adopt` again"
     return "run `genesis data prepare` again"
 
 
@@ -294,7 +294,7 @@ def map_index(corpus: Path, shard: ShardRecord) -> NDArray[np.unsignedinteger]:
     found = _file_bytes(path)
     expected = (shard.index_start + shard.num_documents) * INDEX_ENTRY.itemsize
     if found < expected or (shard.index is None and found != expected):
-        raise UserError(f"{path} has {found} bytes, the manifest says {expected}; {remedy(shard.path)}")
+        raise UserError(f"{path} has {found} bytes, but the manifest lists {expected}; {remedy(shard.path)}")
     return _map_run(path, INDEX_ENTRY, shard.index_start * INDEX_ENTRY.itemsize, shard.num_documents)
 
 
@@ -313,7 +313,7 @@ def _map_run(
         raise UserError(f"{path} can't be read ({error.strerror}); put it back as it was") from None
     except ValueError:
         expected = byte_offset + count * dtype.itemsize
-        raise UserError(f"{path} was cut short: it has {_file_bytes(path)} bytes of {expected}") from None
+        raise UserError(f"{path} is truncated: it has {_file_bytes(path)} of {expected} bytes") from None
     return np.frombuffer(mapped, dtype, count, start)
 
 

@@ -32,7 +32,7 @@ from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer, padding_id
 
 _ENDLESS_WINDOWS: Final = 1 << 40
-"""An epoch of a stream, in Lightning's sense: nobody has counted its sequences."""
+"""Length of a stream's epoch in Lightning's sense; the number of its sequences is unknown."""
 
 
 class StreamData:
@@ -47,7 +47,7 @@ class StreamData:
     """
 
     wait_remedy: Final = (
-        "raise data.stream.num_workers where there are cores, or make a corpus by `genesis data prepare`"
+        "raise data.stream.num_workers if cores are free, or prepare a corpus with `genesis data prepare`"
     )
 
     def __init__(
@@ -71,14 +71,14 @@ class StreamData:
 
     @cached_property
     def corpus(self) -> Corpus | None:
-        """Returns the opened corpus beside the stream."""
+        """Returns the corpus next to the stream, open."""
         if self.corpus_path is None:
             return None
         return open_corpus(self.corpus_path, tokenizer_hash=self._tokenizer_hash, verify_hashes=self._verify_hashes)
 
     @cached_property
     def stream(self) -> Stream:
-        """Returns the opened stream."""
+        """Returns the stream, open."""
         return open_stream(
             self.stream_options,
             self._load_tokenizer(),
@@ -102,22 +102,22 @@ class StreamData:
 
     @property
     def identity(self) -> dict[str, str]:
-        """Returns what a checkpoint says of the stream."""
+        """Returns the entries that identify the stream in a checkpoint."""
         return {"tokenizer_hash": self.stream.tokenizer.hash, "stream": self.stream.hash()}
 
     @property
     def vocab_size(self) -> int:
-        """Returns how many ids the tokenizer has."""
+        """Returns the number of ids of the tokenizer."""
         return self.stream.tokenizer.vocab_size
 
     @property
     def vocabulary_owner(self) -> str:
-        """Returns whose vocabulary that is, for an error."""
+        """Returns the name of the vocabulary's owner, for error messages."""
         return "the stream's tokenizer"
 
     @cached_property
     def sequence_format(self) -> SequenceFormat:
-        """Returns how a sequence is made of tokens."""
+        """Returns how tokens become sequences."""
         tokenizer = self.stream.tokenizer
         dtype = little_endian(token_dtype(tokenizer.vocab_size))
         return SequenceFormat(self.options.seq_len, padding_id(tokenizer), tokenizer.token_num_bytes, dtype)
@@ -125,29 +125,31 @@ class StreamData:
     # ---- training
 
     def open(self, ranks: Ranks) -> None:
-        """Opens the stream for one rank and refuses what cannot be trained on; may be called again."""
+        """Opens the stream for one rank and checks that it can be trained on; may be called repeatedly."""
         plan_micro_batches(self.options.global_batch_size, self.options.micro_batch_size, ranks.world_size)
         if ranks != self._ranks and "windows" in vars(self):
-            # It holds the lanes of the rank that it was opened for, and nobody has those of the other ranks.
-            raise RuntimeError(f"the stream was opened for {self._ranks}, and is used by {ranks}; make new data for it")
+            # The open stream has read the lanes of the first rank; the state of the other ranks' lanes is unknown.
+            raise RuntimeError(
+                f"the stream was opened for {self._ranks} but is used by {ranks}; build a new data module"
+            )
         self._ranks = ranks
         self.windows.open()
 
     def close(self) -> None:
-        """Ends the workers; the next `open` allows new ones."""
+        """Ends the workers; after the next `open` new ones can start."""
         if "windows" in vars(self):
             self.windows.close()
 
     @property
     def order(self) -> SequenceOrder:
-        """Returns the order whose sources, not sequences, are consumed from the lanes."""
+        """Returns the order, which selects only the sources; the lanes provide the sequences."""
         if self._order is None:
             self._order = self._build_order()
         return self._order
 
     @property
     def last_position(self) -> int | None:
-        """Returns None: limits of epochs are the lanes' to keep."""
+        """Returns None, because the lanes keep the epoch limits."""
         return find_last_position(self.order, self.data_position, self.options.global_batch_size)
 
     @property
@@ -160,7 +162,7 @@ class StreamData:
         return self.windows.window(position)
 
     def advance(self, window: AccumulationWindow, *, has_tokens: bool = True) -> str | None:
-        """Moves the position past a window that was trained, and returns a line about a mix that begins there."""
+        """Moves the position past a trained window; returns a line about a mix that begins at the new position."""
         before, after = self.data_position, moved_position(window, self.data_position, self.options.global_batch_size)
         if after == before:
             return None
@@ -171,20 +173,20 @@ class StreamData:
 
     @property
     def has_ended(self) -> bool:
-        """Returns whether every lane was asked in a row and none had a sequence left."""
+        """Returns whether all lanes were asked in a row and none had a sequence left."""
         return self._num_empty_positions >= self.stream.num_lanes
 
     def find_end(self) -> str | None:
-        """Returns a line that says why training ends at the position, None where it goes on."""
+        """Returns a line with the reason why training ends at this position, None if it continues."""
         if not self.has_ended:
             return None
         return (
-            "every source of the stream has reached its limit of epochs, or holds no text: training ends at position "
+            "every source of the stream has reached its epoch limit, or has no text: training ends at position "
             f"{self.data_position}"
         )
 
     def sum_usage(self, sum_over_ranks: SumOverRanks) -> dict[str, dict[str, float]]:
-        """Returns what all ranks' lanes together have consumed of each source."""
+        """Returns the usage of each source, summed over the lanes of all ranks."""
         entries = self.windows.usage(self.data_position).values()
         own = [(e.num_tokens, e.num_spans, e.num_bad_documents, e.num_damaged_spans) for e in entries]
         sums = iter(sum_over_ranks([value for values in own for value in values]))
@@ -202,14 +204,14 @@ class StreamData:
 
     @property
     def validation(self) -> Sequence[TokenSource]:
-        """Returns the sources of the validation set of the corpus beside the stream."""
+        """Returns the sources of the validation set of the corpus next to the stream."""
         return () if self.corpus is None else self.corpus.validation
 
     @property
     def validation_remedy(self) -> str:
-        """Returns a line for a run that has no validation set and wants one."""
+        """Returns a line with the remedy for a run without a validation set."""
         if self.corpus_path is None:
-            return "data.stream has no validation set; give data.corpus, the corpus that has one"
+            return "data.stream has no validation set; give a corpus with one by data.corpus"
         return (
             f"the corpus {self.corpus_path} has no validation set; prepare it with a validation_fraction, or give "
             "another by data.corpus"
@@ -218,7 +220,7 @@ class StreamData:
     # ---- state
 
     def state(self) -> dict[str, Any]:
-        """Returns the position after the last trained window, where this rank's lanes stand, and their usage."""
+        """Returns the position after the last trained window, and the state and usage of this rank's lanes."""
         usage_of_lanes = self.windows.usage(self.data_position)
         return {
             "data_position": self.data_position,
@@ -230,7 +232,7 @@ class StreamData:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> str | None:
-        """Goes on where a saved run stood, and returns a line about the mix where it is another."""
+        """Continues from a saved state; returns a line about the mix if that has changed."""
         state = rename_old_keys(state)
         check_kind(state, is_stream=True)
         check_sequences(state, self._describe_sequences())
@@ -250,12 +252,12 @@ class StreamData:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Returns what the workers can make together, None before they made anything."""
+        """Returns the throughput of all workers together, None before they have made a block."""
         return self.windows.tokens_per_second
 
     @property
     def queue_depths(self) -> tuple[int, ...]:
-        """Returns how many blocks each worker still has to make."""
+        """Returns the number of blocks that each worker still has to make."""
         return self.windows.queue_depths
 
     # ---- parts
@@ -267,11 +269,11 @@ class StreamData:
         return {source.name: source.weight for source in self.stream_options.sources}
 
     def _build_order(self) -> SequenceOrder:
-        # A stream's sequences have no numbers, and its limits of epochs are the lanes' to keep.
+        # A stream's sequences have no numbers, and the lanes keep its epoch limits.
         return build_order(dict.fromkeys(self.stream.names, 1), self._weights, self.options.seed)
 
     def _describe_sequences(self) -> dict[str, Any]:
-        """Returns what decides which tokens a sequence holds, beside the order."""
+        """Returns the settings that, beside the order, determine the tokens of a sequence."""
         return {"seq_len": self.options.seq_len, "packing": self.options.packing, "plans": {}}
 
     def _load_tokenizer(self) -> Tokenizer:
@@ -281,11 +283,13 @@ class StreamData:
         elif self.corpus is not None:
             tokenizer = open_tokenizer(self.corpus.path)
         else:
-            raise UserError("data.stream.tokenizer is not given, and no data.corpus that holds one; give one of them")
+            raise UserError(
+                "the stream has no tokenizer; give data.stream.tokenizer, or a data.corpus with a tokenizer"
+            )
         wanted = self._tokenizer_hash if self.corpus is None else self.corpus.manifest.tokenizer_hash
         if wanted is not None and tokenizer.hash != wanted:
             other = "data.tokenizer_hash" if self.corpus is None else f"the tokenizer of {self.corpus_path}"
             raise UserError(
-                f"the stream's tokenizer is {tokenizer.hash[:16]}, {other} is {wanted[:16] or 'unknown'}; give the same"
+                f"the stream's tokenizer is {tokenizer.hash[:16]}, {other} is {wanted[:16] or 'unknown'}; use the same"
             )
         return tokenizer

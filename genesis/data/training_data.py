@@ -1,4 +1,4 @@
-"""What a run is trained on: one protocol for a prepared corpus and for a stream.
+"""The protocol of training data, implemented by prepared corpora and by streams.
 
 `CorpusData` (`corpus_data.py`) and `StreamData` (`stream_data.py`) fulfil it. The Trainer's data module, the training
 step, the command line, telemetry and checkpoints know the protocol alone. The pure functions that both kinds of data
@@ -24,7 +24,7 @@ SumOverRanks = Callable[[Sequence[int]], Sequence[int]]
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """How sequences and batches are made of any kind of data.
+    """How any kind of data becomes sequences and batches.
 
     Args:
         seq_len: Tokens of a sequence.
@@ -46,57 +46,57 @@ class TrainingOptions:
 
 
 class TrainingData(Protocol):
-    """What a run is trained on. Every rank calls it alike; no method but `sum_usage` communicates."""
+    """Training data. All ranks make the same calls; only `sum_usage` communicates."""
 
     @property
     def options(self) -> TrainingOptions:
-        """Returns how sequences and batches are made."""
+        """Returns the options of sequences and batches."""
 
     @property
     def identity(self) -> dict[str, str]:
-        """Returns what a checkpoint says of the data that it was trained on."""
+        """Returns the entries that identify the data in a checkpoint."""
 
     @property
     def vocab_size(self) -> int:
-        """Returns how many ids the tokenizer has."""
+        """Returns the number of ids of the tokenizer."""
 
     @property
     def vocabulary_owner(self) -> str:
-        """Returns whose vocabulary that is, for an error."""
+        """Returns the name of the vocabulary's owner, for error messages."""
 
     @property
     def sequence_format(self) -> SequenceFormat:
-        """Returns how a sequence is made of tokens."""
+        """Returns how tokens become sequences."""
 
     # ---- training
 
     def open(self, ranks: Ranks) -> None:
-        """Opens the data for one rank and refuses what cannot be trained on; may be called again."""
+        """Opens the data for one rank and checks that they can be trained on; may be called repeatedly."""
 
     def close(self) -> None:
-        """Ends the processes that the data have, if any; `open` allows new ones."""
+        """Ends the data's worker processes, if any; after the next `open` new ones can start."""
 
     @property
     def order(self) -> SequenceOrder:
-        """Returns the order of the training sequences, or at least the source that stands at each position."""
+        """Returns the order of the training sequences, or at least of their sources."""
 
     @property
     def data_position(self) -> int:
-        """Returns the position after the last window that was trained."""
+        """Returns the position after the last trained window."""
 
     @property
     def last_position(self) -> int | None:
-        """Returns the position after the last window; None if the data do not end at a known one."""
+        """Returns the position after the last window; None if it is unknown or the data never end."""
 
     @property
     def num_windows(self) -> int:
-        """Returns the windows of an epoch in Lightning's sense, which ends nothing."""
+        """Returns the number of windows of an epoch in Lightning's sense, whose end has no effect on the data."""
 
     def window(self, position: int) -> AccumulationWindow:
         """Returns this rank's window of the global batch that begins at `position`."""
 
     def advance(self, window: AccumulationWindow, *, has_tokens: bool = True) -> str | None:
-        """Moves the position past a window that was trained; once more of the same window changes nothing.
+        """Moves the position past a trained window; a second call for the same window has no effect.
 
         Args:
             window: What was trained.
@@ -107,28 +107,28 @@ class TrainingData(Protocol):
         """
 
     def find_end(self) -> str | None:
-        """Returns a line that says why training ends at the position, None where it goes on."""
+        """Returns a line with the reason why training ends at this position, None if it continues."""
 
     def sum_usage(self, sum_over_ranks: SumOverRanks) -> dict[str, dict[str, float]]:
-        """Returns what was consumed of each source up to the position, over all ranks, by the name of the figure."""
+        """Returns the usage of each source up to the position, over all ranks, by the name of the figure."""
 
     # ---- validation
 
     @property
     def validation(self) -> Sequence[TokenSource]:
-        """Returns the sources of the validation set; none where there is no such set."""
+        """Returns the sources of the validation set; an empty sequence without such a set."""
 
     @property
     def validation_remedy(self) -> str:
-        """Returns a line for a run that has no validation set and wants one."""
+        """Returns a line with the remedy for a run without a validation set."""
 
     # ---- state
 
     def state(self) -> dict[str, Any]:
-        """Returns where this rank stands, in plain types."""
+        """Returns this rank's state in plain types."""
 
     def load_state(self, state: Mapping[str, Any]) -> str | None:
-        """Goes on where a saved run stood, with this run's mix from there on.
+        """Continues from a saved state, with this run's mix from that position on.
 
         Returns:
             A line about the mix of sources where it is another, else None.
@@ -144,19 +144,19 @@ class TrainingData(Protocol):
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Returns what the data's own workers can make together; None where they have none, or made nothing yet."""
+        """Returns the throughput of the data's workers together; None without workers, or before their first block."""
 
     @property
     def queue_depths(self) -> tuple[int, ...]:
-        """Returns how many blocks each of these workers still has to make."""
+        """Returns the number of blocks that each of these workers still has to make."""
 
     @property
     def wait_remedy(self) -> str:
-        """Returns what to do where training waits for the data."""
+        """Returns the remedy for training that waits for the data."""
 
 
 _BEFORE_PACKING: Final[dict[str, Any]] = {"packing": "chunk", "plans": {}}
-"""What a checkpoint means that does not say how its documents were packed."""
+"""The packing of checkpoints that do not record it."""
 _REMEDIES: Final = {
     "seq_len": "set data.seq_len to the checkpoint's",
     "packing": "set data.packing to the checkpoint's",
@@ -172,11 +172,11 @@ def check_counts(**counts: int | None) -> None:
     """
     for name, value in counts.items():
         if value is not None and value < 1:
-            raise UserError(f"data.{name} is {value}; it counts from 1 up")
+            raise UserError(f"data.{name} is {value}; it must be at least 1")
 
 
 def check_kind(state: Mapping[str, Any], *, is_stream: bool) -> None:
-    """Refuses the state of the other kind of data.
+    """Checks that a state is of the same kind of data.
 
     Raises:
         UserError: See above.
@@ -185,13 +185,13 @@ def check_kind(state: Mapping[str, Any], *, is_stream: bool) -> None:
         return
     was, now = ("a corpus", "a stream") if is_stream else ("a stream", "a corpus")
     raise UserError(
-        f"the checkpoint was trained on {was}, this run trains on {now}, where no position is the same; give "
-        "the data of the checkpoint, or begin a new run from its weights (--checkpoint.restore weights)"
+        f"the checkpoint was trained on {was}, but this run trains on {now}, whose positions differ; use the "
+        "checkpoint's data, or start a new run from its weights (--checkpoint.restore weights)"
     )
 
 
 def check_sequences(state: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Refuses a state whose positions name other sequences than here.
+    """Checks that a state's positions mean the same sequences as in this run.
 
     Args:
         state: What was saved.
@@ -204,13 +204,13 @@ def check_sequences(state: Mapping[str, Any], here: Mapping[str, Any]) -> None:
         saved = state.get(key, _BEFORE_PACKING.get(key))
         if saved != value:
             raise UserError(
-                f"the checkpoint was trained with {key} {saved}, this run has {value}; positions would name other "
-                f"sequences: {_REMEDIES[key]}"
+                f"the checkpoint was trained with {key} {saved}, but this run has {value}, so that positions mean "
+                f"other sequences: {_REMEDIES[key]}"
             )
 
 
 def moved_position(window: AccumulationWindow, position: int, global_batch_size: int) -> int:
-    """Returns the position after `window`, which is the one at `position` or the one before that, given again.
+    """Returns the position after `window`, which begins at `position`, or ends there if it is given a second time.
 
     Raises:
         RuntimeError: It is another window: training left some out, or repeats them.
@@ -218,7 +218,7 @@ def moved_position(window: AccumulationWindow, position: int, global_batch_size:
     if window.data_position not in (position, position + global_batch_size):
         raise RuntimeError(
             f"a window that ends at position {window.data_position} was trained at position {position}: windows are "
-            "trained in their order, each once"
+            "trained in order, each once"
         )
     return window.data_position
 
@@ -231,7 +231,7 @@ def find_last_position(order: SequenceOrder, position: int, global_batch_size: i
 def continue_order(
     order: SequenceOrder, saved: Mapping[str, Any], position: int, weights: Mapping[str, int]
 ) -> tuple[SequenceOrder, str | None]:
-    """Returns the saved order, which goes on at `position` with the mix of `order`, and a line if that is another mix.
+    """Returns the saved order, continued at `position` with the mix of `order`, and a line if the mix changes.
 
     Args:
         order: This run's.
@@ -251,13 +251,13 @@ def continue_order(
 
 
 def describe_passed(order: SequenceOrder, before: int, position: int, weights: Mapping[str, int]) -> str | None:
-    """Returns a line about the mixes that begin after `before` and up to `position`; None where none draws on."""
+    """Returns a line about the mixes that begin after `before` and up to `position`; None if there are none."""
     passed = [mix for mix in order.mixes if before < mix.start_position <= position and any(mix.weights)]
     return describe_mixes(order, passed, weights) if passed else None
 
 
 def describe_mixes(order: SequenceOrder, mixes: Sequence[Mix], weights: Mapping[str, int]) -> str:
-    """Returns a line that names mixes by the weights that the user wrote, with their shares, and where they begin.
+    """Returns a line about mixes: the weights that the user wrote, their shares, and their start positions.
 
     An order's own weights count sequences, and are large where a packing fills sources' sequences differently.
     """

@@ -1,4 +1,4 @@
-"""What a checkpoint says of the data that were consumed until then, read from its state without a run."""
+"""Reads the data usage of a checkpoint from its state, without a run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,18 +8,18 @@ from genesis.data.old_keys import rename_old_keys
 from genesis_callbacks.checkpoint import CorruptCheckpointError, pick_data_sections
 
 DATA_STATE: Final = "CorpusDataModule"
-"""Under which name a checkpoint has the data module's state."""
+"""The key of the data module's state in a checkpoint."""
 
 
 @dataclass(frozen=True)
 class DataUsage:
-    """What was consumed of one source.
+    """The usage of one source.
 
     Args:
-        tokens: Labels, padding not counted.
-        epochs: How often the source was consumed; None where that is not recorded.
-        documents: Begun; None of a prepared corpus, which is consumed by sequences.
-        bad_documents: Skipped because they could not be read; None likewise.
+        tokens: Number of labels, without padding.
+        epochs: Number of passes over the source; None if it was not recorded.
+        documents: Number of documents started; None for a prepared corpus, which is consumed by sequences.
+        bad_documents: Number of documents that could not be read; None for a prepared corpus.
     """
 
     tokens: int
@@ -29,13 +29,13 @@ class DataUsage:
 
 
 def read_data_usage(sections: Sequence[Mapping[str, Any]]) -> dict[str, DataUsage]:
-    """Returns what was consumed of each source; empty where the run had other data.
+    """Returns the usage of each source; empty if the run had data of another kind.
 
     Args:
         sections: The checkpoint's state of each rank, as `read_state` gives it.
 
     Raises:
-        CorruptCheckpointError: What stands there is not what a data module saves.
+        CorruptCheckpointError: The state is not one that a data module saves.
     """
     try:
         return _read(sections)
@@ -63,7 +63,7 @@ def _epochs(value: Any) -> float | None:
 
 
 def _add_up(entries: Sequence[Mapping[str, int]]) -> DataUsage:
-    """Returns the sum of what each rank's lanes have consumed of a source."""
+    """Returns the usage of a source, summed over the lanes of all ranks."""
     return DataUsage(
         tokens=sum(entry["num_tokens"] for entry in entries),
         documents=sum(entry["num_documents"] for entry in entries),

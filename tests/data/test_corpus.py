@@ -138,7 +138,7 @@ def test_a_shard_that_vanishes_or_is_cut_in_mid_run_is_named(corpus: Path) -> No
     (corpus / SHARD).write_bytes(data[:4])
     with pytest.raises(UserError) as error:
         read(source, 0, len(STREAM))
-    assert f"{SHARD} was cut short: it has 4 bytes of {len(data)}" in one_line(error)
+    assert f"{SHARD} is truncated: it has 4 of {len(data)} bytes" in one_line(error)
     (corpus / SHARD).unlink()
     with pytest.raises(UserError) as error:
         read(source, 0, len(STREAM))

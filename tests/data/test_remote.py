@@ -130,7 +130,7 @@ def test_a_server_without_ranges_begins_again(store, tmp_path):
 
 @pytest.mark.parametrize(
     ("fault", "message"),
-    [(500, "500"), ("hang", "no answer in time"), ("trickle", "no answer in time"), ("cut", "ClientPayloadError")],
+    [(500, "500"), ("hang", "no response in time"), ("trickle", "no response in time"), ("cut", "ClientPayloadError")],
 )
 def test_a_store_that_always_fails_is_named_with_what_it_did_last(store, tmp_path, monkeypatch, fault, message):
     file = find(store)
@@ -158,10 +158,10 @@ def test_all_attempts_together_have_a_time_limit(store, tmp_path, monkeypatch):
 def test_what_no_attempt_can_mend_is_tried_once(store, tmp_path):
     file = find(store)
     store.faults = [403]
-    with pytest.raises(UserError, match=r"a\.txt may not be read .*403.*give credentials"):
+    with pytest.raises(UserError, match=r"access to .*a\.txt is denied .*403.*give credentials"):
         fetch(file, tmp_path / "a")
     store.faults = [416]
-    with pytest.raises(UserError, match=r"a\.txt is refused by its store .*416"):
+    with pytest.raises(UserError, match=r"the store refuses .*a\.txt .*416"):
         fetch(file, tmp_path / "a")
     assert store.count("GET") == 2
 
@@ -169,20 +169,20 @@ def test_what_no_attempt_can_mend_is_tried_once(store, tmp_path):
 def test_a_file_that_vanishes_is_named(store, tmp_path):
     file = find(store)
     store.faults = [404]
-    with pytest.raises(UserError, match=r"a\.txt is gone since it was found; .*--restart"):
+    with pytest.raises(UserError, match=r"a\.txt was removed since it was listed; .*--restart"):
         fetch(file, tmp_path / "a")
     del store.files["/a.txt"]
-    with pytest.raises(UserError, match=r"a\.txt is gone since it was found"):
+    with pytest.raises(UserError, match=r"a\.txt was removed since it was listed"):
         fetch(file, tmp_path / "a")
 
 
 def test_a_file_that_changes_is_named_whenever_it_does(store, tmp_path):
     file = find(store)
     store.files["/a.txt"] = DATA[:-1]
-    with pytest.raises(UserError, match=r"a\.txt has changed since it was found: it had 300000 bytes and has 299999"):
+    with pytest.raises(UserError, match=r"a\.txt has changed since it was listed: it had 300000 bytes and has 299999"):
         fetch(file, tmp_path / "a")
     store.files["/a.txt"] = DATA[::-1]
-    with pytest.raises(UserError, match=r"a\.txt has changed since it was found: its ETag was .* and is "):
+    with pytest.raises(UserError, match=r"a\.txt has changed since it was listed: its ETag was .* and is "):
         fetch(file, tmp_path / "a")
     assert store.count("GET") == 0
 
@@ -199,7 +199,7 @@ def test_a_file_that_changes_while_it_is_downloaded_is_named(store, tmp_path, si
 
     thread = threading.Thread(target=change)
     thread.start()
-    with pytest.raises(UserError, match=rf"a\.txt has changed since it was found: .*{message}"):
+    with pytest.raises(UserError, match=rf"a\.txt has changed since it was listed: .*{message}"):
         fetch(file, tmp_path / "a")
     thread.join()
 
@@ -207,7 +207,7 @@ def test_a_file_that_changes_while_it_is_downloaded_is_named(store, tmp_path, si
 def test_an_answer_longer_than_the_file_is_refused(store, tmp_path):
     file = find(store)._replace(num_bytes=1000)
     store.head_lengths = [1000]
-    with pytest.raises(UserError, match=r"a\.txt has changed since it was found: it had 1000 bytes and now gives more"):
+    with pytest.raises(UserError, match=r"a\.txt has changed since it was listed: it had 1000 bytes and now has more"):
         fetch(file, tmp_path / "a")
 
 
@@ -217,7 +217,7 @@ def test_a_file_that_came_with_another_hash_is_refused(store, tmp_path):
     assert fetch(file, tmp_path / "a") == DATA
     store.faults = ["flip"]
     wanted = hashlib.md5(DATA).hexdigest()
-    with pytest.raises(UserError, match=rf"a\.txt came with MD5 \w+, its store says {wanted}"):
+    with pytest.raises(UserError, match=rf"the download of .*a\.txt has MD5 \w+, the store lists {wanted}"):
         fetch(file, tmp_path / "a")
 
 
@@ -306,7 +306,7 @@ def test_nothing_is_remembered_of_an_earlier_listing(s3, tmp_path):
     (old,) = list_files(f"s3://{BUCKET}/web/*.txt", ())
     put(client, "web/a.txt", b"other")
     put(client, "web/b.txt")
-    with pytest.raises(UserError, match=r"a\.txt has changed since it was found"):
+    with pytest.raises(UserError, match=r"a\.txt has changed since it was listed"):
         fetch(old, tmp_path / "a")
     new, _ = list_files(f"s3://{BUCKET}/web/*.txt", ())
     assert new.identity != old.identity
@@ -317,10 +317,10 @@ def test_an_s3_object_that_changes_or_vanishes_is_named(s3, tmp_path):
     put(client, "a.txt", b"first")
     (file,) = list_files(f"s3://{BUCKET}/a.txt", ())
     put(client, "a.txt", b"other")
-    with pytest.raises(UserError, match=r"s3://corpus/a\.txt has changed since it was found: its ETag was"):
+    with pytest.raises(UserError, match=r"s3://corpus/a\.txt has changed since it was listed: its ETag was"):
         fetch(file, tmp_path / "a")
     client.delete_object(Bucket=BUCKET, Key="a.txt")
-    with pytest.raises(UserError, match=r"s3://corpus/a\.txt is gone since it was found"):
+    with pytest.raises(UserError, match=r"s3://corpus/a\.txt was removed since it was listed"):
         fetch(file, tmp_path / "a")
 
 
@@ -332,7 +332,7 @@ def test_an_s3_object_with_a_flipped_bit_is_refused_where_its_etag_is_its_hash(s
         (file,) = list_files(f"s3://{BUCKET}/{name}", ())
         store.faults = ["flip"]
         if name == "a.txt":
-            with pytest.raises(UserError, match=r"a\.txt came with MD5 \w+, its store says \w+"):
+            with pytest.raises(UserError, match=r"the download of .*a\.txt has MD5 \w+, the store lists \w+"):
                 fetch(file, tmp_path / "a")
         else:  # there it is none
             assert len(fetch(file, tmp_path / "a")) == len(DATA)
@@ -342,7 +342,7 @@ def test_an_s3_bucket_that_may_not_be_read_is_refused_at_once(s3):
     client, store = s3
     put(client, "web/a.jsonl")
     store.faults, store.head_faults, store.repeat = [403], [403], True
-    with pytest.raises(UserError, match=r"s3://corpus/web/\*\.jsonl may not be read .*give credentials"):
+    with pytest.raises(UserError, match=r"access to s3://corpus/web/\*\.jsonl is denied .*give credentials"):
         list_files(f"s3://{BUCKET}/web/*.jsonl", ())
     assert len(store.requests) == 1
 

@@ -202,7 +202,7 @@ def test_a_file_that_changes_after_planning_is_refused(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     (span,) = plan_spans(source, find_files(source), 1 << 20)
     write_jsonl(tmp_path / "a.jsonl", TEXTS[:-1])
-    with pytest.raises(UserError, match=r"a\.jsonl has changed since it was found"):
+    with pytest.raises(UserError, match=r"a\.jsonl has changed since it was listed"):
         list(read_documents(source, span))
 
 
@@ -350,7 +350,7 @@ def test_a_remote_file_that_changes_is_refused_unless_its_copy_is_there(tmp_path
     assert [document.text for document in read_documents(source, span)] == TEXTS
     (copy,) = (tmp_path / "cache").glob("*.copy")
     copy.unlink()
-    with pytest.raises(UserError, match=r"a\.jsonl has changed since it was found: its ETag was"):
+    with pytest.raises(UserError, match=r"a\.jsonl has changed since it was listed: its ETag was"):
         list(read_documents(source, span))
 
 

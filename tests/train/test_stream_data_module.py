@@ -260,7 +260,7 @@ def test_a_corpus_beside_the_stream_gives_the_validation_set_and_the_tokenizer(
     other = data_module(directory, tokenizer, corpus=str(tiny_corpus))
     with pytest.raises(UserError, match=r"the stream's tokenizer is .*, the tokenizer of .* is .*; give the same"):
         other.setup("fit")
-    with pytest.raises(UserError, match=r"data\.stream\.tokenizer is not given, and no data\.corpus"):
+    with pytest.raises(UserError, match=r"the stream has no tokenizer; give data\.stream\.tokenizer"):
         data_module(directory, tokenizer, stream=options).setup("fit")
     with pytest.raises(UserError, match=r"there is nothing to train on; give data\.corpus"):
         data_module(directory, tokenizer, stream=None)
@@ -271,9 +271,9 @@ def test_a_checkpoint_of_a_corpus_is_no_checkpoint_of_a_stream(
 ) -> None:
     corpus = CorpusDataModule(str(tiny_corpus), seq_len=SEQ_LEN, micro_batch_size=2, global_batch_size=GLOBAL_BATCH)
     stream = data_module(directory, tokenizer)
-    with pytest.raises(UserError, match="was trained on a corpus, this run trains on a stream"):
+    with pytest.raises(UserError, match="was trained on a corpus, but this run trains on a stream"):
         stream.load_state_dict(corpus.state_dict())
-    with pytest.raises(UserError, match="was trained on a stream, this run trains on a corpus"):
+    with pytest.raises(UserError, match="was trained on a stream, but this run trains on a corpus"):
         corpus.load_state_dict(stream.state_dict())
 
 

@@ -1,4 +1,4 @@
-"""What was consumed of each source: a function of where the lanes stand."""
+"""The data usage of a stream, computed from the states of its lanes."""
 
 from dataclasses import dataclass
 
@@ -9,15 +9,15 @@ from genesis.data.stream.worker import LaneSource
 
 @dataclass(frozen=True)
 class SourceUsage:
-    """What some lanes have consumed of one source. Entries of different lanes add up, field by field.
+    """The usage of one source by some lanes. Entries of different lanes can be added, field by field.
 
     Args:
-        num_sequences: Sequences given out.
-        num_tokens: Labels of those.
-        num_documents: Documents begun.
-        num_bad_documents: Documents skipped because they could not be read.
-        num_damaged_spans: Parts of shards whose rest was skipped.
-        num_spans: Parts of shards read to their end, once for each epoch.
+        num_sequences: Number of sequences given out.
+        num_tokens: Number of labels of these sequences.
+        num_documents: Number of documents started.
+        num_bad_documents: Number of documents skipped because they could not be read.
+        num_damaged_spans: Number of parts of shards whose rest was skipped.
+        num_spans: Number of parts of shards read to their end, counted in every epoch.
     """
 
     num_sequences: int
@@ -29,7 +29,7 @@ class SourceUsage:
 
 
 def measure_usage(stream: Stream, states: LaneStates) -> dict[str, SourceUsage]:
-    """Returns what the lanes of `states` have consumed of each source."""
+    """Returns the usage of each source by the lanes of `states`."""
     usage = {}
     for index, name in enumerate(stream.names):
         parts = {key: state for key, state in states.items() if key.source == index}
@@ -45,7 +45,7 @@ def measure_usage(stream: Stream, states: LaneStates) -> dict[str, SourceUsage]:
 
 
 def count_spans(stream: Stream) -> dict[str, int]:
-    """Returns the spans of each source: so many are one epoch."""
+    """Returns the number of spans of each source in one epoch."""
     counts = dict.fromkeys(stream.names, 0)
     for part in stream.parts.values():
         counts[part.source.name] += len(part.spans)

@@ -330,7 +330,7 @@ def test_a_file_that_changed_after_its_adoption_is_named(prepared: Prepared, tmp
         read_all(corpus.train[0])
     assert "has hash" in str(find_fault(corpus.path, corpus.manifest, corpus.manifest.train[0].shards[-1]))
     path.write_bytes(data[:-2])
-    with pytest.raises(UserError, match=r"tokens\.npy has \d+ bytes, but the manifest lists \d+; put the file back"):
+    with pytest.raises(UserError, match=r"tokens\.npy has \d+ bytes, but the manifest lists \d+; restore the original file"):
         open_adopted(path)
     path.unlink()
     with pytest.raises(UserError, match=r"tokens\.npy can't be read"):
