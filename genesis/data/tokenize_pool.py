@@ -11,10 +11,10 @@ _WORKER_MODULE = "genesis.data.tokenize_worker"
 
 
 def run_jobs(jobs: Sequence[Job], setup: Setup, num_workers: int) -> Iterator[Progress | FinishedPart]:
-    """Runs the jobs in worker processes and yields their messages as they come; ends the processes.
+    """Runs the jobs in worker processes and yields their messages as they arrive; ends the processes at the end.
 
     Raises:
-        UserError: A job could not be done, or a worker died; other workers' finished parts were yielded before.
+        UserError: A job failed or a worker died; parts that other workers have finished are yielded first.
     """
     waiting = iter(jobs)
     workers: dict[Connection[object, object], PipedWorker] = {}

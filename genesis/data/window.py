@@ -1,4 +1,4 @@
-"""What the data loader gives to the training step: the accumulation window.
+"""The accumulation window, which the data loader gives to the training step.
 
 B  sequences of one micro-batch on one rank     S  tokens of one sequence
 """

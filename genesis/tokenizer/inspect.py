@@ -1,4 +1,4 @@
-"""How well a tokenizer fits text: bytes per token, whether every text comes back, which pieces it never uses."""
+"""Measures how well a tokenizer fits text: bytes per token, exact round trips, unused pieces."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ _BATCH_CHARS = 1 << 20
 
 @dataclass(frozen=True)
 class TextReport:
-    """What a tokenizer makes of some texts.
+    """Measurements of a tokenizer on some texts.
 
     Args:
-        num_documents: How many texts.
-        num_bytes: Their UTF-8 bytes.
-        num_tokens: Their ids, without bos and eos.
-        num_byte_tokens: Those of the ids that spell a single byte of a character without a piece.
-        num_changed: Texts that do not come back as they were; more than none is a bug.
-        id_counts: How often each id was used.
+        num_documents: Number of texts.
+        num_bytes: Number of UTF-8 bytes of the texts.
+        num_tokens: Number of ids, without bos and eos.
+        num_byte_tokens: Number of ids that are a single byte of a character without a piece.
+        num_changed: Number of texts that decode to a different text; a value above 0 is a bug.
+        id_counts: Number of uses of each id.
     """
 
     num_documents: int
@@ -33,12 +33,12 @@ class TextReport:
 
     @property
     def bytes_per_token(self) -> float:
-        """Returns the mean bytes that a token stands for."""
+        """Returns the mean number of bytes per token."""
         return self.num_bytes / max(1, self.num_tokens)
 
 
 def measure_texts(tokenizer: Tokenizer, texts: Iterable[str], num_threads: int = 1) -> TextReport:
-    """Returns what `tokenizer` makes of `texts`."""
+    """Returns the measurements of `tokenizer` on `texts`."""
     num_documents = num_bytes = num_changed = 0
     counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     for batch in _batches(texts):

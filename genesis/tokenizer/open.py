@@ -1,8 +1,8 @@
-"""Opens a tokenizer, whatever its kind: which kind it is, the files in its directory say.
+"""Opens tokenizers of any kind; the files in a directory determine the kind.
 
-`FORMATS` are the kinds that genesis brings along. An installed distribution may add its own by an entry point of the
-group `genesis.tokenizers`, whose value names a `TokenizerFormat`; every process of a run finds it there. Formats of
-genesis are looked for first, then those of entry points in the order of their names.
+`FORMATS` lists the kinds that are part of genesis. An installed distribution can add a kind by an entry point of the
+group `genesis.tokenizers` whose value is a `TokenizerFormat`; every process of a run finds it there. The formats of
+genesis are tried first, then those of entry points in the order of their names.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,9 +25,9 @@ class TokenizerFormat:
     """A kind of tokenizer.
 
     Args:
-        kind: What people call it.
+        kind: The kind's name for people.
         file_names: Its files; a directory that has all of them holds such a tokenizer.
-        build: Makes the tokenizer of these files' contents, by name. Raises UserError with what is wrong with them.
+        build: Builds the tokenizer from the files' contents by name. Raises UserError if the contents are invalid.
     """
 
     kind: str
@@ -56,7 +56,7 @@ def open_tokenizer(path: Path | str) -> Tokenizer:
             looked_for = "; ".join(
                 f"it has no {' and '.join(one.file_names)} ({one.kind})" for one in _iterate_formats()
             )
-            raise UserError(f"{path} holds no tokenizer: {looked_for}; {TRAIN_REMEDY}")
+            raise UserError(f"{path} has no tokenizer: {looked_for}; {TRAIN_REMEDY}")
         return _build(found, read_files(path, found.file_names), path)
     owner = next((one for one in _iterate_formats() if path.name in one.file_names), None)
     if owner is None:
@@ -73,7 +73,7 @@ def build_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
     for one in _iterate_formats():
         if set(one.file_names) == files.keys():
             return one.build(files)
-    raise UserError(f"no kind of tokenizer consists of {', '.join(files)}; install the package that has it")
+    raise UserError(f"unknown kind of tokenizer, with the files {', '.join(files)}; install the package that adds it")
 
 
 def find_format(directory: Path) -> TokenizerFormat | None:
@@ -104,8 +104,8 @@ def _iterate_formats() -> Iterator[TokenizerFormat]:
         found = point.load()
         if not isinstance(found, TokenizerFormat):
             raise UserError(
-                f"the entry point {point.name} = {point.value} of {ENTRY_POINT_GROUP} is no TokenizerFormat; "
-                "fix or remove the package that has it"
+                f"the entry point {point.name} = {point.value} of {ENTRY_POINT_GROUP} is not a TokenizerFormat; "
+                "fix or remove the package that defines it"
             )
         yield found
 

@@ -2,7 +2,7 @@
 
 Three things are added to what the library does:
 
-- U+2581, which it takes for a space, is spelled in its three bytes; so every text comes back as it was.
+- U+2581, which SentencePiece treats as a space, is encoded as its three bytes, so that every text round-trips.
 - A long text is encoded in chunks cut where no piece can reach across. The ids are the same, the speed does not fall
   with the length of the document, and memory stays small.
 - Decoding joins the bytes that the ids stand for, so that half a character is never lost or printed broken.
@@ -44,7 +44,7 @@ class SentencePieceTokenizer:
 
     def __init__(self, model: bytes) -> None:
         if not model:
-            raise UserError(f"it is empty; {TRAIN_REMEDY.replace('make one', 'make a tokenizer')}")
+            raise UserError(f"the file is empty; {TRAIN_REMEDY.replace('make one', 'make a tokenizer')}")
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         except (RuntimeError, ValueError):
@@ -65,7 +65,7 @@ class SentencePieceTokenizer:
         self._can_cut = not any(_SPACE_MARK in piece.lstrip(_SPACE_MARK) for piece in self._text_pieces())
         if self.decode(self.encode(_PROBE)) != _PROBE:
             raise UserError(
-                "this tokenizer does not give text back as it was (it normalises, trims or lacks byte fallback); "
+                "decoding does not return the encoded text (the tokenizer normalises, trims or lacks byte fallback); "
                 f"{TRAIN_REMEDY}"
             )
 

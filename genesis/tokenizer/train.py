@@ -50,7 +50,7 @@ class TokenizerOptions:
         smallest = EOS_ID + 1 + len(CONTROL_SYMBOLS) + 256
         if self.vocab_size <= smallest:
             raise UserError(
-                f"vocab_size {self.vocab_size} leaves no room: bytes and control symbols take {smallest}; choose more"
+                f"vocab_size {self.vocab_size} is too small: bytes and control symbols need {smallest}; raise it"
             )
         if not 0.98 <= self.character_coverage <= 1.0:
             raise UserError(f"character_coverage {self.character_coverage} is not between 0.98 and 1")
@@ -114,5 +114,5 @@ def _explain(message: str, options: TokenizerOptions) -> Exception:
             f"or lower character_coverage ({options.character_coverage})"
         )
     if "sentences_.empty()" in message:
-        return UserError("the sources hold no text to learn a tokenizer from; give other paths")
+        return UserError("the sources have no text to train a tokenizer on; give other paths")
     return RuntimeError(message)

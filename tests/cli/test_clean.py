@@ -123,7 +123,7 @@ def test_a_mistaken_stage_is_one_line_that_names_it(stage: dict[str, object], me
         (("--executor", "slurm"), "executor slurm needs slurm.partition"),
         (("--executor", "slurm", "--slurm.partition", "cpu"), "executor slurm needs slurm.time"),
         (("--tokenizer", "nowhere"), "cannot read the tokenizer nowhere"),
-        (("--sources", "[{name: web, paths: [nowhere]}]"), "nothing is at nowhere"),
+        (("--sources", "[{name: web, paths: [nowhere]}]"), "no such file: nowhere"),
     ],
 )
 def test_a_mistaken_option_is_one_line(

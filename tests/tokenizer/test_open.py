@@ -25,7 +25,7 @@ def test_nothing_outside_of_the_package_knows_the_kind_of_a_tokenizer() -> None:
 
 
 def test_a_directory_without_a_tokenizer_is_refused_with_what_was_looked_for(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"holds no tokenizer: it has no tokenizer\.model \(SentencePiece\)") as error:
+    with pytest.raises(UserError, match=r"has no tokenizer: it has no tokenizer\.model \(SentencePiece\)") as error:
         open_tokenizer(tmp_path)
     assert "\n" not in str(error.value)
     assert hash_tokenizer(tmp_path) is None

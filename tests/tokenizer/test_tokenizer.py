@@ -132,8 +132,8 @@ def test_a_vocabulary_too_large_names_the_largest_that_works(tmp_path):
 @pytest.mark.parametrize(
     ("texts", "vocab_size", "message"),
     [
-        ([], VOCAB_SIZE, "hold no text"),
-        (["", "\0"], VOCAB_SIZE, "hold no text"),
+        ([], VOCAB_SIZE, "have no text to train"),
+        (["", "\0"], VOCAB_SIZE, "have no text to train"),
         ([TEXT], 280, "vocab_size 280 is too small for this text's characters: choose more than"),
         ([TEXT], 272, "vocab_size 272 leaves no room"),
     ],

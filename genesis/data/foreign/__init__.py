@@ -1,1 +1,1 @@
-"""Tokens that other tools wrote, read where they lie: what their files hold, and corpora made of them."""
+"""Reads token files of other tools in place, and makes corpora of them."""

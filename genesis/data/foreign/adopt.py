@@ -1,14 +1,14 @@
-"""Makes a corpus of tokens that other tools wrote: a manifest and indices, while the tokens stay where they lie.
+"""Makes a corpus of token files of other tools: it writes a manifest and indices, and reads the tokens in place.
 
-Each file is cut into shards of moderate size, so that a first touch need not hash a file of a hundred gigabytes. Where
-documents end is taken from the file's own index, or found by the end-of-document id, and written beside the manifest:
+Each file is divided into shards of moderate size, so that the first read need not hash a file of a hundred gigabytes.
+The document ends are taken from the file's own index, or found by the end-of-document id, and written to:
 
     CORPUS/manifest.json
-    CORPUS/…                         the tokenizer's files, where there is one
+    CORPUS/…                         the tokenizer's files, if there is a tokenizer
     CORPUS/train/SOURCE.index        uint64, the end of each document that has tokens, counted over all files
-    CORPUS/train/SOURCE.added        where documents' ends are added: uint64, their places, counted with those added
+    CORPUS/train/SOURCE.added        uint64, positions of added document ends, counted with the added tokens
 
-Memory is bounded by a shard. The corpus gets its name when all of it is on disk.
+Memory is bounded by a shard. The corpus is renamed into place when all of it is on disk.
 """
 
 import re
@@ -54,14 +54,14 @@ class ForeignSource:
     Args:
         name: Its name: letters, digits, ".", "_" and "-".
         paths: Files or directories of the training set, in their order.
-        validation_paths: Those of the validation set.
+        validation_paths: Files or directories of the validation set.
         weight: Share in the training mix, an integer in proportion to the other sources' weights.
-        format: datatrove (.ds), megatron (.bin and .idx), flat (.npy, .bin) or huggingface (a saved dataset); auto goes
-            by the names of the files.
-        documents: Where they end: index (as the files say: each document, each row) or eos (after each `eos_id`, across
-            rows and files); auto takes the index of a format that has one.
-        column: Of a Hugging Face dataset: where the ids are.
-        dtype: Of the tokens of a flat file that does not say it, as uint16.
+        format: datatrove (.ds), megatron (.bin and .idx), flat (.npy, .bin) or huggingface (a saved dataset); auto
+            decides by the names of the files.
+        documents: Where documents end: index (at each document or row of the files) or eos (after each `eos_id`, across
+            rows and files); auto uses the index of a format that has one.
+        column: The column of ids in a Hugging Face dataset.
+        dtype: The type of tokens in flat files without a header, such as uint16.
     """
 
     name: str
@@ -86,20 +86,20 @@ class ForeignSource:
 
 @dataclass(frozen=True)
 class AdoptOptions:
-    """What to adopt.
+    """Options of `genesis data adopt`.
 
     Args:
-        name: The corpus's name; it is made in the directory OUT/NAME.
+        name: The corpus's name; the corpus is written to the directory OUT/NAME.
         sources: Named sources of tokens.
-        out: The directory that corpora are made in.
-        tokenizer: What made the tokens, a file or directory; without one, bits per byte are unknown and samples are
-            shown as ids.
-        vocab_size: No id reaches it; by default the tokenizer's.
+        out: The directory of corpora.
+        tokenizer: The tokenizer that made the tokens, a file or directory; without it, bits per byte are unknown and
+            samples are shown as ids.
+        vocab_size: Number of ids; by default the tokenizer's.
         eos_id: The token that ends a document; by default the tokenizer's.
-        bos_id: The token that begins one, if any does; by default the tokenizer's.
-        add_eos: Add `eos_id`, where they are read, to documents that lack it.
-        check: all reads every token once, for hashes, ids and documents' ends; sizes looks at the files' sizes and
-            indices alone, and the rest is looked at when a shard is first read.
+        bos_id: The token that begins a document, if any; by default the tokenizer's.
+        add_eos: Whether to add `eos_id`, when they are read, to documents that lack it.
+        check: all reads every token once, for hashes, ids and document ends; sizes checks only the files' sizes and
+            indices, and leaves the rest to the first read of each shard.
     """
 
     name: str
@@ -114,14 +114,14 @@ class AdoptOptions:
 
     def __post_init__(self) -> None:
         if not self.name or Path(self.name).name != self.name:
-            raise UserError(f"corpus name {self.name!r} is not the name of one directory; leave '/' to `out`")
+            raise UserError(f"corpus name {self.name!r} is not the name of one directory; give its parent by `out`")
         names = [source.name for source in self.sources]
         if not names:
             raise UserError("no sources are given; name files of tokens")
         if len(set(names)) < len(names):
             raise UserError(f"two sources have the same name: {', '.join(names)}; give each its own")
         if self.check == "sizes" and self.add_eos:
-            raise UserError("add_eos needs check all: whether a document lacks its end is seen by reading it")
+            raise UserError("add_eos needs check all, because only reading a document shows whether it lacks its end")
 
     @property
     def corpus(self) -> Path:
@@ -131,15 +131,14 @@ class AdoptOptions:
 
 @dataclass(frozen=True)
 class Adoption:
-    """What became of it.
+    """The result of `adopt_corpus`.
 
     Args:
-        manifest: Of the corpus.
-        num_files: Of tokens.
-        num_added: Documents' ends that are added where they are read.
-        num_unfinished: Files that do not end with a document's end: their last document goes on in the next file.
-        num_inner: Times that eos stands within a document, which goes on after it; unknown (0) where only sizes were
-            checked.
+        manifest: The corpus's manifest.
+        num_files: Number of token files.
+        num_added: Number of document ends that are added at reading.
+        num_unfinished: Number of files whose last document continues in the next file.
+        num_inner: Number of times that eos occurs within a document; 0 if only sizes were checked.
     """
 
     manifest: CorpusManifest
@@ -154,10 +153,10 @@ def adopt_corpus(options: AdoptOptions, report: Callable[[int], None] = lambda n
 
     Args:
         options: What to adopt.
-        report: Called as the work goes on, with the tokens done so far.
+        report: Called during the work with the number of tokens so far.
 
     Raises:
-        UserError: The corpus is there already, or the files are not what the options say; nothing is left behind.
+        UserError: The corpus already exists, or the files contradict the options; no partial result is left.
     """
     vocabulary = _read_vocabulary(options)
     if options.corpus.exists() and any(options.corpus.iterdir()):
@@ -172,7 +171,7 @@ def adopt_corpus(options: AdoptOptions, report: Callable[[int], None] = lambda n
         staging.replace(options.corpus)
         sync_directory(options.out)
     except OSError as error:
-        raise UserError(f"cannot make {options.corpus} ({error}); mend that and begin again") from None
+        raise UserError(f"cannot make {options.corpus} ({error}); fix the cause and start again") from None
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return adoption
@@ -196,14 +195,16 @@ def _read_vocabulary(options: AdoptOptions) -> _Vocabulary:
         for key, wanted in given.items():
             given[key] = getattr(tokenizer, key)
             if wanted not in (None, given[key]):
-                raise UserError(f"{key} is {wanted}, the tokenizer's is {given[key]}; leave one of them out")
+                raise UserError(
+                    f"{key} is {wanted}, but the tokenizer's is {given[key]}; remove {key}, or give another tokenizer"
+                )
     size, eos_id, bos_id = given.values()
     if size is None or (eos_id is None and (tokenizer is None or options.add_eos)):
         missing = "vocab_size" if size is None else "eos_id"
-        raise UserError(f"{missing} is unknown; give it, or the tokenizer")
+        raise UserError(f"{missing} is unknown; give {missing}, or the tokenizer")
     for key, value in (("eos_id", eos_id), ("bos_id", bos_id)):
         if value is not None and not 0 <= value < size:
-            raise UserError(f"{key} {value} is not within vocab_size {size:,}; mend one of them")
+            raise UserError(f"{key} {value} is not below vocab_size {size:,}; correct one of them")
     return _Vocabulary(size, eos_id, bos_id, tokenizer)
 
 
@@ -215,11 +216,11 @@ class _Piece(NamedTuple):
 
     Args:
         file: The file.
-        mtime_ns: Its time of modification before it was looked into.
-        byte_offset: Where the tokens begin.
-        num_tokens: How many.
-        ends: Documents' ends among them, where the file says them.
-        ends_file: Whether they are the file's last.
+        mtime_ns: The file's modification time before it was read.
+        byte_offset: Offset of the first token.
+        num_tokens: Number of tokens.
+        ends: Document ends among the tokens; None if the file does not have them.
+        ends_file: Whether these are the file's last tokens.
     """
 
     file: TokenFile
@@ -292,11 +293,11 @@ class _Adopter:
             added_path.unlink()
         sync_directory(self._staging / split)
         if not num_tokens:
-            raise UserError(f"source {source.name}: {', '.join(paths)} holds no tokens; leave it out")
+            raise UserError(f"source {source.name}: {', '.join(paths)} has no tokens; remove the source")
         if self._vocabulary.eos_id is not None and num_documents == num_added and not self._options.add_eos:
             raise UserError(
-                f"source {source.name}: {', '.join(paths)} holds no eos_id {self._vocabulary.eos_id}; give the id that "
-                "ends documents, or add_eos where each file is one document"
+                f"source {source.name}: {', '.join(paths)} has no eos_id {self._vocabulary.eos_id}; give the id that "
+                "ends documents, or add_eos if each file is one document"
             )
         num_text_bytes = sum(shard.num_text_bytes for shard in shards)
         return SourceRecord(source.name, source.weight, num_documents, num_text_bytes, num_tokens, shards)
@@ -307,11 +308,11 @@ class _Adopter:
             file = reader_of(found, source.column, source.dtype)()
             by_eos = source.documents == "eos" or (source.documents == "auto" and file.read_ends is None)
             if not by_eos and file.read_ends is None:
-                raise UserError(f"{file.path} does not say where documents end; give documents eos")
+                raise UserError(f"{file.path} has no index of documents; set documents to eos")
             if by_eos and self._vocabulary.eos_id is None:
-                raise UserError(f"{file.path}: documents would end at eos_id, and the tokenizer has none; give eos_id")
+                raise UserError(f"{file.path}: documents would end at eos_id, but the tokenizer has none; give eos_id")
             if by_eos and self._options.check == "sizes":
-                raise UserError(f"{file.path}: documents end at eos_id, so all is read; give check all")
+                raise UserError(f"{file.path}: documents end at eos_id, which must be searched; set check to all")
             starts = list(accumulate((run.num_tokens for run in file.runs), initial=0))
             for start, num_tokens, ends in _cut_evenly(starts) if by_eos else _cut_at_documents(file, starts):
                 run = bisect_right(starts, start) - 1
@@ -321,10 +322,10 @@ class _Adopter:
             self._num_files += 1
 
     def _look_into(self, piece: _Piece, is_last: bool) -> tuple[ShardRecord, NDArray[np.int64], NDArray[np.int64]]:
-        """Returns a piece's record, without its place in the index, the ends of its documents and those that are added.
+        """Returns a piece's record, without its index entries, the ends of its documents, and the added ends.
 
         Raises:
-            UserError: An id, or a document's end, is not what it should be; or the file was written meanwhile.
+            UserError: An id or a document's end is invalid, or the file changed while it was read.
         """
         if self._options.check == "sizes":
             assert piece.ends is not None
@@ -342,7 +343,7 @@ class _Adopter:
                 num_inner = int(np.count_nonzero(tokens == self._vocabulary.eos_id) - np.count_nonzero(~is_added))
         status = piece.file.path.stat()
         if (status.st_size, status.st_mtime_ns) != (piece.file.file_bytes, piece.mtime_ns):
-            raise UserError(f"{piece.file.path} changed while it was read; begin again when it is finished")
+            raise UserError(f"{piece.file.path} changed while it was read; start again when the file is finished")
         ends = ends + np.cumsum(is_added)
         added = ends[is_added] - 1
         shard = ShardRecord(
@@ -366,9 +367,9 @@ class _Adopter:
     def _find_ends(
         self, piece: _Piece, tokens: NDArray[np.unsignedinteger], is_last: bool
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Returns where documents end, and which of these ends are to be added.
+        """Returns the document ends, and which of them must be added.
 
-        A stream always ends with a document's end: packing relies on it.
+        The last token of a stream is always a document's end, because packing relies on that.
         """
         eos_id = self._vocabulary.eos_id
         if piece.ends is not None:
@@ -398,7 +399,7 @@ def _map_piece(piece: _Piece) -> NDArray[np.unsignedinteger]:
 
 
 def _with_last(pieces: Iterator[_Piece]) -> Iterator[tuple[_Piece, bool]]:
-    """Yields each piece, and whether it is the last of all."""
+    """Yields each piece, and whether it is the last one."""
     last = next(pieces, None)
     for piece in pieces:
         assert last is not None
@@ -416,14 +417,14 @@ def _cut_evenly(starts: list[int]) -> Iterator[tuple[int, int, None]]:
 
 
 def _cut_at_documents(file: TokenFile, starts: list[int]) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
-    """Yields start, size and documents' ends of pieces of whole documents; those without tokens are left out."""
+    """Yields (start, size, document ends) for pieces of whole documents; documents without tokens are skipped."""
     assert file.read_ends is not None
     start = last = 0
     waiting = np.empty(0, np.int64)
     for block in file.read_ends():
         lengths = np.diff(block, prepend=last)
         if len(block) and (lengths.min() < 0 or block[-1] > starts[-1]):
-            raise UserError(f"{file.path} has an index whose documents do not follow one another; make it again")
+            raise UserError(f"{file.path} has an index whose documents are not contiguous; write the index again")
         waiting = np.concatenate((waiting, block[lengths > 0]))
         last = int(waiting[-1]) if len(waiting) else last
         while len(waiting):
@@ -434,4 +435,4 @@ def _cut_at_documents(file: TokenFile, starts: list[int]) -> Iterator[tuple[int,
             yield start, int(waiting[cut]) - start, waiting[: cut + 1] - start
             start, waiting = int(waiting[cut]), waiting[cut + 1 :]
     if start != starts[-1]:
-        raise UserError(f"{file.path} holds {starts[-1]:,} tokens, its index ends at {last:,}; make it again")
+        raise UserError(f"{file.path} has {starts[-1]:,} tokens, but its index ends at {last:,}; write the index again")

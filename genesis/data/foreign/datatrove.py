@@ -3,7 +3,7 @@
 NAME.ds             the tokens of all documents, one after another: little-endian uint16 or uint32
 NAME.ds.index       uint64, the cumulative end of each document, in tokens
 NAME.ds.metadata    text, whose first line ends with "|" and the bytes of a token
-NAME.ds.loss        one byte a token, which says whether it is learned; adopting does not keep it yet, so it is refused
+NAME.ds.loss        one byte per token, 1 if it has a label; adopting cannot keep these, so that the file is refused
 """
 
 from collections.abc import Iterator
@@ -20,16 +20,16 @@ _DTYPES = {2: "uint16", 4: "uint32"}
 
 
 def read_datatrove(path: Path) -> TokenFile:
-    """Returns what a `.ds` file holds.
+    """Returns the content of a `.ds` file.
 
     Raises:
-        UserError: It has a loss mask or no index, or its files contradict each other.
+        UserError: The file has a loss mask or no index, or its companions contradict it.
     """
     _, index, metadata = shard_files(path)
     loss = Path(f"{path}.loss")
     if loss.exists():
         raise UserError(
-            f"{loss} masks the loss of some tokens, which can't be kept; tokenize without save_loss_metadata"
+            f"{loss} masks the loss of some tokens, which cannot be kept; tokenize without save_loss_metadata"
         )
     num_bytes = file_size(path)
     if not index.exists():
@@ -39,14 +39,16 @@ def read_datatrove(path: Path) -> TokenFile:
         )
     index_bytes = file_size(index)
     if index_bytes % INDEX_ENTRY.itemsize:
-        raise UserError(f"{index} has {index_bytes} bytes, not a multiple of {INDEX_ENTRY.itemsize}; it was cut short")
+        raise UserError(
+            f"{index} has {index_bytes} bytes, not a multiple of {INDEX_ENTRY.itemsize}: it is truncated; copy it again"
+        )
     num_documents = index_bytes // INDEX_ENTRY.itemsize
     ends = map_array(index, INDEX_ENTRY.str, 0, num_documents)
     num_tokens = int(ends[-1]) if num_documents else 0
     token_bytes = _read_token_bytes(metadata) if metadata.exists() else num_bytes // max(1, num_tokens)
     if token_bytes not in _DTYPES or num_tokens * token_bytes != num_bytes:
         raise UserError(
-            f"{path} has {num_bytes} bytes, its index says {num_tokens} tokens (of 2 or 4 bytes"
+            f"{path} has {num_bytes} bytes, but its index lists {num_tokens} tokens (of 2 or 4 bytes"
             f"{f', {token_bytes} by its metadata' if metadata.exists() else ''}); copy or tokenize both again"
         )
 

@@ -21,42 +21,44 @@ _FORMATS: Final[dict[str, ForeignFormat]] = {
     ".npy": "flat",
     ".arrow": "huggingface",
 }
-"""By the ending of a name; a .bin with an .idx beside it is Megatron's."""
+"""Formats by suffix; a .bin next to an .idx of the same name is Megatron's."""
 
 
 @dataclass(frozen=True)
 class FoundFile:
-    """A file of a known format, not yet looked into."""
+    """A file of a known format that has not been read yet."""
 
     path: Path
     format: ForeignFormat
 
 
 def find_token_files(paths: tuple[str, ...], wanted: ForeignFormat | Literal["auto"]) -> list[FoundFile]:
-    """Returns the files that `paths` name, in this order; those of a directory by name, through all levels.
+    """Returns the files at `paths`, in this order; files of a directory, on all levels, are sorted by name.
 
     Args:
-        paths: Files, or directories of files. Of Megatron's pairs either file, or their common prefix.
-        wanted: Their format; auto goes by names, and refuses several formats.
+        paths: Files, or directories of files. For a pair of Megatron's either file, or the common prefix.
+        wanted: The format; auto decides by the names and refuses a mixture of formats.
 
     Raises:
-        UserError: A path leads to no file of the format, or the files are of several formats.
+        UserError: A path has no file of the format, or the files are of several formats.
     """
     found = [file for path in paths for file in _find(Path(path).absolute(), wanted)]
     formats = {file.format for file in found}
     if len(formats) > 1:
         counts = ", ".join(f"{sum(file.format == name for file in found)} {name}" for name in sorted(formats))
-        raise UserError(f"{', '.join(paths)}: files of several formats ({counts}); name one as format, or the files")
+        raise UserError(
+            f"{', '.join(paths)}: files of several formats ({counts}); give one by format, or list the files"
+        )
     return found
 
 
 def reader_of(file: FoundFile, column: str, dtype: str | None) -> Callable[[], TokenFile]:
-    """Returns what looks into a file.
+    """Returns the content of a file, by the reader of its format.
 
     Args:
         file: The file.
-        column: Of a Hugging Face dataset: where the ids are.
-        dtype: Of a flat file that does not say it.
+        column: The column of ids in a Hugging Face dataset.
+        dtype: The type of tokens in a flat file without a header.
     """
     readers: dict[ForeignFormat, Callable[[], TokenFile]] = {
         "datatrove": partial(read_datatrove, file.path),
@@ -72,18 +74,18 @@ def _find(path: Path, wanted: ForeignFormat | Literal["auto"]) -> list[FoundFile
         files = list(_find_in_directory(path, wanted))
         if not files:
             what = "tokens (.ds, .bin, .npy, or a dataset of Hugging Face's)" if wanted == "auto" else wanted
-            raise UserError(f"{path} holds no file of {what}; mend the path or the format")
+            raise UserError(f"{path} has no file of {what}; correct the path or the format")
         return files
     if not path.is_file() and wanted in ("auto", "megatron") and Path(f"{path}.idx").is_file():
         path = Path(f"{path}.idx")
     if not path.is_file():
-        raise UserError(f"nothing is at {path}; mend the path")
+        raise UserError(f"no such file or directory: {path}; correct the path")
     if path.suffix == ".idx":
         path = path.with_suffix(".bin")
     kind = _format_of(path) if wanted == "auto" else wanted
     if kind is None:
         raise UserError(
-            f"{path} does not tell its format by its name; give format (datatrove, megatron, flat, huggingface)"
+            f"the format of {path} is unknown by its name; give format (datatrove, megatron, flat, huggingface)"
         )
     return [FoundFile(path, kind)]
 

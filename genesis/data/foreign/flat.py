@@ -1,6 +1,6 @@
 """Reads flat files of tokens: numpy's `.npy`, and `.bin` as nanoGPT (no header) and llm.c (a header) write them.
 
-No flat file says where documents end: an end-of-document id does.
+Flat files have no index of documents: an end-of-document id marks the ends.
 """
 
 import struct
@@ -15,18 +15,18 @@ from genesis.errors import UserError
 
 _LLMC_HEADER: Final = struct.Struct("<256i")
 _LLMC_DTYPES: Final = {20240520: "uint16", 20240801: "uint32"}
-"""By the magic number, the first of the header's; the third is the number of tokens."""
+"""Token types by magic number, the first number of the header; the third is the number of tokens."""
 
 
 def read_flat(path: Path, dtype: str | None) -> TokenFile:
-    """Returns what a `.npy` or `.bin` file holds.
+    """Returns the content of a `.npy` or `.bin` file.
 
     Args:
         path: The file.
-        dtype: Of the tokens of a file that does not say it.
+        dtype: The type of tokens in a file without a header.
 
     Raises:
-        UserError: The file is cut short, its type is not one of tokens, or unknown.
+        UserError: The file is truncated, or the type of its tokens is unknown or not an integer.
     """
     return _read_npy(path) if path.suffix == ".npy" else _read_bin(path, dtype)
 
@@ -41,13 +41,13 @@ def _read_npy(path: Path) -> TokenFile:
             )
             shape, is_fortran, dtype = read_header(file)
         except ValueError as error:
-            raise UserError(f"{path} is no .npy file ({str(error).splitlines()[0]}); write it again") from None
+            raise UserError(f"{path} is not a .npy file ({str(error).splitlines()[0]}); write it again") from None
         byte_offset = file.tell()
     if dtype.name not in TOKEN_DTYPES or dtype.byteorder == ">":
         wanted = "little-endian integers, best uint16 or uint32"
-        raise UserError(f"{path} holds {dtype.str} ({dtype.name}), tokens are {wanted}; convert it")
+        raise UserError(f"{path} has the type {dtype.str} ({dtype.name}), but tokens must be {wanted}; convert it")
     if is_fortran and len(shape) > 1:
-        raise UserError(f"{path} lies column by column (Fortran order); write it again row by row")
+        raise UserError(f"{path} is stored in Fortran order; write it again in C order")
     num_tokens = prod(shape)
     expected_bytes = byte_offset + num_tokens * dtype.itemsize
     if num_bytes != expected_bytes:
@@ -64,11 +64,13 @@ def _read_bin(path: Path, dtype: str | None) -> TokenFile:
         if magic in _LLMC_DTYPES and not any(rest):
             return _with_header(path, num_bytes, num_tokens, _LLMC_DTYPES[magic])
     if dtype is None:
-        raise UserError(f"{path} does not say how wide its tokens are; give dtype (uint16 for nanoGPT's, or uint32)")
+        raise UserError(
+            f"{path} has no header with the type of its tokens; give dtype (uint16 for nanoGPT's, or uint32)"
+        )
     item_bytes = np.dtype(dtype).itemsize
     if num_bytes % item_bytes:
         raise UserError(
-            f"{path} has {num_bytes} bytes, not a multiple of {item_bytes} ({dtype}); mend dtype or the file"
+            f"{path} has {num_bytes} bytes, not a multiple of {item_bytes} ({dtype}); correct dtype or the file"
         )
     return TokenFile(path, num_bytes, dtype, one_run(0, num_bytes // item_bytes), None)
 

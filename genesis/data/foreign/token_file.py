@@ -1,4 +1,4 @@
-"""What the reader of a foreign format says of one file: where its tokens lie, and where documents end."""
+"""A token file of another tool, as the readers of formats describe it: runs of tokens and document ends."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ ENDS_PER_BLOCK: Final = 1 << 20
 
 @dataclass(frozen=True)
 class Run:
-    """Tokens that lie one after another in a file, at least one."""
+    """Contiguous tokens in a file, at least one."""
 
     byte_offset: int
     num_tokens: int
@@ -29,11 +29,11 @@ class TokenFile:
 
     Args:
         path: The file.
-        file_bytes: Its size.
-        dtype: Of its tokens: one of `TOKEN_DTYPES`.
-        runs: In their order.
-        read_ends: Yields the documents' ends in blocks, counted in tokens over all runs; no document reaches from one
-            run into the next. None where the format does not say where documents end.
+        file_bytes: The file's size.
+        dtype: The type of its tokens, one of `TOKEN_DTYPES`.
+        runs: The runs of tokens, in order.
+        read_ends: Yields the document ends in blocks, counted in tokens over all runs; no document extends over two
+            runs. None if the format has no document ends.
     """
 
     path: Path
@@ -49,7 +49,7 @@ class TokenFile:
 
 
 def one_run(byte_offset: int, num_tokens: int) -> tuple[Run, ...]:
-    """Returns the runs of a file whose tokens lie one after another."""
+    """Returns the runs of a file with contiguous tokens."""
     return (Run(byte_offset, num_tokens),) if num_tokens else ()
 
 
@@ -57,16 +57,16 @@ def file_size(path: Path) -> int:
     """Returns a file's size.
 
     Raises:
-        UserError: It can't be read.
+        UserError: The file cannot be read.
     """
     try:
         return path.stat().st_size
     except OSError as error:
-        raise UserError(f"{path} can't be read ({error.strerror}); mend the path") from None
+        raise UserError(f"{path} cannot be read ({error.strerror}); correct the path") from None
 
 
 def map_array(path: Path, dtype: str, byte_offset: int, count: int) -> NDArray[np.integer]:
-    """Returns a part of a file as an array that is read from disk where it is used."""
+    """Returns a part of a file as a memory-mapped array."""
     if not count:
         return np.empty(0, dtype)
     return np.memmap(path, dtype=dtype, mode="r", offset=byte_offset, shape=(count,))

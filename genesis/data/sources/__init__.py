@@ -1,4 +1,4 @@
-"""Where text comes from: named sources, their files, and the documents in them.
+"""Sources of text: named sources, their files, and the documents in these files.
 
 A source's files are cut into *spans*, each of which can be read alone: a range of bytes of an uncompressed file of
 records, a range of row groups of a parquet file, or a whole file. Reading all spans in order gives every document once.

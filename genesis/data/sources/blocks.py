@@ -15,7 +15,7 @@ from genesis.data.remote import RemoteFile, is_url
 from genesis.data.sources.files import InputFile, Span, compression_of
 
 DAMAGE: Final = (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError, pa.ArrowException)
-"""What readers raise where a file is cut short or damaged."""
+"""Exceptions that readers raise for truncated and damaged files."""
 
 _BLOCK_BYTES: Final = 1 << 20
 _COMPRESSED_BLOCK_BYTES: Final = 1 << 16
@@ -23,7 +23,7 @@ _COMPRESSED_BLOCK_BYTES: Final = 1 << 16
 
 @contextmanager
 def open_local(found: InputFile) -> Iterator[Path]:
-    """Gives the path of the file on the local disk; a copy that turns out to be damaged is not read again."""
+    """Yields the path of the file on the local disk; a cached copy that turns out to be damaged is removed."""
     if not is_url(found.path):
         yield Path(found.path)
         return
@@ -52,7 +52,7 @@ def read_blocks(found: InputFile, start: int = 0) -> Iterator[tuple[bytes, int]]
 
 
 def can_cut(delimiter: bytes | None) -> bool:
-    """Whether a file may be cut anywhere: occurrences of its delimiter can never overlap."""
+    """Returns whether a file may be divided anywhere, because occurrences of its delimiter cannot overlap."""
     return delimiter is not None and not any(
         delimiter.startswith(delimiter[-length:]) for length in range(1, len(delimiter))
     )
@@ -61,8 +61,8 @@ def can_cut(delimiter: bytes | None) -> bool:
 def split_records(span: Span, delimiter: bytes, start: int) -> Iterator[tuple[int, bytes, int]]:
     """Yields (offset, record, position) of the records that begin in the span, from the one at `start` on.
 
-    An uncompressed file is read from `start` on, a compressed one from its beginning. The delimiter is left out of the
-    record; `position` is how much of the span was read when the record came.
+    An uncompressed file is read from `start` on, a compressed one from its beginning. A record does not
+    include its delimiter; `position` is the number of bytes of the span that were read for it.
     """
     is_compressed = compression_of(span.file.path) is not None
     first = max(span.start, start)
@@ -78,7 +78,7 @@ def split_records(span: Span, delimiter: bytes, start: int) -> Iterator[tuple[in
 
 
 def _read_zst_blocks(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
-    # zstandard's stream reader takes a frame that is cut short for the end of the data; a decompression object tells.
+    # zstandard's stream reader treats a truncated frame as the end of the data; a decompression object reports it.
     frame = zstandard.ZstdDecompressor().decompressobj()
     is_between_frames = True
     while data := file.read(_COMPRESSED_BLOCK_BYTES):

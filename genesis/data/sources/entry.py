@@ -8,7 +8,7 @@ from genesis.errors import UserError
 
 
 class DamagedFileError(UserError):
-    """A file is cut short or damaged: nothing after that place in its span can be read."""
+    """A file is truncated or damaged: the rest of its span cannot be read."""
 
 
 class Document(NamedTuple):
@@ -50,5 +50,5 @@ def decode(source: SourceOptions, data: bytes, position: int, place: Callable[[i
 
 
 def one_line(error: Exception) -> str:
-    """Returns what another library says of an error, as a part of our line."""
+    """Returns another library's error message in one line, as a part of our message."""
     return " ".join(str(error).split())

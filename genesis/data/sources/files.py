@@ -1,4 +1,4 @@
-"""The files of a source: found, described, and refused once they have changed."""
+"""Finds and describes the files of a source, and refuses files that have changed since."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +14,12 @@ _DIRECTORY_SUFFIXES: Final = (".txt", ".jsonl", ".parquet", ".arrow")
 """Files that a directory is searched for when a source names no suffixes."""
 _COMPRESSIONS: Final[tuple[Compression, ...]] = (".gz", ".zst")
 _KINDS: Final[dict[str, Kind]] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
-"""By the ending of a file's name; any other is of text."""
+"""Formats by suffix; any other file is text."""
 
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file as it was found; a later change of it is refused.
+    """A file when it was listed; a later change of the file is refused.
 
     Of a file in a store `path` is the URL, and `identity` stands for the time of modification: what the store says that
     changes with the file, as its ETag.
@@ -55,10 +55,10 @@ def compression_of(path: str) -> Compression | None:
 
 
 def find_files(source: SourceOptions) -> tuple[InputFile, ...]:
-    """Returns the files of a source, sorted by path, each once.
+    """Returns the files of a source without duplicates, sorted by path.
 
     Raises:
-        UserError: A path leads to nothing or cannot be read, or a directory holds no file of the suffixes.
+        UserError: A path does not exist or cannot be read, or a directory has no file with one of the suffixes.
     """
     found: set[str] = set()
     remote: dict[str, InputFile] = {}
@@ -69,7 +69,7 @@ def find_files(source: SourceOptions) -> tuple[InputFile, ...]:
         matches = [Path(pattern)] if Path(pattern).exists() else _glob(pattern)
         if not matches:
             raise UserError(
-                f"source {source.name}: nothing is at {pattern}; fix the path (it is relative to {Path.cwd()})"
+                f"source {source.name}: no such file: {pattern} (relative to {Path.cwd()}); correct the path"
             )
         for match in matches:
             found.update(_files_under(match, source) if match.is_dir() else [str(match)])
@@ -78,31 +78,33 @@ def find_files(source: SourceOptions) -> tuple[InputFile, ...]:
 
 
 def check_unchanged(source: SourceOptions, file: InputFile) -> None:
-    """Refuses a file that is no longer what it was when it was found.
+    """Checks that a file has not changed since it was listed.
 
-    A copy in the cache never changes, and none is made of a file in a store that has.
+    Files in stores are checked when they are copied to the cache; the copy never changes.
 
     Raises:
-        UserError: See above.
+        UserError: The file has changed.
     """
     if not is_url(file.path) and _stat(file.path, source) != file:
         raise UserError(
-            f"{file.path} has changed since it was found (its size or time of modification); put it back as it was, or "
-            "begin again (data prepare and data clean: --restart; a run from a stream: a new run)"
+            f"{file.path} has changed since it was listed (size or modification time); restore it, or start again "
+            "(data prepare and data clean: --restart; a run from a stream: a new run)"
         )
 
 
 def explain_unreadable(path: str, source: SourceOptions, error: OSError) -> UserError:
-    """Returns the error for a file that the operating system does not let us read."""
-    return UserError(f"source {source.name}: cannot read {path} ({error.strerror or error}); fix it or leave it out")
+    """Returns the error for a file that the operating system refuses to read."""
+    return UserError(
+        f"source {source.name}: cannot read {path} ({error.strerror or error}); fix the cause, or remove the path"
+    )
 
 
 def _find_remote(source: SourceOptions, url: str) -> list[InputFile]:
     files = list_files(url, _endings(source))
     if not files:
         raise UserError(
-            f"source {source.name}: {url} leads to no file (of a directory those are taken that end in "
-            f"{', '.join(source.suffixes or _DIRECTORY_SUFFIXES)}); fix the URL or give other `suffixes`"
+            f"source {source.name}: no file at {url} (in directories only files with the suffixes "
+            f"{', '.join(source.suffixes or _DIRECTORY_SUFFIXES)} are used); correct the URL or `suffixes`"
         )
     return [InputFile(file.url, file.num_bytes, 0, file.identity) for file in files]
 
@@ -126,7 +128,7 @@ def _files_under(directory: Path, source: SourceOptions) -> list[str]:
     if not files:
         suffixes = source.suffixes or _DIRECTORY_SUFFIXES
         raise UserError(
-            f"source {source.name}: {directory} holds no file that ends in {', '.join(suffixes)}; give other `suffixes`"
+            f"source {source.name}: {directory} has no file with suffix {', '.join(suffixes)}; give other `suffixes`"
         )
     return files
 

@@ -1,4 +1,4 @@
-"""What a source of text is."""
+"""The options of a source of text."""
 
 import re
 from collections.abc import Sequence
@@ -16,16 +16,17 @@ class SourceOptions:
     """One named source of text.
 
     Args:
-        name: Its name, also of its directory in the corpus: letters, digits, ".", "_" and "-".
+        name: The source's name, also of its directory in the corpus: letters, digits, ".", "_" and "-".
         paths: Files, directories (searched through all levels) or globs ("**" crosses levels); also URLs of them, as
-            s3://bucket/web/*.jsonl.zst, https://host/a.parquet or whatever else fsspec knows.
+            s3://bucket/web/*.jsonl.zst, https://host/a.parquet or any other URL that fsspec supports.
         format: How files hold documents: text (a file is one document; also source code), jsonl, parquet, arrow (a
             dataset that Hugging Face's `datasets` saved); auto goes by the name of each file. Text and jsonl files may
             be compressed (.gz, .zst).
         suffixes: Endings of the files taken from directories, as [.py, .md]; [.txt, .jsonl, .parquet, .arrow] if not
             given.
         text_field: Field (jsonl) or column (parquet, arrow) that holds the text.
-        separator: What ends a document in a text file, as "\\n" or "<|endoftext|>"; without it a file is one document.
+        separator: The text between documents of a text file, such as "\\n" or "<|endoftext|>"; without it a file is one
+            document.
         weight: Share in the training mix, an integer in proportion to the other sources' weights.
         on_undecodable: What to do with bytes that are not UTF-8: error, or replace them by U+FFFD.
     """
@@ -53,10 +54,10 @@ class SourceOptions:
 
 
 def check_sources(sources: Sequence[SourceOptions]) -> None:
-    """Refuses no sources, or two of one name.
+    """Checks that there are sources, each with its own name.
 
     Raises:
-        UserError: See above.
+        UserError: There is no source, or two have the same name.
     """
     if not sources:
         raise UserError("no sources are given; list at least one under `sources`")

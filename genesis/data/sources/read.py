@@ -1,4 +1,4 @@
-"""Spans of all kinds of files, and their entries: documents, from any of them on."""
+"""Reads spans of all kinds of files: their entries, from any entry on, and their documents."""
 
 from collections.abc import Iterator, Sequence
 
@@ -42,7 +42,7 @@ def read_entries(source: SourceOptions, span: Span, start: int = 0) -> Iterator[
     record (and, for parquet, by a row group).
 
     Raises:
-        DamagedFileError: The file is cut short or damaged.
+        DamagedFileError: The file is truncated or damaged.
         UserError: The file has changed or cannot be read.
     """
     check_unchanged(source, span.file)
@@ -51,7 +51,7 @@ def read_entries(source: SourceOptions, span: Span, start: int = 0) -> Iterator[
         yield from entries(source, span, start)
     except DAMAGE as error:
         raise DamagedFileError(
-            f"{span.file.path} is cut short or damaged ({one_line(error)}); fetch it again"
+            f"{span.file.path} is truncated or damaged ({one_line(error)}); fetch it again"
         ) from None
     except OSError as error:
         if error.errno is None:  # pyarrow's, of data that does not decompress
@@ -74,5 +74,5 @@ def read_documents(source: SourceOptions, span: Span) -> Iterator[Document]:
 
 
 def is_cheap_to_reopen(source: SourceOptions, span: Span) -> bool:
-    """Whether `read_entries` begins at any entry without reading what is before it."""
+    """Returns whether `read_entries` can start at any entry without reading the entries before it."""
     return kind_of(span.file.path, source) not in TABLES and compression_of(span.file.path) is None

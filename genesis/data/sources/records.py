@@ -15,7 +15,7 @@ _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 
 
 def find_delimiter(kind: Kind, source: SourceOptions) -> bytes | None:
-    """Returns what stands between two records; None where a file is one."""
+    """Returns the delimiter between records; None if a file is a single record."""
     if kind == "jsonl":
         return b"\n"
     return source.separator.encode() if source.separator is not None else None
@@ -73,7 +73,7 @@ def _text_of(source: SourceOptions, span: Span, offset: int, fields: object) -> 
 def _encode(source: SourceOptions, span: Span, offset: int, text: str, position: int) -> Document:
     try:
         return Document(text, text.encode(), position)
-    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, which is no character
+    except UnicodeEncodeError as error:  # JSON can contain a lone surrogate, which is not a character
         if source.on_undecodable == "replace":
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             return Document(text, text.encode(), position)

@@ -1,4 +1,4 @@
-"""A share of sources' documents, for what learns from some of the text: a tokenizer."""
+"""Samples documents of sources, to train or measure a tokenizer."""
 
 import random
 from collections.abc import Iterator, Sequence

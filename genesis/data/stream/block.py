@@ -3,9 +3,9 @@
 S  tokens of one sequence     n  sequences of one block
 
 A block is a pure function of its cursor (and of what holds for the whole run): documents are read from there on until
-there are about `block_tokens`, tokenized, packed, and the sequences shuffled by the cursor. So the state of a lane is a
-cursor and how many sequences of its block were given out; tokens, packer and random numbers are functions of it, and a
-worker that dies is asked again.
+there are about `block_tokens`, tokenized and packed, and the sequences are shuffled with the cursor as seed. So the
+state of a lane consists of a cursor and the number of sequences given out from its block; tokens, packing and random
+numbers follow from it, and the job of a worker that dies is given to another one.
 
 Under `chunk` a block is cut off at a multiple of S tokens; its next cursor points into the document where the next
 sequence begins. Under the other packings a block holds whole documents, all but those much longer than itself.
@@ -40,17 +40,17 @@ _BATCH_BYTES: Final = 1 << 18
 """Text that is tokenized in one call, at most; less for small blocks."""
 _BATCH_BYTES_PER_TOKEN: Final = 4
 _MAX_NOTES: Final = 2
-"""Skipped documents whose place a reader finds out, which takes a pass over the file."""
+"""Number of skipped documents whose position a reader reports; finding it takes a pass over the file."""
 
 
 class Cursor(NamedTuple):
-    """Where a block begins.
+    """The start of a block.
 
     Args:
-        epoch: How often the lane's part of the source has been read.
+        epoch: Number of times that the lane's part of the source has been read.
         span: Number of the span in the epoch's order.
-        offset: Where the document begins in the span.
-        used: Tokens of the document that earlier blocks hold.
+        offset: Start of the document in the span.
+        used: Number of tokens of the document that are in earlier blocks.
     """
 
     epoch: int = 0
@@ -61,7 +61,7 @@ class Cursor(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockRecipe:
-    """What all blocks of a run are made by."""
+    """Settings that all blocks of a run share."""
 
     seed: int
     seq_len: int
@@ -72,7 +72,7 @@ class BlockRecipe:
 
 @dataclass(frozen=True)
 class LanePart:
-    """What one lane reads of one source."""
+    """The part of a source that one lane reads."""
 
     source: SourceOptions
     lane: int
@@ -85,15 +85,15 @@ class Block:
     """The sequences between two cursors, shuffled.
 
     Args:
-        rows: Tokens of each sequence and the one after it, as on disk.
-        ends: Which tokens of each row end a document and have others after them in the row.
-        lengths: Labels of each row.
-        next: Where the next block begins; None where the lane has read all of its part.
-        num_documents: Documents begun.
-        num_tokens: Tokens of documents, each counted in one block.
-        num_bad_documents: Documents skipped, because they could not be read.
-        num_damaged_spans: Spans whose rest was skipped.
-        notes: What was wrong with the first of them.
+        rows: Tokens of each sequence and the token after it, in their type on disk.
+        ends: Whether each token of a row ends a document and has others after it in the row.
+        lengths: Number of labels of each row.
+        next: Start of the next block; None when the lane has read all of its part.
+        num_documents: Number of documents that begin in the block.
+        num_tokens: Number of tokens of documents, each counted in one block.
+        num_bad_documents: Number of documents skipped because they could not be read.
+        num_damaged_spans: Number of spans whose rest was skipped.
+        notes: Messages about the first skipped documents and spans.
     """
 
     rows: Integer[ndarray, "n S+1"]
@@ -108,12 +108,12 @@ class Block:
 
 
 class _FatalError(UserError):
-    """A file has changed or is gone: no policy goes on after that, because nothing could be repeated."""
+    """A file has changed or is missing. No policy skips it, because the stream could not be repeated."""
 
 
 @dataclass
 class _Item:
-    """A document with all its tokens, or what could not be read, and where the next one begins."""
+    """A document with all its tokens, or a message about an unreadable one, and the start of the next document."""
 
     place: Cursor
     end: Cursor
@@ -126,10 +126,10 @@ class _Item:
 
 
 class BlockReader:
-    """Reads the blocks of one lane and source. It belongs to one thread.
+    """Reads the blocks of one lane and source. Not thread-safe.
 
-    What it keeps between two blocks (documents read ahead, an open file) saves time when the second begins where the
-    first ended, and changes nothing.
+    Between two blocks it keeps documents read ahead and an open file. They only save time if the second block begins
+    where the first ended, and do not change the result.
     """
 
     def __init__(self, part: LanePart, recipe: BlockRecipe, tokenizer: Tokenizer) -> None:
@@ -153,7 +153,7 @@ class BlockReader:
         """
         if cursor != self._at:
             self._begin(cursor)
-        self._at = None  # an error leaves nothing to go on with
+        self._at = None  # after an error, the documents read ahead are not valid any more
         items, num_tokens = self._take(cursor)
         if self._recipe.packing == "chunk":
             block, kept = self._chunk(cursor, items, num_tokens)
@@ -172,7 +172,7 @@ class BlockReader:
         self._read_to, self._stream = cursor._replace(used=0), None
 
     def _take(self, cursor: Cursor) -> tuple[list[_Item], int]:
-        """Returns items that hold `block_tokens` from `cursor` on, or all that are left, and their tokens."""
+        """Returns items with `block_tokens` tokens from `cursor` on, or all remaining items, and their tokens."""
         items: list[_Item] = []
         num_tokens = -cursor.used
         while num_tokens < self._recipe.block_tokens:
@@ -180,7 +180,7 @@ class BlockReader:
                 break
             item = self._ahead.popleft()
             if item.error is not None and not self._may_skip(item.error):
-                check_unchanged(self._part.source, item.file)  # which would be the reason
+                check_unchanged(self._part.source, item.file)  # a changed file would be the cause
                 raise item.error
             items.append(item)
             num_tokens += len(item.tokens)
@@ -219,7 +219,7 @@ class BlockReader:
         return batch
 
     def _items(self, start: Cursor) -> Iterator[_Item]:
-        """Yields what there is to read from `start` on, epoch after epoch, not tokenized."""
+        """Yields the entries from `start` on, epoch after epoch, before tokenization."""
         spans = self._part.spans
         for epoch in count(start.epoch):
             if self._part.max_epochs is not None and epoch >= self._part.max_epochs:
@@ -232,7 +232,7 @@ class BlockReader:
                     yield item
                 start = Cursor(epoch, number + 1)
             if is_whole and is_empty:
-                return  # there is no document, and there will be none
+                return  # a whole epoch had no document, so that no later epoch will have one
             start = Cursor(epoch + 1)
 
     def _span_items(self, start: Cursor, span: Span) -> Iterator[_Item]:
@@ -259,7 +259,7 @@ class BlockReader:
     # ---- packing
 
     def _chunk(self, cursor: Cursor, items: list[_Item], num_tokens: int) -> tuple[Block, list[_Item]]:
-        """Returns the block that is cut out of the items, and those that the next one begins with."""
+        """Returns the block cut from the stream of the items, and the items with which the next block begins."""
         seq_len = self._recipe.seq_len
         is_last = num_tokens < self._recipe.block_tokens
         num_whole = max(0, min(num_tokens, self._recipe.block_tokens) - 1) // seq_len
@@ -288,7 +288,7 @@ class BlockReader:
         return self._finish(cursor, items[: at + (used > 0)], rows, ends, lengths, next_cursor, num_used), items[at:]
 
     def _join(self, items: list[_Item], start: int, count: int) -> Integer[ndarray, " count"]:
-        """Returns `count` tokens of the items' from `start` on, without copying what is not asked for."""
+        """Returns `count` tokens of the joined items from `start` on, without copying other tokens."""
         tokens = np.empty(count, self._dtype)
         filled = 0
         for item in items:
@@ -300,7 +300,7 @@ class BlockReader:
         return tokens
 
     def _pack(self, cursor: Cursor, items: list[_Item], num_tokens: int) -> tuple[Block, list[_Item]]:
-        """Returns the block of the items' documents; a last one that is too long is cut, and kept for the next."""
+        """Returns the block of the items' documents; a last document that is too long continues in the next block."""
         seq_len, block_tokens = self._recipe.seq_len, self._recipe.block_tokens
         ends = _document_ends(items, cursor.used)
         if num_tokens < block_tokens:
@@ -352,7 +352,7 @@ class BlockReader:
         next_cursor: Cursor | None,
         num_tokens: int,
     ) -> Block:
-        """Returns the shuffled block of `items`, after a last look whether their files are what they were."""
+        """Returns the shuffled block of `items`, after checking again that their files have not changed."""
         for file in {item.file for item in items}:
             check_unchanged(self._part.source, file)
         order = shuffle(len(rows), self._recipe.seed, self._part.source.name, self._part.lane, *cursor, "rows")
@@ -372,5 +372,5 @@ class BlockReader:
 
 
 def _document_ends(items: list[_Item], used: int) -> Int64[ndarray, " documents"]:
-    """Returns where the items' documents end, counted from `used` tokens of the first one on."""
+    """Returns the ends of the items' documents, counted after the first `used` tokens of the first document."""
     return np.cumsum([len(item.tokens) for item in items if item.error is None], dtype=np.int64) - used

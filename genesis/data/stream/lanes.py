@@ -1,4 +1,4 @@
-"""Lanes: the fixed number of parts that a stream is cut into, whatever the number of ranks.
+"""Lanes: the fixed number of parts into which a stream is divided, independent of the number of ranks.
 
 L  lanes     R  ranks
 
@@ -25,40 +25,40 @@ from genesis.data.sources import Span
 from genesis.errors import UserError
 
 _NUM_LANES: Final = (64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
-"""What is chosen among: numbers that many world sizes divide."""
+"""Candidates for the number of lanes, divisible by many world sizes."""
 
 
 def choose_num_lanes(num_spans: Mapping[str, int], wanted: int | None) -> int:
     """Returns L: `wanted`, or the largest that leaves no source with fewer spans than lanes.
 
     Raises:
-        UserError: A source can't be cut into as many parts as are wanted, or holds nothing.
+        UserError: A source has no text, or cannot be divided into `wanted` parts.
     """
     name, fewest = min(num_spans.items(), key=lambda item: item[1])
     if not fewest:
-        raise UserError(f"source {name} holds no text; mend its paths or leave it out")
+        raise UserError(f"source {name} has no text; correct its paths or remove it")
     if wanted is None:
         return next(count for count in _NUM_LANES if count <= fewest)
     if wanted > fewest:
         raise UserError(
-            f"data.stream.num_lanes is {wanted}, source {name} can be cut into {fewest} parts only; lower it, or give "
-            "more or uncompressed files"
+            f"data.stream.num_lanes is {wanted}, but source {name} can only be divided into {fewest} parts; lower "
+            "num_lanes, or give more or uncompressed files"
         )
     return wanted
 
 
 def check_world_size(num_lanes: int, global_batch_size: int, world_size: int) -> None:
-    """Refuses a number of ranks that would not have equally many rows of every global batch.
+    """Checks that all ranks get the same number of rows of every global batch.
 
     Raises:
-        UserError: See above.
+        UserError: The number of ranks does not divide the lanes and the global batch.
     """
     common = gcd(num_lanes, global_batch_size)
     if common % world_size:
         sizes = ", ".join(str(size) for size in range(1, common + 1) if common % size == 0)
         raise UserError(
-            f"{num_lanes} lanes (data.stream.num_lanes) and data.global_batch_size {global_batch_size} do not divide "
-            f"among {world_size} ranks; world sizes that do: {sizes}"
+            f"{num_lanes} lanes (data.stream.num_lanes) and data.global_batch_size {global_batch_size} are not "
+            f"divisible by {world_size} ranks; use one of these world sizes: {sizes}"
         )
 
 
@@ -80,7 +80,7 @@ def deal_spans(spans: Sequence[Span], num_lanes: int) -> tuple[tuple[Span, ...],
     """Returns the spans of each lane: about equally many bytes, each span once; none is empty if there are enough."""
     loads = [(0, lane) for lane in range(num_lanes)]
     dealt: list[list[Span]] = [[] for _ in range(num_lanes)]
-    for span in sorted(spans, key=lambda span: -span.num_bytes):  # stable: equal ones as they come
+    for span in sorted(spans, key=lambda span: -span.num_bytes):  # a stable sort keeps the order of equal sizes
         load, lane = loads[0]
         dealt[lane].append(span)
         heapreplace(loads, (load + max(1, span.num_bytes), lane))
@@ -88,7 +88,7 @@ def deal_spans(spans: Sequence[Span], num_lanes: int) -> tuple[tuple[Span, ...],
 
 
 def choose_other(weights: Sequence[int], consumed: Sequence[int], has_data: Sequence[bool]) -> int | None:
-    """Returns the source that stands in for an exhausted one: the most behind its share that has data, if any has."""
+    """Returns the replacement for an exhausted source: the one with data that is most behind its share, or None."""
     total_weight, total_consumed = sum(weights), sum(consumed)
     behind = {
         source: weights[source] * total_consumed - consumed[source] * total_weight
@@ -101,7 +101,7 @@ def choose_other(weights: Sequence[int], consumed: Sequence[int], has_data: Sequ
 def shuffle(length: int, *key: object) -> Int64[ndarray, " length"]:
     """Returns a permutation that is a function of its length and key, on any machine and version of numpy."""
     digest = blake2b("\0".join(map(str, key)).encode(), digest_size=16).digest()
-    # The bits of a bit generator are fixed by its definition; numpy may change what it makes of them.
+    # A bit generator's output is fixed by its definition, but numpy may change the shuffle that it builds on that.
     bits = np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(length)
     return np.argsort(bits, kind="stable")
 

@@ -1,4 +1,4 @@
-"""A stream as it is found on disk: its files, the spans that they are cut into, and what each lane reads of them."""
+"""Opens a stream: finds its files, divides them into spans, and assigns the spans to lanes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,15 +22,15 @@ _SPANS_PER_SOURCE: Final = 256
 
 @dataclass(frozen=True)
 class Stream:
-    """An opened stream; `open_stream` makes one.
+    """An open stream; `open_stream` builds it.
 
     Args:
-        options: What was asked for.
-        tokenizer: What tokens mean.
-        recipe: What blocks are made by.
+        options: The stream's options.
+        tokenizer: The tokenizer.
+        recipe: The settings of all blocks.
         num_lanes: L.
-        parts: What each lane reads of each source, in the order of the sources.
-        file_hashes: Of each source's files: their names and sizes, and how documents are found in them.
+        parts: The part of each source that each lane reads, in the order of the sources.
+        file_hashes: A hash per source, of its files' names and sizes and of the options that find documents in them.
     """
 
     options: StreamOptions
@@ -42,7 +42,7 @@ class Stream:
 
     @property
     def max_epochs(self) -> dict[str, int | None]:
-        """Returns how often each source is read at most."""
+        """Returns the epoch limit of each source."""
         return {part.source.name: part.max_epochs for part in self.parts.values()}
 
     @property
@@ -55,7 +55,7 @@ class Stream:
         return blake2b(repr(sorted(self.file_hashes.items())).encode(), digest_size=16).hexdigest()
 
     def describe(self) -> dict[str, Any]:
-        """Returns what a saved run must have had to be continued by this one, in plain types."""
+        """Returns the settings, in plain types, that must equal those of a saved run that is continued."""
         return {
             "seed": self.recipe.seed,
             "seq_len": self.recipe.seq_len,
@@ -77,23 +77,23 @@ def open_stream(
     packing: Packing,
     max_epochs: Mapping[str, int] | None = None,
 ) -> Stream:
-    """Finds the files of a stream and deals them to lanes; reads nothing but parquet files' tables of contents.
+    """Finds the files of a stream and assigns them to lanes; it reads only the footers of parquet files.
 
     Args:
-        options: What to stream.
-        tokenizer: What makes its tokens.
-        seed: Of all shuffles.
+        options: The stream's options.
+        tokenizer: The tokenizer.
+        seed: Seed of all shuffles.
         seq_len: S.
-        packing: How documents are put into sequences.
-        max_epochs: How often a source is read at most; one that it does not name is read for ever.
+        packing: The packing.
+        max_epochs: Epoch limits by source; a source without a limit never ends.
 
     Raises:
-        UserError: A path leads to nothing, a parquet file has no such column, or the files can't be cut for the lanes.
+        UserError: A path does not exist, a parquet file lacks the column, or the files are too few for the lanes.
     """
     if options.block_tokens <= seq_len:
         raise UserError(
             f"data.stream.block_tokens is {options.block_tokens}, less than a sequence of data.seq_len {seq_len}; "
-            f"give at least {seq_len + 1}, better a hundred times that"
+            f"give at least {seq_len + 1}, preferably a hundred times as much"
         )
     limits = _check_limits(options, max_epochs or {})
     files = {source.name: find_files(source) for source in options.sources}
@@ -120,7 +120,7 @@ def _check_limits(options: StreamOptions, max_epochs: Mapping[str, int]) -> Mapp
 
 
 def _cut(source: SourceOptions, files: Sequence[InputFile]) -> list[Span]:
-    """Returns spans small enough for many lanes, and large enough to be read at a stretch."""
+    """Returns spans small enough for many lanes, and large enough for sequential reads."""
     num_bytes = sum(file.num_bytes for file in files)
     target_bytes = min(max(num_bytes // _SPANS_PER_SOURCE, _MIN_SPAN_BYTES), _MAX_SPAN_BYTES)
     return list(plan_spans(source, files, target_bytes))

@@ -1,4 +1,4 @@
-"""What to stream."""
+"""The options of a stream."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,11 +14,11 @@ class StreamOptions:
     Args:
         sources: Named sources of text, each with paths, weight and format, as `genesis data prepare` takes them.
         tokenizer: A directory that holds a tokenizer, or its file; by default that of data.corpus.
-        num_lanes: Parts that the stream is cut into, for ranks to share; by default as many as the files allow, to 64.
-        block_tokens: Tokens that a worker reads, packs and shuffles at a time.
-        num_workers: Processes of each rank that read and tokenize; 0 does it in the thread that makes windows.
-        max_worker_restarts: How many killed workers of a rank are replaced before the run ends with an error.
-        on_bad_document: What to do with a document or a shard that cannot be read: end the run, or skip and count it.
+        num_lanes: Number of parts of the stream that ranks share; by default as many as the files allow, up to 64.
+        block_tokens: Number of tokens that a worker reads, packs and shuffles together.
+        num_workers: Number of processes per rank that read and tokenize; 0 uses the thread that builds windows.
+        max_worker_restarts: Number of killed workers of a rank that are replaced before the run ends with an error.
+        on_bad_document: Whether to end the run at an unreadable document or shard, or to skip and count it.
     """
 
     sources: tuple[SourceOptions, ...]
@@ -34,4 +34,4 @@ class StreamOptions:
         for name, least in (("num_lanes", 1), ("block_tokens", 1), ("num_workers", 0), ("max_worker_restarts", 0)):
             value = getattr(self, name)
             if value is not None and value < least:
-                raise UserError(f"data.stream.{name} is {value}; it counts from {least} up")
+                raise UserError(f"data.stream.{name} is {value}; it must be at least {least}")

@@ -1,7 +1,6 @@
-"""The blocks of a rank, from its workers: asked for ahead, waited for when they are needed.
+"""The worker pool of a rank: requests blocks ahead of their use, and waits for them when they are needed.
 
-A block is a pure function of its job, so a killed worker costs nothing but time: another takes its place and is asked
-the same again.
+A block is a pure function of its job, so a killed worker costs only time: a new worker gets the same jobs.
 """
 
 import logging
@@ -20,7 +19,7 @@ from genesis.errors import UserError
 from genesis.processes import PipedWorker
 
 _JOBS_IN_FLIGHT: Final = 2
-"""What a worker holds: one in its hands, and the next, so that it need not wait for it."""
+"""Number of jobs that a worker has at a time: the current one and the next one, so that it never waits for a job."""
 
 _WORKER_MODULE: Final = "genesis.data.stream.worker"
 
@@ -29,7 +28,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MadeSoFar:
-    """Tokens of the blocks that were made, and the time that went into them, of all workers together."""
+    """Tokens of all blocks so far and the time spent on them, over all workers."""
 
     num_tokens: int = 0
     seconds: float = 0.0
@@ -40,13 +39,13 @@ class MadeSoFar:
 
 
 class BlockSupply(Protocol):
-    """Where a rank gets blocks."""
+    """The source of a rank's blocks."""
 
     def request(self, job: Job) -> None:
-        """Asks for a block that will be taken."""
+        """Requests a block ahead of `take`."""
 
     def take(self, job: Job) -> Block:
-        """Returns the block; each is taken once."""
+        """Returns the block of a job; each block can be taken once."""
 
     def forget(self) -> None:
         """Drops all that was asked for and not taken."""
@@ -64,19 +63,19 @@ class BlockSupply(Protocol):
 
     @property
     def wait_seconds(self) -> float:
-        """Returns how long `take` has waited, in all."""
+        """Returns the total time that `take` has waited."""
 
     @property
     def made(self) -> "MadeSoFar":
-        """Returns what all workers together have made."""
+        """Returns the production of all workers together."""
 
     @property
     def num_restarts(self) -> int:
-        """Returns how many workers were replaced."""
+        """Returns the number of workers that were replaced."""
 
 
 class InlineSupply:
-    """Makes each block when it is taken, in the caller's thread."""
+    """Builds each block when it is taken, in the caller's thread."""
 
     queue_depths: tuple[int, ...] = ()
     process_ids: tuple[int, ...] = ()
@@ -108,7 +107,7 @@ class InlineSupply:
 
 @dataclass(eq=False)
 class _Worker:
-    """A process and what it was given. `waiting` was not sent yet, `sent` not answered yet."""
+    """A process and its jobs: those in `waiting` are not sent yet, those in `sent` are not answered yet."""
 
     setup: Setup
     piped: PipedWorker = field(default_factory=lambda: PipedWorker(_WORKER_MODULE))
@@ -117,13 +116,13 @@ class _Worker:
 
 
 class WorkerPool:
-    """Makes blocks in processes; a lane stays with one, which keeps its files open.
+    """Builds blocks in processes; a lane is always served by the same process, which keeps its files open.
 
-    One thread of ours talks to the workers; any one other thread asks.
+    A thread of the pool communicates with the workers; one other thread at a time may call `ask` and `take`.
 
     Args:
-        setups: Of each worker; its `parts` are the lanes that it serves.
-        max_restarts: How many dead workers are replaced before `take` raises.
+        setups: The setup of each worker; its `parts` are the lanes that it serves.
+        max_restarts: Number of dead workers that are replaced before `take` raises.
     """
 
     def __init__(self, setups: Sequence[Setup], max_restarts: int) -> None:
@@ -154,7 +153,7 @@ class WorkerPool:
         return tuple(worker.piped.process.pid for worker in self._workers)
 
     def request(self, job: Job) -> None:
-        """Asks for a block; once more for the same changes nothing."""
+        """Requests a block; a second request for the same block has no effect."""
         with self._changed:
             if job not in self._answers:
                 self._answers[job] = None
@@ -162,10 +161,10 @@ class WorkerPool:
                 self._ring()
 
     def take(self, job: Job) -> Block:
-        """Returns the block, when it is there.
+        """Waits for the block and returns it.
 
         Raises:
-            UserError: It can't be made, or too many workers died.
+            UserError: The block cannot be built, or too many workers have died.
         """
         self.request(job)
         begun = time.perf_counter()
@@ -175,7 +174,7 @@ class WorkerPool:
             if self._answers[job] is None and self._error is not None:
                 raise UserError(self._error)
             if self._answers[job] is None:
-                raise RuntimeError("the workers of data.stream were closed while a block was waited for")
+                raise RuntimeError("the workers of data.stream were closed during the wait for a block")
             answer = self._answers.pop(job)
         assert answer is not None
         return _block_of(answer)
@@ -188,7 +187,7 @@ class WorkerPool:
                 worker.waiting.clear()
 
     def close(self) -> None:
-        """Ends the workers. Nothing can be asked for after it."""
+        """Ends the workers. No block can be requested afterwards."""
         with self._changed:
             self._is_closed = True
             self._ring()
@@ -196,11 +195,11 @@ class WorkerPool:
             worker.piped.process.kill()
         self._thread.join()
         for worker in self._workers:
-            worker.piped.end()  # one that was started meanwhile, too
+            worker.piped.end()  # including a worker that was started meanwhile
         self._bell.close()
         self._heard_bell.close()
 
-    # ---- our thread
+    # ---- the pool's thread
 
     def _serve(self) -> None:
         try:
@@ -235,7 +234,7 @@ class WorkerPool:
             self._send(worker, job)
 
     def _send(self, worker: _Worker, message: object) -> None:
-        with suppress(BrokenPipeError, ConnectionResetError):  # it is dead: reading from it will tell
+        with suppress(BrokenPipeError, ConnectionResetError):  # the worker is dead, which the next read from it reports
             worker.piped.connection.send(message)
 
     def _receive(self, worker: _Worker) -> None:
@@ -251,7 +250,7 @@ class WorkerPool:
                 raise RuntimeError(f"a worker of data.stream answered {answer.job}, but {expected} was its next job")
             if isinstance(answer, Made):
                 self.made = self.made.plus(answer)
-            if answer.job in self._answers:  # else it was forgotten
+            if answer.job in self._answers:  # else the block was dropped
                 self._answers[answer.job] = answer
                 self._changed.notify_all()
 
@@ -270,7 +269,7 @@ class WorkerPool:
             self.num_restarts += 1
             worker.waiting.extendleft(reversed([job for job in worker.sent if job in self._answers]))
             worker.sent.clear()
-        _logger.warning("a worker of data.stream ended %s; another one takes its place and its work", cause)
+        _logger.warning("a worker of data.stream ended %s; a new worker takes over its jobs", cause)
         worker.piped.end()
         worker.piped = PipedWorker(_WORKER_MODULE)
         self._send(worker, worker.setup)

@@ -31,15 +31,16 @@ _logger = logging.getLogger(__name__)
 
 
 class StreamWindows:
-    """One rank's windows of a stream, one after another. No communication.
+    """One rank's windows of a stream, in order. No communication.
 
-    `window` is called by one thread; all else may be called from another meanwhile. What was read ahead of training
-    does not count: `state` and `usage` tell of a position, and `window` goes back to any that was not released.
+    One thread calls `window`; another thread may call the other methods at the same time. Windows read ahead of
+    training do not affect the state: `state` and `usage` describe a given position, and `window` can go back to any
+    position that was not released.
 
     Args:
-        stream: What is read.
-        order: Which source stands at each position; its sequences are never asked for.
-        sequence_format: How a sequence is made of tokens.
+        stream: The open stream.
+        order: Maps positions to sources; its sequences are not used.
+        sequence_format: How tokens become sequences.
         global_batch_size: Sequences of one step, over all ranks.
         micro_batch_size: Sequences of one micro-batch.
         ranks: This rank.
@@ -76,8 +77,8 @@ class StreamWindows:
         """Returns this rank's window of the global batch that begins at `position`.
 
         Raises:
-            UserError: The input is not what its source says, or workers died too often.
-            RuntimeError: The windows were closed, as for a thread that still reads ahead at the end of training.
+            UserError: A document or shard is bad, or too many workers have died.
+            RuntimeError: The windows are closed, for example while a thread reads ahead at the end of training.
         """
         if self._is_closed:
             raise RuntimeError("the windows of the stream are closed")
@@ -90,13 +91,13 @@ class StreamWindows:
         return build_window(rows, self._format, self._micro_batch_size, self._position, ends, lengths)
 
     def release(self, position: int) -> None:
-        """Says that no window before `position` is asked for again."""
+        """Releases all windows before `position`, which cannot be requested afterwards."""
         with self._lock:
             for past in [known for known in self._snapshots if known < position]:
                 del self._snapshots[past]
 
     def open(self) -> None:
-        """Allows windows, after `close` too; the first one starts the workers."""
+        """Allows windows, also after `close`; the first window starts the workers."""
         self._is_closed = False
 
     def close(self) -> None:
@@ -110,14 +111,14 @@ class StreamWindows:
     # ---- state
 
     def state(self, position: int) -> dict[str, Any]:
-        """Returns where this rank's lanes stand before the window at `position`, in plain types."""
+        """Returns the state of this rank's lanes before the window at `position`, in plain types."""
         return write_states(self.stream, self._snapshot(position))
 
     def load_state(self, state: Mapping[str, Any], position: int) -> None:
-        """Goes on at `position` where all lanes of a saved run stood, on any number of ranks.
+        """Continues at `position` from the state of all lanes of a saved run, on any number of ranks.
 
         Raises:
-            UserError: The saved run can't be continued here.
+            UserError: The saved run had other settings or files.
         """
         states = read_states(self.stream, state)
         self.close()
@@ -128,7 +129,7 @@ class StreamWindows:
             self._snapshots = {position: dict(self._states)}
 
     def usage(self, position: int) -> dict[str, SourceUsage]:
-        """Returns what this rank's lanes had consumed of each source before the window at `position`."""
+        """Returns the usage of each source by this rank's lanes before the window at `position`."""
         return measure_usage(self.stream, self._snapshot(position))
 
     # ---- telemetry
@@ -150,7 +151,7 @@ class StreamWindows:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Returns what the workers can make together, by what they made since they were started; None before that."""
+        """Returns the mean throughput of all workers since their start; None before their first block."""
         supply = self._supply
         if supply is None or not supply.made.num_tokens:
             return None
@@ -163,7 +164,7 @@ class StreamWindows:
 
     @property
     def fill(self) -> float:
-        """Returns the share of the sequences' places whose labels count, of all that were consumed."""
+        """Returns the share of positions with a valid label in all consumed sequences."""
         num_sequences = sum(state.num_sequences for state in self._states.values())
         num_tokens = sum(state.num_tokens for state in self._states.values())
         return num_tokens / max(1, num_sequences * self._format.seq_len)
@@ -184,7 +185,7 @@ class StreamWindows:
         return rows, ends, lengths
 
     def _own_keys(self, position: int, count: int) -> Iterator[LaneSource]:
-        """Yields lane and source of each position from `position` on that is this rank's."""
+        """Yields the lane and source of each of this rank's positions from `position` on."""
         lanes = lanes_at(position, count, self.stream.num_lanes, self.stream.recipe.seed).tolist()
         sources = self.order.sources(position, count).tolist()
         for lane, source in zip(lanes, sources, strict=True):
@@ -195,7 +196,7 @@ class StreamWindows:
         return lane % self._ranks.world_size == self._ranks.rank
 
     def _with_data(self, key: LaneSource) -> LaneSource | None:
-        """Returns `key`, or what stands in for it in its lane when it is exhausted; None when the lane is."""
+        """Returns `key` or, if it is exhausted, its replacement in the same lane; None if the lane is exhausted."""
         while not self._has_sequence(key):
             states = [self._states[LaneSource(key.lane, source)] for source in range(len(self.stream.names))]
             other = choose_other(
@@ -209,7 +210,7 @@ class StreamWindows:
         return key
 
     def _has_sequence(self, key: LaneSource) -> bool:
-        """Whether there is a sequence left, at the place where the state then points to."""
+        """Returns whether a sequence is left, after moving the state to that sequence."""
         while self._states[key].cursor is not None:
             block = self._block(key)
             if self._states[key].num_given < len(block.rows):
@@ -233,7 +234,7 @@ class StreamWindows:
     # ---- blocks
 
     def _block(self, key: LaneSource) -> Block:
-        """Returns the block that the lane stands in; asks for the one after it when it is first looked at."""
+        """Returns the lane's current block; its first use requests the next block."""
         if key not in self._blocks:
             assert self._supply is not None
             cursor = self._states[key].cursor
@@ -271,7 +272,7 @@ class StreamWindows:
         return WorkerPool(setups, stream.options.max_worker_restarts)
 
     def _request_first_blocks(self, supply: BlockSupply, position: int) -> None:
-        """Asks for the block of each lane and source, in the order in which positions will need them."""
+        """Requests the block of each lane and source, in the order in which positions will need them."""
         weights = self.order.mixes[-1].weights
         needed = self._own_keys(position, _ROUNDS_LOOKED_AHEAD * self.stream.num_lanes)
         for key in dict.fromkeys((*needed, *(key for key in self._states if weights[key.source]))):
@@ -280,7 +281,7 @@ class StreamWindows:
                 supply.request(Job(key, cursor))
 
     def _go_to(self, position: int) -> None:
-        """Begins at a position, or goes back to one that windows were read ahead of."""
+        """Starts at a position, or goes back to it after windows were read ahead."""
         self._states = self._snapshot(position)
         self._position = position
         self._blocks.clear()

@@ -1,8 +1,8 @@
-"""One process that reads and tokenizes for a rank: a job names a lane, a source and a cursor, the answer is the block.
+"""A process that reads and tokenizes for a rank: a job is a lane, a source and a cursor, the result is the block.
 
-It is a `PipedWorker`, takes a `Setup` and then `Job`s from its connection, and answers each with a
-`Made` or a `Failure`, in their order. When its rank is gone, the connection ends and so does it. It has no state that
-counts: any worker gives the same block for the same job.
+The process is a `PipedWorker`. It receives a `Setup` and then `Job`s from its connection, and answers each job, in
+order, with a `Made` or a `Failure`. It ends with the connection when its rank is gone. Its state does not affect the
+results: any worker builds the same block for the same job.
 """
 
 import time
@@ -34,7 +34,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Setup:
-    """What holds for all jobs; `tokenizer_files` are what `Tokenizer.files` gives."""
+    """Settings of all jobs; `tokenizer_files` is the tokenizer's `files`."""
 
     tokenizer_files: Mapping[str, bytes]
     recipe: BlockRecipe
@@ -43,7 +43,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Made:
-    """The block of a job, and how long it took to make."""
+    """The block of a job, and the time it took to build."""
 
     job: Job
     block: Block
@@ -59,7 +59,7 @@ class Failure:
 
 
 class BlockMaker:
-    """Does jobs, with a reader for each lane and source."""
+    """Runs jobs, with a reader for each lane and source."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -67,7 +67,7 @@ class BlockMaker:
         self._readers: dict[LaneSource, BlockReader] = {}
 
     def make(self, job: Job) -> Made | Failure:
-        """Returns the block, or why there is none."""
+        """Returns the block, or the failure."""
         if job.key not in self._readers:
             part = self._setup.parts[job.key]
             self._readers[job.key] = BlockReader(part, self._setup.recipe, self._tokenizer)
@@ -80,7 +80,7 @@ class BlockMaker:
 
 
 def main(descriptor: int) -> None:
-    """Serves the connection that `descriptor` is until its other end is closed."""
+    """Serves the connection with the file descriptor `descriptor` until its other end is closed."""
     serve_pipe(descriptor, _serve)
 
 

@@ -330,7 +330,9 @@ def test_a_file_that_changed_after_its_adoption_is_named(prepared: Prepared, tmp
         read_all(corpus.train[0])
     assert "has hash" in str(find_fault(corpus.path, corpus.manifest, corpus.manifest.train[0].shards[-1]))
     path.write_bytes(data[:-2])
-    with pytest.raises(UserError, match=r"tokens\.npy has \d+ bytes, but the manifest lists \d+; restore the original file"):
+    with pytest.raises(
+        UserError, match=r"tokens\.npy has \d+ bytes, but the manifest lists \d+; restore the original file"
+    ):
         open_adopted(path)
     path.unlink()
     with pytest.raises(UserError, match=r"tokens\.npy can't be read"):
@@ -401,10 +403,10 @@ def test_a_failed_adoption_leaves_nothing_and_a_finished_one_is_not_overwritten(
     [
         ({"tokenizer": None, "eos_id": 3}, "vocab_size is unknown"),
         ({"tokenizer": None, "vocab_size": 320}, "eos_id is unknown"),
-        ({"tokenizer": None, "vocab_size": 320, "eos_id": 320}, "eos_id 320 is not within vocab_size 320"),
+        ({"tokenizer": None, "vocab_size": 320, "eos_id": 320}, "eos_id 320 is not below vocab_size 320"),
         ({"eos_id": 7}, "eos_id is 7, the tokenizer's is"),
-        ({"tokenizer": None, "vocab_size": 321, "eos_id": 320}, "holds no eos_id 320"),
-        ({"documents": "index"}, "does not say where documents end"),
+        ({"tokenizer": None, "vocab_size": 321, "eos_id": 320}, "has no eos_id 320"),
+        ({"documents": "index"}, "has no index of documents"),
         ({"format": "datatrove"}, "has no tokens.npy.index"),
     ],
 )

@@ -52,9 +52,9 @@ def overwrite(path: Path, offset: int, data: bytes) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda ds: cut(ds, 140), r"a\.ds has 140 bytes, its index says 71 tokens"),
+        (lambda ds: cut(ds, 140), r"a\.ds has 140 bytes, but its index lists 71 tokens"),
         (lambda ds: cut(Path(f"{ds}.index"), 30), r"a\.ds\.index has 30 bytes, not a multiple of 8"),
-        (lambda ds: cut(Path(f"{ds}.index"), 24), r"a\.ds has 142 bytes, its index says 68 tokens"),
+        (lambda ds: cut(Path(f"{ds}.index"), 24), r"a\.ds has 142 bytes, but its index lists 68 tokens"),
         (lambda ds: Path(f"{ds}.index").unlink(), r"a\.ds has no a\.ds\.index; tokenize with save_index"),
         (lambda ds: Path(f"{ds}.metadata").write_text("gpt2|4\n71"), "of 2 or 4 bytes, 4 by its metadata"),
         (lambda ds: Path(f"{ds}.metadata").write_text("gpt2\n71"), r"a\.ds\.metadata does not end its first line"),
@@ -124,10 +124,10 @@ def test_a_megatron_pair_is_found_by_either_name_or_its_prefix(tmp_path: Path, s
 @pytest.mark.parametrize(
     ("array", "message"),
     [
-        (np.zeros(4, np.float32), r"holds <f4 \(float32\), tokens are little-endian integers"),
+        (np.zeros(4, np.float32), r"has the type <f4 \(float32\), but tokens must be little-endian integers"),
         (np.zeros(4, ">u2"), r"holds >u2 \(uint16\)"),
         (np.zeros(4, bool), r"\(bool\)"),
-        (np.asfortranarray(np.arange(6).reshape(2, 3)), "column by column"),
+        (np.asfortranarray(np.arange(6).reshape(2, 3)), "Fortran order"),
     ],
 )
 def test_a_npy_of_a_wrong_type_is_refused(tmp_path: Path, array: np.ndarray, message: str) -> None:
@@ -139,7 +139,7 @@ def test_flat_files_that_are_cut_short_or_of_unknown_width_are_refused(tmp_path:
     npy, llmc = write_npy(tmp_path / "a.npy", DOCUMENTS), write_llmc(tmp_path / "a.bin", DOCUMENTS, 20240520, "H")
     plain = write_bin(tmp_path / "b.bin", DOCUMENTS)
     assert read_flat(npy, None).num_tokens == read_flat(llmc, None).num_tokens == NUM_TOKENS
-    refused(lambda: read_flat(plain, None), r"b\.bin does not say how wide its tokens are; give dtype")
+    refused(lambda: read_flat(plain, None), r"b\.bin has no header with the type of its tokens; give dtype")
     for path in (npy, llmc, plain):
         cut(path, path.stat().st_size - 1)
     refused(lambda: read_flat(npy, None), r"a\.npy has \d+ bytes, its header says \d+; it was cut short")
@@ -212,7 +212,7 @@ def test_a_dataset_of_several_splits_or_a_damaged_state_is_refused(tmp_path: Pat
         state.write_text(content)
         refused(lambda: find_token_files((str(state.parent),), "auto"), message)
     state.unlink()
-    refused(lambda: find_token_files((str(state.parent),), "auto"), r"holds no file of tokens")
+    refused(lambda: find_token_files((str(state.parent),), "auto"), r"has no file of tokens")
 
 
 def test_large_lists_and_rows_of_a_sliced_table_are_located(tmp_path: Path) -> None:
@@ -250,12 +250,17 @@ def test_a_directory_of_several_formats_is_refused_until_one_is_named(tmp_path: 
     (found,) = find_token_files((str(tmp_path),), "megatron")
     assert found.path == tmp_path / "b" / "text.bin"
     shutil.rmtree(tmp_path / "b")
-    refused(lambda: find_token_files((str(tmp_path),), "megatron"), "holds no file of megatron")
+    refused(lambda: find_token_files((str(tmp_path),), "megatron"), "has no file of megatron")
 
 
 def test_paths_that_lead_to_nothing_or_tell_no_format_are_refused(tmp_path: Path) -> None:
     (tmp_path / "tokens.dat").write_bytes(struct.pack("<4H", 1, 2, 3, 4))
-    refused(lambda: find_token_files((str(tmp_path / "nothing"),), "auto"), "nothing is at .*nothing; mend the path")
-    refused(lambda: find_token_files((str(tmp_path / "tokens.dat"),), "auto"), "does not tell its format by its name")
+    refused(
+        lambda: find_token_files((str(tmp_path / "nothing"),), "auto"),
+        "no such file or directory: .*nothing; correct the path",
+    )
+    refused(
+        lambda: find_token_files((str(tmp_path / "tokens.dat"),), "auto"), "the format of .* is unknown by its name"
+    )
     (found,) = find_token_files((str(tmp_path / "tokens.dat"),), "flat")
     assert read_flat(found.path, "uint16").num_tokens == 4

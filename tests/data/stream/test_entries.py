@@ -68,7 +68,7 @@ def test_damage_is_told_from_a_bad_record_and_a_change_from_both(tmp_path):
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(path.read_bytes()[:-20])
     (span,) = plan_spans(source, find_files(source), 100)
-    with pytest.raises(DamagedFileError, match="cut short or damaged"):
+    with pytest.raises(DamagedFileError, match="truncated or damaged"):
         list(read_entries(source, span))
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(UserError, match="has changed since it was found"):

@@ -162,12 +162,12 @@ def test_a_damaged_shard_is_named_or_the_rest_of_it_skipped(tmp_path, tokenizer,
     else:
         data[len(data) // 2] ^= 4
     path.write_bytes(data)
-    with pytest.raises(UserError, match=r"bad\.jsonl\.(zst|gz) is cut short or damaged .*; fetch it again"):
+    with pytest.raises(UserError, match=r"bad\.jsonl\.(zst|gz) is truncated or damaged .*; fetch it again"):
         read_strictly(directory, tokenizer)
     with caplog.at_level(logging.WARNING):
         pairs, usage, stream = read_skipping(directory, tokenizer)
     assert usage.num_damaged_spans == 1
-    assert f"{path} is cut short or damaged" in caplog.text
+    assert f"{path} is truncated or damaged" in caplog.text
     wanted = expected_pairs(stream.tokenizer, TEXTS)
     assert all(pairs[pair] >= count for pair, count in wanted.items())
 
@@ -179,7 +179,7 @@ def test_a_bit_flipped_in_a_parquet_file_is_named(tmp_path, tokenizer):
     data = bytearray(path.read_bytes())
     data[200] ^= 0xFF
     path.write_bytes(data)
-    with pytest.raises(UserError, match=r"a\.parquet is (cut short or )?damaged"):
+    with pytest.raises(UserError, match=r"a\.parquet is (truncated or )?damaged"):
         read_strictly(tmp_path / "web", tokenizer)
 
 

@@ -41,7 +41,9 @@ def test_every_rank_has_equally_many_rows_of_every_global_batch(world_size, lane
 
 
 def test_a_world_size_that_would_not_is_refused_with_those_that_do():
-    with pytest.raises(UserError, match=r"do not divide among 8 ranks; world sizes that do: 1, 2, 3, 4, 6, 12"):
+    with pytest.raises(
+        UserError, match=r"are not divisible by 8 ranks; use one of these world sizes: 1, 2, 3, 4, 6, 12"
+    ):
         check_world_size(48, 12, 8)
 
 

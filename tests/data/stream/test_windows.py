@@ -274,7 +274,7 @@ def test_a_block_smaller_than_a_sequence_and_a_wrong_world_size_are_refused(tmp_
     with pytest.raises(UserError, match=r"block_tokens is 16, less than a sequence of data\.seq_len 16"):
         make_stream(directories, tokenizer, block_tokens=16)
     stream = make_stream(directories, tokenizer)
-    with pytest.raises(UserError, match="do not divide among 3 ranks; world sizes that do: 1, 2, 4"):
+    with pytest.raises(UserError, match="are not divisible by 3 ranks; use one of these world sizes: 1, 2, 4"):
         make_windows(stream, world_size=3)
 
 
@@ -282,7 +282,7 @@ def test_options_that_cannot_be_are_refused(tmp_path, tokenizer):
     directories = write_sources(tmp_path)
     options = make_stream(directories, tokenizer).options
     for changes, words in (
-        ({"num_workers": -1}, "data.stream.num_workers is -1; it counts from 0 up"),
+        ({"num_workers": -1}, "data.stream.num_workers is -1; it must be at least 0"),
         ({"block_tokens": 0}, "data.stream.block_tokens is 0"),
         ({"sources": ()}, "no sources are given"),
     ):
