@@ -1,1 +1,1 @@
-"""Benchmarks and held-out text, from saved checkpoints, in a process of its own."""
+"""Evaluates saved checkpoints, on benchmarks and held-out text, in a process separate from training."""

@@ -1,4 +1,4 @@
-"""Questions about one checkpoint: those that are open are answered, and written down one by one."""
+"""Answers questions about one checkpoint: computes results that do not exist yet, and writes each one as it is done."""
 
 import math
 from collections.abc import Sequence
@@ -29,22 +29,22 @@ from genesis_callbacks.events import EventLog
 
 
 class Display(Protocol):
-    """Shows that something is computed: a context manager for each question, which gives what is called meanwhile."""
+    """Shows progress: a context manager for each question, which yields the function to call with progress."""
 
     def __call__(self, what: str) -> AbstractContextManager[Progress]:
-        """Begins to show the work on `what`."""
+        """Starts to show the work on `what`."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How questions are answered.
+    """Settings of an evaluation.
 
     Args:
-        device: Where the decoder is.
-        dtype: Of its weights.
+        device: The decoder's device.
+        dtype: The type of its weights.
         batch_tokens: See `Scorer`.
-        tokenizer: File or directory; None for the one that belongs to the checkpoint.
-        again: Whether to answer, too, what stands answered.
+        tokenizer: Tokenizer file or directory; None for the checkpoint's own tokenizer.
+        again: Whether to recompute existing results.
     """
 
     device: str = "cpu"
@@ -55,7 +55,7 @@ class Settings:
 
 
 class Answers(NamedTuple):
-    """What a checkpoint was found to be, and a line for each question that cannot be asked of this model."""
+    """The results for a checkpoint, and a line for each question that this model cannot answer."""
 
     results: list[Result]
     unanswered: list[str]
@@ -64,17 +64,17 @@ class Answers(NamedTuple):
 def answer_questions(
     checkpoint: Path, questions: Sequence[Question], settings: Settings, out: Path, display: Display
 ) -> Answers:
-    """Returns the answers of all questions about a checkpoint; those that stand in `out` are taken from there.
+    """Returns the results of all questions about a checkpoint; existing results in `out` are reused.
 
-    The checkpoint is verified before it is loaded, weights are compared with their digests, and it is loaded only if
-    a question is open.
+    The checkpoint is verified before it is loaded, and its weights are compared with their digests. It is loaded only
+    if a result is missing.
 
     Args:
-        checkpoint: Its directory.
-        questions: What is asked.
-        settings: How.
-        out: Where results lie: `RUN/evaluations`.
-        display: Shows the work.
+        checkpoint: The checkpoint's directory.
+        questions: The questions.
+        settings: The settings.
+        out: The directory of results: `RUN/evaluations`.
+        display: Shows progress.
 
     Raises:
         UserError: The checkpoint does not verify, or a task's rows or settings are wrong for every model.
@@ -96,7 +96,7 @@ def answer_questions(
         verify(checkpoint, "full")
         loaded = load_decoder(checkpoint, settings.tokenizer, settings.device, settings.dtype)
         if read_committed_hash(checkpoint) != checkpoint_hash:
-            raise UserError(f"{checkpoint} was saved anew while it was read: evaluate it again")
+            raise UserError(f"{checkpoint} was replaced while it was evaluated: run the evaluation again")
     unanswered = []
     for question, details in open_questions:
         start_seconds = perf_counter()
@@ -124,7 +124,7 @@ def answer_questions(
 
 
 def _note(checkpoint: Path, manifest: Manifest, results: Sequence[Result], out: Path) -> None:
-    """Makes new results an event of the run, where they are filed there."""
+    """Logs new results as an event of the run, if they are stored there."""
     run = RunDirectory.of(checkpoint)
     if not results or out.resolve() != run.evaluations:
         return
@@ -140,10 +140,10 @@ def _note(checkpoint: Path, manifest: Manifest, results: Sequence[Result], out: 
 
 
 def read_hashes(place: Path) -> dict[str, str]:
-    """Returns the hashes of all checkpoints of a run, or of those beside a checkpoint, by name: what results are of."""
+    """Returns the manifest hashes of all checkpoints of a run by name, also for a path of one of its checkpoints."""
     hashes = {}
     for path, _ in list_committed(place.parent if (place / MANIFEST_NAME).exists() else place):
-        with suppress(OSError, CheckpointError):  # retention may remove one at any moment
+        with suppress(OSError, CheckpointError):  # retention may remove a checkpoint at any moment
             hashes[path.name] = read_committed_hash(path)
     return hashes
 

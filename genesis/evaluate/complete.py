@@ -1,4 +1,4 @@
-"""Text after prompts, up to a string that stops it."""
+"""Generates text after prompts, up to a stop string."""
 
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
@@ -10,18 +10,18 @@ from genesis.model.decoder import Decoder
 from genesis.tokenizer.tokenizer import Tokenizer
 
 _MORE_TOKENS: Final = 2
-"""How many more tokens than by encode a stop string may have and is still seen at once; a longer one is cut later."""
+"""Number of tokens that a generated stop string may have beyond its encoding and still be found at once."""
 
 
 class CompleteOptions(NamedTuple):
-    """How prompts are continued.
+    """Options of text generation.
 
     Args:
-        max_new_tokens: Of each; with its prompt it must fit the context.
-        stop: Strings that end a text; it is cut before them.
-        sampling: Which tokens may be drawn.
-        seed: Of the draws.
-        batch_tokens: Of all prompts of a batch with their new tokens, padding counted.
+        max_new_tokens: Number of new tokens per prompt; prompt and new tokens must fit the context.
+        stop: Strings that end a text; the output stops before them.
+        sampling: The sampling options.
+        seed: The sampling seed.
+        batch_tokens: Number of tokens in a batch, prompts and new tokens, with padding.
     """
 
     max_new_tokens: int
@@ -38,11 +38,11 @@ def complete(
     options: CompleteOptions,
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> list[str]:
-    """Returns what follows each prompt: up to a stop id, a stop string, or its number of tokens."""
+    """Returns the text after each prompt, up to a stop id, a stop string, or the maximum number of tokens."""
     num_slots = max(map(len, prompts)) + options.max_new_tokens
     num_rows = min(len(prompts), max(1, options.batch_tokens // num_slots))
     batch = Batch(decoder, num_rows, tokenizer.stop_ids, num_slots=num_slots)
-    # Batch numbers texts as they are added. Longest first: those that begin together are alike in length.
+    # Batch numbers texts in the order of `add`. Longest first, so that texts which start together have similar lengths.
     order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
     seeds = plan_seeds(prompts, options.seed)
     grown: list[list[int]] = [[] for _ in order]
@@ -78,20 +78,20 @@ def cut_at(text: str, stop: Sequence[str]) -> str:
 
 
 def spell(tokenizer: Tokenizer, ids: Sequence[int], *, has_controls: bool) -> str:
-    """Returns the text of new tokens as the exported tokenizer gives it, with control symbols spelled or left out."""
-    # A model may have more ids than its tokenizer, which are no text.
+    """Returns the text of new tokens as the exported tokenizer decodes it, with or without control symbols."""
+    # A model may have more ids than its tokenizer; these have no text.
     return tokenizer.spell([token for token in ids if token < tokenizer.vocab_size], has_controls=has_controls)
 
 
 class _StopFinder:
-    """Says whether new tokens end with a stop string, by the last few of them, as the `hf` backend looks for one."""
+    """Returns whether the last few new tokens contain a stop string, by the same rule as the `hf` backend."""
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self._stop = [(string, len(tokenizer.encode(string)) + _MORE_TOKENS) for string in stop if string]
 
     def end(self, ids: Sequence[int]) -> bool:
-        """Whether one of the strings lies in the text of the last ids; it may be spelled otherwise than by encode."""
+        """Returns whether the text of the last ids contains a stop string, whichever ids it consists of."""
         return any(
             string in spell(self._tokenizer, ids[-num_tokens:], has_controls=True) for string, num_tokens in self._stop
         )

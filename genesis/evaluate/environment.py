@@ -1,8 +1,8 @@
-"""Makes lm-eval and Hugging Face's packages quiet: no telemetry, no bars, no processes of their own.
+"""Makes lm-eval and Hugging Face's packages quiet: no telemetry, no progress bars, no worker processes.
 
-Importing this changes nothing. The table of commands calls `make_quiet` before it imports a command that evaluates,
-because these packages read the environment when they are imported. What they warn of a user of `genesis evaluate`
-cannot change; what matters is raised (`refuse_wrong_answers`).
+Importing this module changes no state. The table of commands calls `make_quiet` before it imports a command that
+evaluates, because these packages read the environment when they are imported. Users of `genesis evaluate` cannot act on
+their warnings, except for one that `refuse_wrong_answers` turns into an error.
 """
 
 import logging
@@ -34,19 +34,19 @@ _SHOWN_CHARS: Final = 300
 
 @cache
 def make_quiet() -> None:
-    """Sets the environment, lm-eval's log level and tqdm for the rest of the process; a second call does nothing."""
+    """Sets the environment, lm-eval's log level and tqdm for the rest of the process; a second call has no effect."""
     os.environ.update(_VARIABLES)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    # Its own variable would come too late where torch, which imports tqdm, is already there.
+    # tqdm's own variable would come too late if torch, which imports tqdm, is already imported.
     tqdm.tqdm.__init__ = partialmethod(tqdm.tqdm.__init__, disable=True)
 
 
 @contextmanager
 def refuse_wrong_answers() -> Iterator[None]:
-    """Makes an error of what lm-eval only warns of while it scores, and then counts as a wrong answer.
+    """Raises an error for invalid rows, about which lm-eval only warns before it counts them as wrong answers.
 
     Raises:
-        UserError: The answer of a row is none of its choices.
+        UserError: The answer of a row is not among its choices.
     """
     log, refusal = logging.getLogger(_TASK_LOG), _Refusal()
     before = log.level, log.propagate
@@ -62,11 +62,11 @@ def refuse_wrong_answers() -> Iterator[None]:
 
 
 class _Refusal(logging.Handler):
-    """Raises for a row whose answer is none of its choices; other warnings are dropped."""
+    """Raises for a row whose answer is not among its choices; drops other warnings."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Looks at one warning."""
+        """Handles one warning."""
         message = record.getMessage()
         if message.startswith("Label index was not in within range"):
             row = " ".join(message.partition("Sample:")[2].split())
-            raise UserError(f"a row's answer is none of its choices: {row[:_SHOWN_CHARS]}; fix it or remove it")
+            raise UserError(f"a row's answer is not among its choices: {row[:_SHOWN_CHARS]}; fix it or remove it")

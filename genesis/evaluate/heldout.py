@@ -1,6 +1,6 @@
-"""Bits per byte on text that was not trained on, by source.
+"""Computes bits per byte on held-out text, by source.
 
-Documents are put into sequences as in validation: each source is one stream of `bos + text + eos`, cut every `seq_len`
+Documents become sequences as in validation: each source is one stream of `bos + text + eos`, cut every `seq_len`
 tokens; every token but the first of a document is counted once, and attention never crosses a document.
 """
 
@@ -28,7 +28,7 @@ from genesis.model.decoder import Decoder
 from genesis.tokenizer.tokenizer import Tokenizer, frame_document, padding_id
 
 ALL: Final = "all"
-"""The subject of what is summed over all sources."""
+"""The subject of sums over all sources."""
 _SPAN_BYTES: Final = 64 << 20
 
 
@@ -53,7 +53,7 @@ class TextSource:
         self.num_tokens = len(self._tokens)
 
     def read(self, start: int, out: Integer[ndarray, " count"]) -> None:
-        """Fills `out` with the tokens from `start` on; the stream must hold as many."""
+        """Fills `out` with the tokens from `start` on; the stream must have that many."""
         out[:] = self._tokens[start : start + len(out)]
 
     def read_labels(self, start: int, out: Bool[ndarray, " count"]) -> None:
@@ -61,7 +61,7 @@ class TextSource:
         out[:] = True
 
     def ends_between(self, start: int, stop: int) -> Int64[ndarray, " ends"]:
-        """Returns where documents end, of those that end after `start` and at `stop` at the latest."""
+        """Returns the document ends in the stream that are greater than `start` and at most `stop`."""
         first, last = np.searchsorted(self._ends, (start, stop), side="right").tolist()
         return self._ends[first:last]
 
@@ -71,9 +71,9 @@ class HeldOut:
     """Held-out text, by source.
 
     Args:
-        sources: Each a stream of tokens.
-        sequence_format: How sequences are made of them.
-        data_hash: Of all that was read.
+        sources: The streams of tokens.
+        sequence_format: How tokens become sequences.
+        data_hash: A hash of all data.
     """
 
     sources: tuple[NamedStream, ...]
@@ -85,7 +85,7 @@ def open_validation_set(corpus: Path, seq_len: int, tokenizer: Tokenizer) -> Hel
     """Returns the validation set of a corpus.
 
     Raises:
-        UserError: There is no corpus, it has no such set, or it was made with another tokenizer.
+        UserError: The corpus does not exist, has no validation set, or was made with another tokenizer.
     """
     opened = open_corpus(corpus, tokenizer_hash=tokenizer.hash)
     if not opened.validation:
@@ -101,10 +101,10 @@ def open_validation_set(corpus: Path, seq_len: int, tokenizer: Tokenizer) -> Hel
 
 
 def read_texts(path: Path, seq_len: int, tokenizer: Tokenizer) -> HeldOut:
-    """Returns the text in a file or a folder, of which each file and each subfolder is a source.
+    """Returns the text in a file, or in a folder in which each file and each subfolder is a source.
 
     Raises:
-        UserError: There is no text, or two sources would have one name.
+        UserError: There is no text, or two sources have the same name.
     """
     check_is_there(path)
     places = [path] if path.is_file() else sorted(place for place in path.iterdir() if not place.name.startswith("."))
@@ -113,29 +113,29 @@ def read_texts(path: Path, seq_len: int, tokenizer: Tokenizer) -> HeldOut:
     for place in places:
         name = place.name if place.is_dir() else place.name.split(".")[0]
         if name == ALL or name in (source.name for source in sources):
-            raise UserError(f"{place} would be a second source {name!r}: give it another name")
+            raise UserError(f"{place} is a second source with the name {name!r}: rename it")
         documents = _read_documents(SourceOptions(name, (str(place),)))
         if not documents:
-            raise UserError(f"{place} holds no text")
+            raise UserError(f"{place} contains no text; remove it or add text")
         digest.update(repr([name, *documents]).encode())
         sources.append(TextSource(name, documents, tokenizer))
     if not sources:
-        raise UserError(f"{path} holds no text")
+        raise UserError(f"{path} contains no text; give a file or folder with text")
     dtype = little_endian(token_dtype(tokenizer.vocab_size))
     sequence_format = SequenceFormat(seq_len, padding_id(tokenizer), tokenizer.token_num_bytes, dtype)
     return HeldOut(tuple(sources), sequence_format, digest.hexdigest())
 
 
 def check_is_there(path: Path) -> None:
-    """Refuses a path of held-out text where there is none.
+    """Checks that a path of held-out text exists.
 
     Raises:
-        UserError: Nothing is there.
+        UserError: The path does not exist or has no text.
     """
     if not path.exists():
-        raise UserError(f"there is no held-out text {path}; give a file or a folder of them")
+        raise UserError(f"no such file or folder of held-out text: {path}; give an existing one")
     if path.is_dir() and not any(not place.name.startswith(".") for place in path.iterdir()):
-        raise UserError(f"{path} holds no text")
+        raise UserError(f"{path} contains no text; give a file or folder with text")
 
 
 def _read_documents(options: SourceOptions) -> list[str]:
@@ -147,13 +147,13 @@ def _read_documents(options: SourceOptions) -> list[str]:
 def measure_held_out(
     decoder: Decoder, held_out: HeldOut, batch_tokens: int, on_progress: Callable[[int], None] = lambda _: None
 ) -> list[Measure]:
-    """Returns bits per byte and loss of each source, and of all together.
+    """Returns bits per byte and loss of each source, and over all sources.
 
     Args:
         decoder: In evaluation mode.
         held_out: The text.
-        batch_tokens: Tokens of a forward.
-        on_progress: Called with the number of tokens that were scored since the last call.
+        batch_tokens: Number of tokens per forward.
+        on_progress: Called with the number of tokens scored since the last call.
     """
     counts = {}
     for source in held_out.sources:

@@ -1,8 +1,8 @@
-"""Results into the loggers of the run that is followed, where those take a second process.
+"""Writes results to the loggers of the run that is watched, if these loggers accept a second process.
 
-TensorBoard does: a file of events of our own lies beside those of training. W&B offline does: what is kept under one id
-in several directories becomes one run when it is uploaded. W&B online takes a second process only for a run that was
-opened for it, which training's is not; who would follow them there finds them in `metrics.csv`.
+TensorBoard accepts another event file next to those of training. W&B offline merges directories with the same id into
+one run when they are uploaded. W&B online accepts a second process only for a run that was opened in shared mode, which
+training does not use; for such runs the results are only in `metrics.csv`.
 """
 
 import os
@@ -30,7 +30,7 @@ _STEP: Final = "evaluation/step"
 
 
 class RunLog:
-    """Writes results to the loggers of a run, and tells once what it cannot write to.
+    """Writes results to the loggers of a run, and reports each logger that it cannot write to once.
 
     Args:
         run: The run's directory.
@@ -43,7 +43,7 @@ class RunLog:
         self._told: set[str] = set()
 
     def write(self, manifest: Manifest, results: Sequence[Result]) -> list[str]:
-        """Writes results of a checkpoint, and returns what is to be told."""
+        """Writes results of a checkpoint, and returns lines to report."""
         lines = []
         for kind, settings in _list_loggers(manifest.recipe):
             try:
@@ -52,22 +52,22 @@ class RunLog:
                 elif kind == _WANDB:
                     self._write_wandb(self._find_root(settings, manifest.recipe), settings, results)
                 else:
-                    raise UserError(f"{kind} is not known here")
+                    raise UserError(f"the logger {kind} is not supported")
             except UserError as error:
-                lines.append(f"{error}: results are in metrics.csv alone")
+                lines.append(f"{error}: results are only in metrics.csv")
         new = [line for line in lines if line not in self._told]
         self._told.update(lines)
         return new
 
     def close(self) -> None:
-        """Closes what was opened."""
+        """Closes all open loggers."""
         for writer in self._writers.values():
             writer.close()
         if self._wandb is not None:
             self._wandb.finish()
 
     def _find_root(self, settings: dict[str, Any], recipe: dict[str, Any]) -> Path:
-        """Returns where a logger writes; what lies in the run may have moved with it."""
+        """Returns the directory of a logger, also after the run's directory was moved."""
         place = settings.get("save_dir")
         return self._run if place in (None, recipe.get("run_dir")) else Path(place)
 
@@ -80,7 +80,7 @@ class RunLog:
             if path.name.removeprefix(_VERSION).isdigit()
         ]
         if not versions:
-            raise UserError("the run's TensorBoard directory is not there")
+            raise UserError("the run's TensorBoard directory does not exist")
         newest = max(versions, key=lambda path: int(path.name.removeprefix(_VERSION)))
         if newest not in self._writers:
             self._writers[newest] = SummaryWriter(str(newest), filename_suffix=".evaluate")
@@ -94,9 +94,9 @@ class RunLog:
         found = [match for path in (root / "wandb").glob("*run-*") if (match := _WANDB_RUN.fullmatch(path.name))]
         newest = max(found, key=lambda match: match["time"], default=None)
         if newest is None:
-            raise UserError("the run's W&B directory is not there")
+            raise UserError("the run's W&B directory does not exist")
         if not newest["offline"]:
-            raise UserError("W&B takes the metrics of a run that is online from training alone")
+            raise UserError("W&B accepts metrics of an online run only from training")
         if self._wandb is None or self._wandb.id != newest["id"]:
             self._open_wandb(root, newest["id"], settings)
         for result in results:
@@ -106,7 +106,9 @@ class RunLog:
     def _open_wandb(self, root: Path, run_id: str, settings: dict[str, Any]) -> None:
         if self._wandb is not None:
             self._wandb.finish()
-        os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")  # else it advertises that to whoever has openai installed
+        os.environ.setdefault(
+            "WANDB_DISABLE_WEAVE", "true"
+        )  # otherwise it prints an advertisement if openai is installed
         quiet = wandb.Settings(silent=True, console="off", disable_git=True, x_disable_stats=True, x_disable_meta=True)
         self._wandb = wandb.init(
             id=run_id, project=settings.get("project"), dir=str(root), mode="offline", settings=quiet

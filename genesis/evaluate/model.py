@@ -1,4 +1,4 @@
-"""Our decoder as lm-eval sees a model: the answers of its `hf` backend on the exported checkpoint, from our engine."""
+"""lm-eval's interface to our decoder: the same results as its `hf` backend on the export, computed by our engine."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,26 +19,25 @@ from genesis.model.decoder import Decoder
 from genesis.tokenizer.tokenizer import Tokenizer
 
 MAX_NEW_TOKENS: Final = 256
-"""Where a task does not say: the `hf` backend's."""
+"""The default of the `hf` backend, for tasks without their own."""
 SEED: Final = 1234
-"""Of sampled text: lm-eval's."""
+"""The default of lm-eval for sampled text."""
 _CACHED_TEXTS: Final = 65_536
 _QUOTED_CHARS: Final = 60
 
 
 class UnanswerableError(UserError):
-    """A row cannot be asked of this model; other tasks can."""
+    """This model cannot process a row of a task; other tasks may still work."""
 
 
 class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
     """Answers lm-eval's requests. Pairs of texts become ids by lm-eval's own rules (`TemplateLM.loglikelihood`).
 
     Args:
-        decoder: In evaluation mode.
-        tokenizer: Its own.
+        decoder: The decoder, in evaluation mode.
+        tokenizer: The decoder's tokenizer.
         batch_tokens: See `Scorer`.
-        on_progress: Called with the number of requests that were answered since the last call; of equal ones one
-            counts.
+        on_progress: Called with the number of requests answered since the last call; equal requests count once.
     """
 
     def __init__(
@@ -54,7 +53,9 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
         self._device = decoder.output_weight.device
         self._scorer = Scorer(decoder, batch_tokens)
         self._on_progress = on_progress
-        self._encode = lru_cache(_CACHED_TEXTS)(tokenizer.encode)  # contexts come as often as they have continuations
+        self._encode = lru_cache(_CACHED_TEXTS)(
+            tokenizer.encode
+        )  # a context is encoded once for each of its continuations
 
     @property
     def eot_token_id(self) -> int:
@@ -72,7 +73,7 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
         return self._decoder.config.max_seq_len
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Returns the ids of a text, with bos, if there is one, before it unless it spells one or none is wanted."""
+        """Returns the ids of a text, with bos before it unless the text begins with bos or none is wanted."""
         ids, bos_id = list(self._encode(string)), self._tokenizer.bos_id
         if bos_id is None:
             return ids
@@ -84,7 +85,7 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
         """Returns log-likelihood and greediness of each continuation after its context.
 
         Raises:
-            UnanswerableError: A continuation is empty, has no token of its own, or is longer than the model's context.
+            UnanswerableError: A continuation is empty, has no token of its own, or exceeds the model's context.
         """
         for request in requests:
             if not request.args[1]:
@@ -96,7 +97,7 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str] | None, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        # lm-eval gives the pairs in the order of the requests, of which it passes on nothing else.
+        # lm-eval passes only the pairs, in the order of the requests.
         for asked, request in zip(self._asked, requests, strict=True):
             self._check_fits(asked, request[2])
         room = self.max_length + 1
@@ -107,11 +108,11 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
         return [(score.log_likelihood, score.is_greedy) for score in self._score(cut)]
 
     def _check_fits(self, asked: Instance, continuation: Sequence[int]) -> None:
-        """Refuses a continuation that leaves no room for a token of context; its last token is never fed."""
+        """Checks that a continuation leaves room for a token of context; its last token is never fed."""
         if continuation and len(continuation) <= self.max_length:
             return
         reason = (
-            f"has {len(continuation):,} tokens, and the model's context only {self.max_length:,}"
+            f"has {len(continuation):,} tokens, but the model's context is {self.max_length:,}"
             if continuation
             else "has no token of its own after its context: the tokenizer joins them"
         )
@@ -120,7 +121,8 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
         """Returns the log-likelihood of each text, in windows of the model's context, each token scored once.
 
-        As in the `hf` backend, bos is scored, too: the tokenizer puts it before the text, and another before that.
+        As in the `hf` backend, bos is also scored: the tokenizer adds bos to the text, and lm-eval another one before
+            it.
         """
         windows = []
         for number, request in enumerate(requests):
@@ -134,10 +136,10 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
         return [math.fsum(values) for values in sums]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """Returns the text that follows each context, up to what stops it.
+        """Returns the generated text after each context, up to a stop string or the token limit.
 
         Raises:
-            UserError: A task asks for sampling that is not there, or for more tokens than the context holds.
+            UserError: A task needs an unknown sampling option, or more tokens than the context.
         """
         answers = [""] * len(requests)
         by_options: dict[str, list[int]] = {}
@@ -147,7 +149,7 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
             options = self._read_options(requests[numbers[0]])
             room = self.max_length - options.max_new_tokens
             prompts = [tuple(self.tok_encode(requests[number].args[0])[-room:]) for number in numbers]
-            # Greedy text is the same for the same prompt; of drawn text each stands for itself.
+            # Greedy text is the same for equal prompts, so that one of them suffices; each sampled text is different.
             is_greedy = options.sampling.temperature == 0.0
             asked = list(dict.fromkeys(prompts)) if is_greedy else prompts
             texts = complete(self._decoder, self._tokenizer, asked, options, self._on_progress)
@@ -163,7 +165,9 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
         for token in tokens:
             if token is not None:
                 return token
-        raise UnanswerableError("the model's tokenizer has neither bos nor eos, which a text must begin with here")
+        raise UnanswerableError(
+            "the model's tokenizer has neither bos nor eos, but scored texts must begin with one of them"
+        )
 
     def _score(self, requests: Sequence[Request]) -> list[Score]:
         return self._scorer.score(requests, self._on_progress)
@@ -177,12 +181,12 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
         temperature, top_k, top_p = asked.pop("temperature", 1.0), asked.pop("top_k", 0), asked.pop("top_p", 1.0)
         if asked:
             raise UserError(
-                f"task {request.task_name} asks for {', '.join(sorted(asked))} in its generation_kwargs; there are "
+                f"task {request.task_name} asks for {', '.join(sorted(asked))} in its generation_kwargs; use only "
                 "until, max_gen_toks, do_sample, temperature, top_k and top_p"
             )
         if not 0 < max_new_tokens < self.max_length:
             raise UnanswerableError(
-                f"task {request.task_name} asks for {max_new_tokens:,} new tokens, and the model's context has "
+                f"task {request.task_name} asks for {max_new_tokens:,} new tokens, but the model's context has "
                 f"{self.max_length:,}; set max_gen_toks in the generation_kwargs of its task.yaml"
             )
         sampling = SamplingOptions(temperature, top_k or None, top_p) if is_sampled else SamplingOptions(0.0)

@@ -1,4 +1,4 @@
-"""What can be asked about a checkpoint, and how it is answered: a task of lm-eval's, or held-out text."""
+"""Questions about a checkpoint: tasks of lm-eval, and held-out text."""
 
 import io
 import random
@@ -31,30 +31,30 @@ from genesis_callbacks.checkpoint import Manifest
 Progress = Callable[[int], None]
 _RANDOM_SEED: Final = 0
 _OTHER_SEED: Final = 1234
-"""As lm-eval's own command has them, so that few-shot examples are the same."""
+"""The seeds of lm-eval's own command, so that few-shot examples are the same."""
 _BOOTSTRAP_ITERATIONS: Final = 1000
 _NOT_METRICS: Final = ("name", "alias", "sample_len", "sample_count")
 _ITEM_FIELDS: Final = ("doc_id", "doc", "target", "resps", "filtered_resps", "filter")
 
 
 class Answer(NamedTuple):
-    """Numbers, and the records of single items."""
+    """The answer to a question: measures, and records of single items."""
 
     measures: list[Measure]
     items: list[dict[str, Any]]
 
 
 class Question(ABC):
-    """Something that is asked about checkpoints."""
+    """A question about checkpoints."""
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """Returns what its results are filed under."""
+        """Returns the name of the files with its results."""
 
     @abstractmethod
     def describe(self, manifest: Manifest, tokenizer: Tokenizer) -> dict[str, Any]:
-        """Returns all that decides the answer beside the checkpoint and the dtype, in plain types."""
+        """Returns everything that determines the answer besides checkpoint and dtype, in plain types."""
 
     @abstractmethod
     def answer(self, loaded: Loaded, manifest: Manifest, batch_tokens: int | None, on_progress: Progress) -> Answer:
@@ -66,8 +66,8 @@ class TaskQuestion(Question):
     """A task, or several under one name.
 
     Args:
-        tasks: What `load_tasks` returned.
-        limit: Only so many questions of each task; None for all.
+        tasks: The tasks from `load_tasks`.
+        limit: Number of questions per task; None for all.
     """
 
     tasks: LoadedTasks
@@ -75,7 +75,7 @@ class TaskQuestion(Question):
 
     @property
     def name(self) -> str:
-        """Returns the task's name, with shots and limit where there are any."""
+        """Returns the task's name, with the number of shots and the limit, if any."""
         shots = {task.get_config("num_fewshot") for task in self.tasks.tasks["tasks"].values()}
         return f"{self.tasks.name}{_describe_shots(shots)}{self._variant}"
 
@@ -84,7 +84,7 @@ class TaskQuestion(Question):
         return "" if self.limit is None else f"-limit{self.limit}"
 
     def describe(self, manifest: Manifest, tokenizer: Tokenizer) -> dict[str, Any]:
-        """Returns names, versions, shots, limit, and the hash of what is the user's own."""
+        """Returns names, versions, shots, limit, and the hash of the user's own data."""
         tasks = self.tasks.tasks["tasks"]
         return {
             "kind": "task",
@@ -97,7 +97,7 @@ class TaskQuestion(Question):
         }
 
     def answer(self, loaded: Loaded, manifest: Manifest, batch_tokens: int | None, on_progress: Progress) -> Answer:
-        """Asks lm-eval to ask our model."""
+        """Runs lm-eval on our model."""
         random.seed(_RANDOM_SEED)
         np.random.seed(_OTHER_SEED)
         torch.manual_seed(_OTHER_SEED)
@@ -105,15 +105,13 @@ class TaskQuestion(Question):
             task.set_fewshot_seed(seed=_OTHER_SEED)
         lm = GenesisLM(loaded.decoder, loaded.text_tokenizer, batch_tokens, on_progress)
         try:
-            with refuse_wrong_answers(), redirect_stdout(io.StringIO()):  # it prints what it bootstraps
+            with refuse_wrong_answers(), redirect_stdout(io.StringIO()):  # lm-eval prints its bootstrap progress
                 found = evaluate(lm, self.tasks.tasks, limit=self.limit, bootstrap_iters=_BOOTSTRAP_ITERATIONS)
         except UserError:
             raise
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise UserError(
-                f"task {self.tasks.name} does not fit its rows, or what is asked of it: {reason}"
-            ) from error
+            raise UserError(f"task {self.tasks.name} failed on its rows or settings: {reason}; check both") from error
         return Answer(list(self._read_measures(found)), list(_read_items(found)))
 
     def _read_measures(self, found: dict[str, Any]) -> Iterator[Measure]:
@@ -138,12 +136,12 @@ class HeldOutQuestion(Question):
     """Bits per byte on held-out text.
 
     Args:
-        path: A file or folder of text; None for the validation set of the corpus that the recipe names.
-        run_dir: The run's directory, from which its corpus is found in whatever working directory; None looks for the
-            corpus only where the recipe has it.
+        path: A file or folder of text; None for the validation set of the corpus in the recipe.
+        run_dir: The run's directory, to find its corpus from any working directory; None searches only at the path in
+            the recipe.
 
     Raises:
-        UserError: Nothing is at `path`.
+        UserError: There is no text at `path`.
     """
 
     def __init__(self, path: Path | None = None, run_dir: Path | None = None) -> None:
@@ -151,15 +149,15 @@ class HeldOutQuestion(Question):
             check_is_there(path)
         self._path = path
         self._run_dir = run_dir
-        self._opened: dict[tuple[str, int, str], HeldOut] = {}  # for all checkpoints of a run it is the same
+        self._opened: dict[tuple[str, int, str], HeldOut] = {}  # the same for all checkpoints of a run
 
     @property
     def name(self) -> str:
-        """Returns a name after the text."""
+        """Returns a name derived from the text."""
         return "heldout" if self._path is None else f"heldout-{self._path.resolve().name.split('.')[0]}"
 
     def describe(self, manifest: Manifest, tokenizer: Tokenizer) -> dict[str, Any]:
-        """Returns the hash of the text, and how it is cut."""
+        """Returns the hash of the text, and the settings that cut it into sequences."""
         held_out = self._open(manifest, tokenizer)
         return {"kind": "heldout", "data_hash": held_out.data_hash, "seq_len": held_out.sequence_format.seq_len}
 
@@ -185,14 +183,14 @@ class HeldOutQuestion(Question):
     def _find_corpus(self, recipe: dict[str, Any]) -> Path:
         named = read_path(recipe, "data", "corpus")
         if named is None:
-            raise UserError("the recipe names no corpus, so that there is no validation set; give --heldout PATH")
+            raise UserError("the recipe has no corpus, and therefore no validation set; give --heldout PATH")
         if self._run_dir is None:
             return Path(named)
         return find_path(named, self._run_dir, recipe, what="the corpus", remedy="give --heldout PATH")
 
 
 def list_versions() -> dict[str, str]:
-    """Returns the versions of the packages that decide an answer."""
+    """Returns the versions of the packages that affect an answer."""
     return {name: version(name) for name in ("genesis-lm", "lm-eval", "torch")}
 
 

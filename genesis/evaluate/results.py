@@ -1,7 +1,7 @@
-"""What was measured, on disk: plain JSON, for whatever wants to read it. Imports neither torch nor lm-eval.
+"""The files of evaluation results: plain JSON. This module imports neither torch nor lm-eval.
 
 RUN/evaluations/step-00000150/NAME.json      the result of one question about one checkpoint
-                              NAME.jsonl     its items, one a line
+                              NAME.jsonl     its items, one per line
 RUN/evaluations/metrics.csv                  all results of the run, one row per checkpoint
 """
 
@@ -26,12 +26,12 @@ class Measure:
     """One number.
 
     Args:
-        subject: What was measured on: a task, with shots and limit if there are any, or a source of held-out text.
-        metric: Its name: `acc_norm`, `bits_per_byte`.
-        value: None where it is not a number.
-        stderr: Standard error of the value, where one is known.
-        is_higher_better: Whether more is better, where that is known.
-        num_items: Over how much it was taken: questions, or bytes of text.
+        subject: The data: a task, with shots and limit if there are any, or a source of held-out text.
+        metric: The metric's name: `acc_norm`, `bits_per_byte`.
+        value: The value; None if it is not a number.
+        stderr: Standard error of the value; None if it is unknown.
+        is_higher_better: Whether higher values are better; None if it is unknown.
+        num_items: Number of items in the value: questions, or bytes of text.
     """
 
     subject: str
@@ -52,14 +52,14 @@ class Result:
     """The answer to one question about one checkpoint.
 
     Args:
-        checkpoint: Its name.
-        step: Its step.
-        hash: Its manifest's, which its commit marker vouches for.
-        name: Of the question, and of the file.
-        question: All that decides the answer beside the checkpoint: task or text, version, shots, limit, dtype, hashes.
+        checkpoint: The checkpoint's name.
+        step: The checkpoint's step.
+        hash: The hash of the checkpoint's manifest, which its commit marker confirms.
+        name: The name of the question, and of the file.
+        question: Everything else that determines the answer: task or text, version, shots, limit, dtype, hashes.
         measures: The answer.
-        versions: Of the packages that took part.
-        seconds: What it took.
+        versions: Versions of the packages that affect the answer.
+        seconds: Duration of the evaluation.
     """
 
     checkpoint: str
@@ -72,12 +72,12 @@ class Result:
     seconds: float = 0.0
 
     def answers(self, question: dict[str, Any], checkpoint_hash: str) -> bool:
-        """Whether it is about just this."""
+        """Returns whether the result is for exactly this checkpoint and question."""
         return self.hash == checkpoint_hash and self.question == question
 
 
 def write_result(directory: Path, result: Result, items: Iterable[dict[str, Any]] = ()) -> None:
-    """Writes a result into `directory`, and its items; a reader sees each file whole or not at all."""
+    """Writes a result and its items into `directory`; each file appears atomically."""
     place = directory / result.checkpoint
     place.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(plain(item), ensure_ascii=False, default=str) + "\n" for item in items]
@@ -92,7 +92,7 @@ def read_results(directory: Path) -> list[Result]:
     """Returns all results in `directory`, of a run's `evaluations`, by step, checkpoint and name.
 
     Raises:
-        UserError: A file is not a result, or of a newer version.
+        UserError: A file is not a result, or is of a newer version.
     """
     results = [read_result(path) for path in sorted(directory.glob("*/*.json"))]
     return sorted(results, key=lambda result: (result.step, result.checkpoint, result.name))
@@ -102,13 +102,13 @@ def read_result(path: Path) -> Result:
     """Returns the result in the file `path`.
 
     Raises:
-        UserError: It is not one, or of a newer version.
+        UserError: The file is not a result, or is of a newer version.
     """
     try:
         content = json.loads(path.read_bytes())
         schema, measures = content.pop("schema"), content.pop("measures")
         if schema > SCHEMA_VERSION:
-            raise UserError(f"{path} has schema {schema}, this version reads {SCHEMA_VERSION}: update genesis")
+            raise UserError(f"{path} has schema {schema}, but this version reads {SCHEMA_VERSION}: update genesis")
         return Result(**content, measures=tuple(Measure(**measure) for measure in measures))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, UserError):
@@ -119,26 +119,26 @@ def read_result(path: Path) -> Result:
 def select_comparable(
     results: Sequence[Result], hashes: Mapping[str, str], asked: Sequence[Result] = ()
 ) -> tuple[list[Result], list[str]]:
-    """Returns the results that may stand in one line, and a line about each kind of those that may not.
+    """Returns the results that can be compared with each other, and a line about each kind of the others.
 
-    Left out are results of a checkpoint that is another one by now, and of those under one name the answers to another
-    question: other rows, other settings, another dtype, another lm-eval.
+    Results of a checkpoint that was replaced since are left out. Of several results with the same name, those of
+    another question are left out: other rows, other settings, another dtype, another lm-eval.
 
     Args:
-        results: By step.
-        hashes: Of the checkpoints that are there, by name; what retention has removed counts as it was.
-        asked: Whose questions count, whatever later checkpoints were asked; else it is the last result's of a name.
+        results: All results, by step.
+        hashes: Hashes of the existing checkpoints by name; results of removed checkpoints are kept.
+        asked: Results whose questions are the reference; for other names, the last result is.
     """
     questions = {result.name: result.question for result in [*results, *asked]}
     lines, comparable = [], []
     for result in results:
         if hashes.get(result.checkpoint, result.hash) != result.hash:
-            lines.append(f"{result.checkpoint} is another checkpoint than the one that {result.name} was asked about")
+            lines.append(f"{result.checkpoint} was replaced after its evaluation on {result.name}")
         elif result.question != questions[result.name]:
-            lines.append(f"{result.checkpoint} has an answer to another question under the name {result.name}")
+            lines.append(f"{result.checkpoint} has a result of {result.name} with other settings")
         else:
             comparable.append(result)
-    return comparable, [f"{line}: left out; evaluate it again" for line in lines]
+    return comparable, [f"{line}: left out; run the evaluation again" for line in lines]
 
 
 def write_metrics(directory: Path, results: Sequence[Result]) -> None:
@@ -157,7 +157,7 @@ def write_metrics(directory: Path, results: Sequence[Result]) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Returns `value` without numbers that JSON does not have."""
+    """Returns `value` with None in place of numbers that JSON cannot represent."""
     if isinstance(value, dict):
         return {key: plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""The rows of a task of one's own: JSONL files, read strictly, without a copy in a cache."""
+"""Reads the rows of a user's task: JSONL files, strictly, without a copy in a cache."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,12 +18,12 @@ def find_splits(folder: Path, data_files: Any = None) -> dict[str, list[Path]]:
     """Returns the files of each split.
 
     Args:
-        folder: The task's.
+        folder: The task's folder.
         data_files: As in `datasets`: a name, a list of names (of the split `train`) or both by split, relative to the
-            folder; None for each `SPLIT.jsonl` that is there.
+            folder; None for all `SPLIT.jsonl` in the folder.
 
     Raises:
-        UserError: A file is not there, or there is none.
+        UserError: A file is missing, or the folder has none.
     """
     if data_files is None:
         splits = {path.stem: [path] for path in sorted(folder.glob("*.jsonl"))}
@@ -35,14 +35,18 @@ def find_splits(folder: Path, data_files: Any = None) -> dict[str, list[Path]]:
         }
     for path in (path for paths in splits.values() for path in paths):
         if not path.is_file():
-            raise UserError(f"{path} is not there, which the task in {folder} names as its data")
+            raise UserError(
+                f"no such file: {path}, listed as data by the task in {folder}; add the file or correct the task"
+            )
     if not splits:
-        raise UserError(f"{folder} has no rows; put them into files named as splits, as {folder / 'test.jsonl'}")
+        raise UserError(
+            f"{folder} has no rows; put them into files named after splits, such as {folder / 'test.jsonl'}"
+        )
     return splits
 
 
 def hash_own(folder: Path, splits: Splits) -> str:
-    """Returns a BLAKE3 hex digest of all that a folder adds to an answer: settings, code, and rows in their splits."""
+    """Returns a BLAKE3 hex digest of everything in a folder that affects results: settings, code, rows by split."""
     digest = blake3()
     for path in sorted(path for path in folder.rglob("*") if path.suffix in (".yaml", ".py") and path.is_file()):
         digest.update(f"{path.relative_to(folder)}:{path.stat().st_size}:".encode())
@@ -58,15 +62,15 @@ def read_split(paths: Sequence[Path]) -> datasets.Dataset:
     """Returns the rows of some files, one after the other.
 
     Raises:
-        UserError: A line is no JSON object, there is none, or rows differ in their fields or the types of these.
+        UserError: A line is not a JSON object, there are no rows, or rows differ in their fields or types.
     """
     rows = [row for path in paths for row in _read_rows(path)]
     names = ", ".join(map(str, paths))
     if not rows:
-        raise UserError(f"{names} has no row")
+        raise UserError(f"{names} has no rows; add at least one")
     fields = dict.fromkeys(field for row in rows for field in row)
     for number, row in enumerate(rows, start=1):
-        for field in fields.keys() - row.keys():  # lm-eval would show it as None, and ask about that
+        for field in fields.keys() - row.keys():  # lm-eval would silently insert None
             raise UserError(f"{names}: row {number} lacks the field {field!r}, which others have; write null if it may")
     try:
         return datasets.Dataset.from_dict({field: [row[field] for row in rows] for field in fields})
@@ -82,8 +86,8 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise UserError(f"{path}, line {number} is not JSON ({error}); mend or remove it") from None
+            raise UserError(f"{path}, line {number} is not JSON ({error}); fix or remove it") from None
         if not isinstance(row, dict):
-            raise UserError(f"{path}, line {number} is a JSON {type(row).__name__}, not an object; mend or remove it")
+            raise UserError(f"{path}, line {number} is a JSON {type(row).__name__}, not an object; fix or remove it")
         rows.append(row)
     return rows

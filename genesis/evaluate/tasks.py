@@ -1,8 +1,8 @@
-"""Names and folders to lm-eval's tasks.
+"""Loads lm-eval's tasks by names and folders.
 
-A name is a task, group or tag that lm-eval knows; its data come from the hub. A folder is a task of one's own, with
-`task.yaml` in lm-eval's form, or rows for a task that lm-eval knows by the folder's name. Nothing of a folder is
-executed: neither `!function` nor what a template could reach.
+A name is a task, group or tag of lm-eval; its data come from the Hub. A folder is a user's task, with a `task.yaml` in
+lm-eval's format, or with rows for the task of lm-eval that has the folder's name. No code in a folder is executed:
+`!function` is refused, and templates run in a sandbox.
 """
 
 import difflib
@@ -39,15 +39,15 @@ _SANDBOX.filters.update(_TEMPLATES.filters)
 
 @dataclass(frozen=True)
 class LoadedTasks:
-    """What one name or folder stands for.
+    """The tasks of one name or folder.
 
     Args:
-        name: Of the task, group or tag.
-        tasks: What `lm_eval.evaluator.evaluate` takes: all tasks, and the groups that they are in.
-        data_hash: Of rows, settings and code, where they are the user's own.
+        name: The name of the task, group or tag.
+        tasks: The argument of `lm_eval.evaluator.evaluate`: all tasks, and their groups.
+        data_hash: A hash of rows, settings and code, if they are the user's own.
 
     Raises:
-        UserError: The name cannot be that of a file.
+        UserError: The name cannot be used as a file name.
     """
 
     name: str
@@ -57,7 +57,7 @@ class LoadedTasks:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise UserError(
-                f"a task is named {self.name!r}: results are filed under it; use letters, digits and _ . + -"
+                f"the task name {self.name!r} cannot be a file name for results; use letters, digits and _ . + -"
             )
 
 
@@ -65,26 +65,28 @@ def load_tasks(spec: str, num_fewshot: int | None = None, *, may_run_code: bool 
     """Returns the tasks of a name or a folder.
 
     Args:
-        spec: A name that lm-eval knows, or the path of a folder, which has a slash in it.
-        num_fewshot: Examples before each question; None for what a task says. A task that says none has none.
-        may_run_code: Whether `task.yaml` may name Python functions, and templates reach everything.
+        spec: A name of lm-eval, or the path of a folder, which has a slash in it.
+        num_fewshot: Examples before each question; None for the task's own number, or 0 without one.
+        may_run_code: Whether `task.yaml` may name Python functions, and templates run without a sandbox.
 
     Raises:
-        UserError: There is no such task, its data cannot be had, or it would run code.
+        UserError: The task does not exist, its data cannot be loaded, or it would run code.
     """
     lm_eval.utils.env = _TEMPLATES if may_run_code else _SANDBOX
     loaded = _load_folder(Path(spec), num_fewshot, may_run_code) if "/" in spec else _load_name(spec)
     for task in loaded.tasks["tasks"].values():
         if getattr(task, "UNSAFE_CODE", False):
-            raise UserError(f"task {task.task_name} runs the code that a model writes, which is not done here")
+            raise UserError(
+                f"task {task.task_name} executes code that a model writes, which is not supported; choose another task"
+            )
         if getattr(task, "MULTIMODAL", False):
-            raise UserError(f"task {task.task_name} is not about text alone")
+            raise UserError(f"task {task.task_name} needs more than text, which is not supported; choose another task")
         _set_fewshot(task, num_fewshot)
     return loaded
 
 
 def _set_fewshot(task: Any, num_fewshot: int | None) -> None:
-    """As lm-eval's own command does it."""
+    """Applies the number of examples as lm-eval's own command does."""
     own = task.get_config("num_fewshot")
     if own is None or (num_fewshot is not None and own != 0):
         task.set_config(key="num_fewshot", value=num_fewshot or 0)
@@ -101,7 +103,7 @@ def _known() -> TaskManager:
 def _load_name(name: str) -> LoadedTasks:
     if name not in _known().task_index:
         near = difflib.get_close_matches(name, _known().all_tasks, n=_NUM_NEAREST)
-        hint = f"; near to it are {', '.join(near)}" if near else ""
+        hint = f"; did you mean {', '.join(near)}?" if near else ""
         folder = f"; for the folder of that name write ./{name}" if Path(name).is_dir() else ""
         raise UserError(f"lm-eval has no task {name!r}{hint}{folder}")
     _skip_retries_without_network()
@@ -112,13 +114,13 @@ def _load_name(name: str) -> LoadedTasks:
         config = _known().task_index[name].cfg or {}
         split = config.get("test_split") or config.get("validation_split") or "test"
         raise UserError(
-            f"the data of task {name} come from Hugging Face's hub and cannot be had ({reason}); put its rows into a "
-            f"folder of its name, as ./{name}/{split}.jsonl, and give that: --tasks ./{name}"
+            f"the data of task {name} cannot be loaded from Hugging Face's Hub ({reason}); put its rows into a "
+            f"folder of its name, such as ./{name}/{split}.jsonl, and give --tasks ./{name}"
         ) from None
 
 
 def _skip_retries_without_network() -> None:
-    """Where the hub has no address, data that were fetched before are used, and nothing is asked again and again."""
+    """Uses cached data without retries while the Hub's host name cannot be resolved."""
     if urllib.request.getproxies():
         return
     host = urllib.parse.urlsplit(huggingface_hub.constants.ENDPOINT).hostname
@@ -134,7 +136,7 @@ def _skip_retries_without_network() -> None:
 
 def _load_folder(folder: Path, num_fewshot: int | None, may_run_code: bool) -> LoadedTasks:
     if not folder.is_dir():
-        raise UserError(f"there is no folder {folder}; a task of your own is a folder with {TASK_NAME} and *.jsonl")
+        raise UserError(f"no such folder: {folder}; a task of your own is a folder with {TASK_NAME} and *.jsonl")
     if (folder / TASK_NAME).is_file():
         return _load_own(folder.resolve(), may_run_code)
     return _load_known_on_own_rows(folder.resolve(), num_fewshot)
@@ -144,23 +146,23 @@ def _load_own(folder: Path, may_run_code: bool) -> LoadedTasks:
     file = folder / TASK_NAME
     if not may_run_code:
         _check_runs_nothing(file, folder)
-    # It indexes every YAML file of the folder; of those that it cannot read it says nothing.
+    # lm-eval indexes every YAML file of the folder, and silently skips those that it cannot read.
     manager = TaskManager(include_path=str(folder), include_defaults=False)
     entry = next((entry for entry in manager.task_index.values() if entry.yaml_path == file), None)
     if entry is None or not isinstance(entry.name, str):
-        raise UserError(
-            f"{file} is no task of lm-eval's form: it needs 'task: NAME', and what it includes must be there"
-        )
+        raise UserError(f"{file} is not a task in lm-eval's format: it needs 'task: NAME', and its includes must exist")
     config: dict[str, Any] = entry.cfg
     kind = config.get("dataset_path")
     if kind not in (None, "json"):
         if kind in ("csv", "parquet", "text", "arrow", "pandas"):
-            raise UserError(f"{file} has dataset_path {kind}; rows of your own are JSONL: leave it out")
+            raise UserError(f"{file} has dataset_path {kind}; rows of your own are JSONL: remove dataset_path")
         return LoadedTasks(entry.name, _build(manager, entry.name, {}, file), hash_own(folder, {}))
     splits = find_splits(folder, (config.get("dataset_kwargs") or {}).get("data_files"))
     for field in _SPLIT_FIELDS:
         if config.get(field) not in (None, *splits):
-            raise UserError(f"{file} has {field} {config[field]}, and its rows are in: {', '.join(splits)}")
+            raise UserError(
+                f"{file} has {field} {config[field]}, but its rows are in {', '.join(splits)}; use one of these splits"
+            )
     return LoadedTasks(entry.name, _build(manager, entry.name, _own_rows(splits), file), hash_own(folder, splits))
 
 
@@ -168,25 +170,23 @@ def _load_known_on_own_rows(folder: Path, num_fewshot: int | None) -> LoadedTask
     entry = _known().task_index.get(folder.name)
     if entry is None or not entry.cfg or "dataset_path" not in entry.cfg:
         near = difflib.get_close_matches(folder.name, _known().all_subtasks, n=_NUM_NEAREST)
-        hint = f" (near to it: {', '.join(near)})" if near else ""
-        raise UserError(
-            f"{folder} has no {TASK_NAME}, and {folder.name!r} is not the name of a task of lm-eval's with rows{hint}"
-        )
+        hint = f"; did you mean {', '.join(near)}?" if near else ""
+        raise UserError(f"{folder} has no {TASK_NAME}, and {folder.name!r} is not a task of lm-eval with rows{hint}")
     splits, wanted = find_splits(folder), {field: entry.cfg.get(field) for field in _SPLIT_FIELDS}
     asked = [wanted[field] for field in ("test_split", "validation_split") if wanted[field]]
     if not any(split in splits for split in asked):
-        raise UserError(f"{folder} lacks the rows that task {folder.name} asks about: {' or '.join(asked)}.jsonl")
+        raise UserError(f"{folder} lacks the rows of task {folder.name}; add {' or '.join(asked)}.jsonl")
     missing = {field: None for field, split in wanted.items() if split is not None and split not in splits}
     own = entry.cfg.get("num_fewshot")
     examples = wanted["fewshot_split"] or wanted["training_split"]
     if examples not in (None, *splits) and (own if num_fewshot is None or own == 0 else num_fewshot):
-        raise UserError(f"task {folder.name} shows examples before its questions; {folder} lacks {examples}.jsonl")
+        raise UserError(f"task {folder.name} needs few-shot examples; add {examples}.jsonl to {folder}")
     tasks = _build(_known(), folder.name, {**_own_rows(splits), **missing}, folder)
     return LoadedTasks(folder.name, tasks, hash_own(folder, splits))
 
 
 def _own_rows(splits: Splits) -> dict[str, Any]:
-    """Returns the setting that makes a task take rows of ours instead of loading a data set."""
+    """Returns the setting that makes a task use given rows instead of loading a data set."""
     return {"custom_dataset": lambda **_: {split: read_split(paths) for split, paths in splits.items()}}
 
 
@@ -196,14 +196,14 @@ def _build(manager: TaskManager, name: str, changes: Mapping[str, Any], place: P
         loaded = manager.load([{"group": "own", "task": [{"task": name, **changes}]}])
     except UserError:
         raise
-    except Exception as error:  # whatever a task makes of settings and rows that do not fit
+    except Exception as error:  # a task may raise anything for invalid settings and rows
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"{place} does not make a task: {reason}") from error
+        raise UserError(f"{place} is not a valid task: {reason}") from error
     return {"tasks": loaded["tasks"], "groups": {}, "group_map": {}}
 
 
 def _check_runs_nothing(file: Path, folder: Path, seen: frozenset[Path] = frozenset()) -> None:
-    """Refuses Python functions, in the file and in what it includes, and metrics whose code comes from the hub."""
+    """Refuses Python functions, in the file and in its includes, and metrics whose code comes from the Hub."""
     try:
         root = yaml.compose(file.read_bytes(), yaml.SafeLoader)
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
@@ -212,7 +212,7 @@ def _check_runs_nothing(file: Path, folder: Path, seen: frozenset[Path] = frozen
         what = node.tag if node.tag.startswith("!") else "hf_evaluate" if key == "hf_evaluate" else None
         if what:
             raise UserError(
-                f"{file}, line {node.start_mark.line + 1} has {what}, which runs code; read that code, then say "
+                f"{file}, line {node.start_mark.line + 1} has {what}, which runs code; read the code, then allow it by "
                 "--allow_code"
             )
         if key == "include" and isinstance(node, yaml.ScalarNode):
@@ -223,12 +223,12 @@ def _check_runs_nothing(file: Path, folder: Path, seen: frozenset[Path] = frozen
 
 
 def _list_nodes(root: yaml.Node | None) -> Iterator[tuple[yaml.Node, str | None]]:
-    """Yields every node with the key that it, or the list that it is in, stands under."""
+    """Yields every node with its key, or with the key of the list that contains it."""
     waiting: list[tuple[yaml.Node | None, str | None]] = [(root, None)]
     seen = set()
     while waiting:
         node, key = waiting.pop()
-        if node is None or id(node) in seen:  # an anchor may stand in itself
+        if node is None or id(node) in seen:  # an anchor may contain itself
             continue
         seen.add(id(node))
         yield node, key

@@ -1,1 +1,1 @@
-"""Out of the trainer and into it: checkpoints to Hugging Face directories and back, each with its proof."""
+"""Converts checkpoints to Hugging Face directories and back, each time with a proof."""

@@ -1,4 +1,4 @@
-"""The model card: what the checkpoint says of itself, for people, without the paths of this machine."""
+"""Writes the model card: the facts in the checkpoint, for people, without the paths of this machine."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -21,13 +21,13 @@ from genesis.run_directory import RunDirectory
 from genesis_callbacks.checkpoint import dtype_name, read_committed_hash, read_state, trace_ancestors
 
 PLACE = "THIS_DIRECTORY"
-"""What a card calls the place of the model."""
+"""The placeholder for the model's directory in a card."""
 _LEFT_OUT = ("run_dir", "logger", "default_root_dir")
-"""Keys of a recipe that say where a run wrote and logged, not what it did."""
+"""Keys of a recipe that only say where a run wrote and logged."""
 _PATH_KEY = re.compile(r"(.*_)?(corpus|tokenizer|paths?|file|filename|directory|dir|dirpath)")
 _USAGE_HEADS = ("tokens consumed", "epochs consumed")
 _PATH = re.compile(r"[/~\\]|\.{1,2}/|[A-Za-z]:\\|[a-z][a-z0-9+.-]*://")
-"""How a value begins that is a path whatever its key."""
+"""Beginnings of values that are paths whatever their key."""
 _USE: dict[Layout, str] = {
     "huggingface": """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -36,9 +36,9 @@ tokenizer = AutoTokenizer.from_pretrained("THIS_DIRECTORY")
 model = AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY")
 ```
 
-A text begins with bos, which the tokenizer puts there. A text that spells a control symbol is read as text
-(`split_special_tokens`), as it was in training. `proof.json` says what was compared with the checkpoint.""",
-    "safetensors": "The tensors have genesis' own names; `decoder.json` is the model's shape.",
+The tokenizer adds bos to the beginning of a text. The name of a control symbol in a text is read as text
+(`split_special_tokens`), as in training. `proof.json` lists the comparisons with the checkpoint.""",
+    "safetensors": "The tensors have genesis' own names; `decoder.json` contains the model's shape.",
 }
 
 _USE_OF_IDS: Final = """```python
@@ -47,12 +47,12 @@ from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained("THIS_DIRECTORY")
 ```
 
-`proof.json` says what was compared with the checkpoint."""
+`proof.json` lists the comparisons with the checkpoint."""
 
 
 _OWN_FORM: Final = (
-    "The tokenizer has no form that transformers opens: its own files lie here, and genesis reads them "
-    '(`genesis generate THIS_DIRECTORY --prompt "..."`). With transformers, give and take ids.'
+    "transformers cannot open this tokenizer: the directory contains its own files, which genesis reads "
+    '(`genesis generate THIS_DIRECTORY --prompt "..."`). With transformers, use ids as input and output.'
 )
 
 
@@ -68,29 +68,35 @@ def write_card(
     """Returns the text of `README.md`.
 
     Args:
-        name: Of the model.
+        name: The model's name.
         sources: The checkpoints; several were averaged.
         config: The model's shape.
-        dtype: Of the exported weights.
-        layout: Of the directory.
+        dtype: The type of the exported weights.
+        layout: The layout of the directory.
         tokenizer: Whether the exported tokenizer is the run's, or there is none.
-        form: Which of the tokenizer's files the directory has.
+        form: Which of the tokenizer's files are in the directory.
     """
     last = sources[-1]
     manifest = last.manifest
-    findings = find_results(last) if len(sources) == 1 else []  # an average is another model, which nobody measured
+    findings = find_results(last) if len(sources) == 1 else []  # an average is a different model, without results
     sections = [
         f"# {name}",
         f"A Llama-style language model of {describe(config).num_parameters:,} parameters with a context of "
         f"{config.max_seq_len:,} tokens, exported in {dtype_name(dtype)}.",
         _USE_OF_IDS if layout == "huggingface" and form != "huggingface" else _USE[layout],
         *([_OWN_FORM] if layout == "huggingface" and form == "own" else []),
-        *(["It was trained on tokens without a tokenizer: it reads and writes ids."] if tokenizer == "none" else []),
+        *(
+            ["The model was trained on tokens without a tokenizer: its input and output are ids."]
+            if tokenizer == "none"
+            else []
+        ),
         *([f"**The tokenizer is unproved**: {UNPROVED_TOKENIZER}."] if tokenizer == "unproved" else []),
         "## Where it comes from\n" + "\n".join(line for source in sources for line in _describe_source(source)),
     ]
     if len(sources) > 1:
-        sections.append(f"The weights are the mean of these {len(sources)} checkpoints; what follows is of the last.")
+        sections.append(
+            f"The weights are the mean of these {len(sources)} checkpoints; the facts below are those of the last one."
+        )
     if findings:
         sections.append(f"## Evaluation\n{_describe_evaluation(findings)}")
     identity = hide_paths(manifest.identity)
@@ -105,7 +111,7 @@ def write_card(
 
 
 def hide_paths(content: Any, key: str = "") -> Any:
-    """Returns a recipe with the last component of each path, and without what says where the run wrote and logged.
+    """Returns a recipe with only the last component of each path, and without the keys of where the run wrote.
 
     >>> hide_paths({"run_dir": "/home/me/runs/a", "data": {"corpus": "corpora/web"}, "monitor": "validation/loss"})
     {'data': {'corpus': 'web'}, 'monitor': 'validation/loss'}
@@ -129,7 +135,7 @@ def _write_head(layout: Layout, name: str, findings: Sequence[Finding]) -> str:
 
 
 def _describe_source(source: Source) -> list[str]:
-    """Returns a line for the checkpoint, the one before it, and each where another run's lineage begins."""
+    """Returns a line for the checkpoint, its predecessor, and each ancestor at which another run's lineage begins."""
     lines = [f"- `{source.path.name}`, step {source.manifest.step:,}, manifest `{read_committed_hash(source.path)}`"]
     for number, (ancestor, _) in enumerate(trace_ancestors(source.path, source.manifest)):
         if number == 0 or ancestor.directory is not None:
@@ -145,12 +151,12 @@ def _describe_evaluation(findings: Sequence[Finding]) -> str:
 
 
 def _describe_data(source: Source) -> str:
-    """Returns what the corpus holds, where that is at hand, beside what the checkpoint says was consumed of it."""
+    """Returns the corpus's sources, if the corpus is found, with the checkpoint's data usage."""
     manifest = source.manifest
     consumed = read_data_usage(read_state(source.path, manifest))
     corpus = _open_corpus(source)
     if corpus is None:
-        absent = "The corpus was not at hand when this was written; the recipe below names what it was."
+        absent = "The corpus was not available when this card was written; its name is in the recipe below."
         rows = [(name, *_describe_usage(one)) for name, one in consumed.items()]
         return absent + ("\n\n" + _table(("source", *_USAGE_HEADS), rows) if rows else "")
     described = [
@@ -175,7 +181,7 @@ def _describe_usage(consumed: DataUsage | None) -> tuple[str, str]:
 
 
 def _open_corpus(source: Source) -> CorpusManifest | None:
-    """Returns the manifest of the corpus that the recipe names, if it is at hand and still the one."""
+    """Returns the manifest of the recipe's corpus, if it is found and has the run's tokenizer."""
     named = read_path(source.manifest.recipe, "data", "corpus")
     candidates = (
         () if named is None else list_candidates(named, RunDirectory.of(source.path).path, source.manifest.recipe)

@@ -1,4 +1,4 @@
-"""What `genesis evaluate` found of a checkpoint, for its card: a table, and the index that the Hub reads."""
+"""Prepares results of `genesis evaluate` for the model card: a table, and the index that the Hub reads."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -11,23 +11,23 @@ from genesis_callbacks.checkpoint import read_committed_hash
 
 HEADS: Final = ("task", "metric", "value", "shots", "limit", "items")
 _VARIANT = re.compile(r"(-\d+shot)*(-limit\d+)?$")
-"""What the name of a measured task has behind the task's; it gets columns of its own."""
+"""The suffix of a result's task name, with shots and limit, which get columns of their own."""
 
 
 class Finding(NamedTuple):
-    """One number, and how it was come by.
+    """One value of a result, with the settings that led to it.
 
     Args:
-        task: Its name, or that of held-out text.
-        is_text: Whether it is held-out text.
-        is_own: Whether the questions are rows of a folder: under a benchmark's name they need not be the benchmark's.
-        metric: Its name.
-        value: The number.
-        stderr: Its standard error, where one is known.
-        num_fewshot: Examples before each question, where that is one number.
-        limit: Only so many questions; None for all.
-        num_items: Questions, or bytes of text.
-        dtype: Of the weights.
+        task: The name of the task, or of the held-out text.
+        is_text: Whether the data are held-out text.
+        is_own: Whether the questions are a user's rows, which may differ from the benchmark of the same name.
+        metric: The metric's name.
+        value: The value.
+        stderr: The value's standard error; None if it is unknown.
+        num_fewshot: Examples before each question; None if tasks differ.
+        limit: Number of questions; None for all.
+        num_items: Number of questions, or of bytes of text.
+        dtype: The type of the weights.
     """
 
     task: str
@@ -43,10 +43,10 @@ class Finding(NamedTuple):
 
 
 def find_results(source: Source) -> list[Finding]:
-    """Returns what is filed in the checkpoint's run about just this checkpoint.
+    """Returns the results in the checkpoint's run that are for exactly this checkpoint.
 
     Raises:
-        UserError: A file there is no result.
+        UserError: A file in the run's evaluations is not a result.
     """
     run = RunDirectory.of(source.path.resolve())
     if run.checkpoints != source.path.resolve().parent:
@@ -57,7 +57,7 @@ def find_results(source: Source) -> list[Finding]:
 
 
 def describe_finding(finding: Finding) -> tuple[str, ...]:
-    """Returns a row of a table whose heads are `HEADS`."""
+    """Returns a row of the table with the columns `HEADS`."""
     value = f"{finding.value:.4f}" + ("" if finding.stderr is None else f" ± {finding.stderr:.4f}")
     shots, limit = ("" if number is None else f"{number:,}" for number in (finding.num_fewshot, finding.limit))
     task = finding.task + (" (rows of a folder)" if finding.is_own else "")
@@ -65,9 +65,9 @@ def describe_finding(finding: Finding) -> tuple[str, ...]:
 
 
 def build_model_index(name: str, findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    """Returns the index of results that the Hub shows beside a model.
+    """Returns the index of results that the Hub shows next to a model.
 
-    Whole tasks alone, on the data that their names stand for: it cannot show a limit, nor whose rows they were.
+    It contains only whole tasks on the original data, because the index cannot express limits or a user's own rows.
     """
     results: list[dict[str, Any]] = [
         {

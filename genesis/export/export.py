@@ -1,4 +1,4 @@
-"""Exports checkpoints: verified, streamed into a new directory, proved, and only then given its name."""
+"""Exports checkpoints: verifies them, streams them into a staging directory, proves it, and renames it at the end."""
 
 import json
 from collections.abc import Sequence
@@ -25,19 +25,19 @@ from genesis.tokenizer.tokenizer import Tokenizer
 from genesis_callbacks.checkpoint import verify
 
 _OTHER_BYTES = 64 << 20
-"""More than everything beside the weights takes."""
+"""Upper bound for the size of all files other than weights."""
 
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """How to export.
+    """Options of an export.
 
     Args:
         layout: `huggingface` for transformers, `safetensors` for our own names.
-        dtype: Of the weights in the files: a name in `DTYPES`.
-        max_file_bytes: No weights file grows beyond it, but for a tensor that is larger alone.
-        tokenizer: File or directory; None for the one that belongs to the checkpoint.
-        may_be_unproved: Whether `tokenizer` is taken although its hash is not the run's; proof and card then say so.
+        dtype: The type of the weights in the files: a name in `DTYPES`.
+        max_file_bytes: Size limit of a weights file; a single larger tensor gets a file of its own.
+        tokenizer: Tokenizer file or directory; None for the checkpoint's own tokenizer.
+        may_be_unproved: Whether to accept a `tokenizer` whose hash is not the run's; proof and card report this.
     """
 
     layout: Layout = "huggingface"
@@ -52,23 +52,23 @@ class ExportOptions:
         if self.max_file_bytes < 1:
             raise UserError(f"max_file_bytes is {self.max_file_bytes}: it must be at least 1")
         if self.may_be_unproved and self.tokenizer is None:
-            raise UserError("--allow_unproved_tokenizer is about a tokenizer that is given; give --tokenizer, too")
+            raise UserError("--allow_unproved_tokenizer needs --tokenizer: give both, or neither")
 
 
 def export_checkpoints(checkpoints: Sequence[Path], out: Path, options: ExportOptions) -> dict[str, Any]:
     """Writes the directory `out` from one checkpoint, or the mean of several, and returns the proof.
 
-    Peak memory is that of some blocks of rows, whatever the model's size; the proof has its own process.
+    Peak memory is that of a few blocks of rows, whatever the model's size; the proof runs in its own process.
 
     Args:
-        checkpoints: Committed; the last gives card, shape and tokenizer.
-        out: Must not be there.
-        options: How.
+        checkpoints: Committed checkpoints; the last one provides card, shape and tokenizer.
+        out: The directory to create; it must not exist.
+        options: The options.
 
     Raises:
-        UserError: A checkpoint does not verify, they do not belong together, there is no room, `out` is there, or the
-            tokenizer is not the run's or has no exact fast form.
-        RunEndedError: The proof failed. Nothing is left in each case.
+        UserError: A checkpoint does not verify, the checkpoints are of different models, the disk has too little space,
+            `out` exists, or the tokenizer is not the run's or has no exact fast form. No partial export is left.
+        RunEndedError: The proof failed. No partial export is left.
     """
     check_is_new(out)
     sources = [Source(path, verify(path, "full")) for path in checkpoints]
@@ -78,7 +78,7 @@ def export_checkpoints(checkpoints: Sequence[Path], out: Path, options: ExportOp
     dtype = DTYPES[options.dtype]
     tokenizer, origin = _take_tokenizer(sources[-1], options)
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
-        raise UserError(f"the tokenizer has {tokenizer.vocab_size:,} ids and the model only {config.vocab_size:,}")
+        raise UserError(f"the tokenizer has {tokenizer.vocab_size:,} ids, but the model only {config.vocab_size:,}")
     manifest = sources[-1].manifest
     with staged(out, count_bytes(names, manifest, dtype) + _OTHER_BYTES) as staging:
         form = _write_tokenizer(tokenizer, config, options.layout, staging)
@@ -88,7 +88,7 @@ def export_checkpoints(checkpoints: Sequence[Path], out: Path, options: ExportOp
             _write_json(staging / DECODER_NAME, dump_decoder_config(config))
         write_weights(staging, plan_files(names, manifest, dtype, options.max_file_bytes), sources, dtype)
         card = write_card(out.name, sources, config, dtype, options.layout, origin, form)
-        # A recipe may hold what no file can: a path with bytes that are no text.
+        # A recipe may contain a path with bytes that are not valid UTF-8, which no text file can contain.
         (staging / CARD_NAME).write_text(card, encoding="utf-8", errors="backslashreplace")
         place = None if tokenizer is None else staging
         proof = run_proof(staging, [source.path for source in sources], place, options.layout)
@@ -99,10 +99,10 @@ def export_checkpoints(checkpoints: Sequence[Path], out: Path, options: ExportOp
 
 
 def _take_tokenizer(source: Source, options: ExportOptions) -> tuple[Tokenizer | None, TokenizerOrigin]:
-    """Returns the tokenizer to export, if the model has one, and whether the checkpoint vouches for it.
+    """Returns the tokenizer to export, if the model has one, and whether the checkpoint's hash confirms it.
 
     Raises:
-        UserError: The checkpoint does not vouch for it, and that is not allowed.
+        UserError: The checkpoint does not confirm the tokenizer, and the options do not allow that.
     """
     wanted = source.manifest.identity.get("tokenizer_hash")
     if options.may_be_unproved and options.tokenizer is not None:
@@ -113,8 +113,8 @@ def _take_tokenizer(source: Source, options: ExportOptions) -> tuple[Tokenizer |
         return None, "none"
     if not wanted:
         raise UserError(
-            f"{source.path} has no hash of a tokenizer, so that none can be proved to be the run's; export one by "
-            "--tokenizer with --allow_unproved_tokenizer, which proof.json and the card then report"
+            f"{source.path} has no tokenizer hash, so that no tokenizer can be proved to be the run's; export one with "
+            "--tokenizer and --allow_unproved_tokenizer, which proof.json and the card report"
         )
     return tokenizer, "run"
 
@@ -130,8 +130,8 @@ def _read_config(sources: Sequence[Source]) -> DecoderConfig:
     tokenizers = {source.manifest.identity.get("tokenizer_hash") for source in sources}
     if len(set(configs)) > 1 or len(tokenizers) > 1:
         raise UserError(
-            f"{sources[0].path} and {sources[-1].path} have other shapes or tokenizers: only checkpoints of one model "
-            "can be averaged"
+            f"{sources[0].path} and {sources[-1].path} have different shapes or tokenizers: average only checkpoints "
+            "of one model"
         )
     return configs[-1]
 
@@ -140,7 +140,7 @@ def _name_tensors(sources: Sequence[Source], family: Family | None) -> dict[str,
     """Returns canonical name to name in the files, in the checkpoint's order of names."""
     held = [sorted(name for name in source.manifest.tensors if name.startswith(DECODER_PREFIX)) for source in sources]
     if not held[0] or any(names != held[0] for names in held):
-        raise UserError(f"{sources[0].path} holds no decoder, or another than {sources[-1].path}")
+        raise UserError(f"{sources[0].path} has no decoder, or another one than {sources[-1].path}")
     short = {name: name.removeprefix(DECODER_PREFIX) for name in held[0]}
     return short if family is None else {name: family.their_name(ours) for name, ours in short.items()}
 
@@ -148,14 +148,14 @@ def _name_tensors(sources: Sequence[Source], family: Family | None) -> dict[str,
 def _write_tokenizer(
     tokenizer: Tokenizer | None, config: DecoderConfig, layout: Layout, staging: Path
 ) -> TokenizerForm:
-    """Writes the tokenizer's own files and, for transformers, those that it opens; returns which these are."""
+    """Writes the tokenizer's own files and, if possible, those for transformers; returns which were written."""
     if tokenizer is None:
         return "none"
     write_files(tokenizer.files, staging)
     files = tokenizer.huggingface_files(config.max_seq_len) if layout == "huggingface" else None
     if files is None:
         return "own"
-    # Before the weights: a tokenizer that cannot be taken along is told at once.
+    # Before the weights, so that a tokenizer that cannot be exported is refused at once.
     compare_fast_tokenizer(tokenizer, files[FAST_NAME])
     write_files(files, staging)
     return "huggingface"
@@ -164,7 +164,7 @@ def _write_tokenizer(
 def _write_configs(
     tokenizer: Tokenizer | None, config: DecoderConfig, family: Family, dtype: str, staging: Path
 ) -> None:
-    # Null says that there is none; a missing key would have transformers' default.
+    # Null means that there is no such token; for a missing key transformers would use its default.
     ids = {
         "bos_token_id": None if tokenizer is None else tokenizer.bos_id,
         "eos_token_id": None if tokenizer is None else tokenizer.eos_id,

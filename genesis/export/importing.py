@@ -1,7 +1,7 @@
-"""Imports a model of Hugging Face's: read strictly, committed as a checkpoint of the engine, proved, then named.
+"""Imports a model in Hugging Face's layout: reads it strictly, commits it as a checkpoint, proves it, and renames it.
 
-The directory that it makes is a run's: `checkpoints/step-00000000` and, where it is taken over, the tokenizer's files.
-Training goes on from its weights in another run, by the `recipe.yaml` beside them.
+The result is a run's directory: `checkpoints/step-00000000` and, if it is imported, the tokenizer's files. Training
+continues from the weights in another run, with the `recipe.yaml` next to them.
 """
 
 from collections.abc import Mapping
@@ -38,10 +38,10 @@ from genesis_callbacks.checkpoint import (
 
 
 def read_tokenizer(directory: Path, config: DecoderConfig) -> Tokenizer:
-    """Returns the tokenizer of a directory, if it gives every text back and is the fast one that lies beside it.
+    """Returns the tokenizer of a directory, after checking that it round-trips and equals the fast tokenizer there.
 
     Raises:
-        UserError: It cannot be taken over; the line says why.
+        UserError: The tokenizer cannot be imported.
     """
     remedy = "import the weights alone by --no_tokenizer"
     try:
@@ -53,7 +53,7 @@ def read_tokenizer(directory: Path, config: DecoderConfig) -> Tokenizer:
         raise UserError(f"{error}; or {remedy}") from None
     if tokenizer.vocab_size > config.vocab_size:
         raise UserError(
-            f"the tokenizer in {directory} has {tokenizer.vocab_size:,} ids and the model only {config.vocab_size:,}; "
+            f"the tokenizer in {directory} has {tokenizer.vocab_size:,} ids, but the model only {config.vocab_size:,}; "
             f"{remedy}"
         )
     return tokenizer
@@ -63,13 +63,13 @@ def import_directory(directory: Path, out: Path, *, has_tokenizer: bool) -> dict
     """Makes the run's directory `out` with one committed checkpoint of a model's weights and returns the proof.
 
     Args:
-        directory: Of Hugging Face's layout.
-        out: Must not be there.
-        has_tokenizer: Whether its tokenizer is taken over.
+        directory: A directory in Hugging Face's layout.
+        out: The run's directory to create; it must not exist.
+        has_tokenizer: Whether to import the tokenizer as well.
 
     Raises:
-        UserError: It cannot be represented, there is no room, or `out` is there.
-        RunEndedError: The proof failed. Nothing is left in each case.
+        UserError: The model cannot be represented, the disk has too little space, or `out` exists.
+        RunEndedError: The proof failed. No partial import is left.
     """
     check_is_new(out)
     family, config = read_shape(directory)
@@ -111,7 +111,7 @@ def save_weights(
 
 
 def _begin_trainer_state() -> dict[str, Any]:
-    """Returns what a save holds beside tensors, of a trainer that has done nothing."""
+    """Returns the state, other than tensors, of a trainer that has not trained yet."""
     return {
         "trainer": {
             "epoch": 0,

@@ -1,4 +1,4 @@
-"""Asks a fresh process for the proof, so that what it loads costs this one nothing."""
+"""Runs the proof in a new process, so that its imports and models do not use this process's memory."""
 
 import json
 import os
@@ -13,11 +13,11 @@ from genesis.huggingface.directory import PROOF_NAME
 
 Layout = Literal["huggingface", "safetensors"]
 TokenizerOrigin = Literal["run", "unproved", "none"]
-"""Whether the tokenizer's hash is that of the checkpoint's manifest, or nothing shows it, or there is no tokenizer."""
+"""Whether the tokenizer's hash equals the manifest's, cannot be confirmed, or there is no tokenizer."""
 TokenizerForm = Literal["huggingface", "own", "none"]
-"""Which of a tokenizer's files an export has: those that transformers opens beside its own, its own alone, or none."""
+"""The tokenizer's files in an export: its own and those for transformers, only its own, or none."""
 PROVE_MODULE = "genesis.export.prove"
-UNPROVED_TOKENIZER: Final = "nothing shows that the model was trained with this tokenizer"
+UNPROVED_TOKENIZER: Final = "no hash confirms that the model was trained with this tokenizer"
 
 
 def run_proof(
@@ -28,18 +28,18 @@ def run_proof(
     *,
     is_import: bool = False,
 ) -> dict[str, Any]:
-    """Returns what the proof found, all of it good, from a fresh process.
+    """Runs the proof in a new process and returns its results; a failed comparison raises.
 
     Args:
-        directory: What was exported, or is imported.
-        checkpoints: Of the engine; several stand for their average.
-        tokenizer: A directory that holds it; None where none is taken over.
-        layout: `huggingface`, or `safetensors` for our own names: then only weights are compared.
-        is_import: Whether the directory is of others, whose tokenizers may change some characters, and take what
-            spells a control symbol for the symbol: the former are left out, the latter asked to be read as text.
+        directory: The exported directory, or the directory to import.
+        checkpoints: The checkpoints; several mean their average.
+        tokenizer: The tokenizer's directory; None without a tokenizer.
+        layout: `huggingface`, or `safetensors` for our own names, of which only weights are compared.
+        is_import: Whether another project made the directory. Its tokenizer may change some characters, which are then
+            left out, and may encode the names of control symbols as these symbols, which is then turned off.
 
     Raises:
-        RunEndedError: Something differs; the line says what.
+        RunEndedError: A comparison failed; the message names it.
     """
     request = {
         "directory": str(directory),
@@ -51,11 +51,11 @@ def run_proof(
     done = run_prove(json.dumps(request))
     lines = done.stdout.splitlines()
     if done.returncode != 0 or not lines:
-        reason = (done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"])[-1]
-        raise RunEndedError(f"the proof did not come to its end, so that nothing is kept: {reason}")
+        reason = (done.stderr.strip().splitlines() or [f"the process ended with status {done.returncode}"])[-1]
+        raise RunEndedError(f"the proof did not finish, and the result was removed: {reason}")
     result: dict[str, Any] = json.loads(lines[-1])
     if "problem" in result:
-        raise RunEndedError(f"the proof failed, so that nothing is kept: {result['problem']}")
+        raise RunEndedError(f"the proof failed, and the result was removed: {result['problem']}")
     return result
 
 
@@ -76,5 +76,5 @@ def prove_environment() -> dict[str, str]:
 
 
 def write_proof(directory: Path, proof: dict[str, Any]) -> None:
-    """Writes what was found beside what it is about."""
+    """Writes the proof into the directory that it is about."""
     (directory / PROOF_NAME).write_text(json.dumps(proof, indent=2) + "\n", encoding="utf-8")

@@ -1,10 +1,10 @@
-"""The proof: a process of its own that loads the result with transformers and compares it with the checkpoint.
+"""The proof: a separate process that loads the result with transformers and compares it with the checkpoint.
 
 weights      every tensor in the directory is, bit for bit, the checkpoints' (their average) cast to its dtype
-tokenizer    ids and the way back, on every byte, every assigned character, real text in many scripts, all pieces
+tokenizer    ids and decoded text, for every byte, every assigned character, real text in many scripts, all pieces
 logits       transformers' model and our decoder, both in float32 from the weights in the directory, on real text; one
              sequence goes beyond a sliding window and the context before rotary positions were scaled
-generation   greedy text of both; where they part, the two tokens must be as likely as rounding can tell
+generation   greedy text of both; where they differ, the two tokens must be equally likely up to rounding
 """
 
 import gc
@@ -35,7 +35,7 @@ from genesis.tokenizer.tokenizer import Tokenizer, encode_prompt
 from genesis_callbacks.checkpoint import read_manifest, read_tensors
 
 RELATIVE_TOLERANCE = 1e-4
-"""Of the largest logit: what two orders of summation may differ by in float32."""
+"""Relative to the largest logit: the difference that two orders of summation may cause in float32."""
 _NUM_SEQUENCES = 8
 _SEQUENCE_TOKENS = 128
 _PROMPT_TOKENS = 16
@@ -44,7 +44,7 @@ _PACKAGES = ("genesis-lm", "genesis-callbacks", "torch", "safetensors", "transfo
 
 
 def main(argv: Sequence[str]) -> int:
-    """Proves what the request, JSON in the first argument, asks for; prints what was found as one line of JSON."""
+    """Runs the proof for the request, JSON in the first argument; prints the results as one line of JSON."""
     request = json.loads(argv[0])
     try:
         result = _prove(request)
@@ -87,11 +87,11 @@ def _compare_weights(
         ours = DECODER_PREFIX + (name if family is None else family.our_name(name))
         if ours not in missing:
             if ours == DECODER_PREFIX + OUTPUT_WEIGHT:
-                continue  # a copy of tied embeddings, which the import has compared
-            raise UserError(f"{name} is in the directory and not in the checkpoint")
+                continue  # a copy of tied embeddings, which the import has already compared
+            raise UserError(f"{name} is in the directory but not in the checkpoint")
         missing.remove(ours)
         if not torch.equal(_read_average(checkpoints, ours).to(tensor.dtype), tensor):
-            raise UserError(f"the values of {name} are not those of the checkpoint")
+            raise UserError(f"the values of {name} differ from the checkpoint's")
         num_values += tensor.numel()
     if missing:
         raise UserError(f"{len(missing)} tensors of the checkpoint are not in the directory, such as {min(missing)}")
@@ -103,7 +103,7 @@ def _read_average(checkpoints: Sequence[Path], name: str) -> Tensor:
     if not others:
         return first
     total = first.double()
-    for other in others:  # in their order: the last bit of a sum depends on it
+    for other in others:  # in order: the last bit of a sum depends on the order
         total += other.double()
     return total / len(checkpoints)
 
@@ -121,7 +121,7 @@ def _compare_tokenizers(directory: Path, ours: Tokenizer, is_import: bool) -> di
         left_out=left_out,
     )
     without = "".join(f", without U+{ord(character):04X}" for character in left_out)
-    compared = f"ids and the text that they give back{without}"
+    compared = f"ids and decoded text{without}"
     return {"compared": compared, "num_texts": counts, "num_different": 0}
 
 
@@ -150,7 +150,7 @@ def _compare_models(
             num_tokens += num_kept
     tolerance = RELATIVE_TOLERANCE * max(1.0, largest)
     if not difference <= tolerance:
-        raise UserError(f"logits differ by {difference:.3g}, and {tolerance:.3g} is what rounding may do")
+        raise UserError(f"logits differ by {difference:.3g}, more than the rounding tolerance {tolerance:.3g}")
     options = GenerateOptions(num_new, SamplingOptions(temperature=0.0))
     our_text = [token.id for token in generate(decoder, [prompt], options, frozenset())]
     num_equal = _count_equal(decoder, prompt, our_text, their_text, tolerance)
@@ -232,7 +232,7 @@ def _build_decoder(directory: Path, names: dict[str, str], config: DecoderConfig
 
 
 def _count_equal(decoder: Decoder, prompt: list[int], ours: list[int], theirs: list[int], tolerance: float) -> int:
-    """Returns how many new tokens are the same; where texts part, the two choices must be equally likely."""
+    """Returns the number of equal new tokens; where texts differ, the two tokens must be equally likely."""
     if ours == theirs:
         return len(ours)
     pairs = zip(ours, theirs, strict=False)

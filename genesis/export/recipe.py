@@ -1,4 +1,4 @@
-"""The recipe that an import leaves: what `genesis fit` needs to go on from its weights, but for the corpus."""
+"""Writes the recipe of an import: everything that `genesis fit` needs to train from its weights, except the corpus."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -11,14 +11,14 @@ from genesis.run_directory import RunDirectory
 
 _SEQ_LEN: Final = 2048
 _HEAD: Final = """\
-# Training goes on from the imported weights, with a corpus of yours:
+# Trains from the imported weights, with your own corpus:
 #   genesis fit --config {recipe} --data.corpus corpora/NAME
 # {corpus}
-# Rates, sizes and numbers of steps are a start, to be chosen for your data. A run that was stopped goes on by
+# Adapt rates, sizes and numbers of steps to your data. To resume a run that was stopped:
 #   genesis fit --config {recipe} --data.corpus corpora/NAME --ckpt_path latest
 """
-_OWN: Final = "The corpus must be of this tokenizer: genesis data prepare --tokenizer {out} ..."
-_NONE: Final = "The corpus must hold the ids that the model knows; the model was imported without a tokenizer."
+_OWN: Final = "Prepare the corpus with this tokenizer: genesis data prepare --tokenizer {out} ..."
+_NONE: Final = "The corpus must have the ids of the model, which was imported without a tokenizer."
 
 
 def write_recipe(
@@ -27,11 +27,11 @@ def write_recipe(
     """Writes `recipe.yaml`.
 
     Args:
-        out: Where the import will lie; paths in the recipe are absolute, so that it works from everywhere.
-        directory: Where it is being made.
-        checkpoint: The checkpoint's path within it.
+        out: The final directory of the import; paths in the recipe are absolute, so that it works everywhere.
+        directory: The staging directory in which the import is made.
+        checkpoint: The checkpoint's path within the directory.
         config: The model's shape.
-        tokenizer_hash: Of the tokenizer that was taken over; None where none was.
+        tokenizer_hash: The hash of the imported tokenizer; None without one.
     """
     place = out.absolute()
     corpus = _NONE if tokenizer_hash is None else _OWN.format(out=place)
@@ -42,7 +42,7 @@ def write_recipe(
 
 
 def build_recipe(out: Path, checkpoint: Path, config: DecoderConfig, tokenizer_hash: str | None) -> dict[str, Any]:
-    """Returns the recipe: a new run beside the import that begins with the weights alone, at a low rate."""
+    """Returns the recipe of a new run next to the import, which loads only the weights and trains at a low rate."""
     return {
         "run_dir": str(out.with_name(f"{out.name}-continued")),
         "seed_everything": 0,

@@ -1,4 +1,4 @@
-"""A directory that is there when it is whole: made under another name, and renamed at the end."""
+"""Creates a directory atomically: under a staging name, which is renamed at the end."""
 
 import errno
 import shutil
@@ -13,23 +13,23 @@ from genesis_callbacks.files import sync_directory
 
 @contextmanager
 def staged(out: Path, num_bytes: int) -> Iterator[Path]:
-    """Gives a new directory beside `out` that becomes `out` at the end, or is deleted where something went wrong.
+    """Yields a new directory next to `out` that is renamed to `out` at the end, or deleted after an error.
 
-    What a kill leaves has `.staging-` in its name and can be deleted.
+    The leftovers of a killed process have `.staging-` in their names and can be deleted.
 
     Args:
-        out: Where it is to be.
-        num_bytes: What it will hold, about.
+        out: The final path.
+        num_bytes: Approximate size of the content.
 
     Raises:
-        UserError: There is something at `out`, or the disk has no room, or runs full.
+        UserError: `out` already exists, or the disk has too little space.
     """
     check_is_new(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(out.parent).free
     if free < num_bytes:
         raise UserError(
-            f"{out} needs {num_bytes:,} bytes, and {out.parent} has {free:,} left: make room, or go elsewhere"
+            f"{out} needs {num_bytes:,} bytes, but {out.parent} has {free:,} free: free space, or choose another disk"
         )
     staging = out.parent / f"{out.name}.staging-{uuid.uuid4().hex[:8]}"
     staging.mkdir()
@@ -41,17 +41,17 @@ def staged(out: Path, num_bytes: int) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise UserError(
-                f"the disk of {out.parent} ran full while {out} was written: make room, or go elsewhere"
+                f"the disk of {out.parent} ran full while {out} was written: free space, or choose another disk"
             ) from None
         raise
     sync_directory(out.parent)
 
 
 def check_is_new(out: Path) -> None:
-    """Refuses to write over anything.
+    """Checks that `out` does not exist.
 
     Raises:
-        UserError: There is something at `out`.
+        UserError: `out` exists.
     """
     if out.exists() or out.is_symlink():
-        raise UserError(f"{out} is there already, and nothing is written over: give another name, or delete it")
+        raise UserError(f"{out} already exists and is not overwritten: give another name, or delete it")

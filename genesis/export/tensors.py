@@ -1,7 +1,7 @@
-"""Tensors of checkpoints into safetensors files, some rows at a time: memory stays small.
+"""Streams tensors of checkpoints into safetensors files, some rows at a time, in little memory.
 
 Each block is read from the shards, added to its tensor's digest, averaged over the checkpoints, cast, and written. The
-file's header is known before, from shapes and dtypes alone.
+file's header is written first, because it follows from shapes and dtypes alone.
 """
 
 import json
@@ -42,7 +42,7 @@ class Source:
 
 @dataclass(frozen=True)
 class WeightsFile:
-    """One file to be: its name, and the tensors in it, in order, under the name that they get."""
+    """A planned file: its name, and its tensors in order, with their names in the file."""
 
     name: str
     tensors: tuple[tuple[str, str], ...]
@@ -51,13 +51,13 @@ class WeightsFile:
 def plan_files(
     names: Mapping[str, str], manifest: Manifest, dtype: torch.dtype, max_file_bytes: int
 ) -> list[WeightsFile]:
-    """Returns the files that hold all tensors, in the order of `names`; a tensor is never cut.
+    """Returns the files for all tensors, in the order of `names`; a tensor is never split.
 
     Args:
         names: Canonical name in the checkpoint to name in the file.
-        manifest: Of a checkpoint that has them.
-        dtype: Of the elements in the file.
-        max_file_bytes: A file that would be larger ends before the tensor; one tensor alone may be larger.
+        manifest: The manifest of a checkpoint with these tensors.
+        dtype: The type of the elements in the file.
+        max_file_bytes: Size limit of a file; a single larger tensor gets a file of its own.
     """
     groups: list[list[tuple[str, str]]] = [[]]
     num_bytes = 0
@@ -78,16 +78,16 @@ def plan_files(
 
 
 def count_bytes(names: Mapping[str, str], manifest: Manifest, dtype: torch.dtype) -> int:
-    """Returns how many bytes the elements take."""
+    """Returns the size of the elements in bytes."""
     return sum(math.prod(manifest.tensors[name].shape) for name in names) * dtype.itemsize
 
 
 def write_weights(directory: Path, files: Sequence[WeightsFile], sources: Sequence[Source], dtype: torch.dtype) -> None:
-    """Writes all files and, where there are several, their index; every tensor is compared with its digest.
+    """Writes all files and, if there are several, their index; every tensor is compared with its digest.
 
     Raises:
-        CorruptCheckpointError: A tensor is not what was saved.
-        UserError: An average or a cast gives a value that is not finite, where all values were.
+        CorruptCheckpointError: A tensor differs from its digest.
+        UserError: An average or a cast makes finite values infinite.
         OSError: The disk is full.
     """
     manifest = sources[0].manifest
@@ -110,8 +110,8 @@ def iterate_blocks(sources: Sequence[Source], name: str, dtype: torch.dtype) -> 
     """Yields a tensor's rows, averaged over the checkpoints in float64 and cast once, in order.
 
     Raises:
-        CorruptCheckpointError: At the end, where a tensor is not what was saved.
-        UserError: A finite value is beyond what `dtype` can hold.
+        CorruptCheckpointError: The tensor differs from its digest; raised after the last row.
+        UserError: A finite value is beyond the range of `dtype`.
     """
     shape = sources[0].manifest.tensors[name].shape
     digests = [0] * len(sources)
@@ -124,7 +124,7 @@ def iterate_blocks(sources: Sequence[Source], name: str, dtype: torch.dtype) -> 
         yield _cast(_average(blocks), dtype, name)
     for source, digest in zip(sources, digests, strict=True):
         if digest != source.manifest.tensors[name].digest:
-            raise CorruptCheckpointError(f"{source.path}: {name} is not what was saved: its bytes have changed")
+            raise CorruptCheckpointError(f"{source.path}: {name} is damaged: its bytes have changed since the save")
 
 
 def _average(blocks: Sequence[Tensor]) -> Tensor:
@@ -139,12 +139,12 @@ def _average(blocks: Sequence[Tensor]) -> Tensor:
 def _cast(block: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     cast = block.to(dtype)
     if bool((cast.isinf() & block.isfinite()).any()):
-        raise UserError(f"{name} has values beyond {str(dtype).removeprefix('torch.')}: export it as --dtype bfloat16")
+        raise UserError(f"{name} has values beyond {str(dtype).removeprefix('torch.')}: use --dtype bfloat16")
     return cast.contiguous()
 
 
 def _row_ranges(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """Yields (first row, rows) of blocks of moderate size; the elements of a scalar are one row."""
+    """Yields (first row, rows) of blocks of moderate size; a scalar is one row."""
     num_rows = shape[0] if shape else 1
     row_bytes = max(1, math.prod(shape[1:]) * 8)
     step = max(1, _BLOCK_BYTES // row_bytes)

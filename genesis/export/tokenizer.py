@@ -1,4 +1,4 @@
-"""Whether a tokenizer of Hugging Face's gives the same ids for every text as ours: not argued, but compared."""
+"""Compares a tokenizer of Hugging Face's with ours: both must give the same ids for all test texts."""
 
 import random
 import sys
@@ -14,7 +14,7 @@ from genesis.export.texts import SCRIPTS
 from genesis.tokenizer.tokenizer import Tokenizer
 
 _SPACE_MARK: Final = "\u2581"
-"""Takes the place of a space in the pieces of many tokenizers, so that a text which holds it is a hard one."""
+"""Many tokenizers replace spaces by it in their pieces, so that a text which contains it is a hard case."""
 _CHARACTERS_AT_ONCE = 64
 _NUM_PIECE_TEXTS = 2000
 _PIECES_IN_TEXT = 12
@@ -22,10 +22,10 @@ _RUN_LENGTHS = (*range(2, 40), 100, 257)
 
 
 def compare_fast_tokenizer(tokenizer: Tokenizer, fast: bytes, *, left_out: str = "") -> dict[str, int]:
-    """Returns what `compare_tokenizers` finds for the content of a `tokenizer.json`.
+    """Returns the result of `compare_tokenizers` for the content of a `tokenizer.json`.
 
     Raises:
-        UserError: A text comes out otherwise, or the content is no tokenizer's.
+        UserError: A text is encoded or decoded differently, or the content is not a tokenizer.
     """
     try:
         theirs = tokenizers.Tokenizer.from_str(fast.decode())
@@ -47,16 +47,16 @@ def compare_tokenizers(
     *,
     left_out: str = "",
 ) -> dict[str, int]:
-    """Returns how many texts of each kind were compared, ids and the way back; all are equal.
+    """Compares ids and decoded text for all test texts, and returns the number of texts of each kind.
 
     Args:
-        tokenizer: Ours.
-        encode: The other's, without bos and eos.
-        decode: The other's.
-        left_out: Characters that no text holds, because tokenizers of others change them.
+        tokenizer: Our tokenizer.
+        encode: The other tokenizer's encoding, without bos and eos.
+        decode: The other tokenizer's decoding.
+        left_out: Characters that are left out of the texts, because the other tokenizer changes them.
 
     Raises:
-        UserError: A text comes out otherwise; the line quotes it.
+        UserError: A text is encoded or decoded differently; the message quotes it.
     """
     counts: dict[str, int] = {}
     none_of_them = str.maketrans("", "", left_out)
@@ -70,7 +70,9 @@ def compare_tokenizers(
                     f"{_shorten(theirs)} there; use one of `genesis tokenizer train`, or --format safetensors"
                 )
             if decode(theirs) != text:
-                raise UserError(f"the fast tokenizer does not give {text[:40]!r} ({kind}) back: nothing is exported")
+                raise UserError(
+                    f"the fast tokenizer does not decode {text[:40]!r} ({kind}) exactly: nothing is exported"
+                )
             counts[kind] = counts.get(kind, 0) + 1
     return counts
 
@@ -89,7 +91,7 @@ def _comparison_texts(tokenizer: Tokenizer) -> Iterator[tuple[str, Iterable[str]
 
 
 def _every_character() -> Iterator[str]:
-    """Yields every assigned character that UTF-8 has, many in one text, first one of each category alone."""
+    """Yields every assigned character, first one of each category alone, then many in one text."""
     by_category: dict[str, str] = {}
     characters = []
     for code in range(sys.maxunicode + 1):
@@ -104,7 +106,7 @@ def _every_character() -> Iterator[str]:
 
 
 def _piece_texts(tokenizer: Tokenizer) -> Iterator[str]:
-    """Yields every piece, and pieces in a row: where a wrong order of merges shows."""
+    """Yields every piece, and sequences of pieces, which reveal a wrong order of merges."""
     pieces = list(_piece_spellings(tokenizer))
     yield from pieces
     chooser = random.Random(0)
@@ -113,7 +115,7 @@ def _piece_texts(tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def _run_texts(tokenizer: Tokenizer) -> Iterator[str]:
-    """Yields runs of each character that has a piece of two of it: the other place where the order of merges shows."""
+    """Yields runs of each character with a piece for two of it, which also reveal a wrong order of merges."""
     pieces = _piece_spellings(tokenizer)
     for piece in sorted({piece[:1] for piece in pieces if len(set(piece)) == 1 and len(piece) > 1}):
         for length in _RUN_LENGTHS:
@@ -122,7 +124,7 @@ def _run_texts(tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def _piece_spellings(tokenizer: Tokenizer) -> Iterator[str]:
-    """Yields the text of every piece; a part of a character is none."""
+    """Yields the text of every piece that is not a part of a character."""
     for token in range(tokenizer.vocab_size):
         if not (tokenizer.is_control(token) or tokenizer.is_byte(token)):
             with suppress(UnicodeDecodeError):

@@ -163,14 +163,14 @@ def test_a_checkpoint_outside_of_a_run_says_where_its_results_go(
         (("--num_fewshot", "-1"), "--num_fewshot is -1: it must be at least 0"),
         (("--batch_tokens", "0"), "--batch_tokens is 0: it must be at least 1"),
         (("--until_step", "3"), "--until_step has no effect without --watch"),
-        (("--tasks", "./no/"), "there is no folder no"),
+        (("--tasks", "./no/"), "no such folder: no"),
         pytest.param(
             ("--tasks", "helaswag"),
-            "lm-eval has no task 'helaswag'; near to it are hellaswag",
+            "lm-eval has no task 'helaswag'; did you mean hellaswag",
             marks=pytest.mark.slow,  # lm-eval reads all of its tasks for the names
         ),
-        (("--heldout", "no.txt"), "there is no held-out text no.txt"),
-        ((), "the recipe names no corpus, so that there is no validation set; give --heldout PATH"),
+        (("--heldout", "no.txt"), "no such file or folder of held-out text: no.txt"),
+        ((), "the recipe has no corpus, and therefore no validation set; give --heldout PATH"),
         (("--limt", "3"), "did you mean --limit?"),
     ],
 )
@@ -189,7 +189,7 @@ def test_a_wrong_option_is_one_line(
         (
             {"question": "a", "choices": ["b", "c"], "answer": 7},
             (),
-            "a row's answer is none of its choices: {'question'",
+            "a row's answer is not among its choices: {'question'",
         ),
         ({"question": "a", "choices": [], "answer": 0}, (), "task odd does not fit its rows"),
         (
@@ -228,7 +228,7 @@ def test_a_choice_longer_than_the_context_is_named_and_the_other_tasks_are_finis
     assert outcome.status == 1
     error = outcome.err.splitlines()[-1]
     assert error.startswith(f"genesis: error: {NEWEST}: task plants, row 2: the continuation ' alpha alpha")
-    assert re.search(r"has \d{3} tokens, and the model's context only 256$", error)
+    assert re.search(r"has \d{3} tokens, but the model's context is 256$", error)
     assert re.search(r"animals +acc +0\.\d{4}", outcome.out)
     assert {path.name for path in (own_run / "evaluations" / NEWEST).glob("*.json")} == {"animals.json"}
     alone = genesis("evaluate", str(own_run), "--tasks", spec)

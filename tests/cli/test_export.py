@@ -104,7 +104,7 @@ def test_the_command_exports_a_run_and_says_what_was_proved(genesis: Genesis, im
     for words in ("step-00000000 in bfloat16", "values bit-equal", "texts with equal ids", "tokens equal"):
         assert words in outcome.out
     assert json.loads((out / "config.json").read_bytes())["dtype"] == "bfloat16"
-    check_is_one_line(genesis("export", str(imported), str(out)), str(out), "is there already")
+    check_is_one_line(genesis("export", str(imported), str(out)), str(out), "already exists")
 
 
 def test_bad_input_of_export_is_one_line(genesis: Genesis, imported: Path, tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_disk_without_room_is_told_and_nothing_is_left(imported: Path, tmp_pat
 def test_bad_input_of_import_is_one_line(genesis: Genesis, llama: Path, imported: Path, tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     check_is_one_line(genesis("import", str(tmp_path / "nowhere"), out), "nowhere", "Hugging Face")
-    check_is_one_line(genesis("import", str(llama), str(imported)), str(imported), "is there already")
+    check_is_one_line(genesis("import", str(llama), str(imported)), str(imported), "already exists")
     (tmp_path / "config.json").write_text("{")
     check_is_one_line(genesis("import", str(tmp_path), out), "config.json", "is not JSON")
     (tmp_path / "config.json").write_bytes((llama / "config.json").read_bytes())

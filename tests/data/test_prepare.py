@@ -299,7 +299,7 @@ def test_empty_sources_are_refused_by_name(tmp_path):
     options = make_options(tmp_path)
     (tmp_path / "empty.txt").touch()
     empty = SourceOptions("void", (str(tmp_path / "empty.txt"),))
-    with pytest.raises(UserError, match=r"source void holds no text in .*empty\.txt"):
+    with pytest.raises(UserError, match=r"source void has no text in .*empty\.txt"):
         prepare_corpus(replace(options, sources=(*options.sources, empty)))
     (tmp_path / "one.txt").write_text("one")
     one = SourceOptions("one", (str(tmp_path / "one.txt"),))

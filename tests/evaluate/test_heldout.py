@@ -108,14 +108,14 @@ def test_two_sources_of_one_name_are_refused(tmp_path: Path, tokenizer: Tokenize
         folder.mkdir()
         for name in names:
             (folder / name).write_text('{"text": "some"}\n')
-        with pytest.raises(UserError, match=r"would be a second source 'a(ll)?': give it another name"):
+        with pytest.raises(UserError, match=r"is a second source with the name 'a(ll)?': rename it"):
             read_texts(folder, 16, tokenizer)
 
 
 def test_text_that_is_not_there_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    with pytest.raises(UserError, match="there is no held-out text"):
+    with pytest.raises(UserError, match="no such file or folder of held-out text"):
         read_texts(tmp_path / "no", SEQ_LEN, tokenizer)
-    with pytest.raises(UserError, match="holds no text"):
+    with pytest.raises(UserError, match="contains no text"):
         read_texts(tmp_path, SEQ_LEN, tokenizer)
 
 

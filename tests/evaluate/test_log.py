@@ -31,9 +31,9 @@ def test_what_cannot_be_written_to_is_told_once(checkpoint: Path, tmp_path: Path
     manifest = with_loggers(checkpoint, *map(name_logger, kinds))
     log = RunLog(tmp_path)
     assert log.write(manifest, [RESULT]) == [
-        "W&B takes the metrics of a run that is online from training alone: results are in metrics.csv alone",
-        "the run's TensorBoard directory is not there: results are in metrics.csv alone",
-        "MLFlowLogger is not known here: results are in metrics.csv alone",
+        "W&B accepts metrics of an online run only from training: results are only in metrics.csv",
+        "the run's TensorBoard directory does not exist: results are only in metrics.csv",
+        "the logger MLFlowLogger is not supported: results are only in metrics.csv",
     ]
     assert log.write(manifest, [RESULT]) == []
 

@@ -111,7 +111,7 @@ def test_an_unknown_way_to_sample_is_refused_by_name(ours: GenesisLM, tmp_path: 
 
 
 def test_more_new_tokens_than_the_context_are_refused(ours: GenesisLM, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="task long asks for 256 new tokens, and the model's context has 256"):
+    with pytest.raises(UserError, match="task long asks for 256 new tokens, but the model's context has 256"):
         ask(ours, write_generation(tmp_path / "long", max_gen_toks=256))
 
 

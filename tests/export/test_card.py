@@ -93,7 +93,7 @@ def test_the_card_has_what_the_corpus_holds_beside_what_was_consumed_of_it(tiny_
 def test_the_data_usage_is_known_without_the_corpus(tmp_path: Path) -> None:
     path = save(tmp_path / "checkpoints", 1, {"tokens_consumed": {"web": 4321}}, {}, tmp_path / "gone")
     card = write(path)
-    assert "The corpus was not at hand" in card
+    assert "The corpus was not available" in card
     assert "| web | 4,321 | not recorded |" in card
     assert str(tmp_path) not in card
 

@@ -135,7 +135,7 @@ def test_a_vocabulary_too_large_names_the_largest_that_works(tmp_path):
         ([], VOCAB_SIZE, "have no text to train"),
         (["", "\0"], VOCAB_SIZE, "have no text to train"),
         ([TEXT], 280, "vocab_size 280 is too small for this text's characters: choose more than"),
-        ([TEXT], 272, "vocab_size 272 leaves no room"),
+        ([TEXT], 272, "vocab_size 272 is too small"),
     ],
 )
 def test_text_and_vocabulary_that_do_not_fit_are_refused(tmp_path, texts, vocab_size, message):

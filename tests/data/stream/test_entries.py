@@ -71,5 +71,5 @@ def test_damage_is_told_from_a_bad_record_and_a_change_from_both(tmp_path):
     with pytest.raises(DamagedFileError, match="truncated or damaged"):
         list(read_entries(source, span))
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(UserError, match="has changed since it was found"):
+    with pytest.raises(UserError, match="has changed since it was listed"):
         list(read_entries(source, span))

@@ -200,7 +200,7 @@ def test_a_shard_that_changes_in_mid_run_ends_it_whatever_the_policy(tmp_path, t
             file.write('{"text": "more"}\n')
     else:
         path.write_bytes(path.read_bytes().upper())
-    words = "cannot read .* fix it or leave it out" if change == "vanishes" else "has changed since"
+    words = "cannot read .* fix the cause, or remove the path" if change == "vanishes" else "has changed since"
     with pytest.raises(UserError, match=words) as error:
         read_windows(windows, 1, 8)
     assert str(path) in str(error.value)
@@ -231,5 +231,5 @@ def test_a_shard_that_is_cut_short_while_it_is_read_is_named_as_changed(tmp_path
     block = reader.read(Cursor())
     path = directory / "0.jsonl.gz"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(UserError, match=r"0\.jsonl\.gz has changed since it was found"):
+    with pytest.raises(UserError, match=r"0\.jsonl\.gz has changed since it was listed"):
         reader.read(block.next)
