@@ -1,1 +1,1 @@
-"""`genesis rehearse`: a recipe trained once straight and once with SIGKILLs and restarts; both must end bit-equal."""
+"""`genesis rehearse`: trains a recipe once without interruption and once with kills; both must end bit-equal."""

@@ -1,4 +1,4 @@
-"""Compares a run that was killed with one that was not: final checkpoints bit for bit, and the loss of every step."""
+"""Compares a killed run with an uninterrupted one: the final checkpoints bit for bit, and the loss of every step."""
 
 import csv
 from collections.abc import Iterator, Mapping
@@ -126,7 +126,7 @@ def _read_counts(manifest: Manifest) -> dict[str, Any]:
 def _find_final(run_dir: Path) -> tuple[Path, Manifest]:
     committed = list_committed(run_dir)
     if not committed:
-        raise RunEndedError(f"{run_dir} has no committed checkpoint after its end")
+        raise RunEndedError(f"{run_dir} has no committed checkpoint although the run has ended")
     path = committed[-1][0]
     try:
         return path, verify(path, "deep")

@@ -1,4 +1,4 @@
-"""What a rehearsal prints while it runs: a line for each event, and on a terminal a live bar of the training."""
+"""The output of a running rehearsal: a line for each event, and on a terminal a progress bar of the training."""
 
 from types import TracebackType
 

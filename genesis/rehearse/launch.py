@@ -61,10 +61,10 @@ class Launcher:
         strays = [process for process in find_processes(self.mark) if find_kind(process) == "rank"]
         if strays:
             who = ", ".join(f"rank {process.local_rank} (process {process.pid})" for process in strays)
-            raise RunEndedError(f"ranks of an earlier training still ran when {name} was to begin: {who}")
+            raise RunEndedError(f"ranks of an earlier training were still running before the start of {name}: {who}")
 
 
 def read_last_words(log: Path) -> str:
     """Returns the last line of a training's output, without the prefix of an error."""
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return lines[-1].strip().removeprefix("genesis: error: ") if lines else "it printed nothing"
+    return lines[-1].strip().removeprefix("genesis: error: ") if lines else "no output"

@@ -1,7 +1,7 @@
-"""Rehearses a recipe: trains it once straight and once with kills and restarts, and compares where both end.
+"""Rehearses a recipe: trains it once without interruption and once with kills, and compares both results.
 
-Every training is a real `genesis fit` in a session of its own. However the rehearsal ends, what it started ends with
-it.
+Every training is a real `genesis fit` in its own session. However the rehearsal ends, all processes that it started end
+with it.
 """
 
 import contextlib
@@ -38,14 +38,14 @@ _ORPHANS_END_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Options:
-    """What is rehearsed, and how.
+    """Options of a rehearsal.
 
     Args:
         fit: Arguments of `genesis`, without the run's directory: `("fit", "--config", ...)`.
-        num_kills: In all.
-        seed: Of the instants.
-        directory: Of both runs; it is new.
-        command: That makes the same rehearsal again.
+        num_kills: Total number of kills.
+        seed: Seed of the kill times.
+        directory: A new directory for both runs.
+        command: The command that repeats the same rehearsal.
     """
 
     fit: tuple[str, ...]
@@ -56,7 +56,7 @@ class Options:
 
 
 def rehearse(options: Options, console: Console) -> Report:
-    """Rehearses, and returns what it found. It must be called by the main thread.
+    """Runs a rehearsal and returns its report. Only the main thread may call it.
 
     Raises:
         UserError: The recipe cannot be rehearsed.

@@ -1,4 +1,4 @@
-"""Which kills a rehearsal makes, and when each of them is due: decided purely, from a seed and from what is seen."""
+"""Plans the kills of a rehearsal and decides when each is due, as pure functions of a seed and of observations."""
 
 import random
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The processes of one rehearsal: started, found again, killed, ended; nobody else's.
+"""Starts, finds, kills and ends the processes of one rehearsal, and no others.
 
 Each inherits a mark in its environment, by which it is known wherever it has gone: further ranks, writers that left
 the session, and orphans of a training that is gone.

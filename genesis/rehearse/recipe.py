@@ -1,4 +1,4 @@
-"""What a rehearsal must know of the recipe, from the resolved form of it."""
+"""Reads the settings that a rehearsal needs from the resolved recipe."""
 
 import subprocess
 import sys
@@ -64,7 +64,7 @@ def read_recipe(resolved: Mapping[str, Any]) -> RehearsedRecipe:
         raise UserError(f"trainer.max_steps is {max_steps}: a rehearsal needs an end; add -- --trainer.max_steps 60")
     if every_n_steps is None:
         raise UserError(
-            "checkpoint.every_n_steps is not set: nothing would be saved to go on from; add "
+            "checkpoint.every_n_steps is not set: there would be no checkpoint to resume from; add "
             f"-- --checkpoint.every_n_steps {max(1, max_steps // 6)}"
         )
     if every_n_steps >= max_steps:
@@ -79,7 +79,7 @@ def read_recipe(resolved: Mapping[str, Any]) -> RehearsedRecipe:
 
 def _read_complaint(done: "subprocess.CompletedProcess[str]") -> str:
     lines = [line for line in done.stderr.splitlines() if line.strip()]
-    last_line = lines[-1] if lines else "it printed nothing"
+    last_line = lines[-1] if lines else "no output"
     prefix = "genesis: error: "
     if last_line.startswith(prefix):
         return last_line.removeprefix(prefix)

@@ -1,4 +1,4 @@
-"""What a rehearsal found: plain data for JSON, a table and a verdict for people."""
+"""The report of a rehearsal: plain data for JSON, a table and a verdict for people."""
 
 import statistics
 from collections.abc import Sequence
@@ -138,7 +138,7 @@ class Report:
 def build_kill_table(kills: Sequence[KillRecord]) -> Table:
     """Returns the kills as a table."""
     table = Table(box=box.SIMPLE_HEAD)
-    for column in ("kill", "victim", "at step", "in a save", "what became of it", "resumed from", "lost", "back after"):
+    for column in ("kill", "victim", "at step", "in a save", "outcome", "resumed from", "lost", "back after"):
         table.add_column(column, justify="right" if column in ("kill", "at step", "lost", "back after") else "left")
     for kill in kills:
         table.add_row(*(Text(cell) for cell in describe_kill(kill)))

@@ -1,4 +1,4 @@
-"""The card of a release: the export's, with repository, version and licence, and what the proof says."""
+"""Writes the card of a release: the export's card with repository, version, licence and the results of the proof."""
 
 import re
 from typing import Any, Final
@@ -21,11 +21,11 @@ def write_release_card(text: str, proof: dict[str, Any], options: ReleaseOptions
 
     Args:
         text: The export's card.
-        proof: The export's.
-        options: As what it is released.
+        proof: The export's proof.
+        options: The options of the release.
 
     Raises:
-        UserError: The export's card has a head that is none.
+        UserError: The head of the export's card is invalid.
     """
     card, data = _parse(text)
     data.license = options.license
@@ -49,7 +49,7 @@ def _parse(text: str) -> tuple[ModelCard, ModelCardData]:
     try:
         card = ModelCard(text)
     except (ValueError, TypeError, yaml.YAMLError) as error:
-        raise UserError(f"the head of the export's card is not one: {' '.join(str(error).split())}") from None
+        raise UserError(f"the head of the export's card is invalid: {' '.join(str(error).split())}") from None
     assert isinstance(card.data, ModelCardData)
     return card, card.data
 
@@ -63,10 +63,10 @@ def _describe_release(options: ReleaseOptions) -> str:
 
 
 def _describe_proof(proof: dict[str, Any]) -> str:
-    """Returns what `genesis export` compared with the checkpoint, a line for each kind."""
+    """Returns the comparisons of `genesis export` with the checkpoint, one line for each kind."""
     lines = [f"- weights: {proof['weights']['num_values']:,} values, each bit for bit"]
     if tokenizer := proof.get("tokenizer"):
-        lines.append(f"- tokenizer: {sum(tokenizer['num_texts'].values()):,} texts, ids and the way back")
+        lines.append(f"- tokenizer: {sum(tokenizer['num_texts'].values()):,} texts, ids and decoded text")
     if proof.get("tokenizer_origin") == "unproved":
         lines.append(f"- unproved: {UNPROVED_TOKENIZER}")
     if logits := proof.get("logits"):

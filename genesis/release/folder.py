@@ -1,4 +1,4 @@
-"""A folder that is to be: its texts, and the files that it takes from elsewhere, each with its hash."""
+"""A planned folder: its texts, and the files that are copied into it, each with its hash."""
 
 import hashlib
 import os
@@ -17,11 +17,11 @@ SUMS_NAME: Final = "SHA256SUMS"
 
 @dataclass
 class Folder:
-    """What a folder will hold, by path in it.
+    """The planned content of a folder, by path in the folder.
 
     Args:
-        texts: Written here.
-        taken: Files elsewhere, with the sha256 that they must have.
+        texts: New files.
+        taken: Existing files to copy or link, with their expected sha256.
     """
 
     texts: dict[str, bytes] = field(default_factory=dict)
@@ -38,15 +38,15 @@ class Folder:
         return hashes | {name: digest for name, (_, digest) in self.taken.items()}
 
     def sizes(self) -> dict[str, int]:
-        """Returns the bytes of every file."""
+        """Returns the size of every file in bytes."""
         sizes = {name: len(data) for name, data in self.texts.items()}
         return dict(sorted((sizes | {name: path.stat().st_size for name, (path, _) in self.taken.items()}).items()))
 
     def check(self, machine: Machine, allowed: tuple[str, ...]) -> None:
-        """Refuses what must not leave this machine, in any file but the weights.
+        """Checks that no file but the weights contains anything that must not leave this machine.
 
         Raises:
-            UserError: Something is there.
+            UserError: A file contains a path, a name or a credential of this machine.
         """
         for name, data in self.texts.items():
             check_text(name, data, machine, allowed)
@@ -55,19 +55,19 @@ class Folder:
                 check_text(PurePosixPath(name).name, path.read_bytes(), machine, allowed)
 
     def check_place(self, out: Path) -> None:
-        """Refuses a place where something else is; the same folder may be there.
+        """Checks that `out` does not exist, or is a folder with the same content.
 
         Raises:
-            UserError: Something else is at `out`.
+            UserError: `out` exists with other content.
         """
         if not self._is_at(out):
             check_is_new(out)
 
     def write(self, out: Path) -> None:
-        """Makes the folder; large files are linked where the disk can. One that is there as it would be made is taken.
+        """Writes the folder, with links to large files where possible; an equal existing folder is kept.
 
         Raises:
-            UserError: Something else is at `out`, there is no room, or a file is not what its hash says.
+            UserError: `out` exists with other content, the disk has too little space, or a file differs from its hash.
         """
         if self._is_at(out):
             return
@@ -77,7 +77,7 @@ class Folder:
             for name, (path, digest) in self.taken.items():
                 _link_or_copy(path, _place(staging, name))
                 if hash_file(staging / name, "sha256") != digest:
-                    raise UserError(f"{path} has changed meanwhile; begin again")
+                    raise UserError(f"{path} has changed during the release; start again")
 
     def _is_at(self, out: Path) -> bool:
         if not out.is_dir():
@@ -96,11 +96,11 @@ def _place(directory: Path, name: str) -> Path:
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
-    """Links weights, which nobody edits; anything else is copied, so that an edit of the one leaves the other."""
+    """Links weights, which are not edited; copies other files, so that an edit of one does not change the other."""
     if source.suffix == ".safetensors":
         try:
             os.link(source.resolve(), target)
-        except OSError:  # another disk, or one without links
+        except OSError:  # another disk, or a file system without links
             pass
         else:
             return

@@ -1,4 +1,4 @@
-"""What must not leave this machine in a text: its paths, its name, who works on it, and what opens doors."""
+"""Finds what must not leave this machine in a text: its paths, its name, its user's name, and credentials."""
 
 import getpass
 import io
@@ -23,9 +23,9 @@ _ROOTS: Final = (
     *("home", "root", "Users", "Volumes", "mnt", "media", "opt", "srv", "tmp", "private"),
     *("data", "scratch", "work", "fsx", "gpfs", "lustre", "nfs"),
 )
-"""Directories that paths of some machine begin with, beside those that this one has."""
+"""Directories with which paths of other machines may begin, in addition to those of this machine."""
 _SYSTEM_ROOTS: Final = ("bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "proc", "sbin", "sys", "usr")
-"""Directories that every machine has and nobody works in."""
+"""Directories that every machine has and that contain no user's work."""
 _END_OF_PATH = r"[^\s\"'`|)]*"
 _PUNCTUATION = ".,;:"
 _CREDENTIALS: Final = {
@@ -38,20 +38,20 @@ _CREDENTIALS: Final = {
 }
 _SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|CREDENTIAL", re.IGNORECASE)
 _SECRET_CHARACTERS = 8
-"""Shorter values of variables with such names are switches and the like."""
+"""Shorter values of variables with such names are switches rather than secrets."""
 _NOBODY: Final = ("root", "user", "ubuntu", "admin", "runner", "jovyan", "app", "nobody", "localhost", "genesis")
-"""Names that many machines and accounts have, and ours."""
+"""Names that many machines and accounts have, and the project's own name."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What is this machine's alone.
+    """Facts that identify this machine.
 
     Args:
-        names: Of the host and of who works on it, by what they are.
-        places: Directories.
-        roots: Names of the directories that are at the top of its disks.
-        secrets: Values of variables, by their names.
+        names: The names of the host and its user, by a description.
+        places: The machine's directories.
+        roots: Names of the top-level directories.
+        secrets: Values of environment variables, by a description.
     """
 
     names: dict[str, str]
@@ -61,14 +61,14 @@ class Machine:
 
     @property
     def local_path(self) -> re.Pattern[str]:
-        """What a path on a disk looks like, here or elsewhere."""
+        """The pattern of a path on this or another machine."""
         roots = "|".join(map(re.escape, sorted({*self.roots, *_ROOTS})))
         begins = rf"~(?:[A-Za-z_][\w-]*)?/[\w.@-]|/(?:{roots})/[\w.@-]|[A-Z]:[\\/]\w|\\\\\w[\w.-]*\\\w|file://"
         return re.compile(rf"(?<![\w./<>-])(?:{begins}){_END_OF_PATH}")
 
     @classmethod
     def read(cls, *places: Path) -> Self:
-        """Returns what can be known of it, with `places` among its directories."""
+        """Returns the facts about this machine, with `places` among its directories."""
         names = {"the name of this machine": socket.gethostname(), "your name on this machine": _find_user()}
         known = (Path.home(), Path.cwd(), Path(tempfile.gettempdir()), *(place.resolve().parent for place in places))
         secrets = {
@@ -76,7 +76,7 @@ class Machine:
             for name, value in os.environ.items()
             if _SECRET_NAME.search(name) and len(value) >= _SECRET_CHARACTERS and not Path(value).exists()
         }
-        token_file = Path(HF_TOKEN_PATH)  # not by get_token, which may ask the Hub for a newer one
+        token_file = Path(HF_TOKEN_PATH)  # not by get_token, which may request a newer one from the Hub
         token = token_file.read_text().strip() if token_file.is_file() else ""
         return cls(
             {what: name for what, name in names.items() if name and name.lower() not in _NOBODY},
@@ -87,16 +87,16 @@ class Machine:
 
 
 def check_text(name: str, data: bytes, machine: Machine, allowed: Sequence[str]) -> None:
-    """Refuses a file with anything in it that is of this machine or a credential.
+    """Refuses a file that contains facts about this machine, or a credential.
 
     Args:
-        name: The file's; of a wheel every member is looked at.
-        data: Its bytes.
-        machine: Where it was made.
-        allowed: Words and paths that may be public all the same; a credential never may.
+        name: The file's name; every member of a wheel is checked.
+        data: The file's content.
+        machine: The facts about this machine.
+        allowed: Words and paths that may be public; a credential never may.
 
     Raises:
-        UserError: Something is there; the line has file, line and what it is, and of a credential its beginning only.
+        UserError: The file contains one. The message has file, line and kind, and only the beginning of a credential.
     """
     if name.endswith(WHEEL_SUFFIX):
         with zipfile.ZipFile(io.BytesIO(data)) as wheel:
@@ -106,17 +106,19 @@ def check_text(name: str, data: bytes, machine: Machine, allowed: Sequence[str])
     text = data.decode("utf-8", errors="replace")
     for what, found in _find_credentials(text, machine):
         place = f"{name}, line {text.count(chr(10), 0, text.index(found)) + 1}"
-        raise UserError(f"{place}: {found[:4]}... is {what}: take it out before anybody sees it")
+        raise UserError(f"{place}: {found[:4]}... is {what}: remove it before you publish the file")
     for what, found, start in _find_traces(name, text, machine):
         if found not in allowed:
             place = f"{name}, line {text.count(chr(10), 0, start) + 1}"
-            raise UserError(f"{place}: {found!r} is {what}: take it out, or say by --allow {found!r} that it is public")
+            raise UserError(
+                f"{place}: {found!r} is {what}: remove it, or allow it by --allow {found!r} if it may be public"
+            )
 
 
 def _find_user() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # in a container a user may have a number alone
+    except (KeyError, OSError):  # in a container a user may have only a number
         return ""
 
 
@@ -130,12 +132,12 @@ def _find_credentials(text: str, machine: Machine) -> Iterator[tuple[str, str]]:
 
 
 def _find_traces(name: str, text: str, machine: Machine) -> Iterator[tuple[str, str, int]]:
-    """Yields what it is, the words, and where they begin."""
+    """Yields (description, text, start) of each finding."""
     for place in machine.places:
         for found in re.finditer(rf"(?<![\w.-]){re.escape(place)}(?![\w-]){_END_OF_PATH}", text):
             yield "a path of this machine", found[0].rstrip(_PUNCTUATION), found.start()
     # A vocabulary holds words and paths of the training text: only this machine's own paths and credentials count.
-    if name in (FAST_NAME, *list_file_names()) or f"{WHEEL_SUFFIX}/" in name:  # code is about paths, too
+    if name in (FAST_NAME, *list_file_names()) or f"{WHEEL_SUFFIX}/" in name:  # code contains paths legitimately
         return
     for found in machine.local_path.finditer(text):
         yield "a local path", found[0].rstrip(_PUNCTUATION), found.start()

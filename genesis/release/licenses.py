@@ -1,4 +1,4 @@
-"""The licences that the Hub knows, by the names that it gives them: most are SPDX's in small letters."""
+"""The licences that the Hub accepts, by the Hub's ids, most of which are SPDX ids in lower case."""
 
 import difflib
 from typing import Final
@@ -22,13 +22,13 @@ LICENSES: Final = tuple(_NAMES.split())
 
 
 def check_license(name: str) -> None:
-    """Refuses what the Hub would not take for a licence.
+    """Checks that the Hub accepts a licence.
 
     Raises:
-        UserError: It is none; the line names the nearest.
+        UserError: The Hub does not know the licence; the message names the nearest.
     """
     if name in LICENSES:
         return
     near = difflib.get_close_matches(name.lower(), LICENSES, n=3, cutoff=0.5)
-    hint = f"; near are {', '.join(near)}" if near else ""
-    raise UserError(f"--license is {name!r}, which the Hub does not know{hint}; for one of your own give {OTHER!r}")
+    hint = f"; did you mean {', '.join(near)}?" if near else ""
+    raise UserError(f"--license is {name!r}, which the Hub does not know{hint}; for any other licence give {OTHER!r}")

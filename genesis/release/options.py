@@ -1,4 +1,4 @@
-"""What is released, as what."""
+"""The options of a release."""
 
 import re
 from dataclasses import dataclass
@@ -11,20 +11,20 @@ from genesis.errors import UserError
 from genesis.release.licenses import OTHER, check_license
 
 _VERSION = re.compile(r"\d+\.\d+\.\d+(-[0-9A-Za-z-]+(\.[0-9A-Za-z-]+)*(?<!\.lock))?")
-"""That is a name of a tag in git, too, which ends in no `.lock`."""
+"""A version that is also a valid git tag, which must not end with `.lock`."""
 _LANGUAGE = re.compile(r"[a-z]{2,3}|code|multilingual")
 
 
 @dataclass(frozen=True)
 class ReleaseOptions:
-    """What is released, as what.
+    """The options of a release.
 
     Args:
-        repo: On the Hub, OWNER/NAME.
-        license: By the name that the Hub gives it.
-        version: Of three numbers; the tag is it with a v before it.
+        repo: The repository on the Hub, OWNER/NAME.
+        license: The licence, by the Hub's id.
+        version: The version, three numbers; the tag is v followed by it.
         languages: ISO 639 codes, or `code`.
-        license_file: Its text; must be given for a licence that the Hub does not know.
+        license_file: A file with the licence's text, required for a licence that the Hub does not know.
     """
 
     repo: str
@@ -51,15 +51,15 @@ class ReleaseOptions:
 
     @property
     def owner(self) -> str:
-        """Whose repository it is."""
+        """The owner of the repository."""
         return self.repo.partition("/")[0]
 
     @property
     def name(self) -> str:
-        """The model's."""
+        """The name of the model."""
         return self.repo.partition("/")[2]
 
     @property
     def tag(self) -> str:
-        """In the repository."""
+        """The tag in the repository."""
         return f"v{self.version}"

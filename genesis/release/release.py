@@ -1,4 +1,4 @@
-"""Turns an export into a versioned folder for the Hub: what was proved, a card with licence and proof, and hashes."""
+"""Turns an export into a versioned folder for the Hub: its proved files, a card with licence and proof, and hashes."""
 
 from pathlib import Path
 
@@ -10,17 +10,17 @@ from genesis.release.options import ReleaseOptions
 
 
 def plan_release(export: Path, options: ReleaseOptions) -> Folder:
-    """Returns the folder of a release: the files that were proved, and no other that lies beside them.
+    """Returns the folder of a release, which contains only the export's proved files.
 
     Args:
-        export: What `genesis export` wrote; every file is compared with its hash in the proof.
-        options: As what.
+        export: A directory that `genesis export` wrote; every file is compared with its hash in the proof.
+        options: The options of the release.
 
     Raises:
-        UserError: It is no export, or has changed since it was proved; a file cannot be read.
+        UserError: The directory is not an export or has changed since its proof, or a file cannot be read.
     """
     if not export.is_dir():
-        raise UserError(f"there is no directory {export}; give one that `genesis export` wrote")
+        raise UserError(f"no such directory: {export}; give one that `genesis export` wrote")
     proved = check_files(export)
     proof = read_json(export / PROOF_NAME)
     folder = Folder(taken={name: (export / name, record["sha256"]) for name, record in proved.items()})
@@ -36,5 +36,5 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError(f"cannot read {path}: {reason}") from None

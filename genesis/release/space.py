@@ -13,12 +13,12 @@ from genesis.release.options import ReleaseOptions
 from genesis.release.wheels import pack_wheel, pin_requirements
 
 PORT: Final = 7860
-"""Where the Hub looks for the page of a Space."""
+"""The port on which the Hub expects the page of a Space."""
 _MODELS_NAME = "models"
-"""The model lies in it under its own name, by which clients ask for it."""
+"""The directory that contains the model's directory, whose name is the model's id for clients."""
 _DISTRIBUTIONS: Final = {"genesis-callbacks": "genesis_callbacks", "genesis-lm": "genesis"}
 
-# torch first, so that what follows takes the build that was chosen. A Space runs as user 1000.
+# torch first, so that later installations keep the chosen build. A Space runs as user 1000.
 _DOCKERFILE = """FROM python:3.11-slim
 RUN useradd --create-home --uid 1000 user
 WORKDIR /app
@@ -43,7 +43,7 @@ come, their probabilities, and OpenAI's `/v1/completions`. The Dockerfile instal
 
 
 def serve_command(options: ReleaseOptions) -> list[str]:
-    """Returns what the image runs."""
+    """Returns the command that the image runs."""
     model = f"{_MODELS_NAME}/{options.name}"
     return ["genesis", "serve", model, "--host", "0.0.0.0", "--port", str(PORT), "--public"]
 
@@ -52,13 +52,13 @@ def plan_space(release: Folder, options: ReleaseOptions, torch: str | None = Non
     """Returns the folder of the Space.
 
     Args:
-        release: What is served.
-        options: As what it was released.
-        torch: What pip is told of torch, as the Makefile's TORCH; None for the version that is installed, of which pip
-            takes the build for CUDA: it works without a GPU, and is many times as large as that for a CPU.
+        release: The folder of the release.
+        options: The options of the release.
+        torch: pip's requirement for torch, as in the Makefile's TORCH; None for the installed version, of which pip
+            takes the build for CUDA. It works without a GPU, but is many times as large as the build for CPUs.
 
     Raises:
-        UserError: `torch` would be another command, or another torch than the one that is installed.
+        UserError: `torch` is not a requirement for the installed version of torch.
     """
     head = SpaceCardData(
         title=options.name, sdk="docker", app_port=PORT, license=options.license, models=[options.repo], pinned=False

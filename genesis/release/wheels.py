@@ -1,4 +1,4 @@
-"""Wheels of what is installed here: an image can install the same code, released or not."""
+"""Builds wheels of installed packages, so that an image can install the same code, released or not."""
 
 import base64
 import hashlib
@@ -21,14 +21,14 @@ _METADATA_NAMES: Final = ("METADATA", "entry_points.txt")
 
 
 def pack_wheel(name: str, package: str) -> tuple[str, bytes]:
-    """Returns file name and content of the wheel of an installed distribution, wherever its code lies.
+    """Returns file name and content of a wheel of an installed distribution, also of an editable one.
 
     Args:
-        name: The distribution's.
-        package: The one that it holds, pure Python.
+        name: The distribution's name.
+        package: The distribution's package, pure Python.
 
     Raises:
-        UserError: It is not installed as a distribution.
+        UserError: The package is not installed as a distribution.
     """
     found = distribution(name)
     stem = f"{name.replace('-', '_')}-{found.version}"

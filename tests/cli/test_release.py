@@ -62,7 +62,7 @@ def test_without_token_or_network_the_folder_stays_and_the_same_command_goes_on(
     files = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    check_is_one_line(genesis(*command), "http://127.0.0.1:9 cannot be reached", "the same command goes on")
+    check_is_one_line(genesis(*command), "http://127.0.0.1:9 cannot be reached", "run the same command again")
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     outcome = genesis(*command)
     assert outcome.status == 0, outcome.err
@@ -77,7 +77,7 @@ def test_without_token_or_network_the_folder_stays_and_the_same_command_goes_on(
     assert hub.repositories["spaces/some-lab/tiny"].tags.keys() == {"v1.0.0"}
     hub.repositories["models/some-lab/tiny"].snapshots.clear()
     hub.repositories["models/some-lab/tiny"].snapshots[f"{1:040x}"] = {}
-    check_is_one_line(genesis(*command), "has another version 1.0.0 already", "--version")
+    check_is_one_line(genesis(*command), "already has a different version 1.0.0", "--version")
 
 
 def test_bad_input_is_one_line(genesis: Genesis, exported: Path, checkpoint: Path, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_the_card_has_version_licence_proof_and_lineage(released: Path, checkpoi
         'from_pretrained("some-lab/tiny", revision="v1.2.0")',
         "Version 1.2.0, tag `v1.2.0`, under the licence `apache-2.0`",
         "values, each bit for bit",
-        "texts, ids and the way back",
+        "texts, ids and decoded text",
         "greedy text: 64 of 64 tokens equal",
         (checkpoint / "COMMITTED").read_text(),
         "| tokens_seen | 300 |",
@@ -124,7 +124,7 @@ def test_a_licence_of_ones_own_comes_with_its_text(exported: Path, tmp_path: Pat
     data = ModelCard.load(tmp_path / "out/README.md").data.to_dict()
     assert (data["license"], data["license_name"], data["license_link"]) == ("other", "tiny-license", "LICENSE")
     text.write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match=r"cannot read .*ours\.txt: it is no UTF-8 text"):
+    with pytest.raises(UserError, match=r"cannot read .*ours\.txt: it is not UTF-8 text"):
         plan_release(exported, options)
 
 

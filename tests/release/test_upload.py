@@ -68,7 +68,7 @@ def test_a_version_that_is_there_is_left_and_another_is_not_written_over_it(
     assert upload(released, OPTIONS, "model", is_private=False) == url
     shutil.copytree(released, tmp_path / "other")
     (tmp_path / "other/SHA256SUMS").write_text("other")
-    with pytest.raises(UserError, match=r"has another version 1\.2\.0 already: give another by --version"):
+    with pytest.raises(UserError, match=r"already has a different version 1\.2\.0: give another one by --version"):
         upload(tmp_path / "other", OPTIONS, "model", is_private=False)
     assert not [request for request in hub.requests if "/commit/" in request or "/tag/" in request]
 
