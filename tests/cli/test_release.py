@@ -86,10 +86,10 @@ def test_bad_input_is_one_line(genesis: Genesis, exported: Path, checkpoint: Pat
     check_is_one_line(
         genesis("release", str(checkpoint), out, *WHAT), "is a checkpoint and no export", "`genesis export"
     )
-    check_is_one_line(genesis("release", str(exported), str(exported), *WHAT), "is there already")
-    check_is_one_line(genesis("release", str(exported), out, *WHAT, "--space", str(exported)), "is there already")
+    check_is_one_line(genesis("release", str(exported), str(exported), *WHAT), "already exists")
+    check_is_one_line(genesis("release", str(exported), out, *WHAT, "--space", str(exported)), "already exists")
     check_is_one_line(genesis("release", str(exported), out, "--license", "mit"), "--repo")
-    check_is_one_line(genesis("release", str(exported), out, *WHAT, "--license", "apache"), "near are apache-2.0")
+    check_is_one_line(genesis("release", str(exported), out, *WHAT, "--license", "apache"), "did you mean apache-2.0")
     check_is_one_line(genesis("release", str(exported), out, *WHAT, "--license_file", out), "cannot read", out)
     check_is_one_line(genesis("release", str(exported), out, *WHAT, "--licence", "mit"), "did you mean --license")
     assert not Path(out).exists()

@@ -111,7 +111,7 @@ def test_a_folder_that_is_there_is_taken_if_it_is_the_same(exported: Path, relea
     plan_release(exported, OPTIONS).write(released)
     assert {path.name: path.stat().st_mtime_ns for path in released.iterdir()} == before
     other = ReleaseOptions("some-lab/tiny", "mit", "1.2.0")
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="already exists"):
         plan_release(exported, other).write(released)
 
 
@@ -151,7 +151,7 @@ def test_an_evaluation_stays_under_the_name_of_the_repository(copy: Path) -> Non
 def test_every_licence_of_the_hub_is_taken_and_another_is_refused_with_the_nearest() -> None:
     for name in LICENSES:
         check_license(name)
-    with pytest.raises(UserError, match=r"'Apache2', which the Hub does not know; near are apache-2\.0"):
+    with pytest.raises(UserError, match=r"'Apache2', which the Hub does not know; did you mean apache-2\.0"):
         check_license("Apache2")
     with pytest.raises(UserError, match="give 'other'"):
         check_license("zzzzzzz")
