@@ -58,6 +58,7 @@ check: $(STAMP)
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(BIN)/codespell
+	@$(BIN)/python .ci/phrases.py
 	@$(BIN)/python .ci/sizes.py
 
 # The documentation site, into build/site; warnings and broken links are errors.

@@ -204,7 +204,7 @@ def _classify(place: Path) -> Literal["checkpoint", "run", "export"] | None:
 
 def _find_newest(run: Path, level: VerifyLevel | None) -> Path | None:
     if level is not None:
-        return find_latest(run, level=level, put_aside=False)
+        return find_latest(run, level=level, quarantine_bad=False)
     committed = [entry.path for entry in read_inventory(run) if entry.state == "committed"]
     return committed[-1] if committed else None
 

@@ -405,7 +405,7 @@ def _act(arguments: tuple[str, ...]) -> int:
     if arguments[0] != "find_latest":
         return main(arguments)
     try:
-        find_latest(arguments[1], put_aside=False)
+        find_latest(arguments[1], quarantine_bad=False)
     except CheckpointError as error:
         print(f"genesis: error: {error}", file=sys.stderr)
     return 0

@@ -81,7 +81,7 @@ def test_a_notebook_is_committed_without_outputs(name: str) -> None:
     assert all(cell.execution_count is None for cell in notebook.cells if cell.cell_type == "code")
 
 
-# What Jupyter's own packages warn of is theirs to mend.
+# What Jupyter's own packages warn of is theirs to fix.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.slow

@@ -55,7 +55,7 @@ def test_a_thousand_flips_of_single_bytes_are_all_refused_and_passed_over(run_di
         with pytest.raises(CorruptCheckpointError, match=path.name):
             verify(new, "full")
         with pytest.warns(QuarantineWarning, match="step-00000004 does not verify and is passed over"):
-            assert find_latest(run_dir, put_aside=False) == old
+            assert find_latest(run_dir, quarantine_bad=False) == old
         path.write_bytes(data)
     assert verify(new, "deep").step == 4
     assert find_latest(run_dir) == new

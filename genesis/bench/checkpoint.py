@@ -226,8 +226,8 @@ def _run(
         firsts = {}
         for team in teams:
             firsts[team.mode.name] = first = _take_turn(team, options.every_n_steps)
-            told = "" if first.save_seconds is None else f", first save complete after {first.save_seconds:.1f} s"
-            console.print(f"warmed up {team.mode.name}{told}", highlight=False)
+            found = "" if first.save_seconds is None else f", first save complete after {first.save_seconds:.1f} s"
+            console.print(f"warmed up {team.mode.name}{found}", highlight=False)
         for round_index in range(options.pairs):
             for team in rotate_order(teams, round_index):
                 turns[team.mode.name].append(_take_turn(team, options.every_n_steps))

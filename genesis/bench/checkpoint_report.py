@@ -115,11 +115,11 @@ def list_findings(runs: Sequence[ModeRun], results: Mapping[str, ModeResult], de
             f"(at most +{max_overhead:.0%}); stall {1e3 * stall_seconds:.1f} ms, "
             f"{_verdict(stall_seconds < max_stall_seconds)} (below {1e3 * max_stall_seconds:g} ms)"
         )
-        anew = results.get(PLANNING_ANEW)
-        if anew is not None and anew.save is not None:
+        replanned = results.get(PLANNING_ANEW)
+        if replanned is not None and replanned.save is not None:
             findings.append(
                 f"beginning a save takes {1e3 * overlapped.save.begin_seconds:.1f} ms with the plan kept from the "
-                f"first, {1e3 * anew.save.begin_seconds:.1f} ms where the ranks agree on one each time"
+                f"first, {1e3 * replanned.save.begin_seconds:.1f} ms where the ranks agree on one each time"
             )
     for name, result in results.items():
         if result.mean_step_ratio_sparing is not None and name != BASELINE_SPARING:

@@ -13,7 +13,7 @@ INTERVAL_MINUTES = (1, 5, 20)
 
 @dataclass(frozen=True)
 class ModeRun:
-    """All that one mode has told, its ranks taken together.
+    """All measurements of one mode, over its ranks.
 
     Args:
         mode: Which.

@@ -192,7 +192,7 @@ def choose_batch_size(model: Any, requests: list[Any]) -> tuple[int, dict[int, f
 
 
 def _build_contenders(loaded: Loaded, theirs: Any, requests: list[Any]) -> dict[str, Ask]:
-    """Returns what is timed; ours is made anew each time, for it keeps the ids of texts."""
+    """Returns the timed function; ours is built again each time, because it caches the ids of texts."""
     return {
         _OURS: lambda: GenesisLM(loaded.decoder, loaded.text_tokenizer).loglikelihood(requests),
         _THEIRS: lambda: theirs.loglikelihood(requests, disable_tqdm=True),

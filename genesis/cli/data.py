@@ -54,7 +54,7 @@ _LABELS_CELL = 5
 
 @dataclass(frozen=True)
 class InspectOptions:
-    """What to show of a corpus.
+    """Options of `genesis data inspect`.
 
     Args:
         split: The split to sample documents from.
@@ -146,8 +146,8 @@ def verify_main(argv: list[str]) -> int:
         print(f"genesis: error: {error}", file=sys.stderr)
         return FAILED_CHECK
     num_bytes = sum({shard.path: shard.file_bytes for shard in shards}.values())
-    told = ", ".join(f"{plan.packing} at seq_len {plan.seq_len}" for plan in plans) or "none"
-    print(f"{corpus}: {len(shards):,} shards, {num_bytes:,} bytes, all as the manifest says; plans: {told}")
+    found = ", ".join(f"{plan.packing} at seq_len {plan.seq_len}" for plan in plans) or "none"
+    print(f"{corpus}: {len(shards):,} shards, {num_bytes:,} bytes, all as in the manifest; plans: {found}")
     return 0
 
 

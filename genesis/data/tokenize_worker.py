@@ -254,7 +254,7 @@ def _serve(connection: "Connection[object, object]") -> None:
 
 
 def explain_write_error(error: OSError, corpus: Path) -> str:
-    """Returns the line that tells a user of a disk that is full or fails, with the file where the error names one."""
+    """Returns the message about a full or failing disk, with the file if the error has one."""
     return (
         f"cannot write to {error.filename or corpus} ({error.strerror or error}); make room or fix the disk, "
         "and run the same command again: finished shards are kept"

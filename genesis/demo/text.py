@@ -25,7 +25,7 @@ def gather_text(out: Path) -> tuple[int, int]:
     """Copies the standard library's sources and writes the topics as JSON lines; returns (documents, bytes).
 
     Args:
-        out: Made anew: `stdlib/*.py`, one document a file, and `topics.jsonl`.
+        out: A directory that is written again: `stdlib/*.py`, one document per file, and `topics.jsonl`.
     """
     shutil.rmtree(out, ignore_errors=True)
     root = Path(sysconfig.get_path("stdlib"))

@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
     Args:
         parent: The row of the cache that it goes on from.
-        start: How many tokens of that row it keeps; 0 begins anew.
+        start: How many tokens of that row it keeps; 0 starts from scratch.
         tokens: What it feeds, at least one.
         targets: What it scores, by position.
     """

@@ -76,7 +76,7 @@ def watch(
 
 
 def _tell(results: Sequence[Result]) -> str:
-    """Returns a line that tells a checkpoint's new results."""
+    """Returns a line about a checkpoint's new results."""
     values = [
         f"{measure.subject} {measure.metric} {measure.value:.4f}"
         for _, measure in select_shown(results)

@@ -40,7 +40,7 @@ class Loaded(NamedTuple):
         """Returns the tokenizer, for what needs text.
 
         Raises:
-            UserError: There is none.
+            UserError: There is no tokenizer.
         """
         return require_tokenizer(self.tokenizer, self.checkpoint)
 
@@ -117,7 +117,7 @@ def require_tokenizer(tokenizer: Tokenizer | None, checkpoint: Path) -> Tokenize
     """Returns the tokenizer.
 
     Raises:
-        UserError: There is none.
+        UserError: There is no tokenizer.
     """
     if tokenizer is None:
         raise UserError(f"{checkpoint} was trained on tokens without a tokenizer; for text give one by --tokenizer")

@@ -25,7 +25,7 @@ def read_shape(directory: Path) -> tuple[Family, DecoderConfig]:
     """Returns the family of a directory in Hugging Face's layout, and the decoder's shape from its `config.json`.
 
     Raises:
-        UserError: There is none, or it says something that the decoder cannot represent; the line names the key.
+        UserError: The file is missing, or has a setting that the decoder cannot represent; the message names the key.
     """
     path = directory / CONFIG_NAME
     content = read_json(path)

@@ -312,7 +312,7 @@ def _attend_rows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None)
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
 def _attend_each_document(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, window: int | None) -> Tensor:
-    lengths = offsets.diff().tolist()  # not traced by torch.compile, which would compile anew for every packing
+    lengths = offsets.diff().tolist()  # not traced by torch.compile, which would compile again for every packing
     documents = zip(*(torch.split(x.flatten(0, 1), lengths) for x in (query, key, value)), strict=True)
     attended = [_attend_rows(q[None], k[None], v[None], _window_mask(q, window))[0] for q, k, v in documents]
     return torch.cat(attended).view(query.shape)

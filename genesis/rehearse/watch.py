@@ -20,7 +20,7 @@ class RunView:
     are those since the launch.
 
     Attributes:
-        has_started: Whether a rank has told that it has the run's directory and is about to restore.
+        has_started: Whether a rank has logged that it has the run's directory and is about to restore.
         restored_step: The step of the checkpoint that was restored; None: the training starts at step 0, or has not
             come so far yet.
     """

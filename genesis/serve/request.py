@@ -46,7 +46,7 @@ _FIELDS = (
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """What a client requests; every value is in range except for limits that depend on the model.
+    """A client's request; every value is in range except for limits that depend on the model.
 
     Attributes:
         model: The id, as the client gave it.

@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class Facts(NamedTuple):
-    """What other threads need to know about a loaded model. It holds no reference to the model, which must be freed."""
+    """Facts about a loaded model for other threads. It holds no reference to the model, which must be freed."""
 
     tokenizer: Tokenizer | None
     max_seq_len: int

@@ -114,7 +114,7 @@ class DesyncWatchdog:
         self._store = self._meet()
 
     def _meet(self) -> TCPStore:
-        """Opens a store on a port that the system picks, and tells the other ranks. All ranks call it together."""
+        """Opens a store on a port that the system picks, and sends its address to the others. All ranks call it."""
         timeout = timedelta(seconds=30)
         address: list[Any] = [None]
         store = None

@@ -138,7 +138,7 @@ def _limit_prefetch(first_blocks: list[nn.Module], num_prefetched: int) -> None:
 def set_gradient_sync(module: nn.Module, is_reduced: bool) -> None:
     """Says whether the next backward's gradients meet those of other ranks.
 
-    Only FSDP2 needs to be told. Under DDP the reducer is armed once per training step, after its forward, so that
+    Only FSDP2 needs this. Under DDP the reducer is armed once per training step, after its forward, so that
     backwards which `training_step` runs itself stay local.
     """
     for child in module.modules():

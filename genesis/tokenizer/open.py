@@ -47,7 +47,7 @@ def open_tokenizer(path: Path | str) -> Tokenizer:
     A file whose name no format has is taken for a SentencePiece model.
 
     Raises:
-        UserError: There is none, its files cannot be read, or they are not what their names say.
+        UserError: There is no tokenizer, its files cannot be read, or they are not what their names say.
     """
     path = Path(path)
     if path.is_dir():

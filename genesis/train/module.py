@@ -100,7 +100,7 @@ class GenesisModule(pl.LightningModule):
     def configure_model(self) -> None:
         """Builds the decoder under the strategy's wrappers. The weights are the same under every strategy.
 
-        Lightning tells nobody here whether a restore follows; `is_restored` does.
+        Lightning does not report here whether a restore follows; `is_restored` does.
         """
         if self.decoder is not None:
             return

@@ -135,7 +135,7 @@ def test_such_a_corpus_has_schema_3_its_tokenizer_and_verifies(
         assert json.loads((corpus / "manifest.json").read_text())["schema_version"] == 3
         assert open_corpus(corpus).manifest.tokenizer_hash == open_tokenizer(corpus).hash
         assert verify_main([str(corpus)]) == 0
-    assert "all as the manifest says" in capsys.readouterr().out
+    assert "all as in the manifest" in capsys.readouterr().out
     index = next(corpora["neither"].rglob("*.ds.index"))
     content = index.read_bytes()
     index.write_bytes(content[:-8] + bytes([content[-8] ^ 1]) + content[-7:])

@@ -76,7 +76,7 @@ def test_the_windows_the_state_and_what_follows_it_are_those_of_the_version_befo
 def test_a_corpus_of_the_version_before_verifies_with_its_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert verify_main([str(CORPUS)]) == 0
     told = capsys.readouterr().out
-    assert told.endswith("8 shards, 12,296 bytes, all as the manifest says; plans: best_fit at seq_len 16\n")
+    assert told.endswith("8 shards, 12,296 bytes, all as in the manifest; plans: best_fit at seq_len 16\n")
 
 
 def test_the_same_texts_are_prepared_to_the_same_bytes(tmp_path: Path) -> None:

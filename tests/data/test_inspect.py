@@ -100,7 +100,7 @@ def test_the_commands_show_and_verify_a_corpus(corpus, capsys):
     assert "web" in page
     assert page.count("</s>") >= 2
     assert main(["data", "verify", str(corpus)]) == 0
-    assert "all as the manifest says" in capsys.readouterr().out
+    assert "all as in the manifest" in capsys.readouterr().out
     flip_bit(corpus / read_manifest(corpus).validation[0].shards[0].path, 3)
     assert main(["data", "verify", str(corpus)]) == 1
     (line,) = capsys.readouterr().err.splitlines()

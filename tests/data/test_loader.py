@@ -33,9 +33,9 @@ SEQ_LEN = 12
 GLOBAL_BATCH = 8
 SOURCES = {"web": make_documents(60, 9, seed=1), "code": make_documents(25, 20, seed=2)}
 VALIDATION = {"web": make_documents(11, 9, seed=3), "code": make_documents(7, 5, seed=4), "empty": []}
-PIECE_NUM_BYTES = np.random.default_rng(0).integers(1, 9, VOCAB_SIZE, dtype=np.int32)
-PIECE_NUM_BYTES[:16] = 0
-FORMAT = SequenceFormat(SEQ_LEN, EOS, PIECE_NUM_BYTES, np.dtype("<u2"))
+TOKEN_NUM_BYTES = np.random.default_rng(0).integers(1, 9, VOCAB_SIZE, dtype=np.int32)
+TOKEN_NUM_BYTES[:16] = 0
+FORMAT = SequenceFormat(SEQ_LEN, EOS, TOKEN_NUM_BYTES, np.dtype("<u2"))
 
 PACKINGS: tuple[Packing, ...] = ("chunk", "best_fit", "pad")
 
@@ -112,7 +112,7 @@ def test_rows_are_the_documents_tokens_labels_and_numbers(corpus: Corpus) -> Non
         assert rows_of(window) == expected
         labels = [label for _, row, _ in expected for label in row if label != IGNORE_INDEX]
         assert window.num_valid_tokens == len(labels)
-        assert window.num_bytes == sum(int(PIECE_NUM_BYTES[label]) for label in labels)
+        assert window.num_bytes == sum(int(TOKEN_NUM_BYTES[label]) for label in labels)
         assert window.data_position == position + GLOBAL_BATCH
 
 
@@ -326,7 +326,7 @@ def test_labels_are_masked_apart_from_inputs_and_documents(corpus: Corpus) -> No
     labels = torch.cat([batch.labels for batch in masked.micro_batches])
     valid = labels[labels != IGNORE_INDEX]
     assert 0 < len(valid) < plain.num_valid_tokens
-    assert (masked.num_valid_tokens, masked.num_bytes) == (len(valid), int(PIECE_NUM_BYTES[valid.numpy()].sum()))
+    assert (masked.num_valid_tokens, masked.num_bytes) == (len(valid), int(TOKEN_NUM_BYTES[valid.numpy()].sum()))
 
 
 # ---- validation
@@ -369,7 +369,7 @@ def test_validation_counts_are_those_of_its_rows(corpus: Corpus) -> None:
         window = windows.window(index)
         labels = [label for _, row, _ in rows_of(window) for label in row if label != IGNORE_INDEX]
         assert window.num_valid_tokens == len(labels)
-        assert window.num_bytes == sum(int(PIECE_NUM_BYTES[label]) for label in labels)
+        assert window.num_bytes == sum(int(TOKEN_NUM_BYTES[label]) for label in labels)
         assert len(window.micro_batches) == 1
     assert window.data_position == windows.num_sequences
 

@@ -245,7 +245,7 @@ def test_a_changed_option_is_refused_by_name(inputs, change, message):
         prepare_corpus(make_options(inputs, **change))
 
 
-def test_changed_inputs_are_refused_by_name_and_restart_begins_afresh(tmp_path):
+def test_changed_inputs_are_refused_by_name_and_restart_starts_again(tmp_path):
     options = make_options(tmp_path)
     begin_and_stop(options)
     write_jsonl(tmp_path / "web.jsonl", make_texts(50, seed=9))

@@ -219,7 +219,7 @@ from pathlib import Path
 from tests.export.test_export import write_alone
 def peak():  # not ru_maxrss: a process inherits its parent's
     return 1024 * int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
-Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+Path("/proc/self/clear_refs").write_text("5")  # resets the peak
 before = peak()
 write_alone([Path(sys.argv[1])] * 2, Path(sys.argv[2]), torch.bfloat16, 1 << 40)
 print(peak() - before)

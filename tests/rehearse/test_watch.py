@@ -39,7 +39,7 @@ def test_rows_that_come_late_for_an_earlier_step_do_not_turn_it_back(tmp_path: P
     view = RunView(tmp_path)
     write_log(tmp_path, "1,5.0\n2,4.0\n3,3.0\n2,\n")
     assert view.look().last_step == 3
-    # The last row is being written anew.
+    # The last row is being written again.
     write_log(tmp_path, "1,5.0\n2,4.0\n3")
     assert view.look().last_step == 3
 

@@ -40,7 +40,7 @@ def test_a_release_arrives_byte_for_byte_in_one_commit_with_its_tag(hub: Hub, re
     assert repository.is_private
 
 
-# What huggingface_hub asks of its HTTP library is theirs to mend.
+# What huggingface_hub asks of its HTTP library is theirs to fix.
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 def test_large_files_arrive_by_their_own_protocol(hub: Hub, released: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)

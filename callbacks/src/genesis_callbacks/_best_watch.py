@@ -12,7 +12,7 @@ from .checkpoint.manifest import step_of
 class BestWatch:
     """Knows the best steps so far, and those that they displaced for as long as it is open whether they get saved.
 
-    It does not communicate: rank 0 decides, and its caller tells the others.
+    It does not communicate: rank 0 decides, and its caller informs the others.
 
     Args:
         monitor: Key of a metric that validation logs.

@@ -203,7 +203,7 @@ class FitSession:
         start: Restore | None,
         run_directories: Sequence[Path],
     ) -> int:
-        """Tells the target what the run goes on from; returns the last step of this run's that stays."""
+        """Sets the checkpoint from which the run continues; returns the last step of this run that stays."""
         if start is not None:
             target.continue_from(_name_ancestor(start, self._directory), start.manifest.sequence)
             self._history.last_step = start.manifest.step if start.path.parent == self._directory else None

@@ -2,7 +2,7 @@
 
 Each rank holds a lock on a small file of its own in the run's directory, and the operating system lets go of it when
 the process ends, however it ends. A thread of each rank looks whether the next one's lock is still held; what it finds
-it tells the others through a file. No communication: a process group that has lost a rank is not to be asked. Where
+it informs the others through a file. No communication: a process group that has lost a rank is not to be asked. Where
 the file system does not carry locks from node to node nobody is watched, and that is said.
 """
 
@@ -90,7 +90,7 @@ class RankWatch:
         return {rank: said for rank, said in lost.items() if said is not None}
 
     def stop(self, failure: BaseException | None = None) -> None:
-        """Stops watching; `failure` tells the others why this rank ends before the run does. Waits for nobody.
+        """Stops watching; `failure` is the reason, for the other ranks, why this rank ends early. Does not wait.
 
         At a clean end rank 0 removes the directory: who does not find a rank's file does not take it for lost.
         """
@@ -135,7 +135,7 @@ class RankWatch:
                 return
 
     def _end(self) -> None:
-        """Tells the others, gives the main thread its time, then ends this process."""
+        """Informs the other ranks, gives the main thread its time, then ends this process."""
         verdict = self.describe_lost()
         if verdict is None:
             return

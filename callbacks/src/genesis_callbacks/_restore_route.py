@@ -54,32 +54,32 @@ class RestoreRoute:
     def find_latest(self) -> Path | None:
         """Returns the newest checkpoint of the run that verifies, or None.
 
-        Every rank calls it. Within a process group rank 0 looks and tells the others.
+        Every rank calls it. Within a process group rank 0 searches and informs the others.
         """
         if dist.is_available() and dist.is_initialized():
             return self._agree_on_latest(self._world.join())
         is_first = getattr(rank_zero_only, "rank", None) in (None, 0)
-        self._verified = self._look(put_aside=is_first)
+        self._verified = self._look(quarantine_bad=is_first)
         return self._verified
 
     def _agree_on_latest(self, ranks: Ranks) -> Path | None:
         self._verified = ranks.attempt_and_gather(
             "looking for the latest checkpoint",
-            lambda: self._look(put_aside=True) if ranks.is_first else None,
+            lambda: self._look(quarantine_bad=True) if ranks.is_first else None,
             error_type=CheckpointError,
         )[0]
         return self._verified
 
-    def _look(self, *, put_aside: bool) -> Path | None:
+    def _look(self, *, quarantine_bad: bool) -> Path | None:
         directory = self._options.directory
         # A live run's own writer is not waited for, and nothing of its directory is touched. A fit is refused there.
         is_in_use = find_holder(directory) is not None
         if not is_in_use:
-            wait_for_orphans(directory, ORPHAN_SECONDS, is_told=put_aside)
+            wait_for_orphans(directory, ORPHAN_SECONDS, is_told=quarantine_bad)
         return find_latest(
             directory,
             level=self._options.verify_level,
-            put_aside=put_aside and not is_in_use,
+            quarantine_bad=quarantine_bad and not is_in_use,
             places=self._options.scope.places,
         )
 

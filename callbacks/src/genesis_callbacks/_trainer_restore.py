@@ -72,7 +72,7 @@ def _name_live(module: LightningModule, optimizers: Iterable[Optimizer]) -> _Liv
 class Restore:
     """One restore of a verified checkpoint into one Trainer.
 
-    Every rank makes it, together; it verifies on rank 0 and tells the others. Its methods say which of them
+    Every rank makes it, together; it verifies on rank 0 and informs the others. Its methods say which of them
     communicate.
 
     Ranks may hold different parts of the model (stages of a pipeline), and others than the ranks that saved: tensors
@@ -104,8 +104,8 @@ class Restore:
         self.manifest: Manifest = manifest
         self.ancestor = Ancestor(path.name, read_committed_hash(path))
         self.has_weights_alone = False
-        """Whether the run takes the weights and begins everything else anew."""
-        self._afresh: list[str] = []
+        """Whether the run restores only the weights and starts everything else from scratch."""
+        self._reset_parts: list[str] = []
         self._changed: tuple[str, ...] = ()
         self._roles = [role for _, role in answers]
         self._rng: Any = None
@@ -358,7 +358,7 @@ class Restore:
                 "model; use the model that was saved, or strict_loading = False"
             )
         if missing:
-            self._afresh.append(f"{len(missing)} model tensors that were not saved, such as {missing[0]}")
+            self._reset_parts.append(f"{len(missing)} model tensors that were not saved, such as {missing[0]}")
 
     def _fill(
         self, module: LightningModule, optimizers: Sequence[Optimizer], live_by_rank: Sequence[_LiveNames]
@@ -420,7 +420,7 @@ class Restore:
             raise CheckpointError(
                 f"{message}; on_lost_data_position='warn' goes on with the data where the loader then stands"
             )
-        self._afresh.append(f"the position in the data ({problem})")
+        self._reset_parts.append(f"the position in the data ({problem})")
         rank_zero_warn(message, category=LostDataPositionWarning)
 
     def _place_data(self, trainer: Trainer) -> str | None:
@@ -450,16 +450,16 @@ class Restore:
             apply_rng_state(self._sections.decode(self._rng))
 
     def build_report(self, trainer: Trainer) -> RestoreReport:
-        """Returns what was kept, rebuilt and started afresh. No communication."""
+        """Returns the parts that were kept, rebuilt and reset. No communication."""
         manifest = self.manifest
         model = describe_model(manifest)
         if self.has_weights_alone:
-            anew = "all but the weights: clocks, optimizers, schedulers, data, generators"
+            rest = "all but the weights: clocks, optimizers, schedulers, data, generators"
             return RestoreReport(
                 self.path,
                 manifest.step,
                 kept=(f"{model}, compared by digest",),
-                afresh=(*self._afresh, anew),
+                reset=(*self._reset_parts, rest),
                 changed=self._changed,
             )
         num_optimizer = sum(name.startswith("optimizer.") for name in manifest.tensors)
@@ -475,7 +475,7 @@ class Restore:
         kept += [f"state of {data} (the data's position)"] if data in self._content["trainer"] else []
         kept += ["random number generators of each rank"] if self._match.is_same_role else []
         rebuilt = []
-        afresh = list(self._afresh)
+        reset = list(self._reset_parts)
         if not self._match.is_same_role:
             change = f"{manifest.world_size} ranks saved, {self._ranks.world_size} restore"
             if manifest.world_size == self._ranks.world_size:
@@ -483,13 +483,13 @@ class Restore:
             owner = "that of each data rank" if self._match.is_same_data else "rank 0's"
             owner += ", the data's of all ranks" if self._has_combined else ""
             rebuilt.append(f"placement of tensors ({change}); other state is {owner}")
-            afresh.append(f"random number generators ({change})")
+            reset.append(f"random number generators ({change})")
         if not num_optimizer:
-            afresh.append("optimizer state (there was none yet)")
+            reset.append("optimizer state (there was none yet)")
         new_callbacks = [
             callback.state_key
             for callback in trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it
             if callback.state_key not in saved_callbacks and callback.state_dict()
         ]
-        afresh += [f"state of {', '.join(new_callbacks)} (not saved)"] if new_callbacks else []
-        return RestoreReport(self.path, manifest.step, tuple(kept), tuple(rebuilt), tuple(afresh), self._changed)
+        reset += [f"state of {', '.join(new_callbacks)} (not saved)"] if new_callbacks else []
+        return RestoreReport(self.path, manifest.step, tuple(kept), tuple(rebuilt), tuple(reset), self._changed)

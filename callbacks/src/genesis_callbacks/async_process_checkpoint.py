@@ -147,7 +147,7 @@ class AsyncProcessCheckpoint(Checkpoint):
             each start, and may be set until then.
         stopped_by_signal: Number of the signal that ended the last fit, or None. The caller makes the exit status.
         lost_ranks: Which ranks had ended when the last fit ended by an exception, as text, or None.
-        restore_report: What the last restore kept, rebuilt and started afresh, or None.
+        restore_report: The parts that the last restore kept, rebuilt and reset; None before a restore.
         last_saved: The newest checkpoint that this run has saved or restored, or None.
         recent_saves: The last few checkpoints that this callback has saved, oldest first.
         statistics: What saves cost: `num_failed` and `num_skipped` of the last fit, and of the last settled save
@@ -261,9 +261,9 @@ class AsyncProcessCheckpoint(Checkpoint):
     def latest(self) -> Path | None:
         """Returns the newest checkpoint of the run that verifies, or None: for `Trainer.fit(ckpt_path=...)`.
 
-        Every rank calls it. Within a process group rank 0 looks and tells the others; before there is one, each rank
-        looks for itself and comes to the same answer. A checkpoint that does not verify is put aside by rank 0, with
-        a warning; in the directory of another live run it is passed over. `ckpt_path="latest"` means the same.
+        Every rank calls it. Within a process group rank 0 searches and informs the others; before there is one, each
+        rank looks for itself and comes to the same answer. Rank 0 quarantines a checkpoint that does not verify,
+        with a warning; in the directory of another live run it is passed over. `ckpt_path="latest"` means the same.
         """
         return self._route.find_latest()
 

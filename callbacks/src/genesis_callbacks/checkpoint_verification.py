@@ -313,7 +313,7 @@ class CheckpointVerification(Callback):
             warnings.warn(f"{message} ({self.num_bad} bad so far)", BadCheckpointWarning, stacklevel=2)
         elif not self._verdict:
             self._verdict = (
-                f"{message}. Training ends here, so that no more of it is lost: mend what saves (or name what need not "
+                f"{message}. Training ends here, so that no more of it is lost: fix what saves (or name what need not "
                 "be saved in ignore, or go on with on_bad='warn')"
             )
 

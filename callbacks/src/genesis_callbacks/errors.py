@@ -1,4 +1,4 @@
-"""What is told in one line instead of a traceback."""
+"""Errors that are reported in one line instead of a traceback."""
 
 import contextlib
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What a restore kept, rebuilt and started afresh."""
+"""The report of a restore: the parts that it kept, rebuilt and reset."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,14 +9,14 @@ from .checkpoint.manifest import Manifest
 
 @dataclass(frozen=True)
 class RestoreReport:
-    """One restore, told.
+    """The report of one restore.
 
     Attributes:
         path: The checkpoint.
         step: Its step.
         kept: What is, bit for bit, what was saved.
         rebuilt: What holds the same in another form.
-        afresh: What was not in the checkpoint, or could not be taken from it, and starts anew.
+        reset: Parts that were not in the checkpoint, or could not be restored, and start from scratch.
         changed: What this run does otherwise than the one that saved, with both values.
     """
 
@@ -24,14 +24,14 @@ class RestoreReport:
     step: int
     kept: tuple[str, ...] = ()
     rebuilt: tuple[str, ...] = ()
-    afresh: tuple[str, ...] = ()
+    reset: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
         """One paragraph for people."""
         sentences = [f"Restored step {self.step} from {self.path}."]
-        for verb, items in (("Kept", self.kept), ("Rebuilt", self.rebuilt), ("Started afresh", self.afresh)):
+        for verb, items in (("Kept", self.kept), ("Rebuilt", self.rebuilt), ("Reset", self.reset)):
             sentences.append(f"{verb}: {'; '.join(items) or 'nothing'}.")
         if self.changed:
             sentences.append(f"Changed: {'; '.join(self.changed)}.")

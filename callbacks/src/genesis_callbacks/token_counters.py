@@ -1,4 +1,4 @@
-"""Counts a run's windows and tokens exactly, over all ranks, and tells updates from skips.
+"""Counts a run's windows and tokens exactly, over all ranks, and distinguishes updates from skips.
 
     logged                    unit and meaning
     counters/step             windows attempted: Lightning's global_step, where one optimizer is stepped per window
@@ -12,7 +12,7 @@ A *window* is the batches between two optimizer steps: one batch, or `accumulate
 
 Does it communicate? One asynchronous sum of two integers a batch on a gloo group of our own, begun before the batch's
 forward and read after its optimizer step. It never reads from the device, except for a fused optimizer under a gradient
-scaler, whose scale alone tells an overflow.
+scaler, whose scale alone shows an overflow.
 """
 
 from collections.abc import Callable, Mapping

@@ -217,7 +217,7 @@ class TurnGate:
         """Returns when the next window may begin.
 
         Raises:
-            NoMoreStepsError: There is none.
+            NoMoreStepsError: There are no more steps.
         """
         if self._num_steps_left == 0:
             self._end_turn()
@@ -226,7 +226,7 @@ class TurnGate:
         self._num_steps_left -= 1
 
     def say(self, message: TrainerReady | Turn | Farewell) -> None:
-        """Tells the parent."""
+        """Reports to the parent."""
         print(json.dumps(asdict(message)), file=self._to_parent, flush=True)
 
     def _end_turn(self) -> None:

@@ -226,7 +226,7 @@ class TorchCheckpoint(pl.Callback):
         future, self._future = self._future, None
         if future is not None:
             future.result()
-            self._has_ended.wait()  # a result is out before it is told
+            self._has_ended.wait()  # a result is complete before it is reported
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Waits for the last save."""

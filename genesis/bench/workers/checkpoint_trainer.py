@@ -82,7 +82,7 @@ class _GatedLoader:
 class _RandomWindows(pl.LightningDataModule):
     """The workload's windows through the loader of `CorpusDataModule`; those of the warm-up are short.
 
-    Compiled blocks would be compiled anew for another length, so there the warm-up has windows like all others.
+    Compiled blocks would be compiled again for another length, so there the warm-up has windows like all others.
     """
 
     def __init__(self, task: Task, gate: TurnGate) -> None:

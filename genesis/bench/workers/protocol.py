@@ -103,7 +103,7 @@ class Burst:
         tokens: Trained in that time.
         peak_resident_bytes: Of the process, since its start.
         peak_device_bytes: That tensors took on the GPU, since the start; None on the CPU.
-        loss: Of one of the last steps in nats per token, where the contender tells it.
+        loss: Of one of the last steps in nats per token, if the contender reports it.
     """
 
     seconds: float
@@ -133,7 +133,7 @@ class Gate:
 
     Args:
         workload: What is trained.
-        packages: Whose versions are told.
+        packages: The packages whose versions are reported.
         read_loss: Returns the loss of a late step. Called between bursts only.
     """
 
@@ -154,7 +154,7 @@ class Gate:
         """Returns when the next step may begin.
 
         Raises:
-            NoMoreStepsError: There is none.
+            NoMoreStepsError: There are no more steps.
         """
         if self._num_steps_left == 0:
             self._end_burst()

@@ -1,14 +1,14 @@
-"""Cleans text: from raw sources to shards that `genesis data prepare` reads, with the account of what was dropped.
+"""Cleans text: writes shards that `genesis data prepare` reads, and a report of everything that was dropped.
 
-What is done is a function of the options and the files found, the *plan*. Each phase of it is a pipeline of
-datatrove's, cut into tasks; a task writes files that appear whole, and then leaves a mark. So a killed run goes on at
-its unfinished tasks, and the result is the same, byte for byte, as that of a run that was never killed.
+The work is a function of the options and the input files, the *plan*. Each phase of the plan is a pipeline of
+datatrove, divided into tasks; a task writes its files atomically, and then leaves a mark. A killed run therefore
+continues with its unfinished tasks, and the result equals, byte for byte, that of a run that was never killed.
 
-    OUT/.clean/plan.json        what was asked for; a later attempt must ask for the same
-    OUT/.clean/lock             held while a cleaning works here
+    OUT/.clean/plan.json        options and input files; a later attempt must have the same
+    OUT/.clean/lock             held while a cleaning runs
     OUT/.clean/workers.lock     held by each process that runs tasks here
     OUT/.clean/logs/PHASE/      datatrove's marks, statistics and logs of each task
-    OUT/.clean/work/            documents, signatures and indexes between phases; removed when the result is there
+    OUT/.clean/work/            documents, signatures and indexes between phases; removed at the end
     OUT/.clean/jobs.json        the Slurm jobs that were submitted
 """
 
@@ -48,7 +48,7 @@ _EXECUTION = ("executor", "local", "slurm", "ray")
 
 @dataclass(frozen=True)
 class CleanProgress:
-    """How far a run is: the phase `number` (from 1) of `num_phases`, and its tasks."""
+    """Progress of a run: the phase `number` (from 1) of `num_phases`, and its tasks."""
 
     phase: str
     number: int
@@ -59,7 +59,7 @@ class CleanProgress:
 
 @dataclass(frozen=True)
 class Submitted:
-    """The Slurm jobs that will make the result."""
+    """The submitted Slurm jobs."""
 
     jobs: tuple[str, ...]
 
@@ -70,19 +70,18 @@ def clean_corpus(
     restart: bool = False,
     report: Callable[[CleanProgress], None] = lambda progress: None,
 ) -> CleanReport | Submitted:
-    """Cleans, or finishes what was begun before, and returns the account; a finished result is left as it is.
+    """Cleans, or finishes an earlier attempt, and returns the report; a finished result is not changed.
 
     Args:
-        options: What to clean and how.
-        restart: Throw away what an earlier attempt made.
+        options: The options.
+        restart: Whether to discard the results of an earlier attempt.
         report: Called when a phase begins and, with local workers, as its tasks are finished.
 
     Returns:
-        The account, or with Slurm the jobs that were submitted: the same call gives the account when they are done.
+        The report, or with Slurm the submitted jobs: the same call returns the report after they have ended.
 
     Raises:
-        UserError: The input, the disk or a changed plan stands in the way; the line says what to do. Finished tasks
-            stay.
+        UserError: The input, the disk or a changed plan prevents the work. Finished tasks are kept.
     """
     _check_executor(options)
     files = _find_all_files(options)
@@ -105,7 +104,7 @@ def clean_corpus(
             return read_report(options.out)
     except OSError as error:
         raise UserError(
-            f"cannot write to {error.filename or options.out} ({error.strerror or error}); make room or fix the disk, "
+            f"cannot write to {error.filename or options.out} ({error.strerror or error}); free space or fix the disk, "
             "and run the same command again: finished tasks are kept"
         ) from None
 
@@ -180,7 +179,7 @@ def _locked(options: CleanOptions) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"another `genesis data clean` is at work in {out}; wait for it or end it") from None
+            raise UserError(f"another `genesis data clean` is running in {out}; wait for it or stop it") from None
         yield
 
 
@@ -190,19 +189,19 @@ def _refuse_running_jobs(options: CleanOptions) -> None:
         running = find_running_jobs(json.loads(path.read_text(encoding="utf-8")))
         if running:
             raise UserError(
-                f"Slurm jobs {', '.join(running)} are at work in {options.out}; wait for them or scancel them"
+                f"Slurm jobs {', '.join(running)} are running in {options.out}; wait for them or scancel them"
             )
 
 
 def _remove_left_overs(options: CleanOptions) -> None:
-    """Removes what only the way to the result needed, and files that a killed task was writing."""
+    """Removes intermediate files, and files that a killed task was writing."""
     shutil.rmtree(options.work / "work", ignore_errors=True)
     for staging in options.out.rglob("*.staging"):
         staging.unlink()
 
 
 def _remove_attempt(options: CleanOptions) -> None:
-    # The plan goes last: without it, marks of finished tasks would be taken for those of the next plan.
+    # The plan is removed last: without it, marks of finished tasks would be taken for marks of the next plan.
     (options.out / MANIFEST_NAME).unlink(missing_ok=True)
     (options.out / "report.json").unlink(missing_ok=True)
     for path in ("text", "dropped", *(f"{CLEAN_DIRECTORY}/{name}" for name in ("logs", "work", "shards", "examples"))):
@@ -213,20 +212,20 @@ def _remove_attempt(options: CleanOptions) -> None:
 
 
 def _begin(options: CleanOptions, plan: dict[str, Any]) -> None:
-    """Writes the plan, or compares it with that of an earlier attempt."""
+    """Writes the plan, or compares it with the plan of an earlier attempt."""
     path = options.work / _PLAN_NAME
     if not path.exists():
         if (options.out / MANIFEST_NAME).exists():
-            raise UserError(f"{options.out} is a result without its plan; begin again with --restart")
+            raise UserError(f"{options.out} is a result without its plan; start again with --restart")
         write_json(path, plan)
         return
     old, new = (dict(_flatten("", each)) for each in (json.loads(path.read_text(encoding="utf-8")), plan))
     for place in dict.fromkeys((*old, *new)):
         if place not in old or place not in new or old[place] != new[place]:
-            before, now = (repr(each[place]) if place in each else "not there" for each in (old, new))
+            before, now = (repr(each[place]) if place in each else "missing" for each in (old, new))
             raise UserError(
-                f"{options.out} was begun differently: {place} was {before} and is {now}; take that back, give another "
-                "out, or begin again with --restart"
+                f"{options.out} was started with different options: {place} was {before} and is {now}; use the same, "
+                "give another out, or start again with --restart"
             )
 
 

@@ -90,7 +90,8 @@ class EvaluationIndex(PipelineStep):  # type: ignore[misc]
                 hashes.update(hash_of(" ".join(run)) for run in runs)
         if not hashes:
             raise UserError(
-                f"evaluation set {source.name} has no text of {config.n_grams} words; mend its paths or lower n_grams"
+                f"evaluation set {source.name} has no text of {config.n_grams} words; correct its paths, "
+                "or lower n_grams"
             )
         self._folder.mkdir(parents=True, exist_ok=True)
         data_of_hashes = np.array(sorted(hashes), dtype=config.hash_config.np_descr)

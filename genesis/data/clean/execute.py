@@ -192,7 +192,7 @@ def check_complete(executor: PipelineExecutor, folder: Path) -> None:
     """Refuses to go on when tasks have failed.
 
     Raises:
-        UserError: It tells the last line of the first such task's log, which is its error.
+        UserError: A task failed; the message has the last line of the first such task's log, which is its error.
     """
     failed = executor.get_incomplete_ranks()
     if failed:
@@ -200,7 +200,7 @@ def check_complete(executor: PipelineExecutor, folder: Path) -> None:
         lines = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()] if log.exists() else []
         raise UserError(
             f"{len(failed)} of {executor.world_size} tasks of {folder.name} failed: "
-            f"{lines[-1] if lines else 'they left no log'} ({log}); mend that and run the same command again: finished "
+            f"{lines[-1] if lines else 'they left no log'} ({log}); fix that and run the same command again: finished "
             "tasks are kept"
         )
 
@@ -356,7 +356,7 @@ def _serve(connection: "Connection[object, object]") -> None:
 
 
 def _run_task(executor: PipelineExecutor, rank: int) -> Exception | None:
-    # datatrove tells all that a task does on stderr too; its log has it.
+    # datatrove also prints a task's log to stderr; the log file suffices.
     with Path(os.devnull).open("w") as null, contextlib.redirect_stderr(null):
         try:
             executor._run_for_rank(rank)  # datatrove asks its executors to call this

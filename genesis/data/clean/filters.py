@@ -192,7 +192,7 @@ class C4Quality(FilterOptions):
 
 @dataclass(frozen=True)
 class Language(FilterOptions):
-    """Tells each document's language (py3langid, whose model is in the package) and keeps those of `keep`.
+    """Detects each document's language (py3langid, whose model is in the package) and keeps those of `keep`.
 
     Without `keep` all languages pass. `min_score` is the least certainty, 0 to 1.
     """
@@ -243,7 +243,7 @@ def _identifier() -> LanguageIdentifier:
 class Score(FilterOptions):
     """Keeps documents whose number in `field` (jsonl) or column (parquet) is within bounds.
 
-    `missing` says what becomes of a document without the number: an error, kept, or dropped.
+    `missing` determines the fate of a document without the number: an error, kept, or dropped.
     """
 
     field: str = ""
@@ -280,7 +280,7 @@ class ScoreFilter(BaseFilter):  # type: ignore[misc]
             return True if options.missing == "keep" else (False, "no_score")
         if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
             raise UserError(
-                f"{doc.id}: {options.field!r} is {value!r}, not a number; mend it, name another field, or set "
+                f"{doc.id}: {options.field!r} is {value!r}, not a number; fix it, name another field, or set "
                 "`missing: drop` or `keep` for documents without it"
             )
         if options.min_score is not None and value < options.min_score:

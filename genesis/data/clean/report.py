@@ -1,7 +1,7 @@
-"""The account of a cleaning: what each stage kept and dropped, examples of what it dropped, and the manifest.
+"""The report of a cleaning: the documents that each stage kept and dropped, examples, and the manifest.
 
 OUT/report.json             documents, characters and tokens of each source and stage
-OUT/dropped/STAGE.json      examples of what the stage dropped, with the reason
+OUT/dropped/STAGE.json      examples of dropped documents, with the reason
 OUT/manifest.json           inputs, options, versions, shards with sizes and hashes, and the report; written last
 """
 
@@ -41,9 +41,9 @@ class Amount:
 
 @dataclass(frozen=True)
 class StageReport:
-    """What entered a stage, what it kept, and how many documents it dropped for each reason, most first.
+    """The input and output of a stage, and the number of dropped documents for each reason, most frequent first.
 
-    What was kept may be shorter than when it entered: a stage may take lines out of a document.
+    A kept document may be shorter than before, because a stage may remove lines.
     """
 
     label: str
@@ -54,7 +54,7 @@ class StageReport:
 
 @dataclass(frozen=True)
 class SourceReport:
-    """What was read of a source, and what is left of it."""
+    """The input and output of a source."""
 
     name: str
     read: Amount
@@ -72,7 +72,7 @@ class EvaluationReport:
 
 @dataclass(frozen=True)
 class CleanReport:
-    """The account of a whole cleaning."""
+    """The report of a whole cleaning."""
 
     sources: tuple[SourceReport, ...]
     stages: tuple[StageReport, ...]
@@ -206,7 +206,7 @@ def read_report(out: Path) -> CleanReport:
     """Returns the report of the finished cleaning in `out`.
 
     Raises:
-        UserError: There is none, or it is damaged.
+        UserError: The report is missing or damaged.
     """
     path = out / MANIFEST_NAME
     try:
@@ -222,7 +222,7 @@ def read_report(out: Path) -> CleanReport:
             tuple(EvaluationReport(**each) for each in raw["evaluation"]),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} cannot be read ({' '.join(str(error).split())}); begin again with --restart") from None
+        raise UserError(f"{path} cannot be read ({' '.join(str(error).split())}); start again with --restart") from None
 
 
 def read_versions() -> dict[str, str]:

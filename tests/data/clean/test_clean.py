@@ -373,13 +373,13 @@ def test_either_compression_gives_the_same_text_and_always_the_same_bytes(
 def test_another_recipe_or_changed_inputs_are_refused_until_restart(small: CleanOptions) -> None:
     clean_corpus(small)
     with pytest.raises(
-        UserError, match=r"begun differently: options\.stages\[0\]\.min_words was 5 and is 6; .*--restart"
+        UserError, match=r"started with different options: options\.stages\[0\]\.min_words was 5 and is 6; .*--restart"
     ):
         clean_corpus(replace(small, stages=(Length(min_words=6),)))
     with pytest.raises(UserError, match=r"options\.stages\[1\]\.filter was not there and is 'repetition'"):
         clean_corpus(replace(small, stages=(*small.stages, Repetition())))
     write_jsonl(Path(small.sources[0].paths[0]), PROSE[:3])
-    with pytest.raises(UserError, match=r"begun differently: files\.web: .*web\.jsonl\.bytes was"):
+    with pytest.raises(UserError, match=r"started with different options: files\.web: .*web\.jsonl\.bytes was"):
         clean_corpus(small)
     report = clean_corpus(small, restart=True)
     assert isinstance(report, CleanReport)
@@ -400,7 +400,7 @@ def test_two_at_once_are_refused(small: CleanOptions) -> None:
     (small.out / ".clean").mkdir(parents=True)
     with (small.out / ".clean" / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match="another `genesis data clean` is at work"):
+        with pytest.raises(UserError, match="another `genesis data clean` is running"):
             clean_corpus(small)
 
 

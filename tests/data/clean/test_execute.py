@@ -25,7 +25,7 @@ class Refusal(PipelineStep):  # type: ignore[misc]
         with (self._folder / f"{rank}.runs").open("a") as file:
             file.write("x")
         if rank >= self._first_bad:
-            raise UserError(f"line {rank} is bad; mend it")
+            raise UserError(f"line {rank} is bad; fix it")
         yield from ()
 
 
@@ -60,6 +60,6 @@ def test_tasks_that_failed_elsewhere_are_told_with_their_error_and_log(tmp_path:
         check_complete(executor, tmp_path / "read")
     line = str(caught.value)
     assert line.startswith("2 of 3 tasks of read failed: ")
-    assert "UserError: line 1 is bad; mend it" in line
+    assert "UserError: line 1 is bad; fix it" in line
     assert str(tmp_path / "read" / "logs" / "task_00001.log") in line
     assert "\n" not in line

@@ -480,7 +480,7 @@ def test_the_commands_adopt_inspect_and_verify(
     assert "best_fit" in page
     assert main(["data", "verify", str(tmp_path / "mine")]) == 0
     num_bytes = train.stat().st_size + held_out.stat().st_size
-    assert f"{num_bytes:,} bytes, all as the manifest says" in capsys.readouterr().out
+    assert f"{num_bytes:,} bytes, all as in the manifest" in capsys.readouterr().out
     data = bytearray(held_out.read_bytes())
     data[7] ^= 1
     held_out.write_bytes(data)

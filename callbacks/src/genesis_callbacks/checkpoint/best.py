@@ -102,7 +102,7 @@ def read_best(directory: Path | str) -> Best | None:
         directory: A run's directory, or the one in it that holds the `step-*`.
 
     Raises:
-        CorruptCheckpointError: The mark is there and is none.
+        CorruptCheckpointError: The mark exists but is invalid.
         UnreadableCheckpointError: The mark, or a checkpoint that it names, cannot be read.
     """
     directory = checkpoints_in(directory)
@@ -179,7 +179,7 @@ def read_marked_names(directory: Path | str) -> list[str]:
     """Returns the names of the checkpoints that are marked, the best first; it does not verify.
 
     Raises:
-        CorruptCheckpointError: The mark is there and is none.
+        CorruptCheckpointError: The mark exists but is invalid.
         UnreadableCheckpointError: The mark, or a checkpoint that it names, cannot be read.
     """
     best = read_best(directory)

@@ -70,7 +70,7 @@ def commit(staging: Path, final: Path, manifest: Manifest) -> str:
     sync_directory(staging)
     write_file(staging / COMMITTED_NAME, manifest_hash.encode(), algorithm=manifest.hash_algorithm)
     sync_directory(staging)
-    _rename_new(staging, final, is_undone=True)  # what is told to have failed must not be there
+    _rename_new(staging, final, is_undone=True)  # a save that is reported as failed must not exist
     return manifest_hash
 
 

@@ -43,7 +43,7 @@ def key_matches(key: str, patterns: Sequence[str]) -> bool:
 
 @dataclass(frozen=True)
 class DriftPolicy:
-    """Which keys may differ, and under which heading each is told.
+    """Which keys may differ, and under which heading each is reported.
 
     Args:
         rules: (kind, glob) in order: the first that matches a key decides; a key that none matches is `allow`.
@@ -132,7 +132,7 @@ def find_drift(
     """Returns every difference between a checkpoint and a run, by area.
 
     Recipes are compared where both have one, identities and versions where both name the same thing. An entry of the
-    identity may have the key of the recipe that it repeats, and is then told once.
+    identity may have the key of the recipe that it repeats, and is then reported once.
 
     Args:
         manifest: The checkpoint's.
@@ -162,11 +162,11 @@ def find_drift(
         recipes: tuple[Any, Any] = manifest.recipe, _as_json("recipe", recipe)
         if policy.unify is not None:
             recipes = policy.unify(recipes[0]), policy.unify(recipes[1])
-        told = {difference.key for difference in found}
+        reported = {difference.key for difference in found}
         found += [
             Difference(key, policy.area_of(key), before, now, judge(key))
             for key, before, now in compare_mappings(*recipes)
-            if key not in told
+            if key not in reported
         ]
     for package in sorted(manifest.versions.keys() & versions.keys()):
         before, now = manifest.versions[package], versions[package]

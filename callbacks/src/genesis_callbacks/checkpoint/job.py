@@ -176,7 +176,7 @@ def _read_note(path: Path) -> Any:
 
 
 def leave_failure(staging: Path, rank: int, outcome: Outcome) -> None:
-    """Tells rank 0 that this rank's part failed; where that cannot be written, rank 0's time limit tells it."""
+    """Reports to rank 0 that this rank's part failed; if that cannot be written, rank 0's time limit ends the save."""
     with contextlib.suppress(OSError):
         _write_note(_failure_path(staging, rank), {"kind": outcome.kind, "text": outcome.text})
 

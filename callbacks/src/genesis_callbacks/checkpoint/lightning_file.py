@@ -152,7 +152,7 @@ def export_lightning_checkpoint(source: Path | str, target: Path | str) -> Path:
         raise CheckpointError(f"{target} exists: give the name of a new file")
     if not target.parent.is_dir():
         raise CheckpointError(f"{target} cannot be written, {target.parent} is no directory: make it, or give another")
-    path = source if (source / COMMITTED_NAME).exists() else find_latest(source, put_aside=False)
+    path = source if (source / COMMITTED_NAME).exists() else find_latest(source, quarantine_bad=False)
     if path is None:
         raise CheckpointError(f"there is no checkpoint in {source}: give a checkpoint, or a run's directory")
     content = _compact(read_lightning_checkpoint(path, verify(path, "full")))

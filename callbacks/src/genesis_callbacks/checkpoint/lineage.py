@@ -167,7 +167,7 @@ def _order(path: Path) -> tuple[int, int]:
 
 
 def find_latest(
-    directory: Path | str, *, level: VerifyLevel = "deep", put_aside: bool = True, places: Sequence[Path] = ()
+    directory: Path | str, *, level: VerifyLevel = "deep", quarantine_bad: bool = True, places: Sequence[Path] = ()
 ) -> Path | None:
     """Returns the newest committed checkpoint that verifies, or None where there is none.
 
@@ -177,13 +177,13 @@ def find_latest(
     Args:
         directory: A run's directory, or the one in it that holds the `step-*`.
         level: How much is verified; only "deep" finds what a restore would refuse although all hashes are right.
-        put_aside: False only looks: bad ones are passed over with the same warning and stay where they are.
-        places: Where to look for its base beside the places that it records.
+        quarantine_bad: Whether to rename bad checkpoints; False only skips them, with the same warning.
+        places: Further directories in which to look for the base of a checkpoint.
 
     Raises:
-        BaseCheckpointError: The newest leaves tensors to a base that is missing, has changed, or is damaged. All stay:
-            with its base it is whole.
-        CorruptCheckpointError: There are checkpoints and none verifies. They stay: beginning anew is the user's to say.
+        BaseCheckpointError: The newest checkpoint needs a base that is missing, has changed, or is damaged. All
+            checkpoints are kept: with its base the newest one is complete.
+        CorruptCheckpointError: There are checkpoints and none verifies. They are kept: only the user may start again.
         UnreadableCheckpointError: One that may be the newest cannot be read. All stay: another disk, mount or user may
             read it, and to go on from an older one is the user's to say.
     """
@@ -199,18 +199,18 @@ def find_latest(
         except CorruptCheckpointError as error:
             bad[path] = error
         else:
-            _put_aside(bad, put_aside)
+            _handle_bad(bad, quarantine_bad)
             return path
     if bad:
         newest, reason = next(iter(bad.items()))
         raise CorruptCheckpointError(
             f"none of the {len(bad)} checkpoints in {directory} verifies ({newest.name}: {reason}); bring one back "
-            "from a copy, or begin anew in another directory"
+            "from a copy, or start again in another directory"
         )
     return None
 
 
-def _put_aside(bad: dict[Path, CorruptCheckpointError], is_wanted: bool) -> None:
+def _handle_bad(bad: dict[Path, CorruptCheckpointError], is_wanted: bool) -> None:
     for path, error in bad.items():
         where = f"quarantined as {quarantine(path, error, rank=0).name}" if is_wanted else "passed over"
         warnings.warn(f"{path.name} does not verify and is {where}: {error}", QuarantineWarning, stacklevel=3)

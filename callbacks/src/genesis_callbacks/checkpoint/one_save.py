@@ -25,7 +25,7 @@ class OneSave:
         step: Windows attempted.
         staging: The staging directory, which rank 0 makes.
         rank: This rank.
-        leaves_notes: Whether rank 0 reads of a failure in the staging directory, or is told by a collective.
+        leaves_notes: Whether rank 0 learns of a failure from the staging directory, or from a collective.
 
     Attributes:
         staged: Set when the live tensors are not needed any more.
@@ -58,7 +58,7 @@ class OneSave:
                 self.interruption = error
         self.staged.set()
         if outcome.kind not in ("written", "committed"):
-            # A disk that failed the save may fail this, too; the outcome is told in any case.
+            # A disk that failed the save may fail this, too; the outcome is reported in any case.
             with contextlib.suppress(OSError, CheckpointError):
                 outcome = self._clear_up(outcome)
         self.outcome = outcome

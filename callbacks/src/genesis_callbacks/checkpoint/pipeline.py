@@ -41,7 +41,7 @@ from .writer_process import WriterProcess
 SaveMode = Literal["sync", "thread", "process"]
 Staging = Literal["blocking", "overlapped"]
 _Stage = Callable[[], tuple[WriteJob, Staged]]
-# What rank 0 tells of an outcome in a vote; 0 says nothing.
+# The outcome that rank 0 reports in a vote; 0 means that there is no news.
 _CODES: dict[OutcomeKind, int] = {"committed": 1, "failed": 2, "torn": 3, "changed": 4}
 _CODE_BASE = 8
 _ANSWER_GRACE_SECONDS = 5.0

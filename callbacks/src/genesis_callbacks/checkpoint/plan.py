@@ -19,7 +19,7 @@ TensorKind = Literal["parameter", "buffer", "optimizer", "state"]
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A block of a named tensor that some rank holds: what of it can be told to others."""
+    """A block of a named tensor that some rank holds: the facts that are sent to other ranks."""
 
     name: str
     kind: TensorKind

@@ -145,7 +145,7 @@ def check_fits(manifest: Manifest, part: TensorShard) -> TensorRecord:
     """Returns the record of the tensor that `part` is of.
 
     Raises:
-        CheckpointError: There is none, or it has another shape or dtype; a restore never casts.
+        CheckpointError: The tensor is missing, or it has another shape or dtype; a restore never casts.
     """
     record = manifest.tensors.get(part.name)
     if record is None:

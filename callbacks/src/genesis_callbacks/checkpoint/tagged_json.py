@@ -282,7 +282,7 @@ def named_tensors(content: Any) -> set[str]:
     """Returns the names of the tensors that an encoded state refers to.
 
     Raises:
-        CorruptCheckpointError: What should be a name is none.
+        CorruptCheckpointError: A name is not a string.
     """
     if isinstance(content, list):
         return set().union(*(named_tensors(item) for item in content))

@@ -1,4 +1,4 @@
-"""Writes files that will still be there: created afresh, hashed as they are written, forced to the disk."""
+"""Writes durable files: newly created, hashed as they are written, forced to the disk."""
 
 import contextlib
 import errno

@@ -51,7 +51,7 @@ def _find_elements(file: io.FileIO, block: StoredBlock) -> tuple[int, int]:
     """Returns (offset, bytes) of a block's elements in its file.
 
     Raises:
-        CorruptCheckpointError: It should be an archive of one tensor and is none.
+        CorruptCheckpointError: The file should be an archive of one tensor and is not.
     """
     if not block.is_archive:
         return block.offset, block.num_bytes

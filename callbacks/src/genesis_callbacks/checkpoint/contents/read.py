@@ -39,7 +39,7 @@ def read_contents(path: Path | str) -> Contents:
     """Returns what the checkpoint at `path` holds. Any process may call it; no code in the checkpoint runs.
 
     Raises:
-        CheckpointError: There is none, or it holds what is no plain data.
+        CheckpointError: There is no checkpoint, or it contains objects that are not plain data.
         CorruptCheckpointError: It is so damaged that nobody can tell what it holds.
         OSError: It cannot be read.
     """

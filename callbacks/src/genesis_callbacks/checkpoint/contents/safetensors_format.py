@@ -37,7 +37,7 @@ def _read_file(file: Path) -> dict[str, StoredTensor]:
     """Returns the tensors of one file.
 
     Raises:
-        CorruptCheckpointError: It is truncated, or its header is none.
+        CorruptCheckpointError: The file is truncated, or its header is invalid.
     """
     num_bytes = file.stat().st_size
     with os.fdopen(open_regular(file), "rb") as stream:
