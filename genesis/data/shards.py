@@ -310,7 +310,7 @@ def _map_run(
                 file.fileno(), start + count * dtype.itemsize, access=mmap.ACCESS_READ, offset=byte_offset - start
             )
     except OSError as error:
-        raise UserError(f"{path} can't be read ({error.strerror}); put it back as it was") from None
+        raise UserError(f"{path} cannot be read ({error.strerror}); put it back as it was") from None
     except ValueError:
         expected = byte_offset + count * dtype.itemsize
         raise UserError(f"{path} is truncated: it has {_file_bytes(path)} of {expected} bytes") from None
@@ -321,7 +321,7 @@ def _file_bytes(path: Path) -> int:
     try:
         return path.stat().st_size
     except OSError as error:
-        raise UserError(f"{path} can't be read ({error.strerror}); put it back as it was") from None
+        raise UserError(f"{path} cannot be read ({error.strerror}); put it back as it was") from None
 
 
 def _write(path: Path, data: bytes | bytearray) -> None:

@@ -173,7 +173,7 @@ def test_without_room_the_next_waits_for_it_and_is_told_what_to_do(store, monkey
     with open_copy(first) as path:
         monkeypatch.setenv("GENESIS_STORE_SECONDS", "0.3")
         with (
-            pytest.raises(UserError, match=r"no room for .*/1\.txt: files in use take 100000 .* to 200000 or more"),
+            pytest.raises(UserError, match=r"no space for .*/1\.txt: files in use occupy 100000 .* to 200000 or more"),
             open_copy(second),
         ):
             pass

@@ -128,7 +128,7 @@ def test_of_many_shards_the_one_that_is_missing_is_named(tmp_path: Path) -> None
     (source,) = open_corpus(corpus).train
     assert (source.num_shards, source.num_tokens) == (2_500, 5_000)
     (corpus / "train/text/02345.ds").unlink()
-    with pytest.raises(UserError, match=r"train/text/02345\.ds can't be read"):
+    with pytest.raises(UserError, match=r"train/text/02345\.ds cannot be read"):
         open_corpus(corpus)
 
 
@@ -142,7 +142,7 @@ def test_a_shard_that_vanishes_or_is_cut_in_mid_run_is_named(corpus: Path) -> No
     (corpus / SHARD).unlink()
     with pytest.raises(UserError) as error:
         read(source, 0, len(STREAM))
-    assert f"{SHARD} can't be read (No such file or directory)" in one_line(error)
+    assert f"{SHARD} cannot be read (No such file or directory)" in one_line(error)
 
 
 def test_a_shard_that_changes_in_mid_run_is_refused_when_it_is_mapped_again(corpus: Path) -> None:
@@ -184,7 +184,7 @@ def test_a_missing_shard_is_refused_at_open(corpus: Path) -> None:
     (corpus / SHARD).unlink()
     with pytest.raises(UserError) as error:
         open_corpus(corpus)
-    assert f"{SHARD} can't be read (No such file or directory)" in one_line(error)
+    assert f"{SHARD} cannot be read (No such file or directory)" in one_line(error)
 
 
 def test_a_directory_without_a_manifest_is_refused(tmp_path: Path) -> None:

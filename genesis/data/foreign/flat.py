@@ -44,7 +44,7 @@ def _read_npy(path: Path) -> TokenFile:
             raise UserError(f"{path} is not a .npy file ({str(error).splitlines()[0]}); write it again") from None
         byte_offset = file.tell()
     if dtype.name not in TOKEN_DTYPES or dtype.byteorder == ">":
-        wanted = "little-endian integers, best uint16 or uint32"
+        wanted = "little-endian integers, preferably uint16 or uint32"
         raise UserError(f"{path} has the type {dtype.str} ({dtype.name}), but tokens must be {wanted}; convert it")
     if is_fortran and len(shape) > 1:
         raise UserError(f"{path} is stored in Fortran order; write it again in C order")

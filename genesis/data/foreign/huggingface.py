@@ -86,7 +86,7 @@ def _locate(path: Path, rows: Any, address: int, num_bytes: int) -> tuple[Run, N
     item_bytes = values.type.bit_width // 8
     byte_offset = buffer.address - address + (values.offset + int(offsets[0])) * item_bytes
     if not 0 <= byte_offset <= num_bytes - count * item_bytes:
-        raise UserError(f"{path} is compressed, so its ids can't be read where they lie; save it without compression")
+        raise UserError(f"{path} is compressed, so its ids cannot be read where they lie; save it without compression")
     return Run(byte_offset, count), offsets[1:] - offsets[0]
 
 
@@ -125,7 +125,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(path.read_bytes())
     except OSError as error:
-        raise UserError(f"{path} can't be read ({error.strerror}); give a directory that `save_to_disk` made") from None
+        raise UserError(
+            f"{path} cannot be read ({error.strerror}); give a directory that `save_to_disk` made"
+        ) from None
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}); save the dataset again") from None
     return found

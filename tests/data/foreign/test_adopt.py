@@ -335,7 +335,7 @@ def test_a_file_that_changed_after_its_adoption_is_named(prepared: Prepared, tmp
     ):
         open_adopted(path)
     path.unlink()
-    with pytest.raises(UserError, match=r"tokens\.npy can't be read"):
+    with pytest.raises(UserError, match=r"tokens\.npy cannot be read"):
         open_adopted(path)
 
 
@@ -381,7 +381,7 @@ def test_what_needs_the_tokens_can_not_be_done_by_sizes(
     prepared: Prepared, tmp_path: Path, changes: dict[str, object]
 ) -> None:
     path = write_megatron(tmp_path / "text", prepared.documents)
-    with pytest.raises(UserError, match="check all"):
+    with pytest.raises(UserError, match="set check to all"):
         adopted(prepared, path, check="sizes", **changes)
 
 
@@ -404,7 +404,7 @@ def test_a_failed_adoption_leaves_nothing_and_a_finished_one_is_not_overwritten(
         ({"tokenizer": None, "eos_id": 3}, "vocab_size is unknown"),
         ({"tokenizer": None, "vocab_size": 320}, "eos_id is unknown"),
         ({"tokenizer": None, "vocab_size": 320, "eos_id": 320}, "eos_id 320 is not below vocab_size 320"),
-        ({"eos_id": 7}, "eos_id is 7, the tokenizer's is"),
+        ({"eos_id": 7}, "eos_id is 7, but the tokenizer's is"),
         ({"tokenizer": None, "vocab_size": 321, "eos_id": 320}, "has no eos_id 320"),
         ({"documents": "index"}, "has no index of documents"),
         ({"format": "datatrove"}, "has no tokens.npy.index"),

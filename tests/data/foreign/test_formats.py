@@ -58,7 +58,7 @@ def overwrite(path: Path, offset: int, data: bytes) -> None:
         (lambda ds: Path(f"{ds}.index").unlink(), r"a\.ds has no a\.ds\.index; tokenize with save_index"),
         (lambda ds: Path(f"{ds}.metadata").write_text("gpt2|4\n71"), "of 2 or 4 bytes, 4 by its metadata"),
         (lambda ds: Path(f"{ds}.metadata").write_text("gpt2\n71"), r"a\.ds\.metadata does not end its first line"),
-        (lambda ds: ds.unlink(), r"a\.ds can't be read"),
+        (lambda ds: ds.unlink(), r"a\.ds cannot be read"),
     ],
 )
 def test_a_datatrove_file_that_contradicts_itself_is_refused(tmp_path: Path, damage: Damage, message: str) -> None:
@@ -95,7 +95,7 @@ def test_a_datatrove_file_without_metadata_tells_its_width_by_its_index(tmp_path
         (lambda text: overwrite(text.with_suffix(".idx"), 17, b"\6"), "of the type with code 6; the codes of integers"),
         (lambda text: overwrite(text.with_suffix(".idx"), 34, b"\5"), "sequence 1 begins at byte 8, where the one"),
         (lambda text: overwrite(text.with_suffix(".idx"), 114, b"\3"), "documents that do not cover its 4 sequences"),
-        (lambda text: text.with_suffix(".idx").unlink(), r"text\.idx can't be read"),
+        (lambda text: text.with_suffix(".idx").unlink(), r"text\.idx cannot be read"),
     ],
 )
 def test_a_megatron_pair_that_contradicts_itself_is_refused(tmp_path: Path, damage: Damage, message: str) -> None:
@@ -125,7 +125,7 @@ def test_a_megatron_pair_is_found_by_either_name_or_its_prefix(tmp_path: Path, s
     ("array", "message"),
     [
         (np.zeros(4, np.float32), r"has the type <f4 \(float32\), but tokens must be little-endian integers"),
-        (np.zeros(4, ">u2"), r"holds >u2 \(uint16\)"),
+        (np.zeros(4, ">u2"), r"has the type >u2 \(uint16\)"),
         (np.zeros(4, bool), r"\(bool\)"),
         (np.asfortranarray(np.arange(6).reshape(2, 3)), "Fortran order"),
     ],
@@ -146,7 +146,7 @@ def test_flat_files_that_are_cut_short_or_of_unknown_width_are_refused(tmp_path:
     refused(lambda: read_flat(llmc, None), r"a\.bin has 1165 bytes, its header says 1166; it was cut short")
     refused(lambda: read_flat(plain, "uint16"), r"b\.bin has 141 bytes, not a multiple of 2 \(uint16\)")
     npy.write_bytes(b"not numpy")
-    refused(lambda: read_flat(npy, None), r"a\.npy is no \.npy file")
+    refused(lambda: read_flat(npy, None), r"a\.npy is not a \.npy file")
 
 
 def test_a_table_of_rows_is_read_as_its_rows_one_after_another(tmp_path: Path) -> None:

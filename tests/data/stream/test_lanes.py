@@ -72,7 +72,7 @@ def test_the_number_of_lanes_is_the_largest_that_every_source_can_be_cut_into():
     assert choose_num_lanes({"web": 1_000, "code": 47}, None) == 32
     assert choose_num_lanes({"web": 5}, None) == 4
     assert choose_num_lanes({"web": 5}, 5) == 5
-    with pytest.raises(UserError, match="num_lanes is 8, source code can be cut into 7 parts only"):
+    with pytest.raises(UserError, match="num_lanes is 8, but source code can only be divided into 7 parts"):
         choose_num_lanes({"web": 9, "code": 7}, 8)
     with pytest.raises(UserError, match="source code has no text"):
         choose_num_lanes({"web": 9, "code": 0}, None)
