@@ -13,9 +13,9 @@ from genesis.export.tensors import DTYPES
 from genesis_callbacks.checkpoint import list_committed
 
 _DESCRIPTION = """Exports a checkpoint to a new directory that transformers loads: its family's layout, a fast
-tokenizer with identical ids, a model card from the manifest. The checkpoint is verified first. At the end a separate process loads the
-directory with transformers, compares weights, tokens, logits and greedy text, and writes proof.json.
-Several checkpoints, or --average N, export the mean of their weights.
+tokenizer with identical ids, a model card from the manifest. The checkpoint is verified first.
+At the end a separate process loads the directory with transformers, compares weights, tokens, logits and greedy text,
+and writes proof.json. Several checkpoints, or --average N, export the mean of their weights.
 Example: genesis export runs/demo/run exports/demo --dtype bfloat16"""
 
 

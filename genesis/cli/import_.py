@@ -9,7 +9,8 @@ from genesis.export.importing import import_directory
 from genesis.run_directory import RunDirectory
 
 _DESCRIPTION = """Converts a model in Hugging Face's layout into a run's directory with one committed checkpoint:
-Llama, Mistral, Qwen2, Qwen3, OLMo 2, SmolLM2 or SmolLM3. Features that the decoder cannot represent are refused by name. The result is proved like an export, in proof.json.
+Llama, Mistral, Qwen2, Qwen3, OLMo 2, SmolLM2 or SmolLM3. Features that the decoder cannot represent are refused
+by name. The result is proved like an export, in proof.json.
 `genesis generate` loads the directory; the recipe in the directory trains from its weights in a new run.
 Example: genesis import exports/demo runs/old
          genesis fit --config runs/old/recipe.yaml --data.corpus corpora/demo"""

@@ -316,8 +316,8 @@ def test_a_really_full_disk_is_told_in_one_line_with_the_remedy(store, directory
     begins, line, *left = result.stdout.splitlines()
     assert begins == "begins"
     assert line == (
-        f"the disk of the cache {directory} is full (No space left on device) with {file.url}, {SIZE} bytes; make "
-        "free space, set GENESIS_CACHE_DIR to another disk, or lower GENESIS_CACHE_BYTES (50000000000)"
+        f"the disk of the cache {directory} is full (No space left on device) with {file.url}, {SIZE} bytes; free "
+        "space, set GENESIS_CACHE_DIR to another disk, or lower GENESIS_CACHE_BYTES (50000000000)"
     )
     assert left == ["lock"]
 
