@@ -191,11 +191,11 @@ def test_a_wrong_option_is_one_line(
             (),
             "a row's answer is not among its choices: {'question'",
         ),
-        ({"question": "a", "choices": [], "answer": 0}, (), "task odd does not fit its rows"),
+        ({"question": "a", "choices": [], "answer": 0}, (), "task odd failed on its rows or settings"),
         (
             {"question": "a", "choices": ["b", "c"], "answer": 0},
             ("--num_fewshot", "9"),
-            "task odd does not fit its rows",
+            "task odd failed on its rows or settings",
         ),
     ],
 )

@@ -322,7 +322,7 @@ def test_a_value_beyond_float16_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_told_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"needs .* bytes, and .* left"), staged(tmp_path / "out", 1 << 60):
+    with pytest.raises(UserError, match=r"needs .* bytes, but .* free"), staged(tmp_path / "out", 1 << 60):
         raise AssertionError("nothing may be written")
     assert list(tmp_path.iterdir()) == []
 

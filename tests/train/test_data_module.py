@@ -234,9 +234,9 @@ def test_a_changed_mix_holds_from_the_restored_position_on(corpus: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"seq_len": 8}, "seq_len 12, this run has 8"),
+        ({"seq_len": 8}, "seq_len 12, but this run has 8"),
         ({"seed": 4}, "seed 0, but this run has 4; set data.seed"),
-        ({"packing": "pad"}, "packing chunk, this run has pad"),
+        ({"packing": "pad"}, "packing chunk, but this run has pad"),
     ],
 )
 def test_a_state_of_another_order_is_refused(corpus: Path, changes: dict[str, Any], words: str) -> None:
@@ -251,7 +251,7 @@ def test_windows_are_advanced_in_order_and_each_once(corpus: Path) -> None:
     data.training.advance(first)
     data.training.advance(first)
     data.training.advance(second)
-    with pytest.raises(RuntimeError, match="in their order"):
+    with pytest.raises(RuntimeError, match="in order"):
         data.training.advance(first)
     data.training.advance(third)
     assert data.training.data_position == 3 * GLOBAL_BATCH

@@ -258,7 +258,7 @@ def test_a_corpus_beside_the_stream_gives_the_validation_set_and_the_tokenizer(
     assert len(data.val_dataloader()) > 0
     assert data.training.identity["tokenizer_hash"] == data.training.corpus.manifest.tokenizer_hash
     other = data_module(directory, tokenizer, corpus=str(tiny_corpus))
-    with pytest.raises(UserError, match=r"the stream's tokenizer is .*, the tokenizer of .* is .*; give the same"):
+    with pytest.raises(UserError, match=r"the stream's tokenizer is .*, the tokenizer of .* is .*; use the same"):
         other.setup("fit")
     with pytest.raises(UserError, match=r"the stream has no tokenizer; give data\.stream\.tokenizer"):
         data_module(directory, tokenizer, stream=options).setup("fit")
