@@ -117,7 +117,7 @@ def test_bad_input_of_export_is_one_line(genesis: Genesis, imported: Path, tmp_p
     check_is_one_line(genesis("export", str(imported), out, "--max_file_bytes", "0"), "max_file_bytes is 0")
     check_is_one_line(genesis("export", str(imported), out, "--tokeniser", "x"), "did you mean --tokenizer")
     shutil.copytree(imported / "checkpoints/step-00000000", tmp_path / "copy")
-    check_is_one_line(genesis("export", str(tmp_path / "copy"), out, "--average", "2"), "lies in none")
+    check_is_one_line(genesis("export", str(tmp_path / "copy"), out, "--average", "2"), "is in none")
     damaged = tmp_path / "step-00000000"
     shutil.copytree(imported / "checkpoints/step-00000000", damaged)
     shard = next(damaged.glob("*.distcp"))

@@ -58,7 +58,7 @@ def test_without_token_or_network_the_folder_stays_and_the_same_command_goes_on(
 ) -> None:
     out, space = tmp_path / "out", tmp_path / "space"
     command = ("release", str(exported), str(out), *WHAT, "--space", str(space), "--private", "--upload")
-    check_is_one_line(genesis(*command), "no token of the Hub", "hf auth login", str(out))
+    check_is_one_line(genesis(*command), "no token for the Hub", "hf auth login", str(out))
     files = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")

@@ -284,7 +284,7 @@ def test_an_s3_server_that_hangs_is_named(s3, tmp_path, monkeypatch, fault):
     (file,) = list_files(f"s3://{BUCKET}/a.txt", ())
     monkeypatch.setenv("GENESIS_STORE_ATTEMPT_SECONDS", "1")
     store.faults, store.repeat = [fault], True
-    with pytest.raises(StoreError, match=r"3 attempts failed, the last with (no answer|\w*Timeout)"):
+    with pytest.raises(StoreError, match=r"3 attempts failed, the last with (no response|\w*Timeout)"):
         fetch(file, tmp_path / "a")
 
 

@@ -57,7 +57,7 @@ def test_what_is_no_id_of_the_model_is_refused(text: str) -> None:
 def test_text_for_a_model_without_tokenizer_is_refused_with_the_remedy(run_of_ids: Path) -> None:
     with pytest.raises(UserError, match="trained on tokens without a tokenizer; give --prompt_ids, or --tokenizer"):
         main([str(run_of_ids), "--prompt", "a", "--device", "cpu"])
-    with pytest.raises(UserError, match="give one of the two"):
+    with pytest.raises(UserError, match="give one of them"):
         main([str(run_of_ids), "--prompt", "a", "--prompt_ids", "5", "--device", "cpu"])
     with pytest.raises(UserError, match="for text give one by --tokenizer"):
         assert load_decoder(run_of_ids).text_tokenizer
@@ -71,7 +71,7 @@ def test_a_model_without_tokenizer_is_exported_and_read_again(layout: Layout, ru
     assert proof["tokenizer_origin"] == "none"
     assert proof["weights"]["num_different"] == 0
     assert not [path.name for path in out.iterdir() if "tokenizer" in path.name]
-    assert "reads and writes ids" in (out / "README.md").read_text()
+    assert "its input and output are ids" in (out / "README.md").read_text()
     assert "AutoTokenizer" not in (out / "README.md").read_text()
     assert load_decoder(out).tokenizer is None
     assert continue_ids(out, 9) == continue_ids(run_of_ids, 9)

@@ -133,7 +133,7 @@ def test_a_card_that_was_written_in_stays_and_one_with_a_broken_head_is_refused(
     (copy / "README.md").write_text(card)
     assert b"Words of mine." in plan_release(copy, OPTIONS).texts["README.md"]
     (copy / "README.md").write_text("---\nlicense: [\n---\n# x")
-    with pytest.raises(UserError, match="the head of the export's card is not one") as error:
+    with pytest.raises(UserError, match="the head of the export's card is invalid") as error:
         plan_release(copy, OPTIONS)
     assert "\n" not in str(error.value)
 
