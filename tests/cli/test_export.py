@@ -109,7 +109,7 @@ def test_the_command_exports_a_run_and_says_what_was_proved(genesis: Genesis, im
 
 def test_bad_input_of_export_is_one_line(genesis: Genesis, imported: Path, tmp_path: Path) -> None:
     out = str(tmp_path / "out")
-    check_is_one_line(genesis("export", str(tmp_path / "nowhere"), out), "nowhere", "no directory")
+    check_is_one_line(genesis("export", str(tmp_path / "nowhere"), out), "nowhere", "no such directory")
     check_is_one_line(genesis("export", str(imported), out, "--dtype", "int8"), "int8", "bfloat16")
     check_is_one_line(genesis("export", str(imported), out, "--average", "2"), "--average is 2", "has 1 checkpoints")
     check_is_one_line(genesis("export", str(imported), out, "--average", "0"), "--average is 0")

@@ -84,7 +84,7 @@ def test_bad_input_is_one_line(genesis: Genesis, exported: Path, checkpoint: Pat
     out = str(tmp_path / "out")
     check_is_one_line(genesis("release", str(tmp_path / "nowhere"), out, *WHAT), "nowhere", "`genesis export`")
     check_is_one_line(
-        genesis("release", str(checkpoint), out, *WHAT), "is a checkpoint and no export", "`genesis export"
+        genesis("release", str(checkpoint), out, *WHAT), "is a checkpoint, not an export", "`genesis export"
     )
     check_is_one_line(genesis("release", str(exported), str(exported), *WHAT), "already exists")
     check_is_one_line(genesis("release", str(exported), out, *WHAT, "--space", str(exported)), "already exists")

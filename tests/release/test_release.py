@@ -101,7 +101,7 @@ def test_an_export_that_has_changed_is_not_released(copy: Path, tmp_path: Path) 
 def test_bytes_that_change_while_it_is_made_are_found(copy: Path, tmp_path: Path) -> None:
     folder = plan_release(copy, OPTIONS)
     (copy / "config.json").write_text("{}")
-    with pytest.raises(UserError, match=r"config\.json has changed meanwhile"):
+    with pytest.raises(UserError, match=r"config\.json has changed during the release"):
         folder.write(tmp_path / "out")
     assert names(tmp_path) == {"model"}
 

@@ -91,7 +91,7 @@ def test_a_wrong_token_a_bad_card_and_no_network_are_one_line(
     hub: Hub, released: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "README.md").write_text("# no head")
-    with pytest.raises(UserError, match=f"{hub.url} refuses: .*no license.*{tmp_path.name} is whole") as bad_card:
+    with pytest.raises(UserError, match=f"{hub.url} refuses: .*no license.*{tmp_path.name} is complete") as bad_card:
         upload(tmp_path, OPTIONS, "model", is_private=False)
     monkeypatch.setenv("HF_TOKEN", TOKEN[::-1])
     with pytest.raises(UserError, match=f"{hub.url} refuses: .*Invalid credentials.*is whole") as bad_token:
