@@ -94,7 +94,7 @@ def test_a_wrong_token_a_bad_card_and_no_network_are_one_line(
     with pytest.raises(UserError, match=f"{hub.url} refuses: .*no license.*{tmp_path.name} is complete") as bad_card:
         upload(tmp_path, OPTIONS, "model", is_private=False)
     monkeypatch.setenv("HF_TOKEN", TOKEN[::-1])
-    with pytest.raises(UserError, match=f"{hub.url} refuses: .*Invalid credentials.*is whole") as bad_token:
+    with pytest.raises(UserError, match=f"{hub.url} refuses: .*Invalid credentials.*is complete") as bad_token:
         upload(released, OPTIONS, "model", is_private=False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(UserError, match=r"http://127\.0\.0\.1:9 cannot be reached: .*the same command") as no_network:
