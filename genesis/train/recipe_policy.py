@@ -5,6 +5,7 @@ from typing import Any, Final
 
 from genesis.deprecated_options import rename_in_recipe
 from genesis.model.recipe import unify_decoder
+from genesis.precision import unify_precision
 from genesis_callbacks.checkpoint import DriftPolicy
 
 _FREE: Final = (
