@@ -45,12 +45,16 @@ def serve(requests: socket.socket) -> Request | None:
     signal.set_wakeup_fd(ends_writer.fileno())
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which end their commands themselves
+    # Not `select.select`: a process of many tests hands down descriptors beyond those that it takes.
+    poll = select.poll()
+    for end in (requests, ends):
+        poll.register(end, select.POLLIN)
     while True:
-        ready, _, _ = select.select([requests, ends], [], [])
-        if ends in ready:
+        ready = {descriptor for descriptor, _ in poll.poll()}
+        if ends.fileno() in ready:
             ends.recv(4096)
             report_ends(pipes)
-        if requests not in ready:
+        if requests.fileno() not in ready:
             continue
         message, descriptors, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, NUM_DESCRIPTORS)
         if not message:
