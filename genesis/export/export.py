@@ -156,9 +156,14 @@ def _write_tokenizer(
     if files is None:
         return "own"
     # Before the weights, so that a tokenizer that cannot be exported is refused at once.
-    compare_fast_tokenizer(tokenizer, files[FAST_NAME])
+    compare_fast_tokenizer(tokenizer, files[FAST_NAME], left_out=_left_out(tokenizer))
     write_files(files, staging)
     return "huggingface"
+
+
+def _left_out(tokenizer: Tokenizer) -> str:
+    """Returns the characters that a tokenizer of others changes."""
+    return tokenizer.altered_characters if FAST_NAME in tokenizer.files else ""
 
 
 def _write_configs(
@@ -171,7 +176,8 @@ def _write_configs(
         "pad_token_id": None if tokenizer is None else tokenizer.pad_id,
     }
     _write_json(staging / CONFIG_NAME, {**write_shape(family, config), **ids, "dtype": dtype})
-    _write_json(staging / GENERATION_CONFIG_NAME, {**ids, "do_sample": True, "temperature": 1.0, "top_k": 0})
+    if tokenizer is None or GENERATION_CONFIG_NAME not in tokenizer.files:  # an imported one is taken along
+        _write_json(staging / GENERATION_CONFIG_NAME, {**ids, "do_sample": True, "temperature": 1.0, "top_k": 0})
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

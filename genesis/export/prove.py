@@ -30,6 +30,7 @@ from genesis.huggingface.shape import read_shape
 from genesis.huggingface.weights import iterate_tensors, read_file_names
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config
+from genesis.tokenizer.fast_form import FAST_NAME
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer, encode_prompt
 from genesis_callbacks.checkpoint import read_manifest, read_tensors
@@ -112,12 +113,18 @@ def _read_average(checkpoints: Sequence[Path], name: str) -> Tensor:
 
 
 def _compare_tokenizers(directory: Path, ours: Tokenizer, is_import: bool) -> dict[str, Any]:
-    fast: Any = AutoTokenizer.from_pretrained(directory, **({"split_special_tokens": True} if is_import else {}))
-    left_out = ours.altered_characters if is_import else ""
+    # Ours takes the spelling of a control symbol for text; a tokenizer of others does so when it is asked to.
+    is_of_others = is_import or FAST_NAME in ours.files
+    fast: Any = AutoTokenizer.from_pretrained(directory, **({"split_special_tokens": True} if is_of_others else {}))
+    bos = [] if ours.bos_id is None else [ours.bos_id]
+    framed, plain = fast.encode("a"), fast.encode("a", add_special_tokens=False)
+    if framed[: len(bos) + len(plain)] != bos + plain:
+        raise UserError(f"the text 'a' is {bos + plain} here, with bos, and {framed} in transformers")
+    left_out = ours.altered_characters if is_of_others else ""
     counts = compare_tokenizers(
         ours,
         lambda text: fast.encode(text, add_special_tokens=False),
-        lambda ids: fast.decode(ids, skip_special_tokens=False),
+        lambda ids: fast.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False),
         left_out=left_out,
     )
     without = "".join(f", without U+{ord(character):04X}" for character in left_out)

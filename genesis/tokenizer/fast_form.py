@@ -13,8 +13,8 @@ from typing import Any, Final
 from genesis.errors import UserError
 
 FAST_NAME: Final = "tokenizer.json"
-_CONFIG_NAME: Final = "tokenizer_config.json"
-_SPECIAL_NAME: Final = "special_tokens_map.json"
+CONFIG_NAME: Final = "tokenizer_config.json"
+SPECIAL_NAME: Final = "special_tokens_map.json"
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,9 @@ class Vocabulary:
         control_ids: Ids that stand for no text, rising.
         bos_id: Put before a text where special tokens are asked for.
         eos_id: Ends a document.
-        pad_id: Fills places without a token.
+        pad_id: Fills places without a token; None where there is none.
         unk_id: Of a character without bytes, which there is none of.
+        has_prefix_space: Whether a space is put before a text.
     """
 
     pieces: Sequence[str]
@@ -36,8 +37,9 @@ class Vocabulary:
     control_ids: Sequence[int]
     bos_id: int
     eos_id: int
-    pad_id: int
+    pad_id: int | None
     unk_id: int
+    has_prefix_space: bool = False
 
 
 def describe_fast_tokenizer(vocabulary: Vocabulary, max_seq_len: int) -> dict[str, bytes]:
@@ -47,12 +49,12 @@ def describe_fast_tokenizer(vocabulary: Vocabulary, max_seq_len: int) -> dict[st
         UserError: There is no exact one: two pieces are spelled alike.
     """
     config = _describe_config(vocabulary, max_seq_len)
-    names = {key: config[key] for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    names = {key: config[key] for key in ("bos_token", "eos_token", "pad_token", "unk_token") if key in config}
     # The library writes no newline at the end of its file, and people's editors find one in the others.
     return {
         FAST_NAME: _to_json(_describe_tokenizer(vocabulary)),
-        _CONFIG_NAME: _to_json(config) + b"\n",
-        _SPECIAL_NAME: _to_json(names) + b"\n",
+        CONFIG_NAME: _to_json(config) + b"\n",
+        SPECIAL_NAME: _to_json(names) + b"\n",
     }
 
 
@@ -64,6 +66,8 @@ def _describe_tokenizer(vocabulary: Vocabulary) -> dict[str, Any]:
         raise UserError(
             "two pieces of this tokenizer are spelled alike: it has no exact fast form; nothing is exported"
         )
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    stripped = [strip] if vocabulary.has_prefix_space else []
     bos = {"SpecialToken": {"id": pieces[vocabulary.bos_id], "type_id": 0}}
     first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
     return {
@@ -71,7 +75,7 @@ def _describe_tokenizer(vocabulary: Vocabulary) -> dict[str, Any]:
         "truncation": None,
         "padding": None,
         "added_tokens": [_describe_control(token, pieces[token]) for token in vocabulary.control_ids],
-        "normalizer": None,
+        "normalizer": {"type": "Prepend", "prepend": " "} if vocabulary.has_prefix_space else None,
         "pre_tokenizer": None,
         "post_processor": {
             "type": "TemplateProcessing",
@@ -85,7 +89,7 @@ def _describe_tokenizer(vocabulary: Vocabulary) -> dict[str, Any]:
                 }
             },
         },
-        "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},
+        "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}, *stripped]},
         "model": {
             "type": "BPE",
             "dropout": None,
@@ -111,12 +115,12 @@ def _describe_config(vocabulary: Vocabulary, max_seq_len: int) -> dict[str, Any]
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": vocabulary.pieces[vocabulary.bos_id],
         "eos_token": vocabulary.pieces[vocabulary.eos_id],
-        "pad_token": vocabulary.pieces[vocabulary.pad_id],
+        **({} if vocabulary.pad_id is None else {"pad_token": vocabulary.pieces[vocabulary.pad_id]}),
         "unk_token": vocabulary.pieces[vocabulary.unk_id],
         "model_max_length": max_seq_len,
         "clean_up_tokenization_spaces": False,
         # For llama.cpp's converter, which takes a missing key for true and puts a space before every text.
-        "add_prefix_space": False,
+        "add_prefix_space": vocabulary.has_prefix_space,
         # A text that spells a control symbol is text, as it was in training.
         "split_special_tokens": True,
     }

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Final
 
 from genesis.errors import UserError
+from genesis.tokenizer.fast_form import FAST_NAME
 from genesis.tokenizer.files import TRAIN_REMEDY, hash_files, read_file, read_files
-from genesis.tokenizer.sentencepiece import SentencePieceTokenizer
+from genesis.tokenizer.huggingface import GENERATION_NAME, IDENTITY_NAMES, HuggingFaceTokenizer
+from genesis.tokenizer.sentencepiece import SentencePieceTokenizer, puts_space_before_text
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis.tokenizer.train import MODEL_NAME
 
@@ -28,17 +30,29 @@ class TokenizerFormat:
         kind: The kind's name for people.
         file_names: Its files; a directory that has all of them holds such a tokenizer.
         build: Builds the tokenizer from the files' contents by name. Raises UserError if the contents are invalid.
+        identity_names: Files that belong to it where they are there, and are part of its identity.
+        other_names: Files that belong to it where they are there, and are not.
     """
 
     kind: str
     file_names: tuple[str, ...]
     build: Callable[[Mapping[str, bytes]], Tokenizer]
+    identity_names: tuple[str, ...] = ()
+    other_names: tuple[str, ...] = ()
+
+    def find_names(self, directory: Path) -> tuple[str, ...]:
+        """Returns the names of its files in a directory."""
+        optional = (*self.identity_names, *self.other_names)
+        return (*self.file_names, *(name for name in optional if (directory / name).exists()))
 
 
 SENTENCEPIECE: Final = TokenizerFormat(
     "SentencePiece", (MODEL_NAME,), lambda files: SentencePieceTokenizer(files[MODEL_NAME])
 )
-FORMATS: Final = (SENTENCEPIECE,)
+HUGGINGFACE: Final = TokenizerFormat(
+    "Hugging Face", (FAST_NAME,), HuggingFaceTokenizer, IDENTITY_NAMES, (GENERATION_NAME,)
+)
+FORMATS: Final = (SENTENCEPIECE, HUGGINGFACE)
 
 
 def open_tokenizer(path: Path | str) -> Tokenizer:
@@ -57,11 +71,11 @@ def open_tokenizer(path: Path | str) -> Tokenizer:
                 f"it has no {' and '.join(one.file_names)} ({one.kind})" for one in _iterate_formats()
             )
             raise UserError(f"{path} has no tokenizer: {looked_for}; {TRAIN_REMEDY}")
-        return _build(found, read_files(path, found.file_names), path)
+        return _build(found, read_files(path, found.find_names(path)), path)
     owner = next((one for one in _iterate_formats() if path.name in one.file_names), None)
     if owner is None:
         return _build(SENTENCEPIECE, {MODEL_NAME: read_file(path)}, path)
-    return _build(owner, read_files(path.parent, owner.file_names), path.parent)
+    return _build(owner, read_files(path.parent, owner.find_names(path.parent)), path.parent)
 
 
 def build_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
@@ -71,16 +85,22 @@ def build_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
         UserError: No format has files of these names.
     """
     for one in _iterate_formats():
-        if set(one.file_names) == files.keys():
+        if set(one.file_names) <= files.keys() <= {*one.file_names, *one.identity_names, *one.other_names}:
             return one.build(files)
     raise UserError(f"unknown kind of tokenizer, with the files {', '.join(files)}; install the package that adds it")
 
 
 def find_format(directory: Path) -> TokenizerFormat | None:
-    """Returns the format of the tokenizer in a directory, None where there is no tokenizer."""
-    return next(
-        (one for one in _iterate_formats() if all((directory / name).exists() for name in one.file_names)), None
+    """Returns the format of the tokenizer in a directory, None where there is no tokenizer.
+
+    Where both a SentencePiece model and a `tokenizer.json` lie, the former is ours, unless it puts a space before each
+    text: then the directory is of others, and transformers opens the latter.
+    """
+    found = [one for one in _iterate_formats() if all((directory / name).exists() for name in one.file_names)]
+    is_of_others = {SENTENCEPIECE, HUGGINGFACE} <= {*found} and puts_space_before_text(
+        read_file(directory / MODEL_NAME)
     )
+    return HUGGINGFACE if is_of_others else next(iter(found), None)
 
 
 def hash_tokenizer(directory: Path) -> str | None:
@@ -90,12 +110,16 @@ def hash_tokenizer(directory: Path) -> str | None:
         UserError: Its files cannot be read.
     """
     found = find_format(directory)
-    return None if found is None else hash_files(read_files(directory, found.file_names))
+    if found is None:
+        return None
+    return hash_files(
+        read_files(directory, [name for name in found.find_names(directory) if name not in found.other_names])
+    )
 
 
 def list_file_names() -> list[str]:
     """Returns the names that tokenizers' files have, of all formats."""
-    return [name for one in _iterate_formats() for name in one.file_names]
+    return [name for one in _iterate_formats() for name in (*one.file_names, *one.identity_names, *one.other_names)]
 
 
 def _iterate_formats() -> Iterator[TokenizerFormat]:

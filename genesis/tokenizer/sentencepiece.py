@@ -6,8 +6,12 @@ Three things are added to what the library does:
 - A long text is encoded in chunks cut where no piece can reach across. The ids are the same, the speed does not fall
   with the length of the document, and memory stays small.
 - Decoding joins the bytes that the ids stand for, so that half a character is never lost or printed broken.
+
+A model that puts a space before each text, as those of Llama 2 and Mistral do, gets it here, so that a text in chunks
+gets it once. `decode` takes it away, and the first id of a text counts its byte.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import Final
@@ -15,6 +19,7 @@ from typing import Final
 import numpy as np
 import sentencepiece
 from numpy.typing import NDArray
+from sentencepiece import sentencepiece_model_pb2
 
 from genesis.errors import UserError
 from genesis.tokenizer.fast_form import Vocabulary, describe_fast_tokenizer
@@ -38,6 +43,8 @@ class SentencePieceTokenizer:
         UserError: The bytes are not a SentencePiece model, or one that does not give text back as it was.
     """
 
+    chat_template: Final = None
+    is_lossless: Final = True
     kind: Final = "SentencePiece"
     packages: Final = ("sentencepiece",)
     altered_characters: Final = _SPACE_MARK
@@ -49,14 +56,18 @@ class SentencePieceTokenizer:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         except (RuntimeError, ValueError):
             raise UserError(f"not a SentencePiece model; {TRAIN_REMEDY}") from None
+        self._prefix = " " if _has_dummy_prefix(self._processor) else ""
+        if self._prefix:
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=_drop_dummy_prefix(model))
         self.files: Mapping[str, bytes] = {MODEL_NAME: model}
         self.hash: str = hash_files(self.files)
         self.vocab_size: int = self._processor.vocab_size()
         self.bos_id: int = self._processor.bos_id()
         self.eos_id: int = self._processor.eos_id()
-        self.pad_id: int = self._processor.pad_id()
-        if min(self.bos_id, self.eos_id, self.pad_id) < 0:
-            raise UserError(f"this tokenizer lacks a pad, bos or eos id; {TRAIN_REMEDY}")
+        pad_id: int = self._processor.pad_id()
+        self.pad_id: int | None = None if pad_id < 0 else pad_id
+        if min(self.bos_id, self.eos_id) < 0:
+            raise UserError(f"this tokenizer lacks a bos or eos id; {TRAIN_REMEDY}")
         self.stop_ids: frozenset[int] = frozenset([self.eos_id])
         self.pieces: tuple[str, ...] = tuple(self._processor.id_to_piece(list(range(self.vocab_size))))
         self._bytes = [self._bytes_of(token) for token in range(self.vocab_size)]
@@ -79,7 +90,7 @@ class SentencePieceTokenizer:
         chunks: list[str] = []
         bounds = [0]
         for text in texts:
-            chunks.extend(self._cut(text))
+            chunks.extend(self._cut(self._prefix + text if text else text))
             bounds.append(len(chunks))
         encoded = self._processor.encode(chunks, return_type="numpy", num_threads=num_threads)
         for index, chunk in enumerate(chunks):
@@ -92,7 +103,7 @@ class SentencePieceTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of `ids`; control symbols give nothing, bytes that are no UTF-8 give U+FFFD."""
-        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+        return self.decode_bytes(ids).removeprefix(self._prefix.encode()).decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """Returns the UTF-8 bytes of `ids`, which may begin or end within a character."""
@@ -113,7 +124,14 @@ class SentencePieceTokenizer:
                 parts.append(data.decode() if _is_utf8(data) else "\ufffd" * len(data))
             else:
                 parts += [self.pieces[token] if self.is_control(token) else self.decode([token]) for token in tokens]
-        return "".join(parts)
+        return "".join(parts).removeprefix(self._prefix)
+
+    def encode_with_controls(self, text: str) -> list[int]:
+        """Returns the ids of a text in which the spelling of a control symbol stands for that symbol."""
+        spellings = [self.pieces[token] for token in range(self.vocab_size) if self.is_control(token)]
+        parts = re.split(f"({'|'.join(map(re.escape, sorted(spellings, key=len, reverse=True)))})", text)
+        ids = [[self.token_id(part)] if index % 2 else self.encode(part) for index, part in enumerate(parts)]
+        return [token for part in ids for token in part]
 
     def is_control(self, token: int) -> bool:
         """Whether the id stands for no text (bos, eos, pad, unknown, chat and reserved tokens)."""
@@ -137,6 +155,7 @@ class SentencePieceTokenizer:
             eos_id=self.eos_id,
             pad_id=self.pad_id,
             unk_id=self._processor.unk_id(),
+            has_prefix_space=bool(self._prefix),
         )
         return describe_fast_tokenizer(vocabulary, max_seq_len)
 
@@ -198,6 +217,25 @@ class SentencePieceTokenizer:
             start = cut
         chunks.append(text[start:])
         return chunks
+
+
+def puts_space_before_text(model: bytes) -> bool:
+    """Whether a model's file is that of a tokenizer which puts a space before each text."""
+    try:
+        return _has_dummy_prefix(sentencepiece.SentencePieceProcessor(model_proto=model))
+    except (RuntimeError, ValueError):
+        return False
+
+
+def _has_dummy_prefix(processor: sentencepiece.SentencePieceProcessor) -> bool:
+    return bool(processor.normalize("a").startswith(_SPACE_MARK))
+
+
+def _drop_dummy_prefix(model: bytes) -> bytes:
+    content = sentencepiece_model_pb2.ModelProto()
+    content.ParseFromString(model)
+    content.normalizer_spec.add_dummy_prefix = False
+    return bytes(content.SerializeToString())
 
 
 def _is_utf8(data: bytes) -> bool:

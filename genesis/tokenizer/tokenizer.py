@@ -16,7 +16,8 @@ class Tokenizer(Protocol):
     """Text to ids and back.
 
     Deterministic; encoding and decoding may be called from several threads at once. Decoding the ids of a text gives
-    that text back, byte for byte. A text that spells a control symbol is text: `encode` never gives a control's id.
+    that text back, byte for byte, if it `is_lossless`. A text that spells a control symbol is text: `encode` never
+    gives a control's id.
     """
 
     @property
@@ -70,8 +71,19 @@ class Tokenizer(Protocol):
     def altered_characters(self) -> str:
         """Returns characters that other tokenizers of this kind change, and that the proof of an import leaves out."""
 
+    @property
+    def is_lossless(self) -> bool:
+        """Whether decoding gives every text back, but for `altered_characters`; others normalise some texts first."""
+
+    @property
+    def chat_template(self) -> str | None:
+        """Returns the Jinja template that writes a conversation as text; None where there is none."""
+
     def encode(self, text: str) -> list[int]:
         """Returns the ids of `text`, without bos and eos."""
+
+    def encode_with_controls(self, text: str) -> list[int]:
+        """Returns the ids of a text in which the spelling of a control symbol stands for that symbol."""
 
     def encode_batch(self, texts: Sequence[str], num_threads: int = 1) -> list[NDArray[np.int32]]:
         """Returns the ids of each text, without bos and eos; the number of threads does not change them."""

@@ -1,3 +1,6 @@
+import io
+import json
+
 import numpy as np
 import pytest
 import sentencepiece
@@ -5,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genesis.errors import UserError
+from genesis.export.tokenizer import compare_fast_tokenizer
+from genesis.tokenizer.fast_form import CONFIG_NAME, FAST_NAME
 from genesis.tokenizer.inspect import find_unused, measure_texts
-from genesis.tokenizer.open import open_tokenizer
+from genesis.tokenizer.open import build_tokenizer, open_tokenizer
 from genesis.tokenizer.tokenizer import StreamingDecoder
 from genesis.tokenizer.train import CONTROL_SYMBOLS, MODEL_NAME, TokenizerOptions, train_tokenizer
 
@@ -164,6 +169,61 @@ def test_a_model_that_changes_text_is_refused(tmp_path):
     )
     with pytest.raises(UserError, match="does not give text back as it was"):
         open_tokenizer(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def with_prefix():
+    """A model as Llama 2 and Mistral ship it: a space before each text, no pad id."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXT.splitlines()),
+        model_writer=model,
+        vocab_size=VOCAB_SIZE,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True,
+        minloglevel=3,
+    )
+    return model.getvalue()
+
+
+@pytest.mark.parametrize("text", [*HARD_TEXTS, "alpha", " alpha", TEXT[:20_000]])
+def test_a_model_that_puts_a_space_before_a_text_gives_its_ids_and_the_text_back(with_prefix, text):
+    tokenizer = build_tokenizer({MODEL_NAME: with_prefix})
+    theirs = sentencepiece.SentencePieceProcessor(model_proto=with_prefix)
+    plain = text.replace("\u2581", "")
+    assert tokenizer.encode(plain) == theirs.encode(plain)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    num_bytes = tokenizer.token_num_bytes[tokenizer.encode(text)].sum() if text else 0
+    assert num_bytes == len(text.encode()) + (1 if text else 0)
+    assert tokenizer.pad_id is None
+    assert tokenizer.files[MODEL_NAME] == with_prefix
+
+
+def test_its_fast_form_is_exact_and_puts_the_space_there_too(with_prefix):
+    tokenizer = build_tokenizer({MODEL_NAME: with_prefix})
+    files = tokenizer.huggingface_files(256)
+    assert compare_fast_tokenizer(tokenizer, files[FAST_NAME])["characters"] > 2000
+    assert "pad_token" not in json.loads(files[CONFIG_NAME])
+
+
+def test_a_tokenizer_json_is_taken_where_it_lies_beside_such_a_model(with_prefix, tokenizer, tmp_path):
+    for name, content in build_tokenizer({MODEL_NAME: with_prefix}).huggingface_files(256).items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / MODEL_NAME).write_bytes(with_prefix)
+    fast = open_tokenizer(tmp_path)
+    assert fast.kind == "Hugging Face"
+    assert fast.encode("alpha beta") == build_tokenizer({MODEL_NAME: with_prefix}).encode("alpha beta")
+    assert fast.decode(fast.encode("alpha")) == "alpha"
+    (tmp_path / MODEL_NAME).write_bytes(tokenizer.files[MODEL_NAME])
+    assert open_tokenizer(tmp_path).kind == "SentencePiece"
+
+
+def test_controls_are_read_where_a_template_writes_them(tokenizer):
+    ids = tokenizer.encode_with_controls("<|user|>hi<|end|>")
+    assert ids == [5, *tokenizer.encode("hi"), 7]
 
 
 def test_the_report_counts_bytes_tokens_and_unused_pieces(tokenizer):

@@ -7,6 +7,7 @@ chat, and a document ends where the corpus's index says. Its ids: the 256 bytes,
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -27,6 +28,8 @@ class ByteTokenizer:
     kind = "bytes"
     packages = ("numpy",)
     altered_characters = ""
+    is_lossless = True
+    chat_template = None
     vocab_size = 260
     pad_id = PAD
 
@@ -46,6 +49,11 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.encode_batch([text])[0].tolist()
         return ids
+
+    def encode_with_controls(self, text: str) -> list[int]:
+        parts = re.split("(<bos>|<pad>|<eos>|<end>)", text)
+        ids = [[self.pieces.index(part)] if index % 2 else self.encode(part) for index, part in enumerate(parts)]
+        return [token for part in ids for token in part]
 
     def encode_batch(self, texts: Sequence[str], num_threads: int = 1) -> list[NDArray[np.int32]]:
         encoded = [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]

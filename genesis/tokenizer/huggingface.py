@@ -1,0 +1,309 @@
+"""Tokenizers of the library `tokenizers`: a `tokenizer.json`, as most open models have it, and the files beside it.
+
+Byte-pair encoding in its two forms is read, because only there the bytes of each id are known: over the bytes of the
+text (GPT-2, Llama 3, Qwen, SmolLM, OLMo) and over characters with bytes for those without a token (Llama 2, Mistral).
+
+- A *special* token of the vocabulary is a control symbol: it stands for no bytes, and no text is encoded to it. Any
+  other added token (`<tool_call>` of Qwen, runs of spaces) is text and stands for its bytes.
+- bos, eos and pad are those of `tokenizer_config.json` and `special_tokens_map.json`, in the order of transformers. A
+  document begins with bos only where the tokenizer itself puts it before a text. Generated text stops at eos and at the
+  `eos_token_id` of `generation_config.json`.
+- Some tokenizers normalise texts first (NFC in Qwen2) or put a space before each (Llama 2). Bytes are those that the
+  ids spell, after that.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+
+from genesis.errors import UserError
+from genesis.tokenizer.fast_form import CONFIG_NAME, FAST_NAME, SPECIAL_NAME
+from genesis.tokenizer.files import hash_files
+
+GENERATION_NAME: Final = "generation_config.json"
+TEMPLATE_NAME: Final = "chat_template.jinja"
+IDENTITY_NAMES: Final = (CONFIG_NAME, SPECIAL_NAME, TEMPLATE_NAME)
+"""Files that are part of the tokenizer's identity where they are there."""
+_NAMED: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SPACE_MARK: Final = "\u2581"
+_PROBE: Final = "Probe: 1234  two spaces\t\r\n \ufb01 \u0958e\u0301 \U0001f469\u200d\U0001f467 it's \u4f60\u597d\0 end "
+_NEVER_IN_TEXT: Final = frozenset((0xC0, 0xC1, *range(0xF5, 0x100)))
+"""Bytes that UTF-8 never has."""
+
+
+class HuggingFaceTokenizer:
+    """A `genesis.tokenizer.tokenizer.Tokenizer` of a `tokenizer.json` and the files beside it.
+
+    Args:
+        files: Their contents by name; all but `tokenizer.json` may be missing.
+
+    Raises:
+        UserError: A file cannot be read, or the bytes of its ids cannot be known.
+    """
+
+    kind: Final = "Hugging Face"
+    packages: Final = ("tokenizers",)
+
+    def __init__(self, files: Mapping[str, bytes]) -> None:
+        self.files = files
+        self.hash: str = hash_files({name: content for name, content in files.items() if name != GENERATION_NAME})
+        content = _read_json(files, FAST_NAME)
+        self._config = _read_config(files)
+        self._tokenizer = self._build(has_controls_in_text=False)
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
+        by_id = {token: piece for piece, token in vocabulary.items()}
+        self.pieces: tuple[str, ...] = tuple(by_id.get(token, f"<unused {token}>") for token in range(self.vocab_size))
+        added = self._tokenizer.get_added_tokens_decoder()
+        special = {token for token, one in added.items() if one.special}
+        self._controls = frozenset(special | (set(range(self.vocab_size)) - by_id.keys()))
+        spelling = _find_spelling(content)
+        self._bytes = [b"" if token in self._controls else spelling(piece) for token, piece in enumerate(self.pieces)]
+        self.token_num_bytes: NDArray[np.int32] = np.array([len(one) for one in self._bytes], np.int32)
+        self._is_partial = [not _is_utf8(one) for one in self._bytes]
+        single = {one[0] for one in self._bytes if len(one) == 1}
+        if missing := set(range(256)) - single - _NEVER_IN_TEXT:
+            raise UserError(f"it has no token for the byte 0x{min(missing):02X}, so that it would lose text; {_REMEDY}")
+        self._strips_space = self.decode_bytes(self.encode("a")) == b" a" and self._spell_text("a") == "a"
+        self.altered_characters: str = _SPACE_MARK if spelling(_SPACE_MARK) == b" " else ""
+        self.bos_id: int | None = self._find_bos()
+        self.eos_id: int | None = self._find_named("eos_token")
+        self.pad_id: int | None = self._find_named("pad_token")
+        self.stop_ids: frozenset[int] = _read_stop_ids(files) | (frozenset() if self.eos_id is None else {self.eos_id})
+        self.chat_template: str | None = _read_template(files, self._config)
+        self.is_lossless: bool = content.get("normalizer") is None and self.decode(self.encode(_PROBE)) == _PROBE
+        self._check()
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of `text`, without bos and eos."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str], num_threads: int = 1) -> list[NDArray[np.int32]]:
+        """Returns the ids of each text, without bos and eos; the number of threads does not change them."""
+        if num_threads == 1:  # the library's own threads are as many as there are processors
+            return [np.array(self.encode(text), np.int32) for text in texts]
+        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(one.ids, np.int32) for one in encoded]
+
+    def encode_with_controls(self, text: str) -> list[int]:
+        """Returns the ids of a text in which the spelling of a control symbol stands for that symbol."""
+        ids: list[int] = self._with_controls.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Returns the text of `ids`; control symbols give nothing, bytes that are no UTF-8 give U+FFFD.
+
+        The space that the tokenizer puts before a text is left out.
+        """
+        content = self.decode_bytes(ids)
+        return (content.removeprefix(b" ") if self._strips_space else content).decode("utf-8", errors="replace")
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """Returns the UTF-8 bytes of `ids`, which may begin or end within a character."""
+        return b"".join([self._bytes[token] for token in ids])
+
+    def spell(self, ids: Iterable[int], *, has_controls: bool) -> str:
+        """Returns the text of `ids` as transformers gives it."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=not has_controls)
+        return text
+
+    def is_control(self, token: int) -> bool:
+        """Whether the id stands for no text: a special token, or an id without a token."""
+        return token in self._controls
+
+    def is_byte(self, token: int) -> bool:
+        """Whether the id spells bytes that are no whole characters."""
+        return self._is_partial[token]
+
+    def huggingface_files(self, max_seq_len: int) -> Mapping[str, bytes]:
+        """Returns its own files: transformers opens them as they are."""
+        return self.files
+
+    @cached_property
+    def _with_controls(self) -> tokenizers.Tokenizer:
+        return self._build(has_controls_in_text=True)
+
+    def _build(self, *, has_controls_in_text: bool) -> tokenizers.Tokenizer:
+        try:
+            built = tokenizers.Tokenizer.from_str(self.files[FAST_NAME].decode())
+            built.add_tokens(list(_iterate_missing_tokens(self._config, built)))
+        except Exception as error:  # the library raises nothing more specific
+            raise UserError(f"{FAST_NAME} cannot be read ({' '.join(str(error).split())[:200]})") from None
+        built.no_truncation()
+        built.no_padding()
+        built.encode_special_tokens = not has_controls_in_text
+        return built
+
+    def _find_named(self, key: str) -> int | None:
+        piece = _read_piece(self._config.get(key))
+        token: int | None = None if piece is None else self._tokenizer.token_to_id(piece)
+        return token
+
+    def _find_bos(self) -> int | None:
+        """Returns the id that `tokenizer.json` puts before a text, whatever `add_bos_token` says, as in transformers.
+
+        Raises:
+            UserError: It puts more there than one id.
+        """
+        plain, framed = self.encode("a"), self._tokenizer.encode("a", add_special_tokens=True).ids
+        start = next(start for start in range(len(framed)) if framed[start : start + len(plain)] == plain)
+        if start > 1:
+            raise UserError(f"it puts {start} ids before a text, and a document begins with one at most")
+        return framed[0] if start else None
+
+    def _spell_text(self, text: str) -> str:
+        return self.spell(self.encode(text), has_controls=False)
+
+    def _check(self) -> None:
+        """Checks that ids spell what the library decodes, and that no text gives a control symbol.
+
+        Raises:
+            UserError: It is otherwise.
+        """
+        if self.decode(self.encode(_PROBE)) != self._spell_text(_PROBE):
+            raise UserError(f"its decoder does not join the bytes of its tokens; {_REMEDY}")
+        for token in sorted(self._controls):
+            if self._controls.intersection(self.encode(self.pieces[token])):
+                raise UserError(f"the text {self.pieces[token]!r} is encoded to a special token; {_REMEDY}")
+
+
+def _spell_bytes(piece: str) -> bytes:
+    """Returns what a piece over bytes stands for, each byte a character of GPT-2's map; other pieces are plain text."""
+    try:
+        return bytes([_BYTE_OF[character] for character in piece])
+    except KeyError:
+        return piece.encode()
+
+
+def _spell_characters(piece: str) -> bytes:
+    if len(piece) == len("<0x41>") and piece.startswith("<0x") and piece.endswith(">"):
+        return bytes([int(piece[3:-1], 16)])
+    return piece.encode()
+
+
+def _spell_marked_characters(piece: str) -> bytes:
+    return _spell_characters(piece).replace(_SPACE_MARK.encode(), b" ")
+
+
+def _find_spelling(content: Mapping[str, Any]) -> Callable[[str], bytes]:
+    """Returns the function from a piece to its bytes.
+
+    Raises:
+        UserError: There is none that is known to be right.
+    """
+    model = content.get("model") or {}
+    decoders = {one.get("type"): one for one in _iterate_steps(content.get("decoder"), "decoders")}
+    kind = model.get("type", "BPE" if "merges" in model else None)
+    if kind != "BPE":
+        raise UserError(f"its model is {kind}; {_REMEDY}")
+    for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(key):
+            raise UserError(f"its {key} is {model[key]!r}; {_REMEDY}")
+    if "ByteLevel" in decoders:
+        return _spell_bytes
+    if model.get("byte_fallback") and "ByteFallback" in decoders:
+        is_marked = "Metaspace" in decoders or _SPACE_MARK in str(decoders.get("Replace"))
+        return _spell_marked_characters if is_marked else _spell_characters
+    raise UserError(f"its decoder is {', '.join(map(str, decoders)) or None}; {_REMEDY}")
+
+
+def _iterate_steps(content: Any, key: str) -> Iterator[Mapping[str, Any]]:
+    if isinstance(content, dict):
+        if content.get("type") == "Sequence":
+            for one in content.get(key, ()):
+                yield from _iterate_steps(one, key)
+        else:
+            yield content
+
+
+def _map_bytes() -> dict[str, int]:
+    """Returns GPT-2's map from characters to bytes: printable ones stand for themselves, others follow from U+0100."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    shifted = {chr(0x100 + index): byte for index, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | shifted
+
+
+_BYTE_OF: Final = _map_bytes()
+_REMEDY: Final = "only byte-pair encoding whose tokens spell bytes can be read"
+
+
+def _read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    try:
+        content = json.loads(files.get(name, b"{}"))
+    except ValueError as error:
+        raise UserError(f"{name} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{name} holds no JSON object")
+    return content
+
+
+def _read_config(files: Mapping[str, bytes]) -> dict[str, Any]:
+    """Returns `tokenizer_config.json`; transformers reads the other file only where it lists no added tokens."""
+    config = _read_json(files, CONFIG_NAME)
+    return config if "added_tokens_decoder" in config else {**config, **_read_json(files, SPECIAL_NAME)}
+
+
+def _read_piece(value: Any) -> str | None:
+    content = value.get("content") if isinstance(value, dict) else value
+    return content if isinstance(content, str) else None
+
+
+def _iterate_missing_tokens(config: Mapping[str, Any], built: tokenizers.Tokenizer) -> Iterator[tokenizers.AddedToken]:
+    """Yields what `tokenizer_config.json` adds to `tokenizer.json`, in the order of transformers."""
+    held = {_describe(one) for one in built.get_added_tokens_decoder().values()}
+    known = {one.content for one in built.get_added_tokens_decoder().values()}
+    names = {piece for key in _NAMED if (piece := _read_piece(config.get(key))) is not None}
+    listed: dict[str, dict[str, Any]] = config.get("added_tokens_decoder") or {}
+    for _, fields in sorted(listed.items(), key=lambda item: int(item[0])):
+        added = tokenizers.AddedToken(**{key: value for key, value in fields.items() if key != "__type"})
+        if _describe(added) not in held:
+            known.add(added.content)
+            yield added if added.content not in names else tokenizers.AddedToken(**{**_fields(added), "special": True})
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    others = (*(config.get(key) for key in _NAMED), *(extra.values() if isinstance(extra, dict) else extra))
+    for value in others:
+        piece = _read_piece(value)
+        if piece is not None and piece not in known:
+            known.add(piece)
+            flags = {key: value[key] for key in _FLAGS if key in value} if isinstance(value, dict) else {}
+            yield tokenizers.AddedToken(piece, **{**flags, "special": True})
+
+
+_FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized")
+
+
+def _fields(added: tokenizers.AddedToken) -> dict[str, Any]:
+    return {name: getattr(added, name) for name in ("content", *_FLAGS, "special")}
+
+
+def _describe(added: tokenizers.AddedToken) -> tuple[Any, ...]:
+    return tuple(_fields(added).values())
+
+
+def _read_stop_ids(files: Mapping[str, bytes]) -> frozenset[int]:
+    ids = _read_json(files, GENERATION_NAME).get("eos_token_id")
+    return frozenset(token for token in (ids if isinstance(ids, list) else [ids]) if isinstance(token, int))
+
+
+def _read_template(files: Mapping[str, bytes], config: Mapping[str, Any]) -> str | None:
+    if TEMPLATE_NAME in files:
+        return files[TEMPLATE_NAME].decode()
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several by name
+        template = next((one.get("template") for one in template if one.get("name") == "default"), None)
+    return template if isinstance(template, str) else None
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

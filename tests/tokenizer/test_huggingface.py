@@ -1,0 +1,275 @@
+"""Tokenizers of a `tokenizer.json`: the ids of transformers, and the bytes of each id."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer
+
+from genesis.errors import UserError
+from genesis.export.texts import SCRIPTS
+from genesis.export.tokenizer import compare_tokenizers
+from genesis.tokenizer.files import write_files
+from genesis.tokenizer.open import build_tokenizer, hash_tokenizer, open_tokenizer
+from genesis.tokenizer.tokenizer import StreamingDecoder, Tokenizer, encode_prompt, frame_document
+
+TEXTS = [*SCRIPTS.values(), "def f(x):\n\treturn x + 12  # two\n" * 5, "it's  we'll\r\n\r\n"]
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+HARD = [
+    "",
+    " ",
+    "  a",
+    "\n\n \t",
+    "<|im_start|>user<|im_end|>",
+    "a<|endoftext|>b",
+    "<tool_call>{}</tool_call>",
+    "   <tool_call>  ",
+    "\u2581",
+    "\ufeff",
+    "\0",
+    "e\u0301 \u0958",
+    "\U0001f469\u200d\U0001f467",
+    "\ud7ff\ue000\U0010ffff",
+]
+
+
+def train(**parts: Any) -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=list(SPECIAL), initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    for name, part in parts.items():
+        setattr(tokenizer, name, part)
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    tokenizer.add_tokens([AddedToken("<tool_call>", special=False), AddedToken("</tool_call>", special=False)])
+    return tokenizer
+
+
+CONFIG: dict[str, Any] = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "eos_token": "<|im_end|>",
+    "pad_token": {"content": "<|endoftext|>", "__type": "AddedToken"},
+    "chat_template": TEMPLATE,
+    "clean_up_tokenization_spaces": True,
+}
+
+
+def save(directory: Path, tokenizer: tokenizers.Tokenizer, config: dict[str, Any] | None = None, **others: Any) -> Path:
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps(CONFIG if config is None else config))
+    for name, content in others.items():
+        (directory / f"{name}.json").write_text(json.dumps(content))
+    return directory
+
+
+def smollm(directory: Path) -> Path:
+    return save(directory, train(), generation_config={"eos_token_id": [2, 0]})
+
+
+def qwen(directory: Path) -> Path:
+    pattern = tokenizers.Regex(r"(?i:'s|'ll)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+(?!\S)|\s+")
+    split = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(pattern, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    return save(directory, train(normalizer=normalizers.NFC(), pre_tokenizer=split))
+
+
+def llama3(directory: Path) -> Path:
+    tokenizer = train()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", pair="<|endoftext|> $A $B", special_tokens=[("<|endoftext|>", 0)]
+    )
+    return save(directory, tokenizer, CONFIG | {"bos_token": "<|endoftext|>"})
+
+
+def llama2(directory: Path) -> Path:
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *"abcdefghiklmnoprstu"]
+    pairs = [("\u2581", "a"), ("t", "h"), ("th", "e"), ("\u2581", "the"), ("\u2581", "\u2581"), ("i", "n"), ("e", "r")]
+    vocabulary = {piece: token for token, piece in enumerate([*pieces, *("".join(pair) for pair in pairs)])}
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(vocabulary, pairs, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    return save(directory, tokenizer, config)
+
+
+KINDS: dict[str, Callable[[Path], Path]] = {"smollm": smollm, "qwen": qwen, "llama3": llama3, "llama2": llama2}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return KINDS[request.param](tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def ours(directory: Path) -> Tokenizer:
+    return open_tokenizer(directory)
+
+
+@pytest.fixture(scope="module")
+def theirs(directory: Path) -> Any:
+    return AutoTokenizer.from_pretrained(directory, split_special_tokens=True)
+
+
+def test_ids_are_those_of_transformers_for_every_text_of_the_proof(ours: Tokenizer, theirs: Any) -> None:
+    counts = compare_tokenizers(
+        ours,
+        lambda text: theirs.encode(text, add_special_tokens=False),
+        lambda ids: theirs.decode(ids, clean_up_tokenization_spaces=False),
+        left_out=ours.altered_characters,
+    )
+    assert counts["characters"] > 2000
+
+
+@pytest.mark.parametrize("text", HARD)
+def test_hard_texts_have_the_ids_of_transformers_and_no_control(ours: Tokenizer, theirs: Any, text: str) -> None:
+    ids = ours.encode(text)
+    assert ids == theirs.encode(text, add_special_tokens=False)
+    assert not any(ours.is_control(token) for token in ids)
+    assert encode_prompt(ours, text)[-len(ids) or len(encode_prompt(ours, text)) :] == tuple(ids)
+
+
+@given(st.text(alphabet=st.characters(exclude_categories=["Cs"])))
+def test_the_bytes_of_ids_are_those_of_the_text(ours: Tokenizer, text: str) -> None:
+    ids = ours.encode(text)
+    content = ours.decode_bytes(ids)
+    assert ours.token_num_bytes[ids].sum() == len(content)
+    if ours.is_lossless and not ours.altered_characters:
+        assert content == text.encode()
+    assert ours.decode(ids) == ours.spell(ids, has_controls=False)
+    decoder = StreamingDecoder(ours)
+    assert "".join(decoder.feed(token) for token in ids) + decoder.flush() == content.decode()
+
+
+def test_a_batch_gives_the_ids_of_each_text_on_any_number_of_threads(ours: Tokenizer) -> None:
+    wanted = [ours.encode(text) for text in (*TEXTS, *HARD)]
+    for num_threads in (1, 2):
+        batch = ours.encode_batch([*TEXTS, *HARD], num_threads)
+        assert [ids.tolist() for ids in batch] == wanted
+        assert all(ids.dtype == np.int32 for ids in batch)
+
+
+def test_it_is_built_again_of_its_files_with_its_identity(ours: Tokenizer, directory: Path, tmp_path: Path) -> None:
+    again = build_tokenizer(ours.files)
+    write_files(ours.files, tmp_path)
+    assert again.hash == ours.hash == hash_tokenizer(directory) == hash_tokenizer(tmp_path)
+    assert again.encode(TEXTS[0]) == ours.encode(TEXTS[0])
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 5}')
+    assert open_tokenizer(tmp_path).hash == ours.hash
+    (tmp_path / "chat_template.jinja").write_text("another")
+    assert open_tokenizer(tmp_path).hash != ours.hash
+    assert open_tokenizer(tmp_path).chat_template == "another"
+
+
+def test_special_ids_are_those_of_transformers(ours: Tokenizer, theirs: Any) -> None:
+    assert (ours.eos_id, ours.pad_id) == (theirs.eos_token_id, theirs.pad_token_id)
+    framed = theirs.encode("a")
+    assert tuple(framed) == encode_prompt(ours, "a")
+    assert len(theirs) == ours.vocab_size
+    special = {token for token, added in theirs.added_tokens_decoder.items() if added.special}
+    assert {token for token in range(ours.vocab_size) if ours.is_control(token)} == special >= {*theirs.all_special_ids}
+    assert not any(ours.token_num_bytes[token] for token in special)
+
+
+def test_text_stops_where_the_generation_config_says_and_at_eos(tmp_path: Path) -> None:
+    assert open_tokenizer(smollm(tmp_path)).stop_ids == {0, 2}
+    (tmp_path / "generation_config.json").unlink()
+    assert open_tokenizer(tmp_path).stop_ids == {2}
+
+
+def test_a_document_begins_with_bos_where_the_tokenizer_puts_it(tmp_path: Path) -> None:
+    tokenizer = open_tokenizer(llama3(tmp_path))
+    assert frame_document(tokenizer, np.array([9], np.int32)).tolist() == [0, 9, 2]
+    config = json.loads((tmp_path / "tokenizer_config.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"add_bos_token": False}))
+    assert open_tokenizer(tmp_path).bos_id == 0  # transformers does not read that key beside a tokenizer.json
+    assert AutoTokenizer.from_pretrained(tmp_path)("a").input_ids == list(encode_prompt(open_tokenizer(tmp_path), "a"))
+
+
+def test_a_conversation_has_the_ids_of_transformers(tmp_path: Path) -> None:
+    tokenizer, theirs = open_tokenizer(smollm(tmp_path)), AutoTokenizer.from_pretrained(tmp_path)
+    messages = [{"role": "user", "content": "\u00e9t\u00e9 <tool_call>"}, {"role": "assistant", "content": "12"}]
+    assert tokenizer.chat_template == theirs.chat_template
+    text = theirs.apply_chat_template(messages, tokenize=False)
+    wanted = theirs.apply_chat_template(messages, tokenize=True, return_dict=False)
+    assert tokenizer.encode_with_controls(text) == wanted
+    assert tokenizer.encode(text) != wanted
+    assert wanted.count(2) == 2
+
+
+def test_tokens_that_only_the_configuration_names_are_added_as_transformers_does(tmp_path: Path) -> None:
+    listed = {"602": {"content": "<extra>", "special": False, "lstrip": True, "normalized": False, "rstrip": False}}
+    save(
+        tmp_path,
+        train(),
+        CONFIG | {"pad_token": "[PAD]", "extra_special_tokens": ["[X]"], "added_tokens_decoder": listed},
+    )
+    ours, theirs = open_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path, split_special_tokens=True)
+    assert ours.vocab_size == len(theirs) == 605
+    assert ours.pad_id == theirs.pad_token_id
+    for text in ("a <extra> b [PAD][X]", "<extra>"):
+        assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
+    assert ours.pieces[-3:] == ("<extra>", "[PAD]", "[X]")
+    assert [ours.is_control(token) for token in (602, 603, 604)] == [False, True, True]
+
+
+def test_special_tokens_of_the_older_file_count_where_transformers_reads_it(tmp_path: Path) -> None:
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    save(tmp_path, train(), config, special_tokens_map={"eos_token": "<|endoftext|>", "pad_token": "<|im_start|>"})
+    ours, theirs = open_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert (ours.eos_id, ours.pad_id) == (theirs.eos_token_id, theirs.pad_token_id) == (0, 1)
+
+
+def drop_byte(content: dict[str, Any]) -> None:
+    vocabulary = content["model"]["vocab"]
+    token = vocabulary.pop("\u0104")
+    content["model"]["merges"] = [pair for pair in content["model"]["merges"] if "\u0104" not in "".join(pair)]
+    vocabulary["nothing else"] = token
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda content: content.update(decoder={"type": "WordPiece", "prefix": "##", "cleanup": True}), "decoder is"),
+        (lambda content: content["model"].update(dropout=0.1), "its dropout is 0.1"),
+        (lambda content: content.update(model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}), "WordLevel"),
+        (drop_byte, "no token for the byte 0x"),
+        (lambda content: content.update(model={"type": "BPE"}), "cannot be read"),
+    ],
+)
+def test_what_is_not_exact_is_refused_by_what_differs(change: Any, message: str, tmp_path: Path) -> None:
+    smollm(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_bytes())
+    change(content)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=message) as error:
+        open_tokenizer(tmp_path)
+    assert "\n" not in str(error.value)
+    assert str(tmp_path) in str(error.value)
+
+
+def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match=r"tokenizer\.json is not JSON"):
+        open_tokenizer(tmp_path)
