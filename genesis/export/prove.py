@@ -126,6 +126,7 @@ def _compare_tokenizers(directory: Path, ours: Tokenizer, is_import: bool) -> di
         lambda text: fast.encode(text, add_special_tokens=False),
         lambda ids: fast.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False),
         left_out=left_out,
+        **({"remedy": "import the weights alone by --no_tokenizer"} if is_import else {}),
     )
     without = "".join(f", without U+{ord(character):04X}" for character in left_out)
     compared = f"ids and decoded text{without}"

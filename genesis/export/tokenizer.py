@@ -17,6 +17,7 @@ _SPACE_MARK: Final = "\u2581"
 """Many tokenizers replace spaces by it in their pieces, so that a text which contains it is a hard case."""
 _CHARACTERS_AT_ONCE = 64
 _NUM_PIECE_TEXTS = 2000
+_REMEDY: Final = "use one of `genesis tokenizer train`, or --format safetensors"
 _PIECES_IN_TEXT = 12
 _RUN_LENGTHS = (*range(2, 40), 100, 257)
 
@@ -46,6 +47,7 @@ def compare_tokenizers(
     decode: Callable[[list[int]], str],
     *,
     left_out: str = "",
+    remedy: str = _REMEDY,
 ) -> dict[str, int]:
     """Compares ids and decoded text for all test texts, and returns the number of texts of each kind.
 
@@ -54,6 +56,7 @@ def compare_tokenizers(
         encode: The other tokenizer's encoding, without bos and eos.
         decode: The other tokenizer's decoding.
         left_out: Characters that are left out of the texts, because the other tokenizer changes them.
+        remedy: What the user can do about a difference.
 
     Raises:
         UserError: A text is encoded or decoded differently; the message quotes it.
@@ -67,7 +70,7 @@ def compare_tokenizers(
             if ours != theirs:
                 raise UserError(
                     f"the tokenizer has no exact fast form: {text[:40]!r} ({kind}) is {_shorten(ours)} here and "
-                    f"{_shorten(theirs)} there; use one of `genesis tokenizer train`, or --format safetensors"
+                    f"{_shorten(theirs)} there; {remedy}"
                 )
             if decode(theirs) != (text if tokenizer.is_lossless else tokenizer.decode(ours)):
                 raise UserError(

@@ -49,7 +49,9 @@ def describe_fast_tokenizer(vocabulary: Vocabulary, max_seq_len: int) -> dict[st
         UserError: There is no exact one: two pieces are spelled alike.
     """
     config = _describe_config(vocabulary, max_seq_len)
-    names = {key: config[key] for key in ("bos_token", "eos_token", "pad_token", "unk_token") if key in config}
+    names: dict[str, Any] = {
+        key: config[key] for key in ("bos_token", "eos_token", "pad_token", "unk_token") if key in config
+    }
     # The library writes no newline at the end of its file, and people's editors find one in the others.
     return {
         FAST_NAME: _to_json(_describe_tokenizer(vocabulary)),

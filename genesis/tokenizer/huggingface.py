@@ -8,8 +8,8 @@ text (GPT-2, Llama 3, Qwen, SmolLM, OLMo) and over characters with bytes for tho
 - bos, eos and pad are those of `tokenizer_config.json` and `special_tokens_map.json`, in the order of transformers. A
   document begins with bos only where the tokenizer itself puts it before a text. Generated text stops at eos and at the
   `eos_token_id` of `generation_config.json`.
-- Some tokenizers normalise texts first (NFC in Qwen2) or put a space before each (Llama 2). Bytes are those that the
-  ids spell, after that.
+- Some tokenizers normalise texts first (NFC in Qwen2), put a space before each (Llama 2), or leave a byte out that they
+  have no token for (SmolLM2). Bytes are those that the ids spell, after that.
 """
 
 import json
@@ -34,6 +34,10 @@ _SPACE_MARK: Final = "\u2581"
 _PROBE: Final = "Probe: 1234  two spaces\t\r\n \ufb01 \u0958e\u0301 \U0001f469\u200d\U0001f467 it's \u4f60\u597d\0 end "
 _NEVER_IN_TEXT: Final = frozenset((0xC0, 0xC1, *range(0xF5, 0x100)))
 """Bytes that UTF-8 never has."""
+_BEYOND_ASCII: Final = "".join(
+    map(chr, (*range(0x80, 0x800), *range(0x800, 0xD800, 0x400), *range(0xE000, 0x110000, 0x1000)))
+)
+"""Text with every byte above 0x7F that UTF-8 has."""
 
 
 class HuggingFaceTokenizer:
@@ -67,8 +71,7 @@ class HuggingFaceTokenizer:
         self.token_num_bytes: NDArray[np.int32] = np.array([len(one) for one in self._bytes], np.int32)
         self._is_partial = [not _is_utf8(one) for one in self._bytes]
         single = {one[0] for one in self._bytes if len(one) == 1}
-        if missing := set(range(256)) - single - _NEVER_IN_TEXT:
-            raise UserError(f"it has no token for the byte 0x{min(missing):02X}, so that it would lose text; {_REMEDY}")
+        self._missing = sorted(set(range(256)) - single - _NEVER_IN_TEXT)
         self._strips_space = self.decode_bytes(self.encode("a")) == b" a" and self._spell_text("a") == "a"
         self.altered_characters: str = _SPACE_MARK if spelling(_SPACE_MARK) == b" " else ""
         self.bos_id: int | None = self._find_bos()
@@ -76,7 +79,8 @@ class HuggingFaceTokenizer:
         self.pad_id: int | None = self._find_named("pad_token")
         self.stop_ids: frozenset[int] = _read_stop_ids(files) | (frozenset() if self.eos_id is None else {self.eos_id})
         self.chat_template: str | None = _read_template(files, self._config)
-        self.is_lossless: bool = content.get("normalizer") is None and self.decode(self.encode(_PROBE)) == _PROBE
+        is_plain = content.get("normalizer") is None and not self._missing
+        self.is_lossless: bool = is_plain and self.decode(self.encode(_PROBE)) == _PROBE
         self._check()
 
     def encode(self, text: str) -> list[int]:
@@ -168,9 +172,10 @@ class HuggingFaceTokenizer:
         """
         if self.decode(self.encode(_PROBE)) != self._spell_text(_PROBE):
             raise UserError(f"its decoder does not join the bytes of its tokens; {_REMEDY}")
-        for token in sorted(self._controls):
-            if self._controls.intersection(self.encode(self.pieces[token])):
-                raise UserError(f"the text {self.pieces[token]!r} is encoded to a special token; {_REMEDY}")
+        unknown = {chr(byte) if byte < 0x80 else _BEYOND_ASCII for byte in self._missing}
+        for text in (*(self.pieces[token] for token in sorted(self._controls)), *unknown):
+            if self._controls.intersection(self.encode(text)):
+                raise UserError(f"the text {text[:40]!r} is encoded to a special token; {_REMEDY}")
 
 
 def _spell_bytes(piece: str) -> bytes:

@@ -232,7 +232,7 @@ def _has_dummy_prefix(processor: sentencepiece.SentencePieceProcessor) -> bool:
 
 
 def _drop_dummy_prefix(model: bytes) -> bytes:
-    content = sentencepiece_model_pb2.ModelProto()
+    content = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # made when it is imported
     content.ParseFromString(model)
     content.normalizer_spec.add_dummy_prefix = False
     return bytes(content.SerializeToString())
