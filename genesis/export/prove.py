@@ -118,7 +118,8 @@ def _compare_tokenizers(directory: Path, ours: Tokenizer, is_import: bool) -> di
     fast: Any = AutoTokenizer.from_pretrained(directory, **({"split_special_tokens": True} if is_of_others else {}))
     bos = [] if ours.bos_id is None else [ours.bos_id]
     framed, plain = fast.encode("a"), fast.encode("a", add_special_tokens=False)
-    if framed[: len(bos) + len(plain)] != bos + plain:
+    # What transformers puts before a text that it has no tokenizer.json for, differs between its versions.
+    if (directory / FAST_NAME).exists() and framed[: len(bos) + len(plain)] != bos + plain:
         raise UserError(f"the text 'a' is {bos + plain} here, with bos, and {framed} in transformers")
     left_out = ours.altered_characters if is_of_others else ""
     counts = compare_tokenizers(
