@@ -167,7 +167,7 @@ def test_a_model_that_changes_text_is_refused(tmp_path):
         pad_id=3,
         minloglevel=3,
     )
-    with pytest.raises(UserError, match="does not give text back as it was"):
+    with pytest.raises(UserError, match="decoding does not return the encoded text"):
         open_tokenizer(tmp_path)
 
 
