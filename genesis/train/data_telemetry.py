@@ -3,8 +3,8 @@
     logged                     unit and meaning
     data/tokens_per_second     what the data could give: valid tokens over the time spent on making their windows; of a
                                stream, tokens over the time that its workers spent on them, times their number
-    data/headroom              that over the tokens per second that this rank trained; below 1 training waits
-    data/wait_ms               that training waited for a window, mean over the steps
+    data/headroom              data/tokens_per_second over the tokens per second trained; below 1 training waits
+    data/wait_ms               milliseconds that a step waited for its window, mean over the steps
     data/wait_share            of the time, a fraction 0..1
     data/host_to_device_ms     of copying a window to the GPU, mean (CUDA only)
     data/packer_fill           valid labels over places for them, a fraction 0..1

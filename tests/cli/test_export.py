@@ -159,7 +159,8 @@ def test_a_disk_without_room_is_told_and_nothing_is_left(imported: Path, tmp_pat
     command = f'{mount} && "$0" "$@"; status=$?; ls -A {tmp_path}; exit $status'
     export = [sys.executable, "-m", "genesis", "export", str(imported), str(tmp_path / "out")]
     done = subprocess.run([*unshare, command, *export], capture_output=True, text=True, timeout=300, check=False)
-    check_is_one_line(Outcome(done.returncode, done.stdout, done.stderr), f"{tmp_path} has 1,048,576 left: make room")
+    outcome = Outcome(done.returncode, done.stdout, done.stderr)
+    check_is_one_line(outcome, f"{tmp_path} has 1,048,576 free: free space, or choose another disk")
     assert done.stdout == ""
 
 
