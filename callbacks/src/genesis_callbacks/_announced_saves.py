@@ -1,4 +1,4 @@
-"""Which checkpoints the callbacks of a Trainer say that they have saved."""
+"""Lists the checkpoints that a Trainer's callbacks report as saved."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +20,7 @@ def find_savers(trainer: Trainer) -> Iterator[AsyncProcessCheckpoint | ModelChec
 
 
 def find_event_log(trainer: Trainer, path: Path) -> EventLog | None:
-    """Returns what takes the events of the run that a checkpoint lies in; None for one that other code saved."""
+    """Returns the event log of the run that holds a checkpoint; None for a checkpoint that other code saved."""
     for saver in find_savers(trainer):
         if isinstance(saver, AsyncProcessCheckpoint) and saver.directory == path.parent:
             return saver.events
@@ -28,7 +28,7 @@ def find_event_log(trainer: Trainer, path: Path) -> EventLog | None:
 
 
 def find_newest(trainer: Trainer) -> tuple[Any, ...]:
-    """Returns what changes when one of the callbacks has saved, in no time."""
+    """Returns values that change when one of the callbacks has saved. It reads no disk, so it may run every batch."""
     return tuple(
         saver.last_saved
         if isinstance(saver, AsyncProcessCheckpoint)
@@ -38,12 +38,13 @@ def find_newest(trainer: Trainer) -> tuple[Any, ...]:
 
 
 def find_announced(trainer: Trainer) -> Iterator[SavedCheckpoint]:
-    """Yields what the Trainer's callbacks say that they have saved, on this machine's disks."""
+    """Yields the checkpoints that the Trainer's callbacks report as saved, on this machine's disks."""
     for saver in find_savers(trainer):
         if isinstance(saver, AsyncProcessCheckpoint):
             for path in saver.recent_saves:
                 yield SavedCheckpoint(path, "all" if saver.save_optimizer else "weights")
             continue
         for name in dict.fromkeys((saver.best_model_path, saver.last_model_path, *saver.best_k_models)):
+            # ModelCheckpoint has "" where it saved nothing; a URL names an object store, which is not verified.
             if name and "://" not in name:
                 yield SavedCheckpoint(Path(name), "weights" if saver.save_weights_only else "all")

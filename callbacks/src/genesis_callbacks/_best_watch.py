@@ -1,4 +1,4 @@
-"""Follows a monitored metric from validation to validation: which steps are the best, and what is marked as such."""
+"""Follows a monitored metric from validation to validation: decides which steps are the best, and marks them."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,9 +10,9 @@ from .checkpoint.manifest import step_of
 
 
 class BestWatch:
-    """Knows the best steps so far, and those that they displaced for as long as it is open whether they get saved.
+    """Keeps the best steps so far. A step that they displaced stays known until the save of the new step has ended.
 
-    It does not communicate: rank 0 decides, and its caller informs the others.
+    It does not communicate: rank 0 decides, and its caller broadcasts the decision.
 
     Args:
         monitor: Key of a metric that validation logs.
@@ -42,7 +42,7 @@ class BestWatch:
         return float(metrics[self._monitor])
 
     def is_among_best(self, step: int, value: float) -> bool:
-        """Says whether `value`, measured at `step`, makes it one of the best; on a tie the one before stays."""
+        """Returns whether `value`, measured at `step`, is one of the best; on a tie the earlier step stays."""
         measured = Measured(step, value)
         return measured not in self.best and measured in rank((*self.best, measured), self._mode)[: self._count]
 
@@ -52,18 +52,20 @@ class BestWatch:
         self._open |= {step}
 
     def drop(self, step: int) -> None:
-        """Notes that `step` did not become a checkpoint: what it displaced is back."""
+        """Notes that `step` did not become a checkpoint: the step that it displaced is one of the best again."""
+        # A step that is not open was never taken, or its save has ended already: nothing was displaced for it.
         if step in self._open:
             self._ranked = tuple(one for one in self._ranked if one.step != step)
             self._close(step)
 
     def keep(self, step: int) -> bool:
-        """Notes that `step` became a checkpoint, and says whether it is to be marked."""
+        """Notes that `step` became a checkpoint, and returns whether the checkpoint is to be marked."""
         self._close(step)
         return any(one.step == step for one in self.best)
 
     def _close(self, step: int) -> None:
         self._open -= {step}
+        # While another save is open, a displaced step may still come back, so the list is cut only after the last one.
         if not self._open:
             self._ranked = self.best
 
@@ -79,11 +81,11 @@ class BestWatch:
         return mark_best(directory, rank(measured, self._mode), self._monitor, self._mode, count=self._count)
 
     def agree_with(self, directory: Path) -> None:
-        """Makes the marks and this one say the same, when a run begins or goes on. Rank 0 calls it.
+        """Merges the marks on the disk with this state, when a run begins or continues. Rank 0 calls it.
 
-        What lies in the directory is all of the run's past by now. A mark in it may be newer than what was restored,
-        since a step is saved before it is validated; what was restored may be newer than the marks, after a kill. A
-        step whose checkpoint is gone is forgotten.
+        By now the directory holds only checkpoints of this run's past. The marks may be newer than the restored state,
+        because a step is saved before it is validated. After a kill, the restored state may be newer than the marks.
+        A step whose checkpoint was removed is forgotten.
         """
         found = read_best(directory)
         known = list(self._ranked)
@@ -104,7 +106,8 @@ class BestWatch:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes what `state_dict` returned, if it is of the same metric; what knows only one best has no others."""
+        """Takes what `state_dict` returned, if the metric is the same. Older states hold the best step alone."""
+        # Values of another metric, or of the other direction, cannot be compared: the run begins without a best step.
         if (state["monitor"], state["mode"]) != (self._monitor, self._mode):
             return
         first = [] if state["step"] is None else [Measured(state["step"], state["value"])]

@@ -1,4 +1,4 @@
-"""The end of the last accumulation window, and whether the live state is still the one of that moment."""
+"""The end of the last accumulation window, and whether the live state is still the state of that moment."""
 
 from typing import Any
 
@@ -28,5 +28,7 @@ class Boundary:
         return self._count_writes() == self._writes
 
     def _count_writes(self) -> list[tuple[int, int]]:
+        # Torch's version counters are read on the host, so a look costs no wait for the device and works after the
+        # device has failed. The identity is compared, too: a replaced tensor begins to count at 0.
         tensors = [*self._module.parameters(), *self._module.buffers()]
         return list(zip(map(id, tensors), write_counts(tensors), strict=True))

@@ -11,9 +11,11 @@ from ._compat import read_ddp_options
 
 
 def describe_bucket_order(strategy: Strategy, world_size: int) -> str | None:
-    """Returns what people should know before they compare a resumed run with one that was never killed, or None."""
+    """Returns a notice for people who compare a resumed run with one that was never killed; None if both are equal."""
+    # A sum of two values does not depend on their order; a sum of three floats does.
     if world_size <= 2 or not isinstance(strategy, DDPStrategy):
         return None
+    # DDP never rebuilds its buckets with this option, because a parameter may be unused in the next step.
     if read_ddp_options(strategy).get("find_unused_parameters"):
         return None
     return (

@@ -13,12 +13,12 @@ Holding = Literal["all", "weights"]
 Fingerprint = tuple[tuple[str, int, int, int], ...]
 
 PATIENCE_SECONDS = 60.0
-"""How long a checkpoint that was announced may take to appear, and one that grows to end at the fit's end."""
+"""How long an announced checkpoint may take to appear, and how long a growing one may take after the fit's end."""
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint to be looked at, and what it is meant to hold; None goes by its format."""
+    """A checkpoint to be verified, and what it is meant to hold; with None its format decides."""
 
     path: Path
     holding: Holding | None
@@ -29,7 +29,7 @@ Found = tuple[SavedCheckpoint, str | None]
 
 
 def take_fingerprint(path: Path) -> Fingerprint | None:
-    """Returns what changes when a file, or one in a directory, is written; None where nothing is to be seen."""
+    """Returns values that change when a file, or one in a directory, is written; None if the path does not exist."""
     try:
         files = sorted(path.iterdir()) if path.is_dir() else [path]
         stats = [(file.name, file.stat()) for file in files]
@@ -42,17 +42,17 @@ def _looks_like_checkpoint(path: Path) -> bool:
     try:
         return find_format(path) is not None
     except OSError:
-        return False  # it has just gone
+        return False  # retention may remove a checkpoint between the listing and this look
 
 
 class CheckpointWatch:
-    """Finds checkpoints that are new: those that callbacks announce, and those that appear in a directory.
+    """Finds new checkpoints: those that callbacks announce, and those that appear in a directory.
 
     Args:
-        directory: Where others write; None for nowhere.
-        holding: What they write there.
-        poll_seconds: How often the disk is looked at when nobody announced anything; what lies in `directory` is
-            complete when it did not change for so long.
+        directory: Where other code writes checkpoints; None for no such directory.
+        holding: What that code writes there.
+        poll_seconds: How often the disk is read when no callback announced a checkpoint. A checkpoint in `directory`
+            counts as complete when it did not change for so long.
     """
 
     def __init__(self, directory: Path | None, holding: Holding | None, poll_seconds: float) -> None:
@@ -65,14 +65,14 @@ class CheckpointWatch:
             self._known[path] = take_fingerprint(path)
 
     def ignore_present(self, announced: Sequence[SavedCheckpoint]) -> None:
-        """Takes what was announced before training began as known: an earlier run saved it."""
+        """Marks checkpoints that were announced before training began as known: an earlier run saved them."""
         for path in {path for saved in announced for path in (saved.path, saved.path.resolve())}:
             self._known[path] = take_fingerprint(path)
 
     def find_new(self, announced: Sequence[SavedCheckpoint], *, is_last: bool) -> Iterator[Found]:
-        """Yields what has been saved since the last call, each with what is wrong already.
+        """Yields the checkpoints that were saved since the last call, each with a problem that is known already.
 
-        Looks at the disk when something new is announced, and otherwise every `poll_seconds`.
+        It reads the disk when a new checkpoint is announced, and otherwise every `poll_seconds`.
         """
         is_due = is_last or self.is_due
         now_seconds = time.monotonic()
@@ -81,6 +81,7 @@ class CheckpointWatch:
         for saved in dict.fromkeys(announced):
             if is_due or saved.path not in self._known:
                 yield from self._look_at(saved, now_seconds)
+        # `announced` holds only the newest few of a callback; an awaited one may have left that list meanwhile.
         for saved in list(self._awaited):
             if is_due and saved not in announced:
                 yield from self._look_at(saved, now_seconds)
@@ -95,11 +96,14 @@ class CheckpointWatch:
             if fingerprint != self._known.get(saved.path):
                 self._known[saved.path] = fingerprint
                 yield from self._resolve(saved)
-        elif saved.path not in self._known:  # one that was there and is gone was removed
+        elif saved.path not in self._known:  # a known checkpoint that is gone was removed by retention
             self._awaited.setdefault(saved, now_seconds)
 
     def _give_up(self, announced: Sequence[SavedCheckpoint], now_seconds: float, *, is_last: bool) -> Iterator[Found]:
-        """Yields what should have appeared by now; what nobody speaks of any more was removed before it was seen."""
+        """Yields checkpoints that should have appeared by now.
+
+        A checkpoint that is no longer announced was removed before it was seen, which is no problem.
+        """
         for saved, since_seconds in list(self._awaited.items()):
             if is_last or now_seconds - since_seconds > PATIENCE_SECONDS:
                 del self._awaited[saved]
@@ -108,8 +112,8 @@ class CheckpointWatch:
                     yield saved, "was announced as saved and is not there"
 
     def _resolve(self, saved: SavedCheckpoint) -> Iterator[Found]:
-        """Yields it, unless it is a link to what is known already."""
-        path = saved.path.resolve()
+        """Yields the checkpoint, unless it is a link to a known one."""
+        path = saved.path.resolve()  # ModelCheckpoint's save_last="link" makes such links
         if path == saved.path:
             yield saved, None
         elif (real := take_fingerprint(path)) != self._known.get(path):
@@ -123,6 +127,7 @@ class CheckpointWatch:
         return [path for path in paths if not is_staging_name(path.name) and _looks_like_checkpoint(path)]
 
     def _find_settled(self, now_seconds: float) -> Iterator[Found]:
+        # Foreign code announces nothing, and many formats write in place: only a pause shows that a save has ended.
         growing, self._growing = self._growing, {}
         for path in self._list_directory():
             fingerprint = take_fingerprint(path)
@@ -138,8 +143,8 @@ class CheckpointWatch:
                 yield SavedCheckpoint(path, self._holding), None
 
     def forget(self, path: Path) -> None:
-        """Looks at it again: it was written while it was read."""
-        self._known[path] = ()
+        """Makes a later call yield the checkpoint again, because it was written while it was read."""
+        self._known[path] = ()  # no fingerprint equals an empty one, so the next look finds a change
 
     @property
     def is_due(self) -> bool:
@@ -148,5 +153,5 @@ class CheckpointWatch:
 
     @property
     def growing(self) -> list[str]:
-        """What in the directory may still be written, by name."""
+        """Names of the checkpoints in the directory that may still be written."""
         return sorted(path.name for path in self._growing)

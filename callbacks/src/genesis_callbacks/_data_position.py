@@ -1,8 +1,8 @@
-"""Where a run's data stand: what a checkpoint says about it, and whether the loaders have taken it.
+"""Where a run's data stand: the position that a checkpoint records, and whether the loaders have taken it.
 
-Lightning saves the state of each loader that has `state_dict` and `load_state_dict`. It gives the state back too early
-for some (before samplers know their epoch), to some not at all (loaders that `configure_optimizers` had built), and
-begins the iterator before the random generators are restored.
+Lightning saves the state of each loader that has `state_dict` and `load_state_dict`. It restores the state of some
+loaders too early (before samplers know their epoch) and of others not at all (loaders that `configure_optimizers`
+built). It also begins the iterator before the random generators are restored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,24 +35,26 @@ def write_states(fit_loop: Mapping[str, Any], states: Sequence[dict[str, Any]]) 
 
 
 def _is_batch_end(fit_loop: Mapping[str, Any]) -> bool:
-    """Says whether a loop's state is that of `on_train_batch_end`: the batch is not counted as completed yet."""
+    """Returns whether a loop's state is that of `on_train_batch_end`: the batch is not counted as completed yet."""
+    # Lightning counts a batch as processed before that hook and as completed after it.
     batch = fit_loop["epoch_loop.batch_progress"]["current"]
     return bool(batch["completed"] < batch["processed"])
 
 
 def is_epoch_over(fit_loop: Mapping[str, Any]) -> bool:
-    """Says whether a loop's state is that after an epoch's last batch, or after training."""
+    """Returns whether a loop's state is that after an epoch's last batch, or after training."""
     if _is_batch_end(fit_loop):
         return bool(fit_loop["epoch_loop.batch_progress"]["is_last_batch"])
+    # A save outside of `on_train_batch_end` (a validation, the end of training) may see the epoch's own counts.
     epoch = fit_loop["epoch_progress"]["current"]
     return bool(epoch["ready"] == epoch["processed"] > 0)
 
 
 def count_epoch(fit_loop: dict[str, Any]) -> dict[str, Any]:
-    """Returns a loop's state that counts the epoch which it is in.
+    """Returns a loop's state that counts its current epoch.
 
-    A run that had gone on after an epoch's last batch counted one too few before `begin_next_epoch` was there, and
-    Lightning would have begun the epoch again.
+    Earlier releases, which had no `begin_next_epoch`, counted one epoch too few in a run that had continued after an
+    epoch's last batch. With such a state Lightning would begin the epoch again.
     """
     progress = fit_loop["epoch_progress"]
     if not _is_batch_end(fit_loop) or progress["current"]["ready"] > progress["current"]["processed"]:
@@ -65,7 +67,7 @@ def count_epoch(fit_loop: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_difference(saved: Any, live: Any, path: str = "") -> str | None:
-    """Returns the first place at which two states differ, with both values, or None.
+    """Returns the first key at which two states differ, with both values, or None.
 
     Example:
         >>> find_difference({"epoch": 1, "batch": 7}, {"epoch": 1, "batch": 0})
@@ -93,6 +95,7 @@ def _is_equal(saved: Any, live: Any) -> bool:
         return saved.dtype == live.dtype and torch.equal(saved, live)
     if isinstance(saved, np.ndarray) and isinstance(live, np.ndarray):
         return np.array_equal(saved, live)
+    # `1 == True == 1.0` in Python, and a loader that returns another type has not restored what was saved.
     return type(saved) is type(live) and bool(saved == live)
 
 
@@ -113,6 +116,7 @@ def place(trainer: Trainer, fit_loop: Mapping[str, Any], generators: Sequence[to
         generators: States of the generators that the loaders have for themselves; None where they are not known.
     """
     problem = _load(trainer, fit_loop)
+    # After `_load`: its `iter()` lets samplers draw from these generators, and the saved states lie after that draw.
     own = loader_generators(trainer)
     if generators is not None and len(own) == len(generators):
         for generator, state in zip(own, generators, strict=True):
@@ -129,9 +133,11 @@ def _load(trainer: Trainer, fit_loop: Mapping[str, Any]) -> str | None:
     if not saved:
         return None
     try:
+        # `ready` counts the epoch that runs, so its number from 0 is one less.
         load_loader_states(trainer, saved, max(fit_loop["epoch_progress"]["current"]["ready"] - 1, 0))
     except RuntimeError as error:
         return str(error)
+    # A loader may accept a state and ignore it. Asking it again is the only check that works for every kind of loader.
     for index, (state, live) in enumerate(zip(saved, read_loader_states(trainer), strict=True)):
         difference = find_difference(state, live)
         if difference is not None:

@@ -15,7 +15,7 @@ from .checkpoint.save_target import Snapshot
 # How long the save in flight may take to end before the last window's end cannot be saved.
 _SETTLE_SECONDS = 10.0
 ALONE_SECONDS = 60.0
-"""How long ranks that end by an exception wait for one another's part of a save: who has not ended has none."""
+"""How long ranks that end by an exception wait for the parts of other ranks; a rank that still trains writes none."""
 
 
 def begin_alone(
@@ -28,17 +28,18 @@ def begin_alone(
     *,
     is_swapped: bool,
 ) -> bool:
-    """Saves the last window's end without the other ranks, if it is still there, and says whether a save began.
+    """Saves the last window's end without the other ranks, if the state is unchanged; returns whether a save began.
 
-    No communication: the receipts in the staging directory bring the ranks' parts together.
+    No communication: receipts in the staging directory bring the ranks' parts together. A collective here could wait
+    for a rank that is gone, or that waits in a collective of the training itself.
 
     Args:
         saves: The fit's.
         history: The run's.
         boundary: The last window's end.
-        rank_watch: Knows which ranks are gone; None where nobody watches.
-        exception: Ended training.
-        global_step: As it is now.
+        rank_watch: Knows which ranks are gone; None without a watch.
+        exception: The exception that ended training.
+        global_step: Lightning's, as it is now.
         is_swapped: Whether a callback may have given the model other weights: an average, for a validation.
     """
     if boundary.step in (0, history.last_step):
@@ -61,11 +62,13 @@ def _begin(saves: FitSaves, pipeline: SavePipeline, history: SaveHistory, bounda
     def take() -> Snapshot:
         return saves.take_snapshot(rng=boundary.rng)
 
+    # A pipeline holds one save at a time. The one in flight may also be the save of this very step.
     outcome = pipeline.settle_alone(_SETTLE_SECONDS)
     if outcome is not None and outcome.kind == "committed":
         saves.note_saved(pipeline.settled_step)
     if boundary.step == history.last_step:
         return False
+    # The generators of the boundary, not of now: the window that raised has drawn from them (dropout, loaders).
     is_alone = saves.target.ranks.world_size > 1
     pipeline.begin(boundary.step, take, saves.progress(), alone_within_seconds=ALONE_SECONDS if is_alone else None)
     return True
@@ -86,6 +89,7 @@ def _why_not(
         return "another rank's process is gone"
     if saves.pipeline is None:
         return "training had ended already"
+    # The first save gathers what each rank writes; without that plan no rank knows which replica is its own to write.
     if saves.target.ranks.world_size > 1 and not saves.pipeline.has_plan:
         return "several ranks cannot save without talking to one another before the first save"
     return None

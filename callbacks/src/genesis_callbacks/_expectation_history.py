@@ -9,7 +9,7 @@ _MAX_HISTORY = 16
 
 
 class ExpectationHistory:
-    """Follows what the live run would have to save; the state of an optimizer appears and grows while it trains.
+    """Records what the live run must save at each step; an optimizer's state appears and grows during training.
 
     Every rank has one and calls `share` at the same steps.
 
@@ -29,7 +29,8 @@ class ExpectationHistory:
         return self._own is not None
 
     def take(self, trainer: Trainer, module: LightningModule) -> bool:
-        """Takes what this rank would have to save now, if that changed; returns whether it did. No communication."""
+        """Records what this rank must save now, if that changed; returns whether it did. No communication."""
+        # Called at every batch: counting entries is cheap, and the full expectation walks over all tensors.
         signature = tuple(count_state(optimizer) for optimizer in trainer.optimizers)
         if signature == self._signature:
             return False
@@ -41,13 +42,14 @@ class ExpectationHistory:
         """Gives all ranks what each must save. Communicates."""
         assert self._own is not None
         gathered = self._ranks.gather(self._own)
+        # Ranks that saw no change since then give an older step; the change belongs to the newest.
         step = max(step for step, _ in gathered)
         self._history.append((step, merge_expectations([expectation for _, expectation in gathered])))
         del self._history[:-_MAX_HISTORY]
 
     def due_at(self, step: int) -> Expectation:
         """Returns what a checkpoint of `step` must hold."""
-        due = self._history[0][1]
+        due = self._history[0][1]  # for a checkpoint from before the first record, the oldest one is the nearest
         for first_step, expectation in self._history:
             if first_step <= step:
                 due = expectation

@@ -11,7 +11,7 @@ _NUM_NAMED = 3
 
 
 class FiniteReader:
-    """Reads checkpoints' bytes in a thread, one after the other, for what is not finite."""
+    """Searches checkpoints for values that are not finite, in a thread, one checkpoint after the other."""
 
     def __init__(self) -> None:
         self._stop = threading.Event()
@@ -19,7 +19,7 @@ class FiniteReader:
         self._jobs: list[tuple[Contents, Fingerprint | None, Future[list[str]]]] = []
 
     def begin(self, contents: Contents, fingerprint: Fingerprint | None, buffers: frozenset[str]) -> None:
-        """Starts to read; `buffers` names what may be infinite, `fingerprint` is of the files as they are now."""
+        """Starts to read; `buffers` may be infinite, and `fingerprint` is that of the files as they are now."""
         self._jobs.append((contents, fingerprint, self._pool.submit(self._read, contents, buffers)))
 
     def _read(self, contents: Contents, buffers: frozenset[str]) -> list[str]:
@@ -33,15 +33,16 @@ class FiniteReader:
         return [f"{len(found):,} tensors hold values that are not finite, such as {some}"]
 
     def take_done(self, *, wait: bool) -> Iterator[tuple[Contents, list[str]]]:
-        """Yields what was read and what is wrong with it; what changed or went away meanwhile is left out."""
+        """Yields each checkpoint that was read, with its problems; one that changed or was removed is left out."""
         done = [job for job in self._jobs if wait or job[2].done()]
         self._jobs = [job for job in self._jobs if job not in done]
         for contents, fingerprint, future in done:
             problems = future.result()
+            # Retention may have removed files under the reader: a problem in them says nothing about what was saved.
             if take_fingerprint(contents.path) == fingerprint:
                 yield contents, problems
 
     def close(self) -> None:
         """Ends the thread after the block that it reads."""
-        self._stop.set()
+        self._stop.set()  # before `shutdown`, which waits for the job that runs
         self._pool.shutdown(wait=True, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""The saves of one fit: each is begun, settled when all ranks know how it ended, and noted."""
+"""The saves of one fit: it begins each save, settles it when all ranks know how it ended, and records it."""
 
 import contextlib
 import time
@@ -33,14 +33,14 @@ _NUM_RECENT = 8
 
 @dataclass
 class SaveHistory:
-    """What a run knows of its saves from fit to fit.
+    """The saves of a run, kept from fit to fit.
 
     Attributes:
-        target: Of the last fit that came as far as to have one: the next fit of the same Trainer goes on from it.
+        target: The target of the last fit that made one: the next fit of the same Trainer continues from it.
         last_saved: The newest checkpoint that was saved or restored.
-        recent: The last few that were saved, oldest first: more than one save may be settled between two hooks of
-            another callback.
-        last_step: Its step, if it lies in this run's directory.
+        recent: The last few checkpoints that were saved, oldest first: more than one save may be settled between two
+            hooks of another callback.
+        last_step: The step of `last_saved`, if that checkpoint lies in this run's directory.
     """
 
     target: SaveTarget | None = None
@@ -49,7 +49,7 @@ class SaveHistory:
     last_step: int | None = None
 
     def describe(self) -> str:
-        """Says what is saved, for a message."""
+        """Returns a phrase for a message: which checkpoint is the last good one."""
         return "nothing is saved yet" if self.last_saved is None else f"the last good one is {self.last_saved.name}"
 
 
@@ -62,10 +62,10 @@ class FitSaves:
         trainer: The fit's.
         module: The fit's.
         options: The callback's.
-        target: Says where, for whom and under which heading.
-        history: Learns of each commit.
-        statistics: Learns what each save cost.
-        best: Learns which saves became checkpoints; None without a monitored metric.
+        target: The directory, the ranks and the manifest's header of each save.
+        history: Receives each commit.
+        statistics: Receives the cost of each save.
+        best: Receives which saves became checkpoints; None without a monitored metric.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class FitSaves:
         self._has_reserved = False
 
     def start_pipeline(self, writer: WriterProcess | None, device_path: DevicePath | None = None) -> None:
-        """Makes ready to save; `writer`, which mode `process` has, is taken over. Communicates.
+        """Prepares for saves and takes over `writer`, which mode `process` has. Communicates.
 
         Raises:
             SaveFailedError: The writer of some rank did not start; on every rank alike.
@@ -111,14 +111,16 @@ class FitSaves:
         self._names = {parameter: MODEL_PREFIX + name for parameter, name in name_parameters(self._module).items()}
         self._watch = StepWatch(
             self._trainer.optimizers,
-            # In automatic optimization the step begins with its closure; on_before_optimizer_step comes after that.
+            # In automatic optimization the optimizer's step runs the closure (forward and backward) first. A wait in
+            # a pre-hook of the step would therefore end the overlap; Lightning's on_before_optimizer_step comes after
+            # the closure. In manual optimization the user steps after the backward, so the pre-hook is the place.
             before_step=None if self._module.automatic_optimization else self.wait_staged,
             has_scaler=getattr(self._trainer.precision_plugin, "scaler", None) is not None,
         )
 
     @property
     def elapsed_seconds(self) -> float:
-        """Since the last save began, or the fit."""
+        """Seconds since the last save or the fit began."""
         return time.monotonic() - self._last_begin_seconds
 
     @property
@@ -133,7 +135,7 @@ class FitSaves:
             yield
 
     def take_snapshot(self, cache: SnapshotCache | None = None, rng: Any = None) -> Snapshot:
-        """Returns what this rank gives to a save. No communication."""
+        """Returns this rank's state for a save. No communication."""
         return take_snapshot(
             self._trainer,
             self._module,
@@ -155,7 +157,8 @@ class FitSaves:
             return
         self._has_reserved = True
         if not is_host(self._trainer.strategy.root_device):
-            with contextlib.suppress(CheckpointError, SaveFailedError):  # the first save meets it, and ends by policy
+            # The first save meets the same error, and `on_save_failure` decides there.
+            with contextlib.suppress(CheckpointError, SaveFailedError):
                 self.pipeline.reserve(lambda: self.take_snapshot(self._cache))
 
     def save(self, *, may_be_skipped: bool = True) -> None:
@@ -175,10 +178,14 @@ class FitSaves:
         """Saves, and marks what it saves, if the validation that just ended is among the best so far. Communicates."""
         step = self._trainer.global_step
         value = best.read(self._trainer.callback_metrics)
+        # Rank 0 decides for all: a metric logged without sync_dist differs between ranks, and ranks that disagreed
+        # would enter different collectives.
         if self.target.ranks.broadcast(best.is_among_best(step, value)):
             best.take(step, value)
             self.save(may_be_skipped=False)
-            if self._history.last_step == step:  # it was there before the validation
+            # The step may have been saved before its validation: then `save` had nothing to do, and no commit will
+            # follow that would mark it.
+            if self._history.last_step == step:
                 self._mark(best, step)
 
     def _mark(self, best: BestWatch, step: int) -> None:
@@ -186,11 +193,11 @@ class FitSaves:
             return
         try:
             best.mark(self._options.directory)
-        except UnreadableCheckpointError as error:  # training goes on; the next that is marked marks all
+        except UnreadableCheckpointError as error:  # training continues; the next mark lists all of the best again
             warnings.warn(f"the best checkpoints are not marked: {error}", RetentionWarning, stacklevel=2)
 
     def _is_busy(self, pipeline: SavePipeline, *, may_be_skipped: bool) -> bool:
-        """Says whether there is nothing to begin: this step is on its way, or is skipped. It may wait, by policy."""
+        """Returns whether no save should begin: this step's is in flight, or is skipped. It may wait, by policy."""
         step = self._trainer.global_step
         if pipeline.step_in_flight in (None, step):
             return pipeline.step_in_flight is not None
@@ -203,7 +210,7 @@ class FitSaves:
             )
             return True
         self._settle(pipeline, pipeline.finish())
-        return pipeline.step_in_flight is not None  # a save that is made again is one of this step
+        return pipeline.step_in_flight is not None  # a torn save is repeated at this step, so this step is in flight
 
     def _begin(self, pipeline: SavePipeline) -> None:
         step = self._trainer.global_step
@@ -216,7 +223,7 @@ class FitSaves:
             self._settle(pipeline, pipeline.finish())
 
     def progress(self) -> Progress:
-        """Returns what happened since the last save, for the one that begins now."""
+        """Returns the optimizers' progress since the last save, for the save that begins now."""
         watch = self._watch
         assert watch is not None
         self._updates_at_begin = watch.num_updates
@@ -229,17 +236,18 @@ class FitSaves:
     # ---- to settle
 
     def settle(self, agreed: int) -> None:
-        """Takes note of how the save in flight ended, if `agreed`, what all ranks voted, is about it."""
+        """Settles the save in flight, if the ranks' vote `agreed` is about that save."""
         if self.pipeline is not None:
             self._settle(self.pipeline, self.pipeline.settle(agreed))
 
     def finish(self) -> None:
-        """Waits for the save in flight, and for those that are made again in its place. Communicates."""
+        """Waits for the save in flight, and for its repetitions. Communicates."""
+        # A loop, because settling a torn save begins it again.
         while self.pipeline is not None and self.pipeline.step_in_flight is not None:
             self._settle(self.pipeline, self.pipeline.finish())
 
     def wait_staged(self) -> None:
-        """Holds training back until the save in flight has no more need of the live tensors. No communication."""
+        """Blocks training until the save in flight no longer reads the live tensors. No communication."""
         if self.pipeline is not None and self.pipeline.step_in_flight is not None:
             with self.stalling():
                 self.pipeline.wait_staged()
@@ -252,6 +260,7 @@ class FitSaves:
             warnings.warn(notice, SlowDeviceWarning, stacklevel=2)
         if outcome.kind == "committed":
             self.note_saved(step)
+            # Updates since the save *began*: those made while it was written are not in it.
             self._updates_at_last = self._updates_at_begin
             if outcome.warning is not None:
                 warnings.warn(outcome.warning, RetentionWarning, stacklevel=2)
@@ -270,7 +279,7 @@ class FitSaves:
             self._begin(pipeline)
 
     def note_saved(self, step: int) -> None:
-        """Takes note of a checkpoint of this run."""
+        """Records a checkpoint of this run."""
         directory = self._options.directory
         self._history.last_saved, self._history.last_step = directory / checkpoint_name(step), step
         self._history.recent.append(directory / checkpoint_name(step))
@@ -279,6 +288,7 @@ class FitSaves:
 
     def _fail(self, step: int, error: CheckpointError | SaveFailedError) -> None:
         """Ends training with the error, or warns, by policy."""
+        # All ranks come here with the same outcome, so all of them raise at the same step or none does.
         self._statistics.num_failed += 1
         if self.target.events is not None and self.target.ranks.is_first:
             path = self._options.directory / checkpoint_name(step)

@@ -1,4 +1,4 @@
-"""What `AsyncProcessCheckpoint` holds from one fit's start to its end: the directory, the writer, signals and saves."""
+"""The state of `AsyncProcessCheckpoint` from one fit's start to its end: directory, writer, signals and saves."""
 
 import contextlib
 import os
@@ -46,9 +46,10 @@ _LEAVE_SECONDS = 10.0
 
 
 def _name_ancestor(start: Restore, directory: Path) -> Ancestor:
-    """Returns the checkpoint that a run in `directory` goes on from, and where it lies if that is elsewhere."""
+    """Returns the checkpoint that a run in `directory` continues, and its directory if that is another one."""
     if start.path.parent == directory:
         return start.ancestor
+    # Relative, so that both runs may be moved together without breaking the lineage.
     return replace(start.ancestor, directory=os.path.relpath(start.path.parent, directory))
 
 
@@ -112,6 +113,8 @@ class FitSession:
         Raises:
             CheckpointError: The directory cannot be taken; on every rank alike.
         """
+        # `attempt` gathers each rank's error before any rank raises, so that no rank goes on to wait for one that
+        # has failed. It also keeps the other ranks here until rank 0 has cleared the files of the rank watch.
         self.ranks.attempt("taking the checkpoint directory", self._take_directory, error_type=CheckpointError)
         run_dir, lost_rank_seconds = self._directory.parent, self._options.lost_rank_seconds
         if lost_rank_seconds is not None and self.ranks.world_size > 1:
@@ -124,6 +127,8 @@ class FitSession:
 
     def _take_directory(self) -> None:
         if self.ranks.is_first:
+            # The lock comes first. A killed trainer frees it, but its writer processes may still commit: they are
+            # awaited before anything in the directory is read or removed.
             self._lock = DirectoryLock(self._directory)
             wait_for_orphans(self._directory, ORPHAN_SECONDS)
             RankWatch.clear(self._directory.parent)
@@ -139,20 +144,21 @@ class FitSession:
         start: Restore | None,
         run_directories: Sequence[Path],
     ) -> None:
-        """Tries the encoding of all state, tidies the directory and makes ready to save. Communicates.
+        """Tries to encode all state, tidies the directory and prepares for saves. Communicates.
 
         Args:
             trainer: The fit's.
             module: The fit's.
             identity: For the manifest.
             recipe: For the manifest.
-            proved: What the device was found to do.
-            start: What training goes on from, if it was restored.
-            run_directories: All that this run saves into: a checkpoint of any of them is its own.
+            proved: The result of the device's proofs.
+            start: The restored checkpoint that training continues, if there is one.
+            run_directories: All directories that this run saves into: a checkpoint in any of them is its own.
 
         Raises:
-            CheckpointError: Some of it cannot be done; on every rank alike.
+            CheckpointError: One of these steps fails; on every rank alike.
         """
+        # State that cannot be saved without pickle must end the run now, and not at the first save hours later.
         trial = self.ranks.attempt(
             "trying to encode the state",
             lambda: take_snapshot(trainer, module, self.ranks.rank, has_optimizer=self._options.save_optimizer),
@@ -167,7 +173,7 @@ class FitSession:
             level=self._options.verify_level,
             verified=_list_verified(start),
         )
-        del trial  # it holds tensors
+        del trial  # it refers to live tensors, which would keep memory that training frees
         before = self._history.target
         target = self._history.target = SaveTarget(
             self._directory,
@@ -177,6 +183,8 @@ class FitSession:
             events=None if self.events is None else self.events.log,
             scope=scope,
         )
+        # Between the decision what this run continues and its first save: the directory must hold one lineage only,
+        # or `latest` after a kill could find a checkpoint of the abandoned future.
         last_step = self._go_on(target, before, trainer.global_step, start, run_directories)
         self.ranks.attempt(
             "tidying the directory", lambda: self._tidy(target.sequence, last_step, scope), error_type=CheckpointError
@@ -203,7 +211,7 @@ class FitSession:
         start: Restore | None,
         run_directories: Sequence[Path],
     ) -> int:
-        """Sets the checkpoint from which the run continues; returns the last step of this run that stays."""
+        """Gives the target the checkpoint that the run continues; returns the last step of this run that stays."""
         if start is not None:
             target.continue_from(_name_ancestor(start, self._directory), start.manifest.sequence)
             self._history.last_step = start.manifest.step if start.path.parent == self._directory else None
@@ -216,7 +224,7 @@ class FitSession:
         return -1
 
     def _tidy(self, sequence: int, last_step: int, scope: BoundScope | None) -> None:
-        """Clears away what is not of this run's lineage: abandoned saves, and a future that is now another's."""
+        """Removes abandoned saves, and moves checkpoints aside that are not of this run's lineage."""
         if not self.ranks.is_first:
             return
         remove_abandoned(self._directory)
@@ -239,7 +247,7 @@ class FitSession:
             self._best.agree_with(self._directory)
 
     def watch(self) -> None:
-        """Begins to watch signals and the other ranks. No communication."""
+        """Starts to watch signals and the other ranks. No communication."""
         if self._signals is not None:
             self._signals.install()
         if self._rank_watch is not None:
@@ -249,7 +257,10 @@ class FitSession:
 
     @contextlib.contextmanager
     def keep_generators(self) -> Iterator[None]:
-        """Gives training the generators that it had: who goes on from a step's save does not validate it again."""
+        """Restores training's generators after a validation.
+
+        A run that resumes from the step's save does not validate it again, so it would draw other numbers otherwise.
+        """
         self.rng_of_training = read_rng_state()
         try:
             yield
@@ -258,16 +269,18 @@ class FitSession:
             self.rng_of_training = None
 
     def remember_boundary(self, trainer: Trainer, module: LightningModule) -> None:
-        """Notes that a window has ended, for a save on an exception."""
+        """Records a window's end, for a save on an exception."""
         self._boundary = Boundary(trainer.global_step, module) if self._options.save_on_exception else None
 
     def take_window(self, step: int) -> bool:
-        """Says whether a batch ended a window: `step` is another one than at the batch before."""
+        """Returns whether a batch ended a window: `step` differs from the step of the batch before."""
+        # By the step and not by accumulate_grad_batches: manual optimization steps whenever the module wants to.
         is_new, self._last_step = step != self._last_step, step
         return is_new
 
     def vote(self, saves: FitSaves) -> Vote:
         """Returns what all ranks agree on at a window's end. Starts one small reduction."""
+        # Clocks differ between ranks, so only rank 0's votes; a signal or a save's outcome may come from any rank.
         is_due = is_interval_over(saves.elapsed_seconds, self._options.every_n_seconds)
         ours = Vote(
             self._signals.received if self._signals is not None else 0,
@@ -281,6 +294,7 @@ class FitSession:
     def finish(self, global_step: int) -> None:
         """Saves the last step if it is not saved yet, and waits until it is. Communicates."""
         self._is_finished = True
+        # First the vote under way: gloo matches collectives by their order, on every rank.
         self._votes.finish()
         is_untouched = self._last_step == 0 or global_step == 0
         saves = self.saves
@@ -292,9 +306,10 @@ class FitSession:
                 saves.finish()
 
     def end(self, *, wait_seconds: float = 0.0) -> None:
-        """Gives back the signals, the writer and what holds tensors; the save in flight may take so long to end.
+        """Gives back the signals, the writer and the references to tensors. No communication.
 
-        No communication.
+        Args:
+            wait_seconds: How long the save in flight may take to end.
         """
         if self._signals is not None:
             self._signals.remove()
@@ -308,10 +323,12 @@ class FitSession:
         return outcome
 
     def leave(self, trainer: Trainer, exception: BaseException) -> str | None:
-        """Saves by choice when training ends by an exception, and returns which ranks are gone. No communication."""
+        """Saves, if asked to, when training ends by an exception; returns which ranks are gone. No communication."""
         if self.events is not None:
             self.events.fail(trainer, exception)
+        # Nothing from here on may wait for another rank: it may be gone, or hang in a collective of the training.
         self._votes.abandon()
+        # Before the save: the other ranks learn why this one ends, and its own watch cannot end the process meanwhile.
         if self._rank_watch is not None:
             self._rank_watch.stop(exception)
         seconds = self._save_alone(trainer, exception)
@@ -321,7 +338,7 @@ class FitSession:
         return None if self._rank_watch is None else self._rank_watch.describe_lost()
 
     def _save_alone(self, trainer: Trainer, exception: BaseException) -> float | None:
-        """Begins a save of the last window's end, by choice, and returns how long to wait for it; None: none began."""
+        """Begins a save of the last window's end, if asked to; returns how long to wait for it, None if none began."""
         saves, boundary = self.saves, self._boundary
         if saves is None or boundary is None:
             return None
@@ -336,7 +353,9 @@ class FitSession:
     def release(self) -> None:
         """Gives everything back; a second call does nothing. No communication."""
         self._boundary = None
-        with contextlib.ExitStack() as stack:  # whatever one of them meets, the others are given back
+        # An ExitStack calls all of them even if one raises, the last one first: the lock is freed when no writer of
+        # this process can still touch the directory.
+        with contextlib.ExitStack() as stack:
             if self._lock is not None:
                 stack.callback(self._lock.release)
                 self._lock = None
@@ -360,6 +379,6 @@ def _name_updated(module: LightningModule, optimizers: Sequence[Optimizer]) -> f
 
 
 def _read_axes(trainer: Trainer, module: LightningModule) -> dict[str, int]:
-    """Returns how the ranks were laid out, for the manifest: as the strategy has it, or as parameters show it."""
+    """Returns the degrees of parallelism for the manifest: those of the strategy, or those that parameters show."""
     degrees = getattr(trainer.strategy, "parallel_degrees", None)
     return read_mesh(module) if degrees is None else dict(degrees)

@@ -1,9 +1,9 @@
-"""Names a rank that is gone, and ends the others, instead of letting them wait for it.
+"""Names a rank whose process is gone, and ends the other ranks, which would wait for it in a collective.
 
-Each rank holds a lock on a small file of its own in the run's directory, and the operating system lets go of it when
-the process ends, however it ends. A thread of each rank looks whether the next one's lock is still held; what it finds
-it informs the others through a file. No communication: a process group that has lost a rank is not to be asked. Where
-the file system does not carry locks from node to node nobody is watched, and that is said.
+Each rank holds a lock on a small file of its own in the run's directory. The operating system frees the lock when the
+process ends, however it ends. A thread of each rank checks whether the lock of the next rank is still held, and writes
+its finding into a file for the other ranks. No communication: a process group that has lost a rank cannot be used. If
+the file system does not carry locks from node to node, no rank is watched, and a warning is issued.
 """
 
 import contextlib
@@ -31,14 +31,15 @@ _FAILED = "failed with"
 class RankWatch:
     """Watches the other ranks of a run, from construction to `stop`.
 
-    Rank 0 clears the directory before (`clear`), then every rank makes one; between the two, and before `start`, the
-    ranks meet.
+    Rank 0 clears the directory (`clear`), then every rank makes a watch. The ranks synchronise between these two steps
+    and again before `start`.
 
     Args:
         directory: The run's, the same on all ranks.
         rank: This rank.
         world_size: Number of ranks.
-        grace_seconds: How long this process may go on after a rank is found gone: most groups notice by themselves.
+        grace_seconds: How long this process may continue after another rank is gone: most process groups notice a lost
+            rank by themselves.
     """
 
     def __init__(self, directory: Path, rank: int, world_size: int, grace_seconds: float) -> None:
@@ -48,22 +49,24 @@ class RankWatch:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
         self._directory.mkdir(exist_ok=True)
+        # Private: a forked loader worker would inherit a plain descriptor, and hold the lock after its rank's death.
         self._descriptor = PrivateDescriptor(self._path(rank), os.O_CREAT | os.O_RDWR)
         self._is_watching = True
         try:
             fcntl.flock(self._descriptor.number, fcntl.LOCK_EX)
             self._say(f"process {os.getpid()}")
-        except OSError:  # no locks here: nobody must take this rank for lost
+        except OSError:  # no locks on this file system: the text keeps other ranks from taking this one for lost
             self._is_watching = False
             self._say(_ENDED)
 
     @staticmethod
     def clear(directory: Path) -> None:
-        """Removes what an earlier run left. The holder of the directory calls it, before any rank makes a watch."""
+        """Removes files of an earlier run. The holder of the directory calls it, before any rank makes a watch."""
         shutil.rmtree(RunDirectory(directory).ranks, ignore_errors=True)
 
     def start(self) -> None:
-        """Starts watching, if the locks of all ranks, which have made theirs, can be seen from here."""
+        """Starts watching, if this rank sees the locks of all other ranks. Every rank has made its own by now."""
+        # All ranks are alive here. A lock that looks free is therefore not visible from this node.
         if not self._is_watching or self._find_all_lost():
             self._is_watching = False
             warnings.warn(
@@ -82,7 +85,7 @@ class RankWatch:
         return ", ".join(f"rank {rank} ({said})" for rank, said in self._find_all_lost().items()) or None
 
     def has_lost_process(self) -> bool:
-        """Says whether a rank ended without a word, so that it has no part in anything any more."""
+        """Returns whether a rank ended without recording a failure, so that it cannot take part in a save."""
         return self._is_watching and any(not said.startswith(_FAILED) for said in self._find_all_lost().values())
 
     def _find_all_lost(self) -> dict[int, str]:
@@ -90,9 +93,12 @@ class RankWatch:
         return {rank: said for rank, said in lost.items() if said is not None}
 
     def stop(self, failure: BaseException | None = None) -> None:
-        """Stops watching; `failure` is the reason, for the other ranks, why this rank ends early. Does not wait.
+        """Stops watching. Waits for no other rank.
 
-        At a clean end rank 0 removes the directory: who does not find a rank's file does not take it for lost.
+        At a clean end rank 0 removes the directory; ranks that no longer find a file do not take its rank for lost.
+
+        Args:
+            failure: Why this rank ends before the run does; its class is recorded for the other ranks.
         """
         if self._descriptor.number < 0:
             return
@@ -103,6 +109,7 @@ class RankWatch:
             self._say(_ENDED if failure is None else f"{_FAILED} {type(failure).__name__}")
         if failure is None and self._rank == 0 and not (self._directory / _VERDICT_NAME).exists():
             shutil.rmtree(self._directory, ignore_errors=True)
+        # Last: the text has to be in place when the lock becomes free, since both are read together.
         self._descriptor.close()
 
     def _path(self, rank: int) -> Path:
@@ -113,12 +120,14 @@ class RankWatch:
         os.pwrite(self._descriptor.number, text.encode(), 0)
 
     def _find_lost(self, rank: int) -> str | None:
-        """Returns what a rank said last whose lock is free although it has not ended; None where all is well."""
+        """Returns the last text of a rank whose lock is free although it did not end cleanly; None for other ranks."""
         try:
             descriptor = os.open(self._path(rank), os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             return None
         try:
+            # It raises while the owner lives. If it succeeds, closing the descriptor frees the lock again, so that
+            # every other rank can find the same.
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             said = os.pread(descriptor, 500, 0).decode(errors="replace")
         except OSError:
@@ -128,6 +137,8 @@ class RankWatch:
         return None if said == _ENDED else said
 
     def _watch(self) -> None:
+        # A ring: each rank reads one file per interval, whatever the number of ranks. The verdict's file covers the
+        # case that the watching neighbour is gone as well.
         neighbour = (self._rank + 1) % self._world_size
         while not self._stopped.wait(_INTERVAL_SECONDS):
             if (self._directory / _VERDICT_NAME).exists() or self._find_lost(neighbour) is not None:
@@ -135,10 +146,10 @@ class RankWatch:
                 return
 
     def _end(self) -> None:
-        """Informs the other ranks, gives the main thread its time, then ends this process."""
+        """Records the lost ranks for the others, waits for the main thread to end by itself, then ends this process."""
         verdict = self.describe_lost()
         if verdict is None:
-            return
+            return  # the rank ended cleanly between the two looks
         with contextlib.suppress(OSError):
             (self._directory / _VERDICT_NAME).write_text(verdict, encoding="utf-8")
         if self._stopped.wait(self._grace_seconds):
@@ -149,4 +160,5 @@ class RankWatch:
             f"{self._grace_seconds:g} s after. The last checkpoint is good: start the run again\n"
         )
         sys.stderr.flush()
+        # Not sys.exit, which ends this thread only: the main thread waits in a collective and cannot be interrupted.
         os._exit(EXIT_STATUS)

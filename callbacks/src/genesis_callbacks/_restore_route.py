@@ -1,4 +1,4 @@
-"""Stands in for a strategy's `load_checkpoint`: finds what a Trainer asks for, checks it, and hands it over."""
+"""Replaces a strategy's `load_checkpoint`: finds the checkpoint that a Trainer asks for, checks it and returns it."""
 
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -33,11 +33,11 @@ class RestoreRoute:
 
     Args:
         options: The callback's.
-        world: Gives the ranks that there are.
+        world: Gives the run's ranks.
 
     Attributes:
-        restored: What this route has restored into the fit that begins; None if it has not.
-        started_from: What that fit goes on from, whichever of the Trainer's callbacks restored it.
+        restored: The restore that this route made for the fit that begins; None if it made none.
+        started_from: The restore that the fit continues, whichever of the Trainer's callbacks made it.
     """
 
     def __init__(self, options: SaveOptions, world: WorldRanks) -> None:
@@ -54,10 +54,11 @@ class RestoreRoute:
     def find_latest(self) -> Path | None:
         """Returns the newest checkpoint of the run that verifies, or None.
 
-        Every rank calls it. Within a process group rank 0 searches and informs the others.
+        Every rank calls it. Within a process group rank 0 searches and broadcasts the result.
         """
         if dist.is_available() and dist.is_initialized():
             return self._agree_on_latest(self._world.join())
+        # Before the process group exists, every rank searches. Only one of them may rename a damaged checkpoint.
         is_first = getattr(rank_zero_only, "rank", None) in (None, 0)
         self._verified = self._look(quarantine_bad=is_first)
         return self._verified
@@ -72,7 +73,7 @@ class RestoreRoute:
 
     def _look(self, *, quarantine_bad: bool) -> Path | None:
         directory = self._options.directory
-        # A live run's own writer is not waited for, and nothing of its directory is touched. A fit is refused there.
+        # The writer of another live run is not awaited, and its directory is not changed. A fit is refused there later.
         is_in_use = find_holder(directory) is not None
         if not is_in_use:
             wait_for_orphans(directory, ORPHAN_SECONDS, is_told=quarantine_bad)
@@ -105,23 +106,25 @@ class RestoreRoute:
             module: Its model.
             original: The strategy's own `load_checkpoint`.
             path: As the user gave it.
-            identity: What this run says about itself, to be compared with the checkpoint's.
-            recipe: The same for its recipe.
-            environment: The same for what its device was found to do.
-            drift_policy: Which of that may differ.
-            siblings: Those of all callbacks of the Trainer: each saves into a directory of its own.
+            identity: This run's identity, to be compared with the checkpoint's.
+            recipe: This run's recipe, to be compared likewise.
+            environment: The results of this run's device proofs, to be compared likewise.
+            drift_policy: Which of these may differ.
+            siblings: The routes of all callbacks of the Trainer: each callback saves into a directory of its own.
 
         Raises:
             CheckpointError: The checkpoint does not verify, does not fit, or differs; on every rank alike.
         """
         ranks = self._world.join()
+        # Rank 0's path counts: ranks with different paths would restore different steps and train on.
         target = ranks.broadcast(str(path))
         if target != LATEST and not _is_ours(Path(target)):
             return original(path)
         found = self._agree_on_latest(ranks) if target == LATEST else Path(target).resolve()
         if found is None:
             return NothingToRestore({"pytorch-lightning_version": version("lightning")})
-        # What `latest` has just verified is not read a second time; what is placed is compared by digest in any case.
+        # `latest` has just verified this checkpoint, so its files are not read twice. The restored tensors are compared
+        # by digest in any case.
         level: VerifyLevel = "quick" if found == self._verified else self._options.verify_level
         restore = Restore(found, ranks, trainer.strategy, level=level, places=self._options.scope.places)
         self._verified = None
