@@ -31,14 +31,14 @@ _CHOICES = {
 
 @dataclass(frozen=True, kw_only=True)
 class SaveOptions:
-    """What `AsyncProcessCheckpoint` was given; its docstring says what each option means.
+    """The options of `AsyncProcessCheckpoint`, whose docstring explains each of them.
 
     Attributes:
-        directory: Holds the checkpoints: a folder of the run's.
-        retention: What `keep_last` and `keep_every_n_steps` ask for.
+        directory: The directory of the checkpoints, within the run's directory.
+        retention: `keep_last` and `keep_every_n_steps` as one policy.
 
     Raises:
-        ValueError: An option has no meaning.
+        ValueError: An option is out of its range.
     """
 
     directory: Path

@@ -1,4 +1,4 @@
-"""What the saves of a run cost and how they ended: counted, and given to the Trainer's loggers."""
+"""Counts what the saves of a run cost and how they ended, and logs it to the Trainer's loggers."""
 
 import contextlib
 import time
@@ -18,7 +18,7 @@ STEP = "checkpoint/step"
 
 
 def describe_memory(copy_bytes: int, writer_bytes: int, scratch_bytes: int = 0) -> str:
-    """Returns what saves in the background cost in memory on one rank, for people.
+    """Returns a sentence on the memory that saves in the background take on one rank.
 
     Example:
         >>> describe_memory(528, 0)
@@ -41,8 +41,8 @@ class SaveStatistics:
         num_failed: Saves that failed in this fit.
         num_skipped: Saves that were skipped in this fit.
         last_stall_seconds: All time that the training thread spent for the last settled save.
-        last_staged_bytes: What that save copied on this rank.
-        last_write_seconds: How long it was written.
+        last_staged_bytes: Bytes that this save copied on this rank.
+        last_write_seconds: How long the writer took for this save.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,8 @@ class SaveStatistics:
 
     @contextlib.contextmanager
     def stalling(self, is_in_flight: Callable[[], bool]) -> Iterator[None]:
-        """Counts the time of a hook for the save that is in flight at its end."""
+        """Counts the time of a hook for the save that is in flight at the hook's end."""
+        # At the end, because a hook may settle one save and begin the next: `log` takes the first one's share inside.
         self._mark_seconds = time.perf_counter()
         try:
             yield
@@ -76,7 +77,7 @@ class SaveStatistics:
         self._mark_seconds = now_seconds
 
     def log(self, trainer: Trainer, pipeline: SavePipeline, write_seconds: float) -> None:
-        """Gives the figures of the save that has just been settled to the loggers."""
+        """Logs the figures of the save that has just been settled."""
         self._count()
         self.last_stall_seconds = self._stall_seconds
         self.last_staged_bytes, self.last_write_seconds = pipeline.staged_bytes, write_seconds
@@ -90,8 +91,8 @@ class SaveStatistics:
             SKIPPED: float(self.num_skipped),
             STEP: float(pipeline.settled_step),
         }
-        # Under the step of now: a logger need not take a row of the past.
+        # Under the current step: many loggers refuse or drop a row whose step lies behind the newest one.
         for logger in trainer.loggers:
             logger.log_metrics(values, step=trainer.global_step)
-        self._count()  # the loggers' own time, which a figure that they write cannot hold
+        self._count()  # the loggers' own time: the logged figure cannot include it, the attribute does
         self.last_stall_seconds, self._stall_seconds = self._stall_seconds, 0.0

@@ -1,8 +1,8 @@
-"""What `AsyncProcessCheckpoint` warns of."""
+"""The warnings of `AsyncProcessCheckpoint`."""
 
 
 class SaveFailedWarning(UserWarning):
-    """A save failed and training goes on, by `on_save_failure="warn"`; the message says why."""
+    """A save failed and training continues, by `on_save_failure="warn"`; the message holds the reason."""
 
 
 class SaveSkippedWarning(UserWarning):
@@ -14,7 +14,7 @@ class LostRankWarning(UserWarning):
 
 
 class TornSnapshotWarning(UserWarning):
-    """Training changed what was being staged; that save is made again, and staging is blocking from now on."""
+    """Training changed a tensor while it was staged; the save is repeated, and staging is blocking from now on."""
 
 
 class SlowDeviceWarning(UserWarning):

@@ -11,9 +11,9 @@ WATCHED_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class SignalFlag:
-    """Remembers the first signal that came while it is installed; SIGINT after it is handed to whoever had it before.
+    """Remembers the first signal that arrives while it is installed; a later SIGINT goes to the previous handler.
 
-    It can only be installed by the main thread; elsewhere `install` does nothing.
+    Only the main thread can install it; in other threads `install` does nothing.
     """
 
     def __init__(self) -> None:
@@ -22,19 +22,23 @@ class SignalFlag:
         """Number of the signal, 0 for none."""
 
     def install(self) -> None:
-        """Takes the watched signals, and forgets what came before."""
+        """Installs handlers for the watched signals, and forgets an earlier signal."""
         self.received = 0
+        # Python allows `signal.signal` in the main thread alone.
         if threading.current_thread() is threading.main_thread() and not self._previous:
             for number in WATCHED_SIGNALS:
                 self._previous[number] = signal.signal(number, self._remember)
 
     def remove(self) -> None:
-        """Gives the signals back to whoever had them before; a second call does nothing."""
+        """Restores the previous handlers; a second call does nothing."""
         while self._previous:
             number, previous = self._previous.popitem()
+            # None stands for a handler that was not installed from Python, which Python cannot put back.
             signal.signal(number, previous if previous is not None else signal.SIG_DFL)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
+        # Nothing else happens here: the handler may run in the middle of an optimizer step or of a collective, and
+        # a save there would be torn. Lightning's own handler reduces over ranks, which hangs if only one rank gets it.
         previous = self._previous.get(number)
         if self.received and number == signal.SIGINT and callable(previous):
             previous(number, frame)
@@ -42,7 +46,7 @@ class SignalFlag:
 
 
 def stop_training(trainer: Trainer) -> None:
-    """Makes a fit end after the batch that runs; every rank calls it at the same one."""
+    """Makes a fit end after the current batch; every rank calls it at the same batch."""
     # A limit from below would make Lightning train on in spite of should_stop.
     trainer.fit_loop.min_epochs = None
     trainer.fit_loop.epoch_loop.min_steps = None

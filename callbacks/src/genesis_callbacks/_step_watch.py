@@ -1,4 +1,4 @@
-"""Watches optimizers: how many steps they took, which of them changed parameters, and what they moved."""
+"""Watches optimizers: counts their steps and updates, and lists the parameters that they moved."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -14,12 +14,14 @@ _SAMPLED_ELEMENTS = 1024
 
 
 def _has_signal(gradients: list[Tensor]) -> bool:
-    """Says whether a sample of the gradients is not all zeros; on a device, where looking would wait, it says yes."""
+    """Returns whether a sample of the gradients is not all zeros; on an accelerator always True."""
+    # A False ends in a comparison less and never in a refused save. Reading gradients on a device would make each save
+    # wait for the device's queue, so they count as non-zero there.
     stride = max(1, len(gradients) // _SAMPLED_PARAMETERS)
     for gradient in gradients[::stride]:
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         if local.is_sparse:
-            local = local._values()  # of an embedding's rows; to coalesce them would cost a sort
+            local = local._values()  # the rows of a sparse embedding; `coalesce` would sort them first
         if local.device.type != "cpu" or bool(local.detach().reshape(-1)[:_SAMPLED_ELEMENTS].any()):
             return True
     return False
@@ -52,6 +54,8 @@ class StepWatch:
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.num_steps += 1
+        # With a fused optimizer, GradScaler calls `step` even after an overflow and passes `found_inf` to the kernel.
+        # Only the device knows then whether anything moved.
         is_hidden = self._has_scaler and getattr(optimizer, "_step_supports_amp_scaling", False)
         has_gradient = any(
             parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]
@@ -65,13 +69,13 @@ class StepWatch:
     def moved(self, names: Mapping[int, str], *, since_updates: int) -> frozenset[str]:
         """Returns the names of the parameters that the optimizers' last steps moved: they have a gradient and a lr.
 
-        An optimizer without an update since then moved nothing, whatever gradients its parameters have by now: others
-        may run backward through them. It moved nothing either if what is sampled of its gradients is all zeros.
-        Call it at a window's end.
+        An optimizer without an update since `since_updates` moved nothing, whatever gradients its parameters have by
+        now: a backward pass for another optimizer may run through them. It moved nothing either if the sample of its
+        gradients is all zeros. Call it at a window's end.
 
         Args:
-            names: Of the parameters, by `id`.
-            since_updates: What `num_updates` was at the save to compare with.
+            names: Names of the parameters by their `id`.
+            since_updates: `num_updates` at the save to compare with.
         """
         moved: set[str] = set()
         for optimizer, num_updates in self._moved_by.values():
@@ -90,6 +94,6 @@ class StepWatch:
         return frozenset(moved)
 
     def remove(self) -> None:
-        """Takes the hooks away; a second call does nothing."""
+        """Removes the hooks; a second call does nothing."""
         while self._handles:
             self._handles.pop().remove()

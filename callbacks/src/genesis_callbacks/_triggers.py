@@ -1,4 +1,4 @@
-"""Decides which save is due. Pure, but for `read_moment`, which asks the Trainer where it stands."""
+"""Decides which save is due. All functions are pure except `read_moment`, which reads the Trainer."""
 
 from dataclasses import dataclass
 
@@ -9,13 +9,13 @@ from ._save_options import WhenBusy
 
 @dataclass(frozen=True)
 class Moment:
-    """Where training stands at the end of an accumulation window.
+    """The state of training at the end of an accumulation window.
 
     Attributes:
         step: Windows attempted.
-        max_steps: At which training ends; -1 for no limit.
+        max_steps: The step at which training ends; -1 for no limit.
         epoch: The current epoch, from 0.
-        max_epochs: After which training ends; None or -1 for no limit.
+        max_epochs: The number of epochs after which training ends; None or -1 for no limit.
         is_last_batch: Whether the window ended its epoch.
         should_stop: Whether training was asked to stop.
     """
@@ -30,6 +30,7 @@ class Moment:
     @property
     def is_last_window(self) -> bool:
         """Whether training is known to end here; a stop that a later hook decides is not known yet."""
+        # An end that is missed here costs no checkpoint: `FitSession.finish` saves the last step when training ends.
         if self.should_stop or (self.max_steps != -1 and self.step >= self.max_steps):
             return True
         is_last_epoch = self.max_epochs not in (None, -1) and self.epoch + 1 >= (self.max_epochs or 0)
@@ -37,7 +38,7 @@ class Moment:
 
 
 def read_moment(trainer: Trainer) -> Moment:
-    """Returns where the Trainer stands."""
+    """Returns the Trainer's state."""
     return Moment(
         trainer.global_step,
         trainer.max_steps,
@@ -50,12 +51,12 @@ def read_moment(trainer: Trainer) -> Moment:
 
 @dataclass(frozen=True)
 class Vote:
-    """What a rank has to say at the end of a window; the maximum over ranks is what they agree on.
+    """A rank's vote at the end of a window; the ranks agree on the maximum of each number.
 
     Attributes:
-        signal_number: Of the signal that it received, 0 for none.
+        signal_number: The signal that the rank received, 0 for none.
         is_minute_due: Whether `every_n_minutes` has passed; rank 0's clock counts.
-        outcome: What became of the save in flight, as `SavePipeline.poll` codes it.
+        outcome: The state of the save in flight, as `SavePipeline.poll` codes it.
     """
 
     signal_number: int
@@ -64,19 +65,20 @@ class Vote:
 
 
 def is_interval_over(elapsed_seconds: float, every_n_seconds: float | None) -> bool:
-    """Says whether a save by the clock is due."""
+    """Returns whether a save by the clock is due."""
     return every_n_seconds is not None and elapsed_seconds >= every_n_seconds
 
 
 def is_save_due(moment: Moment, vote: Vote, *, every_n_steps: int | None, save_at_end: bool) -> bool:
-    """Says whether this window's end is to be saved."""
+    """Returns whether this window's end is to be saved."""
+    # Every term is the same on all ranks: a save that one rank begins alone would wait for the others' parts.
     is_step_due = every_n_steps is not None and moment.step % every_n_steps == 0
     is_end_due = save_at_end and moment.is_last_window
     return bool(vote.signal_number) or vote.is_minute_due or is_step_due or is_end_due
 
 
 def describe_interval(every_n_steps: int | None, batches_per_step: int) -> str | None:
-    """Returns in which unit `every_n_steps` counts, for people, where somebody might take it for batches; or None.
+    """Returns a notice on the unit of `every_n_steps`, where a reader might take it for batches; otherwise None.
 
     Example:
         >>> describe_interval(500, 4)
@@ -91,5 +93,5 @@ def describe_interval(every_n_steps: int | None, batches_per_step: int) -> str |
 
 
 def may_skip(moment: Moment, when_busy: WhenBusy) -> bool:
-    """Says whether a save may be left out because the one before still runs: never the one that ends the run."""
+    """Returns whether a save may be skipped because the one before still runs; the last save of a run never is."""
     return when_busy == "skip" and not moment.is_last_window

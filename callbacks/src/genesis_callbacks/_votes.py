@@ -1,4 +1,4 @@
-"""Exchanges what the ranks have to say at the end of each window: one small reduction, in the background."""
+"""Exchanges the ranks' votes at the end of each window: one small reduction, in the background."""
 
 from collections.abc import Callable
 
@@ -22,20 +22,23 @@ class VoteExchange:
         self._pending: Callable[[], list[int]] | None = None
 
     def exchange(self, ours: Vote) -> Vote:
-        """Returns what all ranks agree on. Alone: as it is now; otherwise as it was at the window before."""
+        """Returns what all ranks agree on: with one rank its vote of now, otherwise the votes of the window before."""
         if self._ranks.world_size == 1:
             return ours
+        # One window late by design: the reduction of the last window has ended long ago, so no rank waits for the
+        # slowest one here. All ranks read the result at the same window, so they act on it in the same place.
         agreed = self._pending() if self._pending is not None else _NOTHING
         self._pending = self._ranks.start_maximum([ours.signal_number, int(ours.is_minute_due), ours.outcome])
         signal_number, minutes, outcome = agreed
         return Vote(signal_number, bool(minutes), outcome)
 
     def finish(self) -> None:
-        """Waits for the exchange that is under way, whose result nobody needs any more."""
+        """Waits for the exchange that is under way, whose result is no longer needed."""
+        # Every rank has started it. A rank that dropped it would destroy its group while others still reduce.
         if self._pending is not None:
             self._pending()
             self._pending = None
 
     def abandon(self) -> None:
-        """Forgets the exchange that is under way: other ranks may be gone."""
+        """Drops the exchange that is under way without a wait: other ranks may be gone."""
         self._pending = None

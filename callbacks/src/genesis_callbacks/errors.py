@@ -1,4 +1,4 @@
-"""Errors that are reported in one line instead of a traceback."""
+"""Errors that are printed in one line instead of a traceback."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,9 +8,9 @@ __all__ = ["RunEndedError", "UserError", "naming", "printable", "printable_lines
 
 
 def printable(text: str) -> str:
-    r"""Returns `text` in one line that a terminal prints and does not obey: what is not printable is escaped.
+    r"""Returns `text` in one line without control characters: everything that is not printable is escaped.
 
-    Names in a checkpoint are whatever somebody wrote there: control sequences, line ends, text from right to left.
+    Names in a checkpoint may hold anything: terminal control sequences, line ends, text from right to left.
 
     Example:
         >>> printable("weight\x1b[2J\n")
@@ -24,13 +24,13 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Returns `text` as `printable` does, but keeps its line ends: for text in which we alone have written them."""
+    """Returns `text` as `printable` does, but keeps line ends: for text whose line ends this package wrote itself."""
     return "\n".join(map(printable, text.split("\n")))
 
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Gives an `OSError` without a file name the name `path`: writes, which meet a full disk, know only descriptors."""
+    """Adds the file name `path` to an `OSError` without one: a failed write knows its descriptor only."""
     try:
         yield
     except OSError as error:
@@ -40,15 +40,15 @@ def naming(path: Path) -> Iterator[None]:
 
 
 class UserError(ValueError):
-    """A user's mistake, or what only the user can decide: one line that holds the value and the remedy."""
+    """A user's mistake, or a decision that only the user can make: one line with the value and the remedy."""
 
     exit_status = 2
     is_one_line = True
-    """False for a class that writes line breaks of its own; whatever else stands in such a text must be printable."""
+    """False for a class that writes line breaks of its own; the rest of such a text must be printable."""
 
 
 class RunEndedError(RuntimeError):
-    """A run that must not go on: one line that holds the reason and what to do."""
+    """A run that must not continue: one line with the reason and the remedy."""
 
     exit_status = 1
     is_one_line = True

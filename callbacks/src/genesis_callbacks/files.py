@@ -1,4 +1,4 @@
-"""Files that are on the disk, whole, when the call that writes them returns; every error names its file.
+"""Writes files that are complete and on the disk when the call returns; every error names its file.
 
     create_file(path)       a new file, forced to the disk at the end of the block
     replacing(path)         the same under another name until then: a reader finds what was there before, or all of it
@@ -6,9 +6,9 @@
     staged_file(path)       the same for a writer that wants a path
     sync_directory(path)    forces the names in a directory to the disk
 
-No communication; nothing of torch is imported, so that a process that only writes files starts in a moment. What is
-replaced has a name that ends in `.staging` until then: a kill leaves it behind, and the next writer of the same file
-writes over it.
+No communication. The module imports no torch, so that a process that only writes files starts in a moment. New content
+has a name that ends in `.staging` until it replaces the old file. A kill leaves the staged file behind, and the next
+writer of the same file overwrites it.
 """
 
 import contextlib
@@ -36,9 +36,10 @@ _KINDS: Final = {
 
 
 def find_irregular_kind(mode: int) -> str | None:
-    """Returns what the mode of a file says it is, as "a FIFO"; None for a regular file.
+    """Returns the kind of a file by its mode, as "a FIFO"; None for a regular file.
 
-    Whatever opens a file that others may have put there asks first: to open a FIFO waits, and wakes some devices.
+    Code that opens a file of unknown origin calls this first: opening a FIFO blocks, and opening some devices has
+    effects.
     """
     return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "something else")
 
@@ -72,47 +73,48 @@ class _NamedFile(io.RawIOBase):
 
 @contextlib.contextmanager
 def create_file(path: Path) -> Iterator[BinaryIO]:
-    """Gives a file to write; its content is on the disk at the end of the block, its name once the directory is synced.
+    """Opens a file to write; its content is on the disk at the end of the block, its name once the directory is synced.
 
     Raises:
-        OSError: The disk is full, or cannot be written; it names the file.
+        OSError: The disk is full, or cannot be written; the error names the file.
     """
     raw = _NamedFile(path)
     try:
         file = io.BufferedWriter(raw)
         yield cast("BinaryIO", file)
+        # In this order: fsync forces what the kernel has, and the buffer's bytes are not there before the flush.
         file.flush()
         raw.sync()
     finally:
-        raw.close()  # not the buffer, which would try once more to write what a full disk has refused
+        raw.close()  # closing the buffer would try again to write the bytes that a full disk has refused
 
 
 @contextlib.contextmanager
 def replacing(path: Path, *, has_rivals: bool = False) -> Iterator[BinaryIO]:
-    """Gives a file to write that becomes `path` at the end of the block, all at once and durably.
+    """Opens a file to write that becomes `path` at the end of the block, atomically and durably.
 
-    Where the block raises, `path` stays as it was.
+    If the block raises, `path` stays as it was.
 
     Args:
-        path: What is replaced, or made.
+        path: The file that is replaced or created.
         has_rivals: Whether other processes may write the same file at the same time: the last one to end wins.
 
     Raises:
-        OSError: The disk is full, or cannot be written; it names the file.
+        OSError: The disk is full, or cannot be written; the error names the file.
     """
     with _becoming(path, has_rivals=has_rivals) as staging, create_file(staging) as file:
         yield file
 
 
 def replace_file(path: Path, data: bytes, *, has_rivals: bool = False) -> None:
-    """Makes `path` a file that holds `data`; otherwise as `replacing`."""
+    """Replaces or creates `path` with the content `data`; otherwise as `replacing`."""
     with replacing(path, has_rivals=has_rivals) as file:
         file.write(data)
 
 
 @contextlib.contextmanager
 def staged_file(path: Path, *, has_rivals: bool = False) -> Iterator[Path]:
-    """Gives a path beside `path` for a writer that wants one; otherwise as `replacing`."""
+    """Yields a path beside `path` for a writer that takes a path; otherwise as `replacing`."""
     with _becoming(path, has_rivals=has_rivals) as staging:
         yield staging
         sync_file(staging)
@@ -121,6 +123,7 @@ def staged_file(path: Path, *, has_rivals: bool = False) -> Iterator[Path]:
 @contextlib.contextmanager
 def _becoming(path: Path, *, has_rivals: bool) -> Iterator[Path]:
     mark = f".{secrets.token_hex(4)}" if has_rivals else ""
+    # In the same directory, because a rename is atomic within one file system only.
     staging = path.with_name(f"{path.name}{mark}{STAGING_SUFFIX}")
     try:
         yield staging
@@ -129,6 +132,7 @@ def _becoming(path: Path, *, has_rivals: bool) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             os.unlink(staging)  # noqa: PTH108 - as above
         raise
+    # Until here a power failure may bring the old name back, but never a part of the new content.
     sync_directory(path.parent)
 
 

@@ -1,7 +1,7 @@
-"""Sums and maxima of a few numbers over ranks, between hosts.
+"""Sums and maxima of a few host-side numbers over ranks.
 
-They run on a gloo group of our own and never on the default group: on CUDA that is nccl, where a host's number would
-cost a copy to the device, a kernel in the queue of the gradients and a wait for both.
+They run on a separate gloo group and never on the default group: on CUDA the default group is nccl, where a number of
+the host would cost a copy to the device, a kernel in the queue behind the gradients, and a wait for both.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,8 @@ __all__ = ["HostGroup", "Pending"]
 Partition = tuple[tuple[int, ...], ...]
 """All ranks of the default process group in disjoint groups; the empty one stands for a single group of all ranks."""
 
-# Ours of each partition, by default group, so that they are forgotten with their world.
+# Our groups by partition, for each default group. The keys are weak: after `destroy_process_group` a new world must
+# not find groups of the old one, whose sockets are closed.
 _GLOO_GROUPS: "WeakKeyDictionary[dist.ProcessGroup, dict[Partition, dist.ProcessGroup]]" = WeakKeyDictionary()
 
 
@@ -34,15 +35,15 @@ class Pending(Generic[Number]):
         self._work = work
 
     def wait(self) -> tuple[Number, ...]:
-        """Returns the reduced numbers, the same on every rank; waits for the slowest rank to begin."""
+        """Returns the reduced numbers, the same on every rank; waits until every rank has started the reduction."""
         if self._work is not None:
             self._work.wait()
-            self._work = None
+            self._work = None  # a second `wait` returns the same numbers without asking the group
         return tuple(self._values.tolist())
 
 
 class HostGroup:
-    """All ranks of the default process group, or some of them, or this process alone where there is none.
+    """All ranks of the default process group, or some of them, or this process alone if no group exists.
 
     Nothing happens at construction. The first reduction (or `join`) makes the gloo groups, which all instances of the
     same partition share: it communicates, so every rank calls it at the same place. Reductions run in the order in
@@ -54,7 +55,7 @@ class HostGroup:
     """
 
     def __init__(self, partition: Sequence[Sequence[int]] = ()) -> None:
-        # One group of all ranks is always the same one, however it was asked for.
+        # A partition with one group means all ranks, so that it shares the gloo group of the default.
         self._partition: Partition = tuple(tuple(group) for group in partition) if len(partition) > 1 else ()
 
     @property
@@ -69,7 +70,7 @@ class HostGroup:
         return next(group for group in self._partition if rank in group)
 
     def join(self) -> None:
-        """Makes the gloo groups now, if there are several ranks and they are not there."""
+        """Makes the gloo groups now, if there are several ranks and the groups do not exist yet."""
         if self.world_size > 1:
             self._group()
 
@@ -78,7 +79,7 @@ class HostGroup:
         return Pending(*self._reduce(values, torch.int64, dist.ReduceOp.SUM))
 
     def sum_floats(self, values: Sequence[float]) -> Pending[float]:
-        """Returns the sums over ranks of floats, element by element, in float64; they are the same on every rank."""
+        """Returns the sums over ranks of floats, element by element, in float64; the same bits on every rank."""
         return Pending(*self._reduce(values, torch.float64, dist.ReduceOp.SUM))
 
     def max(self, values: Sequence[int]) -> Pending[int]:
@@ -91,6 +92,7 @@ class HostGroup:
         tensor = torch.tensor(values, dtype=dtype, device="cpu")
         if self.world_size == 1:
             return tensor, None
+        # Asynchronous: gloo reduces in threads of its own while the caller trains. The tensor must live until `wait`.
         return tensor, dist.all_reduce(tensor, op=op, group=self._group(), async_op=True)
 
     def _group(self) -> dist.ProcessGroup:
@@ -100,7 +102,7 @@ class HostGroup:
         if self._partition not in groups:
             if not self._partition:
                 groups[()] = new_gloo_group()
-            for members in self._partition:  # every rank makes every group
+            for members in self._partition:  # `new_group` is a collective of the world: every rank makes every group
                 group = new_gloo_group(members)
                 if dist.get_rank() in members:
                     groups[self._partition] = group

@@ -1,4 +1,4 @@
-"""The report of a restore: the parts that it kept, rebuilt and reset."""
+"""Reports what a restore kept, what it rebuilt and what starts from scratch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +14,10 @@ class RestoreReport:
     Attributes:
         path: The checkpoint.
         step: Its step.
-        kept: What is, bit for bit, what was saved.
-        rebuilt: What holds the same in another form.
-        reset: Parts that were not in the checkpoint, or could not be restored, and start from scratch.
-        changed: What this run does otherwise than the one that saved, with both values.
+        kept: State that is bit for bit the saved state.
+        rebuilt: State with the saved values in another form, such as another sharding.
+        afresh: State that was not in the checkpoint, or could not be taken from it, and starts from scratch.
+        changed: Differences between this run and the run that saved, with both values.
     """
 
     path: Path
@@ -29,7 +29,7 @@ class RestoreReport:
 
     @property
     def text(self) -> str:
-        """One paragraph for people."""
+        """The report as one paragraph of text."""
         sentences = [f"Restored step {self.step} from {self.path}."]
         for verb, items in (("Kept", self.kept), ("Rebuilt", self.rebuilt), ("Reset", self.reset)):
             sentences.append(f"{verb}: {'; '.join(items) or 'nothing'}.")
