@@ -1,4 +1,4 @@
-"""Reports what a restore kept, what it rebuilt and what starts from scratch."""
+"""Reports the parts that a restore kept, rebuilt and reset."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ class RestoreReport:
         step: Its step.
         kept: State that is bit for bit the saved state.
         rebuilt: State with the saved values in another form, such as another sharding.
-        afresh: State that was not in the checkpoint, or could not be taken from it, and starts from scratch.
+        reset: State that was not in the checkpoint, or could not be taken from it, and starts from scratch.
         changed: Differences between this run and the run that saved, with both values.
     """
 
