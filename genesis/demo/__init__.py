@@ -1,1 +1,1 @@
-"""The whole road in minutes, on text that every Python has."""
+"""`genesis demo`: the whole path from raw text to a trained model in minutes, on text that every Python includes."""

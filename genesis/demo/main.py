@@ -1,7 +1,8 @@
-"""The whole road in minutes on a CPU, each step a command that you could type yourself.
+"""The whole path from raw text to a trained model in minutes on a CPU; each step runs an ordinary command.
 
-Text that every Python has, a tokenizer, token shards, training with one real SIGKILL in the middle and a resume,
-validation, text from an early and the last checkpoint, a picture of the loss, and where everything lies.
+The demo collects text that every Python includes, trains a tokenizer, and prepares token shards. It trains a model,
+sends one real SIGKILL in the middle, and resumes. It validates the last checkpoint, generates text from an early and
+the last checkpoint, plots the loss, and lists the paths of the results.
 """
 
 import shlex
@@ -32,14 +33,14 @@ _POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Kill:
-    """What a kill met: the last step that the log has, and the newest committed checkpoint."""
+    """The state at a kill: the last step in the log, and the newest committed checkpoint."""
 
     step: int
     checkpoint: Path
 
 
 def _step_of(checkpoint: Path) -> int:
-    """Returns the step of a checkpoint by its name: retention may have removed it since."""
+    """Returns the step of the checkpoint from its name, because retention may have removed the checkpoint since."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
@@ -52,7 +53,7 @@ class StepFailedError(RuntimeError):
 
 
 class Demo:
-    """The steps, in order; each prints its command and the time it took."""
+    """The steps of the demo in order; each step prints its command and its duration."""
 
     def __init__(
         self, directory: Path, recipe: Path, corpus_config: Path, tokenizer_config: Path, num_steps: int | None
@@ -97,7 +98,7 @@ class Demo:
 
     def _train_and_kill(self, fit: Sequence[str]) -> Kill:
         """Starts training, waits until it is a few steps past a checkpoint in the middle, and sends SIGKILL."""
-        gap = min(3, self.num_steps // 20)  # half of what lies between two saves, where that is less
+        gap = min(3, self.num_steps // 20)  # at most half of the steps between two saves
         process = subprocess.Popen(self._command(*fit))
         try:
             while self._newest_step() < self.num_steps // 2 or self._last_step() <= self._newest_step() + gap:
@@ -171,10 +172,10 @@ def run_demo(configs: Path, num_steps: int | None = None) -> int:
 
     Args:
         configs: The repository's folder of configs.
-        num_steps: How many steps are trained; by default the recipe's.
+        num_steps: Number of training steps; by default the recipe's.
 
     Raises:
-        UserError: It has no recipe for the demo, or there are too few steps.
+        UserError: `configs` has no recipe for the demo, or `num_steps` is too small.
     """
     recipe = configs / "demo.yaml"
     if not recipe.exists():

@@ -1,4 +1,4 @@
-"""The loss of a run as a picture."""
+"""Plots the loss of a run."""
 
 import csv
 from pathlib import Path
@@ -10,14 +10,14 @@ TRAINING, HELD_OUT, KILL, RESUME = "#8fb8de", "#c0392b", "black", "gray"
 
 
 def read_curve(metrics: Path, x: str, y: str) -> tuple[list[float], list[float]]:
-    """Returns the columns `x` and `y` of the rows of a run's CSV log that have both."""
+    """Returns the columns `x` and `y` of a run's CSV log, from the rows that have both values."""
     with metrics.open(newline="", encoding="utf-8") as file:
         points = [(float(row[x]), float(row[y])) for row in csv.DictReader(file) if row.get(x) and row.get(y)]
     return [point[0] for point in points], [point[1] for point in points]
 
 
 def build_figure(metrics: Path, killed_at_step: int | None = None, resumed_from_step: int | None = None) -> Figure:
-    """Returns the training and validation loss over steps, with the kill and the resume marked."""
+    """Returns a figure of the training and validation loss over steps, with the kill and the resume marked."""
     figure = Figure(figsize=(9, 5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -43,5 +43,5 @@ def build_figure(metrics: Path, killed_at_step: int | None = None, resumed_from_
 def plot_loss(
     metrics: Path, out: Path, killed_at_step: int | None = None, resumed_from_step: int | None = None
 ) -> None:
-    """Writes that figure to `out` (PNG)."""
+    """Writes the figure of the loss to `out` (PNG)."""
     build_figure(metrics, killed_at_step, resumed_from_step).savefig(out)

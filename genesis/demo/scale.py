@@ -1,11 +1,11 @@
-"""A shorter demo: the recipe with fewer steps, and with everything that counts steps scaled by the same ratio."""
+"""Shortens the demo: the recipe with fewer steps, and with all intervals of steps scaled by the same ratio."""
 
 from typing import Any
 
 from genesis.errors import UserError
 
 MIN_STEPS = 40
-"""With fewer there are too few steps between two saves for a kill to come between them."""
+"""The least number of steps; a shorter demo has too few steps between two saves for a kill between them."""
 
 _SCALED = (
     "schedule.total_updates",
@@ -19,7 +19,7 @@ _VALIDATION_SEQUENCES = 64
 
 
 def scale_recipe(recipe: dict[str, Any], num_steps: int) -> tuple[str, ...]:
-    """Returns the options of `genesis fit` that make a run of `num_steps` out of a demo's recipe.
+    """Returns the options of `genesis fit` that shorten a demo's recipe to `num_steps` steps.
 
     Raises:
         UserError: `num_steps` is fewer than `MIN_STEPS`.

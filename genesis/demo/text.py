@@ -1,4 +1,4 @@
-"""The demo's text: what every Python has, its standard library's sources and the topics of its documentation."""
+"""The demo's text, which every Python includes: the standard library's sources and the topics of its documentation."""
 
 import json
 import shutil
@@ -6,7 +6,7 @@ import sysconfig
 from pathlib import Path
 from pydoc_data import topics
 
-# Not sources to learn from: tests and encodings (mostly tables), packages of others, the topics (they come as text).
+# Excluded sources: tests and encodings (mostly tables), third-party packages, and the topics, which are added as text.
 _LEFT_OUT = {
     "encodings",
     "pydoc_data",
@@ -25,7 +25,7 @@ def gather_text(out: Path) -> tuple[int, int]:
     """Copies the standard library's sources and writes the topics as JSON lines; returns (documents, bytes).
 
     Args:
-        out: A directory that is written again: `stdlib/*.py`, one document per file, and `topics.jsonl`.
+        out: The directory to replace: `stdlib/*.py`, one document per file, and `topics.jsonl`.
     """
     shutil.rmtree(out, ignore_errors=True)
     root = Path(sysconfig.get_path("stdlib"))
@@ -46,7 +46,7 @@ def gather_text(out: Path) -> tuple[int, int]:
         for name, topic in sorted(topics.topics.items()):
             file.write(json.dumps({"id": name, "text": topic}, ensure_ascii=False) + "\n")
             num_documents, num_bytes = num_documents + 1, num_bytes + len(topic.encode())
-    # Times of the originals: a second demo finds the same files, and its tokens already prepared.
+    # The copies keep the originals' times, so that a second demo finds the same files and reuses the prepared tokens.
     shutil.copystat(topics.__file__, target)
     return num_documents, num_bytes
 

@@ -1,9 +1,10 @@
-"""What the model is asked, put so that nothing is computed twice: requests to contexts to heads to batches. Pure.
+"""Plans the forwards that score requests, so that no prefix is computed twice: contexts, heads, batches. Pure.
 
-A *context* runs once, together with the longest of its continuations; every other continuation goes on from its keys
-and values, from where it first differs from that one. A continuation that differs in its last token alone, such as any
-of one token, needs no forward of its own: it can be read where the context ended. A *head* is what many contexts have
-in common at their beginning, such as the examples of a few-shot task; it runs once, too.
+A *context* runs once, together with the longest of its continuations. Every other continuation reuses the keys and
+values of that row and starts at the first token that differs from the longest continuation. A continuation that
+differs only in its last token, such as any continuation of one token, needs no forward of its own: the logits of the
+context's row already score the token. A *head* is a common prefix of many contexts, such as the examples of a few-shot
+task; a head also runs only once.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,11 +14,11 @@ from typing import NamedTuple, TypeVar
 T = TypeVar("T")
 
 MIN_HEAD_TOKENS = 32
-"""A shorter head saves less than it costs to copy its keys and values for each context."""
+"""Minimum length of a head: copying the keys and values of a shorter head for each context costs more than it saves."""
 
 
 class Request(NamedTuple):
-    """Ids whose likelihood is asked, and the ids before them; both have at least one."""
+    """A continuation to score and the context before it, as ids; both have at least one id."""
 
     context: tuple[int, ...]
     continuation: tuple[int, ...]
@@ -27,9 +28,9 @@ class Target(NamedTuple):
     """A token that a row scores.
 
     Args:
-        position: Of the token that it follows, among those that the row feeds.
-        token: Whose probability is asked.
-        request: To whom it counts.
+        position: Position of the preceding token, among the tokens that the row feeds.
+        token: The id whose probability is computed.
+        request: Number of the request to which the log-probability is added.
     """
 
     position: int
@@ -38,13 +39,13 @@ class Target(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What one row of a forward does.
+    """One row of a forward.
 
     Args:
-        parent: The row of the cache that it goes on from.
-        start: How many tokens of that row it keeps; 0 starts from scratch.
-        tokens: What it feeds, at least one.
-        targets: What it scores, by position.
+        parent: The row of the cache whose keys and values this row reuses.
+        start: Number of tokens that this row keeps of the parent; 0 starts from scratch.
+        tokens: The tokens that this row feeds, at least one.
+        targets: The tokens that this row scores, by position.
     """
 
     parent: int
@@ -61,7 +62,7 @@ class Context(NamedTuple):
 
 
 class Head(NamedTuple):
-    """What contexts have in common at their beginning; none of them ends with it."""
+    """The common prefix of some contexts; every context is longer than its head."""
 
     tokens: tuple[int, ...]
     contexts: tuple[Context, ...]
@@ -79,13 +80,14 @@ def gather_contexts(requests: Sequence[Request]) -> list[Context]:
 
 
 def find_heads(contexts: Sequence[Context]) -> list[Head]:
-    """Returns heads of contexts in lexicographic order; those that share too little have the empty head, the first.
+    """Returns heads of contexts in lexicographic order; contexts with too short a prefix in common have the empty head.
 
-    In that order what a run of contexts shares is the least that two neighbours share. A run is taken as it is if that
-    saves half of what neighbours share in all; else it is cut wherever they share least, and what is then alone stays
-    with what all of the run share.
+    The empty head is the first. In lexicographic order the common prefix of a run of contexts is the shortest common
+    prefix of two neighbours. A run is not divided if its common prefix saves half of the tokens that neighbours share
+    in total. Otherwise the run is cut wherever neighbours share least, and contexts that are then alone keep the common
+    prefix of the whole run.
     """
-    # A context must feed a token of its own, so that it does not share its last.
+    # The last token of a context is not shared, because every context must feed a token of its own.
     shared = [_count_shared(a.tokens[:-1], b.tokens[:-1]) for a, b in pairwise(contexts)]
     heads: list[Head] = []
     alone: list[Context] = []
@@ -109,12 +111,14 @@ def find_heads(contexts: Sequence[Context]) -> list[Head]:
 
 
 def plan_context(context: Context, head: int, head_tokens: int) -> Row:
-    """Returns the row that feeds a context after its head, and its longest continuation; it scores all that it can.
+    """Returns the row that feeds a context after its head and then its longest continuation.
+
+    The targets are all tokens of all continuations that this row can score.
 
     Args:
-        context: Which.
+        context: The context.
         head: The head's row in the cache.
-        head_tokens: How long that is.
+        head_tokens: Number of tokens of the head.
     """
     _, longest = context.continuations[0]
     end = len(context.tokens) - head_tokens
@@ -127,7 +131,7 @@ def plan_context(context: Context, head: int, head_tokens: int) -> Row:
 
 
 def plan_branches(context: Context, parent: int) -> list[Row]:
-    """Returns the rows for what the context's own row, `parent` of the cache, could not score."""
+    """Returns the rows for the tokens that the context's row, `parent` in the cache, cannot score."""
     _, longest = context.continuations[0]
     rows = []
     for request, continuation in context.continuations[1:]:
@@ -140,12 +144,12 @@ def plan_branches(context: Context, parent: int) -> list[Row]:
 
 
 def batch_by_size(items: Sequence[T], size: Callable[[T], tuple[int, int]], budget: int) -> list[list[T]]:
-    """Returns batches of items alike in length, each within the budget but for an item that is larger alone.
+    """Returns batches of items of similar length, each within the budget; a larger item is a batch of its own.
 
     Args:
         items: Of any lengths.
-        size: Tokens that an item feeds, and tokens that it keeps in a cache.
-        budget: Of tokens fed and kept in a batch, where each item is padded to the longest of it.
+        size: Returns the numbers of tokens that an item feeds and keeps in a cache.
+        budget: The most tokens that a batch feeds and keeps, with each item padded to the longest of the batch.
     """
     batches: list[list[T]] = []
     longest_fed = longest_kept = 0
@@ -161,11 +165,11 @@ def batch_by_size(items: Sequence[T], size: Callable[[T], tuple[int, int]], budg
 
 
 def _count_kept(longest: tuple[int, ...], continuation: tuple[int, ...]) -> int:
-    """Returns how many tokens of a continuation stand in the longest one, too; its last is never fed."""
+    """Returns how many tokens a continuation shares with the longest; its own last token, never fed, does not count."""
     return _count_shared(longest, continuation[:-1])
 
 
 def _count_shared(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    """Returns the length of the common beginning."""
+    """Returns the length of the common prefix."""
     num = min(len(a), len(b))
     return next((index for index in range(num) if a[index] != b[index]), num)

@@ -1,4 +1,4 @@
-"""Results as a picture: how measures change over a run's checkpoints, one panel for each kind of thing measured."""
+"""Plots results over a run's checkpoints, with one panel for each kind of measure."""
 
 import io
 import math
@@ -19,7 +19,7 @@ _LEGEND_ROWS = 10
 
 
 def plot_results(results: Sequence[Result], out: Path) -> None:
-    """Writes `out` (PNG): what is alike in one panel, over steps, with a band of one standard error."""
+    """Writes `out` (PNG): a panel for each kind of measure, over steps, with a band of one standard error."""
     panels = _group(results)
     if not panels:
         return
@@ -49,7 +49,7 @@ def plot_results(results: Sequence[Result], out: Path) -> None:
 def _group(results: Sequence[Result]) -> dict[str, dict[str, list[tuple[int, float, float]]]]:
     """Returns by panel and line the step, value and standard error of each point.
 
-    Shares of right answers go together, and sources of text; what has a scale of its own has its own panel.
+    Accuracies share a panel, and so do sources of text; a measure with a scale of its own has its own panel.
     """
     panels: dict[str, dict[str, list[tuple[int, float, float]]]] = {}
     for result, measure in select_shown(results):

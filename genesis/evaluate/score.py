@@ -1,7 +1,7 @@
-"""Log-likelihoods of continuations, exactly and with little work: what `plan.py` plans, run on a decoder.
+"""Computes exact log-likelihoods of continuations: runs the rows that `plan.py` plans on a decoder.
 
 B  rows of a forward     D  model width     V  vocabulary
-P  positions that score (a token of a row, whatever is asked after it)     T  targets (what is asked there)
+P  positions of a row whose logits are needed     T  targets (tokens to score at these positions)
 """
 
 from collections.abc import Callable, Sequence
@@ -30,13 +30,13 @@ from genesis.model.decoder import Decoder, KVCache
 
 _BATCH_TOKENS_OF_THREAD, _BATCH_TOKENS_CUDA = 1024, 32_768
 _LEAST_PLACES: Final = 512
-"""Of logits made at one time: fewer would not keep a product of matrices busy."""
+"""Minimum number of positions whose logits are computed at one time: smaller matrix products are inefficient."""
 _BATCHES_IN_GROUP: Final = 4
-"""Keys and values take far less memory than a forward does."""
+"""Batches of contexts that share a cache: keys and values take far less memory than a forward."""
 
 
 def default_batch_tokens(device_type: str) -> int:
-    """Returns what is fed and kept at one time; on a CPU, what stays near the caches of its cores."""
+    """Returns how many tokens a forward feeds and keeps; on a CPU, about as many as the cores' caches hold."""
     return _BATCH_TOKENS_CUDA if device_type == "cuda" else _BATCH_TOKENS_OF_THREAD * torch.get_num_threads()
 
 
@@ -52,8 +52,8 @@ class Scorer:
 
     Args:
         decoder: In evaluation mode.
-        batch_tokens: Tokens that a forward feeds, and those in the cache that it goes on from, padding counted; None
-            for what suits the device.
+        batch_tokens: Tokens that a forward feeds plus the tokens of the cache that it reuses, with padding; None
+            chooses a size that suits the device.
 
     Raises:
         UserError: `batch_tokens` is below 1.
@@ -68,11 +68,12 @@ class Scorer:
 
     @torch.inference_mode()
     def score(self, requests: Sequence[Request], on_progress: Callable[[int], None] = lambda _: None) -> list[Score]:
-        """Returns the score of each request; equal ones are computed once.
+        """Returns the score of each request; equal requests are computed once.
 
         Args:
-            requests: None longer than the decoder's context and one token, of which the last is never fed.
-            on_progress: Called with the number of different requests that were scored since the last call.
+            requests: The requests. Each has at most one token more than the decoder's context, because the last token
+                is never fed.
+            on_progress: Called with the number of distinct requests that were scored since the last call.
         """
         numbers = {request: number for number, request in enumerate(dict.fromkeys(requests))}
         self._sums = torch.zeros(len(numbers), dtype=torch.float64)
@@ -104,10 +105,10 @@ class Scorer:
             rows = [row for row, _ in group]
             branches = list(chain.from_iterable(plan_branches(item[1], row) for row, item in enumerate(group)))
             cache = None
-            if branches or parents is not None:  # with room for a branch, so that a copy of a row has it, too
+            if branches or parents is not None:  # with room for a branch, so that a copy of a row also has room
                 cache = self._branch(rows, parents, spare=max((len(row.tokens) for row in branches), default=0))
             num_fed = 0
-            for batch in batch_by_size(rows, _size, self.batch_tokens):  # of rows in this order already
+            for batch in batch_by_size(rows, _size, self.batch_tokens):  # the rows already have this order
                 self._feed(batch, None if cache is None else cache.view(num_fed, num_fed + len(batch)))
                 num_fed += len(batch)
             for batch in batch_by_size(branches, _size, self.batch_tokens):
@@ -115,7 +116,7 @@ class Scorer:
             on_progress(sum(len(context.continuations) for _, context in group))
 
     def _branch(self, rows: Sequence[Row], parents: KVCache | None, spare: int = 0) -> KVCache:
-        """Returns a cache for `rows`: each has what it keeps of its parent, and room for what it feeds and `spare`."""
+        """Returns a cache for `rows`, each with the tokens kept from its parent and room for its own plus `spare`."""
         weight = self.decoder.output_weight
         num_slots = max(row.start for row in rows) + max(len(row.tokens) for row in rows) + spare
         if parents is None:
@@ -127,10 +128,10 @@ class Scorer:
         return cache
 
     def _feed(self, rows: Sequence[Row], cache: KVCache | None) -> None:
-        """Feeds rows after what the cache has of them, and adds up what they score."""
+        """Feeds rows after their tokens in the cache, and adds up the log-probabilities of their targets."""
         device = self.decoder.output_weight.device
         longest = max(len(row.tokens) for row in rows)
-        input_ids = torch.zeros((len(rows), longest), dtype=torch.int64)  # padded on the right: never attended
+        input_ids = torch.zeros((len(rows), longest), dtype=torch.int64)  # right padding, which no token attends to
         for padded, row in zip(input_ids, rows, strict=True):
             padded[: len(row.tokens)] = torch.tensor(row.tokens)
         targets = torch.tensor(
@@ -152,7 +153,7 @@ class Scorer:
 def _copy_rows(
     slots: Float[Tensor, "layers B L K E"], rows: Sequence[Row], num_slots: int
 ) -> Float[Tensor, "layers R {num_slots} K E"]:
-    # On a CPU many times as fast as an index into a part of the slots.
+    # On a CPU this copy is many times as fast as an index into a part of the slots.
     copied = torch.stack([slots[:, row.parent, :num_slots] for row in rows], dim=1)
     num_missing = num_slots - copied.shape[2]
     return pad(copied, (0, 0, 0, 0, 0, num_missing)) if num_missing > 0 else copied
@@ -164,32 +165,32 @@ def score_targets(
     which: Int64[Tensor, " T"],
     tokens: Int64[Tensor, " T"],
 ) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"]]:
-    """Returns the log-probability of each target in float32, and whether no token is likelier at its place.
+    """Returns the log-probability of each target in float32, and whether no token is more likely at its position.
 
     Args:
-        hidden: What the decoder gives to its head, at the positions that score.
+        hidden: The input of the decoder's head, at the positions of the targets.
         weight: The output weight.
-        which: Place of each target.
-        tokens: Of each target.
+        which: Index into `hidden` of each target.
+        tokens: The id of each target.
     """
     logprobs = torch.empty(len(tokens), dtype=torch.float32, device=hidden.device)
     is_most_likely = torch.empty(len(tokens), dtype=torch.bool, device=hidden.device)
     step = max(_LEAST_PLACES, chunk_tokens(weight.shape[0], weight.device))
-    for start in range(0, len(hidden), step):  # all logits at once would need more memory than the model
+    for start in range(0, len(hidden), step):  # all logits at one time would need more memory than the model
         logits = multiply_in_float32(hidden[start : start + step], weight)
         inside = (which >= start) & (which < start + step)
         rows, asked = which[inside] - start, tokens[inside]
         logprobs[inside] = logits.log_softmax(dim=1, dtype=torch.float32)[rows, asked]
-        is_most_likely[inside] = logits[rows, asked] == logits.amax(dim=1)[rows]  # a fraction of argmax's cost
+        is_most_likely[inside] = logits[rows, asked] == logits.amax(dim=1)[rows]  # cheaper than argmax
     return logprobs, is_most_likely
 
 
 def multiply_in_float32(hidden: Float[Tensor, "P D"], weight: Float[Tensor, "V D"]) -> Float32[Tensor, "P V"]:
-    """Returns logits in float32. In bfloat16 the two most likely tokens often tie, and both would pass for greedy."""
+    """Returns logits in float32: in bfloat16 the two most likely tokens often tie, and both would count as greedy."""
     if hidden.dtype == torch.float32:
         return hidden @ weight.t()
     if hidden.device.type == "cuda":
-        logits: Tensor = torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # no float32 copy of the weight
+        logits: Tensor = torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # avoids a float32 copy of the weight
         return logits
     return hidden.float() @ weight.float().t()
 

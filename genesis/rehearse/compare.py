@@ -19,13 +19,13 @@ from genesis_callbacks.checkpoint import (
 
 LOSS_COLUMNS = ("train/loss", "validation/loss")
 
-# Of the state that is no tensor, what makes a run the same: where the data stands, and the optimizer's settings.
+# The state beside the tensors that must be equal in both runs: the data position and the optimizer's settings.
 # Lightning's own progress counts, clocks of other callbacks and unused generators may differ without harm.
 _DECIDING_STATE = ("trainer.CorpusDataModule", "trainer.lr_schedulers", "optimizers")
 _TRAINED_PREFIXES = ("model.", "optimizer.")
 
 Losses = dict[int, dict[str, str]]
-"""By step, the losses as they stand in the log: there a number keeps all of its digits."""
+"""Step to losses, as the strings in the log, which keep all digits of a number."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ValueDifference:
 
 @dataclass(frozen=True)
 class LossDifference:
-    """A loss that is not the same in both runs; `start` numbers the training that logged it, from 1."""
+    """A loss that is not the same in both runs; `start` is the number, from 1, of the training that logged the loss."""
 
     step: int
     column: str
@@ -62,12 +62,12 @@ class CheckpointComparison:
     """Two runs' newest committed checkpoints, both verified to the last digest.
 
     Args:
-        straight: Of the run that was never killed.
-        killed: Of the other.
-        num_tensors: Of model and optimizer.
-        tensors: Those that differ, the largest difference first.
+        straight: The checkpoint of the run that was never killed.
+        killed: The checkpoint of the killed run.
+        num_tensors: Number of tensors of model and optimizer.
+        tensors: The tensors that differ, the largest difference first.
         values: Step, counters, data position and optimizer settings that differ.
-        others: Other state that differs and does not decide, by its path.
+        others: Other state that differs, by its path; it does not affect the verdict.
     """
 
     straight: str
@@ -87,7 +87,7 @@ def compare_runs(straight: Path, killed: Path) -> CheckpointComparison:
     """Compares the newest committed checkpoints of two runs' directories.
 
     Raises:
-        RunEndedError: A run has none, or its newest does not verify.
+        RunEndedError: A run has no committed checkpoint, or the newest checkpoint does not verify.
     """
     (path, manifest), (other, other_manifest) = _find_final(straight), _find_final(killed)
     comparisons = list(compare_tensors(path, manifest, other, other_manifest))
@@ -135,7 +135,7 @@ def _find_final(run_dir: Path) -> tuple[Path, Manifest]:
 
 
 def _decides(key: str) -> bool:
-    """Says so of the path of some rank's state, `ranks.0.trainer...`."""
+    """Returns whether the state at a path of some rank, such as `ranks.0.trainer...`, must be equal in both runs."""
     return key.split(".", 2)[-1].startswith(_DECIDING_STATE)
 
 
@@ -157,7 +157,7 @@ def find_differences(one: Any, other: Any, key: str = "") -> Iterator[ValueDiffe
 
 
 def read_losses(run_dir: Path) -> Losses:
-    """Returns the losses in a run's log. A last row that a kill has torn is left out."""
+    """Returns the losses in a run's log, without a last row that a kill has truncated."""
     path = RunDirectory(run_dir).metrics
     if not path.exists():
         return {}

@@ -10,11 +10,11 @@ from genesis.rehearse.plan import Sight
 
 
 class Display:
-    """A context in which the bar is live.
+    """Prints events and shows the progress bar; the bar is live within this context.
 
     Args:
-        console: Where all of it goes.
-        max_steps: Of the run.
+        console: The console for lines and bar.
+        max_steps: Number of steps of the run.
     """
 
     def __init__(self, console: Console, max_steps: int) -> None:
@@ -40,10 +40,10 @@ class Display:
         self._progress.stop()
 
     def say(self, line: str) -> None:
-        """Prints a line, above the bar."""
+        """Prints a line above the bar."""
         self._console.print(escape(line), highlight=False, soft_wrap=True)
 
     def show(self, name: str, sight: Sight) -> None:
-        """Moves the bar."""
+        """Updates the bar."""
         what = name if sight.last_step is not None else f"{name}, starting"
         self._progress.update(self._task, description=what, completed=sight.last_step or 0)

@@ -1,4 +1,4 @@
-"""One run that is killed again and again, as planned, and started again until it comes to its end."""
+"""A run that is killed several times, as planned, and restarted after each kill until the run is complete."""
 
 import time
 from collections import deque
@@ -14,9 +14,9 @@ from genesis.rehearse.report import KillRecord, Round
 
 POLL_SECONDS = 0.004
 
-# A rank whose peer is gone notices it by its connection, within seconds; then its save in flight gets some more.
+# A rank notices within seconds, by its connection, that a peer has ended; its save in flight then has some more time.
 _OTHERS_END_SECONDS = 60.0
-# A training that logs nothing for longer than so many times what the straight run took, and this, is stuck.
+# A training is stuck if it logs nothing for longer than _STUCK_SECONDS plus this multiple of the straight run's time.
 _STUCK_FACTOR = 10.0
 _STUCK_SECONDS = 120.0
 
@@ -25,13 +25,13 @@ class KilledRun:
     """Carries out a plan of kills on one run.
 
     Args:
-        run_dir: Of the run; it is new.
-        triggers: Of the kills, in the order of their steps.
-        pace: Of the straight run.
-        losses: Of the straight run.
+        run_dir: A new directory for the run.
+        triggers: The triggers of the kills, in the order of their steps.
+        pace: The pace of the straight run.
+        losses: The losses of the straight run.
         launcher: Starts the trainings.
-        display: Prints what happens.
-        kills: Of the rehearsal so far; those that really happen are added.
+        display: Prints the events.
+        kills: The kills of the rehearsal so far; the kills of this run are appended when they happen.
     """
 
     def __init__(
@@ -49,28 +49,28 @@ class KilledRun:
         self._launcher, self._display, self._kills = launcher, display, kills
         self._triggers = deque(trigger for trigger in triggers if trigger.kill.aim != "start")
         self._start_triggers = deque(trigger for trigger in triggers if trigger.kill.aim == "start")
-        # The kill that ended the training before, until the next one goes on.
+        # The kill that ended the last training, until the next training has resumed.
         self._unresumed: KillRecord | None = None
         self._reached_step = 0
 
     def run(self, straight: Path) -> None:
-        """Trains to the end of the run, and compares it with the straight one.
+        """Trains to the end of the run and compares the killed run with the straight run.
 
         Raises:
-            RunEndedError: A training ended, or hung, without having been killed; or a final checkpoint is not good.
+            RunEndedError: A training ended or hung without a kill, or a final checkpoint is missing or does not verify.
         """
         is_over = False
         while not is_over:
             self.round.num_starts += 1
             is_over = self._train()
-        # A kill may come between a step's save and its row in the log: what resumes there never logs that step.
+        # A kill may come between a step's save and its log row: a training that resumes there never logs that step.
         resumed = {kill.resumed_from for kill in self._kills}
         unlogged = find_unlogged(self._losses, read_losses(self._run_dir))
         self.round.unlogged_steps = [step for step in unlogged if step not in resumed]
         self.round.checkpoints = compare_runs(straight, self._run_dir)
 
     def _train(self) -> bool:
-        """Starts a training, kills it when a kill is due, and says whether it came to the run's end."""
+        """Starts a training, kills it when a kill is due, and returns whether the training completed the run."""
         start = self._launcher.launch(self._run_dir, f"{self._run_dir.name}-start-{self.round.num_starts}")
         struck = self._watch_start(start)
         if not struck:
@@ -83,7 +83,7 @@ class KilledRun:
         return self._conclude(start, struck, ended_seconds)
 
     def _watch_start(self, start: Start) -> list[KillRecord]:
-        """Looks on until the first step or until the training is killed, if a kill waits for a restart by now."""
+        """Watches the start of a training and kills it there if the next planned kill of a restart is due by now."""
         if not self._start_triggers or self._start_triggers[0].kill.step > self._reached_step:
             return []
         trigger = self._start_triggers.popleft()
@@ -97,7 +97,7 @@ class KilledRun:
         return []
 
     def _watch(self, start: Start) -> list[KillRecord]:
-        """Looks on until the training ends or is killed, and returns the kills that it met."""
+        """Watches the training until it ends or is killed, and returns the kills that happened."""
         struck: list[KillRecord] = []
         while start.training.poll() is None:
             sight = start.view.look()
@@ -121,7 +121,7 @@ class KilledRun:
             )
 
     def _strike(self, start: Start, kill: PlannedKill, sight: Sight) -> KillRecord:
-        """Sends SIGKILL, as planned or, where that process is not there, to all ranks."""
+        """Sends SIGKILL to the planned process, or to all ranks if that process does not exist."""
         training = start.training
         ranks = training.ranks()
         victim, who = kill.victim, f"all {len(ranks)} ranks" if len(ranks) > 1 else "the only rank"
@@ -150,7 +150,7 @@ class KilledRun:
         return record
 
     def _note_resume(self, start: Start) -> None:
-        """Notes from where the training that follows a kill goes on, once that is known."""
+        """Records the step from which the training after a kill resumed, as soon as that step is known."""
         record, resumed_from = self._unresumed, None
         if record is not None:
             resumed_from = start.view.restored_step
@@ -166,20 +166,20 @@ class KilledRun:
         self._display.say(f"    resumed from {origin}{back}, {record.lost_steps} steps lost")
 
     def _take_stock(self, start: Start) -> None:
-        """Looks at what a training has left behind when all of its ranks have ended."""
+        """Reads the log of a training after all of its ranks have ended."""
         last_step = start.view.look().last_step
         self._note_resume(start)
         resumed_from = start.view.restored_step
         if last_step is not None or resumed_from is not None:
             self._reached_step = last_step or resumed_from or 0
-        if last_step is not None:  # until then the log is that of the training before
-            # Now, because a later start cuts what it repeats.
+        if last_step is not None:  # before its first step the log is that of the last training
+            # The rows are compared now, because a later start removes the rows of the steps that it repeats.
             rows = {step: row for step, row in read_losses(self._run_dir).items() if step > (resumed_from or 0)}
             self.round.num_losses += sum(len(row) for row in rows.values())
             self.round.losses += compare_losses(self._losses, rows, self.round.num_starts)
 
     def _conclude(self, start: Start, struck: Sequence[KillRecord], ended_seconds: float | None) -> bool:
-        """Says what became of the training and of the kills that it met."""
+        """Records the outcome of each kill, and returns whether the training completed the run."""
         status = start.training.poll()
         for record in struck:
             record.outcome = "training went on"
@@ -190,13 +190,13 @@ class KilledRun:
             )
         if status == 0:
             if struck and struck[-1].victim == "group":
-                self._kills.pop()  # it came when the run had just ended: it killed nothing
+                self._kills.pop()  # the run had ended just before this kill, so nothing was killed
             return True
         last = self._unresumed = struck[-1]
         if last.victim == "writer":
             last.outcome = f"training ended with status {status}"
             return False
-        # The others may have come to the end of a step.
+        # The other ranks may have completed another step.
         last.at_step = start.view.look().last_step
         if last.victim == "group":
             last.outcome = "all ended at once"

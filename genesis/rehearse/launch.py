@@ -1,4 +1,4 @@
-"""Starts the trainings of a rehearsal, each beside a view of its run and with its output in a file."""
+"""Starts the trainings of a rehearsal, each with a view of its run and with its output in a file."""
 
 import sys
 from dataclasses import dataclass, replace
@@ -13,14 +13,14 @@ from genesis.rehearse.watch import RunView
 
 @dataclass(frozen=True)
 class Start:
-    """One training: its processes, what is seen of it, and its output."""
+    """One training: its processes, the view of its run, and its output file."""
 
     training: Training
     view: RunView
     log: Path
 
     def look_at_start(self) -> Sight:
-        """Returns what is there now, with the phase of the start; it costs more than a look at the run alone."""
+        """Returns the state of the run with the phase of its start; this call is slower than `view.look`."""
         return replace(self.view.look(), phase=self._find_phase())
 
     def _find_phase(self) -> Phase:
@@ -36,9 +36,9 @@ class Launcher:
     """Starts `genesis fit`.
 
     Args:
-        fit: Its arguments, without the run's directory: `("fit", "--config", ...)`.
-        directory: For the output of the trainings.
-        mark: For all processes.
+        fit: The arguments of `genesis`, without the run's directory: `("fit", "--config", ...)`.
+        directory: The directory for the output of the trainings.
+        mark: The mark in the environment of all processes.
     """
 
     fit: tuple[str, ...]
@@ -46,10 +46,10 @@ class Launcher:
     mark: Mark
 
     def launch(self, run_dir: Path, name: str) -> Start:
-        """Starts a training in `run_dir`, from its latest checkpoint if there is one; `name` is its output's.
+        """Starts a training in `run_dir`, from the latest checkpoint if one exists; `name` names the output file.
 
         Raises:
-            RunEndedError: A rank of an earlier training is still there, so that it could join this one.
+            RunEndedError: A rank of an earlier training still runs and could join this training.
         """
         self._refuse_strays(name)
         log = self.directory / f"{name}.log"

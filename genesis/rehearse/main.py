@@ -1,7 +1,7 @@
 """Rehearses a recipe: trains it once without interruption and once with kills, and compares both results.
 
-Every training is a real `genesis fit` in its own session. However the rehearsal ends, all processes that it started end
-with it.
+Every training is a real `genesis fit` in its own session. All processes that the rehearsal started end with the
+rehearsal, even if it fails or is interrupted.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from genesis.rehearse.watch import RunView
 from genesis_callbacks.checkpoint import list_committed
 
 _MISUSE = 2
-# Writers that have lost their trainer wait a while for each other's receipts.
+# A writer whose trainer has ended waits a while for the receipts of the other writers.
 _ORPHANS_END_SECONDS = 30.0
 
 
@@ -41,7 +41,7 @@ class Options:
     """Options of a rehearsal.
 
     Args:
-        fit: Arguments of `genesis`, without the run's directory: `("fit", "--config", ...)`.
+        fit: Arguments of `genesis` without the run's directory: `("fit", "--config", ...)`.
         num_kills: Total number of kills.
         seed: Seed of the kill times.
         directory: A new directory for both runs.
@@ -101,7 +101,7 @@ class _Rehearsal:
         return report
 
     def _train_straight(self) -> tuple[RunView, tuple[Victim, ...]]:
-        """Trains to the end, and returns what was seen of it and what there is to kill."""
+        """Trains the straight run to its end, and returns the view of the run and the kinds of processes to kill."""
         self._display.say(f"straight run of {self._recipe.max_steps} steps, in {self._straight}")
         start = self._launcher.launch(self._straight, "straight")
         num_ranks, num_writers = self._watch_straight(start)
@@ -123,7 +123,7 @@ class _Rehearsal:
         return start.view, tuple(victims)
 
     def _watch_straight(self, start: Start) -> tuple[int, int]:
-        """Looks on until all ranks have ended, and returns how many ranks and writers there were."""
+        """Waits until all ranks have ended, and returns the numbers of ranks and writers."""
         num_ranks = num_writers = 0
         while start.training.poll() is None:
             sight = start.view.look()
@@ -137,7 +137,7 @@ class _Rehearsal:
         return num_ranks, num_writers
 
     def _train_and_kill(self, straight: RunView, victims: tuple[Victim, ...]) -> None:
-        """Makes killed runs until all kills have come: a run may end before the last of them was due."""
+        """Starts killed runs until all kills have happened: a run may end before its last kill is due."""
         report = self._report
         losses, pace, seconds_by_step = read_losses(self._straight), straight.measure_pace(), straight.seconds_by_step
         while len(report.kills) < report.num_wanted:
@@ -163,7 +163,7 @@ class _Rehearsal:
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Makes SIGTERM and SIGHUP end the program as an exception does, so that it can tidy up."""
+    """Makes SIGTERM and SIGHUP raise an exception, so that the program ends its processes before it exits."""
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)

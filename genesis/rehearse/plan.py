@@ -13,21 +13,21 @@ Aim = Literal["step", "save", "start"]
 """Within a step, within a save, or between a restart and its first step."""
 
 Phase = Literal["imports", "rendezvous", "restore", "first step"]
-"""Of a start: from its launch on; from the moment on at which more ranks than the first run, before they meet; from the
-begin of the restore on; from its end on."""
+"""The phases of a start. `imports` begins at the launch; `rendezvous`, when a second rank runs, before the ranks have
+met; `restore`, when the restore begins; `first step`, when the restore has ended."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
-"""In their order."""
+"""The phases in their order."""
 
 _STARTS_SHARE = 4
-"""One kill of so many falls into a restart."""
+"""The number of kills of which one falls into a restart."""
 
 # All ranks, the first alone, the last alone: the victim, and the draw that chooses the rank.
 _ALL_RANKS: tuple[Victim, float] = ("group", 0.0)
 _FIRST_RANK: tuple[Victim, float] = ("rank", 0.0)
 _LAST_RANK: tuple[Victim, float] = ("rank", 0.999)
 
-# Of the time from the launch to the first step, how much the imports of a rank take at most.
+# The largest share of the time from the launch to the first step that a rank spends with imports.
 _IMPORTS_SHARE = 0.4
 
 
@@ -36,13 +36,13 @@ class PlannedKill:
     """One kill.
 
     Args:
-        victim: What is killed.
-        aim: Into what it falls.
-        step: The last step that is logged before it; of a save, the step that is saved; a restart is the first after
-            that step was reached.
-        fraction: How far into the step, the save or the phase of the restart.
-        draw: Chooses the rank, where one is killed: 0 is the first, nearly 1 the last.
-        phase: Of the restart, where it falls into one.
+        victim: The processes to kill.
+        aim: Whether the kill falls into a step, a save or a restart.
+        step: The last step that is logged before the kill. For a save, the step that is saved. For a restart, the
+            kill falls into the first restart after this step was reached.
+        fraction: The fraction of the step, the save or the phase of the restart that has passed at the kill.
+        draw: Chooses the rank if a single rank is killed: 0 is the first rank, nearly 1 the last.
+        phase: The phase of the restart; None unless the kill falls into a restart.
     """
 
     victim: Victim
@@ -55,12 +55,12 @@ class PlannedKill:
 
 @dataclass(frozen=True)
 class Pace:
-    """How long things took in the straight run, in seconds.
+    """Durations in the straight run, in seconds.
 
     Args:
-        start: From the launch to the first logged step.
-        step: From a logged step to the next; the median.
-        save: A save's staging directory is there; the median.
+        start: The time from the launch to the first logged step.
+        step: The median time from a logged step to the next.
+        save: The median time for which a save's staging directory exists.
         slowest: The longest time without a newly logged step.
     """
 
@@ -72,13 +72,13 @@ class Pace:
 
 @dataclass(frozen=True)
 class Sight:
-    """What is seen of a training at one moment.
+    """The state of a training at one moment, as seen from outside.
 
     Args:
-        seconds: Since its launch.
-        last_step: The last step that it has logged; None before its first.
+        seconds: Seconds since the launch of the training.
+        last_step: The last step that the training has logged; None before the first step.
         staging: Names of the staging directories of saves in flight.
-        phase: Of its start, as far as that can be seen; looked for only where a kill waits for it.
+        phase: The phase of the start, as far as the phase is visible; determined only while a kill waits for a phase.
     """
 
     seconds: float
@@ -92,8 +92,8 @@ def plan_kills(
 ) -> list[PlannedKill]:
     """Returns the kills in the order of their steps; the same arguments always give the same ones.
 
-    Steps are uniform over the run. Half of the kills fall into saves. The victims take turns, in a random order. Those
-    that fall into restarts take turns with the phases of a restart as well.
+    Steps are uniform over the run. Half of the kills fall into saves. The victims take turns, in a random order. Kills
+    in restarts also take turns with the phases of a restart.
 
     Example:
         >>> [kill.aim for kill in plan_kills(1, 3, max_steps=60, every_n_steps=10, victims=("group",))]
@@ -137,13 +137,13 @@ def _aim_at_start(kill: PlannedKill, phase: Phase, chosen: tuple[Victim, float])
 
 
 class Trigger:
-    """Says when a planned kill is due, from what is seen. It reads no clock of its own.
+    """Decides from observations when a planned kill is due. A trigger reads no clock of its own.
 
     Args:
-        kill: The plan.
-        pace: Of the straight run.
-        seconds_by_step: From each logged step to the next, in the straight run, as far as they were seen: a step with
-            validation is longer than others, and its kill may fall into that.
+        kill: The planned kill.
+        pace: The pace of the straight run.
+        seconds_by_step: Logged step to the seconds until the next step, for the steps of the straight run that were
+            seen. A step with validation is longer than others, and a kill may fall into the validation.
     """
 
     def __init__(self, kill: PlannedKill, pace: Pace, seconds_by_step: Mapping[int, float]) -> None:
@@ -152,17 +152,17 @@ class Trigger:
         self._due_seconds: float | None = None
 
     def _find_window_seconds(self, pace: Pace, seconds_by_step: Mapping[int, float]) -> float:
-        """Returns how long that takes into which the kill falls."""
+        """Returns the duration of the step, the save or the phase into which the kill falls."""
         if self.kill.aim == "save":
             return pace.save
-        if self.kill.phase in ("imports", "rendezvous"):  # a further rank imports as much as the first, then they meet
+        if self.kill.phase in ("imports", "rendezvous"):  # each rank imports equally much before they meet
             return _IMPORTS_SHARE * pace.start
-        if self.kill.aim == "start":  # what follows is short: a restore, and a first step
+        if self.kill.aim == "start":  # the later phases are short: a restore, and a first step
             return pace.step
         return seconds_by_step.get(self.kill.step, pace.step)
 
     def is_due(self, sight: Sight) -> bool:
-        """Says whether the moment has come, or has just gone by."""
+        """Returns whether the kill is due, or should have been a moment ago."""
         if self.kill.aim == "start" and sight.last_step is not None:
             return True
         if self._due_seconds is None and self._is_reached(sight):
@@ -175,6 +175,6 @@ class Trigger:
         if sight.last_step is None:
             return False
         if self.kill.aim == "save":
-            # A step is logged after its save has begun. A save that was missed is made good by the next.
+            # A step is logged after its save has begun. If a save was missed, the kill falls into the next save.
             return sight.last_step >= self.kill.step - 1 and bool(sight.staging)
         return sight.last_step >= self.kill.step

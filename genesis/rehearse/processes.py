@@ -1,7 +1,7 @@
 """Starts, finds, kills and ends the processes of one rehearsal, and no others.
 
-Each inherits a mark in its environment, by which it is known wherever it has gone: further ranks, writers that left
-the session, and orphans of a training that is gone.
+Each process inherits a mark in its environment. The mark identifies further ranks, writers that left the session, and
+orphans of a training that has ended.
 """
 
 import os
@@ -23,7 +23,7 @@ _POLL_SECONDS = 0.02
 
 
 def find_kind(process: MarkedProcess) -> Kind:
-    """Returns what a process of a rehearsal is: a rank of a training, a rank's writer, or another helper."""
+    """Returns the kind of a rehearsal's process: a rank of a training, a rank's writer, or another helper."""
     if _WRITER_MODULE in process.words:
         return "writer"
     is_fit = b"fit" in process.words and any(name in process.words for name in _GENESIS_MODULES)
@@ -34,9 +34,9 @@ class Training:
     """One `genesis fit` in a session of its own, so that all of its ranks can be killed at once.
 
     Args:
-        command: What is run.
-        log: Takes its output.
-        mark: For all that it starts.
+        command: The command to run.
+        log: The file for the output of the command.
+        mark: The mark in the environment of all processes that the command starts.
     """
 
     def __init__(self, command: Sequence[str], log: Path, mark: Mark) -> None:
@@ -52,11 +52,11 @@ class Training:
             )
 
     def poll(self) -> int | None:
-        """Returns the exit status of rank 0, negative for a signal's; None while it runs."""
+        """Returns the exit status of rank 0, negative if a signal ended the rank; None while the rank runs."""
         return self._process.poll()
 
     def ranks(self) -> dict[int, int]:
-        """Returns the process ids of its live ranks. What a rank has forked is not one."""
+        """Returns the process ids of the live ranks, without the processes that a rank has forked."""
         processes = [process for process in find_processes(self._mark) if process.group == self._process.pid]
         ranks: dict[int, int] = {}
         for process in processes:
@@ -65,7 +65,7 @@ class Training:
         return ranks
 
     def writers(self) -> dict[int, int]:
-        """Returns the process ids of its ranks' live writers; orphans of an earlier training are not its own."""
+        """Returns the process ids of the ranks' live writers, without orphans of an earlier training."""
         ranks = set(self.ranks().values())
         return {
             process.local_rank: process.pid
@@ -75,17 +75,17 @@ class Training:
 
     def kill_ranks(self) -> None:
         """Sends SIGKILL to all ranks at once."""
-        if self._process.returncode is None:  # unreaped, so that the group is still its own
+        if self._process.returncode is None:  # rank 0 is not reaped yet, so no other process can have its group id
             os.killpg(self._process.pid, signal.SIGKILL)
         for pid in self.ranks().values():
             kill_process(pid, self._mark)
 
     def kill_one(self, pid: int) -> bool:
-        """Sends SIGKILL to one rank or writer; says whether it was still there."""
+        """Sends SIGKILL to one rank or writer; returns whether that process still existed."""
         return kill_process(pid, self._mark)
 
     def wait_ended(self, limit_seconds: float) -> float | None:
-        """Waits until all ranks have ended, and returns the seconds that it took; None: some still run."""
+        """Waits until all ranks have ended, and returns the seconds that passed; None if some ranks still run."""
         began_seconds = time.monotonic()
         while self._process.poll() is None or self.ranks():
             if time.monotonic() - began_seconds > limit_seconds:

@@ -18,7 +18,7 @@ class RehearsedRecipe:
     """The part of a resolved recipe that kills are planned from.
 
     Args:
-        max_steps: Where the run ends.
+        max_steps: The last step of the run.
         every_n_steps: Steps from one save to the next.
     """
 
@@ -27,10 +27,10 @@ class RehearsedRecipe:
 
 
 def check_extra(extra: Sequence[str]) -> None:
-    """Looks for options that the rehearsal itself gives to its trainings.
+    """Refuses options that the rehearsal itself passes to its trainings.
 
     Raises:
-        UserError: There is one.
+        UserError: The arguments have such an option.
     """
     for word in extra:
         if word.partition("=")[0] in _OWN_OPTIONS:
@@ -40,10 +40,10 @@ def check_extra(extra: Sequence[str]) -> None:
 
 
 def resolve_recipe(fit: Sequence[str]) -> RehearsedRecipe:
-    """Returns what `genesis fit` makes of its arguments.
+    """Returns the settings of the recipe that `genesis fit` resolves from its arguments.
 
     Raises:
-        UserError: It refuses them, or they make no run that can be rehearsed.
+        UserError: `genesis fit` refuses the arguments, or the resulting run cannot be rehearsed.
     """
     command = [sys.executable, "-m", "genesis", *fit, "--print_config"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -53,10 +53,10 @@ def resolve_recipe(fit: Sequence[str]) -> RehearsedRecipe:
 
 
 def read_recipe(resolved: Mapping[str, Any]) -> RehearsedRecipe:
-    """Returns what the rehearsal needs of a resolved recipe.
+    """Returns the settings of a resolved recipe that a rehearsal needs.
 
     Raises:
-        UserError: The run has no end, saves nothing on its way, or keeps no log.
+        UserError: The run has no last step, saves no checkpoint before its end, or has no log.
     """
     trainer, checkpoint = resolved["trainer"], resolved["checkpoint"]
     max_steps, every_n_steps = trainer["max_steps"], checkpoint["every_n_steps"]

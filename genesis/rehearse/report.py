@@ -23,19 +23,19 @@ class KillRecord:
     """One kill that really happened.
 
     Args:
-        number: From 1.
-        victim: What was killed.
-        who: The same in words, with the rank.
-        aim: Into what it was to fall.
-        start: Number of the training that it hit, from 1.
-        at_step: The last step that was logged by then; None before the first.
-        saving: The save that was in flight, by its staging directory; None for none.
-        outcome: What became of the training.
-        resumed_from: Step of the checkpoint that the next training took; 0 for the beginning, None where it went on
-            or never came so far.
-        lost_steps: Those after it that were logged before the end, and were trained again.
-        restart_seconds: From the launch of the next training to its first logged step, if it came to one.
-        phase: Of the start, where the kill fell into one.
+        number: Number of the kill, from 1.
+        victim: The processes that were killed.
+        who: A description of the victim, with the rank.
+        aim: Whether the kill was planned for a step, a save or a restart.
+        start: Number of the killed training, from 1.
+        at_step: The last step that was logged before the kill; None before the first step.
+        saving: The staging directory of the save that was in flight; None if no save was in flight.
+        outcome: The effect of the kill on the training.
+        resumed_from: Step of the checkpoint from which the next training resumed, 0 for a start from scratch. None if
+            the killed training went on, or if the next training ended before its restore.
+        lost_steps: Number of steps that were logged after that checkpoint and then trained again.
+        restart_seconds: From the launch of the next training to its first logged step; None if it logged no step.
+        phase: The phase of the start; None unless the kill fell into a start.
     """
 
     number: int
@@ -54,15 +54,16 @@ class KillRecord:
 
 @dataclass
 class Round:
-    """One killed run, from its first start to its end, beside the straight one.
+    """A killed run, from its first start to its end, compared with the straight run.
 
     Args:
-        directory: Where it lies.
-        num_starts: Trainings that it took.
-        checkpoints: The final ones, compared.
-        num_losses: That were compared, over all starts.
-        losses: Those that differ.
-        unlogged_steps: That only one of the two logs has; but for those resumed from, which a kill may have cut off.
+        directory: Name of the run's directory.
+        num_starts: Number of trainings that were started.
+        checkpoints: The comparison of both final checkpoints.
+        num_losses: Number of losses that were compared, over all starts.
+        losses: The losses that differ.
+        unlogged_steps: Steps that are in only one of the two logs, without the steps resumed from, whose rows a kill
+            may have cut off.
     """
 
     directory: str
@@ -74,30 +75,30 @@ class Round:
 
     @property
     def is_equal(self) -> bool:
-        """Whether it ended as the straight one, with the same losses on its way."""
+        """Whether the final checkpoint and all losses of the killed run equal those of the straight run."""
         return self.checkpoints is not None and self.checkpoints.is_equal and not self.losses
 
 
 @dataclass
 class Report:
-    """All of a rehearsal.
+    """The complete results of a rehearsal.
 
     Args:
-        command: That makes the same one.
-        directory: Where its runs and the output of their trainings lie.
-        seed: Of the random instants.
-        num_wanted: Kills that were asked for.
-        max_steps: Of the recipe.
-        every_n_steps: From one save to the next.
-        num_ranks: That trained.
-        pace: Of the straight run.
-        hardware: In words.
+        command: The command that repeats the same rehearsal.
+        directory: The directory of the runs and of the output of their trainings.
+        seed: Seed of the kill times.
+        num_wanted: Number of requested kills.
+        max_steps: Number of steps in the recipe.
+        every_n_steps: Steps from one save to the next.
+        num_ranks: Number of ranks that trained.
+        pace: The pace of the straight run.
+        hardware: A description of the machine.
         versions: Package to version.
-        kills: In their order.
-        rounds: Killed runs; more than one where the first ended before all kills had come.
-        failure: Why it did not come to its end, or None.
-        left_over: Processes that were still there after the end, in words.
-        seconds: All of it took.
+        kills: The kills in their order.
+        rounds: The killed runs; more than one if the first run ended before all kills had happened.
+        failure: Why the rehearsal failed; None if it completed.
+        left_over: Descriptions of processes that still ran after the end of the rehearsal.
+        seconds: Duration of the whole rehearsal.
     """
 
     command: str
@@ -118,7 +119,7 @@ class Report:
 
     @property
     def verdict(self) -> Verdict:
-        """What it comes to."""
+        """The verdict of the rehearsal."""
         if self.failure is not None or not self.rounds:
             return "failed"
         if not all(each.is_equal for each in self.rounds):
@@ -127,11 +128,11 @@ class Report:
 
     @property
     def lost_steps(self) -> int:
-        """Steps that were trained again, in all."""
+        """Total number of steps that were trained again."""
         return sum(kill.lost_steps for kill in self.kills)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it in plain types."""
+        """Returns the report in plain types."""
         return {"verdict": self.verdict, "lost_steps": self.lost_steps, **asdict(self)}
 
 
@@ -146,7 +147,7 @@ def build_kill_table(kills: Sequence[KillRecord]) -> Table:
 
 
 def describe_kill(kill: KillRecord) -> tuple[str, ...]:
-    """Returns the cells of a kill's row."""
+    """Returns the cells of a kill's table row."""
     resumed = {None: "", 0: "the beginning"}.get(kill.resumed_from, f"step {kill.resumed_from}")
     return (
         str(kill.number),
@@ -221,7 +222,7 @@ def _describe_verdict(report: Report) -> list[str]:
 
 
 def _explain_difference(report: Report) -> str:
-    """Says whether it was the resume or the recipe: what differs before the first kill was never resumed."""
+    """Explains a difference: a loss that differs before the first resume shows that the recipe does not repeat."""
     advice = (
         "look for kernels that are not deterministic (trainer.deterministic: true names them), and for callbacks or "
         "data that draw from the clock, the system or an unseeded generator"

@@ -1,4 +1,4 @@
-"""What is seen of a training from outside: its last logged step, its saves in flight, and the run's events."""
+"""Observes a training from outside: the last logged step, the saves in flight, and the run's events."""
 
 import os
 import statistics
@@ -14,15 +14,15 @@ _TAIL_BYTES = 1 << 15
 
 
 class RunView:
-    """Looks at the directory of a run from the launch of one training in it to that training's end.
+    """Observes the directory of a run from the launch of one training to that training's end.
 
-    What an earlier training has logged there does not count: the log is another file once this one writes, and events
-    are those since the launch.
+    The log and the events of an earlier training do not count: each training replaces the log by a new file, and only
+    events since the launch are read.
 
     Attributes:
-        has_started: Whether a rank has logged that it has the run's directory and is about to restore.
-        restored_step: The step of the checkpoint that was restored; None: the training starts at step 0, or has not
-            come so far yet.
+        has_started: Whether a rank has logged that it owns the run's directory and is about to restore.
+        restored_step: The step of the checkpoint that was restored; None if the training starts at step 0 or has not
+            restored yet.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -38,7 +38,7 @@ class RunView:
         self._saves: dict[str, tuple[float, float]] = {}
 
     def look(self) -> Sight:
-        """Returns what is there now."""
+        """Returns the current state of the training."""
         seconds = time.monotonic() - self._launched_seconds
         for event in self._events.poll():
             self.has_started = self.has_started or event.kind == "started"
@@ -58,16 +58,16 @@ class RunView:
 
     @property
     def first_step_seconds(self) -> float | None:
-        """From the launch to the first logged step, if there is one."""
+        """Seconds from the launch to the first logged step; None before that step."""
         return self._steps[0][0] if self._steps else None
 
     @property
     def progress_seconds(self) -> float:
-        """From the launch to the newest logged step; 0 before there is one."""
+        """Seconds from the launch to the newest logged step; 0 before the first step."""
         return self._steps[-1][0] if self._steps else 0.0
 
     def measure_pace(self) -> Pace:
-        """Returns how long things took; at least one step must be logged."""
+        """Returns the durations of start, steps and saves; at least one step must be logged."""
         gaps = self.seconds_by_step.values()
         saves = [end - begin for begin, end in self._saves.values()]
         return Pace(
@@ -79,7 +79,7 @@ class RunView:
 
     @property
     def seconds_by_step(self) -> dict[int, float]:
-        """From each logged step to the next that was seen; of steps that went by between two looks, the last alone."""
+        """Each seen step to the seconds until the next; of several steps between two looks, only the last is seen."""
         pairs = zip(self._steps, self._steps[1:], strict=False)
         return {step: later - seconds for (seconds, step), (later, _) in pairs}
 
@@ -98,7 +98,7 @@ def _read_last_step(path: Path) -> int | None:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _TAIL_BYTES))
         whole, _, _ = file.read().rpartition(b"\n")
-    # The first may be cut; of a short file it is the header.
+    # The first line may be truncated, or is the header if the file is short.
     firsts = [line.partition(b",")[0] for line in whole.split(b"\n")[1:]]
     return max((int(first) for first in firsts if first.isdigit()), default=None)
 
