@@ -1,8 +1,8 @@
-"""Training steps around a save: our modes and torch's, beside a trainer that saves nothing, in one run.
+"""Times training steps around a save: genesis' and torch's ways to save beside a trainer that saves nothing.
 
-Each mode is a process (or one for each rank) with a real Trainer that trains the same decoder on the same random
-tokens. They take turns, in an order that rotates; a turn is a few windows, the first of which ends with a save, and it
-is only given up when the save is complete. So nobody trains beside another's write, and every overhead is judged
+Each mode is a process (or a process for each rank) with a real Trainer that trains the same decoder on the same random
+tokens. The modes take turns in a rotating order. A turn is a few windows, the first of which ends with a save, and the
+turn ends only when the save is complete. So no mode trains during another mode's write, and every overhead is computed
 within a round (`genesis.bench.pairs`).
 """
 
@@ -56,19 +56,19 @@ MODELS = {
 }
 
 _WORKER = "genesis.bench.workers.checkpoint_trainer"
-_PAUSE_SECONDS = 0.1  # a contender's threads spin a while after their last work
-_PLAIN_WIDTH = 200  # columns, where no terminal says how many it has
+_PAUSE_SECONDS = 0.1  # a contender's threads spin for a moment after their last work
+_PLAIN_WIDTH = 200  # columns of the output if it is not a terminal
 _STATE_BYTES_PER_PARAMETER = 12
-_CHECKPOINTS_AT_ONCE = 3  # the last, the one that is written, and one that is deleted
+_CHECKPOINTS_AT_ONCE = 3  # the last checkpoint, the one being written, and one being deleted
 
 
 class Team:
     """All ranks of one mode. Leaving the context ends them.
 
     Args:
-        tasks: One for each rank.
-        log_dir: For their output.
-        environment: Beside ours.
+        tasks: A task for each rank.
+        log_dir: Directory for the output of the ranks.
+        environment: Environment variables in addition to this process's.
     """
 
     def __init__(self, tasks: Sequence[Task], log_dir: Path, environment: Mapping[str, str] | None = None) -> None:
@@ -80,7 +80,7 @@ class Team:
         self._workers: list[WorkerProcess] = []
 
     def __enter__(self) -> Self:
-        """Starts them; they import and warm up by themselves."""
+        """Starts the workers, which import and warm up without further messages."""
         for task in self._tasks:
             numbers = {"RANK": task.rank, "LOCAL_RANK": task.rank, "WORLD_SIZE": task.num_ranks, "NODE_RANK": 0}
             worker = WorkerProcess(
@@ -94,22 +94,22 @@ class Team:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Ends them."""
+        """Ends the workers."""
         self._stack.close()
 
     def wait_until_ready(self) -> TrainerReady:
-        """Returns what rank 0 says when all ranks wait for their first turn."""
+        """Waits until all ranks are ready for their first turn, and returns rank 0's answer."""
         answers = [TrainerReady(**worker.hear()) for worker in self._workers]
         return answers[0]
 
     def take_turn(self, num_windows: int) -> Turn:
-        """Returns what all ranks measure while they train `num_windows` and save once."""
+        """Returns the measurements of all ranks over `num_windows` windows and one save."""
         for worker in self._workers:
             worker.say(f"go {num_windows}")
         return merge_ranks([Turn(**worker.hear()) for worker in self._workers])
 
     def stop(self) -> Farewell:
-        """Ends training, and returns what rank 0 says of it."""
+        """Ends training, and returns rank 0's final message."""
         for worker in self._workers:
             worker.say("quit")
         farewells = [Farewell(**worker.hear()) for worker in self._workers]
@@ -152,28 +152,39 @@ def main(argv: list[str]) -> int:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(prog="genesis bench checkpoint", description=(__doc__ or "").split("\n", 1)[0])
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--model", choices=MODELS, default="43m", help="a shape by name (default %(default)s)")
-    what.add_argument("--config", type=Path, help="a recipe, as configs/genesis-1b.yaml")
+    what.add_argument("--model", choices=MODELS, default="43m", help="name of a model shape (default %(default)s)")
+    what.add_argument("--config", type=Path, help="recipe file, such as configs/genesis-1b.yaml")
     parser.add_argument(
         "--modes",
         type=lambda text: text.split(","),
-        help=f"of {', '.join(mode.name for mode in MODES)}; by default all that differ in how they save, on several "
-        f"ranks {', '.join(name_default_modes(2))}",
+        help=f"modes to compare, from {', '.join(mode.name for mode in MODES)}; default on one rank: every way to "
+        f"save; on several ranks: {', '.join(name_default_modes(2))}",
     )
-    parser.add_argument("--pairs", type=int, default=6, help="rounds (default %(default)s)")
-    parser.add_argument("--every-n-steps", type=int, default=5, help="windows of a turn (default %(default)s)")
-    parser.add_argument("--ranks", type=int, default=1, help="processes of each mode (default %(default)s)")
+    parser.add_argument("--pairs", type=int, default=6, help="number of rounds (default %(default)s)")
+    parser.add_argument(
+        "--every-n-steps",
+        type=int,
+        default=5,
+        help="windows per turn; the first ends with a save (default %(default)s)",
+    )
+    parser.add_argument("--ranks", type=int, default=1, help="ranks per mode (default %(default)s)")
     parser.add_argument("--strategy", choices=("replicated", "sharded"), default="replicated")
-    parser.add_argument("--micro-batch-size", type=int, help="sequences; by default the recipe's")
-    parser.add_argument("--micro-batches", type=int, default=1, help="of a window (default %(default)s)")
-    parser.add_argument("--threads", type=int, help="of each rank on the CPU (default: all cores, shared by the ranks)")
+    parser.add_argument("--micro-batch-size", type=int, help="sequences per micro-batch (default: the recipe's)")
+    parser.add_argument("--micro-batches", type=int, default=1, help="micro-batches per window (default %(default)s)")
+    parser.add_argument(
+        "--threads", type=int, help="CPU threads per rank (default: all cores, divided among the ranks)"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--precision", choices=("32-true", "bf16-mixed"), help="by default the recipe's")
+    parser.add_argument(
+        "--precision", choices=("32-true", "bf16-mixed"), help="training precision (default: the recipe's)"
+    )
     parser.add_argument("--compile", action="store_true", help="compile the blocks")
     parser.add_argument(
-        "--dir", type=Path, default=Path("runs/bench"), help="where checkpoints go for a while (default %(default)s)"
+        "--dir", type=Path, default=Path("runs/bench"), help="directory for temporary checkpoints (default %(default)s)"
     )
-    parser.add_argument("--out", type=Path, help="the record, as benchmarks/records/checkpoint-43m-cpu.json")
+    parser.add_argument(
+        "--out", type=Path, help="file for the record, such as benchmarks/records/checkpoint-43m-cpu.json"
+    )
     options = parser.parse_args(argv)
     options.threads = options.threads or max(1, len(os.sched_getaffinity(0)) // max(1, options.ranks))
     options.modes = options.modes or name_default_modes(options.ranks)
@@ -193,7 +204,7 @@ def _check_device(options: argparse.Namespace) -> None:
         raise UserError(f"--ranks is {options.ranks} and torch finds {torch.cuda.device_count()} GPUs: lower it")
 
 
-# ---- the work
+# ---- the measurement
 
 
 def _prepare_directory(directory: Path, num_modes: int, num_parameters: int) -> None:
@@ -213,7 +224,7 @@ def _prepare_directory(directory: Path, num_modes: int, num_parameters: int) -> 
 def _run(
     modes: Sequence[Mode], workload: Workload, options: argparse.Namespace, console: Console
 ) -> tuple[TrainerReady, list[ModeRun]]:
-    """Returns what the trainers are, and what each mode measured."""
+    """Returns a description of the trainers, and the measurements of each mode."""
     turns: dict[str, list[Turn]] = {mode.name: [] for mode in modes}
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(dir=options.dir, ignore_cleanup_errors=True))
@@ -254,7 +265,7 @@ def _take_turn(team: Team, num_windows: int) -> Turn:
     return team.take_turn(num_windows)
 
 
-# ---- what is said of it
+# ---- the description of the run
 
 
 def _title(workload: Workload, options: argparse.Namespace, num_parameters: int) -> str:

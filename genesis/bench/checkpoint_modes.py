@@ -53,22 +53,22 @@ _EXTRAS = (PLANNING_ANEW, BASELINE_SPARING, OWN_CORE)
 
 
 def name_default_modes(num_ranks: int) -> list[str]:
-    """Returns who takes part where nobody is named: the table on one rank, plan caching on and off on several."""
+    """Returns the default modes: the ways to save on one rank; plan caching on and off on several ranks."""
     if num_ranks > 1:
         return [BASELINE, OVERLAPPED, PLANNING_ANEW]
     return [mode.name for mode in MODES if mode.name not in _EXTRAS]
 
 
 def choose_modes(names: Sequence[str], device: str, num_ranks: int) -> tuple[list[Mode], dict[str, str]]:
-    """Returns who takes part, and the reason for each who cannot.
+    """Returns the modes that can run, and for each other mode the reason why it cannot.
 
     Args:
-        names: Of `MODES`.
+        names: Names of modes in `MODES`.
         device: `cpu` or `cuda`.
-        num_ranks: Of each.
+        num_ranks: Number of ranks of each mode.
 
     Raises:
-        UserError: A name is unknown or twice there, or the baseline is not there.
+        UserError: A name is unknown or repeated, or the baseline is missing.
     """
     known = {mode.name: mode for mode in MODES}
     for name in names:

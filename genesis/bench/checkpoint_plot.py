@@ -1,4 +1,4 @@
-"""The time of training steps around a save as a picture."""
+"""Plots the time of training steps around a save."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from genesis.bench.checkpoint_modes import BASELINE
 
 
 def median_by_position(turns: Sequence[Sequence[float]]) -> list[float]:
-    """Returns the median over turns of the first window's seconds, of the second's, and so on.
+    """Returns, for each position in a turn, the median over turns of the window's seconds.
 
     Example:
         >>> median_by_position([[3.0, 1.0], [5.0, 1.0], [4.0, 2.0]])
@@ -21,12 +21,12 @@ def median_by_position(turns: Sequence[Sequence[float]]) -> list[float]:
 
 
 def plot_steps(step_seconds: Mapping[str, Sequence[Sequence[float]]], title: str, out: Path) -> None:
-    """Writes the median step time at each place in a turn, a line for each mode, to `out` (PNG).
+    """Writes a plot of the median step time at each position in a turn, with a line for each mode, to `out` (PNG).
 
     Args:
-        step_seconds: Mode to its turns' windows; the first window of a turn ends with the save.
-        title: What was trained.
-        out: The file.
+        step_seconds: Mode to the seconds of the windows of each turn; the first window of a turn ends with the save.
+        title: Description of the training.
+        out: The file to write.
     """
     figure = Figure(figsize=(10, 6), layout="constrained")
     FigureCanvasAgg(figure)

@@ -13,7 +13,8 @@ from genesis.bench.checkpoint_results import INTERVAL_MINUTES, ModeResult, ModeR
 from genesis.bench.pairs import PairedRatio
 
 GOALS = {"cpu": (0.12, 0.002), "cuda": (0.10, 0.020)}
-"""Of process-overlapped by device: overhead of the mean step at most, stall of a save below, in seconds."""
+"""Goals of process-overlapped by device: the largest overhead of the mean step, and a bound of a save's stall in
+seconds."""
 
 TRAINING_COLUMNS = (
     "mode",
@@ -41,7 +42,7 @@ SAVE_COLUMNS = (
 
 
 def build_tables(title: str, results: Mapping[str, ModeResult]) -> list[Table]:
-    """Returns what training pays and what is saved, as tables for a terminal."""
+    """Returns tables for a terminal: the overhead of training, and the saves."""
     training, saves = Table(*TRAINING_COLUMNS, title=title), Table(*SAVE_COLUMNS)
     for table in (training, saves):
         table.columns[0].no_wrap = True
@@ -99,7 +100,7 @@ def _save_row(name: str, result: ModeResult) -> list[str]:
 
 
 def list_findings(runs: Sequence[ModeRun], results: Mapping[str, ModeResult], device: str) -> list[str]:
-    """Returns what the figures say, a sentence each, of what takes part."""
+    """Returns a sentence for each finding about the modes of this run."""
     findings = [
         f"{run.mode.name} saved {run.farewell.tensor_bytes:,} bytes of a state of {run.farewell.state_bytes:,}: its "
         "figures are not of a whole save"
@@ -142,10 +143,10 @@ def build_record(
     """Returns the record in plain types.
 
     Args:
-        settings: What was asked for and where it ran: no path and no name of this machine.
-        runs: What was measured.
-        results: What is said of it.
-        findings: In sentences.
+        settings: Options and hardware of the run, without a path or name of this machine.
+        runs: The measurements of each mode.
+        results: The results of each mode.
+        findings: The findings in sentences.
     """
     return {
         "what": "training steps around a save, in turns of contenders; ratios are medians of pairs within a round",

@@ -1,4 +1,4 @@
-"""What is said of the modes of `genesis bench checkpoint`, from their turns."""
+"""Computes the results of the modes of `genesis bench checkpoint` from their turns."""
 
 import statistics
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ class ModeRun:
     """All measurements of one mode, over its ranks.
 
     Args:
-        mode: Which.
-        first: The turn with its first save, before the rounds.
-        turns: One for each round.
-        farewell: At the end.
+        mode: The mode.
+        first: The turn with the mode's first save, before the rounds.
+        turns: A turn for each round.
+        farewell: The final message of rank 0.
     """
 
     mode: Mode
@@ -30,24 +30,26 @@ class ModeRun:
 
 @dataclass(frozen=True)
 class SaveResult:
-    """What is said of a mode's saves. Figures of one save are medians over rounds; the first save is none of them.
+    """The results of a mode's saves. Figures of one save are medians over rounds, without the first save.
 
     Args:
-        stall_seconds: All time in the hooks of what saves in one turn, measured around them.
-        max_stall_seconds: The longest.
-        own_stall_seconds: What the callback says itself, where it does.
-        begin_seconds: In the hook in which a save begins.
-        first_stall_seconds: The first save's stall, with all that starts up in it.
+        stall_seconds: Time in the hooks of the saving callback during one turn, measured around the hooks.
+        max_stall_seconds: The longest such time of all turns.
+        own_stall_seconds: The stall that the callback itself logs; None if the callback logs none.
+        begin_seconds: Time in the hook in which a save begins.
+        first_stall_seconds: The first save's stall, which includes all start-up work.
         first_save_seconds: From the first save's begin until it was complete.
         save_seconds: From a save's begin until it is complete.
-        file_bytes: Of all files of a checkpoint.
-        tensor_bytes: Of parameters and optimizer state in it.
-        bytes_per_parameter: `file_bytes` over the model's parameters.
-        bytes_per_second: `file_bytes` over `save_seconds`.
-        steps_beside_ratio: Windows that ran beside a write over the baseline's; None where none did.
-        wait_seconds: How long a save goes on after its turn; the next one, were it due at once, would wait for it.
-        extra_seconds: By which a save makes training longer.
-        overhead_by_minutes: What follows for a save every so many minutes, as a share of the training time.
+        file_bytes: Size of all files of a checkpoint.
+        tensor_bytes: Size of the parameters and optimizer state in a checkpoint.
+        bytes_per_parameter: `file_bytes` divided by the model's number of parameters.
+        bytes_per_second: `file_bytes` divided by `save_seconds`.
+        steps_beside_ratio: Time of windows during a write divided by the baseline's; None if no window ran during a
+            write.
+        wait_seconds: How long a save continues after its turn; a save due immediately after the turn would wait so
+            long.
+        extra_seconds: Time that a save adds to the training.
+        overhead_by_minutes: Minutes between saves to the resulting overhead, as a share of the training time.
     """
 
     stall_seconds: float
@@ -69,18 +71,19 @@ class SaveResult:
 
 @dataclass(frozen=True)
 class ModeResult:
-    """What is said of one mode.
+    """The results of one mode.
 
     Args:
-        mean_step_seconds: Over all windows of the rounds, the saves' stalls included.
-        median_step_seconds: Over the same.
-        tokens_per_second: By the mean step, over all ranks.
-        mean_step_ratio: Mean step of a turn over the baseline's in the same round; 1 is no overhead.
-        median_step_ratio: Median step of a turn over the baseline's.
-        mean_step_ratio_sparing: The same over the baseline that leaves a core alone, for modes that do.
-        peak_resident_bytes: Of a trainer's process.
-        peak_device_bytes: On its GPU.
-        save: What is said of its saves; None for a baseline.
+        mean_step_seconds: Mean over all windows of the rounds, the saves' stalls included.
+        median_step_seconds: Median over the same windows.
+        tokens_per_second: Tokens of all ranks per second, by the mean step.
+        mean_step_ratio: Mean step of a turn divided by the baseline's in the same round; 1 is no overhead.
+        median_step_ratio: Median step of a turn divided by the baseline's.
+        mean_step_ratio_sparing: Mean step divided by that of the baseline that leaves a core idle, for modes that also
+            leave a core idle.
+        peak_resident_bytes: Peak resident memory of a trainer's process.
+        peak_device_bytes: Peak memory on the trainer's GPU.
+        save: The results of the mode's saves; None for a baseline.
     """
 
     mean_step_seconds: float
@@ -95,7 +98,7 @@ class ModeResult:
 
 
 def merge_ranks(turns: Sequence[Turn]) -> Turn:
-    """Returns the turn of all ranks together: rank 0's windows, the slowest rank's save, the largest memory."""
+    """Merges the turns of all ranks: rank 0's windows, the slowest rank's save, the largest memory."""
     first = turns[0]
     device_bytes = [turn.peak_device_bytes for turn in turns if turn.peak_device_bytes is not None]
     save_seconds = [turn.save_seconds for turn in turns if turn.save_seconds is not None]
@@ -115,9 +118,9 @@ def summarise(runs: Sequence[ModeRun], num_parameters: int, tokens_per_step: int
     """Returns the result of each mode.
 
     Args:
-        runs: The baseline's among them.
-        num_parameters: Of the model.
-        tokens_per_step: Of one window over all ranks.
+        runs: The runs of all modes, the baseline included.
+        num_parameters: Number of parameters of the model.
+        tokens_per_step: Tokens of one window over all ranks.
     """
     turns = {run.mode.name: run.turns for run in runs}
     return {
@@ -200,7 +203,7 @@ def _summarise_saves(
 
 
 def compare_steps_beside(turns: Sequence[Turn], baseline: Sequence[Turn]) -> PairedRatio | None:
-    """Returns the mean window beside a write over the baseline's mean of the same windows, by rounds that had some."""
+    """Compares windows during a write with the baseline's same windows; None if no window ran during a write."""
     ours, theirs = [], []
     for turn, other in zip(turns, baseline, strict=True):
         if turn.num_steps_beside:
@@ -213,15 +216,16 @@ def compare_steps_beside(turns: Sequence[Turn], baseline: Sequence[Turn]) -> Pai
 def count_extra_seconds(
     *, turn_ratio: float, baseline_turn_seconds: float, beside_ratio: float, wait_seconds: float
 ) -> float:
-    """Returns by how much one save makes training longer.
+    """Returns the seconds that one save adds to the training.
 
-    What it cost in its turn, and, where it went on after the turn, what it would have cost the windows there.
+    The result is the cost of the save in its turn plus, if the write continued after the turn, the cost that the write
+    would have had for the windows there.
 
     Args:
-        turn_ratio: A turn with a save over one without.
-        baseline_turn_seconds: One without.
-        beside_ratio: A window beside a write over one without.
-        wait_seconds: How long the write went on after the turn.
+        turn_ratio: Time of a turn with a save divided by that of a turn without.
+        baseline_turn_seconds: Time of a turn without a save.
+        beside_ratio: Time of a window during a write divided by that of a window without.
+        wait_seconds: How long the write continued after the turn.
 
     Example:
         >>> count_extra_seconds(turn_ratio=1.25, baseline_turn_seconds=8.0, beside_ratio=2.0, wait_seconds=4.0)

@@ -1,4 +1,4 @@
-"""Who takes part in `genesis bench step`, and the process in which a contender of any benchmark waits for its turn."""
+"""The contenders of `genesis bench step`, and the process in which a contender of any benchmark waits for its turn."""
 
 import contextlib
 import json
@@ -28,15 +28,15 @@ class ContenderEndedError(UserError):
 
 @dataclass(frozen=True)
 class Contender:
-    """Something whose speed is measured.
+    """An implementation whose speed is measured.
 
     Args:
-        name: As in the report.
-        summary: What it is, in a line.
-        script: What its process runs.
-        python: The interpreter of its environment.
-        arguments: After the workload.
-        documents: The layout that it trains on.
+        name: Name in the report.
+        summary: A description of one line.
+        script: The script that the contender's process runs.
+        python: The interpreter of the contender's environment.
+        arguments: Arguments of the script after the workload.
+        documents: The layout of documents that the contender trains on.
     """
 
     name: str
@@ -79,14 +79,14 @@ PEERS = {
 
 
 def choose_contenders(own: str, peers: str) -> list[Contender]:
-    """Returns who takes part.
+    """Returns the contenders of a run.
 
     Args:
         own: Names of `OWN`, separated by commas.
         peers: `NAME` or `NAME=PYTHON` of `PEERS`, separated by commas; may be empty.
 
     Raises:
-        UserError: A name is unknown, or there is no interpreter or no script where one is looked for.
+        UserError: A name is unknown, or the interpreter or script of a contender does not exist.
     """
     known = {contender.name: contender for contender in OWN}
     chosen = []
@@ -108,14 +108,14 @@ def choose_contenders(own: str, peers: str) -> list[Contender]:
 
 
 class WorkerProcess:
-    """A process that answers a line with a line. Leaving the context ends it.
+    """A process that answers each line with a line. Leaving the context ends the process.
 
     Args:
-        name: For messages.
-        command: What it runs.
-        log_path: Where its output goes, other than what it says to us.
-        num_threads: On the CPU.
-        environment: Beside ours.
+        name: The name of the process in messages.
+        command: The command to run.
+        log_path: File for the output of the process other than its answers.
+        num_threads: Number of CPU threads.
+        environment: Environment variables in addition to this process's.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class WorkerProcess:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                # The protocol is imported from here; a worker's own directory has names that others use too.
+                # Workers import the protocol from this root; names in a worker's own directory may hide other modules.
                 env={**os.environ, **threads, "PYTHONPATH": str(_ROOT), "PYTHONSAFEPATH": "1", **(environment or {})},
             )
 
@@ -163,7 +163,7 @@ class WorkerProcess:
         """Returns the next line, a JSON object.
 
         Raises:
-            UserError: The process has ended; it has its last words.
+            UserError: The process has ended; the message has the last lines of its log.
         """
         line = self._pipes()[1].readline()
         if not line:
@@ -172,7 +172,7 @@ class WorkerProcess:
         return answer
 
     def wait(self) -> None:
-        """Waits a while for the process to end; one that takes longer is killed when the context ends."""
+        """Waits for the process to end, up to a limit; leaving the context kills a process that takes longer."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_STOP_TIMEOUT_SECONDS)
 
@@ -188,13 +188,13 @@ class WorkerProcess:
 
 
 class Worker:
-    """A contender's process. Leaving the context ends it.
+    """A contender's process. Leaving the context ends the process.
 
     Args:
-        contender: Who.
-        workload: What it trains.
-        log_path: Where its output goes, other than what it says to us.
-        environment: Beside ours.
+        contender: The contender.
+        workload: The training that the contender runs.
+        log_path: File for the output of the process other than its answers.
+        environment: Environment variables in addition to this process's.
     """
 
     def __init__(
@@ -216,15 +216,15 @@ class Worker:
         self._process.__exit__(*exception)
 
     def wait_until_ready(self) -> Ready:
-        """Returns what the worker says of itself when it is warmed up."""
+        """Waits until the worker is warmed up, and returns its description of itself."""
         return Ready(**self._process.hear())
 
     def run_burst(self, num_windows: int) -> Burst:
-        """Returns what the worker measures while it trains `num_windows`."""
+        """Returns the worker's measurements while it trains `num_windows` windows."""
         self._process.say(f"go {num_windows}")
         return Burst(**self._process.hear())
 
     def stop(self) -> None:
-        """Asks the worker to end, and waits for it a while."""
+        """Asks the worker to end, and waits up to a limit."""
         self._process.say("quit")
         self._process.wait()
