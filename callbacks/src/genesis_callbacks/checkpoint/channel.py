@@ -1,6 +1,6 @@
 """Messages between a trainer and its writer: pickled, over a socket that can carry file descriptors.
 
-Both ends are processes of one run on one machine; nothing of it comes from a checkpoint.
+Both ends are processes of one run on one machine, so that a pickle is safe here; nothing in it is read from a file.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from typing import Any
 READY = "ready"
 """A writer's first message."""
 IGNORED_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-"""By the writer: whoever ends a run by a signal to all of its processes does not end the save in hand."""
+"""Ignored by the writer: a signal to all processes of a run, as a launcher sends it, does not end the save in hand."""
 
 _HEADER = struct.Struct("<Q")
 _MAX_DESCRIPTORS = 1
@@ -25,7 +25,7 @@ class Channel:
     """One end of a connection. One thread at a time sends, one receives.
 
     Args:
-        end: A connected stream socket of the Unix family; it is taken over.
+        end: A connected stream socket of the Unix family; the channel closes it.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -35,11 +35,13 @@ class Channel:
         """Sends a message and copies of descriptors.
 
         Raises:
-            TimeoutError: The other end takes nothing.
+            TimeoutError: The other end did not read in time.
             OSError: The other end is gone.
         """
         data = pickle.dumps(message)
         self._socket.settimeout(timeout_seconds)
+        # The kernel delivers descriptors with the bytes of the same call, so they go with the header, which is read by
+        # the one call that can receive them.
         socket.send_fds(self._socket, [_HEADER.pack(len(data))], descriptors)
         self._socket.sendall(data)
 
@@ -53,6 +55,7 @@ class Channel:
         self._socket.settimeout(timeout_seconds)
         try:
             header, descriptors, _, _ = socket.recv_fds(self._socket, _HEADER.size, _MAX_DESCRIPTORS)
+            # A stream may deliver the header in pieces; no bytes at all are the end of the connection.
             header += self._read(_HEADER.size - len(header), is_begun=bool(header))
             (num_bytes,) = _HEADER.unpack(header)
             return pickle.loads(self._read(num_bytes, is_begun=True)), descriptors
@@ -69,7 +72,7 @@ class Channel:
         return bytes(data)
 
     def is_ended(self) -> bool:
-        """Says whether the other end is gone and nothing of it is left to be received."""
+        """Returns whether the other end is gone and all of its messages have been received."""
         poll = select.poll()  # select itself takes no descriptor beyond 1023, and a run may have thousands
         poll.register(self._socket, select.POLLIN)
         if not poll.poll(0):
@@ -80,7 +83,8 @@ class Channel:
             return True
 
     def close(self) -> None:
-        """Ends the connection, also where a forked child holds a copy of it; a second call does nothing."""
+        """Ends the connection, even if a forked child holds a copy of the descriptor; a second call does nothing."""
+        # `close` alone would leave the connection open as long as any process has a copy.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

@@ -1,8 +1,8 @@
-"""Makes a save visible, and takes directories out of the way: the only module that renames directories.
+"""Makes a save visible, and moves directories away: the only module that renames directories.
 
 A staging directory becomes a checkpoint by one rename, after everything in it is on the disk; the rename is then
-forced to the disk as well. No directory is ever renamed over something that is there. Only rank 0 calls what is here;
-it does not communicate.
+forced to the disk as well. No directory is ever renamed over an existing one. Only rank 0 calls these functions; they
+do not communicate.
 """
 
 import contextlib
@@ -32,16 +32,20 @@ SUPERSEDED_PREFIX = "superseded-"
 
 
 def _rename_new(source: Path, target: Path, *, is_undone: bool = False) -> None:
-    """Renames, durably; `is_undone`: where the disk cannot say that it is, back again."""
+    """Renames durably; with `is_undone`, renames back if the disk does not confirm the rename."""
+    # os.rename would silently replace an empty directory.
     if target.exists():
         raise FileExistsError(f"{target} is there already")
     os.rename(source, target)  # noqa: PTH104 - the syscall by its name: fault tests wrap it
     try:
         sync_directory(target.parent)
     except OSError:
+        # The new name may be in memory only: a power loss could bring back either. The staging name is the safe one,
+        # since a restart discards it.
         if is_undone:
             os.rename(target, source)  # noqa: PTH104 - as above
         raise
+    # The target's directory came first: a power loss in between must not lose the entry from both.
     if source.parent != target.parent:
         sync_directory(source.parent)
 
@@ -62,6 +66,10 @@ def commit(staging: Path, final: Path, manifest: Manifest) -> str:
         SaveFailedError: There is a checkpoint of that name.
         OSError: The disk is full, or cannot be written.
     """
+    # Each sync makes one step durable before the next begins: shards and manifest, then the marker that vouches for the
+    # manifest, then the rename. Without the syncs the disk could store the marker first, and a power loss would leave a
+    # marked checkpoint without its files. A kill before the rename leaves a staging directory, which a restart
+    # discards; a kill after it leaves a complete checkpoint.
     if final.exists():
         raise SaveFailedError(f"{final} is there already: a checkpoint is never written over")
     data = encode_manifest(manifest)
@@ -70,15 +78,15 @@ def commit(staging: Path, final: Path, manifest: Manifest) -> str:
     sync_directory(staging)
     write_file(staging / COMMITTED_NAME, manifest_hash.encode(), algorithm=manifest.hash_algorithm)
     sync_directory(staging)
-    _rename_new(staging, final, is_undone=True)  # a save that is reported as failed must not exist
+    _rename_new(staging, final, is_undone=True)  # a save that is reported as failed must not be visible
     return manifest_hash
 
 
 def discard(path: Path) -> None:
     """Moves a directory to the trash beside it, then deletes it.
 
-    Once it is in the trash nobody takes it for a checkpoint, so that a deletion that is killed half way does no
-    harm; what it leaves is deleted by the next one.
+    A directory in the trash never counts as a checkpoint, so that a deletion that is killed half way does no harm; the
+    next deletion removes the rest.
     """
     trash = path.parent / TRASH_NAME
     try:
@@ -86,7 +94,8 @@ def discard(path: Path) -> None:
     except OSError:
         if not is_staging_name(path.name):
             raise
-        # A full disk has no room for another directory, but what a save left half written is nobody's: it makes room.
+        # A full disk has no room for another directory. The files of an unfinished save are of no use, so that they can
+        # be deleted in place, which makes room. A kill in this loop leaves a staging directory, never a checkpoint.
         for file in path.iterdir():
             file.unlink()
         trash.mkdir(exist_ok=True)
@@ -95,7 +104,7 @@ def discard(path: Path) -> None:
 
 
 def empty_trash(directory: Path) -> None:
-    """Deletes what lies in the trash of a checkpoint directory; what cannot be deleted stays there."""
+    """Deletes the content of a checkpoint directory's trash; files that cannot be deleted stay there."""
     trash = directory / TRASH_NAME
     if trash.is_dir():
         for path in trash.iterdir():
@@ -103,20 +112,20 @@ def empty_trash(directory: Path) -> None:
 
 
 def remove_empty_trash(directory: Path) -> None:
-    """Removes the trash of a checkpoint directory if nothing lies in it. The lock's holder calls it at its end."""
-    with contextlib.suppress(OSError):  # there is none, or something could not be deleted
+    """Removes the trash of a checkpoint directory if it is empty. The holder of the directory's lock calls it."""
+    with contextlib.suppress(OSError):  # there is no trash, or it is not empty
         (directory / TRASH_NAME).rmdir()
 
 
 def quarantine(path: Path, reason: Exception | str, *, rank: int | None) -> Path:
-    """Renames a checkpoint that does not verify, so that nobody takes it for one, and returns where it lies now.
+    """Renames a checkpoint that does not verify, so that no reader finds it, and returns its new path.
 
-    Where it lies in a run, that is an event of the run.
+    If the checkpoint belongs to a run, the run's events record the quarantine.
 
     Args:
         path: The checkpoint.
         reason: Why it does not verify.
-        rank: Who renames it; None for a command beside the training.
+        rank: The rank that renames it; None for a command beside the training.
     """
     target = _free_name(path.parent, QUARANTINE_PREFIX + path.name)
     _rename_new(path, target)
@@ -143,5 +152,6 @@ def supersede(paths: list[Path]) -> Path | None:
     target = parent / f"{SUPERSEDED_PREFIX}{number}"
     target.mkdir()
     for path in paths:
+        # A kill in this loop leaves some of them in place; the next call moves those to a directory of its own.
         _rename_new(path, target / path.name)
     return target

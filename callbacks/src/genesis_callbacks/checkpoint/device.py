@@ -19,10 +19,10 @@ PIN_PIECE_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class DevicePath:
-    """Which of two ways a save uses on a device; both give the same checkpoint.
+    """The path that a save takes on a device; every path gives the same checkpoint.
 
     Attributes:
-        has_pinning: Whether copies go to page-locked memory, where that can be had.
+        has_pinning: Whether copies go to page-locked memory, if the driver provides it.
         has_digests: Whether digests are computed on the device, from the live tensors, or on the host, from the copies.
     """
 
@@ -34,26 +34,26 @@ class PinError(RuntimeError):
     """The driver does not page-lock memory."""
 
 
-@cache  # it asks the driver each time
+@cache  # torch asks the driver at each call
 def read_accelerator() -> torch.device | None:
     """Returns the kind of accelerator that this process can use, or None. It sets no device up."""
     return torch.accelerator.current_accelerator(check_available=True)
 
 
 def is_host(device: torch.device) -> bool:
-    """Says whether tensors on `device` lie in the host's memory, or nowhere."""
+    """Returns whether tensors on `device` lie in the host's memory, or have no memory."""
     return device.type in ("cpu", "meta")
 
 
 def find_device(tensors: Iterable[Tensor]) -> torch.device | None:
-    """Returns the device of the first tensor that is not on the host; None where there is none."""
+    """Returns the device of the first tensor that is not on the host; None if all are on the host."""
     if read_accelerator() is None:
         return None
     return next((tensor.device for tensor in tensors if not is_host(tensor.device)), None)
 
 
 def record_event(device: torch.device) -> torch.Event:
-    """Returns an event that marks where the calling thread's stream on `device` stands."""
+    """Returns an event that marks the position of the calling thread's stream on `device`."""
     event = torch.Event(device)
     event.record(torch.accelerator.current_stream(device))
     return event
@@ -67,12 +67,15 @@ def build_stream(device: torch.device) -> torch.Stream:
 
 @contextlib.contextmanager
 def working_on(stream: torch.Stream) -> Iterator[None]:
-    """Runs the calling thread's work on `stream` and its device: a new thread starts with the first device."""
+    """Runs the calling thread's work on `stream` and its device."""
+    # Both are state of a thread in torch: the saves' thread starts with the first device, whatever training uses.
     with torch.accelerator.device_index(stream.device.index), stream:
         yield
 
 
 # ---- page-locked memory
+# `Tensor.pin_memory` allocates memory of its own, which no other process can map. So the staging buffer, which exists
+# already, is registered with the driver.
 
 
 def pin_memory(address: int, num_bytes: int, device: torch.device) -> None:
@@ -92,7 +95,7 @@ def pin_memory(address: int, num_bytes: int, device: torch.device) -> None:
 
 
 def unpin_memory(address: int, device: torch.device) -> None:
-    """Unlocks page-locked memory. An error, as after the loss of the device, is cleared: it has no remedy."""
+    """Unlocks page-locked memory. An error, as after the loss of the device, has no remedy and is cleared."""
     code = int(_read_runtime(device).cudaHostUnregister(address))
     if code != 0:
         _clear_error(device)
@@ -104,7 +107,7 @@ def _read_runtime(device: torch.device) -> Any:
 
 
 def _clear_error(device: torch.device) -> None:
-    """Clears the runtime's last error, which would be raised by this thread's next kernel."""
+    """Clears the runtime's last error, which this thread's next kernel would raise."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=device).add_(1)
 
@@ -125,7 +128,7 @@ def read_device_rng() -> dict[str, list[Tensor]]:
 
 
 def apply_device_rng(state: dict[str, Any]) -> None:
-    """Sets each device's generator as `read_device_rng` found it, if this process has as many devices of that kind."""
+    """Sets each device's generator to its state in `state`, if this process has as many devices of that kind."""
     generators = _read_generators()
     if generators is None:
         return

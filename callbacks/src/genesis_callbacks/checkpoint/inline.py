@@ -1,7 +1,7 @@
-"""A save that the training threads of all ranks do together: nobody trains meanwhile, so they may talk to one another.
+"""Runs a save in the training threads of all ranks together; no rank trains meanwhile, so they can use collectives.
 
-The work is that of `job.perform`. Only the way is another in which rank 0 learns of the others' parts: a collective of
-the engine's own group, which knows at once of a rank that failed or is gone.
+The acts are those of `job.perform`. Only the receipts take another way to rank 0: a collective of the engine's own
+group, by which rank 0 learns at once that a rank failed or is gone.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ def begin_together(ranks: Ranks, begin: Callable[[], None]) -> None:
     """Lets rank 0 begin the save. Communicates once.
 
     Raises:
-        SaveFailedError: It could not; on every rank alike.
+        SaveFailedError: Rank 0 could not begin the save; on every rank alike.
     """
     failure = None
     if ranks.is_first:
@@ -25,7 +25,7 @@ def begin_together(ranks: Ranks, begin: Callable[[], None]) -> None:
             begin()
         except Exception as error:
             failure = failed_outcome(error)
-    failure = ranks.broadcast(failure)
+    failure = ranks.broadcast(failure)  # also of None: the other ranks wait for it before they touch the directory
     if failure is not None:
         raise error_from(failure.kind, failure.text)
 
@@ -33,11 +33,11 @@ def begin_together(ranks: Ranks, begin: Callable[[], None]) -> None:
 def perform_together(ranks: Ranks, stage: Callable[[], tuple[WriteJob, Staged]]) -> Outcome:
     """Stages and writes this rank's part and, on rank 0, commits the save. Communicates once.
 
-    Rank 0 alone gets the receipts: with a thousand ranks they are many megabytes. The others return the outcome of
-    their own part, and learn that of the save from rank 0 (`SavePipeline.finish`).
+    Only rank 0 gets the receipts: with a thousand ranks they are many megabytes. The others return the outcome of
+    their own part, and get the outcome of the save from rank 0 (`SavePipeline.finish`).
 
     Raises:
-        SaveFailedError: On rank 0: some rank's part failed, or the commit did.
+        SaveFailedError: On rank 0: the part of a rank failed, or the commit did.
     """
     begin_seconds = time.monotonic()
     job: WriteJob | None = None
@@ -48,6 +48,7 @@ def perform_together(ranks: Ranks, stage: Callable[[], tuple[WriteJob, Staged]])
             ours = write_part(job, staged)
     except Exception as error:
         ours = failed_outcome(error)
+    # A rank that failed takes part, too: without it the others would wait until the group's timeout.
     answers = ranks.gather_first(ours)
     outcome = ours if isinstance(ours, Outcome) else Outcome("written")
     if answers is not None:

@@ -1,8 +1,9 @@
-"""What one rank writes of a save, and what rank 0 makes of it: the same code wherever it runs.
+"""Writes one rank's part of a save and, on rank 0, commits the save: the same code in every mode.
 
-`write_part` and `commit_save` are the work. In a thread or a writer process, `perform` does it, and ranks meet in the
-staging directory alone: each leaves a receipt there, or a note that it failed; rank 0 waits for all of them. There is
-no process group in it.
+`write_part` and `commit_save` do the work. In a thread or a writer process, `perform` calls them, and ranks meet in the
+staging directory alone: each rank leaves a receipt or a note of its failure there, and rank 0 waits for all of them.
+`perform` uses no process group, because the death of one member breaks a group for all the others, and a writer may
+outlive its trainer.
 """
 
 import contextlib
@@ -41,20 +42,21 @@ OutcomeKind = Literal["written", "committed", "failed", "torn", "changed"]
 _NOTE_ALGORITHM: HashAlgorithm = "blake3"
 _POLL_SECONDS = 0.005
 _GATHER_GRACE_SECONDS = 2.0
+# Long enough for writers whose trainers died together to finish; a restart waits for them.
 _ORPHAN_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a rank's part of a save ended; rank 0's is that of the save.
+    """The end of a rank's part of a save; rank 0's outcome is the outcome of the save.
 
     Attributes:
         kind: `written` (other ranks) and `committed` (rank 0) are good; `torn`: training changed what was being
             staged; `changed`: the rank holds other tensors than were planned.
-        text: The reason, where it is not good.
-        manifest_hash: Where it is committed.
-        warning: What did not go well after the commit.
-        write_seconds: From the job's begin to its end.
+        text: The reason of an outcome that is not good.
+        manifest_hash: Of a committed save.
+        warning: A problem that occurred after the commit.
+        write_seconds: From the beginning of the job to its end.
     """
 
     kind: OutcomeKind
@@ -76,7 +78,7 @@ _KIND_BY_ERROR: dict[type[SaveFailedError], OutcomeKind] = {TornSnapshotError: "
 
 
 def failed_outcome(error: BaseException) -> Outcome:
-    """Returns the outcome that an error makes."""
+    """Returns the outcome of a save that ended by this error."""
     kinds = [kind for error_type, kind in _KIND_BY_ERROR.items() if isinstance(error, error_type)]
     kind: OutcomeKind = kinds[0] if kinds else "failed"
     return Outcome(
@@ -85,22 +87,22 @@ def failed_outcome(error: BaseException) -> Outcome:
 
 
 def error_from(kind: str, text: str) -> SaveFailedError:
-    """Returns the error that makes an outcome of this kind."""
+    """Returns the error for an outcome of this kind: the inverse of `failed_outcome`."""
     error_type = next((error for error, other in _KIND_BY_ERROR.items() if other == kind), SaveFailedError)
     return error_type(text)
 
 
 @dataclass(frozen=True)
 class CommitOrder:
-    """What rank 0 needs to make a checkpoint of what all ranks wrote.
+    """The data with which rank 0 makes a checkpoint of the files that all ranks wrote.
 
     Attributes:
-        heading: For the manifest.
-        shards_by_writer: Which shared parts each rank was to write.
-        retention: What is kept after the commit.
+        heading: Header of the manifest.
+        shards_by_writer: The shared parts that each rank has to write.
+        retention: Which checkpoints stay after the commit.
         num_updates: Optimizer steps that changed parameters since the checkpoint before.
-        moved: Names of the parameters that the last of them changed, by its gradients and learning rates.
-        events: Takes the event of the commit; None for none.
+        moved: Names of the parameters that the last update changed, by its gradients and learning rates.
+        events: The log that gets the event of the commit; None for no event.
         scope: Which tensors the checkpoint holds; None for all.
     """
 
@@ -120,12 +122,12 @@ class WriteJob:
     Attributes:
         staging: The staging directory, which rank 0 has made.
         rank: This rank.
-        placed: What it writes, and where that lies in the shared buffer.
-        digests: Of all that it holds, taken from the live tensors.
-        section: Its other state, already plain JSON.
+        placed: The parts that this rank writes, and their places in the shared buffer.
+        digests: Of all parts that this rank holds, taken from the live tensors.
+        section: This rank's other state, already plain JSON.
         hash_algorithm: Of every file.
-        time_limit_seconds: For all of it.
-        commit: Rank 0's order; None for the others.
+        time_limit_seconds: For the whole job.
+        commit: Rank 0's order; None on other ranks.
     """
 
     staging: Path
@@ -140,7 +142,7 @@ class WriteJob:
 
 @dataclass(frozen=True)
 class RankReceipt:
-    """What one rank says in its receipt file: what it wrote, the live digests of all that it holds, its other state."""
+    """The content of a rank's receipt: the files it wrote, the live digests of all that it holds, its other state."""
 
     receipt: Receipt
     digests: dict[TensorShard, int]
@@ -164,19 +166,21 @@ def _write_note(path: Path, content: Any) -> None:
 
 
 def _read_note(path: Path) -> Any:
-    """Returns what a note says, or None while it is not there in full.
+    """Returns the content of a note, or None while the note is missing or incomplete.
 
     Raises:
-        CheckpointError: It is no note that a rank of this run writes: too large, nested too deeply, no regular file.
+        CheckpointError: No rank writes such a note: it is too large, nested too deeply, or no regular file.
     """
     if not path.exists():
         return None
+    # A note has its final name while it is still being written: a reader may see any prefix of it, and the hash in the
+    # first line shows whether the rest is there.
     expected, _, data = read_file(path, MAX_DOCUMENT_BYTES).partition(b"\n")
     return parse_json(data, path.name) if hash_bytes(data, _NOTE_ALGORITHM).encode() == expected else None
 
 
 def leave_failure(staging: Path, rank: int, outcome: Outcome) -> None:
-    """Reports to rank 0 that this rank's part failed; if that cannot be written, rank 0's time limit ends the save."""
+    """Leaves a note for rank 0 that this rank's part failed; without the note, rank 0 fails at its time limit."""
     with contextlib.suppress(OSError):
         _write_note(_failure_path(staging, rank), {"kind": outcome.kind, "text": outcome.text})
 
@@ -206,12 +210,14 @@ def _decode_receipt(content: Any) -> RankReceipt:
 
 @contextlib.contextmanager
 def hold_staging(staging: Path) -> Iterator[None]:
-    """Holds a shared lock on the staging directory, so that a restart can wait for whoever still writes into it.
+    """Holds a shared lock on the staging directory, so that a restart can wait for the processes that write into it.
 
-    In mode "thread" that is the trainer, whose forked data workers write nothing and hold nothing.
+    In mode "thread" the trainer itself holds the lock; its forked data workers do not.
     """
     descriptor = PrivateDescriptor(staging, os.O_RDONLY | os.O_DIRECTORY)
     try:
+        # Shared: the writers of all ranks hold it together. Without waiting: if the lock is refused, a restart has just
+        # taken it exclusively, and will discard the directory.
         fcntl.flock(descriptor.number, fcntl.LOCK_SH | fcntl.LOCK_NB)
         yield
     finally:
@@ -225,9 +231,9 @@ def perform(job: WriteJob, staged: Staged, is_orphan: Callable[[], bool]) -> Out
     """Writes one rank's part and, on rank 0, commits the save. It raises nothing and does not communicate.
 
     Args:
-        job: What is to be done.
-        staged: Holds the staged data until this returns.
-        is_orphan: Says whether the trainer is gone: then a wait for other ranks is short.
+        job: The rank's job.
+        staged: Holds the staged data until this function returns.
+        is_orphan: Returns whether the trainer is gone; then the wait for other ranks is short.
     """
     begin_seconds = time.monotonic()
     try:
@@ -237,7 +243,7 @@ def perform(job: WriteJob, staged: Staged, is_orphan: Callable[[], bool]) -> Out
             outcome = _write_and_meet(job, staged, is_orphan)
     except Exception as error:
         outcome = failed_outcome(error)
-        if is_orphan():  # nobody else is there to say so, or to clear up
+        if is_orphan():  # otherwise the trainer reports the failure and cleans up (`OneSave.run`)
             if job.commit is None:
                 leave_failure(job.staging, job.rank, outcome)
             elif job.staging.is_dir():
@@ -251,20 +257,22 @@ def _write_and_meet(job: WriteJob, staged: Staged, is_orphan: Callable[[], bool]
     if job.commit is None:
         content = _encode_receipt(receipt.receipt, receipt.digests, receipt.section)
         _write_note(_receipt_path(job.staging, job.rank), content)
-        sync_directory(job.staging)
+        sync_directory(job.staging)  # fsync of a file stores its bytes, not its name
         return Outcome("written")
     receipts = _gather(job, receipt, job.commit.heading.world_size, is_orphan)
+    # Receipts are no files of the checkpoint. A kill in this loop costs nothing: without the rename below, a restart
+    # discards the whole directory.
     for rank in range(1, len(receipts)):
         os.unlink(_receipt_path(job.staging, rank))  # noqa: PTH108 - the syscall by its name: fault tests wrap it
-    # An orphan leaves retention to the next run, which may be reading already.
+    # An orphan leaves retention to the next run, which may already read the older checkpoints.
     return commit_save(job.staging, job.commit, receipts, may_retain=lambda: not is_orphan())
 
 
 def write_part(job: WriteJob, staged: Staged) -> RankReceipt:
-    """Writes what this rank is to write.
+    """Writes this rank's shard.
 
     Raises:
-        TornSnapshotError: What is staged is not what was live.
+        TornSnapshotError: The staged data differ from the live tensors.
         OSError: The disk is full, or cannot be written.
     """
     receipt = Receipt((), ())
@@ -274,11 +282,14 @@ def write_part(job: WriteJob, staged: Staged) -> RankReceipt:
 
 
 def _read_staged(job: WriteJob, staged: Staged) -> Iterator[tuple[TensorShard, Tensor]]:
-    """Yields each part with its staged data, just compared with what was live: while it is in the processor's cache.
+    """Yields each part with its staged data, after comparing them with the digest of the live tensor.
 
     Raises:
-        TornSnapshotError: It is not what was live.
+        TornSnapshotError: The staged data differ from the live tensor.
     """
+    # The first digest is of the live tensor, this second one of its copy. They differ if training wrote into the tensor
+    # between the two, or if memory damaged the copy since. Each part is digested just before its write, because the
+    # write then finds it in the processor's cache.
     for placed in job.placed:
         part, data = placed.part, staged.view(placed)
         if digest_chunk(data, part.shape, part.offsets) != job.digests[part]:
@@ -292,19 +303,21 @@ def _read_staged(job: WriteJob, staged: Staged) -> Iterator[tuple[TensorShard, T
 def commit_save(
     staging: Path, order: CommitOrder, receipts: Sequence[RankReceipt], *, may_retain: Callable[[], bool]
 ) -> Outcome:
-    """Compares what all ranks wrote with the plan and with the checkpoint before, and makes a checkpoint of it.
+    """Compares the files of all ranks with the plan and with the checkpoint before, and commits the save.
 
     Args:
-        staging: Holds what they wrote.
-        order: What was to be written.
-        receipts: Theirs, in rank order.
-        may_retain: Says after the commit whether older checkpoints may be removed.
+        staging: Holds the files of all ranks.
+        order: The planned content.
+        receipts: Of all ranks, in rank order.
+        may_retain: Called after the commit; returns whether older checkpoints may be removed.
 
     Raises:
-        SaveFailedError: It is not what was to be written, or a stale snapshot, or has an emptied optimizer, or a tensor
-            that is left to the base is not what it is there.
+        SaveFailedError: The files differ from the plan, the snapshot is stale, an optimizer was emptied, or a tensor
+            that is left to the base differs from the base.
         OSError: The disk is full, or cannot be written.
     """
+    # Every check that can refuse the save comes before `assemble`, whose rename makes the checkpoint visible. After the
+    # rename, a problem becomes a warning: the checkpoint is there.
     for rank, receipt in enumerate(receipts):
         _check_receipt(staging, rank, order.shards_by_writer[rank], receipt)
     digests = merge_digests([receipt.digests for receipt in receipts])
@@ -326,7 +339,7 @@ def commit_save(
         [receipt.receipt for receipt in receipts],
         [receipt.section for receipt in receipts],
     )
-    # Whoever commits writes the event: a trainer that is killed right now has its story all the same.
+    # The process that commits also writes the event: if the trainer is killed now, the run's history is complete.
     untold = None
     if order.events is not None:
         counters = order.heading.counters
@@ -336,7 +349,7 @@ def commit_save(
 
 
 def _gather(job: WriteJob, own: RankReceipt, world_size: int, is_orphan: Callable[[], bool]) -> list[RankReceipt]:
-    """Returns all receipts in rank order, or raises what the first note of a failure says; it waits bounded."""
+    """Returns all receipts in rank order, or raises the error in the first failure note; the wait is limited."""
     receipts = {job.rank: own}
     deadline_seconds = time.monotonic() + job.time_limit_seconds + _GATHER_GRACE_SECONDS
     has_lost_trainer = False
@@ -354,12 +367,12 @@ def _gather(job: WriteJob, own: RankReceipt, world_size: int, is_orphan: Callabl
         if len(receipts) < world_size and time.monotonic() > deadline_seconds:
             missing = ", ".join(str(rank) for rank in range(world_size) if rank not in receipts)
             raise SaveFailedError(f"rank {missing}: no receipt within {job.time_limit_seconds:g} s")
-        time.sleep(_POLL_SECONDS)
+        time.sleep(_POLL_SECONDS)  # inotify would not see what other nodes write to a network file system
     return [receipts[rank] for rank in range(world_size)]
 
 
 def _check_receipt(staging: Path, rank: int, planned: Sequence[TensorShard], receipt: RankReceipt) -> None:
-    """Compares what a rank wrote with what the live model said it must write."""
+    """Compares the chunks and files that a rank wrote with those that the plan gave it."""
     due = [*planned, *(part for part in receipt.digests if part.kind == "state")]
     expected = {(part.name, part.offsets, part.sizes) for part in due}
     written = {(name, chunk.offsets, chunk.sizes) for name, chunk in receipt.receipt.chunks}
@@ -368,10 +381,12 @@ def _check_receipt(staging: Path, rank: int, planned: Sequence[TensorShard], rec
             f"rank {rank}: wrote {len(written)} chunks where {len(expected)} were planned, such as "
             f"{min(written ^ expected)[0]}"
         )
+    # Not equal but at least: `torch.save` adds a header to each chunk.
     num_bytes = sum(record.num_bytes for record in receipt.receipt.files)
     if num_bytes < sum(part.num_bytes for part in due):
         raise SaveFailedError(f"rank {rank}: wrote {num_bytes} bytes, fewer than its tensors have")
     for record in receipt.receipt.files:
+        # As this node sees the file: a rank with another mount would have written to another directory.
         found_bytes = (staging / record.name).stat().st_size
         if found_bytes != record.num_bytes:
             raise SaveFailedError(f"rank {rank}: {record.name} has {found_bytes} of {record.num_bytes} bytes")
@@ -386,7 +401,7 @@ def _check_against_previous(
     try:
         before = read_manifest(previous.locate(directory)).tensors
     except CheckpointError:
-        return
+        return  # an older checkpoint that is damaged or removed is no fault of this save
     if order.heading.has_optimizer:
         _check_not_emptied(previous, before, tensors)
     if order.moved:
@@ -396,10 +411,10 @@ def _check_against_previous(
 def _check_not_emptied(
     previous: Ancestor, before: Mapping[str, TensorRecord], tensors: Mapping[str, TensorRecord]
 ) -> None:
-    """Refuses an optimizer that had state in the checkpoint before, and has none although updates happened.
+    """Refuses an optimizer without state that had state in the checkpoint before, if updates happened since.
 
     Raises:
-        SaveFailedError: It names the optimizer.
+        SaveFailedError: An optimizer was emptied; the message names it.
     """
     had, has = (
         {name.split(".", 2)[1] for name in names if name.startswith("optimizer.")} for names in (before, tensors)
@@ -417,13 +432,13 @@ def _check_moved(
     tensors: Mapping[str, TensorRecord],
     parts: Mapping[str, TensorShard],
 ) -> None:
-    """Refuses a stale snapshot: one that holds what the checkpoint before holds, although updates happened.
+    """Refuses a stale snapshot: a snapshot that equals the checkpoint before, although updates happened.
 
-    A parameter is judged together with its optimizer state: alone it may stay as it is, where an update is smaller
+    A parameter is judged together with its optimizer state: alone it may stay as it is, if an update is smaller
     than half a unit in the last place.
 
     Raises:
-        SaveFailedError: It names what did not move.
+        SaveFailedError: Tensors did not change; the message names them.
     """
     is_same = {name: name in before and before[name].digest == record.digest for name, record in tensors.items()}
     moving = [
@@ -442,6 +457,7 @@ def _check_moved(
             _, _, rest = name.split(".", 2)
             states["model." + rest.rpartition(".")[0]].append(name)
     for name in sorted(order.moved & tensors.keys()):
+        # Without a step counter (plain SGD) nothing but the parameter would show the update, and rounding may hide it.
         has_step = any(state.endswith(".step") for state in states[name])
         if has_step and is_same[name] and all(is_same[state] for state in states[name]):
             raise SaveFailedError(

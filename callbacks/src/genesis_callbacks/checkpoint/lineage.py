@@ -1,4 +1,4 @@
-"""Finds checkpoints: which are committed, which is the latest, and who holds the directory."""
+"""Finds checkpoints: which are committed, which is the latest, and which run holds the directory."""
 
 import contextlib
 import fcntl
@@ -24,7 +24,7 @@ _ORPHAN_POLL_SECONDS = 0.05
 _MOMENT_SECONDS = 1.0
 _PROCESS_ID = re.compile("[1-9][0-9]{0,9}")
 _UNKNOWN_HOLDER = "unknown"
-# `find_holder` holds a shared lock for less than that.
+# `find_holder` holds a shared lock for less time than this, which must not make a new run fail.
 _GLANCE_SECONDS = 0.1
 
 
@@ -35,12 +35,12 @@ class QuarantineWarning(UserWarning):
 class DirectoryLock:
     """Holds a checkpoint directory for one run, by an advisory lock that ends with the process.
 
-    Processes that this one forks do not hold it: when the owner is gone, the directory is free at once. Rank 0 takes
-    it; it does not communicate.
+    Processes that the owner forks do not hold the lock: when the owner is gone, the directory is free at once. Rank 0
+    takes the lock, without communication.
 
     Raises:
         DirectoryInUseError: Another live run holds it.
-        CheckpointError: Something else than a file stands in the lock's place.
+        CheckpointError: The path of the lock is no regular file.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -58,11 +58,15 @@ class DirectoryLock:
                 self._descriptor.close()
                 raise _in_use(directory, holder)
             time.sleep(_GLANCE_SECONDS / 10)
+        # The id is for messages only, the lock decides: a reader that comes between these two lines finds no id, and
+        # names the holder as unknown.
         os.ftruncate(number, 0)
         os.pwrite(number, str(os.getpid()).encode(), 0)
 
     def release(self) -> None:
-        """Gives the directory back, without an empty trash; a second call does nothing."""
+        """Releases the lock and removes an empty trash; a second call does nothing."""
+        # The lock file stays. A run that had opened the file before a removal would lock the removed file, another run
+        # a new one, and both would own the directory.
         if self._descriptor.number >= 0:
             remove_empty_trash(self._directory)
         self._descriptor.close()
@@ -83,7 +87,8 @@ def _check_is_file(path: Path, found: os.stat_result) -> None:
 
 
 def _read_holder(descriptor: int) -> str:
-    """Returns the process id in a lock file if that process lives: another text is not by the lock's owner."""
+    """Returns the process id in a lock file if that process is alive, else "unknown"."""
+    # The owner may be on another node or in another container, where its id means another process or none.
     text = os.pread(descriptor, 64, 0).decode("ascii", errors="replace").strip()
     if not _PROCESS_ID.fullmatch(text):
         return _UNKNOWN_HOLDER
@@ -102,12 +107,12 @@ def _in_use(directory: Path, holder: str) -> DirectoryInUseError:
 
 
 def find_holder(directory: Path) -> str | None:
-    """Returns the process that holds a checkpoint directory for a live run, this one left out; None where it is free.
+    """Returns the other process that holds a checkpoint directory for a live run; None if there is no such process.
 
-    Any process may call it; it does not communicate. A holder that has not left its process id is "unknown".
+    Any process may call this function; it does not communicate. A holder without a valid process id is "unknown".
 
     Raises:
-        CheckpointError: Something else than a file stands in the lock's place.
+        CheckpointError: The path of the lock is no regular file.
     """
     path = directory / LOCK_NAME
     try:
@@ -116,7 +121,7 @@ def find_holder(directory: Path) -> str | None:
     except FileNotFoundError:
         return None
     try:
-        # A lock that others may share, so that two processes that look do not take each other for a run.
+        # A shared lock, so that two processes that call this function do not take each other for a run.
         holder = None if _try_lock(descriptor, fcntl.LOCK_SH) else _read_holder(descriptor)
     finally:
         os.close(descriptor)
@@ -124,7 +129,7 @@ def find_holder(directory: Path) -> str | None:
 
 
 def check_not_in_use(directory: Path) -> None:
-    """Refuses a checkpoint directory that another live run holds, without taking it.
+    """Refuses a checkpoint directory that another live run holds, without locking it.
 
     Raises:
         DirectoryInUseError: Another live run holds it; the message names the process.
@@ -135,7 +140,7 @@ def check_not_in_use(directory: Path) -> None:
 
 
 def checkpoints_in(path: Path | str) -> Path:
-    """Returns the directory that holds the `step-*` of `path`, which may be a run's directory or that one itself."""
+    """Returns the directory that holds the `step-*` of `path`, which may be a run's directory or that directory."""
     path = Path(path)
     inner = path / CHECKPOINTS_NAME
     return inner if inner.is_dir() else path
@@ -144,7 +149,7 @@ def checkpoints_in(path: Path | str) -> Path:
 def list_committed(directory: Path | str) -> list[tuple[Path, Manifest]]:
     """Returns the committed checkpoints of a run, or directly in `directory`, oldest first in the lineage.
 
-    Those without a valid marker and manifest are left out; files are not looked at. No communication.
+    Checkpoints without a valid marker and manifest are left out; other files are not read. No communication.
     """
     directory = checkpoints_in(directory)
     found = []
@@ -158,7 +163,8 @@ def list_committed(directory: Path | str) -> list[tuple[Path, Manifest]]:
 
 
 def _order(path: Path) -> tuple[int, int]:
-    """Where a checkpoint stands in the lineage; one whose manifest cannot be read comes newest, to be named."""
+    """Returns a checkpoint's position in the lineage; the position of an unreadable manifest is after all others."""
+    # If it came last in the search, damage of the newest checkpoint would be passed over without a word to the user.
     step = step_of(path.name)
     try:
         return read_manifest(path).sequence, step
@@ -169,10 +175,10 @@ def _order(path: Path) -> tuple[int, int]:
 def find_latest(
     directory: Path | str, *, level: VerifyLevel = "deep", quarantine_bad: bool = True, places: Sequence[Path] = ()
 ) -> Path | None:
-    """Returns the newest committed checkpoint that verifies, or None where there is none.
+    """Returns the newest committed checkpoint that verifies, or None if there are no checkpoints.
 
-    "Newest" follows the lineage, not the number. One that does not verify is renamed to `quarantined-...`, named in a
-    `QuarantineWarning`, and the one before it is taken. One process calls it (rank 0); it does not communicate.
+    "Newest" follows the lineage, not the step. A checkpoint that does not verify is renamed to `quarantined-...` and
+    named in a `QuarantineWarning`; the checkpoint before it is tried next. Only rank 0 calls it; no communication.
 
     Args:
         directory: A run's directory, or the one in it that holds the `step-*`.
@@ -184,8 +190,8 @@ def find_latest(
         BaseCheckpointError: The newest checkpoint needs a base that is missing, has changed, or is damaged. All
             checkpoints are kept: with its base the newest one is complete.
         CorruptCheckpointError: There are checkpoints and none verifies. They are kept: only the user may start again.
-        UnreadableCheckpointError: One that may be the newest cannot be read. All stay: another disk, mount or user may
-            read it, and to go on from an older one is the user's to say.
+        UnreadableCheckpointError: A checkpoint that may be the newest cannot be read. All are kept: another disk, mount
+            or user may read it, and only the user can decide to continue from an older one.
     """
     directory = checkpoints_in(directory)
     if not directory.is_dir():
@@ -199,6 +205,7 @@ def find_latest(
         except CorruptCheckpointError as error:
             bad[path] = error
         else:
+            # Only now: if no checkpoint is whole, or an error ends this search, nothing has been renamed.
             _handle_bad(bad, quarantine_bad)
             return path
     if bad:
@@ -217,15 +224,15 @@ def _handle_bad(bad: dict[Path, CorruptCheckpointError], is_wanted: bool) -> Non
 
 
 def wait_for_orphans(directory: Path, limit_seconds: float, *, is_told: bool = True) -> list[str]:
-    """Waits for writers whose trainer is gone and that still save into `directory`; returns where some still are.
+    """Waits for writers without a trainer that still save into `directory`; returns the names where writers remain.
 
-    A writer holds a lock on its staging directory. After the limit `remove_abandoned` moves that away, so that a late
-    rename finds nothing. No communication.
+    A writer holds a lock on its staging directory. After the limit `remove_abandoned` moves that directory away, so
+    that a late rename finds nothing. No communication.
 
     Args:
         directory: Holds the checkpoints.
-        limit_seconds: How long it waits for all of them together.
-        is_told: Whether a wait that takes longer than a moment is reported on standard error.
+        limit_seconds: Limit of the wait for all writers together.
+        is_told: Whether a wait of more than a moment is reported on standard error.
     """
     deadline_seconds = time.monotonic() + limit_seconds
     held = []
@@ -260,13 +267,13 @@ def _becomes_free(path: Path, deadline_seconds: float) -> bool:
                     return False
                 time.sleep(_ORPHAN_POLL_SECONDS)
             else:
-                return True
+                return True  # every writer holds a shared lock, so an exclusive one proves that all are gone
     finally:
         os.close(descriptor)
 
 
 def remove_abandoned(directory: Path) -> list[str]:
-    """Discards what saves that never ended left behind, and returns the names. The lock's holder calls it."""
+    """Discards the staging directories of saves that never ended; returns their names. The lock's holder calls it."""
     abandoned = [path for path in sorted(directory.iterdir()) if is_staging_name(path.name) and path.is_dir()]
     for path in abandoned:
         discard(path)

@@ -1,10 +1,11 @@
-"""The one way of a save, in every mode: taken by the training thread, staged, written, committed, settled.
+"""Runs a save, by the same acts in every mode: begin, stage, write, commit, settle.
 
-`begin` takes what only the training thread may take: references, clocks, buffers. In mode `sync` the same thread then
-stages and writes, and `begin` returns with the save done. In `thread` and `process` a thread of this rank digests and
-copies the rest while the next forward and backward run; the training thread waits for that, and only for that, before
-the next optimizer step (`wait_staged`). Then this thread, or the rank's writer process, writes. Rank 0's outcome is the
-save's. The caller votes on a number for it, since ranks need not know of it at the same step, or asks by `finish`.
+`begin` takes references, clocks and buffers, which only the training thread can take. In mode `sync` the same thread
+then stages and writes, and the save is done when `begin` returns. In `thread` and `process`, a thread of this rank
+digests and copies the rest while the next forward and backward run. The training thread waits for this staging, and for
+nothing else, before the next optimizer step (`wait_staged`). Then the save thread, or the rank's writer process,
+writes. The outcome of the save is rank 0's. Ranks may learn it at different steps: the caller reduces the numbers of
+`poll` over the ranks, or calls `finish`.
 """
 
 import os
@@ -41,26 +42,27 @@ from .writer_process import WriterProcess
 SaveMode = Literal["sync", "thread", "process"]
 Staging = Literal["blocking", "overlapped"]
 _Stage = Callable[[], tuple[WriteJob, Staged]]
-# The outcome that rank 0 reports in a vote; 0 means that there is no news.
+# `poll` encodes an outcome and the save's number in one integer: ranks reduce it by MAX, and a rank cannot take the
+# outcome of an earlier save for this one's. 0 means that there is no outcome yet.
 _CODES: dict[OutcomeKind, int] = {"committed": 1, "failed": 2, "torn": 3, "changed": 4}
 _CODE_BASE = 8
 _ANSWER_GRACE_SECONDS = 5.0
-# How long a save may take to end that has been given up, its writer killed.
+# How long `close` waits for the end of a save that was given up and whose writer was killed.
 _END_SECONDS = 5.0
 _YIELD_SECONDS = 0.001
 _TIME_LIMIT_SECONDS = 600.0
-# Only an optimizer step writes these; everything else may change in the next forward and is copied at once.
+# Only an optimizer step writes these kinds. The next forward may change any other tensor, which is copied at once.
 _OVERLAPPED_KINDS = ("parameter", "optimizer")
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What the caller knows of the training between two saves.
+    """The progress of training between two saves, as the caller counts it.
 
     Attributes:
-        num_steps: Optimizer steps so far, as it is now: asked again when staging ends.
-        num_updates: Those since the last checkpoint that changed parameters.
-        moved: Names of the parameters that the last of them changed.
+        num_steps: Returns the optimizer steps so far; called when staging begins and when it ends.
+        num_updates: Optimizer steps since the last checkpoint that changed parameters.
+        moved: Names of the parameters that the last of these updates changed.
     """
 
     num_steps: Callable[[], int]
@@ -70,7 +72,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Agreed by all ranks: valid while this rank holds these shared parts."""
+    """A plan that all ranks agreed on: valid while this rank holds the same shared parts."""
 
     own: tuple[TensorShard, ...]
     save: SavePlan
@@ -81,12 +83,12 @@ class SavePipeline:
     """Saves one run. Every rank has one and calls its methods at the same steps; one save at a time.
 
     Args:
-        target: Says where, for whom and under which heading; it learns of each commit.
-        mode: Who writes: `sync` the training thread, `thread` a thread beside it, `process` a writer process.
-        writer: Mode `process` has one, which is taken over.
+        target: The directory, the ranks and the manifest's header; the pipeline reports each commit to it.
+        mode: The writer: `sync` the training thread, `thread` a thread beside it, `process` a writer process.
+        writer: The writer process, in mode `process` only; the pipeline closes it.
         staging: `overlapped` returns before the copy is done, `blocking` after it, as mode `sync` always does.
-        time_limit_seconds: For one save's writing on one rank, where it is not done by the training threads together.
-        device_path: How saves go on an accelerator, where tensors lie on one.
+        time_limit_seconds: Of one save's writing on one rank, unless the training threads write together.
+        device_path: The path that saves take if tensors are on an accelerator.
     """
 
     def __init__(
@@ -121,7 +123,7 @@ class SavePipeline:
         """Waits for the writer process to have started.
 
         Raises:
-            SaveFailedError: It did not.
+            SaveFailedError: The writer process did not start.
         """
         if self._writer is not None:
             self._writer.wait_ready()
@@ -192,23 +194,25 @@ class SavePipeline:
         *,
         alone_within_seconds: float | None = None,
     ) -> None:
-        """Begins a save; in mode `sync` it also ends it, and what is left to do is `finish`.
+        """Begins a save; in mode `sync` also runs it to its end, so that only `finish` is left to call.
 
-        It communicates where there is no plan yet: at the first save, and after a change. In mode `sync` it always
+        It communicates if there is no plan yet: at the first save, and after a failed one. In mode `sync` it always
         does.
 
         Args:
             step: Windows attempted.
             take_snapshot: Gives this rank's snapshot of it.
-            progress: What happened since the save before.
-            alone_within_seconds: Does not communicate, whatever the mode, and waits so long for the other ranks'
-                parts. Several ranks need a plan for it (`has_plan`).
+            progress: The progress of training since the save before.
+            alone_within_seconds: Makes the save without communication, in every mode, and limits the wait for the
+                other ranks' parts. With several ranks it needs a plan (`has_plan`).
 
         Raises:
-            SaveFailedError: On every rank alike: it could not begin.
+            SaveFailedError: The save could not begin; on every rank alike.
         """
         assert self._save is None
         taken: Snapshot | Exception
+        # All ranks have a plan, or none has, since all drop it with the same outcome: no rank enters the collective of
+        # `_take_planned` alone.
         if self._plan is None or self._ranks.world_size == 1:
             taken = self._take_planned(take_snapshot)
         else:
@@ -216,13 +220,14 @@ class SavePipeline:
         plan = self._plan
         assert plan is not None
         self._number += 1
+        # Rank 0's random token is in the plan: all ranks know a name that no earlier run can have left behind.
         staging = self._target.directory / f"{checkpoint_name(step)}.staging-{plan.token}_{self._number}"
         is_together = self._worker is None and alone_within_seconds is None
         save = self._save = OneSave(self._number, step, staging, self._ranks.rank, leaves_notes=not is_together)
         limit_seconds = alone_within_seconds or self._time_limit_seconds
         try:
             stage = self._prepare(save, plan, taken, progress, limit_seconds)
-        except Exception as error:  # of the device, say: the save fails on all ranks, rather than this one alone
+        except Exception as error:  # of the device, say: raised later, as an outcome that all ranks learn
             stage = _fail_with(error)
         if is_together:
             save.run(lambda save: self._act_together(save, stage))
@@ -236,7 +241,7 @@ class SavePipeline:
             raise save.interruption
 
     def _take_planned(self, take_snapshot: Callable[[], Snapshot]) -> Snapshot:
-        """Takes the snapshot and, where this needs another plan, makes one with all ranks."""
+        """Takes the snapshot and, if the plan does not fit it, makes a new plan with all ranks."""
         taken: list[Snapshot] = []
 
         def report() -> tuple[tuple[TensorShard, ...], str]:
@@ -270,7 +275,7 @@ class SavePipeline:
         progress: Progress,
         limit_seconds: float,
     ) -> _Stage:
-        """Takes what may change after `begin`, and returns what stages the rest."""
+        """Copies the tensors that may change after `begin`, and returns a function that stages the rest."""
         if isinstance(taken, Exception):
             return _fail_with(taken)
         snapshot = taken
@@ -279,11 +284,14 @@ class SavePipeline:
         if self.mode != "sync":
             others = [replace(local, data=local.data.clone()) for local in others]
         written = [local.data for local in overlapped]
+        # The step clock catches an optimizer step, torch's version counters any other in-place write. A write through
+        # `.data` bumps no counter; the second digest in `job` finds it if it fell between copy and first digest.
         before = (progress.num_steps(), plain_write_counts(written))
+        # After the clones, which run on the training stream: the saves' stream waits for this event, and so for them.
         event = record_staging_event(snapshot.parts) if self.mode != "sync" else None
 
         def stage() -> tuple[WriteJob, Staged]:
-            if _shared(snapshot) != plan.own:  # looked at here, where no training waits
+            if _shared(snapshot) != plan.own:  # compared here, where training does not wait
                 raise ChangedPartsError("this rank holds other tensors than the save was planned for")
             copies = {local.part: local.data for local in others}
             live = {local.part: copies.get(local.part, local.data) for local in snapshot.parts}
@@ -330,12 +338,12 @@ class SavePipeline:
         )
 
     def wait_staged(self) -> None:
-        """Waits until the save in flight has no more need of live tensors; returns at once where there is none."""
+        """Waits until the save in flight needs no live tensors any more; returns at once if no save is in flight."""
         if self._save is not None:
             self._save.staged.wait()
 
     def poll(self) -> int:
-        """Returns what this rank has to say about the save in flight, for a maximum over ranks; 0 for nothing."""
+        """Returns this rank's number about the save in flight, for a maximum over ranks; 0 if it reports nothing."""
         save = self._save
         if save is None or not self._ranks.is_first or not save.finished.is_set():
             return 0
@@ -343,23 +351,23 @@ class SavePipeline:
         return save.number * _CODE_BASE + _CODES[save.outcome.kind]
 
     def settle(self, agreed: int) -> Outcome | None:
-        """Returns the outcome of the save in flight if `agreed`, the maximum over what `poll` gave, is about it.
+        """Returns the outcome of the save in flight if `agreed`, the maximum over the ranks' `poll`, is about it.
 
-        Communicates only where it is a failure. What `agreed` says must be the same on every rank.
+        Communicates only if the save failed. `agreed` must be the same on every rank.
         """
         save = self._save
         if save is None or agreed // _CODE_BASE != save.number:
             return None
         if agreed % _CODE_BASE == _CODES["committed"]:
-            save.finished.wait()
+            save.finished.wait()  # short: rank 0 commits only once this rank has left its receipt
             return self._settled(save, save.outcome if self._ranks.is_first else Outcome("committed"))
         return self.finish()
 
     def finish(self) -> Outcome | None:
-        """Waits for the save in flight and returns its outcome; None where there is none. Communicates.
+        """Waits for the save in flight and returns its outcome; None if no save is in flight. Communicates.
 
         Raises:
-            SaveFailedError: Another rank is gone.
+            SaveFailedError: A rank did not answer.
         """
         save = self._save
         if save is None:
@@ -373,7 +381,7 @@ class SavePipeline:
                 f"how the save of step {save.step} ended is not known here: a rank did not answer: {error}"
             ) from error
         if outcome is not None and outcome.kind != "committed":
-            save.given_up.set()
+            save.given_up.set()  # frees a thread here that waits for a staging directory which never comes
         save.finished.wait()
         return self._settled(save, outcome)
 
@@ -387,18 +395,18 @@ class SavePipeline:
         else:
             self._plan = None
             if outcome.kind == "torn" and self.staging == "blocking":
-                outcome = replace(outcome, kind="failed")  # somebody else writes into the tensors: no use to try again
+                outcome = replace(outcome, kind="failed")  # not by an optimizer step: a retry would be torn, too
             elif outcome.kind == "torn":
                 self.staging = "blocking"
         return outcome
 
     def settle_alone(self, wait_seconds: float) -> Outcome | None:
-        """Waits so long for the save in flight and returns this rank's own outcome, if it has one. No communication.
+        """Waits for the save in flight, at most so long, and returns this rank's own outcome, if any. No communication.
 
-        For a rank that leaves: what the others know is not asked.
+        It serves a rank that leaves the run, which does not wait for the other ranks.
 
         Raises:
-            SaveFailedError: It did not end in time.
+            SaveFailedError: The save did not end in time.
         """
         save = self._save
         if save is None:
@@ -409,7 +417,7 @@ class SavePipeline:
         return self._settled(save, outcome if self._ranks.is_first else Outcome("committed"))
 
     def close(self, wait_seconds: float) -> Outcome | None:
-        """Lets the save in flight end, for so long, gives everything back, and returns this rank's outcome, if any.
+        """Waits for the save in flight, at most so long, frees all resources, and returns this rank's outcome, if any.
 
         No communication.
         """
@@ -427,11 +435,12 @@ class SavePipeline:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+        # A thread that hangs in a write still reads the buffer: then only the end of the process frees it.
         if save is None or save.finished.is_set():
             self._stager.close()
         return None if save is None else save.outcome
 
-    # ---- behind it, or in it
+    # ---- the save's thread, or in mode `sync` the training thread
 
     def _act_together(self, save: OneSave, stage: _Stage) -> Outcome:
         begin_together(self._ranks, lambda: self._make_staging(save))
@@ -439,12 +448,12 @@ class SavePipeline:
 
     def _act(self, save: OneSave, stage: _Stage, limit_seconds: float) -> Outcome:
         if self._worker is not None:
-            # Let the training thread get out of its hook before this one wants the GIL.
+            # Lets the training thread leave its hook before this thread competes for the GIL.
             time.sleep(_YIELD_SECONDS)
         if self._ranks.is_first:
             self._make_staging(save)
         job, staged = stage()
-        save.staged.set()
+        save.staged.set()  # before the wait for rank 0's directory, which training must not wait for
         save.wait_begun(limit_seconds)
         if self.mode == "sync":
             return perform(job, staged, lambda: False)
@@ -456,9 +465,10 @@ class SavePipeline:
         buffer = self._stager.buffer
         assert buffer is not None
         if not writer.is_alive:
-            writer.kill()  # which gives back what it still holds
+            writer.kill()  # frees what the object still holds
             warnings.warn("a writer process died between two saves; it is started again", stacklevel=2)
             writer = self._writer = WriterProcess()
+        # Rank 0's writer names the missing ranks at its limit: the grace lets that answer arrive before it is killed.
         limit_seconds = job.time_limit_seconds + _ANSWER_GRACE_SECONDS * (job.commit is not None)
         try:
             return writer.perform(job, buffer, limit_seconds)
@@ -477,5 +487,5 @@ def _fail_with(error: Exception) -> _Stage:
 
 
 def _shared(snapshot: Snapshot) -> tuple[TensorShard, ...]:
-    """The parts that ranks plan together; tensors of a rank's own state it writes itself."""
+    """Returns the parts that ranks plan together; each rank writes the tensors of its own state itself."""
     return tuple(local.part for local in snapshot.parts if local.part.kind != "state")

@@ -1,4 +1,4 @@
-"""Plans a save: who holds what, whether it is everything, and who writes it. Pure, from what the ranks report."""
+"""Plans a save, purely, from the ranks' reports: whether they hold every element, and which rank writes which part."""
 
 import itertools
 import math
@@ -36,7 +36,7 @@ class TensorShard:
 
 @dataclass(frozen=True)
 class LocalShard:
-    """A part with its live data, which shares memory with the tensor that it is of."""
+    """A part with its live data, which shares memory with its tensor."""
 
     part: TensorShard
     data: Tensor
@@ -50,10 +50,10 @@ class SavePlan:
 
 
 def local_shards(name: str, tensor: Tensor, kind: TensorKind) -> list[LocalShard]:
-    """Returns what this rank holds of `tensor`; empty blocks are left out. No communication.
+    """Returns the blocks of `tensor` that this rank holds; empty blocks are left out. No communication.
 
     Raises:
-        UnsupportedStateError: It cannot be saved as it is: sparse, quantized, or waiting for a reduction.
+        UnsupportedStateError: The tensor cannot be saved as it is: sparse, quantized, or waiting for a reduction.
     """
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         raise UnsupportedStateError(f"{name}: only dense, materialised tensors can be saved, this is {tensor.type()}")
@@ -62,6 +62,7 @@ def local_shards(name: str, tensor: Tensor, kind: TensorKind) -> list[LocalShard
     except (ValueError, RuntimeError) as error:
         raise UnsupportedStateError(f"{name}: {error}") from error
     shape = tuple(tensor.shape)
+    # An empty tensor keeps its empty block, or the checkpoint would not have the tensor at all.
     is_empty = math.prod(shape) == 0
     return [
         LocalShard(TensorShard(name, kind, shape, tensor.dtype, offsets, sizes), data)
@@ -72,7 +73,7 @@ def local_shards(name: str, tensor: Tensor, kind: TensorKind) -> list[LocalShard
 
 @dataclass(frozen=True)
 class _CachedParts:
-    """The parts of a tensor, and what must be as it was for them to be still the same."""
+    """The parts of a tensor, and the state of the tensor for which they are valid."""
 
     tensor: Tensor
     layout: MemoryLayout
@@ -91,9 +92,9 @@ class PartsCache:
         self._fresh: dict[str, _CachedParts] = {}
 
     def local_shards(self, tensors: Mapping[str, Tensor], kind_of: Callable[[Tensor], TensorKind]) -> list[LocalShard]:
-        """Returns what the function `local_shards` does, for each of `tensors`, by full name, in their order.
+        """Applies the function `local_shards` to each of `tensors`, given by full name, in their order.
 
-        Training waits meanwhile: a tensor that is known costs a look into a dictionary and its layout.
+        Training waits meanwhile: a known tensor costs a dictionary lookup and a comparison of its layout.
         """
         entries, fresh = self._entries, self._fresh
         parts: list[LocalShard] = []
@@ -120,7 +121,7 @@ class PartsCache:
 def blocks_overlap(
     offsets: Sequence[int], sizes: Sequence[int], other_offsets: Sequence[int], other_sizes: Sequence[int]
 ) -> bool:
-    """Says whether two blocks of one tensor share an element."""
+    """Returns whether two blocks of one tensor share an element."""
     return all(
         max(start, other_start) < min(start + size, other_start + other_size)
         for start, size, other_start, other_size in zip(offsets, sizes, other_offsets, other_sizes, strict=True)
@@ -128,14 +129,14 @@ def blocks_overlap(
 
 
 _MAX_PAIRED_BLOCKS = 256
-_MAX_CUT_DIMS = 8  # of blocks that are no grid; nobody shards over more
+_MAX_CUT_DIMS = 8  # of blocks that are no grid: the time doubles with each
 Block = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def _is_grid(shape: tuple[int, ...], blocks: list[Block]) -> bool:
-    """Says whether blocks are the cells of a grid over a shape, each once: what sharding over a device mesh makes.
+    """Returns whether blocks are the cells of a grid over a shape, each once, as a device mesh makes them.
 
-    The distinct ranges of each dim tile it, no block stands twice, and there are as many blocks as cells.
+    The distinct ranges of each dim tile the dim, no block occurs twice, and there are as many blocks as cells.
     """
     if len(set(blocks)) < len(blocks):
         return False
@@ -154,7 +155,7 @@ def _is_grid(shape: tuple[int, ...], blocks: list[Block]) -> bool:
 
 
 def _tile_exactly(shape: tuple[int, ...], blocks: list[Block]) -> bool:
-    """Says whether blocks cover a shape exactly once, in a time that grows with their number alone.
+    """Returns whether blocks cover a shape exactly once, in time that grows with their number only.
 
     A box is known by its corners with alternating signs: the mixed difference of its indicator function. The corners of
     boxes that tile another one cancel but for its own.
@@ -183,6 +184,7 @@ def check_tiling(name: str, shape: tuple[int, ...], blocks: Iterable[Block]) -> 
             for offset, size, whole in zip(offsets, sizes, shape, strict=True)
         ):
             raise CorruptCheckpointError(f"{name}: block {offsets} + {sizes} lies outside of its shape {shape}")
+    # Blocks inside the shape that have as many elements as the shape, and do not overlap, cover it exactly once.
     covered = sum(math.prod(sizes) for _, sizes in blocks)
     if covered != math.prod(shape) or not blocks:
         raise CorruptCheckpointError(f"{name}: {covered} of {math.prod(shape)} elements are there")
@@ -202,13 +204,13 @@ def _hold_all(_: str) -> bool:
 
 
 def plan_save(shards_by_rank: Sequence[Sequence[TensorShard]], is_held: Callable[[str], bool] = _hold_all) -> SavePlan:
-    """Returns who writes what: a block that several ranks hold is written by the one with least to write so far.
+    """Returns the parts of each writer: of the ranks that hold a block, the one with the fewest bytes so far.
 
-    A buffer is rank 0's wherever rank 0 has it, as it is for DDP.
+    Rank 0 writes each buffer that it holds, because DDP takes rank 0's buffers as the valid ones.
 
     Args:
-        shards_by_rank: What each rank holds.
-        is_held: Says of a tensor's name whether the save holds it; nobody writes the others.
+        shards_by_rank: The parts that each rank holds.
+        is_held: Returns whether the save holds the tensor of a name; no rank writes the others.
 
     Raises:
         SaveFailedError: The ranks disagree about a tensor's shape or dtype, or do not hold all of it together.
@@ -231,6 +233,8 @@ def plan_save(shards_by_rank: Sequence[Sequence[TensorShard]], is_held: Callable
             check_tiling(name, blocks[0].shape, [(block.offsets, block.sizes) for block in blocks])
         except CorruptCheckpointError as error:
             raise SaveFailedError(f"the ranks do not hold a whole tensor together: {error}") from error
+    # Every rank makes this plan by itself, so the order must not depend on the process: Python's hashes of strings do.
+    # Large parts come first, which balances the writers.
     loads = [0] * len(shards_by_rank)
     shards_by_writer: list[list[TensorShard]] = [[] for _ in shards_by_rank]
     for part, ranks in sorted(holders.items(), key=lambda item: (-item[0].num_bytes, item[0].name, item[0].offsets)):
@@ -248,8 +252,8 @@ def merge_digests(digests_by_rank: Sequence[dict[TensorShard, int]]) -> dict[str
     """Returns each tensor's digest: the sum over its blocks, each counted once however many ranks hold it.
 
     Raises:
-        SaveFailedError: Ranks that should hold the same block hold different values. Buffers may differ (rank 0's
-            counts): DDP lets them, and sends rank 0's to all before the next forward.
+        SaveFailedError: Ranks that should hold the same block hold different values. Buffers may differ, and rank 0's
+            are saved: DDP lets them differ, and sends rank 0's to all ranks before the next forward.
     """
     totals: dict[str, int] = defaultdict(int)
     first_holder: dict[TensorShard, int] = {}

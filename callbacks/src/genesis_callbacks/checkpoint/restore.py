@@ -1,7 +1,7 @@
-"""Reads tensors back: planned from the manifest alone, from raw bytes, into whatever sharding asks for them.
+"""Reads tensors back into any sharding, planned from the manifest alone, from the raw bytes of the files.
 
-Nothing is unpickled. Each rank reads only the rows that overlap what it holds. A tensor that was read whole is
-compared with its digest at once; sharded ones are compared after they are placed, by adding up over ranks.
+Nothing is unpickled. Each rank reads only the rows that overlap the parts that it holds. A tensor that was read whole
+is compared with its digest at once. Sharded tensors are compared after they are placed, by a sum over the ranks.
 """
 
 import math
@@ -30,6 +30,7 @@ _READ_BLOCK_BYTES = 64 << 20
 
 def _read_exactly(descriptor: int, buffer: memoryview, offset: int, file: str) -> None:
     while buffer:
+        # The kernel returns at most 2 GiB at a time, and network file systems less: a short read is not the end.
         num_bytes = os.preadv(descriptor, [buffer], offset)
         if num_bytes == 0:
             raise CorruptCheckpointError(f"{file} ends before byte {offset}: it is truncated")
@@ -41,7 +42,7 @@ class RecordedFiles:
 
     Args:
         path: The checkpoint.
-        named_by: The checkpoint whose base it is; None where it is read for itself.
+        named_by: The checkpoint that names `path` as its base; None if `path` is not read as a base.
     """
 
     def __init__(self, path: Path, named_by: Path | None = None) -> None:
@@ -69,9 +70,9 @@ class RecordedFiles:
         """Returns `count` elements of a chunk in row-major order, from element `first` on.
 
         Raises:
-            BaseCheckpointError: The file is missing, or too short, and the checkpoint is read as a base.
+            BaseCheckpointError: The file is missing or too short, and the checkpoint is read as a base.
             CorruptCheckpointError: The same for any other checkpoint.
-            UnreadableCheckpointError: It cannot be read.
+            UnreadableCheckpointError: The file cannot be read.
         """
         with blaming_base(self._path, self._named_by):
             return self._read_elements(chunk, dtype, first, count)
@@ -82,7 +83,7 @@ class RecordedFiles:
         descriptor, offset = self._descriptors[chunk.file], chunk.data_offset + first * dtype.itemsize
         num_bytes = count * dtype.itemsize
         with reading(self._path / chunk.file):
-            if os.fstat(descriptor).st_size < offset + num_bytes:  # before memory is taken for it
+            if os.fstat(descriptor).st_size < offset + num_bytes:  # a manifest may claim any size: checked before the allocation
                 raise CorruptCheckpointError(f"{chunk.file} ends before byte {offset + num_bytes}: it is truncated")
             raw = torch.empty(num_bytes, dtype=torch.uint8)
             _read_exactly(descriptor, memoryview(raw.numpy().data), offset, chunk.file)
@@ -90,7 +91,7 @@ class RecordedFiles:
 
 
 class TensorReader:
-    """Reads the tensors of one checkpoint, wherever they lie; files are opened when first read. Not thread-safe.
+    """Reads the tensors of one checkpoint from its own files or its base's, opened on demand. Not thread-safe.
 
     Args:
         path: The checkpoint.
@@ -117,7 +118,9 @@ class TensorReader:
 
 
 def _copy_overlap(files: RecordedFiles, record: TensorRecord, chunk: ChunkRecord, target: LocalShard) -> None:
-    """Copies what `chunk` and `target` share, some rows at a time."""
+    """Copies the elements that `chunk` and `target` share, some rows at a time."""
+    # Whole rows are read, which are one range of the file, and their columns are cut in memory. Some rows at a time,
+    # because a rank may hold a small part of a chunk that is larger than its memory.
     dtype = record.torch_dtype
     if not record.shape:
         target.data.copy_(files.read_rows(chunk, dtype, 0, 1))
@@ -142,7 +145,7 @@ def _copy_overlap(files: RecordedFiles, record: TensorRecord, chunk: ChunkRecord
 
 
 def check_fits(manifest: Manifest, part: TensorShard) -> TensorRecord:
-    """Returns the record of the tensor that `part` is of.
+    """Returns the record of the tensor that `part` belongs to.
 
     Raises:
         CheckpointError: The tensor is missing, or it has another shape or dtype; a restore never casts.
@@ -161,9 +164,8 @@ def check_fits(manifest: Manifest, part: TensorShard) -> TensorRecord:
 def restore_shards(path: Path, manifest: Manifest, targets: Iterable[LocalShard]) -> None:
     """Fills each target's data from the checkpoint at `path`.
 
-    Any rank may call it, for the parts that it holds; it does not communicate and reads only what overlaps them. It
-    compares
-    nothing: call `check_restored`.
+    Any rank may call it for the parts that it holds. It does not communicate, and reads only the rows that overlap
+    these parts. It compares no digests: call `check_restored` afterwards.
 
     Raises:
         BaseCheckpointError: The base that holds a target is missing, has changed, or lacks a file.
@@ -190,7 +192,8 @@ def digest_shards(parts: Iterable[LocalShard]) -> dict[TensorShard, int]:
 
 
 def find_misplaced(manifest: Manifest, digests_by_rank: Sequence[Mapping[TensorShard, int]]) -> dict[str, str]:
-    """Returns name to reason for every restored tensor that is not, over all ranks together, what was saved."""
+    """Returns name to reason for every restored tensor that, over all ranks together, differs from the saved one."""
+    # A sum of digests misses absent zeros, because a word of zero adds nothing to it: hence the count of elements.
     reasons: dict[str, str] = {}
     totals: dict[str, int] = defaultdict(int)
     elements: dict[str, int] = defaultdict(int)
@@ -201,7 +204,7 @@ def find_misplaced(manifest: Manifest, digests_by_rank: Sequence[Mapping[TensorS
                 seen[part] = digest
                 totals[part.name] = (totals[part.name] + digest) % DIGEST_MODULUS
                 elements[part.name] += math.prod(part.sizes)
-            elif seen[part] != digest:
+            elif seen[part] != digest:  # a replica, which is counted once and only has to be equal
                 reasons[part.name] = f"rank {rank} holds other values than the ranks before it"
     for name, total in totals.items():
         record = manifest.tensors[name]
@@ -213,7 +216,7 @@ def find_misplaced(manifest: Manifest, digests_by_rank: Sequence[Mapping[TensorS
 
 
 def check_restored(manifest: Manifest, parts: Iterable[LocalShard], ranks: Ranks) -> None:
-    """Compares what was placed, over all ranks together, with what was saved. Collective; communicates once.
+    """Compares the placed tensors of all ranks together with the saved ones. Collective; communicates once.
 
     Raises:
         CorruptCheckpointError: On every rank alike, with the names of the tensors that differ.
@@ -228,12 +231,12 @@ def check_restored(manifest: Manifest, parts: Iterable[LocalShard], ranks: Ranks
 
 
 def _check_whole(name: str, record: TensorRecord) -> None:
-    """Checks that a tensor's chunks make the whole of it, before memory is taken for it."""
+    """Checks that a tensor's chunks cover all of it, before memory is allocated for it."""
     check_tiling(name, record.shape, [(chunk.offsets, chunk.sizes) for chunk in record.chunks])
 
 
 def _check_readable(files: RecordedFiles, record: TensorRecord) -> None:
-    """Checks that the files are there and long enough, before memory is taken for what they should hold."""
+    """Checks that the files exist and are long enough, by their last element, before memory is allocated."""
     for chunk in record.chunks:
         files.read_elements(
             chunk, record.torch_dtype, max(0, math.prod(chunk.sizes) - 1), 1 if math.prod(chunk.sizes) else 0
@@ -245,7 +248,7 @@ def read_recorded_tensors(path: Path, manifest: Manifest, names: Iterable[str]) 
 
     Raises:
         BaseCheckpointError: The base that holds a tensor is missing, has changed, or is damaged.
-        CorruptCheckpointError: A tensor is not what was saved.
+        CorruptCheckpointError: A tensor differs from the saved one.
     """
     with TensorReader(path, manifest) as reader:
         return {name: _read_whole(*reader.find(name), name) for name in names}
@@ -279,13 +282,13 @@ def read_tensors(
 
     Args:
         path: A committed checkpoint.
-        names: Which; all by default.
-        prefix: Only names that begin so, such as `model.`.
+        names: Of the tensors to read; all by default.
+        prefix: The prefix of the tensors to read, such as `model.`.
 
     Raises:
         BaseCheckpointError: The base that holds a tensor is missing, has changed, or is damaged.
-        CheckpointError: The checkpoint or a name is not there.
-        CorruptCheckpointError: It is not committed, or a tensor is not what was saved.
+        CheckpointError: The checkpoint, or a tensor of that name, does not exist.
+        CorruptCheckpointError: The checkpoint is not committed, or a tensor differs from the saved one.
     """
     path = Path(path)
     manifest = read_manifest(path)
@@ -297,12 +300,13 @@ def read_state(path: Path, manifest: Manifest) -> list[Any]:
     """Returns the encoded state sections, one per saving rank, after comparing the file's hash. No communication.
 
     Raises:
-        CorruptCheckpointError: The file is not what was saved, or an optimizer's state is gone.
-        UnreadableCheckpointError: It cannot be read.
+        CorruptCheckpointError: The file differs from the saved one, or an optimizer's state is missing.
+        UnreadableCheckpointError: The file cannot be read.
     """
     record = next((file for file in manifest.files if file.name == STATE_NAME), None)
     if record is None:
         raise CorruptCheckpointError(f"{path}: the manifest lists no {STATE_NAME}")
+    # Read once, hashed, then parsed from the same bytes: a second read could return others.
     data = read_file(path / STATE_NAME, MAX_DOCUMENT_BYTES)
     if hash_bytes(data, manifest.hash_algorithm) != record.hash:
         raise CorruptCheckpointError(
@@ -317,11 +321,11 @@ def read_state(path: Path, manifest: Manifest) -> list[Any]:
 
 
 def check_state(path: Path, manifest: Manifest) -> None:
-    """Checks that the state of a checkpoint can be decoded, one section for each rank. Nothing is made of it.
+    """Checks that the state of a checkpoint can be decoded, one section for each rank, without building any object.
 
     Raises:
-        CorruptCheckpointError: It cannot.
-        UnreadableCheckpointError: It cannot be read.
+        CorruptCheckpointError: The state cannot be decoded.
+        UnreadableCheckpointError: The state cannot be read.
     """
     sections = read_state(path, manifest)
     if len(sections) != manifest.world_size:
@@ -338,7 +342,7 @@ def check_state(path: Path, manifest: Manifest) -> None:
 
 
 def _check_optimizers(path: Path, manifest: Manifest, sections: Sequence[Any]) -> None:
-    """Refuses an emptied optimizer: one that had state, of which neither tensors nor values are there."""
+    """Refuses an emptied optimizer: the record says that it had state, and neither tensors nor values are there."""
     filled = {name.split(".", 2)[1] for name in manifest.tensors if name.startswith("optimizer.")}
     for section in sections:
         optimizers = section.get("optimizers", []) if isinstance(section, dict) else []

@@ -12,11 +12,11 @@ from .tensor_places import name_bases
 
 @dataclass(frozen=True)
 class Retention:
-    """What is kept, beside the newest verified checkpoint, those that are marked as the best, and the bases of others.
+    """Which checkpoints stay, beside the newest verified one, the checkpoints marked as best, and the bases of others.
 
     Args:
-        keep_last: How many of the newest; None keeps all.
-        keep_every_n_steps: Those whose step is a multiple of it are kept for good; None for none.
+        keep_last: Number of the newest checkpoints that stay; None keeps all.
+        keep_every_n_steps: Checkpoints whose step is a multiple of this stay for good; None for no such rule.
     """
 
     keep_last: int | None = None
@@ -46,17 +46,18 @@ def plan_removals(
     marked: Collection[str] = (),
     bases: Collection[str] = (),
 ) -> list[str]:
-    """Returns the names to remove, oldest first: never the newest verified, never anything where none is verified.
+    """Returns the names to remove, oldest first: never the newest verified, and nothing if no checkpoint is verified.
 
     Args:
-        committed: All committed checkpoints of the directory; others are nobody's business here.
-        newest_verified: The newest that is known to be whole.
-        retention: What is kept.
-        marked: The names of those that are marked as the best, which stay too.
-        bases: The names of those that hold tensors of others, which stay too.
+        committed: All committed checkpoints of the directory; directories of another kind are never removed.
+        newest_verified: The newest checkpoint that is known to be whole.
+        retention: Which checkpoints stay.
+        marked: Names of the checkpoints that are marked as the best, which stay too.
+        bases: Names of the checkpoints that hold tensors of others, which stay too.
     """
     if retention.keep_last is None or newest_verified not in {kept.name for kept in committed}:
         return []
+    # By the lineage and not by the step: after a resume from an older step, a larger step may be the older save.
     in_order = sorted(committed, key=lambda kept: (kept.sequence, kept.step, kept.name))
     older = in_order[: -retention.keep_last]
     every = retention.keep_every_n_steps
@@ -67,15 +68,18 @@ def plan_removals(
 
 
 def apply_retention(directory: Path, newest_verified: str, retention: Retention) -> list[str]:
-    """Removes what `plan_removals` says and returns its names. Rank 0 calls it after a commit; no communication.
+    """Removes the checkpoints that `plan_removals` returns, and returns their names. Rank 0 calls it after a commit; no
+    communication.
 
     Raises:
-        CorruptCheckpointError: It is not known which are the best.
+        CorruptCheckpointError: The marks of the best checkpoints cannot be read.
         OSError: A directory cannot be moved to the trash.
     """
-    marked = read_marked_names(directory)
+    marked = read_marked_names(directory)  # may raise, and does so before anything is removed
     found = list_committed(directory)
     committed = [CommittedCheckpoint(path.name, manifest.step, manifest.sequence) for path, manifest in found]
+    # The base of a checkpoint that is removed now stays until the next save: a kill between the two removals must not
+    # leave a checkpoint without its base.
     removals = plan_removals(committed, newest_verified, retention, marked=marked, bases=name_bases(found))
     for name in removals:
         discard(directory / name)

@@ -1,8 +1,8 @@
-"""Stages a save: takes live tensors to where training cannot change them.
+"""Stages a save: copies live tensors to memory that training cannot change.
 
-While the training thread waits until everything is written: a tensor at a time, just before it is written. Otherwise:
-into one shared buffer without a name (`memfd_create`), which a writer process maps by its descriptor; for copies from
-an accelerator it is pinned.
+If the training thread waits until everything is written, one tensor at a time is copied, just before it is written.
+Otherwise all are copied into one shared buffer without a name (`memfd_create`), which a writer process maps by its
+descriptor. The buffer is pinned for copies from an accelerator.
 """
 
 import math
@@ -20,7 +20,7 @@ from torch import Tensor
 from .device import PIN_PIECE_BYTES, PinError, pin_memory, unpin_memory
 from .plan import TensorShard
 
-_ALIGNMENT_BYTES = 64
+_ALIGNMENT_BYTES = 64  # a cache line, and a multiple of every element's size, as a typed view needs
 
 
 @dataclass(frozen=True)
@@ -42,39 +42,41 @@ def place_shards(parts: Iterable[TensorShard]) -> tuple[tuple[Placed, ...], int]
 
 
 class Staged(Protocol):
-    """Gives what was staged to whoever writes it."""
+    """Gives staged data to the code that writes a shard."""
 
     def view(self, placed: Placed) -> Tensor:
         """Returns a part on the CPU, contiguous, in a storage of exactly its size."""
 
 
 class OneAtATime:
-    """Copies each part when it is asked for: for a training thread that waits, which so needs no second state.
+    """Copies each part on request: for a training thread that waits, and so needs no memory for a second state.
 
     Args:
-        live: What this rank holds.
+        live: All parts that this rank holds.
     """
 
     def __init__(self, live: Mapping[TensorShard, Tensor]) -> None:
         self._live = live
 
     def view(self, placed: Placed) -> Tensor:
-        """Returns a copy, so that what is compared with the live digest is what is written."""
+        """Returns a copy, so that the same bytes are compared with the live digest and written."""
         return torch.empty(placed.part.sizes, dtype=placed.part.dtype).copy_(self._live[placed.part])
 
 
 class SharedBuffer:
-    """Memory that two processes share through a descriptor; it ends with the last of them.
+    """Memory that two processes share through a descriptor; it is freed when the last of them closes it.
 
     Args:
         num_bytes: Its size.
-        descriptor: Of one that was made elsewhere; it is taken over. None makes a new one.
+        descriptor: Of a buffer that another process made; this object closes it. None makes a new buffer.
     """
 
     def __init__(self, num_bytes: int, descriptor: int | None = None) -> None:
         self.num_bytes = max(1, num_bytes)
         is_new = descriptor is None
         if descriptor is None:
+            # Without a name, a kill leaves nothing behind, and the size limit of /dev/shm, small in many containers,
+            # does not apply. One descriptor for all tensors: torch's shared tensors take one each.
             descriptor = os.memfd_create("genesis-staging", os.MFD_CLOEXEC)
         try:
             if is_new:
@@ -89,6 +91,7 @@ class SharedBuffer:
 
     def view(self, placed: Placed) -> Tensor:
         """Returns a tensor over the part's place, in a storage of exactly its size."""
+        # A slice of one large tensor would not do: `torch.save` writes a view's whole storage.
         part = placed.part
         count = math.prod(part.sizes)
         if count == 0:
@@ -97,14 +100,14 @@ class SharedBuffer:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether copies from the device are fast, and do not wait."""
+        """Whether the buffer is page-locked, so that copies from the device are fast and do not wait."""
         return self._pinned_for is not None
 
     def pin(self, device: torch.device) -> None:
         """Page-locks all of it for copies from `device`, a piece at a time; a second call does nothing.
 
         Raises:
-            PinError: Some of it cannot be pinned; then none of it is.
+            PinError: A piece cannot be pinned; then no piece stays pinned.
         """
         if self._pinned_for is not None:
             return
@@ -127,7 +130,7 @@ class SharedBuffer:
     def copy_from_device(self, placed: Placed, data: Tensor) -> None:
         """Starts a copy of a part to its place, on the current stream.
 
-        One copy never reaches over two pinned pieces: to a driver these are two allocations.
+        No copy crosses the border of two pinned pieces, because a driver takes them for two allocations.
         """
         target = self.view(placed)
         begin, end = placed.byte_offset, placed.byte_offset + placed.part.num_bytes
@@ -136,18 +139,20 @@ class SharedBuffer:
         if not inner:
             target.copy_(data, non_blocking=True)
             return
+        # Conjugation and negation may be flags of the tensor: a view as bytes would lose them.
         source = data.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
         for first, last in pairwise([0, *inner, end - begin]):
             target.view(-1).view(torch.uint8)[first:last].copy_(source[first:last], non_blocking=True)
 
     def close(self) -> None:
-        """Gives the memory back once no tensor views it; a second call does nothing."""
+        """Frees the memory once no tensor views it; a second call does nothing."""
         if self.descriptor >= 0:
+            # Before the unmapping: the driver would keep its lock on addresses that then mean other memory.
             if self._pinned_for is not None:
                 self._unpin(self._pinned_for)
             os.close(self.descriptor)
             self.descriptor = -1
-            del self._map
+            del self._map  # not `close`, which raises while a tensor still views the mapping
 
 
 def _bytes_of(tensor: Tensor) -> "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]":
@@ -158,8 +163,9 @@ def _bytes_of(tensor: Tensor) -> "np.ndarray[tuple[int, ...], np.dtype[np.uint8]
 def copy_into(target: Tensor, data: Tensor) -> None:
     """Copies a live tensor to its staged place.
 
-    On the CPU by one thread, without the GIL: the training thread and its helpers go on.
+    On the CPU, one thread copies without the GIL, so that the training thread and its helpers go on.
     """
+    # `Tensor.copy_` would use torch's pool of threads, and take the cores that run the forward meanwhile.
     is_plain = data.device.type == "cpu" and data.is_contiguous() and not data.is_conj() and not data.is_neg()
     if data.numel() > 0 and is_plain:
         np.copyto(_bytes_of(target), _bytes_of(data))

@@ -1,4 +1,4 @@
-"""Takes one rank's part of a save off the live tensors: digests of all that it holds, copies of what it writes."""
+"""Stages one rank's part of a save: digests of all parts that the rank holds, copies of those that it writes."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from .stage import OneAtATime, Placed, SharedBuffer, Staged, copy_into, place_sh
 
 @dataclass(frozen=True)
 class StagedShards:
-    """What staging gives: what this rank writes, where that is, and the digests of all that it holds."""
+    """The result of staging: the parts that this rank writes, their places, and the digests of all that it holds."""
 
     placed: tuple[Placed, ...]
     digests: dict[TensorShard, int]
@@ -28,10 +28,12 @@ _SLACK_FRACTION = 64
 
 
 class SharedStager:
-    """Stages into one shared buffer, which is used again from save to save. One thread at a time uses it.
+    """Stages into one shared buffer, which all saves use. One thread at a time uses the stager.
+
+    Using the buffer again is safe because a save ends, on this rank, before the next one begins.
 
     Args:
-        path: Which of the two ways staging uses on an accelerator.
+        path: The path that staging takes on an accelerator.
     """
 
     def __init__(self, path: DevicePath | None = None) -> None:
@@ -56,7 +58,7 @@ class SharedStager:
     def reserve(self, device: torch.device, ours: Sequence[TensorShard]) -> None:
         """Allocates and pins all memory that saves of these parts need, before the first of them. Waits for the driver.
 
-        It raises nothing: an error here meets the save, too, which reports it.
+        It raises nothing: the save would meet the same error, and reports it.
         """
         try:
             with self._working_beside(device):
@@ -75,12 +77,12 @@ class SharedStager:
     def stage(
         self, live: Mapping[TensorShard, Tensor], ours: Sequence[TensorShard], event: torch.Event | None
     ) -> StagedShards:
-        """Returns what is staged, when the copy is complete.
+        """Stages this rank's parts and returns when the copy is complete.
 
         Args:
-            live: All that this rank holds.
-            ours: What of it this rank writes.
-            event: Where the training stream stood when the live tensors were taken; None on the CPU.
+            live: All parts that this rank holds.
+            ours: The parts that this rank writes.
+            event: The position of the training stream when the snapshot was taken; None on the CPU.
         """
         placed, num_bytes = place_shards(ours)
         if event is None:
@@ -90,7 +92,7 @@ class SharedStager:
             device = event.device
             with self._working_beside(device) as stream:
                 buffer = self._reserve_pinned(device, num_bytes)
-                stream.wait_event(event)
+                stream.wait_event(event)  # the device waits, this thread does not
                 digests = self._stage_from_device(stream, live, placed, buffer)
         return StagedShards(placed, digests, buffer, num_bytes)
 
@@ -108,7 +110,7 @@ class SharedStager:
 
     @contextlib.contextmanager
     def _working_beside(self, device: torch.device) -> Iterator[torch.Stream]:
-        """Runs the calling thread's work on a stream of the saves' own."""
+        """Runs the calling thread's work on the saves' own stream."""
         self._stream = self._stream or build_stream(device)
         with working_on(self._stream):
             yield self._stream
@@ -116,6 +118,8 @@ class SharedStager:
     def _stage_from_device(
         self, stream: torch.Stream, live: Mapping[TensorShard, Tensor], placed: Sequence[Placed], buffer: SharedBuffer
     ) -> dict[TensorShard, int]:
+        # The caching allocator may reuse freed memory while another stream still reads it. The live tensors need no
+        # `record_stream` against that: `live` refers to them until the wait below.
         with torch.no_grad():
             for item in placed:
                 data = live[item.part]
@@ -124,13 +128,14 @@ class SharedStager:
                 else:
                     buffer.copy_from_device(item, data)
             digests = self._digest_on_device(live)
+            # Copies to pinned memory return before they are done: without this wait a writer would read old bytes.
             stream.synchronize()
             if digests is None:
                 digests = _digest_on_host(live, {item.part: buffer.view(item) for item in placed})
         return digests
 
     def _digest_on_device(self, live: Mapping[TensorShard, Tensor]) -> dict[TensorShard, int] | None:
-        """Returns the digests of all that is live, in one wait for the device; None where there is no room for it."""
+        """Returns the digests of all live tensors, with one wait for the device; None if the device lacks memory."""
         if self._scratch is None:
             return None
         there = {part: data for part, data in live.items() if not is_host(data.device)}
@@ -146,7 +151,7 @@ class SharedStager:
         }
 
     def _reserve_pinned(self, device: torch.device, num_bytes: int) -> SharedBuffer:
-        """Returns a buffer that is pinned, if it can be; the scratch is taken, too. On the current stream."""
+        """Returns a buffer, pinned if possible, and allocates the digests' scratch. On the current stream."""
         self.reserve_scratch(device)
         buffer = self._reserve(num_bytes, num_bytes // _SLACK_FRACTION)
         if self._path.has_pinning:
@@ -162,7 +167,7 @@ class SharedStager:
     def _reserve(self, num_bytes: int, slack_bytes: int = 0) -> SharedBuffer:
         if self.buffer is None or self.buffer.num_bytes < num_bytes:
             if self.buffer is not None:
-                self.buffer.close()
+                self.buffer.close()  # first, so that old and new never take memory together
             self.buffer = SharedBuffer(num_bytes + slack_bytes)
         return self.buffer
 
@@ -173,7 +178,7 @@ class SharedStager:
         )
 
     def close(self) -> None:
-        """Gives the buffer back once nobody views it; a second call does nothing."""
+        """Frees the buffer once no tensor views it; a second call does nothing."""
         self._scratch = self._stream = None
         if self.buffer is not None:
             self.buffer.close()
@@ -181,13 +186,13 @@ class SharedStager:
 
 
 def record_staging_event(parts: Sequence[LocalShard]) -> torch.Event | None:
-    """Marks where the training stream stands, for a copy on another; None where everything is on the CPU."""
+    """Marks the position of the training stream, for copies on another; None if all tensors are on the CPU."""
     device = find_device(local.data for local in parts)
     return None if device is None else record_event(device)
 
 
 def _digest_on_host(live: Mapping[TensorShard, Tensor], copies: Mapping[TensorShard, Tensor]) -> dict[TensorShard, int]:
-    """Returns the digests of all that is live: on a device, of its copy, or of one that is made for this."""
+    """Returns the digests of all live tensors; for a tensor on a device, from its copy or a temporary one."""
 
     def on_host(part: TensorShard, data: Tensor) -> Tensor:
         return copies[part] if part in copies and not is_host(data.device) else data.to("cpu")
@@ -198,7 +203,9 @@ def _digest_on_host(live: Mapping[TensorShard, Tensor], copies: Mapping[TensorSh
 def _digest_and_copy(
     live: Mapping[TensorShard, Tensor], placed: Sequence[Placed], buffer: SharedBuffer
 ) -> dict[TensorShard, int]:
-    """Returns the digest of everything live after copying what this rank writes. On the CPU."""
+    """Returns the digests of all live tensors and copies those that this rank writes. On the CPU."""
+    # The digest is of the live tensor, after its copy. A digest of the copy would agree with the file in any case, and
+    # would hide a write that came while the tensor was copied.
     targets = {item.part: buffer.view(item) for item in placed}
     digests: dict[TensorShard, int] = {}
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Writes durable files: newly created, hashed as they are written, forced to the disk."""
+"""Writes new files durably: created exclusively, hashed while they are written, forced to the disk."""
 
 import contextlib
 import errno
@@ -23,13 +23,14 @@ from .hashing import HashAlgorithm, build_hasher
 from .manifest import ChunkRecord, FileRecord
 from .plan import TensorShard
 
-# Written at once; a multiple of what any disk wants to be aligned to.
+# The size of one write: a multiple of any disk's block, because O_DIRECT needs aligned memory, offsets and lengths.
 _BLOCK_BYTES = 8 << 20
 SHARD_NAME = "__{rank}_0.distcp"
 
 
 def _set_direct(descriptor: int, is_direct: bool) -> bool:
-    """Lets writes go past the page cache, or not, and says whether they do; some file systems cannot."""
+    """Turns direct writes, past the page cache, on or off; returns whether they are on. Some file systems refuse."""
+    # By fcntl and not at open: the last block of the same file is rarely aligned and must go through the cache.
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT if is_direct else flags & ~os.O_DIRECT)
@@ -41,18 +42,18 @@ def _set_direct(descriptor: int, is_direct: bool) -> bool:
 class DurableFile:
     """A new file: hashed while it is written, forced to the disk when it is finished.
 
-    Whole blocks go past the page cache where the file system allows it: nobody will read them soon, and the cache costs
-    a writer more processor time, taken from training, than all else that it does.
+    Whole blocks bypass the page cache if the file system allows it: they are not read soon, and the cache costs a
+    writer more processor time, taken from training, than everything else it does.
 
     Raises:
-        FileExistsError: There is one of that name; nothing is ever written over.
+        FileExistsError: There is a file of that name; a file is never overwritten.
     """
 
     def __init__(self, path: Path, *, algorithm: HashAlgorithm) -> None:
         self._path = path
         self._descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
         self._hasher = build_hasher(algorithm)
-        self._block = memoryview(mmap.mmap(-1, _BLOCK_BYTES))  # which begins at a page, as direct writes must
+        self._block = memoryview(mmap.mmap(-1, _BLOCK_BYTES))  # a mapping begins at a page, which is aligned
         self._num_filled = 0
         self._is_direct = False
         self._is_drained = False
@@ -82,10 +83,10 @@ class DurableFile:
         return num_bytes
 
     def flush(self) -> None:
-        """Does nothing: `torch.save` asks for it after each tensor, and `finish` forces all to the disk."""
+        """Does nothing: `torch.save` calls it after each tensor, but only `finish` forces the file to the disk."""
 
     def drain(self) -> None:
-        """Hands everything so far to the operating system, to be read back; nothing can be written any more."""
+        """Hands the rest of the data to the operating system, so that it can be read back; ends the writing."""
         self._is_direct = _set_direct(self._descriptor, False)
         self._write_through(self._block[: self._num_filled])
         self._num_filled = 0
@@ -101,6 +102,7 @@ class DurableFile:
             self._write_all(data)
 
     def _write_all(self, data: memoryview) -> None:
+        # From memory, not from the file: bytes that the disk changes on their way do not match the hash.
         self._hasher.update(data)
         while data:
             try:
@@ -108,26 +110,27 @@ class DurableFile:
             except OSError as error:
                 if error.errno != errno.EINVAL or not self._is_direct:
                     raise
-                num_written = 0  # this file system takes the flag, and no such write
+                num_written = 0  # this file system accepts O_DIRECT, but not the write: retry it through the cache
             data = data[num_written:]
-            if data and self._is_direct:  # what is left is not aligned any more
+            if data and self._is_direct:  # the rest of a short write is not aligned
                 self._is_direct = _set_direct(self._descriptor, False)
 
     def read_back(self, num_bytes: int, byte_offset: int) -> bytes:
-        """Returns bytes of what was drained."""
+        """Returns bytes of the file, after `drain`."""
         return os.pread(self._descriptor, num_bytes, byte_offset)
 
     def finish(self, *, rank: int) -> FileRecord:
-        """Forces everything to the disk and returns what the manifest says about the file."""
+        """Forces the file to the disk and returns its record for the manifest."""
         if not self._is_drained:
             self.drain()
         with naming(self._path):
+            # Direct writes need it, too: they bypass neither the drive's cache nor the file's metadata.
             os.fsync(self._descriptor)
         return FileRecord(self._path.name, self.num_bytes, self._hasher.hexdigest(), rank)
 
 
 class _Slice(io.RawIOBase):
-    """Part of a file that is being written, as a file for reading: for `zipfile`."""
+    """Presents a part of a file that is being written as a readable file, for `zipfile`."""
 
     def __init__(self, file: DurableFile, byte_offset: int, num_bytes: int) -> None:
         self._file, self._byte_offset, self._num_bytes, self._position = file, byte_offset, num_bytes, 0
@@ -151,11 +154,13 @@ class _Slice(io.RawIOBase):
 
 
 def _find_data(file: DurableFile, byte_offset: int, num_bytes: int) -> int:
-    """Where the elements begin in the file: `torch.save` stores them, uncompressed, as one record of a zip archive."""
+    """Returns the offset of the elements: `torch.save` stores them, uncompressed, as one record of a zip archive."""
     with zipfile.ZipFile(_Slice(file, byte_offset, num_bytes)) as archive:
         record = next(info for info in archive.infolist() if info.filename.endswith("/data/0"))
     if record.compress_type != zipfile.ZIP_STORED:
         raise RuntimeError("torch.save compressed a tensor, whose elements therefore have no place in the file")
+    # The fixed part of a zip's local header has 30 bytes; the lengths of name and extra field stand at 26 and 28. Torch
+    # pads the extra field of this header alone: the central directory, which `zipfile` reads, does not know its length.
     header_bytes = 30
     start = byte_offset + record.header_offset
     header = file.read_back(header_bytes, start)
@@ -165,14 +170,14 @@ def _find_data(file: DurableFile, byte_offset: int, num_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Receipt:
-    """What one rank wrote."""
+    """The files and chunks that one rank wrote."""
 
     files: tuple[FileRecord, ...]
     chunks: tuple[tuple[str, ChunkRecord], ...]
 
 
 def write_file(path: Path, data: bytes, *, algorithm: HashAlgorithm, rank: int = 0) -> FileRecord:
-    """Writes a new small file, durably, and returns what the manifest says about it."""
+    """Writes a new small file durably and returns its record for the manifest."""
     with DurableFile(path, algorithm=algorithm) as file:
         file.write(data)
         return file.finish(rank=rank)
@@ -180,7 +185,8 @@ def write_file(path: Path, data: bytes, *, algorithm: HashAlgorithm, rank: int =
 
 @contextlib.contextmanager
 def _without_checksums() -> Iterator[None]:
-    """Leaves out the CRC of each record: nobody checks it, the file's hash says more, and it costs as much as that."""
+    """Leaves out the CRC of each record: torch never checks it, and it costs as much as the file's stronger hash."""
+    # The option is the process's: a `torch.save` by another thread meanwhile lacks its CRCs, too, and still loads.
     before = get_crc32_options()
     set_crc32_options(False)
     try:
@@ -197,7 +203,7 @@ def write_shard(
     Args:
         directory: The staging directory.
         rank: This rank.
-        staged: Parts with their data as `stage_*` gives them; consumed one by one.
+        staged: Parts with their staged data; consumed one by one.
         algorithm: Of the file's hash.
 
     Raises:
@@ -208,6 +214,7 @@ def write_shard(
     with DurableFile(directory / name, algorithm=algorithm) as file, _without_checksums():
         for part, tensor in staged:
             start = file.num_bytes
+            # DCP's reader calls `torch.load` on a chunk's range of the file, so each chunk is an archive of its own.
             torch.save(tensor, file)  # type: ignore[arg-type]  # it asks for write and flush only
             ranges.append((part, start, file.num_bytes - start))
         file.drain()

@@ -1,7 +1,7 @@
 """A rank's writer process: `python -m genesis_callbacks.checkpoint.writer DESCRIPTOR`, started by `WriterProcess`.
 
-It holds no process group and sees no accelerator. It ends when the trainer's end of the channel does, after the job
-in hand.
+The process holds no process group and sees no accelerator. It ends after the job in hand when the trainer closes its
+end of the channel.
 """
 
 import contextlib
@@ -24,10 +24,10 @@ _OWN_MEMORY = ("RssAnon:", "RssFile:")  # not RssShmem, where the copies of tens
 
 
 def serve(channel: Channel) -> None:
-    """Does one job after the other until the trainer is gone.
+    """Performs one job after the other until the trainer is gone.
 
     A message is (job, size of a new shared buffer or None); the buffer's descriptor comes with it. An answer is
-    (outcome, bytes of memory that this process holds for itself), and so is the word that it is ready.
+    (outcome, bytes of memory that this process holds for itself); the first message has `READY` as its outcome.
     """
     trainer = os.getppid()
     buffer: SharedBuffer | None = None
@@ -44,6 +44,8 @@ def serve(channel: Channel) -> None:
                 buffer.close()
             buffer = SharedBuffer(num_bytes, descriptors[0])
         assert buffer is not None
+        # Data workers that the trainer forked keep its end of the channel open after its death: then no end of file
+        # comes, but the kernel gives this process another parent.
         outcome = perform(job, buffer, lambda: channel.is_ended() or os.getppid() != trainer)
         try:
             channel.send((outcome, read_own_memory_bytes()))
@@ -52,7 +54,7 @@ def serve(channel: Channel) -> None:
 
 
 def read_own_memory_bytes() -> int:
-    """Returns what this process holds in memory, the shared buffer aside; 0 where the kernel does not tell."""
+    """Returns the memory of this process without the shared buffer, in bytes; 0 if the kernel does not report it."""
     try:
         fields = [line.split() for line in _STATUS.read_text(encoding="ascii").splitlines()]
     except OSError:
@@ -63,8 +65,8 @@ def read_own_memory_bytes() -> int:
 def _give_way() -> None:
     """Lowers this process's priority against the trainer's.
 
-    Where Linux groups processes by session (autogroup), niceness counts within a session alone, and this process has
-    one of its own: then the group must be nice.
+    If Linux groups processes by session (autogroup), niceness counts within a session only. This process has a session
+    of its own, so the niceness of its group has to be set, too.
     """
     os.nice(_NICENESS)
     with contextlib.suppress(OSError):
@@ -72,14 +74,14 @@ def _give_way() -> None:
 
 
 def main() -> None:
-    """Makes a quiet process of this one and serves."""
+    """Prepares this process to work in the background, and serves."""
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     _give_way()
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # the cores belong to training
     serve(Channel(socket.socket(fileno=int(sys.argv[1]))))
     sys.stderr.flush()
-    os._exit(0)  # there is nothing to tidy, and torch takes its time
+    os._exit(0)  # skips torch's slow cleanup: nothing here needs any
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The trainer's side of its writer process: start, hand over, wait bounded, end."""
+"""The trainer's side of its writer process: start it, hand jobs over, wait within a limit, end it."""
 
 import contextlib
 import os
@@ -20,7 +20,8 @@ _END_SECONDS = 5.0
 
 
 def writer_environment() -> dict[str, str]:
-    """The trainer's own, without accelerators, with one thread, and with this package where it was found."""
+    """Returns the trainer's environment, without accelerators, with one thread, and with the path of this package."""
+    # A process that sees an accelerator may open a context there, which takes memory from training.
     root = str(Path(__file__).resolve().parents[2])
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {
@@ -35,7 +36,8 @@ def writer_environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """What this thread starts is deaf to the signals that a writer ignores, from its first instruction on."""
+    """Blocks the signals that a writer ignores, in all processes that this thread starts in the block."""
+    # A mask is inherited through exec: no signal can end the writer before its own code ignores them.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
     try:
         yield
@@ -45,8 +47,10 @@ def _signals_blocked() -> Iterator[None]:
 
 def start_writer(end: socket.socket) -> subprocess.Popen[bytes]:
     """Starts a writer that serves `end`, in a session of its own, and returns its process."""
+    # A new interpreter, and no fork: a fork of a process with threads and an accelerator's context may deadlock.
+    # multiprocessing's spawn would import the main module, and with it Lightning, for many seconds.
     return subprocess.Popen(
-        # -P: the working directory, which may be a stranger's, gives no modules
+        # -P: no modules from the working directory, whose files may be anybody's.
         [sys.executable, "-P", "-m", _WRITER_MODULE, str(end.fileno())],
         pass_fds=[end.fileno()],
         stdin=subprocess.DEVNULL,
@@ -56,12 +60,13 @@ def start_writer(end: socket.socket) -> subprocess.Popen[bytes]:
 
 
 class WriterProcess:
-    """One rank's writer: in a session of its own, so that no signal to the trainer's group reaches it.
+    """One rank's writer, in a session of its own: a signal to the trainer's process group does not reach it.
 
-    Starting takes a moment here and some seconds there; `wait_ready` waits for them. One thread at a time uses it.
+    The constructor returns at once, while the writer imports torch for some seconds; `wait_ready` waits for that. One
+    thread at a time uses the object.
 
     Attributes:
-        memory_bytes: What it held for itself when it last answered, the copies of tensors aside; 0 before.
+        memory_bytes: The writer's own memory at its last answer, without the copies of tensors; 0 before the first.
     """
 
     memory_bytes = 0
@@ -79,10 +84,10 @@ class WriterProcess:
             raise
 
     def wait_ready(self, timeout_seconds: float = _START_SECONDS) -> None:
-        """Waits until it has imported what it needs.
+        """Waits until the writer has finished its imports.
 
         Raises:
-            SaveFailedError: It ended, or did not come up in time.
+            SaveFailedError: The writer ended, or did not start in time.
         """
         if self._is_ready:
             return
@@ -95,10 +100,10 @@ class WriterProcess:
         self._is_ready = True
 
     def perform(self, job: WriteJob, buffer: SharedBuffer, timeout_seconds: float) -> Outcome:
-        """Hands a job over and returns what became of it; a writer that does not answer in time is killed.
+        """Hands a job over and returns its outcome; kills a writer that does not answer in time.
 
         Raises:
-            SaveFailedError: The writer died or was killed. It cannot be used again.
+            SaveFailedError: The writer died or was killed. The object cannot be used again.
         """
         self.wait_ready()
         try:
@@ -129,18 +134,19 @@ class WriterProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can take a job."""
+        """Whether the writer process is running."""
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """Ends it at once; one that the kernel does not let go is left behind after some seconds."""
+        """Kills the writer; if the kernel does not end it within some seconds, it is left behind."""
+        # A process that waits for a dead file system is not interruptible, even by SIGKILL: hence the limit.
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
         self._channel.close()
 
     def close(self) -> None:
-        """Ends it after the job in hand; one that takes too long is killed, and one that has none yet at once."""
+        """Ends the writer after the job in hand; kills it if that takes too long, or if it has not started up yet."""
         if self._is_ready:
             self._channel.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
