@@ -83,7 +83,8 @@ class RecordedFiles:
         descriptor, offset = self._descriptors[chunk.file], chunk.data_offset + first * dtype.itemsize
         num_bytes = count * dtype.itemsize
         with reading(self._path / chunk.file):
-            if os.fstat(descriptor).st_size < offset + num_bytes:  # a manifest may claim any size: checked before the allocation
+            # Before the allocation, because a damaged manifest may claim any size.
+            if os.fstat(descriptor).st_size < offset + num_bytes:
                 raise CorruptCheckpointError(f"{chunk.file} ends before byte {offset + num_bytes}: it is truncated")
             raw = torch.empty(num_bytes, dtype=torch.uint8)
             _read_exactly(descriptor, memoryview(raw.numpy().data), offset, chunk.file)

@@ -68,8 +68,9 @@ def plan_removals(
 
 
 def apply_retention(directory: Path, newest_verified: str, retention: Retention) -> list[str]:
-    """Removes the checkpoints that `plan_removals` returns, and returns their names. Rank 0 calls it after a commit; no
-    communication.
+    """Removes the checkpoints that `plan_removals` returns, and returns their names.
+
+    Rank 0 calls it after a commit, without communication.
 
     Raises:
         CorruptCheckpointError: The marks of the best checkpoints cannot be read.
