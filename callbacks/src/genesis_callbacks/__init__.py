@@ -1,6 +1,6 @@
 """Lightning callbacks for honest training runs, and the checkpoint engine under them.
 
-Nothing of Lightning is imported until a callback is asked for: a writer process that imports the engine must start
+Lightning is imported on the first use of a callback: a writer process, which imports the engine alone, must start
 in a moment.
 """
 

@@ -1,7 +1,6 @@
-"""Everything private of torch and Lightning that this package touches, in one place, with a test for each.
+"""Every private name of torch and Lightning that this package uses, in one place, with a test for each.
 
-Nothing of Lightning is imported here, so that the engine may use this module: trainers and strategies come in as
-arguments.
+This module does not import Lightning, so that the engine may use it: trainers and strategies are arguments.
 """
 
 import copy
@@ -30,7 +29,7 @@ LoadCheckpoint = Callable[..., dict[str, Any]]
 
 
 def local_chunks(tensor: Tensor) -> list[tuple[Offsets, tuple[int, ...], Tensor]]:
-    """Returns (offsets, sizes, data) of what this rank holds: all of a plain tensor, the shard of a DTensor.
+    """Returns (offsets, sizes, data) of this rank's elements: all of a plain tensor, the shard of a DTensor.
 
     The data shares memory with the live tensor. No communication.
 
@@ -55,29 +54,31 @@ MemoryLayout = tuple[int, torch.Size, tuple[int, ...], torch.dtype, bool, bool]
 def memory_layout(tensor: Tensor) -> MemoryLayout:
     """Returns address, shape, strides, type and lazy conjugation and negation of a tensor that is not a DTensor.
 
-    It changes when somebody gives the tensor other data, and also when somebody transposes it in place.
+    The result changes when the tensor gets other data, and also when it is transposed in place.
     """
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
 def local_layout(tensor: Tensor) -> MemoryLayout:
-    """Returns what `memory_layout` does of the elements that this rank holds."""
+    """Returns the `memory_layout` of the elements that this rank holds."""
+    # `_local_tensor` and not `to_local()`, which makes a new view with an autograd node for every call.
     return memory_layout(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
 
 
 def write_counts(tensors: Sequence[Tensor]) -> list[int]:
-    """Returns how often the data of each tensor was written in place, through whichever view.
+    """Returns how often the data of each tensor was written in place, through any of its views.
 
-    0 where torch does not count.
+    The count is 0 where torch does not count. Writes through `.data` are not counted.
     """
     return plain_write_counts([tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors])
 
 
 def plain_write_counts(tensors: Sequence[Tensor]) -> list[int]:
-    """Returns what `write_counts` does, of tensors of which none is a DTensor."""
+    """Returns the `write_counts` of tensors of which none is a DTensor."""
+    # The fast way first: this runs for every tensor of a snapshot while training waits.
     try:
         return [tensor._version for tensor in tensors]
-    except RuntimeError:  # made under inference mode
+    except RuntimeError:  # tensors made under inference mode have no version
         return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
@@ -142,7 +143,8 @@ def route_load_checkpoint(strategy: Any, load: Callable[[LoadCheckpoint, str | P
 
 
 def unroute_load_checkpoint(strategy: Any) -> None:
-    """Gives the strategy its own `load_checkpoint` back; nothing happens where it was not routed."""
+    """Gives the strategy its own `load_checkpoint` back; does nothing if it was not routed."""
+    # The route is an attribute of the instance and hides the class's method, which its removal uncovers.
     vars(strategy).pop("load_checkpoint", None)
 
 
@@ -152,7 +154,8 @@ _VALIDATES = ("run", "increment_progress_to_evaluation_end")
 def shield_validation(trainer: Any, shield: Callable[[], AbstractContextManager[None]]) -> None:
     """Makes a fit's validation run within `shield()`, by attributes on its loop.
 
-    So does what Lightning does in its place when a run goes on from a save that lay before a validation: it draws, too.
+    A run that resumes from a save before a validation skips that validation by `increment_progress_to_evaluation_end`.
+    This method draws from the generators, too, so it is shielded likewise.
     """
     loop = trainer.fit_loop.epoch_loop.val_loop
     for name in _VALIDATES:
@@ -168,13 +171,13 @@ def _within(function: Callable[[], Any], shield: Callable[[], AbstractContextMan
 
 
 def unshield_validation(trainer: Any) -> None:
-    """Gives the loop its own methods back; nothing happens where they were not shielded."""
+    """Gives the loop its own methods back; does nothing if they were not shielded."""
     for name in _VALIDATES:
         vars(trainer.fit_loop.epoch_loop.val_loop).pop(name, None)
 
 
 def hparams_name(owner: Any) -> str | None:
-    """Returns by which argument a module's hyperparameters came in ("kwargs": by several), as Lightning saves it."""
+    """Returns the argument that held a module's hyperparameters ("kwargs": several), as Lightning names it."""
     name: str | None = getattr(owner, "_hparams_name", None)
     return name
 
@@ -182,7 +185,8 @@ def hparams_name(owner: Any) -> str | None:
 def finish_before_hooks(trainer: Any, finish: Callable[[], None]) -> None:
     """Makes `finish()` run when training has ended, before any `on_train_end` hook, by an attribute on the fit's loop.
 
-    Averaging callbacks give the model other weights in that hook.
+    Averaging callbacks give the model other weights in that hook. `Checkpoint` callbacks run last, so that a final save
+    in this package's own `on_train_end` would store the average as the live model.
     """
     loop = trainer.fit_loop
     original: Callable[[], None] = loop.on_run_end
@@ -195,20 +199,20 @@ def finish_before_hooks(trainer: Any, finish: Callable[[], None]) -> None:
 
 
 def unfinish_before_hooks(trainer: Any) -> None:
-    """Gives the loop its own method back; nothing happens where it was not changed."""
+    """Gives the loop its own method back; does nothing if it was not changed."""
     vars(trainer.fit_loop).pop("on_run_end", None)
 
 
 class _WatchedLoader:
-    """Stands in a data fetcher for its loader, and keeps what was there before the newest fetch.
+    """Replaces the loader of a data fetcher, and keeps the state from before the newest fetch.
 
     Args:
         loader: The fetcher's.
         read_generators: Returns the state of the process's random generators.
 
     Attributes:
-        states: Of the loaders; None before the first fetch.
-        generators: Of the random generators; None before the first fetch.
+        states: The states of the loaders; None before the first fetch.
+        generators: The state of the random generators; None before the first fetch.
     """
 
     def __init__(self, loader: Any, read_generators: Callable[[], dict[str, Any]]) -> None:
@@ -222,6 +226,8 @@ class _WatchedLoader:
         return self
 
     def __next__(self) -> Any:
+        # Without a length, Lightning fetches one batch ahead to know which batch is the last. A save between the two
+        # would record a batch as consumed that was never trained. A deep copy, because loaders reuse their dicts.
         self.states = copy.deepcopy(self._loader._state_dicts())
         self.generators = self._read_generators()
         return next(self._loader)
@@ -234,9 +240,9 @@ class _WatchedLoader:
 
 
 def watch_loaders(trainer: Any, read_generators: Callable[[], dict[str, Any]]) -> None:
-    """Makes `read_loader_states` exact where Lightning fetches a batch ahead: where loaders have no length.
+    """Makes `read_loader_states` exact for loaders without a length, of which Lightning fetches a batch ahead.
 
-    Nothing happens elsewhere. It lasts as long as the fit's data fetcher.
+    It changes nothing for other loaders, and lasts as long as the fit's data fetcher.
 
     Args:
         trainer: The fit's.
@@ -250,7 +256,7 @@ def watch_loaders(trainer: Any, read_generators: Callable[[], dict[str, Any]]) -
 
 
 def read_loader_states(trainer: Any) -> list[dict[str, Any]]:
-    """Returns the state of each loader of the fit that has one, after the last batch that training was given."""
+    """Returns the state of each loader of the fit that has one, after the last batch that training received."""
     fetcher, loader = trainer.fit_loop._data_fetcher, trainer.fit_loop._combined_loader
     if loader is None:
         return []
@@ -262,7 +268,7 @@ def read_loader_states(trainer: Any) -> list[dict[str, Any]]:
 
 
 def read_fetch_generators(trainer: Any) -> dict[str, Any] | None:
-    """Returns the generators from before the batch that was fetched ahead; None where none is, or nobody watches."""
+    """Returns the generators from before the batch that was fetched ahead; None if none was, or without a watch."""
     watched = getattr(trainer.fit_loop._data_fetcher, "_combined_loader", None)
     return watched.generators if isinstance(watched, _WatchedLoader) else None
 
@@ -272,7 +278,7 @@ def _samplers(loader: Any) -> list[Any]:
 
 
 def loader_generators(trainer: Any) -> list[torch.Generator]:
-    """Returns the random generators that the fit's loaders and their samplers have for themselves."""
+    """Returns the random generators that the fit's loaders and their samplers own."""
     loader = trainer.fit_loop._combined_loader
     owners = [owner for one in (loader.flattened if loader is not None else ()) for owner in (one, *_samplers(one))]
     found = [getattr(owner, "generator", None) for owner in owners]
@@ -280,12 +286,12 @@ def loader_generators(trainer: Any) -> list[torch.Generator]:
 
 
 def load_loader_states(trainer: Any, states: Sequence[dict[str, Any]], epoch: int) -> None:
-    """Gives the fit's loaders their states, within `epoch`, and begins their iterators again from there.
+    """Gives the fit's loaders their states, within `epoch`, and restarts their iterators from there.
 
-    Lightning does so before samplers know the epoch, and not at all where the loaders were built before the restore.
+    Lightning does so before samplers know the epoch, and not at all if the loaders were built before the restore.
 
     Raises:
-        RuntimeError: There are not as many loaders with a state as states.
+        RuntimeError: The number of loaders with a state differs from the number of states.
     """
     loop = trainer.fit_loop
     for loader in loop._combined_loader.flattened:
@@ -293,15 +299,15 @@ def load_loader_states(trainer: Any, states: Sequence[dict[str, Any]], epoch: in
             if callable(getattr(sampler, "set_epoch", None)):
                 sampler.set_epoch(epoch)
     loop._combined_loader._load_state_dicts(list(states))
-    loop._combined_loader_states_to_load = []
-    iter(loop._data_fetcher)
+    loop._combined_loader_states_to_load = []  # else Lightning would load them once more, over these
+    iter(loop._data_fetcher)  # an iterator that exists already ignores the new states
 
 
 def begin_next_epoch(trainer: Any) -> None:
-    """Makes a fit that goes on after an epoch's last batch begin the next epoch as any other.
+    """Makes a fit that resumes after an epoch's last batch begin the next epoch normally.
 
-    To be called in `on_train_start`. Lightning takes that epoch for unfinished: it would keep the loader's iterator,
-    leave out `on_train_epoch_start`, and count one epoch too few from then on.
+    To be called in `on_train_start`. Lightning would treat that epoch as unfinished: it would keep the loader's
+    iterator, skip `on_train_epoch_start`, and count one epoch too few from then on.
     """
     loop = trainer.fit_loop
     epoch_loop = loop.epoch_loop
@@ -314,5 +320,5 @@ def begin_next_epoch(trainer: Any) -> None:
 
 
 def read_ddp_options(strategy: Any) -> dict[str, Any]:
-    """Returns what a DDPStrategy gives to DistributedDataParallel."""
+    """Returns the arguments that a DDPStrategy passes to DistributedDataParallel."""
     return dict(strategy._ddp_kwargs)

@@ -23,7 +23,8 @@ VARIABLE = "GLOO_SOCKET_IFNAME"
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 _IPV6_INTERFACES = Path("/proc/net/if_inet6")
 _ANY_PORT = 9
-# Of the block for documentation: no host has them, so the route is the one to everywhere. Nothing is sent.
+# Addresses of the blocks for documentation (RFC 5737, RFC 3849): no host has them, so their route is the default
+# route. Nothing is sent to them.
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 
 
@@ -64,7 +65,7 @@ def choose_interface(environment: Mapping[str, str]) -> str | None:
         return None
     for host in (environment.get("MASTER_ADDR", ""), *_ELSEWHERE):
         address = find_own_address(host)
-        # MASTER_ADDR may be this node's own name, which resolves to loopback here and elsewhere to what is reached.
+        # On the master's node MASTER_ADDR may be the node's own name, which resolves to loopback there.
         if address is not None and not ip_address(address).is_loopback:
             name = find_interface(address)
             if name is not None:
@@ -119,7 +120,7 @@ def _find_ipv6_interface(address: IPv6Address) -> str | None:
 
 @contextlib.contextmanager
 def _interface_set(interface: str | None) -> Iterator[None]:
-    """Sets the variable while a group is made, and no longer: groups of others choose for themselves."""
+    """Sets the variable while a group is made, and no longer: groups of other libraries choose for themselves."""
     if interface is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""Puts a checkpoint of the engine into a Lightning Trainer, before or after its strategy has set up."""
+"""Restores a checkpoint of the engine into a Lightning Trainer, before or after its strategy has set up."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ _EXTRAS, _SWAPPED = "model_extras", "swapped"
 
 @dataclass(frozen=True)
 class _LiveNames:
-    """What one rank that restores holds.
+    """The names of the tensors that one restoring rank holds.
 
     Attributes:
         model: Full names of its model's tensors.
@@ -72,11 +72,11 @@ def _name_live(module: LightningModule, optimizers: Iterable[Optimizer]) -> _Liv
 class Restore:
     """One restore of a verified checkpoint into one Trainer.
 
-    Every rank makes it, together; it verifies on rank 0 and informs the others. Its methods say which of them
-    communicate.
+    All ranks make it together; rank 0 verifies and broadcasts the result. The docstring of each method states whether
+    it communicates.
 
-    Ranks may hold different parts of the model (stages of a pipeline), and others than the ranks that saved: tensors
-    and optimizer groups are matched by name over all ranks together, and a rank's other state by the rank's role.
+    Ranks may hold different parts of the model (stages of a pipeline), and other parts than the ranks that saved:
+    tensors and optimizer groups are matched by name over all ranks, and a rank's other state by the rank's role.
 
     Args:
         path: The checkpoint.
@@ -116,7 +116,7 @@ class Restore:
         self._match = self._sections.match
         self._has_combined = False
         self._has_lightning_filled = False
-        """Whether Lightning has loaded the optimizers, from the dict that this rank gave to it."""
+        """Whether Lightning has loaded the optimizers from the dict of `build_lightning_checkpoint`."""
 
     def check_drift(
         self,
@@ -127,10 +127,10 @@ class Restore:
         policy: DriftPolicy,
         allow_changed: Sequence[str],
     ) -> None:
-        """Compares what this run says about itself, on rank 0, with what the checkpoint says. Communicates once.
+        """Compares this run's identity, recipe and environment, on rank 0, with the checkpoint's. Communicates once.
 
         Raises:
-            DriftError: Something differs that must not; on every rank alike.
+            DriftError: A value differs that must not; on every rank alike.
         """
 
         def compare() -> tuple[list[str], list[str]]:
@@ -161,10 +161,10 @@ class Restore:
             )
 
     def check_has_optimizer(self) -> None:
-        """Refuses to go on from what was saved without the optimizers' state. No communication.
+        """Refuses to continue from a checkpoint without the optimizers' state. No communication.
 
         Raises:
-            CheckpointError: It was, and more than the weights is wanted.
+            CheckpointError: The checkpoint has no such state, and more than the weights is wanted.
         """
         if not (self.manifest.has_optimizer or self.has_weights_alone):
             raise CheckpointError(
@@ -173,7 +173,7 @@ class Restore:
             )
 
     def _read_content(self) -> tuple[SavedSections, Any]:
-        """Returns the sections and the content of this rank's; generators are decoded later."""
+        """Returns the sections and the content of this rank's section; generators are decoded later."""
         sections = SavedSections(self.path, self.manifest, self._roles, self._ranks.rank)
         own, match = sections.own, sections.match
         rng, fetch_rng = own.pop("rng"), own.pop("rng_of_fetch", None)
@@ -188,7 +188,7 @@ class Restore:
         return sections, content
 
     def combine_rank_states(self, datamodule: Any) -> None:
-        """Gives a data module that keeps a state by rank what the ranks of all data ranks saved. No communication."""
+        """Combines the states of all data ranks for a data module whose state differs by rank. No communication."""
         key = type(datamodule).__qualname__
         if isinstance(datamodule, HasRankState) and key in self._content["trainer"]:
             self._content["trainer"][key] = datamodule.combine_rank_states(self._sections.read_states(key))
@@ -198,7 +198,7 @@ class Restore:
         """Returns the dict that a strategy would have loaded, with full tensors on the CPU. Every rank calls it.
 
         Raises:
-            CheckpointError: A tensor is not what was saved; on every rank alike.
+            CheckpointError: A tensor differs from the saved one; on every rank alike.
         """
         live = self._separate_and_gather(module, [])
         return self._ranks.attempt(
@@ -208,7 +208,7 @@ class Restore:
         )
 
     def _separate_and_gather(self, module: LightningModule, optimizers: Iterable[Optimizer]) -> list[_LiveNames]:
-        """Gives tensors their own memory and name where the checkpoint has them so, then does as `_gather_live`."""
+        """Separates tensors that the checkpoint stores separately, then returns what each rank holds."""
         self._ranks.attempt(
             "separating tensors that share memory",
             lambda: separate_shared(self.path, self.manifest, module),
@@ -234,7 +234,7 @@ class Restore:
         if any(other.model != everyone for other in live_by_rank):
             # Lightning would find what is missing on one rank alone, and leave the others waiting for that rank.
             self._check_model(everyone, is_strict=module.strict_loading)
-        # What no rank's module has goes in under its own name, so that a strict load says so.
+        # A tensor that no rank's module has is passed under its stored name, so that a strict load reports it.
         wanted = ({MODEL_PREFIX + name for name in names.values()} & recorded) | (recorded - everyone)
         prefix_length = len(MODEL_PREFIX)
         saved = {
@@ -244,15 +244,15 @@ class Restore:
         state_dict = {key: saved[name] for key, name in names.items() if name in saved}
         state_dict |= {name: saved[name] for name in saved.keys() - set(names.values())}
         state_dict |= self._read_extras(live)
-        # Hooks find what hooks put there: an averaging callback its average, whose `on_load_checkpoint` makes the model
-        # what it was; `check_after_lightning` does so where that callback is gone.
+        # Load hooks find the values that save hooks put there. An averaging callback finds its average, and its
+        # `on_load_checkpoint` restores the model; `check_after_lightning` does so if that callback is gone.
         swapped = self._sections.merge(_SWAPPED, live)
         state_dict |= {key: value for key, value in swapped.items() if key in live}
         optimizer_states = self._read_optimizer_states(set(name_parameters(module).values())) if with_optimizers else []
         return {**self._content["trainer"], "state_dict": state_dict, "optimizer_states": optimizer_states}
 
     def _stored_names(self, names: Mapping[str, str]) -> dict[str, str]:
-        """Returns the stored name of each key of the live state dict, also of keys that were one tensor at the save.
+        """Returns the stored name of each key of the live state dict, including keys that were tied at the save.
 
         A module may make one of its buffers the same object as another while it trains, and has two when it is built.
         """
@@ -264,16 +264,16 @@ class Restore:
         }
 
     def _read_extras(self, live: Collection[str]) -> dict[str, Any]:
-        """Returns what the model's state dict holds beside tensors, for the keys of it in `live`."""
+        """Returns the entries of the model's state dict that are no tensors, for the keys in `live`."""
         names = {key: canonical_name(key) for key in live}
         extras = self._sections.merge(_EXTRAS, set(names.values()))
         return {key: extras[name] for key, name in names.items() if name in extras}
 
     def _read_optimizer_states(self, live: Collection[str]) -> list[dict[str, Any]]:
-        """Returns what Lightning gives to the optimizers by the order of their parameters.
+        """Returns the states that Lightning gives to the optimizers by the order of their parameters.
 
-        Nothing where the section of this rank is not about the parameters that this rank holds: then the order of its
-        groups is not known before the optimizers are made, and `check_after_lightning` fills them by name.
+        The list is empty if this rank's section covers other parameters than this rank holds: the order of its groups
+        is then unknown until the optimizers are made, and `check_after_lightning` fills them by name.
 
         Args:
             live: Names of the parameters that this rank holds.
@@ -296,7 +296,7 @@ class Restore:
         """Fills the live, placed tensors and returns the rest as Lightning's dict. Collective; it communicates.
 
         Raises:
-            CheckpointError: What is live does not fit what was saved; on every rank alike.
+            CheckpointError: The live tensors do not fit the saved ones; on every rank alike.
         """
         live = self._separate_and_gather(module, optimizers)
         parts = self._ranks.attempt(
@@ -311,13 +311,13 @@ class Restore:
         return {**self._content["trainer"], "state_dict": swapped, "optimizer_states": []}
 
     def check_after_lightning(self, module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
-        """Compares the live tensors with what was saved, once Lightning has loaded its dict. Every rank calls it.
+        """Compares the live tensors with the saved ones, once Lightning has loaded its dict. Every rank calls it.
 
-        Optimizer state that Lightning could not take as it was saved (it casts to the parameter's dtype) is put in
-        place here. Buffers are left out: hooks that ran since may have changed them.
+        Optimizer state that Lightning cannot load exactly (torch casts it to the parameter's dtype) is restored here.
+        Buffers are left out: hooks that ran since may have changed them.
 
         Raises:
-            CheckpointError: A tensor is not what was saved; on every rank alike.
+            CheckpointError: A tensor differs from the saved one; on every rank alike.
         """
 
         def settle() -> list[LocalShard]:
@@ -344,10 +344,10 @@ class Restore:
         return frozenset[str]().union(*(live.model for live in live_by_rank))
 
     def _check_model(self, everyone: frozenset[str], *, is_strict: bool) -> None:
-        """Compares the model's tensors, over all ranks together, with those that were saved.
+        """Compares the names of the model's tensors, over all ranks together, with the saved names.
 
         Raises:
-            CheckpointError: They are others, and none may be.
+            CheckpointError: The names differ, and loading is strict.
         """
         recorded = self._recorded_names()
         missing, unexpected = sorted(everyone - recorded), sorted(recorded - everyone)
@@ -374,7 +374,7 @@ class Restore:
     def _settle_optimizers(
         self, module: LightningModule, optimizers: Sequence[Optimizer], live_by_rank: Sequence[_LiveNames]
     ) -> list[LocalShard]:
-        """Makes each optimizer hold what was saved, as far as Lightning has not done so, and returns its parts."""
+        """Restores each optimizer's state as far as Lightning has not done so, and returns its parts."""
         num_live = max(len(live.optimizers) for live in live_by_rank)
         if num_live == 0:
             return []
@@ -433,7 +433,7 @@ class Restore:
         generators = self._content.get("loader_generators") if self._match.is_same_data else None
         problem = place(trainer, fit_loop, generators)
         if before is not None and self._fetch_rng is not None:
-            apply_rng_state(before)  # what was saved of them is for the loaders alone
+            apply_rng_state(before)  # the saved generators of the fetch serve the loaders alone
         # A data module that combines the ranks' states knows what its loaders mean on another number of ranks.
         is_combined = hasattr(trainer.datamodule, "combine_rank_states")  # type: ignore[attr-defined]  # Lightning
         if problem is None and read_saved_states(fit_loop) and not self._match.is_same_data and not is_combined:
@@ -442,9 +442,9 @@ class Restore:
         return problem
 
     def apply_rng(self) -> None:
-        """Sets this rank's generators to what the rank of its role saved.
+        """Sets this rank's generators to the state that the rank of the same role saved.
 
-        Nothing happens where ranks of other roles saved, nor where the weights alone are taken.
+        It does nothing if ranks of other roles saved, or if only the weights are restored.
         """
         if self._rng is not None and not self.has_weights_alone:
             apply_rng_state(self._sections.decode(self._rng))

@@ -1,4 +1,4 @@
-"""What a Lightning Trainer holds beside tensors, through its public getters: to be saved, and to be given back."""
+"""Reads the state of a Lightning Trainer through its public getters, for a save and for a restore."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ _LIGHTNING_VERSION = version("lightning")  # it reads a file each time
 
 @runtime_checkable
 class HasCheckpointCounters(Protocol):
-    """A callback that keeps exact clocks; they go to the manifest."""
+    """A callback that keeps exact clocks, which the manifest records."""
 
     def checkpoint_counters(self) -> dict[str, int]:
         """Returns clock name to its value, the same on every rank."""
@@ -39,10 +39,11 @@ class HasCheckpointCounters(Protocol):
 
 @runtime_checkable
 class HasRankState(Protocol):
-    """A data module whose `state_dict` holds what this rank alone knows, such as where its share of the data stands.
+    """A data module whose `state_dict` differs between ranks, for example by the position in the rank's data.
 
-    A restore gives `load_state_dict` what `combine_rank_states` makes of all data ranks' states, on every rank and at
-    any world size; other data modules get the state that a rank with their data rank saved, or rank 0's.
+    A restore passes the states of all data ranks through `combine_rank_states` and gives the result to
+    `load_state_dict`, on every rank and at any world size. Other data modules get the state that a rank with their data
+    rank saved, or rank 0's.
     """
 
     def combine_rank_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
@@ -50,12 +51,14 @@ class HasRankState(Protocol):
 
 
 class SnapshotCache:
-    """What one fit's snapshots share, since training waits for each of them. It holds tensors: drop it after the fit.
+    """Values that the snapshots of one fit share, because training waits for each snapshot.
+
+    It holds tensors: drop it after the fit.
 
     Attributes:
         tensors: Names and blocks of the tensors.
-        idle_loops: State of the loops that do not run in a fit, once it was read.
-        role: What a section says about this rank's role, once the strategy was asked for it.
+        idle_loops: State of the loops that do not run in a fit; None until it is read.
+        role: The entry for this rank's role in its section; None until the strategy is asked for it.
     """
 
     def __init__(self) -> None:
@@ -68,7 +71,7 @@ def read_counters(trainer: Trainer) -> dict[str, int]:
     """Returns the clocks of all callbacks that keep some, and `step`, Lightning's global step. No communication."""
     counters: dict[str, int] = {}
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning sets it
-        # Not by isinstance: to compare a class with a protocol takes longer than all that the clocks do.
+        # Not by isinstance: a check against a runtime protocol takes longer than reading the clocks.
         read = getattr(callback, "checkpoint_counters", None)
         if read is not None:
             counters.update(read())
@@ -95,8 +98,8 @@ def read_trainer_state(
 ) -> dict[str, Any]:
     """Returns the dict that Lightning would save, with live tensors in `state_dict` and no optimizer states.
 
-    Callbacks and module see it in their `on_save_checkpoint` hooks, as they would see Lightning's. Not
-    `dump_checkpoint`: that one gathers and copies. No communication.
+    Callbacks and module see this dict in their `on_save_checkpoint` hooks, as they would see Lightning's. It is not
+    made by `dump_checkpoint`, which gathers and copies tensors. No communication.
 
     Args:
         trainer: The run's.
@@ -114,6 +117,7 @@ def read_trainer_state(
         "optimizer_states": [],
         "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
     }
+    # The loop's own state has the loaders one batch ahead where Lightning prefetches.
     write_states(state["loops"]["fit_loop"], read_loader_states(trainer))
     callbacks = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it
     for callback in callbacks:
@@ -135,6 +139,7 @@ def read_trainer_state(
         datamodule_state = datamodule.state_dict()
         if datamodule_state:
             state[type(datamodule).__qualname__] = datamodule_state
+    # Lightning's order: callbacks first, the module last, so that the module may overrule them.
     for callback in callbacks:
         callback.on_save_checkpoint(trainer, module, state)
     module.on_save_checkpoint(state)
@@ -143,12 +148,12 @@ def read_trainer_state(
 
 @dataclass(frozen=True)
 class _Swapped:
-    """What `on_save_checkpoint` hooks put in the place of the model's own values, as weight averaging does.
+    """Values that `on_save_checkpoint` hooks put in the place of the model's own, as weight averaging does.
 
     Attributes:
-        values: Key of the state dict to the value that stands there instead.
-        names: The name under which each tensor among them is stored, by `id`.
-        tensors: The same tensors by that name, and whether a buffer is what they replace.
+        values: Key of the state dict to the replacing value.
+        names: The name under which each tensor among the values is stored, by `id`.
+        tensors: The same tensors by that name, and whether each replaces a buffer.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -165,13 +170,14 @@ class _Swapped:
 
 
 def _find_swapped(live: Mapping[str, Any], given: Mapping[str, Any], model: NamedModel) -> _Swapped:
-    """Returns what hooks put in the model's place, from its state dict before and after the hooks.
+    """Returns the values that hooks replaced, from the state dict before and after the hooks.
 
     Args:
-        live: Before.
-        given: After.
-        model: The one that trains, by name.
+        live: The state dict before the hooks.
+        given: The state dict after the hooks.
+        model: The live model's tensors by name.
     """
+    # By identity: an average has equal values at the first step, and is another tensor all the same.
     swapped = _Swapped({key: value for key, value in given.items() if key in live and value is not live[key]})
     for key, value in swapped.values.items():
         if isinstance(value, Tensor) and key in model.names:
@@ -217,6 +223,8 @@ def take_snapshot(
     cache = cache or SnapshotCache()
     if cache.role is None:
         cache.role = record_role(read_rank_role(trainer.strategy))
+    # keep_vars, because names are found by identity, and a detached copy would be another object. The state dict is
+    # taken before the hooks: WeightAveraging puts its average there, and the run has to continue with the live model.
     live = module.state_dict(keep_vars=True)
     state = read_trainer_state(trainer, module, live, cache)
     given = state.pop("state_dict")
@@ -237,7 +245,7 @@ def take_snapshot(
         "rng": read_rng_state() if rng_state is None else rng_state,
         **cache.role,
     }
-    if len(model.names) > len(model.tensors):  # without the module nobody could say which keys tied tensors have
+    if len(model.names) > len(model.tensors):  # readers without the module need the keys of tied tensors
         content["model_keys"] = {canonical_name(key): name for key, name in model.names.items()}
     own_generators = loader_generators(trainer)
     if own_generators:

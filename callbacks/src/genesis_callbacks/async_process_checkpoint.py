@@ -1,4 +1,4 @@
-"""Saves and restores a run by the checkpoint engine, in any Lightning project and under every stock strategy.
+"""Saves and restores a run with the checkpoint engine, in any Lightning project: one device, DDP, FSDP2.
 
     checkpoint = AsyncProcessCheckpoint(run_dir="runs/mine", every_n_steps=500, keep_last=3)
     trainer = Trainer(callbacks=[checkpoint], ...)
@@ -11,10 +11,10 @@
     checkpoint/num_skipped      saves that were due while the one before still ran (`when_busy="skip"`), so far
     checkpoint/step             of the save; the row is that of the step at which it was known to be committed
 
-It talks over a gloo group of its own, made once for a fit: one small reduction for each step, in the background. A save
-in mode `sync` has three exchanges; in the others the first save, and one after a change of the tensors, has one. On an
-accelerator there is one more, when the memory for saves is allocated.
-Nothing of it runs on the group that trains.
+It communicates over a gloo group of its own, made once for a fit: one small reduction for each step, in the background.
+A save in mode `sync` has three exchanges; in the other modes the first save, and a save after a change of the tensors,
+has one. On an accelerator there is one more, when the memory for saves is allocated. No collective runs on the group
+that trains.
 """
 
 import warnings
@@ -80,7 +80,7 @@ __all__ = [
 
 
 def _siblings(trainer: Trainer) -> list["AsyncProcessCheckpoint"]:
-    """All of the Trainer's callbacks of this kind: each has its own directory, one of them restores for all."""
+    """Returns the Trainer's callbacks of this kind: each has its own directory, and one of them restores for all."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it
     return [callback for callback in callbacks if isinstance(callback, AsyncProcessCheckpoint)]
 
@@ -239,7 +239,7 @@ class AsyncProcessCheckpoint(Checkpoint):
 
     @property
     def state_key(self) -> str:
-        """Two of them may stand in one Trainer, each with a directory of its own."""
+        """The key of this callback's state. It holds the directory, because a Trainer may have several of them."""
         return self._generate_state_key(run_dir=str(self.directory.parent))
 
     @property
@@ -254,7 +254,7 @@ class AsyncProcessCheckpoint(Checkpoint):
 
     @property
     def events(self) -> EventLog | None:
-        """Takes this rank's events of the run while a fit goes on, else None."""
+        """The event log of this rank during a fit, otherwise None."""
         session = self._session
         return None if session is None or session.events is None else session.events.log
 
@@ -287,7 +287,9 @@ class AsyncProcessCheckpoint(Checkpoint):
     # ---- getting in and out of a fit
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Takes the directory and stands in for the strategy's `load_checkpoint`. Communicates."""
+        """Takes the directory and replaces the strategy's `load_checkpoint`. Communicates."""
+        # `setup` is the first hook after the process group exists, and the last one before Lightning restores, which
+        # it does before `on_fit_start` or after it, depending on the strategy.
         ranks = self._world.join()
         self._route.reset()
         if stage == TrainerFn.FITTING:
@@ -324,11 +326,13 @@ class AsyncProcessCheckpoint(Checkpoint):
         return loaded
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Checks what was restored, tries the encoding of all state, and makes ready to save. Communicates."""
+        """Checks the restored state, tries to encode all state, and prepares for saves. Communicates."""
+        # Not in `on_fit_start`: under FSDP2 Lightning restores after that hook. Here every strategy has restored.
         session, restore = self._session, self._route.restored
         assert session is not None
         if restore is not None and not trainer.strategy.restore_checkpoint_after_setup:
             restore.check_after_lightning(pl_module, trainer.optimizers)
+        # Before `place_data`, which restarts the iterators: the watch has to see the first fetch after that.
         watch_loaders(trainer, read_rng_state)
         session.start(
             trainer,
@@ -341,7 +345,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         )
         if restore is not None:
             restore.place_data(trainer, self._options.on_lost_data_position)
-            restore.apply_rng()
+            restore.apply_rng()  # after the loaders: their iterators may draw from the same generators
             self._history.last_saved = restore.path
             self.restore_report = restore.build_report(trainer)
             rank_zero_info(self.restore_report.text)
@@ -370,6 +374,7 @@ class AsyncProcessCheckpoint(Checkpoint):
             return
         with session.saves.stalling():
             vote = session.vote(session.saves)
+            # The vote is the same on all ranks, so they stop, settle and save at the same window.
             if vote.signal_number:
                 self.stopped_by_signal = vote.signal_number
                 stop_training(trainer)
@@ -381,7 +386,9 @@ class AsyncProcessCheckpoint(Checkpoint):
             ):
                 session.saves.save()
             if trainer.is_last_batch:
-                session.saves.wait_staged()  # others change weights in on_train_epoch_end, before this callback's
+                # Other callbacks may change weights in on_train_epoch_end. Lightning calls theirs before this one's,
+                # since `Checkpoint` callbacks run last, so a wait in that hook alone would come too late.
+                session.saves.wait_staged()
         session.remember_boundary(trainer, pl_module)
 
     def _wait_staged(self) -> None:
@@ -389,29 +396,32 @@ class AsyncProcessCheckpoint(Checkpoint):
             self._session.saves.wait_staged()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Waits for what is left of the copy. No communication."""
+        """Waits for the rest of the copy. No communication."""
+        # The latest hook before parameters change: forward and backward only read them, so the copy overlaps both.
         self._wait_staged()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Waits for the copy: others swap weights here. No communication."""
+        """Waits for the copy, because averaging callbacks swap weights here. No communication."""
         self._wait_staged()
         if self._session is not None and self._session.events is not None:
             self._session.events.begin_validation(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Saves, and marks what it saves, if the monitored metric is among the best. Communicates if there is one."""
+        """Saves and marks a checkpoint if the monitored metric is among the best. Communicates if there is a metric."""
         session = self._session
         if session is not None and session.events is not None:
             session.events.end_validation(trainer)
         is_dry = trainer.fast_dev_run  # type: ignore[attr-defined]  # Lightning sets it
         if session is None or session.saves is None or session.rng_of_training is None or self._best is None or is_dry:
             return
+        # The shield around the validation restores the generators after this hook. A save here must not record the
+        # state in which the validation left them, because a resumed run does not repeat the validation.
         apply_rng_state(session.rng_of_training)
         with session.saves.stalling():
             session.saves.save_if_best(self._best)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Waits for the copy: others change weights here. No communication."""
+        """Waits for the copy, because other callbacks change weights here. No communication."""
         self._wait_staged()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -422,16 +432,16 @@ class AsyncProcessCheckpoint(Checkpoint):
     # ---- leaving
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Saves by choice, gives everything back and says what is saved. It does not communicate.
+        """Saves if asked to, releases everything, and warns which ranks are gone and what is saved.
 
-        Other ranks may be gone: which, is said.
+        It does not communicate, because other ranks may be gone. Lightning does not call `teardown` after this hook.
         """
         unroute_load_checkpoint(trainer.strategy)
         unshield_validation(trainer)
         unfinish_before_hooks(trainer)
         try:
             self._leave(trainer, exception)
-        except Exception as error:  # a device that has failed, say: it must not hide what ended training
+        except Exception as error:  # a failed device, for example: it must not hide the error that ended training
             text = f"{type(error).__name__}: {error}"
             warnings.warn(f"not all was done that is due when training ends: {text}", SaveFailedWarning, stacklevel=2)
         finally:
@@ -446,7 +456,7 @@ class AsyncProcessCheckpoint(Checkpoint):
             rank_zero_warn(f"training ended with {type(exception).__name__}; {self._history.describe()}")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Gives everything back. No communication."""
+        """Releases everything. No communication."""
         unroute_load_checkpoint(trainer.strategy)
         unshield_validation(trainer)
         unfinish_before_hooks(trainer)

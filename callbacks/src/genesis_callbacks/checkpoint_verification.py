@@ -1,4 +1,4 @@
-"""Compares each checkpoint, right after it was saved, with what the live run says must be in it.
+"""Compares each checkpoint, right after it was saved, with the live run that it must hold.
 
     trainer = Trainer(callbacks=[CheckpointVerification(), ModelCheckpoint(every_n_train_steps=500)], ...)
 
@@ -131,7 +131,7 @@ class CheckpointVerification(Callback):
     # ---- hooks
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuses what it cannot compare, and joins the ranks. Communicates."""
+        """Refuses strategies whose runs it cannot compare, and joins the ranks. Communicates."""
         if stage != TrainerFn.FITTING:
             return
         refuse_to_compare(trainer.strategy)
@@ -146,7 +146,8 @@ class CheckpointVerification(Callback):
         self._verdict = ""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Says so where there is nothing to watch. No communication."""
+        """Warns if there is nothing to watch. No communication."""
+        # Not in `setup`: by now every callback is set up, and a saver that one of them added counts.
         is_dry = trainer.fast_dev_run  # type: ignore[attr-defined]  # Lightning sets it
         if not (is_dry or self._directory is not None or list(find_savers(trainer))):
             rank_zero_warn(
@@ -155,7 +156,9 @@ class CheckpointVerification(Callback):
             )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Looks for what was saved since the batch before: all callbacks have had its end, and nothing has moved."""
+        """Looks for checkpoints that were saved since the batch before."""
+        # At a batch's start, because savers run last at a batch's end and no parameter has changed since: the live
+        # state is still the state that the save had to store.
         assert self._watch is not None
         assert self._due is not None
         if not self._due.has_begun:
@@ -164,7 +167,7 @@ class CheckpointVerification(Callback):
         self._advance(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Takes what the last save must hold: after this the strategy takes the run apart. Communicates."""
+        """Records what the last save must hold, before the strategy's teardown. Communicates."""
         if self._due is None or not self._due.has_begun:
             return
         assert self._ranks is not None
@@ -172,15 +175,16 @@ class CheckpointVerification(Callback):
         self._due.take(trainer, pl_module)
         self._due.share()
         if self._ranks.is_first:
-            self._look(trainer, is_last=False)  # a saver may have one to end and another to make before the fit's end
+            self._look(trainer, is_last=False)  # a saver may still finish one save and make another before the fit ends
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Verifies all that is left, the last save with it. Communicates."""
+        """Verifies all remaining checkpoints, including the last save. Communicates."""
         if self._due is None or not self._due.has_begun:
             return
         assert self._ranks is not None
         if self._ranks.is_first:
             self._finish(trainer)
+        # Before the verdict is raised, since an error in this hook must not leave the reading thread behind.
         self._leave()
         self._raise_if_bad(self._ranks.broadcast(self._verdict))
 
@@ -211,16 +215,18 @@ class CheckpointVerification(Callback):
             due.share()
         if ranks.is_first:
             self._look(trainer, is_last=False)
-            # What the other ranks hold of a state that has just appeared is known one batch later.
+            # The other ranks' share of a state that has just appeared is known one batch later, after `_end_vote`.
             if ranks.world_size == 1 or not has_changed:
                 self._judge_waiting(trainer)
         if ranks.world_size == 1:
             self._raise_if_bad(self._verdict)
         else:
+            # Rank 0 may not raise alone: the others would wait for it in the next collective. Its verdict is a vote,
+            # and all ranks read the result at the start of the next batch.
             self._vote = ranks.start_maximum([int(has_changed), int(bool(self._verdict))])
 
     def _end_vote(self) -> None:
-        """Takes what the ranks said at the batch before: the same on all of them. It may communicate."""
+        """Reads the ranks' vote of the batch before, which is the same on all of them. It may communicate."""
         vote, self._vote = self._vote, None
         if vote is None:
             return
@@ -259,12 +265,13 @@ class CheckpointVerification(Callback):
                 self._conclude(trainer, saved.path, verdict)
 
     def _judge(self, saved: SavedCheckpoint, step: int) -> _Verdict | None:
-        """Returns what is wrong; None where that is not known yet, or the checkpoint is gone."""
+        """Returns the verdict; None if it is not known yet, or if the checkpoint is gone."""
         assert self._watch is not None
         fingerprint = take_fingerprint(saved.path)
         if fingerprint is None:
             return None  # retention was faster
         verdict, contents, buffers = self._compare(saved, step)
+        # A checkpoint that changed while it was read gets no verdict: a half-written file looks like a bad one.
         if take_fingerprint(saved.path) != fingerprint:
             self._watch.forget(saved.path)
             return None
@@ -276,7 +283,7 @@ class CheckpointVerification(Callback):
         return None
 
     def _compare(self, saved: SavedCheckpoint, step: int) -> tuple[_Verdict, Contents | None, frozenset[str]]:
-        """Returns (what is wrong, what is there, which names are buffers'), by names and sizes alone."""
+        """Returns (the verdict, the contents, the names of buffers), by names and sizes alone."""
         try:
             contents = read_contents(saved.path)
         except (CheckpointError, OSError) as error:
@@ -318,7 +325,7 @@ class CheckpointVerification(Callback):
             )
 
     def _finish(self, trainer: Trainer) -> None:
-        """Looks until nothing is left to look at."""
+        """Verifies until no checkpoint waits and none grows, or until time is up."""
         assert self._watch is not None
         deadline_seconds = time.monotonic() + PATIENCE_SECONDS
         while True:

@@ -1,10 +1,10 @@
-"""Reads a run's events: all of them at once, or as they come. Imports no torch; safe beside a run that writes.
+"""Reads a run's events: all of them at once, or as they arrive. Imports no torch; safe beside a run that writes.
 
     read_events(Path("runs/a"))              what happened so far, all ranks and commands merged by time
     EventFollower(Path("runs/a")).poll()     what has happened since the last call
 
-A torn last line is not an event, whether a kill tore it or its writer is about to finish it. Files may be anybody's:
-what is not a regular file is left out, and so are lines that hold no event; memory and time are bounded.
+A torn last line is not an event, whether a kill tore it or its writer is about to finish it. Files may come from any
+source: everything but regular files is skipped, and so are lines that hold no event. Memory and time are bounded.
 """
 
 import heapq
@@ -29,7 +29,7 @@ _FILE_NAME: Final = re.compile(r"rank-\d{1,7}\.jsonl|commands\.jsonl")
 
 
 def read_events(run_dir: Path | str) -> list[Event]:
-    """Returns the events of a run, merged by time; none where there are none.
+    """Returns the events of a run, merged by time; an empty list if there are none.
 
     Events of one file keep their order, whatever the clock did. Any process may call it; it does not communicate.
 
@@ -60,7 +60,7 @@ def share_budget(sizes: Sequence[int], total: int) -> list[int]:
 
 
 class EventFollower:
-    """Gives the events of a run as they come.
+    """Returns the events of a run as they arrive.
 
     Args:
         run_dir: The run's directory; it need not exist yet.
@@ -80,7 +80,7 @@ class EventFollower:
                 self._positions[path] = _Position(found.st_ino, found.st_size)
 
     def poll(self) -> list[Event]:
-        """Returns the events since the last call, merged by time; it never waits.
+        """Returns the events since the last call, merged by time. It never waits.
 
         Raises:
             UserError: A file of events cannot be read.
@@ -103,7 +103,7 @@ class EventFollower:
 
     def _find_start(self, path: Path, found: os.stat_result) -> int:
         before = self._positions.get(path)
-        # Of another file, or of one that was cut, all is new.
+        # Another inode is another file, and a shorter file was cut: all of its content is new.
         return before.offset if before is not None and before.is_in(found) else 0
 
     def _read_new(self, path: Path, max_bytes: int) -> bytes:
@@ -116,9 +116,10 @@ class EventFollower:
             data = os.pread(descriptor, max_bytes, start)
         finally:
             os.close(descriptor)
+        # The position stays before an unfinished line, so that the next poll reads it whole.
         num_whole = data.rfind(b"\n") + 1
         if num_whole == 0 and len(data) > MAX_LINE_BYTES:
-            num_whole = len(data)  # no line of ours: what follows it counts again
+            num_whole = len(data)  # no line of this package is as long: skip it instead of reading it for ever
         self._positions[path] = _Position(found.st_ino, start + num_whole)
         return data[:num_whole]
 
@@ -162,7 +163,7 @@ def _unreadable(path: Path, error: OSError) -> UserError:
 def _measure(path: Path) -> int:
     try:
         return path.stat().st_size
-    except OSError:  # it is gone; reading says so, or why it cannot be read
+    except OSError:  # the read that follows skips a missing file, or reports why it cannot be read
         return 0
 
 

@@ -1,4 +1,4 @@
-"""A run's events: what happened to it, one JSON line for each, for people, supervisors and reports.
+"""A run's events, one JSON line for each, for people, supervisors and reports.
 
     kind          written by                       about
     started       every rank                       a fit has taken the run's directory, before anything is restored
@@ -11,8 +11,8 @@
     failed        rank 0 (a save), every rank      a save (`checkpoint` names it; the run may go on), or the fit itself
     ended         every rank                       a fit came to its end, or was stopped by a signal
 
-A start without an `ended` or a `failed` of its own was killed. The checkpoints on the disk are the truth; a kill,
-or a power failure, right after a commit may lose the last events.
+A start without an `ended` or a `failed` of its own was killed. Only the checkpoints on the disk are authoritative: a
+kill, or a power failure, right after a commit may lose the last events.
 
 Each rank appends to a file of its own, and commands that work beside the training to another one, since appending from
 two machines to one file is not safe on every file system. `genesis_callbacks.event_reader` merges them. A line is
@@ -61,8 +61,8 @@ class Event:
         kind: What happened.
         time_seconds: Unix time, by the clock of the machine that wrote it.
         monotonic_seconds: That machine's monotonic clock, for differences between two events of one boot.
-        rank: Who wrote it; None for a command beside the training.
-        step: Windows attempted; None where it is not known yet.
+        rank: The rank that wrote it; None for a command beside the training.
+        step: Windows attempted; None if the step is not known yet.
         clocks: Exact counts at that step, such as `tokens_seen` and `updates`.
         checkpoint: The checkpoint that it is about, relative to the run's directory of checkpoints.
         error_class: The class of the error, if the event is about one.
@@ -105,13 +105,13 @@ def encode_event(event: Event) -> bytes:
 
 
 def _cut(text: str, limit: int) -> str:
-    """Returns what a terminal prints and does not obey of the beginning of a text, in one line."""
+    """Returns the beginning of a text in one line without control characters."""
     shown = printable(text[:limit])
     return shown if len(text) <= limit and len(shown) <= limit else f"{shown[: limit - 3]}..."
 
 
 def decode_event(line: bytes) -> Event | None:
-    """Returns the event of a line; None for a torn one, and for what no version of this module writes.
+    """Returns the event of a line; None for a torn line, and for a line that no version of this module writes.
 
     Whatever the line holds, memory and time are bounded by its length, which is limited to `MAX_LINE_BYTES`.
     """
@@ -148,7 +148,7 @@ def _decode(content: dict[str, Any]) -> Event:
 
 
 def _text(value: Any) -> str:
-    """Returns a text that is safe to print, as what this module writes is."""
+    """Returns a text that is safe to print, whoever wrote the file."""
     if not isinstance(value, str):
         raise TypeError("not a text")
     return printable(value[:_MAX_TEXT])
@@ -179,7 +179,7 @@ class EventLog:
 
     Args:
         run_dir: The run's directory.
-        rank: Who writes; None for a command beside the training.
+        rank: The rank that writes; None for a command beside the training.
     """
 
     def __init__(self, run_dir: Path, rank: int | None) -> None:
@@ -261,6 +261,8 @@ def _append_line(path: Path, line: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = _open(path)
     try:
+        # One writer per file makes this safe: nobody appends between this look and the write. A kill within the write
+        # leaves a part of one line, which the next start ends here.
         num_bytes = os.fstat(descriptor).st_size
         if num_bytes > 0 and os.pread(descriptor, 1, num_bytes - 1) != b"\n":
             line = b"\n" + line
@@ -272,5 +274,5 @@ def _append_line(path: Path, line: bytes) -> None:
 
 
 def _open(path: Path) -> int:
-    # Never waits: something else than a file may lie at the path.
+    # O_NONBLOCK: a FIFO or a device may lie at the path, and must not block training.
     return os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)

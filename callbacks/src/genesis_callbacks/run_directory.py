@@ -1,4 +1,4 @@
-"""Where everything lies in a run's directory, as far as the callbacks write it. Imports no torch.
+"""The paths in a run's directory that the callbacks write. Imports no torch.
 
     RUN/checkpoints/                    `checkpoints`: one `step-XXXXXXXX` for each commit, and beside them
         .lock                           held by the run that trains
@@ -58,7 +58,7 @@ def read_run_dir(given: str | Path) -> Path:
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The places in one run's directory. It looks at no disk: a place need not exist.
+    """The paths in one run's directory. It reads no disk: a path need not exist.
 
     Args:
         path: The run's directory.
@@ -72,7 +72,7 @@ class RunDirectory:
 
     @classmethod
     def holding(cls, path: Path) -> "RunDirectory | None":
-        """Returns the run that holds a checkpoint, or a directory of checkpoints, by their names; None for none.
+        """Returns the run that holds a checkpoint or a directory of checkpoints, by their names; None if there is none.
 
         Example:
             >>> RunDirectory.holding(Path("/runs/a/checkpoints/step-00000010")).path.as_posix()

@@ -47,7 +47,7 @@ class Schedule:
 
 
 def lr_factor(clock: int, schedule: Schedule) -> float:
-    """Returns the share of the peak learning rate for the update that is made when `clock` units lie behind.
+    """Returns the share of the peak learning rate for the update after `clock` units.
 
     The first update of a warm-up has 1/warmup and not 0, the last one the peak; the first after `total` has the floor.
 
@@ -56,10 +56,12 @@ def lr_factor(clock: int, schedule: Schedule) -> float:
         >>> [lr_factor(clock, schedule) for clock in (0, 1, 2, 6, 10, 99)]
         [0.5, 1.0, 1.0, 0.75, 0.5, 0.5]
     """
+    # Plus one, because a rate of 0 in the first update would waste its window.
     if clock < schedule.warmup:
         return (clock + 1) / schedule.warmup
     if schedule.shape == "constant":
         return 1.0
+    # Before the shapes, because the cosine would rise again beyond the planned end.
     if clock >= schedule.total:
         return schedule.floor
     start = schedule.total - schedule.decay if schedule.shape == "wsd" else schedule.warmup

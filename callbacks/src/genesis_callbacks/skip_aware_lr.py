@@ -1,4 +1,4 @@
-"""Sets the learning rate from what really happened: it stands still while windows are skipped.
+"""Sets the learning rate from the updates that really happened: it does not advance in skipped windows.
 
     logged               unit and meaning
     optim/lr             learning rate of the first parameter group in this window
@@ -36,9 +36,10 @@ class SkipAwareLR(pl.Callback):
     """Learning rate of each parameter group = its peak x a factor that depends on a clock of `TokenCounters`.
 
     A group's peak is the learning rate with which this run's `configure_optimizers` built it, never one from a
-    checkpoint: whoever resumes with another learning rate gets it, times the factor of the restored clock, and one line
-    says so. The factor is set before each batch; no lr_scheduler is needed, and none is allowed beside it. With
-    `shape="own"` nothing is set: the project's own schedulers with interval `step` are called after updates only.
+    checkpoint: a run that resumes with another learning rate uses the new one, times the factor of the restored clock,
+    and logs the change. The factor is set before each batch; no lr_scheduler is needed, and none is allowed beside it.
+    With `shape="own"` the callback sets no rate: it calls the project's own schedulers with interval `step` after
+    updates only.
 
     Lengths are in the clock's unit: updates with `by="updates"`, else tokens.
 
@@ -109,7 +110,7 @@ class SkipAwareLR(pl.Callback):
         return {"version": _STATE_VERSION, "peaks": dict(self._named_peaks), "replays": self._num_replays}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the replays; the peaks only to say what changed."""
+        """Takes the replays; the peaks only to report a change."""
         if state_dict["version"] != _STATE_VERSION:
             raise UserError(
                 f"the checkpoint's schedule has version {state_dict['version']}, this release reads {_STATE_VERSION}: "
@@ -141,8 +142,8 @@ class SkipAwareLR(pl.Callback):
         self._named_peaks = {group.get("name", str(index)): float(group["lr"]) for index, group in enumerate(groups)}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Puts itself between Lightning and the module's hooks, where asked to."""
-        if trainer.global_step == 0:
+        """Wraps the module's hooks where the options ask for it, and reports changed peaks."""
+        if trainer.global_step == 0:  # a new run with a callback that an earlier fit has used
             self._num_replays = 0
         for name, peak in self._named_peaks.items():
             if self._restored_peaks.get(name, peak) != peak and self._schedule is not None:
@@ -168,7 +169,7 @@ class SkipAwareLR(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Logs."""
+        """Logs the learning rates."""
         every = vars(trainer)["log_every_n_steps"]  # a public attribute that Lightning's annotations leave out
         if every > 0 and (trainer.global_step % every == 0 or trainer.should_stop):
             # As CPU tensors: Lightning would move a number to the device and wait for it.
@@ -176,7 +177,7 @@ class SkipAwareLR(pl.Callback):
             pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Gives the module's hooks back."""
+        """Unwraps the module's hooks."""
         self._restore_hooks()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -259,6 +260,7 @@ class SkipAwareLR(pl.Callback):
         gated = [c.scheduler for c in trainer.lr_scheduler_configs if c.interval == "step" and not c.reduce_on_plateau]
         original = pl_module.lr_scheduler_step
 
+        # The module's hook and not `scheduler.step`: a wrapper on the scheduler would enter its state_dict.
         def step_after_updates(scheduler: Any, metric: Any) -> None:
             if counters.has_updated or all(scheduler is not one for one in gated):
                 original(scheduler, metric)
@@ -270,6 +272,8 @@ class SkipAwareLR(pl.Callback):
         original = pl_module.optimizer_step
 
         def step_until_finite(epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any]) -> None:
+            # A fallen scale is the scaler's only public sign of an overflow. Reading it waits for the device, and so
+            # does the scaler's own step.
             scale = scaler.get_scale()
             original(epoch, batch_idx, optimizer, optimizer_closure)
             for _ in range(self._max_replays):
@@ -283,7 +287,9 @@ class SkipAwareLR(pl.Callback):
         self._wrap(pl_module, "optimizer_step", step_until_finite)
 
     def _wrap(self, pl_module: pl.LightningModule, name: str, wrapper: Callable[..., None]) -> None:
-        """Puts a hook onto the module's instance until `_restore_hooks`."""
+        """Replaces a hook on the module's instance until `_restore_hooks`."""
+        # Through `vars`: nn.Module's `__setattr__` and `__delattr__` have cases of their own. The removal of the
+        # instance's attribute uncovers the class's method again.
         attributes = vars(pl_module)
         was_wrapped, before = name in attributes, attributes.get(name)
 
@@ -303,7 +309,7 @@ class SkipAwareLR(pl.Callback):
     def _leave(self, trainer: pl.Trainer) -> None:
         self._restore_hooks()
         if self._schedule is not None and self._peaks:
-            # Who fits again with the same optimizer starts from the same peak.
+            # `on_fit_start` reads the peaks from the optimizers: another fit must find them unscaled.
             self._set_lrs(trainer, 1.0)
         self._peaks = []
 

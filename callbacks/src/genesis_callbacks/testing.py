@@ -101,7 +101,7 @@ def _fork_writer(end: socket.socket) -> Any:
         pid = os.fork()
     if pid:
         os.close(tell)
-        os.read(ready, 1)  # it has its session now, as a process that `Popen` returns
+        os.read(ready, 1)  # until the child has its own session, as a process of `Popen` has when that returns
         os.close(ready)
         return _ForkedWriter(pid)
     try:
@@ -109,7 +109,7 @@ def _fork_writer(end: socket.socket) -> Any:
         os.setsid()
         os.write(tell, b"1")
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(end.fileno(), 3)
+        os.dup2(end.fileno(), 3)  # then close the rest: a copy of the trainer's channel would hide the trainer's death
         os.closerange(4, os.sysconf("SC_OPEN_MAX"))
         os.environ.update(writer_process.writer_environment())
         sys.argv[1:] = ["3"]
@@ -130,8 +130,8 @@ def _serve_rank(
     arguments: tuple[Any, ...],
 ) -> None:
     fork_writers(forks_writers)
-    # As in a process that was started. A loader's workers would come from a fork server of this rank's own otherwise,
-    # which would import everything again.
+    # The default start method, as in any new process. Otherwise the workers of a loader would come from another fork
+    # server of this rank, which would import everything again.
     set_start_method(None, force=True)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), NODE_RANK="0")
     torch.set_num_threads(1)

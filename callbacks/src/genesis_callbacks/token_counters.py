@@ -140,7 +140,7 @@ class TokenCounters(pl.Callback):
         self._skips: dict[str, int] = {}
         self._was_restored = False
 
-    # ---- what others read
+    # ---- properties for other callbacks
 
     @property
     def step(self) -> int:
@@ -217,7 +217,7 @@ class TokenCounters(pl.Callback):
     # ---- hooks
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Makes the group of hosts: here all ranks come by, and no checkpoint has been read yet."""
+        """Makes the gloo group: every rank calls this hook, and no checkpoint has been read yet."""
         if stage == "fit":
             self._was_restored = False
             self._is_alone = trainer.world_size == 1
@@ -225,7 +225,8 @@ class TokenCounters(pl.Callback):
                 self._group.join()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Listens to the optimizers."""
+        """Registers hooks on the optimizers."""
+        # Not in `on_fit_start`, before which FSDP2's restore has not happened: global_step would still be 0 there.
         self._start_clocks(trainer.global_step)
         self._num_ranks_per_batch = _count_ranks_per_batch(trainer)
         self._scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -235,9 +236,11 @@ class TokenCounters(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Begins to count the batch over all ranks, while it trains."""
+        """Starts to count the batch over all ranks; the sum runs while the batch trains."""
         if self._pending is not None:
             self._pending.wait()  # the batch before had no end: the module ended the epoch
+        # The number of updates rides along, so that ranks which disagreed on a skip are found one window later,
+        # without a collective of its own.
         values = (self._count(batch), self._updates)
         self._pending = Pending(torch.tensor(values), None) if self._is_alone else self._group.sum(values)
         self._global_step = trainer.global_step
@@ -250,16 +253,18 @@ class TokenCounters(pl.Callback):
         tokens, updates_of_ranks = self._pending.wait()
         self._pending = None
         self._check_agreement(updates_of_ranks, trainer.world_size)
-        tokens //= self._num_ranks_per_batch
+        tokens //= self._num_ranks_per_batch  # exact: each batch was counted by so many ranks
         self._tokens_seen += tokens
         self._window_tokens += tokens
+        # Lightning increments global_step in the optimizer's step even if the step was vetoed: it ends a window.
         if trainer.global_step > self._global_step:
             self._end_window(None if self.has_updated else self._reason(pl_module, outputs))
         if _is_log_step(trainer):
             self._log(pl_module)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Checks the last window's agreement, leaves the optimizers, and warns of the windows that were skipped."""
+        """Checks the last window's agreement, removes the hooks, and warns of the windows that were skipped."""
+        # The check in `on_train_batch_end` is one window behind, and no batch follows the last one.
         if not self._is_alone:
             (updates_of_ranks,) = self._group.sum((self._updates,)).wait()
             self._check_agreement(updates_of_ranks, trainer.world_size)
@@ -268,14 +273,15 @@ class TokenCounters(pl.Callback):
             rank_zero_warn(describe_skips(self._step, self._skips), category=SkippedWindowsWarning)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Leaves the optimizers; the clocks stay at the last batch that ended."""
+        """Removes the hooks; the clocks stay at the last batch that ended."""
+        # Without a reduction: other ranks may be gone.
         self._leave()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Leaves the optimizers."""
+        """Removes the hooks."""
         self._leave()
 
-    # ---- what they do
+    # ---- parts of the hooks
 
     def _start_clocks(self, global_step: int) -> None:
         if global_step == 0:
@@ -290,6 +296,7 @@ class TokenCounters(pl.Callback):
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._was_called = True
+        # A veto sets every gradient to None before the step. The step then runs over nothing.
         if all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"]):
             return
         # After an overflow a scaler leaves an ordinary optimizer alone. It calls a fused one, which skips inside.
@@ -303,6 +310,7 @@ class TokenCounters(pl.Callback):
         return float(self._scaler.get_scale())
 
     def _reason(self, pl_module: pl.LightningModule, outputs: Any) -> str:
+        # A closure that returned no loss also keeps the optimizer from being called: that is no overflow.
         has_loss = bool(outputs) or not pl_module.automatic_optimization
         was_withheld = self._scaler is not None and not self._was_called and has_loss
         is_overflow = was_withheld or self._fused_scale is not None
