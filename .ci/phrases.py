@@ -1,4 +1,4 @@
-"""Fails where a text has a phrase that the house style replaces, and that codespell cannot express (`words.txt`).
+"""Fails if a text has a phrase that the house style replaces but codespell's `words.txt` cannot express.
 
 A rule is a regular expression with the words to use instead and the paths where it holds. A word that is right in other
 contexts has a narrow rule: its paths, or the words around it, leave those contexts out. A line that needs the phrase,
@@ -86,7 +86,7 @@ def list_texts(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def main() -> int:
-    """Prints every phrase; returns 1 if there is one."""
+    """Prints every phrase found; returns 1 if a phrase was found."""
     found = [line for name, text in list_texts(ROOT) for line in find_phrases(name, text)]
     for line in found:
         print(line, file=sys.stderr)

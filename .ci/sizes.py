@@ -1,7 +1,7 @@
-"""Fails where a module or a class of the two packages has grown into a hub; `--statistics` prints how large they are.
+"""Fails if a module or class of the two packages is too large; `--statistics` prints the sizes.
 
-A module has at most MAX_LINES lines and a class at most MAX_METHODS methods. What may be larger is named in EXCEPTIONS
-with the reason; an exception that is no longer needed fails, too.
+A module has at most MAX_LINES lines and a class at most MAX_METHODS methods. EXCEPTIONS lists larger modules and
+classes with the reason; an exception that is no longer needed is also a failure.
 """
 
 import argparse
@@ -16,7 +16,7 @@ MAX_LINES = 500
 MAX_METHODS = 30
 
 EXCEPTIONS: dict[str, str] = {}
-"""`path` or `path::Class`, and why it may be larger."""
+"""`path` or `path::Class`, and why the module or class may be larger."""
 
 
 def measure_modules(root: Path) -> dict[str, int]:
@@ -29,7 +29,7 @@ def measure_modules(root: Path) -> dict[str, int]:
 
 
 def measure_classes(root: Path) -> dict[str, int]:
-    """Returns the number of methods of every class, as `path::Class`; what it inherits is not counted."""
+    """Returns the number of methods of every class, as `path::Class`; inherited methods are not counted."""
     sizes = {}
     for name in measure_modules(root):
         for node in ast.walk(ast.parse((root / name).read_text(encoding="utf-8"))):

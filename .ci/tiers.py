@@ -1,7 +1,7 @@
-"""A pytest plugin that reports, at the end of a run, what each tier took and which quick tests belong in the slow one.
+"""A pytest plugin that reports the duration of each tier at the end of a run, and the quick tests that are too slow.
 
-It is a report and never a failure: how long a test takes also says how busy the machine is. CONTRIBUTING.md says how a
-test's tier is chosen.
+The report is never a failure, because a test's duration also depends on the load of the machine. CONTRIBUTING.md
+describes how to choose a test's tier.
 """
 
 from collections import Counter
@@ -9,14 +9,14 @@ from collections import Counter
 import pytest
 
 TIERS = ("long", "slow", "bench", "demo")
-"""The markers of all tiers but the quick one, which has none."""
+"""The markers of all tiers except the quick tier, which has no marker."""
 LIMIT_SECONDS = 3.0
-"""Of a phase (setup, call or teardown) of a quick test, on two quiet cores."""
+"""Limit of each phase (setup, call or teardown) of a quick test, on two idle cores."""
 MAX_LISTED = 20
 
 
 class TierReport:
-    """Adds up what the phases of tests took. With pytest-xdist they come from all workers."""
+    """Adds up the durations of the phases of tests, with pytest-xdist over all workers."""
 
     def __init__(self) -> None:
         self._seconds: Counter[str] = Counter()
@@ -25,11 +25,11 @@ class TierReport:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Writes to each test's report, which goes from worker to controller, in which tier it is.
+        """Writes each test's tier to the test's report, which pytest-xdist sends from worker to controller.
 
         Raises:
-            pytest.UsageError: This pytest-xdist does not group this pytest's tests. It does so by a private attribute
-                of pytest's, and without it each worker would build the fixtures that a group shares.
+            pytest.UsageError: The installed pytest-xdist cannot group the tests of the installed pytest. Grouping needs
+                a private attribute of pytest; without groups each worker would build the fixtures that a group shares.
         """
         is_grouped = config.getoption("loadgroup", default=False)
         for item in items:
@@ -50,7 +50,7 @@ class TierReport:
             self._over.append((report.duration, f"{report.when:8} {report.nodeid}"))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Prints the sums, and the quick tests that took longest."""
+        """Prints the durations of the tiers, and the quick tests that took longest."""
         for tier, seconds in self._seconds.items():
             terminalreporter.write_line(
                 f"{tier} tier: {self._tests[tier]} tests took {seconds:.0f} s, one after another"

@@ -1,4 +1,4 @@
-"""What many tests start from."""
+"""Fixtures that many tests share, and the setup of the test session."""
 
 import random
 import shutil
@@ -22,13 +22,13 @@ WORDS = ("alpha", "beta", "    return", "class ", "def ", "\n\n", "====", "\u00e
 
 pytest_plugins = ["tiers"]
 
-# As the table of commands does it, before a test imports lm-eval.
+# lm-eval must be silenced before its import; `genesis evaluate` makes the same call.
 make_quiet()
 
-# How long an example takes says how busy the machine is.
+# No deadline, because the duration of an example depends on the load of the machine.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
-# An import costs more than most tests: ranks, writers and proofs are forked from processes that have imported once.
+# Imports take longer than most tests, so ranks, writers and proofs are forked from processes with the imports done.
 preload("genesis.cli.fit", "pytest", "hypothesis", "tests.cli.tiny", "tests.data.corpora")
 fork_writers()
 proof.run_prove = run_prove
@@ -58,7 +58,7 @@ def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory: pytest.TempPathFactory, tokenizer_file: Path) -> Path:
-    """A run's directory with three checkpoints of other weights, and its tokenizer."""
+    """Returns a run's directory with a tokenizer and three checkpoints of different weights."""
     directory = tmp_path_factory.mktemp("run")
     shutil.copy(tokenizer_file, directory)
     for step in (1, 2, 3):
@@ -68,7 +68,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tokenizer_file: Path) -> Path:
 
 @pytest.fixture
 def own_run(run: Path, tmp_path: Path) -> Path:
-    """A copy of the run that a test may change."""
+    """Returns a copy of the run that a test may change."""
     return shutil.copytree(run, tmp_path / "own" / "run")
 
 
@@ -79,7 +79,7 @@ def checkpoint(run: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
-    """In several files."""
+    """Returns an exported model whose weights are in several files."""
     out = tmp_path_factory.mktemp("exported") / "model"
     export_checkpoints([checkpoint], out, ExportOptions(max_file_bytes=60_000))
     return out

@@ -1,4 +1,4 @@
-"""These tests run with genesis absent, as in other people's projects, even where it is installed."""
+"""Setup of the test session. As in other projects, genesis cannot be imported here, even if it is installed."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ from genesis_callbacks.testing import fork_writers, preload
 
 pytest_plugins = ["tiers"]
 
-# How long an example takes says how busy the machine is.
+# No deadline, because the duration of an example depends on the load of the machine.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
@@ -21,17 +21,17 @@ TESTS = Path(__file__).parent
 WITHOUT_GENESIS = str(TESTS / "without_genesis")
 
 sys.path.insert(0, WITHOUT_GENESIS)
-# Ranks, writers and programs that tests start find it first too, and the ranks' fork server finds what it imports.
+# Ranks, writers and programs that tests start search this directory first, too; the fork server finds its preloads.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (WITHOUT_GENESIS, str(TESTS), os.environ.get("PYTHONPATH"))))
 
-# An import costs more than most tests: ranks and writers are forked from a process that has imported what tests import.
+# Imports take longer than most tests, so ranks and writers are forked from a process with the tests' imports done.
 preload("pytest", "hypothesis", "plain_project", "outside.projects", "simulated.project")
 fork_writers()
 
 
 @pytest.fixture
 def started_writers() -> Iterator[None]:
-    """Writers are started as trainers outside of tests start them: for tests of the start, or of the whole process."""
+    """Starts writers as trainers outside of tests do: for tests of the start, or of the whole process."""
     fork_writers(False)
     yield
     fork_writers()
@@ -39,6 +39,6 @@ def started_writers() -> Iterator[None]:
 
 @pytest.fixture
 def memory_path(tmp_path: Path) -> Iterator[Path]:
-    """A directory in memory where there is such a thing: hundreds of saves whose faults are made need no real disk."""
+    """Yields a directory in memory if possible: hundreds of saves with injected faults need no real disk."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path) as directory:
         yield Path(directory)

@@ -1,4 +1,4 @@
-"""Tokens per second of the data: a prepared corpus beside other projects' readers, a stream beside SentencePiece.
+"""Measures data throughput: a prepared corpus beside other projects' readers, a stream beside SentencePiece.
 
     prepared    windows of a corpus on disk, on one core, in turns with others' readers of the same tokens
     opening     how long a corpus of 60 billion tokens in 100,000 shards takes to open, and how much memory
@@ -82,25 +82,39 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--parts",
         type=lambda text: text.split(","),
         default=["prepared", "opening", "streaming"],
-        help="of prepared, opening, streaming (default: all)",
+        help="parts to measure, from prepared, opening, streaming (default: all)",
     )
     parser.add_argument(
-        "--peers", default="", help="others' readers of the prepared tokens: litdata=PYTHON,mosaicml_streaming=PYTHON"
+        "--peers", default="", help="other projects' readers to compare: litdata=PYTHON,mosaicml_streaming=PYTHON"
     )
-    parser.add_argument("--tokens", type=int, default=100_000_000, help="of the corpus (default %(default)s)")
-    parser.add_argument("--pairs", type=int, default=10, help="rounds (default %(default)s)")
-    parser.add_argument("--seconds", type=float, default=1.0, help="length of a turn (default %(default)s)")
-    parser.add_argument("--text-bytes", type=int, default=30_000_000, help="to stream (default %(default)s)")
-    parser.add_argument("--vocab-size", type=int, default=49_152, help="of its tokenizer (default %(default)s)")
+    parser.add_argument("--tokens", type=int, default=100_000_000, help="tokens of the corpus (default %(default)s)")
+    parser.add_argument("--pairs", type=int, default=10, help="number of rounds (default %(default)s)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="seconds of a turn (default %(default)s)")
     parser.add_argument(
-        "--memory-tokens", type=int, default=100_000_000, help="to stream while memory is watched (default %(default)s)"
+        "--text-bytes", type=int, default=30_000_000, help="bytes of text to stream (default %(default)s)"
     )
     parser.add_argument(
-        "--workers", type=int, default=len(os.sched_getaffinity(0)), help="that stream, and threads of SentencePiece"
+        "--vocab-size", type=int, default=49_152, help="ids of the stream's tokenizer (default %(default)s)"
     )
-    parser.add_argument("--sparse-share", type=float, default=1.0, help="of the 60 billion tokens (default all)")
-    parser.add_argument("--dir", type=Path, help="where corpora go for a while (default: the system's)")
-    parser.add_argument("--out", type=Path, help="the record, as benchmarks/records/data.json; .md with it")
+    parser.add_argument(
+        "--memory-tokens",
+        type=int,
+        default=100_000_000,
+        help="tokens to stream for the memory measurement (default %(default)s)",
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="streaming processes, and threads of SentencePiece",
+    )
+    parser.add_argument(
+        "--sparse-share", type=float, default=1.0, help="share of the 60 billion tokens to open (default: all)"
+    )
+    parser.add_argument("--dir", type=Path, help="directory for temporary corpora (default: the system's)")
+    parser.add_argument(
+        "--out", type=Path, help="file for the record, such as benchmarks/records/data.json; also writes an .md page"
+    )
     options = parser.parse_args(argv)
     for part in options.parts:
         if part not in ("prepared", "opening", "streaming"):

@@ -1,4 +1,4 @@
-"""Multiple-choice tasks through `genesis evaluate`'s engine, beside lm-eval's `hf` backend on the export of the model.
+"""Times multiple-choice tasks in `genesis evaluate`'s engine beside lm-eval's `hf` backend on the exported model.
 
 Two tasks are made of the documentation that comes with Python, alike in their lengths to HellaSwag (a context of many
 words, four long endings) and to ARC (a question, four short answers); the tokenizer is one of its standard library.
@@ -111,11 +111,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="genesis bench evaluate", description=(__doc__ or "").split("\n", 1)[0])
     add = parser.add_argument
-    add("--config", type=Path, default=Path("configs/model/genesis-10m.yaml"), help="the model's shape (%(default)s)")
-    add("--questions", type=int, default=200, help="of each task (default %(default)s)")
-    add("--pairs", type=int, default=10, help="rounds (default %(default)s)")
-    add("--threads", type=int, help="of torch (default: as many as it takes)")
-    add("--out", type=Path, help="the record, as benchmarks/records/evaluate.json; .md with it")
+    add(
+        "--config",
+        type=Path,
+        default=Path("configs/model/genesis-10m.yaml"),
+        help="configuration of the model's shape (default %(default)s)",
+    )
+    add("--questions", type=int, default=200, help="questions per task (default %(default)s)")
+    add("--pairs", type=int, default=10, help="number of rounds (default %(default)s)")
+    add("--threads", type=int, help="CPU threads of torch (default: torch's own choice)")
+    add(
+        "--out",
+        type=Path,
+        help="file for the record, such as benchmarks/records/evaluate.json; also writes an .md page",
+    )
     options = parser.parse_args(argv)
     for name in ("questions", "pairs", "threads"):
         value = getattr(options, name)

@@ -1,7 +1,7 @@
-"""The training step beside a bare PyTorch loop, other projects' trainers and the machine's matmul rate, in one run.
+"""Compares the training step with a bare PyTorch loop, other projects' trainers and the machine's matmul rate.
 
-Each contender is a process that trains the same shape on the same random tokens. They work in short bursts, one after
-another, in an order that rotates; every speed is judged by ratios within a round (`genesis.bench.pairs`).
+Each contender is a process that trains the same shape on the same random tokens. The contenders train in short bursts,
+one after another, in a rotating order; speeds are compared by ratios within a round (`genesis.bench.pairs`).
 """
 
 import argparse
@@ -91,7 +91,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Result:
-    """What is said of one contender.
+    """The results of one contender.
 
     Args:
         tokens_per_second: Median over rounds.
@@ -99,9 +99,9 @@ class Result:
         speed_of_genesis_by_cpu_time: The same with CPU time in place of wall time, which other work on the machine
             hardly touches; None where it means nothing: threads that wait for one another or for a GPU burn it too.
         share_of_peak: This contender's arithmetic per second over the matmul worker's, paired; on a GPU its MFU.
-        peak_resident_bytes: Of its process.
-        peak_device_bytes: On the GPU.
-        loss: Of a late step: that it trains at all.
+        peak_resident_bytes: Peak resident memory of the contender's process.
+        peak_device_bytes: Peak memory on the GPU.
+        loss: Loss of a late step, which shows that the contender really trains.
     """
 
     tokens_per_second: float
@@ -131,24 +131,36 @@ def main(argv: list[str]) -> int:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(prog="genesis bench step", description=(__doc__ or "").split("\n", 1)[0])
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--model", choices=MODELS, default="9m", help="a shape by name (default %(default)s)")
-    what.add_argument("--config", type=Path, help="a recipe, as configs/genesis-1b.yaml")
+    what.add_argument("--model", choices=MODELS, default="9m", help="name of a model shape (default %(default)s)")
+    what.add_argument("--config", type=Path, help="recipe file, such as configs/genesis-1b.yaml")
     parser.add_argument(
         "--contenders",
         default=",".join(contender.name for contender in OWN),
-        help="ours that take part (default %(default)s)",
+        help="contenders of genesis to compare (default %(default)s)",
     )
-    parser.add_argument("--peers", default="", help="others: transformers,litgpt=PYTHON,olmo_core=PYTHON")
-    parser.add_argument("--pairs", type=int, default=10, help="rounds (default %(default)s)")
-    parser.add_argument("--burst-steps", type=int, default=5, help="windows of each in a round (default %(default)s)")
-    parser.add_argument("--warmup-steps", type=int, default=4, help="windows before them (default %(default)s)")
-    parser.add_argument("--micro-batch-size", type=int, help="sequences; by default the recipe's")
-    parser.add_argument("--micro-batches", type=int, default=1, help="of a window (default %(default)s)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="on the CPU (default: all)")
+    parser.add_argument(
+        "--peers", default="", help="trainers of other projects: transformers,litgpt=PYTHON,olmo_core=PYTHON"
+    )
+    parser.add_argument("--pairs", type=int, default=10, help="number of rounds (default %(default)s)")
+    parser.add_argument(
+        "--burst-steps", type=int, default=5, help="windows of each contender per round (default %(default)s)"
+    )
+    parser.add_argument(
+        "--warmup-steps", type=int, default=4, help="windows before the first round (default %(default)s)"
+    )
+    parser.add_argument("--micro-batch-size", type=int, help="sequences per micro-batch (default: the recipe's)")
+    parser.add_argument("--micro-batches", type=int, default=1, help="micro-batches per window (default %(default)s)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="CPU threads (default: all cores)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--precision", choices=("32-true", "bf16-mixed"), help="by default the recipe's")
+    parser.add_argument(
+        "--precision", choices=("32-true", "bf16-mixed"), help="training precision (default: the recipe's)"
+    )
     parser.add_argument("--compile", action="store_true", help="compile every contender's model")
-    parser.add_argument("--out", type=Path, help="the record, as benchmarks/records/step-9m-cpu.json; .md with it")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="file for the record, such as benchmarks/records/step-9m-cpu.json; also writes an .md page",
+    )
     options = parser.parse_args(argv)
     for name in ("pairs", "burst_steps", "warmup_steps", "micro_batches", "threads"):
         if getattr(options, name) < 1:

@@ -34,12 +34,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints the record and writes it where `--out` says; exit status 1 below `--at_least`."""
     parser = Parser(prog="genesis bench tokenize", description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--pairs", type=int, default=10, help="pairs of runs (default %(default)s)")
-    parser.add_argument("--text_bytes", type=int, default=60_000_000, help="text to tokenize (default %(default)s)")
-    parser.add_argument("--vocab_size", type=int, default=49_152, help="of the tokenizer (default %(default)s)")
-    parser.add_argument("--num_workers", type=int, default=len(os.sched_getaffinity(0)), help="processes, and threads")
-    parser.add_argument("--at_least", type=float, default=0.9, help="ratio that is demanded (default %(default)s)")
-    parser.add_argument("--hardware", default="unknown", help="what the record says of this machine")
-    parser.add_argument("--out", type=Path, help="file for the record, as benchmarks/records/tokenize.json")
+    parser.add_argument(
+        "--text_bytes", type=int, default=60_000_000, help="bytes of text to tokenize (default %(default)s)"
+    )
+    parser.add_argument("--vocab_size", type=int, default=49_152, help="ids of the tokenizer (default %(default)s)")
+    parser.add_argument(
+        "--num_workers",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="worker processes, and threads of SentencePiece",
+    )
+    parser.add_argument(
+        "--at_least", type=float, default=0.9, help="smallest ratio with exit status 0 (default %(default)s)"
+    )
+    parser.add_argument("--hardware", default="unknown", help="description of this machine in the record")
+    parser.add_argument("--out", type=Path, help="file for the record, such as benchmarks/records/tokenize.json")
     arguments = parser.parse_args(argv)
 
     texts = read_texts(arguments.text_bytes)

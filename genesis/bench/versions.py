@@ -1,4 +1,4 @@
-"""Two versions of Genesis beside each other in one run: the training step, reading prepared data, and a save.
+"""Compares two versions of Genesis in one run: the training step, reading prepared data, and a save.
 
 Both versions run the same workers, each from its own checkout and both under this interpreter. They take turns, in an
 order that alternates, and every comparison is a ratio within a round (`genesis.bench.pairs`). A ratio is time over
@@ -51,14 +51,14 @@ Seconds = Mapping[str, Mapping[str, Sequence[float]]]
 
 @dataclass(frozen=True)
 class Checkout:
-    """A version that takes part: its name in the report, and the root of its repository."""
+    """A version to compare: its name in the report, and the root of its repository."""
 
     name: str
     root: Path
 
     @property
     def environment(self) -> dict[str, str]:
-        """What makes a worker import this version."""
+        """The environment variables that make a worker import this version."""
         return {"PYTHONPATH": os.pathsep.join((str(self.root), str(self.root / "callbacks" / "src")))}
 
 
@@ -103,19 +103,34 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "--parts",
         type=lambda text: text.split(","),
         default=["step", "data", "checkpoint"],
-        help="of step, data, checkpoint (default: all)",
+        help="parts to compare, from step, data, checkpoint (default: all)",
     )
-    parser.add_argument("--model", choices=sorted(STEP_MODELS), default="9m", help="of step (default %(default)s)")
     parser.add_argument(
-        "--saved-model", choices=sorted(CHECKPOINT_MODELS), default="43m", help="of checkpoint (default %(default)s)"
+        "--model", choices=sorted(STEP_MODELS), default="9m", help="model of the part step (default %(default)s)"
+    )
+    parser.add_argument(
+        "--saved-model",
+        choices=sorted(CHECKPOINT_MODELS),
+        default="43m",
+        help="model of the part checkpoint (default %(default)s)",
     )
     parser.add_argument("--pairs", type=int, default=20, help="rounds of each part (default %(default)s)")
     parser.add_argument("--windows", type=int, default=5, help="windows of a turn (default %(default)s)")
-    parser.add_argument("--seconds", type=float, default=1.0, help="length of a turn of data (default %(default)s)")
-    parser.add_argument("--tokens", type=int, default=20_000_000, help="of data's corpus (default %(default)s)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of a worker (default: all cores)")
-    parser.add_argument("--dir", type=Path, help="where corpora and checkpoints go (default: the system's)")
-    parser.add_argument("--out", type=Path, help="the record, as benchmarks/records/versions.json; .md with it")
+    parser.add_argument(
+        "--seconds", type=float, default=1.0, help="seconds of a turn of the part data (default %(default)s)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=20_000_000, help="tokens of the corpus of the part data (default %(default)s)"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=os.cpu_count() or 1, help="CPU threads per worker (default: all cores)"
+    )
+    parser.add_argument("--dir", type=Path, help="directory for corpora and checkpoints (default: the system's)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="file for the record, such as benchmarks/records/versions.json; also writes an .md page",
+    )
     options = parser.parse_args(argv)
     for part in options.parts:
         if part not in ("step", "data", "checkpoint"):
