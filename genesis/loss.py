@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 IGNORE_INDEX = -100
-"""The label that the loss does not count (torch's convention)."""
+"""The label of tokens that the loss ignores (torch's convention)."""
 
 CHUNK_LOGITS_BYTES_CPU, CHUNK_LOGITS_BYTES_GPU = 8 * 2**20, 512 * 2**20
-"""Float32 logits that exist at one time: on CPU what stays near the caches, on a GPU what seldom reads the weight."""
+"""Bytes of float32 logits at one time: they fit a CPU's caches; on a GPU they let it read the weight seldom."""
 
 MIN_CHUNK_TOKENS = 256
 """Every chunk reads the weight and reads and writes its gradient: fewer tokens than this would not pay for that."""
@@ -51,6 +51,8 @@ def sum_cross_entropy(
         weight: The output weight; logits are `hidden @ weight.T`.
         labels: Of the shape of `hidden` without its last dimension.
     """
+    # A custom Function is not cast by autocast, so the dtype is read here. Autocast is off inside, because it
+    # would cast the products in float32 to 16 bits.
     device_type = hidden.device.type
     dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else hidden.dtype
     hidden, labels = hidden.flatten(0, -2), labels.flatten()
@@ -88,6 +90,7 @@ class _SumCrossEntropy(torch.autograd.Function):
             is_ignored = target == IGNORE_INDEX
             target = target.masked_fill(is_ignored, 0)
             logits = chunk @ low_weight.t()
+            # The sum over the vocabulary needs float32: in bfloat16, 8 bits of mantissa lose the small terms.
             probs = torch.softmax(logits, dim=-1, dtype=torch.float32)
             # The normaliser from the largest entry, which is never tiny: one exponential less than by log_softmax.
             log_normaliser = logits.amax(1, keepdim=True) - probs.amax(1, keepdim=True).log_()
@@ -106,6 +109,7 @@ class _SumCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        # In place, which saves two copies; autograd refuses a second backward, since the saved tensors have changed.
         grad_hidden, grad_weight = ctx.saved_tensors
         (scale,) = grad_outputs
         return grad_hidden.mul_(scale), grad_weight.mul_(scale), None, None, None

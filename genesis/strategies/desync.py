@@ -1,4 +1,4 @@
-"""Names a forward that not all ranks enter, and ends the run, instead of letting it hang.
+"""Names a forward that not all ranks enter, and ends the run, which would hang otherwise.
 
 Under sharding every forward gathers parameters from other ranks. A callback that samples text on rank 0 alone makes
 rank 0 gather from peers that have gone on: the collectives pair up wrongly or wait until the process group's timeout,
@@ -41,9 +41,10 @@ _FOREIGN_PATHS = (f"{os.sep}torch{os.sep}", f"{os.sep}lightning{os.sep}", f"{os.
 
 @dataclass(frozen=True)
 class ForwardLog:
-    """What one rank has entered: `num_forwards` in all; `kinds` are those of the last ones, one letter each.
+    """The forwards that one rank has entered.
 
-    `num_windows` are the windows that it has ended.
+    `num_forwards` counts all of them, `kinds` has one letter for each of the last ones, and `num_windows` counts the
+    windows that the rank has ended.
     """
 
     rank: int
@@ -52,7 +53,7 @@ class ForwardLog:
     num_windows: int = _NUM_FIRST_WINDOWS
 
     def kind(self, number: int) -> str | None:
-        """Returns the kind of forward `number` (from 0), or None where it is not known (any more, or yet)."""
+        """Returns the kind of forward `number` (from 0), or None if it is not known yet or no longer."""
         index = number - (self.num_forwards - len(self.kinds))
         return self.kinds[index] if 0 <= index < len(self.kinds) else None
 
@@ -60,9 +61,9 @@ class ForwardLog:
 def find_divergence(logs: Sequence[ForwardLog]) -> tuple[int, int, str] | None:
     """Returns (number, rank, what) of the first forward whose kind differs between ranks, or None.
 
-    The rank named is the one in the minority; of two, the one that is not training, since training is what all should
-    do.
+    The named rank is the one in the minority; of two ranks, the one that is not training, since all ranks should train.
     """
+    # Only forwards whose kind every rank still has: each log keeps a bounded number of them.
     first = max(log.num_forwards - len(log.kinds) for log in logs)
     for number in range(first, min(log.num_forwards for log in logs)):
         kinds = {log.rank: log.kind(number) for log in logs}
@@ -76,7 +77,7 @@ def find_divergence(logs: Sequence[ForwardLog]) -> tuple[int, int, str] | None:
 def find_leader(logs: Sequence[ForwardLog]) -> tuple[int, int] | None:
     """Returns (number, rank) of the forward that one rank has entered and another has not, or None.
 
-    None, too, while a rank has not ended its first windows.
+    The result is also None while a rank has not ended its first windows.
     """
     if min(log.num_windows for log in logs) < _NUM_FIRST_WINDOWS:
         return None
@@ -89,12 +90,12 @@ _KIND_NAMES = {"t": "training", "e": "without gradients", "g": "in eval mode wit
 
 
 class DesyncWatchdog:
-    """Watches the forwards of the sharded root in `module` on all ranks; see the module's text.
+    """Watches the forwards of the sharded root in `module` on all ranks; see the module's docstring.
 
     Args:
         module: Holds one root that `fully_shard` was applied to.
         desync_seconds: How long a rank may be ahead of another, once each has ended its first windows.
-        ranks: Those that run the same forwards, this one among them.
+        ranks: The ranks that run the same forwards, including this one.
     """
 
     def __init__(self, module: nn.Module, desync_seconds: float, ranks: Sequence[int]) -> None:
@@ -115,6 +116,8 @@ class DesyncWatchdog:
 
     def _meet(self) -> TCPStore:
         """Opens a store on a port that the system picks, and sends its address to the others. All ranks call it."""
+        # A store of its own and not the process group's: a thread that reads from that one could block the store's
+        # single connection while the training thread needs it for a new group.
         timeout = timedelta(seconds=30)
         address: list[Any] = [None]
         store = None
@@ -142,6 +145,7 @@ class DesyncWatchdog:
 
     def _count(self, module: nn.Module, _: Any) -> None:
         kind = ("t" if module.training else "g") if torch.is_grad_enabled() else "e"
+        # Both change together, or the thread would take the newest kind for that of the forward before.
         with self._lock:
             self._kinds.append(kind)
             self._num_forwards += 1
@@ -153,7 +157,7 @@ class DesyncWatchdog:
             try:
                 logs = self._exchange()
             except (RuntimeError, ValueError, dist.DistStoreError):
-                # Rank 0, which serves the store, has gone: its own end says why.
+                # Rank 0, which serves the store, is gone, and has printed the reason itself.
                 return
             verdict = None
             divergence = find_divergence(logs)
@@ -178,6 +182,7 @@ class DesyncWatchdog:
         logs = []
         for rank in self._ranks:
             num_forwards, num_windows, kinds = self._store.get(f"log/{rank}").decode().split(" ")
+            # `get` waits for a key that is not there yet, so a slow rank delays the first comparison only.
             logs.append(ForwardLog(rank, int(num_forwards), kinds, int(num_windows)))
         return logs
 
@@ -195,4 +200,5 @@ class DesyncWatchdog:
         if self._rank == 0:
             # Rank 0 serves the store: the others must read the logs first.
             time.sleep(4 * _INTERVAL_SECONDS)
+        # Not sys.exit, which ends this thread alone: the main thread hangs in a collective.
         os._exit(EXIT_STATUS)

@@ -1,4 +1,4 @@
-"""What training asks about its ranks, and who answers: the seam between the training step and every parallelism.
+"""The interface between the training step and every parallelism: the questions about ranks, and their answers.
 
 The step, the data module and the metrics know no mesh and no axis. They ask a `LayoutStrategy`, which `Replicated` and
 `Sharded` are, and which `LightningStrategy` makes of Lightning's own strategies for one device and for DDP.
@@ -36,7 +36,7 @@ class ParallelLayout:
             forwards: all, without a pipeline.
         token_group: Sums figures of this rank's rows over ranks that together read every row once.
         token_process_group: The same ranks, for tensors on the device; None for all ranks.
-        gradient_divisor: By what the gradients' reduction divides their sum over ranks: 1 if it is a sum.
+        gradient_divisor: The divisor that the gradients' reduction applies to their sum over ranks: 1 for a plain sum.
     """
 
     degrees: Degrees
@@ -99,8 +99,8 @@ class LayoutStrategy(Protocol):
 
 
 def layout_strategy(strategy: Strategy) -> LayoutStrategy:
-    """Returns a Trainer's strategy as training sees it: itself, or for one of Lightning's own what answers for it."""
-    if hasattr(type(strategy), "layout"):  # of the class: to read the instance's would compute it
+    """Returns a Trainer's strategy as training sees it: itself, or an adapter for one of Lightning's own strategies."""
+    if hasattr(type(strategy), "layout"):  # on the class, because reading the instance's property computes it
         return cast("LayoutStrategy", strategy)
     return LightningStrategy(strategy)
 
@@ -133,8 +133,8 @@ class LightningStrategy:
         """Leaves the decoder as it is.
 
         Raises:
-            UserError: The strategy has several ranks and is not DDP, so that nobody would reduce the gradients as the
-                training step counts on.
+            UserError: The strategy has several ranks and is not DDP, so that its reduction of gradients may not be the
+                one that the training step relies on.
         """
         if isinstance(self._strategy, ParallelStrategy) and not isinstance(self._strategy, DDPStrategy):
             raise UserError(

@@ -1,8 +1,8 @@
-"""One device mesh of all ranks, and its views: the only file that uses what torch keeps private about meshes.
+"""One device mesh of all ranks, and its views: the only file that uses private names of torch's meshes.
 
 All views come from one 1-D mesh, so that torch can combine them in one tensor (a parameter that tensor parallelism and
 FSDP2 both shard). Making a view makes process groups, which is a collective: every rank asks for the same views in the
-same order. A view that nobody asks for costs nothing.
+same order. An unused view costs nothing.
 """
 
 from functools import cached_property
@@ -30,22 +30,23 @@ class WorldMesh:
 
     @cached_property
     def data(self) -> DeviceMesh:
-        """Who reads what: pp, dp, cp, tp."""
+        """The axes that decide which data a rank reads: pp, dp, cp, tp."""
         return self._view(self._degrees.data_axes())
 
     @cached_property
     def dense(self) -> DeviceMesh:
-        """Where the parameters that every token uses live: pp, dp_replicate, fsdp, tp."""
+        """The axes of the parameters that every token uses: pp, dp_replicate, fsdp, tp."""
         return self._view(self._degrees.dense_axes())
 
     @cached_property
     def sparse(self) -> DeviceMesh:
-        """Where experts live: pp, dp_replicate, efsdp, ep."""
+        """The axes of experts: pp, dp_replicate, efsdp, ep."""
         return self._view(self._degrees.sparse_axes())
 
     @cached_property
     def shard(self) -> DeviceMesh:
-        """What FSDP2 takes for dense parameters: fsdp alone, or dp_replicate and fsdp."""
+        """The mesh that FSDP2 takes for dense parameters: fsdp alone, or dp_replicate and fsdp."""
+        # A second axis selects hybrid sharding, which adds an all-reduce to every reduction, even over one rank.
         names = ("fsdp",) if self._degrees.dp_replicate == 1 else ("dp_replicate", "fsdp")
         return self.dense[names]
 

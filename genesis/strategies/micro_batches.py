@@ -60,20 +60,23 @@ def train_in_turn(
     backward: Callable[[Tensor, None], object],
     gradient_reduction: Literal["window", "micro_batch"] = "window",
 ) -> WindowLoss:
-    """Runs every forward, and every backward but the last, the one in which gradients meet other ranks'.
+    """Runs every forward, and every backward but the last one, in which gradients are reduced over ranks.
 
     Args:
         decoder: The model.
-        micro_batches: This rank's between two optimizer steps, at least one.
-        scale: What each loss is multiplied by before its backward.
+        micro_batches: This rank's micro-batches between two optimizer steps, at least one.
+        scale: The factor of each loss before its backward.
         head: From labels to the head that computes their loss.
         backward: The strategy's, with Lightning's hooks around it.
-        gradient_reduction: Whether sharded gradients meet other ranks' in the last backward alone, or in every one.
+        gradient_reduction: Whether sharded gradients are reduced in the last backward alone, or in every backward.
     """
+    # The sum stays on the device: reading it here would make the host wait for every micro-batch.
     loss_sum = torch.zeros((), dtype=torch.float32, device=micro_batches[0].labels.device)
     part_sums: dict[str, Tensor] = {}
     for number, micro_batch in enumerate(micro_batches, start=1):
         is_last = number == len(micro_batches)
+        # FSDP2's post-backward hooks read this flag. The last backward runs in Lightning,
+        # after this function has returned, so its flag stays set.
         set_gradient_sync(decoder, is_reduced=is_last or gradient_reduction == "micro_batch")
         own_sum, statistics = decoder(
             micro_batch.input_ids,
@@ -93,5 +96,5 @@ def train_in_turn(
 
 
 def sum_in_turn(decoder: Decoder, micro_batches: Sequence[MicroBatch], *, head: Callable[[Tensor], Head]) -> Tensor:
-    """Returns the summed loss of all micro-batches without a backward: of validation."""
+    """Returns the summed loss of all micro-batches without a backward, for validation."""
     return torch.stack([sum_loss(decoder, micro_batch, head) for micro_batch in micro_batches]).sum()

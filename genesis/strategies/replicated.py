@@ -66,7 +66,7 @@ class Replicated(DDPStrategy):
         self.start = Start()
         self._layout: ParallelLayout | None = None
 
-    # ---- what training asks
+    # ---- the layout, for the training step
 
     @property
     def layout(self) -> ParallelLayout:
@@ -124,7 +124,7 @@ class Replicated(DDPStrategy):
     def setup_distributed(self) -> None:
         """Joins the process group and compares starts with the other ranks, unless this rank is alone."""
         if self.is_alone:
-            # What a rank of many does beside.
+            # The parts of the base's method that need no process group.
             reset_seed()
             self.set_world_ranks()
         else:
@@ -136,7 +136,7 @@ class Replicated(DDPStrategy):
     def setup(self, trainer: "pl.Trainer") -> None:
         """Moves the module to its device and builds its optimizers; with several ranks, wraps it in DDP."""
         if self.is_alone:
-            # DDP's own asks the process group.
+            # DDPStrategy.setup asks the process group, so the method of its base is called.
             super(DDPStrategy, self).setup(trainer)
         else:
             super().setup(trainer)
@@ -163,6 +163,7 @@ class Replicated(DDPStrategy):
         if self.optimizer_states == "sharded":
             self.optimizers = [_spread(optimizer) for optimizer in self.optimizers]
             return
+        # All ranks hold the same gradients after DDP, so each can orthogonalise a share of Muon's matrices.
         assert dist.group.WORLD is not None
         for optimizer in self.optimizers:
             if isinstance(optimizer, GroupedOptimizer):

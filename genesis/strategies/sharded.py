@@ -92,7 +92,7 @@ class Sharded(ModelParallelStrategy):
         self._mesh: WorldMesh | None = None
         self._layout: ParallelLayout | None = None
 
-    # ---- what training asks
+    # ---- the layout, for the training step
 
     @property
     def layout(self) -> ParallelLayout:
@@ -148,7 +148,7 @@ class Sharded(ModelParallelStrategy):
 
     @property
     def computed_dtype(self) -> torch.dtype | None:
-        """In what parameters are gathered; None for as they are."""
+        """The dtype in which parameters are gathered; None for their own."""
         default = "bfloat16" if self.precision_plugin.precision == "bf16-mixed" else None
         gathered = self.gather_dtype or default
         return None if gathered is None else getattr(torch, gathered)
@@ -222,11 +222,12 @@ class Sharded(ModelParallelStrategy):
     def optimizer_step(self, *arguments: Any, **options: Any) -> Any:
         """Runs a window's forwards, backwards and step; the watchdog counts it."""
         output = super().optimizer_step(*arguments, **options)
+        # In automatic optimization this call includes the closure, so the window's forwards are all counted by now.
         self._end_window()
         return output
 
     def validation_step(self, *arguments: Any, **options: Any) -> Any:
-        """Runs a window of validation; the watchdog counts it, too."""
+        """Runs a window of validation; the watchdog counts it like a window of training."""
         output = super().validation_step(*arguments, **options)
         self._end_window()
         return output

@@ -1,8 +1,8 @@
-"""Makes sure that the ranks which meet were started together, and that none outlives its launcher for long.
+"""Checks that the ranks that meet were started together, and ends ranks that outlive their launcher.
 
-On a fixed port a rank that an earlier start left behind can be taken for a rank of this one: its checkpoints would
-verify although its weights are another run's. So right after the process group exists all ranks compare who started
-them, and their recipes.
+On a fixed port, a rank that an earlier start left behind can be taken for a rank of this start: its checkpoints would
+verify although its weights belong to another run. So right after the process group exists, all ranks compare their
+launchers and their recipes.
 
     launcher     the same on all ranks    the same on the ranks of a node
     Lightning    -                        a number that local rank 0 draws, inherited by the ranks that it starts
@@ -51,7 +51,7 @@ class Launcher(_SubprocessScriptLauncher):
     """Lightning's launcher of further ranks, with another watch over them; each rank knows its launcher and its start.
 
     Lightning's own watch kills all ranks some seconds after one has ended, before they have named the lost one or
-    finished a save. Here they have time for that, and what ended is named.
+    finished a save. Here they have time for both, and the rank that ended is named.
     """
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -94,14 +94,14 @@ def _watch_ranks(processes: Sequence[subprocess.Popen[bytes]], is_over: threadin
 
 @dataclass(frozen=True)
 class StartOfRank:
-    """What a rank knows about its start.
+    """A rank's own record of its start.
 
     Args:
-        launcher: Who started it.
+        launcher: The program that started it.
         node: The number of its node.
-        run: The same on all ranks.
-        nonce: The same on the ranks of a node.
-        recipe_hash: Of the resolved recipe as JSON.
+        run: A name that is the same on all ranks.
+        nonce: A value that is the same on the ranks of a node.
+        recipe_hash: The hash of the resolved recipe as JSON.
     """
 
     launcher: LauncherKind
@@ -122,7 +122,7 @@ def read_start(node: int, recipe: Mapping[str, Any], environment: Mapping[str, s
 
 
 def find_stray(starts: Sequence[StartOfRank]) -> tuple[int, str] | None:
-    """Returns the first rank that was not started together with those before it and what differs, or None. Pure.
+    """Returns the first rank that was not started together with those before it, and the difference, or None. Pure.
 
     Args:
         starts: By rank.
@@ -141,7 +141,7 @@ def find_stray(starts: Sequence[StartOfRank]) -> tuple[int, str] | None:
 
 
 def check_same_start(own: StartOfRank, recipe: Mapping[str, Any]) -> None:
-    """Compares what all ranks know about their start. Every rank calls it; it communicates over a group of its own.
+    """Compares the starts of all ranks. Every rank calls it; it communicates over a group of its own.
 
     Raises:
         RunEndedError: On rank 0 and the first rank that differs from it: that rank is of another start, or has
@@ -150,6 +150,8 @@ def check_same_start(own: StartOfRank, recipe: Mapping[str, Any]) -> None:
     """
     try:
         ranks = Ranks(timeout_seconds=_ANSWER_SECONDS)
+        # First the small records, then the recipes only if their hashes differ. Every rank sees the same records and
+        # takes the same branch, so the second gather matches.
         starts = ranks.gather(own)
         found = find_stray(starts)
         if found is None:
@@ -206,7 +208,8 @@ class Start:
         if dist.get_world_size() > 1:
             check_same_start(read_start(node, self.recipe), self.recipe)
         if is_launched() and self._stopped is None:
-            # From here on others notice the loss of rank 0 and name it, and at the run's end rank 0 may be the first.
+            # Until here a rank dies with its launcher at once, since it might wait in the rendezvous for ever. From
+            # here on other ranks notice the loss of rank 0 and name it, and at the run's end rank 0 may end first.
             self._stopped = threading.Event()
             watch = threading.Thread(
                 target=_watch_launcher, args=(os.getppid(), self._stopped), name="launcher-watch", daemon=True
@@ -215,7 +218,7 @@ class Start:
             outlive_parent()
 
     def end(self) -> None:
-        """Lets this rank outlive its launcher. Waits for nobody."""
+        """Lets this rank outlive its launcher. Does not wait for other ranks."""
         if self._stopped is not None:
             self._stopped.set()
             self._stopped = None
@@ -223,6 +226,7 @@ class Start:
 
 def _watch_launcher(launcher: int, stopped: threading.Event) -> None:
     """Ends this process some time after its launcher has ended, unless it is stopped before."""
+    # A process whose parent has ended gets another parent, so a changed number is enough; a pid may be reused.
     while os.getppid() == launcher:
         if stopped.wait(_POLL_SECONDS):
             return

@@ -80,6 +80,8 @@ def _apply_activation_checkpointing(decoder: Decoder, which: ActivationCheckpoin
     if not isinstance(every_n, int) or every_n < 1:
         raise UserError(f"activation_checkpointing is {which!r}; it must be 'none', 'block' or a whole number >= 1")
     for block in list(decoder.blocks)[::every_n]:
+        # Saving and restoring generator states costs host time for each block, so it is left out where no random
+        # number is drawn. With dropout the recomputed forward must draw the same mask.
         is_random = decoder.config.dropout > 0 or any(
             part.draws_random_numbers for part in block.modules() if isinstance(part, Part)
         )
@@ -97,6 +99,7 @@ def _apply_shard(decoder: Decoder, options: ShardOptions) -> None:
     ]
     # Pinning needs an accelerator; without one the default policy fails.
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if options.offload_to_cpu else OffloadPolicy()
+    # The units first and the root last: `fully_shard` on the root takes only the parameters that no unit has taken.
     for unit in units:
         fully_shard(
             unit if len(unit) > 1 else unit[0],
@@ -136,18 +139,20 @@ def _limit_prefetch(first_blocks: list[nn.Module], num_prefetched: int) -> None:
 
 
 def set_gradient_sync(module: nn.Module, is_reduced: bool) -> None:
-    """Says whether the next backward's gradients meet those of other ranks.
+    """Sets whether the next backward reduces gradients over ranks.
 
     Only FSDP2 needs this. Under DDP the reducer is armed once per training step, after its forward, so that
     backwards which `training_step` runs itself stay local.
     """
     for child in module.modules():
         if isinstance(child, FSDPModule):
+            # Without recursion, because this loop visits every unit already.
             child.set_requires_gradient_sync(is_reduced, recurse=False)
 
 
 def free_gathered_parameters(module: nn.Module) -> None:
-    """Frees what a forward without backward left gathered under sharding. Does not communicate."""
+    """Frees the parameters that a forward without backward left gathered under sharding. Does not communicate."""
+    # The root keeps its parameters after a forward, for the backward that follows in training and not in validation.
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.reshard()
