@@ -194,7 +194,7 @@ def test_slurm_jobs_that_run_are_not_submitted_again(
     Path(f"{slurm}.running").touch()
     for more in ((), ("--restart",)):
         outcome = genesis("data", "clean", "--config", str(recipe), *more)
-        assert outcome.err.startswith("genesis: error: Slurm jobs 101 are at work in ")
+        assert outcome.err.startswith("genesis: error: Slurm jobs 101 are running in ")
     assert not slurm.exists()
 
 

@@ -304,7 +304,7 @@ def test_empty_sources_are_refused_by_name(tmp_path):
     (tmp_path / "one.txt").write_text("one")
     one = SourceOptions("one", (str(tmp_path / "one.txt"),))
     seed = next(seed for seed in range(100) if is_validation(b"one", seed, 0.5))
-    with pytest.raises(UserError, match="all documents of source one fell to the validation set"):
+    with pytest.raises(UserError, match="all documents of source one are in the validation set"):
         prepare_corpus(replace(options, name="one", sources=(one,), seed=seed, validation_fraction=0.5))
 
 

@@ -376,7 +376,7 @@ def test_another_recipe_or_changed_inputs_are_refused_until_restart(small: Clean
         UserError, match=r"started with different options: options\.stages\[0\]\.min_words was 5 and is 6; .*--restart"
     ):
         clean_corpus(replace(small, stages=(Length(min_words=6),)))
-    with pytest.raises(UserError, match=r"options\.stages\[1\]\.filter was not there and is 'repetition'"):
+    with pytest.raises(UserError, match=r"options\.stages\[1\]\.filter was missing and is 'repetition'"):
         clean_corpus(replace(small, stages=(*small.stages, Repetition())))
     write_jsonl(Path(small.sources[0].paths[0]), PROSE[:3])
     with pytest.raises(UserError, match=r"started with different options: files\.web: .*web\.jsonl\.bytes was"):
