@@ -1,1 +1,1 @@
-"""Raw text to text worth training on: filters, deduplication and decontamination, run by datatrove."""
+"""Cleans raw text for training: filters, deduplication and decontamination, run by datatrove."""

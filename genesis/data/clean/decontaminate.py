@@ -21,21 +21,21 @@ from genesis.data.sources import SourceOptions, Span, check_sources, read_docume
 from genesis.errors import UserError
 
 _INDEX_SUFFIX = ".index.hashes"
-"""What datatrove's filter looks for."""
+"""The suffix by which datatrove's filter finds index files."""
 
 
 @dataclass(frozen=True)
 class Decontamination:
     """Drops documents that share `n_grams` words in a row with a text of an evaluation set.
 
-    Case, punctuation, accents and the values of numbers do not count. An evaluation text of fewer words is matched as
-    a whole by nothing; how many there are is reported.
+    Case, punctuation, accents and the values of numbers do not count. An evaluation text of fewer than `n_grams` words
+    cannot be found; the report has the number of such texts.
 
     Args:
         evaluation: Named evaluation sets, each with paths, format and text_field as a source has them.
         n_grams: Words in a row.
-        sources: Names of the sources whose documents are looked at; others pass. All if not given.
-        languages: Codes of the languages whose documents are looked at; others pass. All if not given.
+        sources: Names of the sources whose documents are checked; other documents pass. All if not given.
+        languages: Codes of the languages whose documents are checked; other documents pass. All if not given.
     """
 
     name: ClassVar[str] = "decontamination"

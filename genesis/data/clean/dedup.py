@@ -1,6 +1,7 @@
 """Exact and near-duplicate removal: options, and datatrove's blocks for them in the order in which they run.
 
-Each is three acts over all documents: signatures, a search among them, and the removal of all but one of each group.
+Each removal has three passes: signatures of all documents, a search among the signatures, and the removal of all but
+one document of each group.
 """
 
 from collections.abc import Collection, Sequence
@@ -27,9 +28,9 @@ from genesis.data.clean.words import HASH, Words
 from genesis.errors import UserError
 
 CLUSTER = "minhash_cluster_id"
-"""Where datatrove notes the group of near-duplicates in a document's metadata."""
+"""The key of a document's metadata in which datatrove records the group of near-duplicates."""
 _MAX_PRIORITY = 65_535
-"""The highest that datatrove takes."""
+"""The highest priority that datatrove accepts."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Search:
 
 @dataclass(frozen=True)
 class ExactDuplicates:
-    """Keeps one of the documents with the very same text: one of the source that is listed first."""
+    """Keeps one of the documents with an identical text, from the source that is listed first."""
 
     name: ClassVar[str] = "exact_duplicates"
 
@@ -104,7 +105,7 @@ class NearDuplicates:
 
 
 def read_kept(work: Path, clusters: Collection[int]) -> dict[int, Document]:
-    """Returns the document that a removal of near-duplicates keeps of each of some clusters, from its directory."""
+    """Returns, for each of `clusters`, the document that the removal of near-duplicates in `work` keeps."""
     kept = {}
     for path in sorted((work / "duplicates").glob("*.clusters")):
         removal = path.with_suffix(".remove")
@@ -119,7 +120,7 @@ def read_kept(work: Path, clusters: Collection[int]) -> dict[int, Document]:
 
 @dataclass(frozen=True)
 class _Priority:
-    """Higher for a document of a source that is listed earlier."""
+    """Returns a document's priority, which is higher if its source is listed earlier."""
 
     sources: tuple[str, ...]
 

@@ -1,8 +1,8 @@
-"""Documents on their way: read from sources, set down between two passes, written as shards.
+"""Reads documents from sources, stores them between two passes, and writes them as shards.
 
-datatrove's own readers leave out a line that is no JSON with a word in a log, and its writer makes no file for a task
-without documents, so that the tasks after it read the wrong ones. These are as strict as `genesis data prepare`, and
-every file appears whole or not at all.
+datatrove's own readers skip a line of invalid JSON and only log the line. Its writer makes no file for a task without
+documents, so that later tasks read the wrong files. The readers and writers here are as strict as
+`genesis data prepare`, and every file appears completely or not at all.
 """
 
 import gzip
@@ -30,7 +30,7 @@ from genesis.tokenizer.tokenizer import Tokenizer
 from genesis_callbacks.files import replace_file, replacing
 
 SOURCE = "source"
-"""Where a document's source stands in its metadata and in what is written."""
+"""The key of a document's source in the metadata and in the written records."""
 NUM_TOKENS = "num_tokens"
 Compression = Literal["zst", "gz"]
 
@@ -54,7 +54,7 @@ class WrittenShard:
 
 @dataclass(frozen=True)
 class TokenCounter:
-    """Counts the tokens of a text with the tokenizer at a path; with none, there is nothing to count."""
+    """Counts the tokens of a text with the tokenizer at a path; without a tokenizer, counts no tokens."""
 
     tokenizer: Path | None
 
@@ -69,7 +69,7 @@ def _load(path: Path) -> Tokenizer:
 
 
 class SourceReader(PipelineStep):  # type: ignore[misc]
-    """Reads the documents of a task's spans, with the fields that score filters ask for."""
+    """Reads the documents of a task's spans, with the fields that score filters need."""
 
     name = "sources"
     type = "reader"
@@ -105,7 +105,7 @@ class SourceReader(PipelineStep):  # type: ignore[misc]
 
 
 class PassWriter(PipelineStep):  # type: ignore[misc]
-    """Sets a task's documents down for the next pass over them, and passes them on."""
+    """Stores a task's documents for the next pass, and yields them."""
 
     name = "pass"
     type = "writer"
@@ -123,7 +123,7 @@ class PassWriter(PipelineStep):  # type: ignore[misc]
 
 
 class PassReader(PipelineStep):  # type: ignore[misc]
-    """Reads what the `PassWriter` of the same task set down, in that order."""
+    """Reads the documents that the `PassWriter` of the same task stored, in the same order."""
 
     name = "pass"
     type = "reader"
@@ -183,7 +183,7 @@ class TextWriter(PipelineStep):  # type: ignore[misc]
 
 
 def read_shard_records(records: Path) -> list[WrittenShard]:
-    """Returns what all tasks wrote, in their order."""
+    """Returns the shards of all tasks, in the order of the tasks."""
     return [
         WrittenShard(**shard)
         for path in sorted(records.glob("*.json"))
@@ -192,7 +192,7 @@ def read_shard_records(records: Path) -> list[WrittenShard]:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Writes a file, whole or not at all, and makes the directories above it; a task may run twice at a time."""
+    """Writes a file completely or not at all, and creates its directories; two runs of a task may write at one time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, data, has_rivals=True)
 
@@ -222,7 +222,7 @@ def _is_kind(source: SourceOptions, span: Span, kind: str) -> bool:
 def _with_fields(
     texts: Iterator[Any], rows: Iterator[dict[str, Any]], text_field: str, names: Sequence[str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    # `texts` refuses a bad record, by its place; it leaves out a record whose text is empty.
+    # `texts` refuses an invalid record by its position, and skips a record whose text is empty.
     for row in rows:
         if row.get(text_field) not in ("", b""):
             yield next(texts).text, {name: row[name] for name in names if row.get(name) is not None}
@@ -270,10 +270,10 @@ def _published(document: Document) -> dict[str, Any]:
 
 
 class _Writable(Protocol):
-    """What takes bytes."""
+    """A file or stream that accepts bytes."""
 
     def write(self, data: bytes, /) -> int:
-        """Takes `data`."""
+        """Writes `data`."""
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """Runs the phases of a cleaning on datatrove's executors.
 
-datatrove keeps a mark for each finished task, and a task that has one is not run again. Its local pool of processes
-waits for ever when one of them is killed, so the processes here are our own; each task in them is run by datatrove's
-executor.
+datatrove keeps a mark for each finished task, and does not run a task with a mark again. datatrove's local pool of
+processes waits forever if a process is killed, so this module starts its own processes; datatrove's executor runs each
+task in them.
 """
 
 import contextlib
@@ -45,7 +45,8 @@ class LocalOptions:
     """Processes on this machine.
 
     Args:
-        workers: How many; 0 takes one for each core, 1 runs in the command's own. It does not change the result.
+        workers: Number of processes: 0 for one per core; 1 runs the tasks in the command's own process. The number does
+            not change the result.
     """
 
     workers: int = 0
@@ -129,7 +130,7 @@ def check_ray() -> None:
 
 
 def wait_for_workers(lock: Path) -> None:
-    """Waits until no worker of a run that was killed is left: each ends by itself, and until then it may write."""
+    """Waits until all workers of a killed run have ended: a worker ends by itself, and may write until it ends."""
     with _held(lock, fcntl.LOCK_EX):
         pass
 
@@ -137,13 +138,13 @@ def wait_for_workers(lock: Path) -> None:
 def run_locally(
     phases: Sequence[Phase], lock: Path, logs: Path, options: LocalOptions, report: Callable[[Phase, int], None]
 ) -> None:
-    """Runs what is left of the phases, one after another; returns when all is done.
+    """Runs the unfinished tasks of the phases, one phase after another; returns when all tasks are finished.
 
     Args:
-        phases: What is to be done.
-        lock: The file that each worker holds while it lives.
-        logs: Where datatrove keeps marks, statistics and logs.
-        options: How many workers.
+        phases: The phases.
+        lock: The lock file that each worker holds while it runs.
+        logs: Directory of datatrove's marks, statistics and logs.
+        options: The number of workers.
         report: Called with a phase and the number of its finished tasks, when it begins and as they are finished.
 
     Raises:
@@ -165,7 +166,7 @@ def run_locally(
 
 
 def run_on_ray(phases: Sequence[Phase], logs: Path, options: RayOptions, report: Callable[[Phase, int], None]) -> None:
-    """Runs what is left of the phases, one after another; returns when all is done. `report` is called as each begins.
+    """Runs the unfinished tasks of the phases, one phase after another; calls `report` when a phase begins.
 
     Raises:
         UserError: A task failed; the line names its log. Finished tasks are kept.
@@ -206,10 +207,10 @@ def check_complete(executor: PipelineExecutor, folder: Path) -> None:
 
 
 def submit_to_slurm(phases: Sequence[Phase], logs: Path, options: SlurmOptions) -> list[str]:
-    """Submits what is left of the phases and returns the numbers of the jobs; none when nothing is left.
+    """Submits the unfinished phases and returns the job numbers; an empty result means that all phases are finished.
 
     Raises:
-        UserError: sbatch is not there or refuses a job.
+        UserError: sbatch is not installed or refuses a job.
     """
     executors: list[SlurmPipelineExecutor] = []
     for phase in phases:
@@ -243,7 +244,7 @@ def submit_to_slurm(phases: Sequence[Phase], logs: Path, options: SlurmOptions) 
 
 
 def find_running_jobs(jobs: Sequence[str]) -> list[str]:
-    """Returns those of the Slurm jobs that wait or run.
+    """Returns the Slurm jobs that are waiting or running.
 
     Raises:
         UserError: Slurm cannot be asked.
@@ -259,13 +260,13 @@ def _is_running(job: str) -> bool:
         raise UserError(
             f"Slurm job {job} was submitted and there is no squeue to ask about it; run this where jobs are submitted"
         ) from None
-    # squeue fails for a number that it has forgotten, which is that of a job that has ended.
+    # squeue fails for the number of a job that ended long ago.
     return result.returncode == 0 and bool(result.stdout.strip())
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps datatrove's log of this process from the terminal; tasks have logs of their own."""
+    """Keeps datatrove's log of this process off the terminal; each task has a log file."""
     logger.disable("datatrove")
     try:
         yield
@@ -277,7 +278,7 @@ def _quiet() -> Iterator[None]:
 
 
 class _Workers:
-    """Processes that run tasks. A context: at its end they are gone, whatever they did."""
+    """Processes that run tasks. Leaving the context ends all of them."""
 
     def __init__(self, num_workers: int, lock: Path) -> None:
         self._num_workers = num_workers
@@ -340,14 +341,14 @@ def _raise(error: object) -> None:
 
 
 def main(descriptor: int) -> None:
-    """Runs the tasks that come from the connection that `descriptor` is, until its other end is closed."""
+    """Runs the tasks received from the connection `descriptor` until its other end is closed."""
     serve_pipe(descriptor, _serve)
 
 
 def _serve(connection: "Connection[object, object]") -> None:
     lock = connection.recv()
     assert isinstance(lock, Path)
-    tqdm.set_lock(threading.RLock())  # its default is a semaphore, which a killed process leaves behind
+    tqdm.set_lock(threading.RLock())  # the default is a semaphore, which a killed process leaks
     with _held(lock, fcntl.LOCK_SH):
         while True:
             task = connection.recv()

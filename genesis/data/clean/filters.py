@@ -1,4 +1,4 @@
-"""The filters that look at one document at a time: options, and the filter that each makes.
+"""The filters that check one document at a time: their options, and the datatrove filters that they build.
 
 Gopher's and C4's rules are datatrove's, with its published thresholds as defaults. A threshold of None is not applied.
 """
@@ -18,9 +18,9 @@ from genesis.data.clean.words import Words
 from genesis.errors import UserError
 
 LANGUAGE = "language"
-"""Where the language filter notes what it found, in a document's metadata."""
+"""The key of a document's metadata in which the language filter records the language."""
 FIELDS = "fields"
-"""Where the reader puts the fields that score filters ask for, in a document's metadata."""
+"""The key of a document's metadata in which the reader stores the fields that score filters need."""
 _LANGUAGE_CHARACTERS = 10_000
 """What is looked at to tell a document's language."""
 
@@ -29,12 +29,12 @@ Verdict = bool | tuple[bool, str]
 
 @dataclass(frozen=True)
 class FilterOptions(ABC):
-    """What every filter has.
+    """Options of every filter.
 
     Args:
-        sources: Names of the sources whose documents the filter looks at; others pass. All if not given.
-        languages: Codes (en, de, zh) of the languages whose documents it looks at, as an earlier language filter found
-            them; others pass. All if not given.
+        sources: Names of the sources whose documents the filter checks; other documents pass. All if not given.
+        languages: Codes (en, de, zh) of the languages whose documents the filter checks, as detected by an earlier
+            language filter; other documents pass. All if not given.
     """
 
     name: ClassVar[str]
@@ -69,7 +69,7 @@ class Length(FilterOptions):
 
 
 class LengthFilter(BaseFilter):  # type: ignore[misc]
-    """Drops what is shorter or longer than its options say."""
+    """Drops documents whose length is out of bounds."""
 
     name = "length"
 
@@ -121,8 +121,8 @@ class Repetition(FilterOptions):
 class GopherQuality(FilterOptions):
     """Gopher's rules on words, symbols, bullets and stop words; `stop_words` are English if not given.
 
-    A character of a script without spaces counts as a word, so that word lengths say nothing there: name the
-    `languages` that the rules are for.
+    A character of a script without spaces counts as a word, so rules about word lengths are meaningless for such
+    scripts: list the `languages` to which the rules apply.
     """
 
     name: ClassVar[str] = "gopher_quality"
@@ -156,9 +156,9 @@ class GopherQuality(FilterOptions):
 
 @dataclass(frozen=True)
 class C4Quality(FilterOptions):
-    """C4's rules: drops lines that are no sentences, and documents with too few left; the text kept is what is left.
+    """C4's rules: removes lines that are not sentences, and drops documents with too few remaining sentences.
 
-    `split_paragraph: false` looks at sentences instead of lines, which suits text with hard line breaks.
+    `split_paragraph: false` checks sentences instead of lines, which suits text with hard line breaks.
     """
 
     name: ClassVar[str] = "c4_quality"
@@ -194,7 +194,7 @@ class C4Quality(FilterOptions):
 class Language(FilterOptions):
     """Detects each document's language (py3langid, whose model is in the package) and keeps those of `keep`.
 
-    Without `keep` all languages pass. `min_score` is the least certainty, 0 to 1.
+    Without `keep` all languages pass. `min_score` is the minimum confidence, 0 to 1.
     """
 
     name: ClassVar[str] = "language"
@@ -216,7 +216,7 @@ class Language(FilterOptions):
 
 
 class LanguageFilter(BaseFilter):  # type: ignore[misc]
-    """Notes a document's language in its metadata and drops those that are not asked for."""
+    """Records a document's language in its metadata, and drops documents of languages that are not in `keep`."""
 
     name = "language"
 

@@ -1,7 +1,7 @@
-"""What is to be done: options, and the passes over the documents that they ask for.
+"""Plans a cleaning: its options, and the passes over the documents that the options require.
 
-A stage that looks at one document runs in the same pass as its neighbours. A deduplication ends a pass, since it must
-have seen all documents, and its removal begins the next one.
+A stage that checks one document at a time runs in the same pass as its neighbours. A deduplication ends a pass, because
+the search needs all documents, and the removal begins the next pass.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ STAGES: dict[str, type[StageOptions]] = {
         Decontamination,
     )
 }
-"""The stages by the names that a recipe gives them."""
+"""The stages by their names in recipes."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +57,16 @@ class CleanOptions:
     Args:
         sources: Named sources of text, each with paths and format, as `genesis data prepare` takes them.
         out: The directory of the result: text/SOURCE/*.jsonl.zst, report.json, dropped/ and manifest.json.
-        stages: What is done, in this order: a list of filters by name, each with its options.
-        tasks: Parts that the work is cut into; a killed run goes on at its unfinished tasks. It orders the output. A
-            compressed file is in one task as a whole: many small ones keep many workers busy.
-        tokenizer: A directory that holds a tokenizer, or its file, to count tokens; characters if not given.
-        compression: Of the shards: zst or gz.
-        num_examples: Dropped documents to set down, of each filter and reason.
-        executor: What runs the tasks: processes here (local), or datatrove's executors for Slurm and Ray.
-        local: Options of that executor.
-        slurm: Options of that executor.
-        ray: Options of that executor.
+        stages: The filters in the order of their application, by name, each with its options.
+        tasks: Number of parts of the work; a killed run resumes with its unfinished tasks. The number affects the order
+            of the output. A compressed file is never divided, so many small files keep many workers busy.
+        tokenizer: A tokenizer's directory or file, to count tokens; without it only characters are counted.
+        compression: Compression of the shards: zst or gz.
+        num_examples: Number of dropped documents to keep as examples, for each filter and reason.
+        executor: The executor of the tasks: local processes (local), or datatrove's executors for Slurm and Ray.
+        local: Options of the executor local.
+        slurm: Options of the executor slurm.
+        ray: Options of the executor ray.
     """
 
     sources: tuple[SourceOptions, ...]
@@ -102,7 +102,7 @@ class CleanOptions:
 
     @property
     def work(self) -> Path:
-        """Returns the directory of what is needed until the result is there."""
+        """Returns the directory of the files that are needed until the result is complete."""
         return self.out / CLEAN_DIRECTORY
 
     def label(self, number: int) -> str:
@@ -127,7 +127,7 @@ def plan_tasks(
 
 
 def plan_phases(options: CleanOptions, files: dict[str, tuple[InputFile, ...]]) -> list[Phase]:
-    """Returns the pipelines that make the text, in the order in which they must run."""
+    """Returns the pipelines of the cleaning, in the order in which they must run."""
     counter = TokenCounter(options.tokenizer)
     account = Account(options.work / "examples", options.num_examples, counter)
     fields = sorted({stage.field for stage in options.stages if isinstance(stage, Score)})
@@ -156,7 +156,7 @@ def plan_phases(options: CleanOptions, files: dict[str, tuple[InputFile, ...]]) 
 
 
 def evaluation_key(label: str, name: str) -> str:
-    """Returns the name under which an evaluation set's files stand beside those of the sources."""
+    """Returns the key of an evaluation set's files among the files of the sources."""
     return f"{label}/{name}"
 
 

@@ -27,12 +27,12 @@ MANIFEST_NAME = "manifest.json"
 _REPORT_NAME = "report.json"
 _SCHEMA_VERSION = 1
 _PACKAGES = ("datatrove", "py3langid", "pyarrow", "regex", "zstandard")
-"""Those whose version may change the result."""
+"""Packages whose version may change the result."""
 
 
 @dataclass(frozen=True)
 class Amount:
-    """How much text; `tokens` is None where no tokenizer was given."""
+    """An amount of text; `tokens` is None if no tokenizer was given."""
 
     documents: int
     characters: int
@@ -63,7 +63,7 @@ class SourceReport:
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """An evaluation set: its texts, and those too short to be found."""
+    """An evaluation set: the number of its texts, and of the texts that are too short to be found."""
 
     label: str
     num_texts: int
@@ -80,23 +80,23 @@ class CleanReport:
 
     @property
     def kept(self) -> Amount:
-        """Returns what is left in all."""
+        """Returns the amount of text that was kept, over all sources."""
         return _sum([source.kept for source in self.sources])
 
     @property
     def read(self) -> Amount:
-        """Returns what was read in all."""
+        """Returns the amount of text that was read, over all sources."""
         return _sum([source.read for source in self.sources])
 
 
 class Finish(PipelineStep):  # type: ignore[misc]
-    """Writes the report, the examples and at last the manifest.
+    """Writes the report, the examples and finally the manifest.
 
     Args:
         out: The result's directory.
-        work: The directory of what was needed on the way.
-        logs: Where datatrove left its statistics, a directory for each phase.
-        plan: What was asked for, and the input files.
+        work: The directory of intermediate files.
+        logs: The directory of datatrove's statistics, with a directory for each phase.
+        plan: The options and the input files.
         sources: Names of the sources.
         stages: Labels of the stages.
         indices: Names of the phases that made an index of evaluation sets.
@@ -194,7 +194,7 @@ class Finish(PipelineStep):  # type: ignore[misc]
         return sorted(chosen, key=lambda example: str(example["reason"]))
 
     def _name_kept(self, label: str, examples: Sequence[dict[str, Any]]) -> None:
-        """Adds to examples of near-duplicates the document that was kept in their stead."""
+        """Adds to each example of a near-duplicate the document that was kept instead."""
         clusters = {example["notes"][CLUSTER] for example in examples if CLUSTER in example["notes"]}
         for cluster, kept in read_kept(self._work / "work" / label, clusters).items() if clusters else ():
             for example in examples:
@@ -226,18 +226,18 @@ def read_report(out: Path) -> CleanReport:
 
 
 def read_versions() -> dict[str, str]:
-    """Returns the versions of what may change the result."""
+    """Returns the versions of the packages that may change the result."""
     packages = {name: importlib.metadata.version(name) for name in _PACKAGES}
     return {"genesis": __version__, "python": platform.python_version(), **packages}
 
 
 def write_json(path: Path, value: object) -> None:
-    """Writes `value`, whole or not at all."""
+    """Writes `value` completely or not at all."""
     write_durably(path, json.dumps(value, indent=1, ensure_ascii=False).encode())
 
 
 def _read_totals(logs: Path, phase: str = "*") -> defaultdict[str, Counter[str]]:
-    """Returns what datatrove's steps counted over all tasks, by the step."""
+    """Returns the counts of each of datatrove's steps, over all tasks."""
     totals: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for path in sorted(logs.glob(f"{phase}/stats/*.json")):
         for step in json.loads(path.read_text(encoding="utf-8")):
@@ -256,7 +256,7 @@ def _sum(amounts: Sequence[Amount]) -> Amount:
 
 
 def _check_sums(report: CleanReport) -> None:
-    """Makes sure that each document is accounted for once."""
+    """Checks that each document is counted exactly once."""
     before = report.read
     for stage in report.stages:
         if stage.entered != before:

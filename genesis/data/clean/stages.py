@@ -1,7 +1,7 @@
-"""A stage of the pipeline: one of datatrove's filters or removals, with account of what it drops.
+"""A stage of the pipeline: one of datatrove's filters or removals, with counts and examples of dropped documents.
 
-Each stage counts what enters and what it keeps in datatrove's statistics of its task, and sets a few of the documents
-down that it dropped, with the reason.
+Each stage counts the documents that enter and the documents that it keeps in datatrove's statistics of its task. The
+stage also stores a few of the documents that it dropped, with the reason.
 """
 
 import json
@@ -24,7 +24,7 @@ EXAMPLE_CHARACTERS = 600
 
 @dataclass(frozen=True)
 class Example:
-    """A document that a stage dropped: why, what the filter noted about it, and its beginning."""
+    """A document that a stage dropped: the reason, the filter's notes, and the beginning of the text."""
 
     reason: str
     notes: dict[str, Any]
@@ -35,7 +35,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Account:
-    """Where a stage sets examples down, how many of each reason, and what counts tokens."""
+    """The directory of a stage's examples, their number for each reason, and the counter of tokens."""
 
     folder: Path
     num_examples: int
@@ -43,7 +43,7 @@ class Account:
 
 
 class Stage(PipelineStep):  # type: ignore[misc]
-    """What all stages share: `label` names the stage in reports and paths."""
+    """The base class of all stages: `label` names the stage in reports and paths."""
 
     type = "stage"
 
@@ -63,7 +63,7 @@ class Stage(PipelineStep):  # type: ignore[misc]
         self._count("kept", document)
 
     def drop(self, document: Document, reason: str, known: Collection[str] = ()) -> None:
-        """Counts a dropped document, of whose metadata `known` came before; of each reason the first are examples."""
+        """Counts a dropped document; keeps the first of each reason as examples, without the metadata keys `known`."""
         self.stat_update(f"dropped.{reason}")
         self._num_by_reason[reason] += 1
         if self._num_by_reason[reason] <= self._account.num_examples:
@@ -72,7 +72,7 @@ class Stage(PipelineStep):  # type: ignore[misc]
             self._examples.append(Example(reason, notes, document.id, document.metadata[SOURCE], text))
 
     def write_examples(self, rank: int) -> None:
-        """Sets the examples of the task `rank` down."""
+        """Writes the examples of the task `rank`."""
         data = json.dumps([asdict(example) for example in self._examples], ensure_ascii=False).encode()
         write_durably(self._account.folder / self.name / f"{rank:05d}.json", data)
 
@@ -83,7 +83,7 @@ class Stage(PipelineStep):  # type: ignore[misc]
 
 
 class FilterStage(Stage):
-    """Puts documents of some sources and languages through a filter; others pass."""
+    """Applies a filter to documents of some sources and languages; other documents pass."""
 
     def __init__(
         self, label: str, account: Account, inner: BaseFilter, sources: Sequence[str], languages: Sequence[str]
@@ -132,7 +132,7 @@ class FilterStage(Stage):
 
 
 class RemovalStage(Stage):
-    """Puts documents through the last act of a deduplication."""
+    """Applies the removal of a deduplication to documents."""
 
     def __init__(self, label: str, account: Account, inner: PipelineStep) -> None:
         super().__init__(label, account)
@@ -159,7 +159,7 @@ class RemovalStage(Stage):
 
 
 class _Excluded:
-    """Stands where datatrove has a writer of what was excluded."""
+    """Takes the place of datatrove's writer of excluded documents."""
 
     def __init__(self, stage: RemovalStage) -> None:
         self._stage = stage

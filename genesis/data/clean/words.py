@@ -1,8 +1,8 @@
-"""How a text is cut into words and sentences, and hashed, where a filter or a deduplication compares them.
+"""Divides a text into words and sentences, and hashes them, for the comparisons of filters and deduplications.
 
 datatrove's own tokenizers need spaCy or a model from the network for each language; one rule for all scripts needs
-neither. A word is what stands between spaces, as the rules of Gopher have it, without the punctuation around it; what
-is punctuation alone is a word, too. A character of a script that is written without spaces counts as a word.
+neither. A word is a run of characters between spaces, as in Gopher's rules, without the punctuation around the run; a
+run of punctuation alone is also a word. A character of a script that is written without spaces counts as a word.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ _SENTENCE_END: Final = regex.compile(
 
 
 class Words(WordTokenizer):  # type: ignore[misc]
-    """Cuts a text of any language into words and sentences. All of its objects are equal."""
+    """Divides a text of any language into words and sentences. All objects of this class are equal."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Words)
