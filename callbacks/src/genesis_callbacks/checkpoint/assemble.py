@@ -1,6 +1,6 @@
-"""Makes one checkpoint of what all ranks wrote: manifest, other state, DCP's metadata, commit, retention.
+"""Makes one checkpoint of the files of all ranks: manifest, other state, DCP's metadata, commit, retention.
 
-One process does it for all: rank 0's trainer, or its writer. It does not communicate.
+One process does it for all ranks: rank 0's trainer, or its writer. It does not communicate.
 """
 
 import json
@@ -93,7 +93,7 @@ def collect_records(
 
 
 def _check_can_be_read(data: bytes, name: str) -> None:
-    """Refuses a document that a restore would refuse: better no checkpoint than one that nobody can read.
+    """Refuses a document that a restore would refuse: a failed save is better than a checkpoint that cannot be read.
 
     Raises:
         SaveFailedError: It is nested too deeply, or too large.

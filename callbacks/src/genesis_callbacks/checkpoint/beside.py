@@ -33,7 +33,10 @@ class SaveThread:
 
 
 def perform_nicely(job: WriteJob, staged: Staged) -> Outcome:
-    """Does the job in a new thread: on Linux niceness is a thread's, and cannot be taken back for the next staging."""
+    """Performs the job in a new thread.
+
+    On Linux niceness belongs to a thread, and a thread cannot lower it again for the next staging.
+    """
     outcomes: list[Outcome] = []
 
     def write() -> None:

@@ -89,7 +89,7 @@ def name_parameters(module: nn.Module) -> dict[int, str]:
 def read_mesh(module: nn.Module) -> dict[str, int]:
     """Returns axis name to size of the device meshes that the parameters live on; empty where none is sharded.
 
-    Not the strategy's mesh: whoever shards the model may have made another one, as hybrid sharding does.
+    Not the strategy's mesh: the code that shards the model may have made another one, as hybrid sharding does.
     """
     mesh: dict[str, int] = {}
     for parameter in module.parameters():

@@ -1,7 +1,8 @@
 """Reads the `.metadata` of torch's distributed checkpoint (DCP) without executing it.
 
-It is a pickle, and other tools unpickle it. Here DCP's own records become inert ones, and any other name is refused. A
-checkpoint of ours is compared by it with the manifest, so that whoever goes by `.metadata` reads what we vouch for.
+The file is a pickle, which other tools unpickle. Here DCP's own records become inert ones, and any other name is
+refused. The `.metadata` of a checkpoint of ours is compared with the manifest, so that a tool which reads by
+`.metadata` gets the tensors that the manifest vouches for.
 """
 
 import io
@@ -16,7 +17,7 @@ from .errors import CheckpointError, CorruptCheckpointError, UnreadableCheckpoin
 from .manifest import DCP_METADATA_NAME, MAX_DIMS, Manifest, TensorRecord, dtype_from_name
 from .safe_read import MAX_PICKLE_BYTES, MAX_PICKLE_MEMORY_BYTES, check_pickle_size, read_file
 
-# Of ours: what a pickle takes for one tensor or chunk, with long names, and for the rest.
+# Bounds of our own files: the pickle's bytes for one tensor or chunk, with long names, and for the rest.
 _MAX_BYTES_EACH = 4096
 _MAX_BYTES_BESIDE = 64 << 10
 _MAX_MEMORY_BYTES_EACH = 16 << 10
@@ -103,13 +104,13 @@ def read_dcp_metadata(
 
     Args:
         path: The directory.
-        max_bytes: What the file may have.
-        max_memory_bytes: What it may become.
+        max_bytes: Limit of the file's size.
+        max_memory_bytes: Limit of the memory that its objects take.
 
     Raises:
-        CheckpointError: It holds something else than DCP's own records.
-        CorruptCheckpointError: It is missing, too large, or is no such file.
-        UnreadableCheckpointError: It cannot be read.
+        CheckpointError: The file holds other objects than DCP's own records.
+        CorruptCheckpointError: The file is missing, too large, or is no pickle of such records.
+        UnreadableCheckpointError: The file cannot be read.
     """
     file = path / DCP_METADATA_NAME
     if not file.exists():
@@ -121,7 +122,7 @@ def read_dcp_metadata(
         metadata = _MetadataUnpickler(stream).load()
     except CheckpointError:
         raise
-    except Exception as error:  # what a damaged pickle raises has no end
+    except Exception as error:  # a damaged pickle can raise almost any error
         raise CorruptCheckpointError(f"{DCP_METADATA_NAME} cannot be read: {type(error).__name__}") from error
     if not isinstance(metadata, InertRecord) or stream.read(1):
         raise CorruptCheckpointError(f"{DCP_METADATA_NAME} holds something else than one record of DCP's metadata")
@@ -132,19 +133,21 @@ def check_dcp_metadata(path: Path, manifest: Manifest) -> None:
     """Compares the `.metadata` of a checkpoint of ours with its manifest. Nothing in it is executed.
 
     Raises:
-        CorruptCheckpointError: It says something else, or holds something else than DCP's own records.
-        UnreadableCheckpointError: It cannot be read.
+        CorruptCheckpointError: The two differ, or the file holds other objects than DCP's own records.
+        UnreadableCheckpointError: The file cannot be read.
     """
     own = manifest.own_tensors  # DCP has no reference to another checkpoint
     num_chunks = sum(len(record.chunks) for record in own.values())
     num_records = num_chunks + len(own)
     max_bytes = _MAX_BYTES_BESIDE + _MAX_BYTES_EACH * num_records
-    # What a manifest of ours names can be read, however large.
+    # The bounds grow with the manifest, so that a checkpoint of ours can be read however many tensors it has.
     max_memory_bytes = 64 * _MAX_BYTES_BESIDE + _MAX_MEMORY_BYTES_EACH * num_records
     try:
         metadata = read_dcp_metadata(path, max_bytes, max_memory_bytes)
         found = vars(metadata)
         tensors = {name: _describe(record) for name, record in found["state_dict_metadata"].items()}
+        # `transform_descriptors` name a compression or encryption, which we never write: such an entry is left out, so
+        # that the comparison fails.
         places = {
             (index.fqn, tuple(index.offset), index.index): (info.relative_path, info.offset, info.length)
             for index, info in found["storage_data"].items()

@@ -1,11 +1,11 @@
 """Descriptors for locks that only the process which took them holds.
 
-A lock by `flock` belongs to whatever was opened, and a forked child gets a copy of the descriptor: a data loader's
-worker that outlives its trainer by seconds would hold the run's directory as long. So forked children close theirs at
-once; what is started by another program's start (`exec`) never gets any.
+A lock by `flock` belongs to the open file, and a forked child gets a copy of its descriptor: a data loader's worker
+that outlives its trainer by seconds would hold the run's directory as long. So forked children close their copies at
+once; a program that is started by `exec` never gets a copy.
 
 POSIX record locks (`fcntl.lockf`) are not inherited, but a process loses one as soon as it closes *any* descriptor of
-the file: a callback that copies or uploads the run's directory would give it away without a word.
+the file: a callback that copies or uploads the run's directory would silently release the lock.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ _OPEN: "WeakSet[PrivateDescriptor]" = WeakSet()
 
 
 class PrivateDescriptor:
-    """A descriptor that this process alone has, until `close`.
+    """A descriptor that only this process has, until `close`.
 
     Args:
-        path: What is opened.
+        path: The file or directory to open.
         flags: As for `os.open`.
 
     Attributes:
@@ -37,7 +37,7 @@ class PrivateDescriptor:
         _OPEN.add(self)
 
     def close(self) -> None:
-        """Closes it, and lets go of its lock; a second call does nothing."""
+        """Closes the descriptor, which releases its lock; a second call does nothing."""
         number, self.number = self.number, -1
         if number >= 0:
             os.close(number)

@@ -55,6 +55,8 @@ def _digest_one_run(words: Tensor, start_word: int) -> int:
     block_words = min(len(words), _CPU_BLOCK_WORDS)
     weights = torch.arange(block_words, dtype=torch.int64) * 2 + 1
     block = torch.empty(block_words, dtype=torch.int64)
+    # Torch has few operations for uint64, so each sum is taken in int64. There an overflow wraps, which is arithmetic
+    # modulo 2**64 read as a signed number. The caller reduces the Python integer, which may be negative, once more.
     total = 0
     for first in range(0, len(words), block_words):
         size = min(block_words, len(words) - first)

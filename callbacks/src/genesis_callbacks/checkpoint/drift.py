@@ -2,7 +2,7 @@
 
 A key is dotted: `trainer.max_steps` of the recipe, the plain name of an entry of the identity, `versions.torch`,
 `device.copies`. A *free* key may always differ, an *allow* key only if the user names it, a *never* key not at all.
-Which is which says a policy, given by whoever knows the layout of the recipe; the engine knows none.
+A policy decides which is which. The caller, which knows the layout of the recipe, gives it; the engine has none.
 """
 
 import json

@@ -1,7 +1,8 @@
 """The errors of the checkpoint engine: one line each, with the value and the remedy.
 
-A `CheckpointError` is a `ValueError`: it is about something that somebody gave. `SaveFailedError` is not, because no
-value is wrong when a disk is full: `except ValueError` must not swallow it. `exit_status` is the command line's.
+A `CheckpointError` is a `ValueError`: it is about a value or a file that the user gave. `SaveFailedError` is not,
+because no value is wrong when a disk is full: `except ValueError` must not swallow it. `exit_status` is the command
+line's.
 """
 
 from genesis_callbacks.errors import RunEndedError, UserError, printable, printable_lines
@@ -24,7 +25,7 @@ class CorruptCheckpointError(CheckpointError):
 
 
 class UnreadableCheckpointError(CheckpointError):
-    """A file that the operating system does not let this process read, so that nobody knows whether it is whole."""
+    """A file that the operating system does not let this process read, so that it is unknown whether it is whole."""
 
     exit_status = 1  # the disk's or the machine's doing: starting again may help
 

@@ -12,7 +12,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 class Hasher(Protocol):
-    """What hashes bytes as they come."""
+    """Hashes bytes that come in pieces."""
 
     def update(self, data: bytes | memoryview, /) -> object:
         """Takes the next bytes."""
@@ -22,7 +22,7 @@ class Hasher(Protocol):
 
 
 def build_hasher(algorithm: HashAlgorithm) -> Hasher:
-    """Returns a fresh hasher.
+    """Returns a new hasher.
 
     Raises:
         ValueError: The algorithm is not one that this version knows.
@@ -42,7 +42,7 @@ def hash_bytes(data: bytes, algorithm: HashAlgorithm) -> str:
 
 
 def hash_descriptor(descriptor: int, algorithm: HashAlgorithm) -> str:
-    """Returns the hexadecimal hash of what is read from an open file, from where it stands to its end."""
+    """Returns the hexadecimal hash of an open file, from its current position to its end."""
     hasher = build_hasher(algorithm)
     buffer = memoryview(bytearray(_BLOCK_BYTES))
     while num_bytes := os.readv(descriptor, [buffer]):

@@ -1,7 +1,7 @@
-"""Remembers from save to save what the tensors of a model and its optimizers are called and where their elements lie.
+"""Remembers, from save to save, the names of a model's and its optimizers' tensors and the places of their elements.
 
 Training waits while a save takes its snapshot. To name some hundred tensors and to find their blocks costs a
-millisecond or more; to see that nothing has changed since the last save costs a tenth of that.
+millisecond or more; to check that nothing has changed since the last save costs a tenth of that.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,7 +35,7 @@ class KnownModel:
     Attributes:
         model: Its tensors by canonical name.
         stored: `id` of each tensor to the full name under which it is stored.
-        parts: What this rank holds of them.
+        parts: The parts of them that this rank holds.
     """
 
     model: NamedModel
@@ -48,8 +48,8 @@ class KnownOptimizer:
     """An optimizer's state.
 
     Attributes:
-        section: What is saved of it beside tensors.
-        parts: What this rank holds of its tensors.
+        section: The state that is saved beside tensors.
+        parts: The parts of its tensors that this rank holds.
     """
 
     section: dict[str, Any]
@@ -77,7 +77,7 @@ class _Tensors:
         """Returns whether `values` are the same tensors under the same keys, with their elements where they were."""
         return (
             len(values) == len(self._tensors)
-            and all(map(is_, values, self._tensors))
+            and all(map(is_, values, self._tensors))  # `==` of tensors compares elements, on their device
             and keys == self._keys
             and self._find_layouts(values) == self._layouts
         )
@@ -129,9 +129,10 @@ class KnownTensors:
         if self._model is not None and self._model[0].are(keys, values):
             return self._model[1]
         model = name_model(state_dict)
+        # An `id` stays valid because the entry below refers to the tensors: no other object can get it meanwhile.
         stored = {id(tensor): MODEL_PREFIX + name for name, tensor in model.tensors.items()}
         found = KnownModel(model, stored, model_parts(model, self._parts))
-        # What a module saves beside tensors is another value at each save.
+        # Values that a module saves beside tensors may differ at each save, so that nothing can be remembered.
         self._model = None if model.extras else (_Tensors(keys, values), found)
         return found
 
@@ -159,7 +160,7 @@ class KnownTensors:
         names = name_parameters()
         named = name_optimizer(index, optimizer, names)
         parts = optimizer_parts(named, self._parts)
-        self._optimizers.pop(index, None)
+        self._optimizers.pop(index, None)  # it would keep the old tensors, and their memory, alive
         states = holder.state.values()
         if not named.section["values"]:  # other values than tensors are read at each save
             self._optimizers[index] = _OptimizerEntry(

@@ -1,4 +1,4 @@
-"""One save as one rank sees it, from its begin to its outcome, whatever happens between."""
+"""One save on one rank, from its begin to its outcome, also if an act of it raises."""
 
 import contextlib
 import threading

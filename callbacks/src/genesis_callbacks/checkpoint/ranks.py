@@ -30,6 +30,8 @@ class Ranks:
         self.world_size = dist.get_world_size() if is_distributed else 1
         self._group: Any = None
         if is_distributed:
+            # Not nccl: its collectives need tensors on the device, and would queue there behind training's kernels.
+            # A group of its own, because collectives of one group must come in the same order on all ranks.
             self._group = new_gloo_group(timeout=timedelta(seconds=timeout_seconds))
 
     @property

@@ -1,4 +1,4 @@
-"""Reads files of a checkpoint that anybody may have made, and that a disk may have changed: the one place that does.
+"""Reads the files of a checkpoint, which are not trusted: anybody may have made them, and a disk may have changed them.
 
 Only regular files are opened, so that no read waits for a FIFO or wakes a device; symbolic links are followed, because
 stores of models are made of them. Sizes, depth and memory are bounded. An operating system's refusal (rights, a
@@ -26,10 +26,10 @@ MAX_NOTE_BYTES = 64 << 10
 """Of small files: a commit marker, the mark of the best."""
 MAX_JSON_DEPTH = 100
 MAX_JSON_MEMORY_BYTES = 512 << 20
-"""Of what a JSON text becomes in memory, by an upper bound."""
+"""Of the objects that a JSON text becomes in memory, by an upper bound."""
 MAX_PICKLE_BYTES = 32 << 20
 MAX_PICKLE_MEMORY_BYTES = 768 << 20
-"""Of what a pickle becomes in memory, by an upper bound. Metadata of 100,000 chunks needs 400 to 600 MB of it."""
+"""Of the objects that a pickle becomes, by an upper bound. Metadata of 100,000 chunks needs 400 to 600 MB of it."""
 _SPARSE_BYTES = 64 << 20
 _SPARSE_SHARE = 1000
 _MAX_EXTENTS = 10_000
@@ -37,8 +37,8 @@ _READ_BYTES = 1 << 20
 _PROVES_DAMAGE = frozenset(
     {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG, errno.ENODEV}
 )
-"""What an operating system answers about names and links, whoever asks and however often."""
-# What Python's objects take, rounded up.
+"""Errors about names and links: they are the same for every user and at every attempt, so they prove damage."""
+# The memory of Python's objects, rounded up: a text of 256 MiB like "[[],[],..." would take gigabytes.
 _BYTES_BY_CHARACTER = ((b"{", 240), (b"[", 64), (b",", 64), (b":", 64))
 # Opcodes of pickles that make an object, or keep one: they cost far more memory than their bytes have.
 _BYTES_BY_OPCODE: Final = (
@@ -77,14 +77,15 @@ def open_regular(path: Path) -> int:
         UnreadableCheckpointError: It cannot be opened.
     """
     with reading(path):
-        # Before it is opened, because opening alone has effects on some devices; and after, because it may be replaced.
+        # Checked before the open, which alone has effects on some devices, and after it, because the path may have been
+        # replaced in between. O_NONBLOCK: a FIFO that took the path's place would block the open for ever.
         _check_regular(path, path.stat())
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             found = os.fstat(descriptor)
             _check_regular(path, found)
             _check_not_sparse(path, descriptor, found.st_size)
-            os.lseek(descriptor, 0, os.SEEK_SET)  # looking for holes has moved it
+            os.lseek(descriptor, 0, os.SEEK_SET)  # the search for holes has moved the position
         except BaseException:
             os.close(descriptor)
             raise
@@ -98,7 +99,7 @@ def _check_regular(path: Path, found: os.stat_result) -> None:
 
 
 def _check_not_sparse(path: Path, descriptor: int, num_bytes: int) -> None:
-    """Refuses a large file with next to nothing in it: reading it takes hours, and no save has written it so."""
+    """Refuses a large file that is almost all hole: no save writes such a file, and reading it would take hours."""
     if num_bytes < _SPARSE_BYTES:
         return
     num_found, position = 0, 0
@@ -129,6 +130,7 @@ def read_file(path: Path, max_bytes: int) -> bytes:
         with reading(path):
             blocks, num_bytes = [], os.fstat(descriptor).st_size
             if num_bytes <= max_bytes:
+                # Counted again: the file may grow after `fstat`, and the bound has to hold all the same.
                 num_bytes = 0
                 while num_bytes <= max_bytes and (block := os.read(descriptor, _READ_BYTES)):
                     blocks.append(block)
@@ -167,6 +169,7 @@ def check_json_size(data: bytes, name: str) -> None:
     """
     if len(data) > MAX_DOCUMENT_BYTES:
         raise CorruptCheckpointError(f"{name} has {len(data)} bytes, more than the {MAX_DOCUMENT_BYTES} that are read")
+    # Characters inside strings count, too: the bound is too high for them, but one pass over the bytes is enough.
     needed = sum(data.count(character) * num_bytes for character, num_bytes in _BYTES_BY_CHARACTER)
     if needed > MAX_JSON_MEMORY_BYTES:
         raise CorruptCheckpointError(
@@ -207,6 +210,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _check_depth(content: Any, name: str) -> None:
+    # Level by level and not by recursion, whose own limit the content could reach.
     level = [content]
     for _ in range(MAX_JSON_DEPTH + 1):
         level = [item for container in level for item in _items(container) if isinstance(item, dict | list)]

@@ -1,4 +1,4 @@
-"""A save for whoever does not train: an import, a tool, a test."""
+"""A save outside of training: by an import, a tool, a test."""
 
 import warnings
 from collections.abc import Callable
@@ -11,14 +11,14 @@ from .save_target import RetentionWarning, SaveTarget, Snapshot
 
 
 def save_blocking(target: SaveTarget, take_snapshot: Callable[[], Snapshot]) -> Path:
-    """Saves and returns the checkpoint, for whoever does not train. Every rank calls it. Communicates.
+    """Saves and returns the checkpoint, outside of training. Every rank calls it. Communicates.
 
     Args:
-        target: Says where, for whom and under which heading; it learns of the commit.
+        target: The directory, the ranks and the manifest's header; the commit is reported to it.
         take_snapshot: Gives this rank's snapshot.
 
     Raises:
-        SaveFailedError: On every rank alike. Every checkpoint from before is as it was.
+        SaveFailedError: The save failed, on every rank alike. Older checkpoints are unchanged.
     """
     snapshot = target.ranks.attempt("reporting what to save", take_snapshot)
     pipeline = SavePipeline(target, mode="sync")

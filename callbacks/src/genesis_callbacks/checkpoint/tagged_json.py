@@ -220,7 +220,7 @@ _DECODERS: dict[str, _Decoder] = {
     "ndarray": lambda content, decode, tensors: tensors[content["name"]].numpy(),
 }
 
-# An enum's class need not be imported by whoever looks into a checkpoint.
+# A program that only looks into a checkpoint need not import an enum's class.
 _CHECKERS: dict[str, _Decoder] = {
     **_DECODERS,
     "enum": lambda content, decode, tensors: tuple(str(content[key]) for key in ("module", "class", "name")),

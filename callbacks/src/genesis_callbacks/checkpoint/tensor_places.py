@@ -1,11 +1,11 @@
-"""Says where the bytes of a checkpoint's tensors lie, in its own files or in those of its base: the one place for it.
+"""Locates the bytes of a checkpoint's tensors, in its own files or in those of its base.
 
-A base is named by its place and by the hash of its manifest. It is looked for where it lay from the checkpoint's
-directory, then where it lay at the save, then at the places that the environment variable `GENESIS_BASE_CHECKPOINTS`
-names. Only a committed checkpoint with the recorded hash is taken, whatever a manifest says of its place. A base has no
-base of its own, so that there are neither chains nor cycles.
+A base is named by its path and by the hash of its manifest. It is searched for at its path relative to the checkpoint's
+directory, then at its absolute path, then at the paths in the environment variable `GENESIS_BASE_CHECKPOINTS`. Only a
+committed checkpoint with the recorded hash is accepted, at every path. A base has no base of its own, so that there are
+neither chains nor cycles.
 
-What is wrong with a base is a `BaseCheckpointError`: no damage of the checkpoint that names it.
+A problem of a base is a `BaseCheckpointError`: it is no damage of the checkpoint that names the base.
 """
 
 import contextlib
@@ -64,10 +64,12 @@ def list_places(path: Path, base: BaseReference, places: Sequence[Path] = ()) ->
     return [Path(place) for place in dict.fromkeys(map(os.path.abspath, candidates))]
 
 
+# Safe to remember: the hash is in the key, and a manifest with another content has another hash.
 @lru_cache(maxsize=_NUM_READ)
 def _read_base(place: Path, manifest_hash: str) -> Manifest:
     """Returns the manifest of the base at `place`, whose commit marker was just seen to be `manifest_hash`."""
     manifest = read_manifest(place)
+    # The caller read the marker before the manifest: the same marker afterwards shows that both are of one checkpoint.
     if read_committed_hash(place) != manifest_hash:
         raise BaseCheckpointError(f"{place} was replaced while it was read: start again")
     return manifest
@@ -93,11 +95,11 @@ def find_base(path: Path, base: BaseReference, places: Sequence[Path] = ()) -> t
 
     Args:
         path: The checkpoint that names the base.
-        base: What it says of it.
-        places: Where to look beside the places that are recorded.
+        base: The reference to the base.
+        places: Further paths to search, beside the recorded ones.
 
     Raises:
-        BaseCheckpointError: It is at none of the places; the message says what is there.
+        BaseCheckpointError: The base is at none of the paths; the message lists what is there instead.
     """
     reasons = {}
     for place in list_places(path, base, places):
@@ -153,7 +155,7 @@ class TensorPlaces:
         Raises:
             BaseCheckpointError: It lies in the base, which is not found.
             CheckpointError: The checkpoint has no such tensor.
-            CorruptCheckpointError: The checkpoint says something else about it than its base.
+            CorruptCheckpointError: The records of the tensor in the checkpoint and in its base differ.
         """
         record, base = self._manifest.tensors.get(name), self._manifest.base
         if record is None:
@@ -164,6 +166,7 @@ class TensorPlaces:
             self._found = find_base(self._path, base)
         place, manifest = self._found
         held = manifest.tensors.get(name)
+        # The hash vouches for the base's manifest, this comparison for the record here: both were equal at the save.
         if held is None or (held.shape, held.dtype, held.digest) != (record.shape, record.dtype, record.digest):
             raise CorruptCheckpointError(
                 f"{self._path}: its manifest says of {name} what its base at {place} does not: it was changed by hand"

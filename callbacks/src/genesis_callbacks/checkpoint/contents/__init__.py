@@ -1,4 +1,4 @@
-"""Reads what a checkpoint holds, whoever wrote it, without running any code that is in it.
+"""Reads the content of a checkpoint of any origin, without running any code that is in it.
 
 A module for each format finds the tensors and where their bytes lie; `finite.py` reads the bytes. To add a format: a
 reader in a module of its own, its name in `CheckpointFormat`, and its line in `read.py`. Nothing here communicates.

@@ -40,7 +40,7 @@ def read_contents(path: Path | str) -> Contents:
 
     Raises:
         CheckpointError: There is no checkpoint, or it contains objects that are not plain data.
-        CorruptCheckpointError: It is so damaged that nobody can tell what it holds.
+        CorruptCheckpointError: It is so damaged that its content is unknown.
         OSError: It cannot be read.
     """
     path = Path(path)
