@@ -1,7 +1,7 @@
-"""Texts that are continued together, each coming and going when it likes.
+"""Continues texts together; each text joins and leaves the batch at any step.
 
-Every text has a row of one key-value cache. Those that go on stand in its first rows and newcomers behind them, so that
-each forward sees a slice of the cache and nothing is gathered; where a text leaves, the last one takes its row.
+Every text has a row of one key-value cache. Running texts have the first rows and new texts the rows behind them, so
+that each forward sees a slice of the cache and nothing is gathered. If a text leaves, the last text takes its row.
 
 B  texts of a forward     V  vocabulary
 """
@@ -122,7 +122,7 @@ class Batch:
         return row.handle
 
     def remove(self, handle: int) -> None:
-        """Lets go of a text that has not ended."""
+        """Removes a text that has not ended."""
         newcomers = [row for row in self._newcomers if row.handle != handle]
         if len(newcomers) < len(self._newcomers):
             self._newcomers = newcomers
@@ -132,6 +132,8 @@ class Batch:
     @torch.no_grad()
     def step(self) -> list[NewToken]:
         """Returns the next token of every text; those that end with it have left."""
+        # Two forwards: running texts give one token each, new ones a whole prompt, and padding the former to the
+        # length of a prompt would cost far more than a second call.
         num_old = len(self._rows)
         logits = []
         if num_old:
@@ -144,6 +146,7 @@ class Batch:
             self._draw(row, line)
             for row, line in zip(self._rows, (line for part in logits for line in part), strict=True)
         ]
+        # From the end: a row that leaves is replaced by the last one, which has been visited by then.
         for index in reversed(range(len(tokens))):
             if tokens[index].is_last:
                 self._leave(index)
@@ -156,7 +159,7 @@ class Batch:
             if self._cache is not None:
                 self._cache.copy_row(len(self._rows), index)
         if self._cache is not None:
-            self._cache.lengths[len(self._rows)] = 0
+            self._cache.lengths[len(self._rows)] = 0  # a new text in this row starts at its first slot
 
     def _forward(self, start: int, fresh: Sequence[Sequence[int]]) -> Float[Tensor, "B V"]:
         """Returns the logits after the last token of the texts in the rows from `start` on.

@@ -1,4 +1,4 @@
-"""Tokens from prompts, as they come."""
+"""Yields new tokens of several prompts as they are generated."""
 
 import hashlib
 from collections import Counter
@@ -79,6 +79,7 @@ def plan_seeds(prompts: Sequence[Sequence[int]], seed: int) -> list[int]:
 
 def _stream(batch: Batch) -> Iterator[Token]:
     while tokens := batch.step():
+        # By request, because rows change places when a text leaves: the output must not depend on that.
         for token in sorted(tokens, key=lambda token: token.request):
             check_is_number(token)
             yield Token(token.request, token.id, token.is_last)

@@ -188,6 +188,7 @@ def build_attention_metadata(
     if cached_lengths is not None:
         assert document_ids is None, "a cache holds one document per row"
         slots = positions = positions + cached_lengths.unsqueeze(1)
+        # The host waits here once per forward. The mask is cut to the longest row, instead of covering all slots.
         num_cached = int(cached_lengths.max())
         assert num_cached + seq_len <= num_slots, "the cache is full"
         if num_cached or is_windowed:
@@ -226,6 +227,7 @@ def rotary_tables(
     positions: Int64[Tensor, "B S"], head_dim: int, theta: float, scaling: RopeScaling | None = None
 ) -> tuple[Tensor, Tensor]:
     """Returns the cosine and the signed sine of each position's angles, for all dimensions of a head, in float32."""
+    # float32 even under bf16-true: bfloat16 cannot tell positions above 256 apart.
     exponents = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
     frequencies = 1.0 / theta**exponents
     if scaling is not None:
@@ -400,4 +402,5 @@ def _remember(
     keys[rows, metadata.slots] = key.to(keys.dtype)
     values[rows, metadata.slots] = value.to(values.dtype)
     end = key.shape[1] if metadata.mask is None else metadata.mask.shape[-1]
+    # Slots beyond a row's own length hold padding or an earlier text; the mask hides them.
     return keys[:, :end].to(key.dtype), values[:, :end].to(value.dtype)

@@ -98,5 +98,6 @@ def draw_block(shape: tuple[int, ...], std: float, key: str, number: int) -> Ten
     """Returns the rows of one block of a parameter, float32 on the CPU: a function of its arguments alone."""
     seed = int.from_bytes(hashlib.sha256(f"{key} {number}".encode()).digest()[:8], "little") >> 1
     num_rows = min(BLOCK_ROWS, shape[0] - number * BLOCK_ROWS)
+    # On the CPU and in float32, because a device's generator gives other numbers for the same seed.
     block = torch.empty((num_rows, *shape[1:]), device="cpu", dtype=torch.float32)
     return block.normal_(0.0, std, generator=torch.Generator("cpu").manual_seed(seed))

@@ -73,6 +73,7 @@ class RMSNorm(Part):
     def forward(self, x: Float[Tensor, "B S D"]) -> Float[Tensor, "B S D"]:
         """Returns `x` normalised over its last dimension."""
         out: Tensor
+        # torch.compile fuses torch's own form into few passes by itself.
         is_eager_cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
         if is_eager_cpu and x.dtype == self.weight.dtype == torch.float32:
             out = _RMSNormCPU.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]  # torch's

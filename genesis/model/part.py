@@ -1,6 +1,6 @@
-"""What each part of the model answers for: its initial values, its groups of parameters, its cost, its statistics.
+"""The interface of the model's parts: initial values, groups of parameters, cost and statistics.
 
-A part is a module whose parameters nobody else knows: the decoder, the optimizer and the description ask it.
+A part is a module that alone knows its parameters: the decoder, the optimizer and the description ask the part.
 """
 
 from abc import ABC, abstractmethod

@@ -32,6 +32,7 @@ def add_statistics(sums: dict[str, Tensor], statistics: Mapping[str, Statistics]
     for part, reported in statistics.items():
         auxiliary = {} if reported.loss_sum is None else {LOSS_SUM: reported.loss_sum}
         for name, value in {**reported.counts, **auxiliary}.items():
+            # float64 counts exactly; float32 loses single tokens from 2**24 on.
             key, added = f"{part}.{name}", value.detach().to(torch.float64)
             sums[key] = sums[key] + added if key in sums else added
 

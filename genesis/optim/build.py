@@ -1,4 +1,4 @@
-"""From a model to its optimizer: which parameter is updated how."""
+"""Builds the optimizer of a model: assigns each parameter to a group and its algorithm."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -71,6 +71,7 @@ def build_optimizer(model: GroupedModule, options: OptimizerOptions) -> GroupedO
     Raises:
         UserError: Muon is chosen, and a part has matrices that are not two-dimensional.
     """
+    # The order is part of the format of checkpoints: Lightning's states go by the positions of groups and parameters.
     groups: dict[ParameterGroup, list[nn.Parameter]] = {MATRICES: [], HEAD: [], EMBEDDINGS: [], VECTORS: []}
     group_of = model.parameter_groups()
     for name, parameter in model.named_parameters():

@@ -57,8 +57,8 @@ def orthogonalize_batch(
 ) -> list[Tensor]:
     """Returns the orthogonalised matrices of one batch of `plan_batches`, turned to be wide, in bfloat16.
 
-    With a group each rank computes a share of them and gets the others' results: the same bits on every rank, whatever
-    the GPUs, and no rank repeats another's work. Then it communicates, and every rank of the group calls it.
+    With a group, each rank computes a share of them and receives the other results: the same bits on every rank,
+    whatever the GPUs, and no rank repeats the work of another. Every rank of the group calls it, and it communicates.
 
     Args:
         read: Returns a matrix of the batch by its number; of a shared batch only this rank's own are read, or one.
@@ -69,7 +69,7 @@ def orthogonalize_batch(
     own = [_to_wide(read(number)).to(_DTYPE) for number in range(rank, num_matrices, num_ranks)]
     results = list(_iterate(torch.stack(own))) if own else []
     if group is not None:
-        # Each rank gives as many, the last ones perhaps zeros.
+        # all_gather needs equal sizes, so ranks with fewer matrices append zeros, which nobody reads.
         like = own[0] if own else torch.zeros_like(_to_wide(read(0)), dtype=_DTYPE)
         per_rank = -(-num_matrices // num_ranks)
         given = torch.stack([*results, *(torch.zeros_like(like) for _ in range(per_rank - len(results)))])
@@ -117,6 +117,7 @@ def orthogonalize_sharded(updates: Sequence[Tensor], parameters: Sequence[DTenso
     shapes = [tuple(parameter.shape) for parameter in parameters]
     owned = _plan_owners(shapes, world_size)
 
+    # All matrices in one exchange of bfloat16: many small collectives would cost more in latency than in bytes.
     sent = [_concatenate([updates[i] for i in owned[owner]], device) for owner in range(world_size)]
     sizes = [
         sum(_num_rows(shapes[i], source, world_size) * shapes[i][1] for i in owned[rank])
@@ -156,6 +157,7 @@ def _shard_group(parameters: Sequence[DTensor]) -> tuple[dist.ProcessGroup, str]
 
 def _plan_owners(shapes: Sequence[tuple[int, ...]], world_size: int) -> list[list[int]]:
     """Returns the matrices of each rank: the largest first, dealt in turn."""
+    # The index breaks ties: every rank must come to the same owners, since sizes are never exchanged.
     order = sorted(range(len(shapes)), key=lambda i: (-shapes[i][0] * shapes[i][1], i))
     return [order[rank::world_size] for rank in range(world_size)]
 

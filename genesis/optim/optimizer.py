@@ -49,7 +49,7 @@ _GROUP_DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 
-# What torch's optimizers offer and this one does not.
+# Options of torch's optimizers that this one does not have.
 _FIXED = {
     "amsgrad",
     "maximize",
@@ -113,6 +113,8 @@ class GroupedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # After the closure, in which Lightning runs forward, backward and the clip: a vetoed window has no gradient
+        # by now, so neither the moments nor the weight decay of any parameter change.
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if parameters:
@@ -122,6 +124,7 @@ class GroupedOptimizer(Optimizer):
     def _step_adamw(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         states = [self.state[parameter] for parameter in parameters]
         for parameter, state in zip(parameters, states, strict=True):
+            # Like the parameter, and so a DTensor where it is one: checkpoints find the shard's place in it.
             if not state:
                 state["step"] = torch.zeros((), device=parameter.device if group["fused"] else "cpu")
                 state["exp_avg"] = torch.zeros_like(parameter)
@@ -152,6 +155,7 @@ class GroupedOptimizer(Optimizer):
         gradients = [_local_gradient(parameter) for parameter in parameters]
         buffers = [_local(self.state[parameter]["momentum_buffer"]) for parameter in parameters]
         torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
+        # Decoupled decay: it scales the parameter alone and never enters the momentum.
         torch._foreach_mul_([_local(parameter) for parameter in parameters], 1 - group["lr"] * group["weight_decay"])
 
         def update_of(i: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""The data of a run as Lightning takes them: loaders over a prepared corpus or a stream, from an exact position.
+"""The data of a run for Lightning: loaders over a prepared corpus or a stream, from an exact position.
 
-What is trained on is a `TrainingData` (`genesis.data`), which has the position; this module makes loaders of its
-windows and answers Lightning's hooks. A callback that the module puts before all others moves the position
+The data are a `TrainingData` (`genesis.data`), which has the position. This module makes loaders of its windows and
+implements Lightning's hooks. A callback that the module puts before all others moves the position
 (`data_position.py`).
 
 An epoch, in Lightning's sense, is as many windows as the corpus has sequences for, whatever the mix; it ends nothing:
@@ -210,6 +210,7 @@ class CorpusDataModule(pl.LightningDataModule):
 
     def _put_position_callback_first(self) -> None:
         callbacks = self._callbacks()
+        # First in the list: whatever saves at a batch's end must find the position after that batch.
         if not any(self._is_own(callback) for callback in callbacks):
             callbacks.insert(0, MoveDataPosition(self.training))
 

@@ -1,4 +1,4 @@
-"""The norm of a gradient that may be sharded, and what to do with it."""
+"""The norm of a gradient that may be sharded, and the scaling of gradients."""
 
 import math
 from collections.abc import Iterable
@@ -17,8 +17,8 @@ def _local(gradient: Tensor) -> Tensor:
 def _weight(gradient: Tensor, num_stage_ranks: int) -> float:
     """Returns how often this rank's part of a gradient counts, so that each element counts once over all ranks.
 
-    Of the copies on the gradient's own mesh the first counts. What that mesh does not show, and a plain tensor's
-    copies, are alike on ranks of the stage outside of it, so each counts for its share of them.
+    Of the copies on the gradient's own mesh only the first counts. Ranks of the stage outside of that mesh hold equal
+    copies, and so do all ranks of the stage for a plain tensor: each of these counts for its share.
     """
     if not isinstance(gradient, DTensor):
         return 1.0 / num_stage_ranks
@@ -33,6 +33,7 @@ def _weight(gradient: Tensor, num_stage_ranks: int) -> float:
 
 def _total_norm(gradients: list[Tensor]) -> Tensor:
     """Returns the 2-norm of whole tensors together, summed in float32 or more."""
+    # torch gives the norm of a 16-bit tensor in 16 bits: too few digits for a clip, and float16 overflows early.
     if all(gradient.element_size() >= torch.float32.itemsize for gradient in gradients):
         return get_total_norm(gradients)
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
@@ -61,6 +62,7 @@ def global_gradient_norm(
     by_weight: dict[float, list[Tensor]] = {}
     for gradient in gradients:
         by_weight.setdefault(_weight(gradient, num_stage_ranks), []).append(_local(gradient))
+    # float64, because the squares of float32 norms may overflow float32. One number for each rank costs no time.
     squared = torch.zeros((), device=device, dtype=torch.float64)
     for weight, parts in by_weight.items():
         if weight:

@@ -11,9 +11,10 @@ _MAXRSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024
 def peak_memory_bytes(device: torch.device) -> dict[str, float]:
     """Returns the peak bytes since the start, by metric key.
 
-    On CUDA what tensors took and what the allocator reserved for them; elsewhere the peak resident memory of the
-    process.
+    On CUDA these are the bytes of tensors and the bytes that the allocator reserved; elsewhere it is the peak resident
+    memory of the process.
     """
+    # The allocator's own counters are read on the host and do not wait for the device.
     if device.type == "cuda":
         return {
             "memory/allocated_bytes": float(torch.cuda.max_memory_allocated(device)),

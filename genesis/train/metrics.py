@@ -20,6 +20,7 @@ class TokenLoss(Metric):
 
     def __init__(self) -> None:
         super().__init__()
+        # float64: a float32 sum over millions of tokens would lose the last digits of each addend.
         self.add_state("loss_sum", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("num_tokens", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 

@@ -4,8 +4,8 @@
     validation/loss            nats per valid token of the validation set, over all ranks; validation/perplexity and
                                validation/bits_per_byte with it
 
-What training logs is `TrainingLog`'s, a callback that the module brings along. Clocks and schedule are callbacks of the
-run (`TokenCounters`, `SkipAwareLR`), which log their own.
+`TrainingLog`, a callback that the module adds, logs the training metrics. Clocks and schedule are callbacks of the run
+(`TokenCounters`, `SkipAwareLR`) with metrics of their own.
 """
 
 import math
@@ -166,9 +166,14 @@ class GenesisModule(pl.LightningModule):
     def training_step(self, window: AccumulationWindow, batch_idx: int) -> dict[str, Tensor]:
         """Runs one window's micro-batches; Lightning runs the last backward, the one in which gradients meet."""
         strategy, layout = self._strategy, self._strategy.layout
+        # Here and not in `optimizer_zero_grad`: Lightning calls that after this method, when the window's earlier
+        # micro-batches have run backward.
         for parameter in self.parameters():
             parameter.grad = None
+        # A seed for each step, so that a resumed run draws the same dropout whatever was drawn before the save.
         torch.manual_seed(seed_of_step(self.seed, self.trainer.global_step, layout.data_rank))
+        # Every rank needs the global count before its first backward, so this sum is awaited. It runs on gloo between
+        # hosts: on nccl it would wait for the device's queue.
         self._num_valid_tokens, self._num_bytes = layout.token_group.sum(
             (window.num_valid_tokens, window.num_bytes)
         ).wait()
@@ -194,6 +199,8 @@ class GenesisModule(pl.LightningModule):
             world_size=self.trainer.world_size,
         )
         self._sum_window_loss()
+        # The norm and the token count are the same on all ranks, so all ranks come to the same decision without a
+        # further reduction. Gradients of None leave Adam's state and the weight decay alone; zeros would not.
         self.skip_reason = self._find_skip_reason()
         if self.skip_reason is not None:
             for parameter in self.parameters():
@@ -224,7 +231,7 @@ class GenesisModule(pl.LightningModule):
         """
         assert self._window_loss_sum is not None
         if self._loss_sum_of_ranks is not None:
-            self._loss_sum_of_ranks.wait()  # the window is run again: its first loss does not count
+            self._loss_sum_of_ranks.wait()  # the window was repeated: gloo needs the wait, the first loss is dropped
         self._loss_sum_of_ranks = self._strategy.layout.token_group.sum_floats(
             (float(self._window_loss_sum), *read_figures(self._part_sums))
         )
@@ -258,7 +265,8 @@ class GenesisModule(pl.LightningModule):
         self.validation_bits.update(loss_sum, window.num_bytes)
 
     def on_validation_epoch_end(self) -> None:
-        """Logs the whole set's figures, and frees what the last forward left gathered."""
+        """Logs the figures of the whole set, and frees parameters that the last forward left gathered."""
+        # The groups exist only once the ranks have met, after the metrics were built.
         for metric in (self.validation_loss, self.validation_bits):
             metric.process_group = self._strategy.layout.token_process_group
         loss = self.validation_loss.compute()

@@ -1,4 +1,4 @@
-"""In what type a run computes: Lightning's plugins, fitted to windows.
+"""The dtypes in which a run computes: Lightning's plugins, adapted to windows.
 
 bf16-mixed   parameters in float32, computed in bfloat16: by autocast, or under `Sharded` as they are gathered
 32-true      all in float32; on CUDA, products of matrices take TF32
@@ -57,11 +57,12 @@ class GatheredBFloat16(Precision):
 
 
 def prepare_precision(strategy: Strategy) -> None:
-    """Gives a Trainer's strategy the plugin of its precision that fits windows. Called before the model is built.
+    """Replaces the precision plugin of a Trainer's strategy by one that fits windows, before the model is built.
 
     Raises:
         UserError: Windows can't be trained on in this precision.
     """
+    # In the module's `setup`, because Lightning lets the plugin convert the module after that hook.
     plugin = strategy.precision_plugin
     if plugin.precision not in _TRAINABLE:
         remedy = ", ".join(_TRAINABLE)

@@ -1,4 +1,4 @@
-"""A progress bar that speaks of updates, tokens, tokens/s and the time left."""
+"""A progress bar with updates, tokens, tokens/s and the time left."""
 
 import time
 from typing import Any
@@ -80,6 +80,7 @@ class GenesisProgressBar(ProgressBar):
         now = time.monotonic()
         interval = _REFRESH_SECONDS if self._progress is not None else _LOG_LINE_SECONDS
         is_last = trainer.global_step == trainer.max_steps
+        # Before anything is read: a metric's value lies on the device, and reading one for every step would wait there.
         if not self._is_enabled or (now - self._shown_at < interval and not is_last):
             return
         self._shown_at = now

@@ -1,4 +1,4 @@
-"""What training logs of its windows, and the means that a checkpoint carries from one log line to the next.
+"""Logs the training windows, and keeps the sums between two log lines in checkpoints.
 
     logged                     unit and meaning
     train/loss                 nats per valid token since the last log line, over all ranks; absent where every window
@@ -139,7 +139,7 @@ class TrainingLog(pl.Callback):
         if is_log_step or trainer.should_stop:  # Lightning logs in both cases
             log_exactly(pl_module, self._take(trainer, pl_module, window) if is_log_step else {})
 
-    # ---- what they do
+    # ---- parts of the hooks
 
     def _take(self, trainer: pl.Trainer, pl_module: pl.LightningModule, window: WindowFigures) -> dict[str, float]:
         """Returns the metrics of a log line, and begins the next."""
