@@ -1,8 +1,8 @@
-"""Opening a corpus of any size: how long until the first window, and how much memory it takes.
+"""Measures the opening of a corpus of any size: the time until the first window, and the memory.
 
-What is measured is what a run does before its first step: reading the manifest, looking at every file, the order, and
-the first window with its shards hashed. The corpus is made of sparse files, so that one of 60 billion tokens fits on a
-small disk. Each measurement is a process of its own, because a peak of memory is a process's.
+The measurement covers the work of a run before its first step: reading the manifest, checking every file, computing the
+order, and building the first window with its shards hashed. The corpus consists of sparse files, so that 60 billion
+tokens fit on a small disk. Each measurement has its own process, because peak memory is counted per process.
 """
 
 import json

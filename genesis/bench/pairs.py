@@ -33,7 +33,7 @@ class PairedRatio:
 
 
 def rotate_order(contenders: Sequence[T], round_index: int) -> list[T]:
-    """Returns who works when in a round: each contender comes first, second, ... equally often.
+    """Returns the order of the contenders in a round: each contender comes first, second, ... equally often.
 
     Example:
         >>> rotate_order(["a", "b", "c"], 1)

@@ -1,4 +1,4 @@
-"""What every record says of where it was made, without a path or a name of this machine."""
+"""The description of the machine in every record, without a path or a name of this machine."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def anonymise(argv: Sequence[str]) -> list[str]:
 
 
 def write_record(record: dict[str, Any], page: str, out: Path) -> None:
-    """Writes a record as JSON and the page of it beside that, whatever suffix `out` has."""
+    """Writes a record to `out` with the suffix .json, and its page with the suffix .md."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     out.with_suffix(".md").write_text(page, encoding="utf-8")

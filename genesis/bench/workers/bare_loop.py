@@ -16,7 +16,7 @@ _MAX_GRADIENT_NORM = 1.0
 
 
 def main(arguments: list[str]) -> None:
-    """Trains until the parent has had enough."""
+    """Trains until the parent sends `quit`."""
     workload = workload_from_json(arguments[0])
     loss = torch.zeros(())
     gate = Gate(workload, ["torch"], lambda: float(loss))

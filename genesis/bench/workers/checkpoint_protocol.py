@@ -1,4 +1,4 @@
-"""What `genesis bench checkpoint` and its workers say to each other, and the gate between their windows.
+"""The messages between `genesis bench checkpoint` and its workers, and the gate between the workers' windows.
 
     worker    {"versions": ..., "num_parameters": ...}  when it has trained some short windows and saved nothing
     parent    go K                                      train K windows, the first of which ends with a save
@@ -6,7 +6,7 @@
     parent    quit
     worker    {"state_bytes": ..., "saves": ...}        what it says of its saves itself
 
-Every rank of a contender is a worker. Contenders take turns: nobody trains while another's save is still written.
+Every rank of a contender is a worker. Contenders take turns: no contender trains during another contender's save.
 """
 
 import itertools
@@ -30,14 +30,14 @@ class Mode:
     """A way to save.
 
     Args:
-        name: As in the report.
-        summary: What it is, in a line.
-        saver: Whose it is; `none` saves nothing.
-        writer: Who writes: the training thread, a thread beside it, or a process.
-        staging: As `AsyncProcessCheckpoint` has it.
-        is_pinned: Whether what is copied from a GPU lands in page-locked memory.
-        has_plan_cache: Whether a plan serves for more than one save.
-        has_own_cores: Whether the trainer leaves one core alone, and the writer process has it for itself.
+        name: Name in the report.
+        summary: A description of one line.
+        saver: The project whose code saves; `none` saves nothing.
+        writer: The writer of files: the training thread, another thread, or a process.
+        staging: The option of `AsyncProcessCheckpoint`.
+        is_pinned: Whether tensors are copied from a GPU to page-locked memory.
+        has_plan_cache: Whether several saves share a plan.
+        has_own_cores: Whether the trainer leaves one core to the writer process.
     """
 
     name: str
@@ -52,16 +52,16 @@ class Mode:
 
 @dataclass(frozen=True)
 class Task:
-    """What one rank does.
+    """The task of one rank.
 
     Args:
-        mode: How it saves.
-        workload: What it trains.
-        strategy: Where parameters live.
+        mode: The way to save.
+        workload: The training.
+        strategy: Whether parameters are replicated or sharded.
         every_n_steps: Windows of a turn, of which the first ends with a save.
-        run_dir: Of this contender, on all ranks.
-        rank: This one.
-        num_ranks: All of them, on this machine.
+        run_dir: The run's directory, the same for all ranks of this contender.
+        rank: The rank.
+        num_ranks: Number of ranks, all on this machine.
     """
 
     mode: Mode
@@ -85,7 +85,7 @@ def task_from_json(text: str) -> Task:
 
 @dataclass(frozen=True)
 class TrainerReady:
-    """What a worker says when it waits for its first turn."""
+    """A worker's message when the worker is ready for its first turn."""
 
     versions: dict[str, str]
     device_name: str
@@ -99,14 +99,14 @@ class Turn:
     Args:
         step_seconds: From each window's boundary to the next; the first window ends with the save.
         step: Lightning's global step of the save.
-        stall_seconds: All time in the hooks of what saves, measured around them.
-        begin_seconds: Of it in the hook in which the save began.
+        stall_seconds: Time in the hooks of the saving callback, measured around the hooks.
+        begin_seconds: Time in the hook in which the save began.
         save_seconds: From that hook's begin until the save was complete; None without a save.
-        num_steps_beside: How many of the later windows began before that.
-        wait_seconds: How long after the turn the save went on.
-        file_bytes: Of all files of the checkpoint.
-        peak_resident_bytes: Of the trainer's process, since its start.
-        peak_device_bytes: That tensors took on the GPU, since the start; None on the CPU.
+        num_steps_beside: Number of later windows that began before the save was complete.
+        wait_seconds: How long the save continued after the turn.
+        file_bytes: Size of all files of the checkpoint.
+        peak_resident_bytes: Peak resident memory of the trainer's process since its start.
+        peak_device_bytes: Peak memory of tensors on the GPU since the start; None on the CPU.
     """
 
     step_seconds: list[float]
@@ -123,12 +123,12 @@ class Turn:
 
 @dataclass(frozen=True)
 class Farewell:
-    """What a worker says when training has ended.
+    """A worker's message when training has ended.
 
     Args:
-        state_bytes: Of the live parameters and optimizer state, all ranks' together.
-        tensor_bytes: Of the same in its last checkpoint; 0 without one.
-        stall_seconds_by_step: What the callback itself says of each of its saves, where it does.
+        state_bytes: Size of the live parameters and optimizer state, over all ranks.
+        tensor_bytes: Size of the same tensors in the last checkpoint; 0 without a checkpoint.
+        stall_seconds_by_step: Step of a save to the stall that the callback itself logged, if it logs stalls.
     """
 
     state_bytes: int
@@ -138,7 +138,7 @@ class Farewell:
 
 @dataclass(frozen=True)
 class SaveEnd:
-    """When a save was complete, by the wall clock, and how large its files are together."""
+    """The wall-clock time at which a save was complete, and the total size of its files."""
 
     at_seconds: float
     file_bytes: int
@@ -146,12 +146,12 @@ class SaveEnd:
 
 @dataclass
 class SaveClock:
-    """What was measured around the hooks of a callback; the worker's hooks write it and the gate reads it.
+    """Measurements around the hooks of a callback, written by the worker's hooks and read by the gate.
 
     Args:
-        stall_seconds: In all of them, so far.
-        begin_seconds: In the one in which the last save began.
-        began_at_seconds: When it did, by the wall clock.
+        stall_seconds: Total time in all hooks so far.
+        begin_seconds: Time in the hook in which the last save began.
+        began_at_seconds: Wall-clock time at which the last save began.
     """
 
     stall_seconds: float = 0.0
@@ -163,7 +163,7 @@ def count_steps_beside(step_seconds: list[float], save_seconds: float, from_begi
     """Returns how many windows after the first began before the save was complete.
 
     Args:
-        step_seconds: Of the turn's windows.
+        step_seconds: Seconds of each of the turn's windows.
         save_seconds: From the save's begin until it was complete.
         from_begin_seconds: From the save's begin to the end of the first window.
 
@@ -181,16 +181,16 @@ def count_steps_beside(step_seconds: list[float], save_seconds: float, from_begi
 
 
 class TurnGate:
-    """Stands where a window is handed out: lets a turn's windows pass, and waits between turns.
+    """Releases the windows of a turn to the training loop, and waits between turns.
 
-    Only the parent may hear standard output, so the gate takes it for itself: what libraries print there goes to the
-    error stream.
+    Standard output carries messages to the parent alone, so the gate redirects the output of libraries to the error
+    stream.
 
     Args:
-        task: What is done.
-        clock: What is measured around the hooks of what saves.
-        wait_for_end: Returns when the save of a step has ended; None where nothing saves.
-        describe: Says what the worker is, once it is warmed up.
+        task: The rank's task.
+        clock: Measurements around the hooks of the saving callback.
+        wait_for_end: Returns when the save of a step has ended; None if the mode saves nothing.
+        describe: Describes the worker after its warm-up.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class TurnGate:
         self._num_steps_left -= 1
 
     def say(self, message: TrainerReady | Turn | Farewell) -> None:
-        """Reports to the parent."""
+        """Sends a message to the parent."""
         print(json.dumps(asdict(message)), file=self._to_parent, flush=True)
 
     def _end_turn(self) -> None:

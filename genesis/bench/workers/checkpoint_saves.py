@@ -1,4 +1,4 @@
-"""What saves in a worker of `genesis bench checkpoint`: our callback or torch's functions, measured from outside."""
+"""The ways to save in a worker of `genesis bench checkpoint`: genesis' callback or torch's functions."""
 
 import math
 import os
@@ -32,7 +32,7 @@ _STATE_PREFIXES = ("model.", "optimizer.")
 
 
 class Saves(Protocol):
-    """What the gate and the worker ask of whatever saves."""
+    """The interface of a way to save for the gate and the worker."""
 
     def wait_for_end(self, step: int) -> SaveEnd:
         """Returns when the save of `step` has ended."""
@@ -42,7 +42,7 @@ class Saves(Protocol):
 
 
 def time_hooks(callback: pl.Callback, clock: SaveClock, every_n_steps: int) -> None:
-    """Measures around every hook that `callback` has of its own, whatever it says of itself."""
+    """Measures the time of every hook that `callback` defines, from outside of the callback."""
     for name in dir(pl.Callback):
         if name.startswith("on_") and getattr(type(callback), name) is not getattr(pl.Callback, name):
             setattr(callback, name, _timed(getattr(callback, name), clock, every_n_steps, name == "on_train_batch_end"))
@@ -79,7 +79,7 @@ def build_ours(mode: Mode, run_dir: Path, every_n_steps: int) -> AsyncProcessChe
 
 
 class Committed:
-    """Finds the end of our saves where everybody sees it: in the directory.
+    """Finds the end of genesis' saves in the directory of checkpoints.
 
     Args:
         directory: The callback's.
@@ -93,7 +93,7 @@ class Committed:
         """Returns when the save of `step` is committed and the one before it is deleted.
 
         Raises:
-            RuntimeError: It ended without a checkpoint, or does not end.
+            RuntimeError: The save ended without a checkpoint, or does not end.
         """
         final = self._directory / checkpoint_name(step)
         deadline_seconds = time.monotonic() + _WAIT_LIMIT_SECONDS
@@ -104,11 +104,11 @@ class Committed:
         if not final.exists():
             raise RuntimeError(f"the save of step {step} made no checkpoint")
         self._last = final
-        # A rename is the last that happens to a checkpoint's directory.
+        # The rename is the last change of a checkpoint's directory.
         return SaveEnd(final.stat().st_ctime, sum_file_bytes(final))
 
     def _is_quiet(self, final: Path) -> bool:
-        """Says whether nothing is staged, nothing but `final` is kept and nothing waits for deletion."""
+        """Returns whether nothing is staged, only `final` is kept and nothing waits for deletion."""
         others = {path.name for path in self._directory.iterdir() if path.is_dir()} - {final.name, TRASH_NAME}
         trash = self._directory / TRASH_NAME
         return not others and not (trash.is_dir() and any(trash.iterdir()))
@@ -125,7 +125,7 @@ class Committed:
 
 
 class CoreWriter(WriterProcess):
-    """A writer process on cores of its own, which it inherits from the thread that starts it."""
+    """A writer process on its own cores, inherited from the thread that starts the writer."""
 
     cores: Sequence[int] = ()
 
@@ -153,11 +153,11 @@ class PageableBuffer(SharedBuffer):
 
 
 def change_engine(mode: Mode, writer_cores: Sequence[int]) -> None:
-    """Takes from the engine what a mode does without, for the rest of this process: no user can ask for that.
+    """Disables the parts of the engine that a mode omits, for the rest of this process; users have no such option.
 
     Args:
         mode: The mode.
-        writer_cores: For the writer process, if it is to have its own.
+        writer_cores: Cores for the writer process alone; empty if the writer shares the trainer's cores.
     """
     if mode.has_own_cores:
         CoreWriter.cores = writer_cores
@@ -193,14 +193,14 @@ class TorchCheckpoint(pl.Callback):
         self._last: Path | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Makes the group. Communicates."""
+        """Creates the process group. Communicates."""
         self._directory.mkdir(parents=True, exist_ok=True)
         self._group = dist.new_group(backend="gloo")
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Saves if it is due. Communicates."""
+        """Saves if a save is due. Communicates."""
         if trainer.global_step % self._every_n_steps:
             return
         self._finish()
@@ -226,7 +226,7 @@ class TorchCheckpoint(pl.Callback):
         future, self._future = self._future, None
         if future is not None:
             future.result()
-            self._has_ended.wait()  # a result is complete before it is reported
+            self._has_ended.wait()  # the future is done before its callback has recorded the end
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Waits for the last save."""

@@ -1,4 +1,4 @@
-"""One rank of one contender of `genesis bench checkpoint`: our trainer, and something that saves."""
+"""One rank of one contender of `genesis bench checkpoint`: genesis' trainer with one way to save."""
 
 import csv
 import os
@@ -49,11 +49,11 @@ _STALL, _STEP = "checkpoint/stall_seconds", "checkpoint/step"
 
 
 class _GatedLoader:
-    """The windows of a loader, each handed out when the gate lets it pass; they end when the parent says so.
+    """The windows of a loader, each released by the gate; the windows end when the parent sends `quit`.
 
     Args:
         loader: Makes the windows.
-        gate: Asked before each.
+        gate: Releases each window.
     """
 
     def __init__(self, loader: WindowLoader, gate: TurnGate) -> None:
@@ -61,7 +61,7 @@ class _GatedLoader:
         self._gate = gate
 
     def __len__(self) -> int:
-        return len(self._loader)  # with a length, Lightning takes no window ahead of its step
+        return len(self._loader)  # with a length, Lightning prefetches no window
 
     def __iter__(self) -> Iterator[AccumulationWindow]:
         for window in self._loader:
@@ -72,7 +72,7 @@ class _GatedLoader:
             yield window
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns nothing to save."""
+        """Returns an empty state."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -111,7 +111,7 @@ class _RandomWindows(pl.LightningDataModule):
 
 
 def _share_cores(mode: Mode) -> list[int]:
-    """Leaves the last core to the writer where the mode says so, and returns the writer's cores."""
+    """Leaves the last core to the writer if the mode requires it, and returns the writer's cores."""
     if not mode.has_own_cores:
         return []
     *ours, last = sorted(os.sched_getaffinity(0))
@@ -120,7 +120,7 @@ def _share_cores(mode: Mode) -> list[int]:
 
 
 def _join_ranks(task: Task) -> None:
-    """Makes the process group before Lightning does, without a port; alone only for those who cannot do without."""
+    """Creates the process group before Lightning, without a port; for a single rank only if needed."""
     if task.num_ranks == 1 and task.strategy == "replicated" and task.mode.saver != "torch":
         return
     has_cuda = task.workload.device == "cuda"
@@ -135,7 +135,7 @@ def _join_ranks(task: Task) -> None:
 
 
 def _build_saving(task: Task, clock: SaveClock) -> tuple[list[pl.Callback], Saves | None]:
-    """Returns the callback that saves, if the mode has one, with its hooks measured, and what knows its ends."""
+    """Returns the saving callback, if the mode has one, with its hooks measured, and the observer of its saves."""
     mode, run_dir = task.mode, Path(task.run_dir)
     callback: pl.Callback
     saves: Saves
@@ -177,14 +177,14 @@ def _count_bytes(tensors: list[Tensor]) -> int:
 
 
 def _count_state_bytes(trainer: pl.Trainer, module: pl.LightningModule) -> int:
-    """Returns the bytes of all parameters and all optimizer state; a sharded tensor counts whole."""
+    """Returns the bytes of all parameters and optimizer state; a sharded tensor counts with its full size."""
     states = [state.values() for optimizer in trainer.optimizers for state in optimizer.state.values()]
     in_optimizer = [value for state in states for value in state if isinstance(value, Tensor)]
     return _count_bytes(list(module.parameters())) + _count_bytes(in_optimizer)
 
 
 def _read_stalls(log: Path) -> dict[str, float]:
-    """Returns what the callback logged of its stalls, by the save's step."""
+    """Returns the stalls that the callback logged, by the save's step."""
     if not log.exists():
         return {}
     with log.open(newline="", encoding="utf-8") as file:
@@ -193,7 +193,7 @@ def _read_stalls(log: Path) -> dict[str, float]:
 
 
 def main(arguments: list[str]) -> None:
-    """Trains until the parent has had enough."""
+    """Trains until the parent sends `quit`."""
     task = task_from_json(arguments[0])
     change_engine(task.mode, _share_cores(task.mode))
     torch.set_num_threads(task.workload.num_threads)

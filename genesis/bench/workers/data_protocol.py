@@ -1,4 +1,4 @@
-"""What `genesis bench data` and its readers say to each other, and the tokens that all of them read.
+"""The messages between `genesis bench data` and its readers, and the tokens that all readers read.
 
     reader    {"versions": {...}}                         when it has read a first time
     parent    go SECONDS                                  read on for so long
@@ -24,7 +24,7 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class ReadTask:
-    """What a reader reads, and how.
+    """The task of a reader.
 
     Args:
         tokens_path: All tokens, flat, uint16.
@@ -49,7 +49,7 @@ class ReadTask:
 
 @dataclass(frozen=True)
 class Reading:
-    """What was read in a turn."""
+    """A reader's measurements in one turn."""
 
     tokens: int
     seconds: float
@@ -74,7 +74,7 @@ def make_ready(rows: Any, eos_id: int) -> tuple[Any, Any, Any]:
 
 
 def serve(batches: Iterator[int], packages: tuple[str, ...]) -> None:
-    """Reads in turns until the parent says quit.
+    """Reads in turns until the parent sends `quit`.
 
     Args:
         batches: Reads a batch and gives the number of its tokens; endless.

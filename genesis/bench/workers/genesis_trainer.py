@@ -86,7 +86,7 @@ def _build_strategy(name: str, is_compiled: bool) -> Strategy | str:
 
 
 def main(arguments: list[str]) -> None:
-    """Trains until the parent has had enough."""
+    """Trains until the parent sends `quit`."""
     workload = workload_from_json(arguments[0])
     gatekeeper = _Gatekeeper(workload)
     with tempfile.TemporaryDirectory() as run_dir:

@@ -42,7 +42,7 @@ def _synchronize(device: str) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Multiplies until the parent has had enough."""
+    """Multiplies until the parent sends `quit`."""
     workload = workload_from_json(arguments[0])
     gate = Gate(workload, ["torch"])
     dtype = torch.float32 if workload.precision == "32-true" else torch.bfloat16

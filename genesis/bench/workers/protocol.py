@@ -1,4 +1,4 @@
-"""What `genesis bench step` and its workers say to each other, and the work that all of them do.
+"""The messages between `genesis bench step` and its workers, and the work of all workers.
 
     worker    {"versions": ..., "device_name": ...}     when it is warmed up
     parent    go N                                      train N windows
@@ -35,7 +35,7 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class Workload:
-    """What every contender trains, and how.
+    """The training that every contender runs.
 
     Args:
         decoder: The keyword arguments of `DecoderConfig`, all of them.
@@ -87,7 +87,7 @@ def workload_from_json(text: str) -> Workload:
 
 @dataclass(frozen=True)
 class Ready:
-    """What a worker says of itself when it is warmed up."""
+    """A worker's message after its warm-up."""
 
     versions: dict[str, str]
     device_name: str
@@ -95,15 +95,15 @@ class Ready:
 
 @dataclass(frozen=True)
 class Burst:
-    """What a worker measured while it trained some windows.
+    """A worker's measurements over some windows.
 
     Args:
-        seconds: From the parent's word to the end of the last step on the device.
-        cpu_seconds: Of all threads in that time. With one thread, about what an idle machine would take.
-        tokens: Trained in that time.
-        peak_resident_bytes: Of the process, since its start.
-        peak_device_bytes: That tensors took on the GPU, since the start; None on the CPU.
-        loss: Of one of the last steps in nats per token, if the contender reports it.
+        seconds: From the parent's message to the end of the last step on the device.
+        cpu_seconds: CPU time of all threads. With one thread, about the wall time on an idle machine.
+        tokens: Number of trained tokens.
+        peak_resident_bytes: Peak resident memory of the process since its start.
+        peak_device_bytes: Peak memory of tensors on the GPU since the start; None on the CPU.
+        loss: Loss of one of the last steps in nats per token, if the contender reports losses.
     """
 
     seconds: float
@@ -122,17 +122,17 @@ def random_rows(workload: Workload) -> Tensor:
 
 
 class NoMoreStepsError(Exception):
-    """The parent wants no more: raised inside the training loop, caught around it."""
+    """The parent has sent `quit`; raised inside the training loop and caught outside."""
 
 
 class Gate:
-    """Stands in a training loop where a step begins: lets warm-up and bursts pass, and waits between.
+    """Releases the steps of the warm-up and of bursts in a training loop, and waits between bursts.
 
-    Only the parent may hear standard output, so the gate takes it for itself: what libraries print there goes to the
-    error stream.
+    Standard output carries messages to the parent alone, so the gate redirects the output of libraries to the error
+    stream.
 
     Args:
-        workload: What is trained.
+        workload: The training.
         packages: The packages whose versions are reported.
         read_loss: Returns the loss of a late step. Called between bursts only.
     """
