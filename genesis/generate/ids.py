@@ -1,4 +1,4 @@
-"""Ids in place of text: for models that were trained on tokens whose tokenizer nobody has."""
+"""Ids in place of text, for models that were trained on tokens without a tokenizer."""
 
 import re
 
@@ -10,21 +10,21 @@ class IdWriter:
     """Writes ids as numbers with a space before each, where a `StreamingDecoder` would write their text."""
 
     def feed(self, token: int) -> str:
-        """Returns what one id is written as."""
+        """Returns the text of one id."""
         return f" {token}"
 
     def flush(self) -> str:
-        """Returns what is left, which is nothing."""
+        """Returns an empty text: no id is held back."""
         return ""
 
 
 def build_writer(tokenizer: Tokenizer | None) -> StreamingDecoder | IdWriter:
-    """Returns what turns new tokens into text: their own, or their numbers where there is no tokenizer."""
+    """Returns the object that turns new tokens into text, or into numbers if there is no tokenizer."""
     return IdWriter() if tokenizer is None else StreamingDecoder(tokenizer)
 
 
 def write_ids(ids: tuple[int, ...]) -> str:
-    """Returns ids as they are given and written.
+    """Returns ids as text, in the form that `parse_ids` reads.
 
     >>> write_ids((5, 17))
     '5 17'

@@ -1,4 +1,4 @@
-"""From logits to a token: what may be drawn is a pure function of the logits; the draw is a seeded generator's.
+"""Samples a token from logits: the probabilities are a pure function, and the draw uses a seeded generator.
 
 V  vocabulary
 """

@@ -19,8 +19,8 @@ class GenerateOptions:
     Args:
         max_new_tokens: At most so many for each prompt; None for 256 or what the context leaves, whichever is less.
         sampling: Which tokens may be drawn.
-        seed: What a prompt gives depends on it and the prompt, not on the other prompts; one that stands there again
-            is another draw.
+        seed: A prompt's text depends on the seed and the prompt, not on the other prompts; a repeated prompt gets
+            another draw.
         has_cache: Whether keys and values are kept, or the whole text is computed for every token.
     """
 

@@ -148,7 +148,8 @@ class KVCache:
         return part
 
     def copy_row(self, source: int, target: int) -> None:
-        """Puts what is known of sequence `source` in the place of sequence `target`."""
+        """Copies the keys and values of sequence `source` over those of sequence `target`."""
+        # Only the slots in use: the rest of a row may be long, and is overwritten before it is read.
         length = int(self.lengths[source])
         self.keys[:, target, :length] = self.keys[:, source, :length]
         self.values[:, target, :length] = self.values[:, source, :length]
@@ -185,6 +186,7 @@ class Block(nn.Module):
         is_before = self.has_norms_before
         update = self.attention(self.attention_norm(x) if is_before else x, metadata, cache)
         x = x + self.dropout(update if is_before else self.attention_norm(update))
+        # After the attention, whose keys and values need every position; the feed-forward and the head need only these.
         if logits_to_keep is not None:
             x = x.flatten(0, 1)[logits_to_keep]
         update, statistics = self.feed_forward(self.feed_forward_norm(x) if is_before else x)
@@ -277,5 +279,6 @@ class Decoder(nn.Module):
             x, reported = block(x, metadata, held, kept)
             if reported is not None:
                 statistics[f"blocks.{index}.feed_forward"] = reported
+        # Inside the forward, where FSDP2's hooks have gathered the output weight: elsewhere it may be a shard.
         out = head(self.norm(x), self.output_weight)
         return (out, statistics) if has_statistics else out

@@ -1,4 +1,4 @@
-"""What a decoder costs: parameters by part, FLOPs per token, memory. Nothing is allocated."""
+"""The cost of a decoder: parameters by part, FLOPs per token, memory. Nothing is allocated."""
 
 from dataclasses import dataclass
 

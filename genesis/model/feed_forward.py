@@ -15,11 +15,11 @@ from genesis.model.part import MATRICES, ParameterGroup, Part, Statistics, check
 
 
 class FeedForward(Part):
-    """What a block does with each token by itself."""
+    """The part of a block that processes each token by itself."""
 
     @abstractmethod
     def forward(self, x: Float[Tensor, "*N D"]) -> tuple[Float[Tensor, "*N D"], Statistics | None]:
-        """Returns what is added to the residual stream, and the statistics of these tokens, if the part has any."""
+        """Returns the update of the residual stream, and the statistics of these tokens, if the part has any."""
 
 
 class FeedForwardConfig(ABC):

@@ -7,8 +7,8 @@
     tp             ranks that share the matrices of the same layer (tensor)
     ep             ranks that share the experts; they are taken from dp_shard * cp * tp
 
-Ranks are numbered with pp outermost and tp innermost, so that the ranks that talk most are neighbours. The same ranks
-are seen in three views: `data_axes` (who reads what), `dense_axes` and `sparse_axes` (where parameters live).
+Ranks are numbered with pp outermost and tp innermost, so that the ranks that communicate most are neighbours. The same
+ranks have three views: `data_axes` (which data a rank reads), `dense_axes` and `sparse_axes` (where parameters live).
 """
 
 from collections.abc import Mapping, Sequence
@@ -82,7 +82,7 @@ class Degrees:
         return resolved
 
     def check_available(self) -> None:
-        """Refuses what training cannot do yet.
+        """Refuses degrees that training does not support yet.
 
         Raises:
             UserError: A degree that is not one of data parallelism is not 1.
@@ -105,7 +105,7 @@ class Degrees:
         return self.dp_replicate * self.dp_shard
 
     def data_axes(self) -> dict[str, int]:
-        """Returns the view that says who reads what: ranks that differ along `dp` alone read different data."""
+        """Returns the view that decides which data a rank reads: ranks that differ along `dp` read different data."""
         return {"pp": self.pp, "dp": self.data_world_size, "cp": self.cp, "tp": self.tp}
 
     def dense_axes(self) -> dict[str, int]:

@@ -22,8 +22,8 @@ def log_exactly(module: pl.LightningModule, values: Mapping[str, float]) -> None
 def forget_logged(trainer: pl.Trainer) -> None:
     """Keeps Lightning from logging again what earlier batches logged at their ends. Call it at a batch's start.
 
-    Lightning keeps every value that a step has logged and gives all of them to the loggers whenever it logs, so that
-    an old value would appear as that of a step which has none.
+    Lightning keeps every value that a step has logged, and passes all of them to the loggers whenever it logs. An old
+    value would therefore appear in a step that did not log it.
     """
     results = trainer._results  # private: nothing public removes a value
     assert results is not None
