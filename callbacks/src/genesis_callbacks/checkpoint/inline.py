@@ -46,6 +46,7 @@ def perform_together(ranks: Ranks, stage: Callable[[], tuple[WriteJob, Staged]])
         job, staged = stage()
         with hold_staging(job.staging):
             ours = write_part(job, staged)
+    # A KeyboardInterrupt is not caught: it ends this process, and its closed connections end the wait of the others.
     except Exception as error:
         ours = failed_outcome(error)
     # A rank that failed takes part, too: without it the others would wait until the group's timeout.

@@ -55,6 +55,7 @@ def local_shards(name: str, tensor: Tensor, kind: TensorKind) -> list[LocalShard
     Raises:
         UnsupportedStateError: The tensor cannot be saved as it is: sparse, quantized, or waiting for a reduction.
     """
+    # These have no plain elements in row-major order, which is all that a shard and its digest can hold.
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         raise UnsupportedStateError(f"{name}: only dense, materialised tensors can be saved, this is {tensor.type()}")
     try:
@@ -188,6 +189,8 @@ def check_tiling(name: str, shape: tuple[int, ...], blocks: Iterable[Block]) -> 
     covered = sum(math.prod(sizes) for _, sizes in blocks)
     if covered != math.prod(shape) or not blocks:
         raise CorruptCheckpointError(f"{name}: {covered} of {math.prod(shape)} elements are there")
+    # A mesh of a thousand ranks makes as many blocks, whose pairs would cost too much: they are recognised as a
+    # grid first. Other blocks are few as a rule.
     if _is_grid(shape, blocks):
         return
     if len(blocks) > _MAX_PAIRED_BLOCKS:

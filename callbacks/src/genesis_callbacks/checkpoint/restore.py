@@ -86,6 +86,7 @@ class RecordedFiles:
             # Before the allocation, because a damaged manifest may claim any size.
             if os.fstat(descriptor).st_size < offset + num_bytes:
                 raise CorruptCheckpointError(f"{chunk.file} ends before byte {offset + num_bytes}: it is truncated")
+            # Read as bytes and viewed as the dtype: `torch.load` would run the pickle that the file holds beside them.
             raw = torch.empty(num_bytes, dtype=torch.uint8)
             _read_exactly(descriptor, memoryview(raw.numpy().data), offset, chunk.file)
         return raw.view(dtype)
@@ -264,6 +265,7 @@ def _read_whole(files: RecordedFiles, place: TensorPlace, name: str) -> Tensor:
         zeros = (0,) * len(record.shape)
         part = TensorShard(name, "state", record.shape, tensor.dtype, zeros, record.shape)
         _fill_target(files, record, LocalShard(part, tensor))
+        # The digest of the live tensor at the save, and not the file's hash: it also covers the plan of this read.
         digest = digest_tensor(tensor)
         if digest != record.digest:
             raise CorruptCheckpointError(

@@ -127,6 +127,7 @@ class SharedStager:
                     copy_into(buffer.view(item), data)
                 else:
                     buffer.copy_from_device(item, data)
+            # Queued behind the copies on the same stream, so that the digest is taken after the copy here as well.
             digests = self._digest_on_device(live)
             # Copies to pinned memory return before they are done: without this wait a writer would read old bytes.
             stream.synchronize()

@@ -58,6 +58,8 @@ def blaming_base(base: Path, named_by: Path | None) -> Iterator[None]:
 
 def list_places(path: Path, base: BaseReference, places: Sequence[Path] = ()) -> list[Path]:
     """Returns where the base of the checkpoint at `path` is looked for, in this order; each place once."""
+    # The relative path first: when a run and its base are moved or copied together, the absolute path may lead to the
+    # old place, or to nothing.
     directory = os.path.dirname(os.path.realpath(path))  # noqa: PTH120 - realpath has no error for a loop of links
     given = [text for text in os.environ.get(PLACES_VARIABLE, "").split(os.pathsep) if text]
     candidates = [os.path.join(directory, base.relative_path), base.path, *map(str, places), *given]  # noqa: PTH118
