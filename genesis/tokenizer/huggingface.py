@@ -200,7 +200,7 @@ def _find_spelling(content: Mapping[str, Any]) -> Callable[[str], bytes]:
     """Returns the function from a piece to its bytes.
 
     Raises:
-        UserError: There is none that is known to be right.
+        UserError: No function is known to be correct for this tokenizer.
     """
     model = content.get("model") or {}
     decoders = {one.get("type"): one for one in _iterate_steps(content.get("decoder"), "decoders")}

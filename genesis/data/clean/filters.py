@@ -22,7 +22,7 @@ LANGUAGE = "language"
 FIELDS = "fields"
 """The key of a document's metadata in which the reader stores the fields that score filters need."""
 _LANGUAGE_CHARACTERS = 10_000
-"""What is looked at to tell a document's language."""
+"""Number of characters at the beginning of a document from which the language is detected."""
 
 Verdict = bool | tuple[bool, str]
 

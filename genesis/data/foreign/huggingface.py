@@ -41,7 +41,7 @@ def list_arrow_files(directory: Path) -> list[Path]:
 
 
 def read_arrow(path: Path, column: str) -> TokenFile:
-    """Returns what the column `column` of an `.arrow` file holds.
+    """Returns the content of the column `column` of an `.arrow` file.
 
     Raises:
         UserError: The file is damaged or compressed, the column is missing, is not one of tokens, or has rows without a
@@ -74,7 +74,7 @@ def read_arrow(path: Path, column: str) -> TokenFile:
 
 
 def _locate(path: Path, rows: Any, address: int, num_bytes: int) -> tuple[Run, NDArray[np.int64]]:
-    """Returns where a batch's tokens lie in the file, and where its rows end among them."""
+    """Returns the run of a batch's tokens in the file, and the ends of its rows in tokens."""
     values = rows.values
     if rows.null_count or values.null_count:
         raise UserError(f"{path} has rows or ids that are null; leave them out (Dataset.filter) and save it again")
@@ -109,7 +109,7 @@ def _is_tokens(kind: Any) -> bool:
 
 
 def _check_companions(path: Path, batch: Any) -> None:
-    """Refuses rows whose ids are not all meant to be learned."""
+    """Refuses rows with padding or with masked labels."""
     for name, fault in (
         ("attention_mask", "is 0 for some ids: rows are padded; tokenize without padding"),
         ("labels", "is negative for some ids: their loss is masked, which can't be kept; leave the column out"),

@@ -34,10 +34,10 @@ _DTYPES: Final = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: 
 
 
 def read_megatron(path: Path) -> TokenFile:
-    """Returns what a `.bin` holds, by the `.idx` beside it.
+    """Returns the content of a `.bin` file, described by its `.idx` file.
 
     Raises:
-        UserError: One of the two is missing, is not what it should be, or contradicts the other.
+        UserError: One of the two files is missing, is invalid, or contradicts the other.
     """
     bin_path, index = path.with_suffix(".bin"), path.with_suffix(".idx")
     num_bytes, index_bytes = file_size(bin_path), file_size(index)
