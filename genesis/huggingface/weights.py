@@ -13,6 +13,8 @@ from genesis.huggingface.directory import INDEX_NAME, WEIGHTS_NAME
 from genesis.huggingface.family import OUTPUT_WEIGHT, Family
 from genesis.model.decoder import Decoder, DecoderConfig
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ADAPTER_NAME = "adapter_config.json"
 _DERIVED_SUFFIX = "rotary_emb.inv_freq"
 """Old checkpoints of transformers have it beside the weights; it follows from rope_theta."""
 
@@ -26,10 +28,15 @@ def read_weights(directory: Path, config: DecoderConfig, family: Family | None) 
         family: Whose names the files have; None for the decoder's own.
 
     Raises:
-        UserError: There are no safetensors files, or a tensor is missing, has no place, or another shape.
+        UserError: There are no safetensors files, or a tensor is missing, has no place, another shape or dtype, or
+            values that are not finite.
     """
+    if (directory / _ADAPTER_NAME).exists():
+        raise UserError(f"{directory} has an adapter ({_ADAPTER_NAME}); merge it into the weights first, or remove it")
     state = _read_state(directory, family)
-    if config.has_tied_embeddings and OUTPUT_WEIGHT in state:
+    for name, tensor in state.items():
+        _check_values(directory, _name_in_files(name, family), tensor)
+    if config.has_tied_embeddings and OUTPUT_WEIGHT in state and "embedding.weight" in state:
         if not torch.equal(state[OUTPUT_WEIGHT], state["embedding.weight"]):
             raise UserError(f"{directory}: tie_word_embeddings is true, and lm_head.weight is not the embedding")
         del state[OUTPUT_WEIGHT]
@@ -46,6 +53,17 @@ def read_weights(directory: Path, config: DecoderConfig, family: Family | None) 
         file_name = _name_in_files(unknown[0], family)
         raise UserError(f"{directory}: by config.json {file_name} has no place in the model")
     return state
+
+
+def _check_values(directory: Path, name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in _DTYPES:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise UserError(
+            f"{directory}: {name} is {dtype}, and weights must be float32, bfloat16 or float16; dequantise or convert "
+            "the model with transformers, and save it again"
+        )
+    if not bool(tensor.isfinite().all()):
+        raise UserError(f"{directory}: {name} has values that are NaN or infinite")
 
 
 def _name_in_files(name: str, family: Family | None) -> str:
@@ -65,13 +83,23 @@ def _read_state(directory: Path, family: Family | None) -> dict[str, Tensor]:
 
 
 def read_file_names(directory: Path) -> dict[str, str]:
-    """Returns each tensor's file, as transformers finds it."""
-    index = directory / INDEX_NAME
-    if index.exists():
-        weight_map: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
-        return weight_map
-    with safe_open(directory / WEIGHTS_NAME, framework="pt") as file:
-        return dict.fromkeys(file.keys(), WEIGHTS_NAME)
+    """Returns each tensor's file, as transformers finds it: an index counts only without a `model.safetensors`.
+
+    Raises:
+        ValueError: The index has no map of tensors to names of files beside it.
+    """
+    if (directory / WEIGHTS_NAME).exists():
+        with safe_open(directory / WEIGHTS_NAME, framework="pt") as file:
+            return dict.fromkeys(file.keys(), WEIGHTS_NAME)
+    index = json.loads((directory / INDEX_NAME).read_bytes())
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{INDEX_NAME} has no weight_map of tensors to files")
+    for tensor, name in weight_map.items():
+        # A path could lead out of the directory, and its file would be read as part of the model.
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ValueError(f"{INDEX_NAME} has {name!r} for {tensor}, which is not the name of a file beside it")
+    return dict(weight_map)
 
 
 def iterate_tensors(directory: Path, names: dict[str, str]) -> Iterator[tuple[str, Tensor]]:

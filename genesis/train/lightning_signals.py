@@ -17,7 +17,9 @@ def leave_signals_to_votes(trainer: pl.Trainer) -> None:
     callbacks = vars(trainer)["callbacks"]  # a public attribute that Lightning's annotations leave out
     if any(isinstance(callback, AsyncProcessCheckpoint) and callback.has_signal_votes for callback in callbacks):
         epoch_loop: Any = trainer.fit_loop.epoch_loop
-        assert callable(epoch_loop._broadcast_sigterm_tensor), "Lightning has another name for it"
+        # Lightning's private name: where it is missing, the assignment would silently change nothing.
+        is_known = callable(getattr(epoch_loop, "_broadcast_sigterm_tensor", None))
+        assert is_known, "this version of Lightning has no _broadcast_sigterm_tensor"
         epoch_loop._broadcast_sigterm_tensor = _do_nothing
 
 

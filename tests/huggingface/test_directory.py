@@ -1,6 +1,7 @@
 """What of a directory in Hugging Face's layout is read, and what is refused by name."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from genesis.errors import UserError
-from genesis.huggingface.directory import CONFIG_NAME, WEIGHTS_NAME
+from genesis.huggingface.directory import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME
 from genesis.huggingface.shape import read_shape
 from genesis.huggingface.weights import read_weights
 
@@ -93,6 +94,18 @@ def reshape(state: dict[str, torch.Tensor]) -> None:
     state["model.norm.weight"] = torch.zeros(31)
 
 
+def quantise(state: dict[str, torch.Tensor]) -> None:
+    state["model.norm.weight"] = torch.ones(32, dtype=torch.int8)
+
+
+def spoil(state: dict[str, torch.Tensor]) -> None:
+    state["model.norm.weight"][7] = torch.nan
+
+
+def keep_the_output_alone(state: dict[str, torch.Tensor]) -> None:
+    state["lm_head.weight"] = state.pop("model.embed_tokens.weight")
+
+
 def untie(state: dict[str, torch.Tensor]) -> None:
     state["lm_head.weight"] = torch.zeros(90, 32)
 
@@ -104,6 +117,9 @@ def untie(state: dict[str, torch.Tensor]) -> None:
         (add_bias, r"q_proj\.bias.* has no place"),
         (add_layer, r"model\.layers\.7\.mlp\.up_proj\.weight has no place"),
         (reshape, r"model\.norm\.weight is \[31\]; by config\.json it is \[32\]"),
+        (quantise, r"model\.norm\.weight is int8, and weights must be float32, bfloat16 or float16"),
+        (spoil, r"model\.norm\.weight has values that are NaN or infinite"),
+        (keep_the_output_alone, r"model\.embed_tokens\.weight is missing"),
         (untie, r"tie_word_embeddings is true, and lm_head\.weight is not"),
     ],
 )
@@ -124,4 +140,38 @@ def test_files_that_are_cut_off_are_refused(tmp_path: Path) -> None:
         read_state(tmp_path)
     (tmp_path / WEIGHTS_NAME).unlink()
     with pytest.raises(UserError, match=r"neither model\.safetensors nor"):
+        read_state(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ([], "has no weight_map"),
+        ({}, "has no weight_map"),
+        ({"weight_map": None}, "has no weight_map"),
+        ({"weight_map": ["a"]}, "has no weight_map"),
+        ({"weight_map": {"model.norm.weight": 3}}, "has 3 for model.norm.weight"),
+        ({"weight_map": {"model.norm.weight": "../outside.safetensors"}}, "not the name of a file beside it"),
+    ],
+)
+def test_an_index_that_names_no_files_beside_it_is_refused(index: Any, message: str, tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    (tmp_path / WEIGHTS_NAME).rename(tmp_path.parent / "outside.safetensors")
+    (tmp_path / INDEX_NAME).write_text(json.dumps(index))
+    with pytest.raises(UserError, match=re.escape(message)):
+        read_state(tmp_path)
+
+
+def test_an_index_beside_one_file_of_weights_does_not_count_as_for_transformers(tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    expected = read_state(tmp_path)
+    (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": {"model.norm.weight": "another.safetensors"}}))
+    state = read_state(tmp_path)
+    assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+
+
+def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="merge it into the weights first"):
         read_state(tmp_path)
