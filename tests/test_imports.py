@@ -96,6 +96,7 @@ def list_third_parties() -> list[str]:
     return sorted(name for name in found if name.partition(".")[0] not in PACKAGES and name != "__future__")
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_importing_a_module_changes_no_state_of_the_process() -> None:
     request = json.dumps([list_modules(), list_third_parties()])

@@ -59,6 +59,7 @@ def follow_story(events: list[Event]) -> list[int]:
     return saved
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.process
 def test_a_run_with_kills_a_quarantine_validations_and_an_end_reads_back_as_one_story(

@@ -172,6 +172,7 @@ def test_a_source_is_consumed_to_its_limit_and_the_others_go_on_in_proportion(
         pytest.fail("all sources have a limit, and the order has no end")
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(limited=limited_orders(), data=st.data())
 def test_a_limited_order_is_the_same_after_a_resume_at_any_position(

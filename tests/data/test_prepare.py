@@ -128,6 +128,7 @@ def test_a_finished_corpus_is_left_as_it_is(inputs):
     assert {path: path.stat().st_mtime_ns for path in options.corpus.rglob("*.ds")} == times
 
 
+@pytest.mark.slow
 def test_killed_at_one_write_after_another_it_ends_as_if_never_killed(inputs):
     options = make_options(inputs, out=inputs / "killed")
     kills = 0

@@ -389,6 +389,7 @@ def test_a_stream_of_remote_files_by_workers_is_that_of_the_local_ones(tmp_path,
     assert store.count("GET", ".zst") == 4
 
 
+@pytest.mark.slow
 def test_data_prepare_of_s3_makes_the_corpus_that_the_same_files_make_locally(tmp_path):
     make_tokenizer(tmp_path)
     (tmp_path / "text").mkdir()

@@ -45,6 +45,7 @@ def test_data_files_are_named_relative_to_the_folder(tmp_path: Path) -> None:
     assert only_task(write_task(tmp_path / "own", {**SETTINGS, **files})).eval_docs[0]["question"] == "a"
 
 
+@pytest.mark.slow
 def test_rows_in_a_folder_of_a_known_name_are_asked_in_the_way_of_that_task(tmp_path: Path) -> None:
     write_rows(tmp_path / "arc_easy" / "test.jsonl", [ARC_ROW])
     task = only_task(f"{tmp_path}/arc_easy")
@@ -57,6 +58,7 @@ def test_a_folder_with_one_of_the_splits_is_asked_about_that(tmp_path: Path) -> 
     assert len(only_task(f"{tmp_path}/arc_easy").eval_docs) == 2
 
 
+@pytest.mark.slow
 def test_examples_need_the_rows_that_they_are_of(tmp_path: Path) -> None:
     write_rows(tmp_path / "arc_easy" / "test.jsonl", [ARC_ROW])
     with pytest.raises(UserError, match=r"task arc_easy needs few-shot examples; add train.jsonl"):

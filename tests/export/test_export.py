@@ -110,6 +110,7 @@ def test_the_card_names_checkpoint_manifest_clocks_and_recipe(exported: Path, ch
         assert words in card
 
 
+@pytest.mark.slow
 def test_two_ranks_and_one_export_to_the_same_bytes(tmp_path: Path) -> None:
     alone = save(tmp_path / "alone", 1, build_decoder(7), {})
     run_ranks(save_on_rank, 2, str(tmp_path / "sharded"))

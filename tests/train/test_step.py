@@ -43,7 +43,7 @@ def one_step(strategy: str) -> tuple[dict[str, Tensor], float, int]:
 CASES = [
     ("single", 1), ("replicated", 1), ("full", 1),
     ("replicated", 2), ("zero1", 2), ("full", 2), ("grad_op", 2), ("two_blocks", 2), ("offload", 2),
-    ("checkpointing", 2), ("compiled", 1),
+    ("checkpointing", 2), pytest.param("compiled", 1, marks=pytest.mark.slow),
     pytest.param("compiled_shards", 2, marks=pytest.mark.slow), pytest.param("reduced_each", 2, marks=pytest.mark.slow),
     ("replicated", 4), ("full", 4), ("hybrid", 4),
 ]  # fmt: skip
