@@ -1,6 +1,7 @@
 """The pages about one step list the hooks and the metrics of a real `genesis fit`."""
 
 import functools
+import os
 import re
 import sys
 import warnings
@@ -114,11 +115,17 @@ def fit(tmp_path_factory: pytest.TempPathFactory, tiny_corpus: Path) -> Fit:
     )
     calls: list[str] = []
     arguments = ["fit", "--config", str(path)]
+    environment = dict(os.environ)
     with pytest.MonkeyPatch.context() as monkeypatch:
         record(calls, monkeypatch)
         monkeypatch.setattr(sys, "argv", ["genesis", *arguments])
         monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # the command sets its own
-        assert main(arguments) == 0
+        try:
+            assert main(arguments) == 0
+        finally:
+            # A fit leaves its rank and its launcher in the environment, which ranks of later tests would inherit.
+            os.environ.clear()
+            os.environ.update(environment)
     return Fit(calls, directory / "run")
 
 
