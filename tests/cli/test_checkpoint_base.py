@@ -125,6 +125,29 @@ def test_prune_keeps_the_base_of_a_checkpoint_of_the_same_run(
     assert run_command(capsys, "verify", tmp_path / "run", "--level", "deep")[0] == 0
 
 
+def test_prune_refuses_to_judge_checkpoints_whose_base_is_away(
+    base: Path, tmp_path: Path, identity: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory, decoder = tmp_path / "run" / "checkpoints", build_decoder(1)
+    save(directory, 1, decoder, identity)  # holds everything, and verifies without the base
+    scope = SaveScope(base, ["model.*"], not_in_base=[HELD])
+    paths = [save(directory, step, decoder, identity, scope=scope) for step in (2, 3, 4)]
+    (paths[-1] / "state.json").unlink()
+    away = base.rename(tmp_path / "unmounted")
+    for more in (["--dry_run"], []):
+        status, text = run_command(capsys, "prune", tmp_path / "run", "--keep_last", "1", *more)
+        assert status == 1
+        assert len(text.splitlines()) == 1
+        assert f"{paths[1]} leaves" in text
+        assert "there is no such directory" in text
+    assert sorted(path.name for path in directory.glob("step-*")) == [f"step-{step:08d}" for step in (1, 2, 3, 4)]
+    away.rename(base)
+    status, text = run_command(capsys, "prune", tmp_path / "run", "--keep_last", "1", "--json")
+    content = json.loads(text)
+    assert (status, content["newest_verified"], content["bad"]) == (1, "step-00000003", ["step-00000004"])
+    assert content["removed"] == ["step-00000001", "step-00000002"]
+
+
 def test_an_export_of_safetensors_is_no_base_yet(exported: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="safetensors have no digests to compare with"):
         save(tmp_path / "run", 2, build_decoder(1), {}, scope=SaveScope(exported, ["model.*"]))

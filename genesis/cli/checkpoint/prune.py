@@ -21,7 +21,8 @@ from genesis_callbacks.checkpoint import (
 )
 
 _DESCRIPTION = """Removes older checkpoints of a run, as the run's own retention does. The newest checkpoint that
-verifies is always kept. Refused while the run trains. Exit status 1 if a newer one is damaged, or none verifies.
+verifies is always kept. Refused while the run trains, and where a newer one cannot be verified because its base
+is away or a file cannot be read. Exit status 1 if a newer one is damaged, or none verifies.
 Example: genesis checkpoint prune runs/demo/run --keep_last 2 --keep_every_n_steps 400 --dry_run"""
 
 

@@ -151,12 +151,21 @@ def find_problems(entries: Iterable[InventoryEntry], level: VerifyLevel) -> dict
 def newest_whole(
     entries: Sequence[InventoryEntry], level: VerifyLevel = "deep"
 ) -> tuple[InventoryEntry | None, list[InventoryEntry]]:
-    """Returns the newest committed checkpoint that verifies, and the newer ones that do not."""
+    """Returns the newest committed checkpoint that verifies, and the newer ones that are damaged.
+
+    Raises:
+        CheckpointError: A newer one may be whole, and nobody can say now: its base is away, a file cannot be read, or
+            its schema is newer.
+    """
     bad: list[InventoryEntry] = []
     for entry in reversed([entry for entry in entries if entry.state == "committed"]):
-        if find_problem(entry.path, level) is None:
+        problem = find_problem(entry.path, level)
+        if problem is None:
             return entry, bad
-        bad.append(entry)
+        if isinstance(problem, CorruptCheckpointError):
+            bad.append(entry)
+        elif entry.path.exists():  # a run beside this command may have removed it
+            raise problem
     return None, bad
 
 
