@@ -320,6 +320,11 @@ def test_a_base_with_a_flipped_byte_is_refused_at_the_start(tmp_path):
         ({"base": "x"}, "without in_base"),
         ({"base": "x", "in_base": "model.*"}, "must be a list of patterns"),
         ({"base": "x", "in_base": ["*"], "base_hash": "abc"}, "base_hash must be as COMMITTED has it"),
+        ({"base": "x", "in_base": ["*"], "base_hash": 3}, "base_hash must be as COMMITTED has it"),
+        ({"base": 3, "in_base": ["*"]}, "^base must be the path of a checkpoint, not 3$"),
+        ({"base": 3}, "^base must be the path of a checkpoint, not 3$"),
+        ({"base": "x", "in_base": 3}, "^in_base must be a list of patterns, which are texts, not 3$"),
+        ({"base": "x", "in_base": ["*"], "not_in_base": [3]}, "^not_in_base must be a list of patterns"),
     ],
 )
 def test_scopes_without_meaning_are_refused(arguments, message):
@@ -343,6 +348,24 @@ def test_a_tensor_of_the_base_that_moved_makes_the_save_fail_by_name(tmp_path):
     with pytest.raises(SaveFailedError, match=r"model\.a is left to the base .* and the model has none now"):
         save_blocking(target, lambda: snapshot(2, {name: fill()[name] for name in NAMES[1:]}))
     assert list((tmp_path / "run").glob("step-*")) == []
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda base: base.rename(base.with_name("moved")), "is not there any more"),
+        (change_base, "has changed: its manifest is blake3:"),
+    ],
+)
+def test_a_base_that_goes_during_the_run_makes_the_save_fail_by_name(tmp_path, spoil, reason):
+    base = write_base(tmp_path / "base")
+    target = build_target(tmp_path / "run", SaveScope(base, ["model.[ab]"]), fill())
+    assert save_blocking(target, lambda: snapshot(2, fill())).name == "step-00000002"
+    spoil(base)
+    with pytest.raises(SaveFailedError, match=f"2 tensors are left to the base {base}, which {reason}") as refusal:
+        save_blocking(target, lambda: snapshot(3, fill()))
+    assert "\n" not in str(refusal.value)
+    assert [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-00000002"]
 
 
 @pytest.mark.parametrize(

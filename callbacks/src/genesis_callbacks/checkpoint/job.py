@@ -313,7 +313,7 @@ def commit_save(
 
     Raises:
         SaveFailedError: The files differ from the plan, the snapshot is stale, an optimizer was emptied, or a tensor
-            that is left to the base differs from the base.
+            that is left to the base differs from the base, or the base is gone.
         OSError: The disk is full, or cannot be written.
     """
     # Every check that can refuse the save comes before `assemble`, whose rename makes the checkpoint visible. After the
@@ -325,6 +325,7 @@ def commit_save(
     in_base: Mapping[str, TensorRecord] = {}
     if order.scope is not None:
         order.scope.check_untouched(digests, [receipt.section for receipt in receipts])
+        order.scope.check_there()
         in_base = order.scope.tensors
     held = {name: digest for name, digest in digests.items() if name not in in_base}
     written = collect_records(

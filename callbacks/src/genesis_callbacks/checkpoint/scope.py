@@ -52,14 +52,19 @@ class SaveScope:
     base_hash: str | None = None
 
     def __post_init__(self) -> None:
+        if self.base is not None and not isinstance(self.base, str | Path):
+            raise ValueError(f"base must be the path of a checkpoint, not {self.base!r}")
         for name in ("in_base", "not_in_base"):
-            if isinstance(getattr(self, name), str):
-                raise ValueError(f"{name} must be a list of patterns, not the text {getattr(self, name)!r}")
+            patterns = getattr(self, name)
+            if isinstance(patterns, str):
+                raise ValueError(f"{name} must be a list of patterns, not the text {patterns!r}")
+            if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
+                raise ValueError(f"{name} must be a list of patterns, which are texts, not {patterns!r}")
         if self.base is None and (self.in_base or self.not_in_base or self.base_hash):
             raise ValueError("in_base, not_in_base and base_hash have no meaning without base: give the base's path")
         if self.base is not None and not self.in_base:
             raise ValueError(f"base is {self.base} without in_base: name the tensors that lie there, such as 'model.*'")
-        if self.base_hash is not None and not _HASH.fullmatch(self.base_hash):
+        if self.base_hash is not None and not (isinstance(self.base_hash, str) and _HASH.fullmatch(self.base_hash)):
             raise ValueError(f"base_hash must be as COMMITTED has it (blake3:...), not {self.base_hash!r}")
 
     @classmethod
@@ -114,6 +119,25 @@ class BoundScope:
         real_base, real_directory = os.path.realpath(self.base), os.path.realpath(directory)
         relative = os.path.relpath(real_base, real_directory)
         return BaseReference(str(self.base), relative, self.manifest_hash, frozenset(self.tensors))
+
+    def check_there(self) -> None:
+        """Checks that the base still is the checkpoint that it was at the fit's start, by its commit marker alone.
+
+        Raises:
+            SaveFailedError: It is gone, or another one lies at its place.
+        """
+        try:
+            found = read_committed_hash(self.base)
+        except CheckpointError as error:
+            raise SaveFailedError(
+                f"{len(self.tensors)} tensors are left to the base {self.base}, which is not there any more: {error}; "
+                "bring it back, or start again without the scope"
+            ) from error
+        if found != self.manifest_hash:
+            raise SaveFailedError(
+                f"{len(self.tensors)} tensors are left to the base {self.base}, which has changed: its manifest is "
+                f"{found[:80]} and was {self.manifest_hash}; bring it back, or start again without the scope"
+            )
 
     def check_untouched(self, digests: Mapping[str, int], sections: Sequence[Any]) -> None:
         """Checks that what a save leaves to the base is what the base holds. No communication.
