@@ -37,6 +37,7 @@ from genesis_callbacks.checkpoint import (
     save_blocking,
     verify,
 )
+from genesis_callbacks.checkpoint.commit import supersede
 from genesis_callbacks.checkpoint.compare import compare_tensors
 from genesis_callbacks.checkpoint.contents import find_non_finite, read_contents
 from genesis_callbacks.checkpoint.hashing import hash_bytes
@@ -397,6 +398,25 @@ def test_retention_keeps_a_base_that_another_checkpoint_of_the_run_names(tmp_pat
     for step in (5, 6):
         save_blocking(everything, lambda step=step: snapshot(step, live))
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000006"]  # nothing names it any more
+
+
+def test_retention_keeps_a_base_that_only_superseded_checkpoints_name(tmp_path):
+    live = fill()
+    base = write_base(tmp_path)
+    target = build_target(tmp_path, SaveScope(base, ["model.[ab]"]), live)
+    target.continue_from(None, 1)
+    scoped = save_blocking(target, lambda: snapshot(2, live))
+    superseded = supersede([scoped]) / scoped.name
+    everything = SaveTarget(tmp_path, Ranks(), retention=Retention(keep_last=1))
+    everything.continue_from(None, 1)
+    for step in (3, 4):
+        live["model.c"] += 1
+        save_blocking(everything, lambda step=step: snapshot(step, live))
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == [base.name, "step-00000004"]
+    assert read_tensors(superseded).keys() == set(NAMES)
+    shutil.rmtree(superseded)
+    save_blocking(everything, lambda: snapshot(5, live))
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000005"]
 
 
 # ---- forgeries

@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
         kept = [CommittedCheckpoint(path.name, manifest.step, manifest.sequence) for path, manifest in committed]
         newest_name = None if newest is None else newest.path.name
         removals = plan_removals(
-            kept, newest_name, retention, marked=read_marked_names(directory), bases=name_bases(committed)
+            kept, newest_name, retention, marked=read_marked_names(directory), bases=name_bases(directory)
         )
         if newest_name is not None and not arguments.dry_run:
             removals = apply_retention(directory, newest_name, retention)

@@ -55,13 +55,13 @@ from .manifest import (
 from .plan import LocalShard, TensorShard, local_shards
 from .ranks import Ranks
 from .restore import check_restored, read_state, read_tensors, restore_shards
-from .retain import CommittedCheckpoint, Retention, apply_retention, plan_removals
+from .retain import CommittedCheckpoint, Retention, apply_retention, name_bases, plan_removals
 from .roles import pick_data_sections
 from .save_once import save_blocking
 from .save_target import RetentionWarning, RunMetadata, SaveTarget, Snapshot
 from .scope import SaveScope, bind_scope
 from .tagged_json import encode_tagged
-from .tensor_places import PLACES_VARIABLE, find_base, name_bases
+from .tensor_places import PLACES_VARIABLE, find_base
 from .verify import VerifyLevel, verify
 
 __all__ = [

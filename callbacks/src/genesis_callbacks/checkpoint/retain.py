@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .best import read_marked_names
-from .commit import discard
+from .commit import SUPERSEDED_PREFIX, discard
+from .errors import CorruptCheckpointError
 from .lineage import list_committed
-from .tensor_places import name_bases
+from .manifest import is_checkpoint_name, read_committed_hash, read_manifest
 
 
 @dataclass(frozen=True)
@@ -67,13 +68,40 @@ def plan_removals(
     ]
 
 
+def name_bases(directory: Path) -> frozenset[str]:
+    """Returns the names of the checkpoints that others of the run leave tensors to: they must stay.
+
+    The others are all committed checkpoints of the run, superseded ones included: people may go back to these.
+
+    Args:
+        directory: Holds the checkpoints of one run.
+
+    Raises:
+        CheckpointError: A manifest cannot be read, so that nobody knows whether it names a base.
+    """
+    # By the hash and not by the place: a run that was moved or copied finds its bases by it, too.
+    hashes = set()
+    for path in (*directory.glob("step-*"), *directory.glob(f"{SUPERSEDED_PREFIX}*/step-*")):
+        if not is_checkpoint_name(path.name) or not path.is_dir():
+            continue
+        try:
+            manifest = read_manifest(path)
+        except CorruptCheckpointError:
+            continue  # it can be restored no more, with or without a base
+        if manifest.base is not None:
+            hashes.add(manifest.base.manifest_hash)
+    if not hashes:
+        return frozenset()
+    return frozenset(path.name for path, _ in list_committed(directory) if read_committed_hash(path) in hashes)
+
+
 def apply_retention(directory: Path, newest_verified: str, retention: Retention) -> list[str]:
     """Removes the checkpoints that `plan_removals` returns, and returns their names.
 
     Rank 0 calls it after a commit, without communication.
 
     Raises:
-        CorruptCheckpointError: The marks of the best checkpoints cannot be read.
+        CheckpointError: The marks of the best checkpoints, or a manifest that may name a base, cannot be read.
         OSError: A directory cannot be moved to the trash.
     """
     marked = read_marked_names(directory)  # may raise, and does so before anything is removed
@@ -81,7 +109,7 @@ def apply_retention(directory: Path, newest_verified: str, retention: Retention)
     committed = [CommittedCheckpoint(path.name, manifest.step, manifest.sequence) for path, manifest in found]
     # The base of a checkpoint that is removed now stays until the next save: a kill between the two removals must not
     # leave a checkpoint without its base.
-    removals = plan_removals(committed, newest_verified, retention, marked=marked, bases=name_bases(found))
+    removals = plan_removals(committed, newest_verified, retention, marked=marked, bases=name_bases(directory))
     for name in removals:
         discard(directory / name)
     return removals

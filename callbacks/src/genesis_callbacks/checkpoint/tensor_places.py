@@ -10,7 +10,7 @@ A problem of a base is a `BaseCheckpointError`: it is no damage of the checkpoin
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -174,18 +174,3 @@ class TensorPlaces:
                 f"{self._path}: its manifest says of {name} what its base at {place} does not: it was changed by hand"
             )
         return TensorPlace(place, held, self._path)
-
-
-def name_bases(committed: Iterable[tuple[Path, Manifest]]) -> frozenset[str]:
-    """Returns the names of those checkpoints that others of the same directory leave tensors to: they must stay.
-
-    Args:
-        committed: The committed checkpoints of one directory, with their manifests.
-    """
-    return frozenset(
-        place.name
-        for path, manifest in committed
-        if manifest.base is not None
-        for place in list_places(path, manifest.base)
-        if os.path.realpath(place.parent) == os.path.realpath(path.parent)
-    )
