@@ -43,6 +43,7 @@ from genesis_callbacks.checkpoint.contents import find_non_finite, read_contents
 from genesis_callbacks.checkpoint.hashing import hash_bytes
 from genesis_callbacks.checkpoint.inventory import find_problem, plan_repairs, read_inventory
 from genesis_callbacks.checkpoint.manifest import COMMITTED_NAME, MANIFEST_NAME
+from genesis_callbacks.checkpoint.restore import read_recorded_tensors
 from genesis_callbacks.checkpoint.scope import BoundScope, bind_scope
 from genesis_callbacks.checkpoint.tensor_places import PLACES_VARIABLE
 from genesis_callbacks.testing import run_ranks
@@ -269,6 +270,46 @@ def test_the_base_beside_the_run_is_taken_before_one_at_the_old_place(tmp_path):
     shutil.copytree(tmp_path / "here", tmp_path / "there")
     flip_byte(base, read_manifest(base), "model.a")
     verify(tmp_path / "there" / path.relative_to(tmp_path / "here"), "deep")
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_a_superseded_checkpoint_finds_the_base_of_its_run_after_both_were_moved(tmp_path, is_copied):
+    directory = tmp_path / "here" / "checkpoints"
+    base = write_base(directory)
+    target = build_target(directory, SaveScope(base, ["model.[ab]"]), fill())
+    scoped = save_blocking(target, lambda: snapshot(2, fill()))
+    superseded = supersede([scoped])
+    verify(superseded / scoped.name, "deep")
+    if is_copied:
+        shutil.copytree(tmp_path / "here", tmp_path / "there")
+    else:
+        (tmp_path / "here").rename(tmp_path / "there")
+    moved = tmp_path / "there" / "checkpoints" / superseded.name / scoped.name
+    assert verify(moved, "deep").base.path == str(tmp_path / "there" / "checkpoints" / base.name)
+    assert read_tensors(moved).keys() == set(NAMES)
+
+
+@pytest.mark.parametrize("level", ["quick", "full", "deep"])
+def test_a_good_copy_that_is_named_takes_the_place_of_a_damaged_base(tmp_path, monkeypatch, level):
+    base, path = write_scoped(tmp_path)
+    copy = shutil.copytree(base, tmp_path / "copy" / base.name)
+    manifest = read_manifest(base)
+    if level == "quick":
+        os.truncate(base / manifest.tensors["model.b"].chunks[0].file, 100)
+    else:
+        flip_byte(base, manifest, "model.b")
+    with pytest.raises(BaseCheckpointError, match=f"its base at {base}, which is damaged"):
+        verify(path, level)
+    found = verify(path, level, places=[copy])
+    assert found.base.path == str(copy)
+    assert float(read_recorded_tensors(path, found, ["model.b"])["model.b"][0]) == 1.0
+    assert find_latest(path.parent, level=level, places=[copy]) == path
+    monkeypatch.setenv(PLACES_VARIABLE, str(copy))
+    assert verify(path, level).base.path == str(copy)
+    flip_byte(copy, manifest, "model.a")
+    if level != "quick":
+        with pytest.raises(BaseCheckpointError, match=f"its base at {base}, which is damaged"):
+            verify(path, level)
 
 
 @pytest.mark.parametrize(

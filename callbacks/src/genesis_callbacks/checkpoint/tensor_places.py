@@ -1,9 +1,10 @@
 """Locates the bytes of a checkpoint's tensors, in its own files or in those of its base.
 
 A base is named by its path and by the hash of its manifest. It is searched for at its path relative to the checkpoint's
-directory, then at its absolute path, then at the paths in the environment variable `GENESIS_BASE_CHECKPOINTS`. Only a
-committed checkpoint with the recorded hash is accepted, at every path. A base has no base of its own, so that there are
-neither chains nor cycles.
+directory (for a superseded checkpoint also relative to the run's, where it was saved), then at its absolute path, then
+at the paths in the environment variable `GENESIS_BASE_CHECKPOINTS`. Only a committed checkpoint with the recorded hash
+is accepted, at every path. A verification goes on to the next path where such a checkpoint is damaged. A base has no
+base of its own, so that there are neither chains nor cycles.
 
 A problem of a base is a `BaseCheckpointError`: it is no damage of the checkpoint that names the base.
 """
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
+from .commit import SUPERSEDED_PREFIX
 from .errors import BaseCheckpointError, CheckpointError, CorruptCheckpointError
 from .manifest import BaseReference, Manifest, TensorRecord, read_committed_hash, read_manifest
 from .safe_read import reading
@@ -62,7 +64,11 @@ def list_places(path: Path, base: BaseReference, places: Sequence[Path] = ()) ->
     # old place, or to nothing.
     directory = os.path.dirname(os.path.realpath(path))  # noqa: PTH120 - realpath has no error for a loop of links
     given = [text for text in os.environ.get(PLACES_VARIABLE, "").split(os.pathsep) if text]
-    candidates = [os.path.join(directory, base.relative_path), base.path, *map(str, places), *given]  # noqa: PTH118
+    homes = [directory]
+    if os.path.basename(directory).startswith(SUPERSEDED_PREFIX):  # noqa: PTH119 - as above
+        homes.append(os.path.dirname(directory))  # noqa: PTH120 - the relative path was recorded there
+    near = [os.path.join(home, base.relative_path) for home in homes]  # noqa: PTH118 - as above
+    candidates = [*near, base.path, *map(str, places), *given]
     return [Path(place) for place in dict.fromkeys(map(os.path.abspath, candidates))]
 
 
@@ -92,8 +98,10 @@ def _look_at(place: Path, base: BaseReference) -> str | None:
     return None
 
 
-def find_base(path: Path, base: BaseReference, places: Sequence[Path] = ()) -> tuple[Path, Manifest]:
-    """Returns where the base of the checkpoint at `path` lies, and its manifest. No communication.
+def find_bases(path: Path, base: BaseReference, places: Sequence[Path] = ()) -> Iterator[tuple[Path, Manifest]]:
+    """Yields each place where the base of the checkpoint at `path` lies, with its manifest. No communication.
+
+    There may be several, because a base may have been copied. Only the manifests were read.
 
     Args:
         path: The checkpoint that names the base.
@@ -104,6 +112,7 @@ def find_base(path: Path, base: BaseReference, places: Sequence[Path] = ()) -> t
         BaseCheckpointError: The base is at none of the paths; the message lists what is there instead.
     """
     reasons = {}
+    is_found = False
     for place in list_places(path, base, places):
         reason = _look_at(place, base)
         if reason is None:
@@ -113,8 +122,12 @@ def find_base(path: Path, base: BaseReference, places: Sequence[Path] = ()) -> t
                     f"{path} has its base at {place}, which has a base itself: chains of bases are not supported; give "
                     "a checkpoint that holds all of its tensors as the base"
                 )
-            return place, manifest
-        reasons[place] = reason
+            is_found = True
+            yield place, manifest
+        else:
+            reasons[place] = reason
+    if is_found:
+        return
     looked = "; ".join(
         f"{place}: {reason.replace(f'{place}/', '').removeprefix(f'{place} ')}" for place, reason in reasons.items()
     )
@@ -125,16 +138,23 @@ def find_base(path: Path, base: BaseReference, places: Sequence[Path] = ()) -> t
     )
 
 
-def locate_base(path: Path, manifest: Manifest, places: Sequence[Path] = ()) -> Manifest:
-    """Returns the manifest with the place where its base lies now, which readers of this process then find.
+def find_base(path: Path, base: BaseReference, places: Sequence[Path] = ()) -> tuple[Path, Manifest]:
+    """Returns the first place where the base of the checkpoint at `path` lies, and its manifest; as `find_bases`."""
+    return next(find_bases(path, base, places))
+
+
+def locate_bases(path: Path, manifest: Manifest, places: Sequence[Path] = ()) -> Iterator[Manifest]:
+    """Yields, for each place of the base, the manifest with that place, which readers of this process then find first.
 
     Raises:
         BaseCheckpointError: The base is not found.
     """
-    if manifest.base is None:
-        return manifest
-    found, _ = find_base(path, manifest.base, places)
-    return replace(manifest, base=replace(manifest.base, path=str(found)))
+    assert manifest.base is not None
+    directory = os.path.dirname(os.path.realpath(path))  # noqa: PTH120 - as in `list_places`
+    for found, _ in find_bases(path, manifest.base, places):
+        # Both paths: the recorded relative one would lead back to a damaged base.
+        relative = os.path.relpath(os.path.realpath(found), directory)
+        yield replace(manifest, base=replace(manifest.base, path=str(found), relative_path=relative))
 
 
 class TensorPlaces:

@@ -9,13 +9,13 @@ from typing import Literal
 
 from .dcp_metadata import check_dcp_metadata
 from .digest import DIGEST_MODULUS, digest_chunk
-from .errors import CheckpointError, CorruptCheckpointError
+from .errors import BaseCheckpointError, CheckpointError, CorruptCheckpointError, UnreadableCheckpointError
 from .hashing import hash_descriptor
 from .manifest import ChunkRecord, FileRecord, Manifest, TensorRecord, dtype_from_name, read_manifest
 from .plan import check_tiling
 from .restore import RecordedFiles, check_state
 from .safe_read import open_regular, reading
-from .tensor_places import TensorPlaces, blaming_base, locate_base
+from .tensor_places import TensorPlaces, blaming_base, locate_bases
 
 VerifyLevel = Literal["quick", "full", "deep"]
 _MAX_THREADS = 8
@@ -138,9 +138,7 @@ def verify(path: Path | str, level: VerifyLevel = "full", *, places: Sequence[Pa
     if manifest.base is None:
         return manifest
     # After everything else: damage of the checkpoint itself comes before what is wrong with its base.
-    manifest = locate_base(path, manifest, places)
-    _verify_base(path, manifest, level)
-    return manifest
+    return _verify_bases(path, manifest, level, places)
 
 
 def _verify_tensors(
@@ -166,6 +164,23 @@ def verify_some(path: Path, manifest: Manifest, names: Collection[str], level: V
     """
     used = {chunk.file for name in names for chunk in manifest.tensors[name].chunks}
     _verify_tensors(path, manifest, names, [record for record in manifest.files if record.name in used], level)
+
+
+def _verify_bases(path: Path, manifest: Manifest, level: VerifyLevel, places: Sequence[Path]) -> Manifest:
+    """Returns the manifest with the first place of its base that verifies; raises what is wrong with the first place.
+
+    A copy that the user names thus takes the place of a base that was damaged.
+    """
+    first_error: CheckpointError | None = None
+    for located in locate_bases(path, manifest, places):
+        try:
+            _verify_base(path, located, level)
+        except (BaseCheckpointError, UnreadableCheckpointError) as error:
+            first_error = first_error or error
+        else:
+            return located
+    assert first_error is not None  # a search without a result has raised
+    raise first_error
 
 
 def _verify_base(path: Path, manifest: Manifest, level: VerifyLevel) -> None:
