@@ -1,10 +1,10 @@
 """Locates the bytes of a checkpoint's tensors, in its own files or in those of its base.
 
-A base is named by its path and by the hash of its manifest. It is searched for at its path relative to the checkpoint's
-directory (for a superseded checkpoint also relative to the run's, where it was saved), then at its absolute path, then
-at the paths in the environment variable `GENESIS_BASE_CHECKPOINTS`. Only a committed checkpoint with the recorded hash
-is accepted, at every path. A verification goes on to the next path where such a checkpoint is damaged. A base has no
-base of its own, so that there are neither chains nor cycles.
+A base is named by its path and by the hash of its manifest. It is searched for at the places that the user names (a
+fit's scope, the environment variable `GENESIS_BASE_CHECKPOINTS`), then at its path relative to the checkpoint's
+directory (for a superseded checkpoint also relative to the run's, where it was saved), then at its absolute path. Only
+a committed checkpoint with the recorded hash is accepted, at every path. A verification that finds such a checkpoint
+damaged goes on to the next path. A base has no base of its own, so that there are neither chains nor cycles.
 
 A problem of a base is a `BaseCheckpointError`: it is no damage of the checkpoint that names the base.
 """
@@ -60,7 +60,8 @@ def blaming_base(base: Path, named_by: Path | None) -> Iterator[None]:
 
 def list_places(path: Path, base: BaseReference, places: Sequence[Path] = ()) -> list[Path]:
     """Returns where the base of the checkpoint at `path` is looked for, in this order; each place once."""
-    # The relative path first: when a run and its base are moved or copied together, the absolute path may lead to the
+    # What the user names first: a reader that verifies nothing must not stop at a damaged base of which a copy is named.
+    # The relative path before the absolute one: when a run and its base are moved or copied together, the absolute path may lead to the
     # old place, or to nothing.
     directory = os.path.dirname(os.path.realpath(path))  # noqa: PTH120 - realpath has no error for a loop of links
     given = [text for text in os.environ.get(PLACES_VARIABLE, "").split(os.pathsep) if text]
@@ -68,7 +69,7 @@ def list_places(path: Path, base: BaseReference, places: Sequence[Path] = ()) ->
     if os.path.basename(directory).startswith(SUPERSEDED_PREFIX):  # noqa: PTH119 - as above
         homes.append(os.path.dirname(directory))  # noqa: PTH120 - the relative path was recorded there
     near = [os.path.join(home, base.relative_path) for home in homes]  # noqa: PTH118 - as above
-    candidates = [*near, base.path, *map(str, places), *given]
+    candidates = [*map(str, places), *given, *near, base.path]
     return [Path(place) for place in dict.fromkeys(map(os.path.abspath, candidates))]
 
 
@@ -152,7 +153,7 @@ def locate_bases(path: Path, manifest: Manifest, places: Sequence[Path] = ()) ->
     assert manifest.base is not None
     directory = os.path.dirname(os.path.realpath(path))  # noqa: PTH120 - as in `list_places`
     for found, _ in find_bases(path, manifest.base, places):
-        # Both paths: the recorded relative one would lead back to a damaged base.
+        # Both paths: the recorded relative one may lead to a damaged base.
         relative = os.path.relpath(os.path.realpath(found), directory)
         yield replace(manifest, base=replace(manifest.base, path=str(found), relative_path=relative))
 
