@@ -816,6 +816,15 @@ def test_a_fit_whose_weights_are_not_those_of_the_base_is_refused_at_the_start(t
         run_training(1, tmp_path / "run", "single", 3, **scoped(base))
 
 
+def test_a_damaged_copy_as_the_scopes_base_is_refused_though_the_restore_reads_the_good_one(tmp_path, base):
+    run_training(1, tmp_path / "run", "single", 4, ckpt_path=str(base), **scoped(base))
+    copy = shutil.copytree(base, tmp_path / "copy" / base.name)
+    flip_byte(copy, read_manifest(copy), "model.net.embed.weight")
+    newest = str(find_latest(tmp_path / "run"))
+    with pytest.raises(AssertionError, match=rf"{copy}.* bytes have changed"):
+        run_training(1, tmp_path / "run", "single", LAST_STEP, ckpt_path=newest, **scoped(copy))
+
+
 def test_a_base_in_the_runs_own_directory_is_kept_or_refused(tmp_path):
     base = build_base(tmp_path, frozen=FROZEN)
     run = tmp_path / "base"

@@ -36,7 +36,7 @@ from .checkpoint.manifest import Ancestor
 from .checkpoint.ranks import Ranks
 from .checkpoint.rng import apply_rng_state, read_rng_state
 from .checkpoint.save_target import RunMetadata, SaveTarget
-from .checkpoint.scope import BoundScope, bind_scope
+from .checkpoint.scope import BoundScope, SaveScope, bind_scope
 from .checkpoint.writer_process import WriterProcess
 
 # How long a restart waits for orphaned writers.
@@ -53,12 +53,16 @@ def _name_ancestor(start: Restore, directory: Path) -> Ancestor:
     return replace(start.ancestor, directory=os.path.relpath(start.path.parent, directory))
 
 
-def _list_verified(start: Restore | None) -> tuple[str, ...]:
-    """Returns the hashes of the manifests that a restore has verified: the checkpoint's, and its base's."""
-    if start is None:
+def _list_verified(start: Restore | None, scope: SaveScope) -> tuple[str, ...]:
+    """Returns the hash of the manifest of the scope's base if a restore has just verified it, at that very place."""
+    if start is None or scope.base is None:
         return ()
-    base = start.manifest.base
-    return (start.ancestor.manifest_hash, *(() if base is None else (base.manifest_hash,)))
+    hashes = {os.path.realpath(start.path): start.ancestor.manifest_hash}
+    if start.manifest.base is not None:
+        hashes[os.path.realpath(start.manifest.base.path)] = start.manifest.base.manifest_hash
+    # By the place: the restore may have read another copy, because this one is damaged.
+    place = os.path.realpath(scope.base)
+    return (hashes[place],) if place in hashes else ()
 
 
 class FitSession:
@@ -171,7 +175,7 @@ class FitSession:
             _name_updated(module, trainer.optimizers),
             self.ranks,
             level=self._options.verify_level,
-            verified=_list_verified(start),
+            verified=_list_verified(start, self._options.scope),
         )
         del trial  # it refers to live tensors, which would keep memory that training frees
         before = self._history.target

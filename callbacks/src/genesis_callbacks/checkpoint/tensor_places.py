@@ -60,9 +60,9 @@ def blaming_base(base: Path, named_by: Path | None) -> Iterator[None]:
 
 def list_places(path: Path, base: BaseReference, places: Sequence[Path] = ()) -> list[Path]:
     """Returns where the base of the checkpoint at `path` is looked for, in this order; each place once."""
-    # What the user names first: a reader that verifies nothing must not stop at a damaged base of which a copy is named.
-    # The relative path before the absolute one: when a run and its base are moved or copied together, the absolute path may lead to the
-    # old place, or to nothing.
+    # What the user names first: a reader that verifies nothing must not stop at a damaged base where a copy is named.
+    # The relative path before the absolute one: when a run and its base are moved or copied together, the absolute path
+    # may lead to the old place, or to nothing.
     directory = os.path.dirname(os.path.realpath(path))  # noqa: PTH120 - realpath has no error for a loop of links
     given = [text for text in os.environ.get(PLACES_VARIABLE, "").split(os.pathsep) if text]
     homes = [directory]
