@@ -6,6 +6,7 @@ import resource
 import shutil
 import signal
 import socket
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,10 +53,22 @@ class SignalWriter(Callback):
     def __init__(self, rank: int, signals: dict[int, signal.Signals]) -> None:
         self.rank, self.signals = rank, signals
 
+    def setup(self, trainer, pl_module, stage) -> None:
+        """Lets a kill wait until the writer has been given the save: before that the save would start another one."""
+        self.is_given, own = threading.Event(), WriterProcess.perform
+
+        def perform_noted(*args, **kwargs):
+            self.is_given.set()
+            return own(*args, **kwargs)
+
+        WriterProcess.perform = perform_noted  # in this rank's process, which ends with the training
+
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
         number = self.signals.get(trainer.global_step + 1)
         if trainer.global_rank == self.rank and number is not None:
             (writer,) = find_writers()
+            if number == signal.SIGKILL:
+                assert self.is_given.wait(60.0)
             os.kill(writer, number)
 
 
