@@ -69,8 +69,9 @@ def stopped(run: Path, prompts: list[str], num_tokens: int, sampling: SamplingOp
 
 
 def losses(run_dir: Path) -> list[tuple[str, str]]:
+    """Returns the rows that have a loss. A kill between the log of a save and that of its step leaves a row without."""
     with (run_dir / "metrics.csv").open() as file:
-        return [(row["step"], row["train/loss"]) for row in csv.DictReader(file)]
+        return [(row["step"], row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]]
 
 
 def digests(run_dir: Path) -> dict[str, Any]:
