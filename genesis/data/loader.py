@@ -137,13 +137,15 @@ def build_window(
     label_num_bytes = sequence_format.token_num_bytes.take(labels)
     num_bytes = int(label_num_bytes.sum(dtype=np.int64)) - int(label_num_bytes.take(places).sum(dtype=np.int64))
     labels.put(places, IGNORE_INDEX)
-    document_ids = _number_documents(ends)
+    starts = _find_documents(ends, places if ignored is ends else np.flatnonzero(ends))
+    document_ids = _number_documents(starts, ends.shape)
     ids, targets, documents = (torch.from_numpy(array) for array in (inputs, labels, document_ids))
     runs = [slice(first, first + micro_batch_size) for first in range(0, len(rows), micro_batch_size)]
+    offsets = _split_documents(starts, micro_batch_size * sequence_format.seq_len, len(runs))
     return AccumulationWindow(
         micro_batches=tuple(
-            MicroBatch(ids[run], targets[run], documents[run], torch.from_numpy(_find_documents(ends[run])))
-            for run in runs
+            MicroBatch(ids[run], targets[run], documents[run], torch.from_numpy(of_run))
+            for run, of_run in zip(runs, offsets, strict=True)
         ),
         num_valid_tokens=labels.size - len(places),
         num_bytes=num_bytes,
@@ -151,18 +153,33 @@ def build_window(
     )
 
 
-def _number_documents(ends: Bool[ndarray, "N S"]) -> Int32[ndarray, "N S"]:
-    """Returns, for each token, how many documents of its row ended before it."""
-    numbers = np.zeros(ends.shape, np.int32)
-    numbers[:, 1:] = ends[:, :-1]
-    return np.cumsum(numbers, axis=1, out=numbers)
+def _find_documents(ends: Bool[ndarray, "N S"], end_places: Int64[ndarray, " ends"]) -> Int64[ndarray, " documents"]:
+    """Returns where documents begin in the flattened rows, each of which begins one; `end_places` is where one ends."""
+    after = end_places + 1
+    seq_len = ends.shape[1]
+    starts = np.concatenate((np.arange(0, ends.size, seq_len), after[after % seq_len != 0]))
+    starts.sort()
+    return starts
 
 
-def _find_documents(ends: Bool[ndarray, "B S"]) -> Int32[ndarray, " num_documents+1"]:
-    """Returns where documents begin in the flattened rows, each of which begins one, and where the last one ends."""
-    is_start = np.ones(ends.shape, np.bool_)
-    is_start[:, 1:] = ends[:, :-1]
-    return np.append(np.flatnonzero(is_start), ends.size).astype(np.int32)
+def _number_documents(starts: Int64[ndarray, " documents"], shape: tuple[int, int]) -> Int32[ndarray, "N S"]:
+    """Returns, for each token, how many documents of its row began before its own."""
+    # Repeating a number per document is several times as fast as a cumulative sum over all tokens.
+    num_rows, seq_len = shape
+    is_first = starts % seq_len == 0
+    numbers = np.arange(len(starts), dtype=np.int32)
+    numbers -= np.maximum.accumulate(np.where(is_first, numbers, 0))
+    return np.repeat(numbers, np.diff(starts, append=num_rows * seq_len)).reshape(shape)
+
+
+def _split_documents(
+    starts: Int64[ndarray, " documents"], size: int, num_micro_batches: int
+) -> Iterator[Int32[ndarray, " num_documents+1"]]:
+    """Yields, for each micro-batch of `size` tokens, where its documents begin in it and where the last one ends."""
+    bounds = np.searchsorted(starts, np.arange(num_micro_batches + 1) * size)
+    for number in range(num_micro_batches):
+        of_run = starts[bounds[number] : bounds[number + 1]] - number * size
+        yield np.append(of_run, size).astype(np.int32)
 
 
 @dataclass(frozen=True)
