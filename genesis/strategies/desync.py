@@ -3,14 +3,16 @@
 Under sharding every forward gathers parameters from other ranks. A callback that samples text on rank 0 alone makes
 rank 0 gather from peers that have gone on: the collectives pair up wrongly or wait until the process group's timeout,
 without a name. So each rank counts the forwards of its sharded root and notes their kind (training or not, with
-gradients or not). A thread publishes the count in a store beside the process group and compares: two ranks whose
-forward of the same number is of another kind, or a rank that stays ahead for longer than allowed, end all ranks with
-the name of the rank and the line that called.
+gradients or not). A thread publishes the count in a store beside the process group. The first of the ranks compares:
+two ranks whose forward of the same number is of another kind, or a rank that stays ahead for longer than allowed, end
+all ranks with the name of the rank and the line that called.
 
 How long a rank is ahead says nothing until every rank has ended its first windows: before that, one of them may be
 compiling its blocks, opening its connections or reading data for the first time, which takes minutes.
 
 Does it communicate? Through a TCP store of its own, never through a process group; the training thread only increments.
+Only one rank reads the logs of all, by one request, and the interval grows with the number of ranks, so that the number
+of requests per second is bounded however many ranks there are.
 """
 
 import os
@@ -22,7 +24,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,6 +36,8 @@ EXIT_STATUS = 70
 """sysexits' EX_SOFTWARE: the program, not the machine, is at fault."""
 
 _INTERVAL_SECONDS = 0.5
+_RANKS_PER_SECOND = 128
+"""How many ranks at most the store serves in a second, with two requests of each."""
 _NUM_FIRST_WINDOWS = 2
 _NUM_KINDS_KEPT = 256
 _FOREIGN_PATHS = (f"{os.sep}torch{os.sep}", f"{os.sep}lightning{os.sep}", f"{os.sep}genesis{os.sep}model{os.sep}")
@@ -89,6 +93,72 @@ def find_leader(logs: Sequence[ForwardLog]) -> tuple[int, int] | None:
 _KIND_NAMES = {"t": "training", "e": "without gradients", "g": "in eval mode with gradients", "?": "unknown"}
 
 
+def interval_seconds(num_ranks: int) -> float:
+    """Returns how often each of `num_ranks` ranks asks the store. Pure."""
+    return max(_INTERVAL_SECONDS, num_ranks / _RANKS_PER_SECOND)
+
+
+class LogStore(Protocol):
+    """The part of `torch.distributed.Store` that is used here."""
+
+    def set(self, key: str, value: str, /) -> object:
+        """Sets the value of a key."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Returns whether all keys are there."""
+
+    def get(self, key: str, /) -> bytes:
+        """Returns the value of a key."""
+
+    def multi_get(self, keys: list[str], /) -> list[bytes]:
+        """Returns the values of keys, by one request."""
+
+
+class LogExchange:
+    """The logs of all ranks that run the same forwards, and the verdict on them, in a store.
+
+    Args:
+        store: Serves all ranks.
+        rank: This rank.
+        ranks: The ranks that run the same forwards, including this one. The first of them reads and judges.
+    """
+
+    def __init__(self, store: LogStore, rank: int, ranks: Sequence[int]) -> None:
+        self._store, self._rank, self._ranks = store, rank, ranks
+        self._keys = [f"log/{other}" for other in ranks]
+        self._verdict_key = f"verdict/{ranks[0]}"
+        self._is_complete = False
+
+    @property
+    def is_judge(self) -> bool:
+        """Whether this rank reads the logs of all."""
+        return self._rank == self._ranks[0]
+
+    def publish(self, log: ForwardLog) -> None:
+        """Sets this rank's log."""
+        self._store.set(f"log/{self._rank}", f"{log.num_forwards} {log.num_windows} {log.kinds}")
+
+    def read_logs(self) -> list[ForwardLog]:
+        """Returns the logs of all ranks, or none as long as a rank has not published its first."""
+        # Reading a key that is not there would wait for it, and after the store's timeout end the watch.
+        self._is_complete = self._is_complete or self._store.check(self._keys)
+        if not self._is_complete:
+            return []
+        logs = []
+        for rank, entry in zip(self._ranks, self._store.multi_get(self._keys), strict=True):
+            num_forwards, num_windows, kinds = entry.decode().split(" ")
+            logs.append(ForwardLog(rank, int(num_forwards), kinds, int(num_windows)))
+        return logs
+
+    def send_verdict(self, verdict: str) -> None:
+        """Sets the verdict, which all ranks then read."""
+        self._store.set(self._verdict_key, verdict)
+
+    def read_verdict(self) -> str | None:
+        """Returns the verdict, if there is one."""
+        return self._store.get(self._verdict_key).decode() if self._store.check([self._verdict_key]) else None
+
+
 class DesyncWatchdog:
     """Watches the forwards of the sharded root in `module` on all ranks; see the module's docstring.
 
@@ -100,7 +170,7 @@ class DesyncWatchdog:
 
     def __init__(self, module: nn.Module, desync_seconds: float, ranks: Sequence[int]) -> None:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._ranks = ranks
+        self._interval_seconds = interval_seconds(self._world_size)
         self._seconds = desync_seconds
         self._num_forwards = self._num_windows = 0
         self._kinds: deque[str] = deque(maxlen=_NUM_KINDS_KEPT)
@@ -112,7 +182,9 @@ class DesyncWatchdog:
         assert isinstance(root, nn.Module)
         # Before FSDP's own hook, which already waits for the other ranks.
         self._hook = root.register_forward_pre_hook(self._count, prepend=True)
-        self._store = self._meet()
+        self._leader: tuple[int, int] | None = None
+        self._leads_since = 0.0
+        self._exchange = LogExchange(self._meet(), self._rank, ranks)
 
     def _meet(self) -> TCPStore:
         """Opens a store on a port that the system picks, and sends its address to the others. All ranks call it."""
@@ -137,7 +209,7 @@ class DesyncWatchdog:
         """Stops watching. Does not wait for other ranks."""
         self._hook.remove()
         self._stopped.set()
-        self._thread.join(timeout=10 * _INTERVAL_SECONDS)
+        self._thread.join(timeout=10 * self._interval_seconds)
 
     def end_window(self) -> None:
         """Counts a window that this rank has ended. Called by the training thread."""
@@ -151,43 +223,40 @@ class DesyncWatchdog:
             self._num_forwards += 1
 
     def _watch(self) -> None:
-        leads_since: float | None = None
-        leader = None
-        while not self._stopped.wait(_INTERVAL_SECONDS):
+        while not self._stopped.wait(self._interval_seconds):
             try:
-                logs = self._exchange()
+                with self._lock:
+                    own = ForwardLog(self._rank, self._num_forwards, "".join(self._kinds), self._num_windows)
+                self._exchange.publish(own)
+                verdict = self._judge() if self._exchange.is_judge else self._exchange.read_verdict()
             except (RuntimeError, ValueError, dist.DistStoreError):
                 # Rank 0, which serves the store, is gone, and has printed the reason itself.
                 return
-            verdict = None
-            divergence = find_divergence(logs)
-            now_leading = find_leader(logs)
-            if now_leading != leader:
-                leader, leads_since = now_leading, time.monotonic()
-            if divergence is not None:
-                number, rank, kind = divergence
-                verdict = f"rank {rank} entered forward {number} ({kind}) alone, while the others ran another one"
-            elif leader is not None and leads_since is not None and time.monotonic() - leads_since > self._seconds:
-                number, rank = leader
-                verdict = (
-                    f"rank {rank} has waited in forward {number} for {self._seconds:g} s; not all ranks entered it"
-                )
             if verdict is not None:
                 self._end(verdict)
 
-    def _exchange(self) -> list[ForwardLog]:
-        with self._lock:
-            entry = f"{self._num_forwards} {self._num_windows} {''.join(self._kinds)}"
-        self._store.set(f"log/{self._rank}", entry)
-        logs = []
-        for rank in self._ranks:
-            num_forwards, num_windows, kinds = self._store.get(f"log/{rank}").decode().split(" ")
-            # `get` waits for a key that is not there yet, so a slow rank delays the first comparison only.
-            logs.append(ForwardLog(rank, int(num_forwards), kinds, int(num_windows)))
-        return logs
+    def _judge(self) -> str | None:
+        """Returns what is wrong with the forwards of the ranks, after sending it to the others, or None."""
+        logs = self._exchange.read_logs()
+        if not logs:
+            return None
+        verdict = None
+        divergence = find_divergence(logs)
+        leader = find_leader(logs)
+        if leader != self._leader:
+            self._leader, self._leads_since = leader, time.monotonic()
+        if divergence is not None:
+            number, rank, kind = divergence
+            verdict = f"rank {rank} entered forward {number} ({kind}) alone, while the others ran another one"
+        elif leader is not None and time.monotonic() - self._leads_since > self._seconds:
+            number, rank = leader
+            verdict = f"rank {rank} has waited in forward {number} for {self._seconds:g} s; not all ranks entered it"
+        if verdict is not None:
+            self._exchange.send_verdict(verdict)
+        return verdict
 
     def _end(self, verdict: str) -> None:
-        """Ends this process with the reason; the others come to the same verdict from the same logs."""
+        """Ends this process with the reason; the others read the same verdict."""
         frame = sys._current_frames().get(self._main_thread)
         stack = [] if frame is None else traceback.extract_stack(frame)
         ours = [line for line in stack if not any(path in line.filename for path in _FOREIGN_PATHS)]
@@ -198,7 +267,7 @@ class DesyncWatchdog:
         )
         sys.stderr.flush()
         if self._rank == 0:
-            # Rank 0 serves the store: the others must read the logs first.
-            time.sleep(4 * _INTERVAL_SECONDS)
+            # Rank 0 serves the store: the others must read the verdict first.
+            time.sleep(4 * self._interval_seconds)
         # Not sys.exit, which ends this thread alone: the main thread hangs in a collective.
         os._exit(EXIT_STATUS)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from genesis.strategies import Sharded
-from genesis.strategies.desync import ForwardLog, find_divergence, find_leader
+from genesis.strategies.desync import ForwardLog, LogExchange, find_divergence, find_leader, interval_seconds
 from genesis_callbacks.host_group import HostGroup
 from genesis_callbacks.testing import run_ranks
 from tests.train.support import build_module, build_trainer, loader
@@ -77,6 +77,57 @@ def test_nobody_leads_before_every_rank_has_ended_its_first_windows() -> None:
     assert find_leader(logs) is None
     logs[1] = ForwardLog(1, 3, "ttt", num_windows=2)
     assert find_leader(logs) == (3, 0)
+
+
+class CountingStore:
+    """A store in memory that counts the requests a server would get."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.num_requests = 0
+
+    def set(self, key: str, value: str) -> None:
+        self.num_requests += 1
+        self.values[key] = value.encode()
+
+    def check(self, keys: list[str]) -> bool:
+        self.num_requests += 1
+        return all(key in self.values for key in keys)
+
+    def get(self, key: str) -> bytes:
+        self.num_requests += 1
+        return self.values[key]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.num_requests += 1
+        return [self.values[key] for key in keys]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 128, 1024])
+def test_the_store_gets_few_requests_a_second_however_many_ranks_there_are(num_ranks: int) -> None:
+    store, ranks = CountingStore(), range(num_ranks)
+    exchanges = [LogExchange(store, rank, ranks) for rank in ranks]
+    for _ in range(3):
+        store.num_requests = 0
+        for rank, exchange in enumerate(exchanges):
+            exchange.publish(ForwardLog(rank, 3, "ttt", 2))
+        logs = exchanges[0].read_logs()
+        assert not any(exchange.is_judge or exchange.read_verdict() for exchange in exchanges[1:])
+    assert len(logs) == num_ranks
+    assert store.num_requests <= 2 * num_ranks  # the logs by one request, of one rank
+    assert store.num_requests / interval_seconds(num_ranks) <= 256
+
+
+def test_no_log_is_compared_before_every_rank_has_published_one_and_all_read_one_verdict() -> None:
+    store = CountingStore()
+    first, second = (LogExchange(store, rank, (0, 1)) for rank in (0, 1))
+    first.publish(ForwardLog(0, 3, "tte", 2))
+    assert first.read_logs() == []
+    second.publish(ForwardLog(1, 2, "tt", 1))
+    assert first.read_logs() == [ForwardLog(0, 3, "tte", 2), ForwardLog(1, 2, "tt", 1)]
+    assert second.read_verdict() is None
+    first.send_verdict("rank 0 is alone")
+    assert second.read_verdict() == "rank 0 is alone"
 
 
 class CompileLongOnRankZero(pl.Callback):
