@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
-import torch
+from genesis.device import has_bfloat16, is_available
 
 AUTO: Final = "auto"
 FULL: Final = "32-true"
@@ -18,9 +18,8 @@ def choose_precision(accelerator: str) -> str:
     Args:
         accelerator: As the Trainer takes it.
     """
-    is_cuda = accelerator in _CUDA_ACCELERATORS and torch.cuda.is_available()
-    # Torch counts a bfloat16 that is emulated, too, which is slower than float32.
-    return MIXED if is_cuda and torch.cuda.is_bf16_supported(including_emulation=False) else FULL
+    is_cuda = accelerator in _CUDA_ACCELERATORS and is_available("cuda")
+    return MIXED if is_cuda and has_bfloat16("cuda") else FULL
 
 
 def unify_precision(recipe: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -21,7 +21,6 @@ from datetime import date
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import torch
 from rich.console import Console
 
 from genesis.arguments import Parser
@@ -36,6 +35,7 @@ from genesis.bench.step import MODELS as STEP_MODELS
 from genesis.bench.step import Recipe, plan_workload, read_recipe
 from genesis.bench.workers.checkpoint_protocol import Farewell, Mode, Task, TrainerReady, Turn
 from genesis.bench.workers.protocol import Workload
+from genesis.device import CPU, check_available, count_devices
 from genesis.errors import UserError
 from genesis.model.decoder import DecoderConfig
 from genesis.model.describe import describe
@@ -174,7 +174,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--threads", type=int, help="CPU threads per rank (default: all cores, divided among the ranks)"
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--device", default=CPU, help="cpu, cuda or another kind that torch finds (default %(default)s)"
+    )
     parser.add_argument(
         "--precision", choices=("32-true", "bf16-mixed"), help="training precision (default: the recipe's)"
     )
@@ -196,12 +198,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _check_device(options: argparse.Namespace) -> None:
-    if options.device != "cuda":
-        return
-    if not torch.cuda.is_available():
-        raise UserError("--device is cuda and torch finds no GPU: leave it out, or install a CUDA build of torch")
-    if torch.cuda.device_count() < options.ranks:
-        raise UserError(f"--ranks is {options.ranks} and torch finds {torch.cuda.device_count()} GPUs: lower it")
+    check_available(options.device)
+    if options.device != CPU and count_devices(options.device) < options.ranks:
+        raise UserError(f"--ranks is {options.ranks} and torch finds {count_devices(options.device)} GPUs: lower it")
 
 
 # ---- the measurement

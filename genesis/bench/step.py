@@ -18,7 +18,6 @@ from datetime import date
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 import yaml
 from rich.console import Console
 from rich.table import Table
@@ -28,6 +27,7 @@ from genesis.bench.contenders import OWN, Contender, Worker, choose_contenders
 from genesis.bench.pairs import PairedRatio, compare_pairs, rotate_order
 from genesis.bench.record import anonymise, describe_hardware, write_record
 from genesis.bench.workers.protocol import Burst, Ready, Workload
+from genesis.device import CPU, check_available
 from genesis.errors import UserError
 from genesis.model.decoder import DecoderConfig
 from genesis.model.describe import describe
@@ -151,7 +151,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--micro-batch-size", type=int, help="sequences per micro-batch (default: the recipe's)")
     parser.add_argument("--micro-batches", type=int, default=1, help="micro-batches per window (default %(default)s)")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="CPU threads (default: all cores)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--device", default=CPU, help="cpu, cuda or another kind that torch finds (default %(default)s)"
+    )
     parser.add_argument(
         "--precision", choices=("32-true", "bf16-mixed"), help="training precision (default: the recipe's)"
     )
@@ -165,8 +167,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     for name in ("pairs", "burst_steps", "warmup_steps", "micro_batches", "threads"):
         if getattr(options, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(options, name)}: it must be at least 1")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device is cuda and torch finds no GPU: leave it out, or install a CUDA build of torch")
+    check_available(options.device)
     return options
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from genesis.errors import UserError
+from genesis.device import check_available, is_available
 
 
 class Device(NamedTuple):
@@ -17,7 +17,9 @@ class Device(NamedTuple):
 
 def add_device_options(parser: argparse.ArgumentParser) -> None:
     """Adds `--device` and `--dtype`."""
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="device; default: cuda if available, else cpu")
+    parser.add_argument(
+        "--device", help="device: cpu, cuda, or another that torch finds, as xpu; default: cuda if available, else cpu"
+    )
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
@@ -29,9 +31,9 @@ def read_device(arguments: argparse.Namespace) -> Device:
     """Returns the device and type that the options give, or the defaults for this machine.
 
     Raises:
-        UserError: The options ask for CUDA, but there is no CUDA device.
+        UserError: The options ask for a kind of device that this process cannot use.
     """
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("no CUDA device was found; remove --device cuda, or give --device cpu")
-    name = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if arguments.device is not None:
+        check_available(arguments.device)
+    name = arguments.device or ("cuda" if is_available("cuda") else "cpu")
     return Device(name, getattr(torch, arguments.dtype or ("bfloat16" if name == "cuda" else "float32")))

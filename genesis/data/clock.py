@@ -9,6 +9,7 @@ from threading import Lock
 import torch
 
 from genesis.data.window import AccumulationWindow
+from genesis.device import is_host, record_timer
 
 
 @dataclass(frozen=True)
@@ -83,10 +84,6 @@ class LoaderClock:
         return window
 
 
-def _build_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch gives it no types
-
-
 class CopyClock:
     """Copies windows to a device and measures the copies with events of the device, without waiting for them.
 
@@ -94,7 +91,7 @@ class CopyClock:
     """
 
     def __init__(self) -> None:
-        self._running: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._running: deque[tuple[torch.Event, torch.Event]] = deque()
         self._finished_ms: list[float] = []
 
     def copy(self, window: AccumulationWindow, device: torch.device) -> AccumulationWindow:
@@ -102,14 +99,12 @@ class CopyClock:
 
         The device makes the copy in its turn, between the kernels before and after it.
         """
-        if device.type != "cuda":
+        if is_host(device.type):
             return window.to(device, non_blocking=True)
-        begin, end = _build_event(), _build_event()
-        begin.record()
+        begin = record_timer(device)
         copied = window.to(device, non_blocking=True)
-        end.record()
-        self._running.append((begin, end))
-        while self._running and self._running[0][1].query():  # type: ignore[no-untyped-call]  # as above
+        self._running.append((begin, record_timer(device)))
+        while self._running and self._running[0][1].query():
             begin, end = self._running.popleft()
             self._finished_ms.append(begin.elapsed_time(end))
         return copied

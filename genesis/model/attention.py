@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from genesis.device import read_capability
 from genesis.errors import UserError
 from genesis.model.initial import InitialValues
 from genesis.model.norm import RMSNorm
@@ -218,7 +219,7 @@ def _suits_offsets(x: Tensor, num_documents: int, head_dim: int) -> bool:
         return num_documents * MIN_MEAN_DOCUMENT_TOKENS <= x.shape[0] * x.shape[1]
     is_autocast = torch.is_autocast_enabled(x.device.type)
     dtype = torch.get_autocast_dtype(x.device.type) if is_autocast else x.dtype
-    if x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) < FLASH_CAPABILITY:
+    if x.device.type != "cuda" or (read_capability(x.device) or (0, 0)) < FLASH_CAPABILITY:
         return False
     return dtype in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= FLASH_HEAD_DIM
 

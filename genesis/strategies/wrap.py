@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from genesis.device import CPU, find_kind
 from genesis.errors import UserError
 from genesis.model.decoder import Decoder
 from genesis.model.part import Part
@@ -98,7 +99,7 @@ def _apply_shard(decoder: Decoder, options: ShardOptions) -> None:
         blocks[start : start + options.blocks_per_unit] for start in range(0, len(blocks), options.blocks_per_unit)
     ]
     # Pinning needs an accelerator; without one the default policy fails.
-    offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if options.offload_to_cpu else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=find_kind() != CPU) if options.offload_to_cpu else OffloadPolicy()
     # The units first and the root last: `fully_shard` on the root takes only the parameters that no unit has taken.
     for unit in units:
         fully_shard(

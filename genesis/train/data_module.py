@@ -27,6 +27,7 @@ from genesis.data.stream.options import StreamOptions
 from genesis.data.stream_data import StreamData
 from genesis.data.training_data import TrainingData, TrainingOptions, check_counts
 from genesis.data.window import AccumulationWindow
+from genesis.device import is_host
 from genesis.errors import UserError
 from genesis.strategies.layout import layout_strategy
 from genesis.train.data_position import MoveDataPosition
@@ -121,7 +122,7 @@ class CorpusDataModule(pl.LightningDataModule):
             self._positions,
             self.training.num_windows,
             self._prefetch_windows,
-            self._has_cuda(),
+            self._has_accelerator(),
         )
 
     def val_dataloader(self) -> WindowLoader:
@@ -134,7 +135,7 @@ class CorpusDataModule(pl.LightningDataModule):
             self._limit_validation_sequences,
         )
         return WindowLoader(
-            windows.window, lambda: range(len(windows)), len(windows), self._prefetch_windows, self._has_cuda()
+            windows.window, lambda: range(len(windows)), len(windows), self._prefetch_windows, self._has_accelerator()
         )
 
     def transfer_batch_to_device(
@@ -199,8 +200,8 @@ class CorpusDataModule(pl.LightningDataModule):
         if self.trainer is not None and not self.trainer.limit_val_batches:
             raise UserError("trainer.limit_val_batches is 0, so that nothing would be validated; leave it out")
 
-    def _has_cuda(self) -> bool:
-        return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+    def _has_accelerator(self) -> bool:
+        return self.trainer is not None and not is_host(self.trainer.strategy.root_device.type)
 
     def _callbacks(self) -> list[pl.Callback]:
         if self.trainer is None:

@@ -126,6 +126,7 @@ def pretend() -> None:
     cuda.Stream, cuda.Event = FakeStream, FakeEvent
     cuda.stream = lambda stream: contextlib.nullcontext() if stream is None else stream
     cuda.device = lambda device: contextlib.nullcontext()
+    torch.Event = FakeEvent  # type: ignore[misc, assignment]
     accelerator: Any = torch.accelerator
     accelerator.current_stream = functools.partial(_answer, current)
     torch.nn.Module._apply = _apply_to_fakes  # type: ignore[method-assign]

@@ -7,6 +7,7 @@ import torch
 
 from genesis.bench.workers.protocol import Gate, workload_from_json
 from genesis.bench.workers.windows import build_windows
+from genesis.device import CPU
 from genesis.loss import sum_cross_entropy
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.optim import OptimizerOptions, build_optimizer
@@ -22,7 +23,7 @@ def main(arguments: list[str]) -> None:
     gate = Gate(workload, ["torch"], lambda: float(loss))
     device = torch.device(workload.device)
     windows = build_windows(workload)
-    if workload.device == "cuda":
+    if workload.device != CPU:
         windows = [window.pin_memory() for window in windows]
 
     decoder = Decoder(DecoderConfig(**workload.decoder)).to(device)

@@ -20,9 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from genesis.bench.workers.protocol import NoMoreStepsError, Workload
+from genesis.device import read_peak_memory, synchronize
 
 
 @dataclass(frozen=True)
@@ -245,6 +244,7 @@ class TurnGate:
             first_end = ended_at - sum(step_seconds[1:])
             num_beside = count_steps_beside(step_seconds, save_seconds, first_end - self._clock.began_at_seconds)
             wait_seconds = max(0.0, end.at_seconds - ended_at)
+        peak = read_peak_memory(self._task.workload.device)
         self.say(
             Turn(
                 step_seconds,
@@ -257,7 +257,7 @@ class TurnGate:
                 file_bytes,
                 # In KiB on Linux.
                 resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
-                torch.cuda.max_memory_allocated() if self._task.workload.device == "cuda" else None,
+                None if peak is None else peak.allocated_bytes,
             )
         )
 
@@ -272,8 +272,7 @@ class TurnGate:
         self._synchronize()
 
     def _synchronize(self) -> None:
-        if self._task.workload.device == "cuda":
-            torch.cuda.synchronize()
+        synchronize(self._task.workload.device)
 
 
 def sum_file_bytes(directory: Path) -> int:

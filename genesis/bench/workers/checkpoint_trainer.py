@@ -35,6 +35,7 @@ from genesis.bench.workers.protocol import ENDLESS, NoMoreStepsError
 from genesis.bench.workers.windows import build_windows
 from genesis.data.loader import WindowLoader
 from genesis.data.window import AccumulationWindow
+from genesis.device import CPU, name_collectives, name_device, select_device
 from genesis.model.decoder import DecoderConfig
 from genesis.optim import OptimizerOptions
 from genesis.run_directory import RunDirectory
@@ -92,7 +93,7 @@ class _RandomWindows(pl.LightningDataModule):
         short = replace(workload, seq_len=min(_SHORT_SEQ_LEN, workload.seq_len), micro_batch_size=1)
         self._warmup_windows = build_windows(workload if workload.is_compiled else short)[: gate.num_warmup_steps]
         self._gate = gate
-        self._has_cuda = workload.device == "cuda"
+        self._has_cuda = workload.device != CPU
 
     def _build(self, index: int) -> AccumulationWindow:
         is_warmup = index < len(self._warmup_windows)
@@ -123,11 +124,10 @@ def _join_ranks(task: Task) -> None:
     """Creates the process group before Lightning, without a port; for a single rank only if needed."""
     if task.num_ranks == 1 and task.strategy == "replicated" and task.mode.saver != "torch":
         return
-    has_cuda = task.workload.device == "cuda"
-    if has_cuda:
-        torch.cuda.set_device(task.rank)
+    kind = task.workload.device
+    select_device(kind, task.rank)
     dist.init_process_group(
-        "nccl" if has_cuda else "gloo",
+        name_collectives(kind),
         init_method=f"file://{Path(task.run_dir) / 'store'}",
         rank=task.rank,
         world_size=task.num_ranks,
@@ -204,8 +204,9 @@ def main(arguments: list[str]) -> None:
 
     def describe() -> TrainerReady:
         versions = {package: version(package) for package in ("torch", "lightning")}
-        name = torch.cuda.get_device_name() if task.workload.device == "cuda" else "cpu"
-        return TrainerReady(versions, name, sum(parameter.numel() for parameter in module.parameters()))
+        return TrainerReady(
+            versions, name_device(task.workload.device), sum(parameter.numel() for parameter in module.parameters())
+        )
 
     gate = TurnGate(task, clock, None if saves is None else saves.wait_for_end, describe)
     trainer = _build_trainer(task, callbacks)

@@ -19,6 +19,7 @@ from genesis.bench.workers.protocol import ENDLESS, Gate, NoMoreStepsError, Work
 from genesis.bench.workers.windows import build_windows
 from genesis.data.loader import WindowLoader
 from genesis.data.window import AccumulationWindow
+from genesis.device import CPU
 from genesis.model.decoder import DecoderConfig
 from genesis.optim import OptimizerOptions
 from genesis.run_directory import RunDirectory
@@ -64,7 +65,7 @@ class _RandomWindows(pl.LightningDataModule):
     def __init__(self, workload: Workload) -> None:
         super().__init__()
         self._windows = build_windows(workload)
-        self._has_cuda = workload.device == "cuda"
+        self._has_cuda = workload.device != CPU
 
     def train_dataloader(self) -> WindowLoader:
         return WindowLoader(

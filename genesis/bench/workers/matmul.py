@@ -10,6 +10,7 @@ import time
 import torch
 
 from genesis.bench.workers.protocol import Gate, Workload, workload_from_json
+from genesis.device import synchronize
 
 _SIZES = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _MAX_SHARE_OF_WINDOW = 0.25
@@ -27,18 +28,13 @@ def _measure_flops_per_second(device: str, dtype: torch.dtype, size: int) -> flo
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(a)
     torch.mm(a, b, out=out)
-    _synchronize(device)
+    synchronize(device)
     begin, count = time.perf_counter(), 0
     while time.perf_counter() - begin < _SECONDS_PER_SIZE:
         torch.mm(a, b, out=out)
-        _synchronize(device)
+        synchronize(device)
         count += 1
     return count * 2 * size**3 / (time.perf_counter() - begin)
-
-
-def _synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def main(arguments: list[str]) -> None:

@@ -24,6 +24,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from genesis.device import name_device, read_peak_memory, synchronize
+
 NUM_DISTINCT_WINDOWS = 64
 """Windows of random tokens, which come round again: they fit into memory, and nothing is learned from them by heart."""
 
@@ -59,7 +61,7 @@ class Workload:
     num_micro_batches: int
     documents: Literal["one_per_row", "packed"]
     flops_per_token: float
-    device: Literal["cpu", "cuda"]
+    device: str
     precision: Literal["32-true", "bf16-mixed"]
     is_compiled: bool
     num_threads: int
@@ -173,15 +175,14 @@ class Gate:
             step += 1
 
     def _end_burst(self) -> None:
-        has_cuda = self._workload.device == "cuda"
-        if has_cuda:
-            torch.cuda.synchronize()
+        kind = self._workload.device
+        synchronize(kind)
         seconds = time.perf_counter() - self._began_at
         cpu_seconds = time.process_time() - self._cpu_began_at
         if self._num_steps_of_burst == 0:
-            name = torch.cuda.get_device_name() if has_cuda else "cpu"
-            self._say(Ready({package: version(package) for package in self._packages}, name))
+            self._say(Ready({package: version(package) for package in self._packages}, name_device(kind)))
             return
+        peak = read_peak_memory(kind)
         self._say(
             Burst(
                 seconds,
@@ -189,7 +190,7 @@ class Gate:
                 self._num_steps_of_burst * self._workload.tokens_per_window,
                 # In KiB on Linux. A process starts with its parent's peak, which is below that of one with a model.
                 resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
-                torch.cuda.max_memory_allocated() if has_cuda else None,
+                None if peak is None else peak.allocated_bytes,
                 self._read_loss(),
             )
         )

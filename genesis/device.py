@@ -1,0 +1,162 @@
+"""Accelerators, as the application uses them: the only module of `genesis` that asks torch for a kind of device.
+
+Every kind takes the same path, through the module that torch names for it (`torch.cuda`, which is ROCm's, too;
+`torch.xpu`; that of a backend in another package). A function that such a module lacks has an answer here. The engine
+of the checkpoints has streams, events and pinned memory of its own in `genesis_callbacks.checkpoint.device`.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from genesis.errors import UserError
+
+CPU: Final = "cpu"
+
+
+class PeakMemory(NamedTuple):
+    """The peak bytes of a process on a device: those of tensors, and those that the allocator reserved."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+def is_host(kind: str) -> bool:
+    """Returns whether tensors of this kind of device lie in the host's memory, or have no memory."""
+    return kind in (CPU, "meta")
+
+
+def is_available(kind: str) -> bool:
+    """Returns whether this process can use a device of this kind: `cpu`, `cuda`, `xpu` ..."""
+    if kind == CPU:
+        return True
+    module = _find_module(kind)
+    return module is not None and bool(module.is_available())
+
+
+def check_available(kind: str) -> None:
+    """Refuses a kind of device that this process cannot use.
+
+    Raises:
+        UserError: Torch finds no such device, or knows no such kind.
+    """
+    if is_available(kind):
+        return
+    found = torch.accelerator.current_accelerator(check_available=True)
+    others = f"cpu or {found.type}" if found is not None else "cpu"
+    label = "CUDA" if kind == "cuda" else kind
+    raise UserError(
+        f"no {label} device was found; remove --device {kind}, or give --device {others} (torch {torch.__version__})"
+    )
+
+
+def find_kind() -> str:
+    """Returns the kind of accelerator that torch finds, or `cpu`."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return CPU if found is None else found.type
+
+
+def count_devices(kind: str) -> int:
+    """Returns how many devices of a kind this process can use; 1 for the CPU."""
+    module = _find_module(kind)
+    return 1 if module is None else int(module.device_count())
+
+
+def name_device(kind: str, index: int = 0) -> str:
+    """Returns the name that the driver gives to a device; for the CPU and where there is no name, the kind."""
+    read = getattr(_find_module(kind), "get_device_name", None)
+    return kind if read is None else str(read(index))
+
+
+def has_bfloat16(kind: str) -> bool:
+    """Returns whether devices of a kind multiply bfloat16 themselves. Torch can emulate it, slower than float32."""
+    read = getattr(_find_module(kind), "is_bf16_supported", None)
+    return kind != CPU and read is not None and bool(read(including_emulation=False))
+
+
+def read_capability(device: torch.device) -> tuple[int, int] | None:
+    """Returns the compute capability of a CUDA device (on ROCm, major and minor of its architecture); else None."""
+    read = getattr(_find_module(device.type), "get_device_capability", None)
+    found = None if read is None else read(device)
+    return found if isinstance(found, tuple) else None
+
+
+def select_device(kind: str, index: int) -> None:
+    """Makes a device this process's current one; nothing on the CPU."""
+    select = getattr(_find_module(kind), "set_device", None)
+    if select is not None:
+        select(index)
+
+
+def synchronize(kind: str) -> None:
+    """Waits until the current device has done everything; returns at once on the CPU."""
+    if not is_host(kind):
+        torch.accelerator.synchronize()
+
+
+def read_peak_memory(kind: str, index: int | None = None) -> PeakMemory | None:
+    """Returns the peak of this process's memory on a device, None where torch does not count it. It does not wait."""
+    module = _find_module(kind)
+    if not hasattr(module, "max_memory_allocated"):
+        return None
+    assert module is not None
+    return PeakMemory(int(module.max_memory_allocated(index)), int(module.max_memory_reserved(index)))
+
+
+def reset_peak_memory(kind: str) -> None:
+    """Begins to look for the peak again."""
+    reset = getattr(_find_module(kind), "reset_peak_memory_stats", None)
+    if reset is not None:
+        reset()
+
+
+def record_timer(device: torch.device) -> torch.Event:
+    """Returns an event at the current position of the device's stream, from which time to another can be measured."""
+    event = torch.Event(device, enable_timing=True)
+    event.record()
+    return event
+
+
+@contextlib.contextmanager
+def warning_of_waits(kind: str) -> Iterator[bool]:
+    """Makes each wait of the host for the device a warning, and yields whether torch can do that for this kind."""
+    module = _find_module(kind)
+    can_warn = hasattr(module, "set_sync_debug_mode")
+    if can_warn:
+        assert module is not None
+        module.set_sync_debug_mode("warn")
+    try:
+        yield can_warn
+    finally:
+        if can_warn:
+            assert module is not None
+            module.set_sync_debug_mode("default")
+
+
+def can_access_peer(kind: str, index: int, peer: int) -> bool | None:
+    """Returns whether a device copies from another without the host between; None where torch does not know."""
+    read = getattr(_find_module(kind), "can_device_access_peer", None)
+    return None if read is None else bool(read(index, peer))
+
+
+def read_properties(kind: str, index: int = 0) -> Any:
+    """Returns torch's properties of a device; None where it has none."""
+    read = getattr(_find_module(kind), "get_device_properties", None)
+    return None if read is None else read(index)
+
+
+def name_collectives(kind: str) -> str:
+    """Returns the backend of torch.distributed for tensors of a kind of device: gloo, nccl, xccl ..."""
+    return str(torch.distributed.get_default_backend_for_device(kind))
+
+
+def _find_module(kind: str) -> Any | None:
+    """Returns torch's module for a kind of device; None for the CPU and for a kind that this torch does not know."""
+    if is_host(kind):
+        return None
+    try:
+        return torch.get_device_module(kind)
+    except RuntimeError:
+        return None
