@@ -79,6 +79,8 @@ class HuggingFaceTokenizer:
         self.pad_id: int | None = self._find_named("pad_token")
         self.stop_ids: frozenset[int] = _read_stop_ids(files) | (frozenset() if self.eos_id is None else {self.eos_id})
         self.chat_template: str | None = _read_template(files, self._config)
+        named = {key: _read_piece(self._config.get(key)) for key in _NAMED}
+        self.named_tokens: Mapping[str, str] = {key: piece for key, piece in named.items() if piece is not None}
         is_plain = content.get("normalizer") is None and not self._missing
         self.is_lossless: bool = is_plain and self.decode(self.encode(_PROBE)) == _PROBE
         self._check()
@@ -99,6 +101,11 @@ class HuggingFaceTokenizer:
         """Returns the ids of a text in which the spelling of a control symbol stands for that symbol."""
         ids: list[int] = self._with_controls.encode(text, add_special_tokens=False).ids
         return ids
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Returns the ids of `encode_with_controls`, and the first character of each and the one after its last."""
+        encoded = self._with_controls.encode(text, add_special_tokens=False)
+        return encoded.ids, encoded.offsets
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of `ids`; control symbols give nothing, bytes that are no UTF-8 give U+FFFD.

@@ -24,6 +24,7 @@ from sentencepiece import sentencepiece_model_pb2
 from genesis.errors import UserError
 from genesis.tokenizer.fast_form import Vocabulary, describe_fast_tokenizer
 from genesis.tokenizer.files import TRAIN_REMEDY, hash_files
+from genesis.tokenizer.tokenizer import find_offsets
 from genesis.tokenizer.train import MODEL_NAME
 
 _SPACE_MARK: Final = "\u2581"
@@ -70,6 +71,10 @@ class SentencePieceTokenizer:
             raise UserError(f"this tokenizer lacks a bos or eos id; {TRAIN_REMEDY}")
         self.stop_ids: frozenset[int] = frozenset([self.eos_id])
         self.pieces: tuple[str, ...] = tuple(self._processor.id_to_piece(list(range(self.vocab_size))))
+        named = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
+        self.named_tokens: Mapping[str, str] = {
+            name: self.pieces[token] for name, token in named.items() if token is not None
+        }
         self._bytes = [self._bytes_of(token) for token in range(self.vocab_size)]
         self.token_num_bytes: NDArray[np.int32] = np.array([len(piece) for piece in self._bytes], dtype=np.int32)
         self._space_mark_ids = np.array([self._byte_id(byte) for byte in _SPACE_MARK.encode()], dtype=np.int32)
@@ -128,10 +133,27 @@ class SentencePieceTokenizer:
 
     def encode_with_controls(self, text: str) -> list[int]:
         """Returns the ids of a text in which the spelling of a control symbol stands for that symbol."""
+        return self.encode_with_offsets(text)[0]
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Returns the ids of `encode_with_controls`, and the first character of each and the one after its last."""
         spellings = [self.pieces[token] for token in range(self.vocab_size) if self.is_control(token)]
         parts = re.split(f"({'|'.join(map(re.escape, sorted(spellings, key=len, reverse=True)))})", text)
-        ids = [[self.token_id(part)] if index % 2 else self.encode(part) for index, part in enumerate(parts)]
-        return [token for part in ids for token in part]
+        ids: list[int] = []
+        offsets: list[tuple[int, int]] = []
+        start = 0
+        for index, part in enumerate(parts):
+            if index % 2:
+                ids.append(self.token_id(part))
+                offsets.append((start, start + len(part)))
+            elif part:
+                of_part = self.encode(part)
+                ids += of_part
+                shift = start - len(self._prefix)
+                found = find_offsets(self._prefix + part, [self._bytes[token] for token in of_part])
+                offsets += [(max(start, first + shift), max(start, last + shift)) for first, last in found]
+            start += len(part)
+        return ids, offsets
 
     def is_control(self, token: int) -> bool:
         """Whether the id stands for no text (bos, eos, pad, unknown, chat and reserved tokens)."""

@@ -68,6 +68,10 @@ class Tokenizer(Protocol):
         """Returns the UTF-8 bytes of text that each id stands for, 0 for control symbols; bits per byte need it."""
 
     @property
+    def named_tokens(self) -> Mapping[str, str]:
+        """Returns the spelling of bos, eos and other tokens by the names that chat templates have for them."""
+
+    @property
     def altered_characters(self) -> str:
         """Returns characters that other tokenizers of this kind change, and that the proof of an import leaves out."""
 
@@ -84,6 +88,9 @@ class Tokenizer(Protocol):
 
     def encode_with_controls(self, text: str) -> list[int]:
         """Returns the ids of a text in which the spelling of a control symbol stands for that symbol."""
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Returns the ids of `encode_with_controls`, and the first character of each and the one after its last."""
 
     def encode_batch(self, texts: Sequence[str], num_threads: int = 1) -> list[NDArray[np.int32]]:
         """Returns the ids of each text, without bos and eos; the number of threads does not change them."""
@@ -148,6 +155,24 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
     if tokenizer.bos_id is not None:
         return (tokenizer.bos_id, *ids)
     return tuple(ids) if ids or tokenizer.eos_id is None else (tokenizer.eos_id,)
+
+
+def find_offsets(text: str, spellings: Sequence[bytes]) -> list[tuple[int, int]]:
+    """Returns the first character of each token in a text that they spell together, and the one after its last.
+
+    Example:
+        >>> find_offsets("\u00e9a", [b"\xc3", b"\xa9", b"a"])
+        [(0, 1), (0, 1), (1, 2)]
+    """
+    characters = np.repeat(np.arange(len(text)), [len(character.encode()) for character in text]).tolist()
+    assert b"".join(spellings) == text.encode(), "the tokens do not spell the text"
+    offsets, start = [], 0
+    for spelling in spellings:
+        end = start + len(spelling)
+        first = characters[start] if start < len(characters) else len(text)
+        offsets.append((first, characters[end - 1] + 1 if end > start else first))
+        start = end
+    return offsets
 
 
 def padding_id(tokenizer: Tokenizer) -> int:

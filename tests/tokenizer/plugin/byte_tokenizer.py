@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from genesis.errors import UserError
 from genesis.tokenizer.files import hash_files
 from genesis.tokenizer.open import TokenizerFormat
+from genesis.tokenizer.tokenizer import find_offsets
 
 ALPHABET_NAME, SYMBOLS_NAME = "alphabet.txt", "symbols.json"
 BOS, PAD, EOS, END_OF_TURN = range(256, 260)
@@ -30,6 +31,7 @@ class ByteTokenizer:
     altered_characters = ""
     is_lossless = True
     chat_template = None
+    named_tokens: Mapping[str, str] = {}
     vocab_size = 260
     pad_id = PAD
 
@@ -54,6 +56,12 @@ class ByteTokenizer:
         parts = re.split("(<bos>|<pad>|<eos>|<end>)", text)
         ids = [[self.pieces.index(part)] if index % 2 else self.encode(part) for index, part in enumerate(parts)]
         return [token for part in ids for token in part]
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        ids = self.encode_with_controls(text)
+        return ids, find_offsets(
+            text, [self.pieces[token].encode() if self.is_control(token) else self._bytes[token] for token in ids]
+        )
 
     def encode_batch(self, texts: Sequence[str], num_threads: int = 1) -> list[NDArray[np.int32]]:
         encoded = [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]

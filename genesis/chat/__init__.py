@@ -1,0 +1,9 @@
+"""Conversations: the forms that records have, and the template that turns them into tokens with exact labels.
+
+conversation.py   a conversation and the forms of records that hold one
+template.py       a chat template in its sandbox, as transformers runs it
+training.py       templates of our own, for families whose template drops text of earlier turns
+turns.py          where the assistant's turns stand in a rendered text
+render.py         ids and labels of a conversation; the prompt of the next turn
+options.py        the options of `genesis data prepare`
+"""

@@ -1,0 +1,302 @@
+"""A conversation, and the forms of records that hold one.
+
+    messages            {"messages": [{"role": "user", "content": ...}, ...], "tools": [...]}, as OpenAI has it
+    sharegpt            {"conversations": [{"from": "human", "value": ...}, ...], "system": ..., "tools": ...}
+    alpaca              {"instruction": ..., "input": ..., "output": ..., "system": ..., "history": [[...], ...]}
+    prompt_completion   {"prompt": ..., "completion": ...}, each a text or a list of messages
+
+Whatever the form, a conversation is a list of messages as templates take them: the arguments of a tool's call are an
+object, reasoning is `reasoning_content`, and a key without a value is left out.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from genesis.chat.template import ConversationError, Message
+
+Form = Literal["messages", "sharegpt", "alpaca", "prompt_completion"]
+
+ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+WEIGHT: Final = "weight"
+"""The key of a message that is 0 where nothing of it is learned."""
+
+_TURN_FIELDS: Final = ("messages", "conversations", "conversation")
+_REASONING: Final = ("reasoning_content", "thinking", "reasoning")
+_SHAREGPT_ROLES: Final = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "chatgpt": "assistant",
+    "function_call": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+_VARIABLES: Final = "chat_template_kwargs"
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages, each with a role, the definitions of tools, and variables of its own for the template."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+    def dump(self) -> str:
+        """Returns the conversation as JSON, the same for equal conversations; `load_conversation` reads it."""
+        content: dict[str, Any] = {"messages": list(self.messages)}
+        if self.tools is not None:
+            content["tools"] = list(self.tools)
+        if self.variables:
+            content[_VARIABLES] = dict(self.variables)
+        return json.dumps(content, ensure_ascii=False)
+
+    def plain_text(self) -> str:
+        """Returns what is said, turn after turn with its role: what the filters of `genesis data clean` read."""
+        return "\n\n".join(f"{message['role']}: {_plain(message)}" for message in self.messages)
+
+
+def load_conversation(text: str) -> Conversation:
+    """Returns the conversation that `Conversation.dump` wrote."""
+    content = json.loads(text)
+    return Conversation(content["messages"], content.get("tools"), content.get(_VARIABLES, {}))
+
+
+def read_conversation(
+    record: Mapping[str, Any], form: Form | Literal["auto"] = "auto", turn_field: str | None = None
+) -> Conversation:
+    """Returns the conversation in a record.
+
+    Args:
+        record: Its fields, in plain types.
+        form: The form; `auto` goes by the names of the fields.
+        turn_field: The field with the turns of the forms `messages` and `sharegpt`; None for the usual names.
+
+    Raises:
+        ConversationError: The record has no conversation in this form, or one that cannot be learned.
+    """
+    found = find_form(record, turn_field) if form == "auto" else form
+    conversation = _READERS[found](record, turn_field)
+    if not any(_plain(message).strip() for message in conversation.messages):
+        raise ConversationError("the conversation is empty: no turn says anything; remove it")
+    return conversation
+
+
+def find_form(record: Mapping[str, Any], turn_field: str | None = None) -> Form:
+    """Returns the form of a record, by the names of its fields and of those of its first turn.
+
+    Raises:
+        ConversationError: It has no conversation.
+    """
+    name = _find_turn_field(record, turn_field)
+    if name is not None:
+        turns = record[name]
+        first = turns[0] if isinstance(turns, Sequence) and turns else {}
+        return "sharegpt" if isinstance(first, Mapping) and "from" in first else "messages"
+    if {"instruction", "output"} <= record.keys():
+        return "alpaca"
+    if {"prompt", "completion"} <= record.keys():
+        return "prompt_completion"
+    raise ConversationError(
+        f"no conversation is in the fields {', '.join(list(record)[:20]) or 'of an empty record'}: it needs messages, "
+        "conversations, instruction and output, or prompt and completion; name the field of the turns by text_field"
+    )
+
+
+def normalize_messages(messages: Iterable[Any]) -> list[Message]:
+    """Returns messages as templates take them.
+
+    Raises:
+        ConversationError: A message has no known role, or a part that no template takes.
+    """
+    return [_normalize(message, number) for number, message in enumerate(messages, 1)]
+
+
+def normalize_tools(tools: Any) -> list[Mapping[str, Any]] | None:
+    """Returns the definitions of tools as templates take them; they may be given as JSON. None for no tools.
+
+    Raises:
+        ConversationError: They are no list of definitions.
+    """
+    tools = _parse(tools, "tools") if isinstance(tools, str) and tools.strip() else tools
+    if not tools:
+        return None
+    if not _is_list_of(tools, Mapping):
+        raise ConversationError("tools is not a list of definitions of functions; correct it")
+    return [
+        tool if "function" in tool or "name" not in tool else {"type": "function", "function": tool} for tool in tools
+    ]
+
+
+def _read_messages(record: Mapping[str, Any], turn_field: str | None) -> Conversation:
+    return _build(record, normalize_messages(_turns_of(record, turn_field)))
+
+
+def _read_sharegpt(record: Mapping[str, Any], turn_field: str | None) -> Conversation:
+    messages: list[Message] = _system(record)
+    for number, turn in enumerate(_turns_of(record, turn_field), 1):
+        if not isinstance(turn, Mapping) or "from" not in turn:
+            raise ConversationError(f"turn {number} has no `from`; correct it, or name another form by `chat`")
+        role = _SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
+        if role is None:
+            raise ConversationError(
+                f"turn {number} has the unknown role {turn['from']!r}; the roles are {', '.join(_SHAREGPT_ROLES)}"
+            )
+        message: dict[str, Any] = {"role": role, "content": turn.get("value"), WEIGHT: turn.get(WEIGHT)}
+        if turn["from"] == "function_call":
+            calls = _parse(turn.get("value"), f"the function call of turn {number}")
+            calls = calls if isinstance(calls, list) else [calls]
+            message |= {"content": "", "tool_calls": [{"type": "function", "function": call} for call in calls]}
+        messages.append(message)
+    return _build(record, normalize_messages(messages))
+
+
+def _read_alpaca(record: Mapping[str, Any], turn_field: str | None) -> Conversation:
+    messages = _system(record)
+    history = record.get("history") or []
+    if not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in history):  # a pair
+        raise ConversationError("history is not a list of pairs of instruction and output; correct it")
+    question = "\n".join(text for text in (record.get("instruction"), record.get("input")) if text)
+    for asked, answered in (*history, (question, record.get("output"))):
+        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+    return _build(record, normalize_messages(messages))
+
+
+def _read_prompt_completion(record: Mapping[str, Any], turn_field: str | None) -> Conversation:
+    sides = []
+    for name, role in (("prompt", "user"), ("completion", "assistant")):
+        side = record.get(name)
+        sides.append(normalize_messages(side if isinstance(side, list | tuple) else [{"role": role, "content": side}]))
+    prompt, completion = sides
+    given = [{**message, WEIGHT: 0} if message["role"] == "assistant" else message for message in prompt]
+    return _build(record, [*_system(record), *given, *completion])
+
+
+_READERS: Final[dict[Form, Callable[[Mapping[str, Any], str | None], Conversation]]] = {
+    "messages": _read_messages,
+    "sharegpt": _read_sharegpt,
+    "alpaca": _read_alpaca,
+    "prompt_completion": _read_prompt_completion,
+}
+
+
+def _build(record: Mapping[str, Any], messages: list[Message]) -> Conversation:
+    if not messages:
+        raise ConversationError("the conversation is empty: it has no turns; remove it")
+    variables = record.get(_VARIABLES) or {}
+    if not isinstance(variables, Mapping):
+        raise ConversationError(f"{_VARIABLES} is not an object; correct it")
+    return Conversation(messages, normalize_tools(record.get("tools")), dict(variables))
+
+
+def _find_turn_field(record: Mapping[str, Any], turn_field: str | None) -> str | None:
+    names = _TURN_FIELDS if turn_field is None else (turn_field,)
+    return next((name for name in names if name in record), None)
+
+
+def _turns_of(record: Mapping[str, Any], turn_field: str | None) -> Sequence[Any]:
+    name = _find_turn_field(record, turn_field)
+    if name is None:
+        raise ConversationError(
+            f"no field {turn_field or ' or '.join(_TURN_FIELDS)} is among {', '.join(list(record)[:20]) or 'no fields'}"
+            "; name the field of the turns by text_field"
+        )
+    turns = record[name]
+    turns = _parse(turns, name) if isinstance(turns, str) else turns
+    if not isinstance(turns, list | tuple):
+        raise ConversationError(f"{name} is {_describe(turns)}, not a list of turns; correct it")
+    return turns
+
+
+def _system(record: Mapping[str, Any]) -> list[Message]:
+    system = record.get("system")
+    return [{"role": "system", "content": system}] if system else []
+
+
+def _normalize(message: Any, number: int) -> Message:
+    if not isinstance(message, Mapping):
+        raise ConversationError(
+            f"turn {number} is {_describe(message)}, not an object with role and content; correct it"
+        )
+    found: Message = {key: value for key, value in message.items() if value is not None}
+    role = found.get("role")
+    if role not in ROLES:
+        what = "no role" if role is None else f"the unknown role {role!r}"
+        raise ConversationError(f"turn {number} has {what}; the roles are {', '.join(ROLES)}")
+    if "content" in found:
+        found["content"] = _join_parts(found["content"], number)
+    reasoning = next((found[key] for key in _REASONING if key in found), None)
+    if reasoning is not None:
+        found = {"thinking": reasoning, **found, "reasoning_content": reasoning}
+    if not found.get("tool_calls", True):
+        del found["tool_calls"]
+    if "tool_calls" in found:
+        found["tool_calls"] = _normalize_calls(found["tool_calls"], number)
+    weight = found.get(WEIGHT, 1)
+    if isinstance(weight, bool) or weight not in (0, 1):
+        raise ConversationError(f"turn {number} has weight {weight!r}; a weight is 0 (not learned) or 1")
+    if WEIGHT in found:
+        found[WEIGHT] = int(weight)
+    if role == "assistant" and not (found.get("content") or found.get("tool_calls") or reasoning):
+        raise ConversationError(f"turn {number} of the assistant is empty; remove it, or the conversation")
+    return found
+
+
+def _join_parts(content: Any, number: int) -> str:
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list | tuple):
+        parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+        texts = [text for text in parts if isinstance(text, str)]
+        if len(texts) == len(parts):
+            return "".join(texts)
+    raise ConversationError(
+        f"content of turn {number} is {_describe(content)}, not text, the only kind that can be learned; correct it"
+    )
+
+
+def _normalize_calls(calls: Any, number: int) -> list[dict[str, Any]]:
+    if not _is_list_of(calls, Mapping):
+        raise ConversationError(f"tool_calls of turn {number} is not a list of calls; correct it")
+    found = []
+    for call in calls:
+        function = call.get("function", call)
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ConversationError(f"a tool call of turn {number} names no function; correct it")
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):
+            arguments = _parse(arguments or "{}", f"the arguments of {function['name']} in turn {number}")
+        if not isinstance(arguments, Mapping):
+            raise ConversationError(
+                f"the arguments of {function['name']} in turn {number} are {_describe(arguments)}, not an object"
+            )
+        called = {**function, "arguments": arguments}
+        found.append({**call, "function": called} if "function" in call else {"type": "function", "function": called})
+    return found
+
+
+def _plain(message: Message) -> str:
+    parts = [message.get("reasoning_content"), message.get("content")]
+    calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", ())]
+    return "\n".join(part for part in (*parts, *calls) if isinstance(part, str) and part)
+
+
+def _parse(value: Any, name: str) -> Any:
+    try:
+        return json.loads(value)
+    except (TypeError, ValueError, RecursionError):
+        raise ConversationError(f"{name} is not JSON: {str(value)[:60]!r}; correct it") from None
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(one, kind) for one in value)
+
+
+def _describe(value: Any) -> str:
+    return f"{type(value).__name__} {str(value)[:40]!r}" if value else repr(value)

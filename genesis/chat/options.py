@@ -1,0 +1,56 @@
+"""The options of `genesis data prepare` for conversations."""
+
+import datetime
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from genesis.errors import UserError
+
+Labels = Literal["assistant", "last", "all"]
+OnLong = Literal["error", "cut", "drop"]
+OnBadRow = Literal["error", "skip"]
+
+_RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """How conversations become tokens with labels.
+
+    Args:
+        template: File of a Jinja chat template; by default the tokenizer's own, or the training template of its family.
+        date: The date that a template prints which asks for today's, as 2026-01-31.
+        labels: The tokens to learn: the turns of the assistant, its last turn, or all tokens. A message with weight 0
+            is never learned.
+        variables: Further variables of the template, as `enable_thinking: false`.
+        max_tokens: Number of tokens above which a conversation is long; by default the seq_len of a packing if one is
+            given, else no limit.
+        on_long: What to do with a long conversation: error, cut its end off, or drop it.
+        on_bad_row: What to do with a record that is no conversation, or that the template refuses: error, or skip it.
+    """
+
+    template: Path | None = None
+    date: str | None = None
+    labels: Labels = "assistant"
+    variables: dict[str, Any] = field(default_factory=dict)
+    max_tokens: int | None = None
+    on_long: OnLong = "error"
+    on_bad_row: OnBadRow = "error"
+
+    def __post_init__(self) -> None:
+        _ = self.today
+        if self.max_tokens is not None and self.max_tokens < 2:
+            raise UserError(f"chat.max_tokens {self.max_tokens} must be at least 2")
+        for name in self.variables:
+            if name in _RESERVED or not re.fullmatch("[A-Za-z][A-Za-z0-9_]*", name):
+                raise UserError(f"chat.variables has {name!r}, which a template's variable cannot be called; rename it")
+
+    @property
+    def today(self) -> datetime.date | None:
+        """Returns `date` as a date."""
+        try:
+            return None if self.date is None else datetime.date.fromisoformat(self.date)
+        except ValueError:
+            raise UserError(f"chat.date {self.date!r} is not a date; give one as 2026-01-31") from None

@@ -1,0 +1,180 @@
+"""Renders conversations: ids, and which of them are learned.
+
+Ids equal those of transformers' `apply_chat_template`: the text of the template, in which the spelling of a control
+symbol is that symbol, without anything before or after it. A token is learned if it stands in a turn of the assistant,
+the token that closes the turn included. Where the boundary of a turn lies within a token, the token belongs to the
+turn, as in transformers.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from genesis.chat.conversation import WEIGHT, Conversation, normalize_messages, normalize_tools
+from genesis.chat.options import ChatOptions, Labels
+from genesis.chat.template import ChatTemplate, ConversationError, Message, Span
+from genesis.chat.training import find_training_template
+from genesis.chat.turns import check_nothing_dropped, find_turns
+from genesis.errors import UserError
+from genesis.tokenizer.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """The ids of a conversation, and whether each is learned as the label of the id before it."""
+
+    ids: NDArray[np.int32]
+    trained: NDArray[np.bool_]
+
+
+class ChatRenderer:
+    """Renders the conversations of one template and tokenizer. Deterministic; several threads may render at once.
+
+    Args:
+        tokenizer: Turns text into ids.
+        template: Writes conversations as text.
+        variables: Further variables of the template.
+
+    Raises:
+        UserError: The tokenizer has no eos.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate, variables: Mapping[str, Any] | None = None
+    ) -> None:
+        if tokenizer.eos_id is None:
+            raise UserError(
+                "the tokenizer has no eos, so that no turn can end; name one by `eos_token` in its "
+                "tokenizer_config.json, or take the tokenizer of an instruction model"
+            )
+        self.tokenizer = tokenizer
+        self.template = template
+        self._variables = {**tokenizer.named_tokens, **(variables or {})}
+        self._given = dict(variables or {})
+
+    @property
+    def hash(self) -> str:
+        """Returns what identifies the template, the date that it prints, and its variables."""
+        return blake3(f"{self.template.hash}{sorted(self._given.items())!r}".encode()).hexdigest()
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        labels: Labels = "assistant",
+        variables: Mapping[str, Any] | None = None,
+    ) -> RenderedChat:
+        """Returns the ids of a conversation, and which of them are learned.
+
+        Args:
+            messages: As OpenAI has them; a turn with `weight: 0` is not learned.
+            tools: The definitions of the tools; None for none.
+            labels: The turns of the assistant, its last turn, or all tokens.
+            variables: Further variables of the template, for this conversation.
+
+        Raises:
+            ConversationError: The template refuses the conversation, leaves out a part of it, never closes a turn, or
+                writes turns otherwise once others follow, so that the labels cannot be exact.
+        """
+        normal = normalize_messages(messages)
+        weights = [message.pop(WEIGHT, 1) for message in normal]
+        definitions, merged = normalize_tools(tools), {**self._variables, **(variables or {})}
+        is_assistant = [message["role"] == "assistant" for message in normal]
+        if not normal or (labels != "all" and not any(is_assistant)):
+            raise ConversationError("the conversation has no turn of the assistant to learn; remove it")
+        spans: list[Span] = []
+        if labels == "all" and all(weights):
+            text = self.template.render(normal, definitions, merged)
+        else:
+            is_by_turn = labels == "last" or not all(weights)
+            text, spans = find_turns(self.template, self.tokenizer, normal, definitions, merged, is_by_turn=is_by_turn)
+        check_nothing_dropped(self.template, text, normal, definitions, merged)
+        ids, offsets = self.tokenizer.encode_with_offsets(text)
+        if not ids:
+            raise ConversationError(f"the chat template {self.template.name} writes no text for the conversation")
+        of_turns = [weight for weight, is_turn in zip(weights, is_assistant, strict=True) if is_turn]
+        # Where not each turn has one span, no turn is left out.
+        by_span = of_turns if len(of_turns) == len(spans) else [1] * len(spans)
+        trained = _mark(np.array(offsets, np.int64), labels, spans, by_span)
+        return RenderedChat(np.array(ids, np.int32), trained)
+
+    def render_conversation(self, conversation: Conversation, labels: Labels = "assistant") -> RenderedChat:
+        """Returns what `render` does, of a conversation that was read from a record."""
+        return self.render(conversation.messages, conversation.tools, labels=labels, variables=conversation.variables)
+
+    def render_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Returns the ids after which a model writes the assistant's next turn.
+
+        Raises:
+            ConversationError: The template refuses the conversation.
+        """
+        normal: list[Message] = normalize_messages(messages)
+        for message in normal:
+            message.pop(WEIGHT, None)
+        merged = {**self._variables, **(variables or {})}
+        text = self.template.render(normal, normalize_tools(tools), merged, has_prompt=True)
+        return self.tokenizer.encode_with_controls(text)
+
+
+def open_renderer(tokenizer: Tokenizer, options: ChatOptions, *, is_training: bool = True) -> ChatRenderer:
+    """Returns the renderer by options: of the file that they name, or of the tokenizer's own template.
+
+    Args:
+        tokenizer: The tokenizer.
+        options: The options.
+        is_training: Whether the training template of the family replaces a model's own.
+
+    Raises:
+        UserError: There is no template, or it cannot be used.
+    """
+    template = open_template(tokenizer, options)
+    if is_training:
+        template = find_training_template(template, tokenizer.named_tokens)
+    return ChatRenderer(tokenizer, template, options.variables)
+
+
+def open_template(tokenizer: Tokenizer, options: ChatOptions) -> ChatTemplate:
+    """Returns the template of the file that the options name, or the tokenizer's own.
+
+    Raises:
+        UserError: There is none, or it cannot be read.
+    """
+    if options.template is not None:
+        try:
+            text = options.template.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+            raise UserError(f"cannot read the chat template {options.template} ({reason}); correct its path") from None
+        return ChatTemplate(text, str(options.template), options.today)
+    if tokenizer.chat_template is None:
+        raise UserError(
+            "the tokenizer has no chat template; give one by --chat.template FILE, or take the tokenizer of an "
+            "instruction model"
+        )
+    return ChatTemplate(tokenizer.chat_template, "of the tokenizer", options.today)
+
+
+def _mark(
+    offsets: NDArray[np.int64], labels: Labels, spans: Sequence[Span], weights: Sequence[int]
+) -> NDArray[np.bool_]:
+    """Returns whether each token is learned; `spans` are the assistant's turns, `weights` 0 where one is not."""
+    trained = np.full(len(offsets), labels == "all")
+    for number, (span, weight) in enumerate(zip(spans, weights, strict=True)):
+        is_wanted = bool(weight) and (labels == "assistant" or number + 1 == len(spans))
+        if labels != "all" and not is_wanted:
+            continue
+        # A token may have no characters of its own, as a space that the tokenizer puts before a text.
+        ends = np.maximum(offsets[:, 1], offsets[:, 0] + 1)
+        trained[(offsets[:, 0] < span.end) & (ends > span.start)] = bool(weight)
+    return trained

@@ -1,0 +1,76 @@
+"""Training templates of our own, for families whose template drops text of earlier turns.
+
+A family is recognised by what its template writes: conversations of one turn, with tools and with reasoning, and the
+prompt for the assistant. A training template that writes the same texts belongs to it.
+"""
+
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from typing import Any, Final, NamedTuple
+
+from genesis.chat.template import ChatTemplate, ConversationError, Message
+from genesis.errors import UserError
+
+_TOOL: Final[dict[str, Any]] = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Looks up a word.",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
+    },
+}
+_CALL: Final[dict[str, Any]] = {
+    "type": "function",
+    "function": {"name": "look_up", "arguments": {"word": "\u00e9t\u00e9"}},
+}
+
+
+class _Probe(NamedTuple):
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    variables: Mapping[str, Any] | None = None
+    has_prompt: bool = False
+
+
+_SYSTEM: Final[Message] = {"role": "system", "content": "Be brief."}
+_USER: Final[Message] = {"role": "user", "content": "What is a \u00e9t\u00e9?"}
+_ANSWER: Final[Message] = {"role": "assistant", "content": "A place."}
+_REASONED: Final[Message] = {**_ANSWER, "reasoning_content": "It is a word."}
+_CALLING: Final[Message] = {"role": "assistant", "content": "", "reasoning_content": "A word.", "tool_calls": [_CALL]}
+_RESULT: Final[Message] = {"role": "tool", "content": "a place"}
+_PROBES: Final = (
+    _Probe([_USER, _ANSWER]),
+    _Probe([_SYSTEM, _USER, _REASONED]),
+    _Probe([_USER, {"role": "assistant", "content": "<think>\nA word.\n</think>\n\nA place."}]),
+    _Probe([_USER, _CALLING], [_TOOL]),
+    _Probe([_SYSTEM, _USER, _CALLING, _RESULT, _RESULT, _REASONED], [_TOOL]),
+    _Probe([_SYSTEM, _USER], [_TOOL], {}, has_prompt=True),
+    _Probe([_USER], None, {"enable_thinking": False}, has_prompt=True),
+)
+
+
+def find_training_template(template: ChatTemplate, variables: Mapping[str, Any]) -> ChatTemplate:
+    """Returns our training template for the family of `template`; `template` itself if there is none or it has tags.
+
+    Args:
+        template: A model's own template.
+        variables: The spellings of bos, eos and other tokens.
+    """
+    if template.has_generation_tags:
+        return template
+    for entry in sorted(files(__package__).joinpath("templates").iterdir(), key=lambda entry: entry.name):
+        name = f"{entry.name} (genesis.chat.templates, in place of the model's)"
+        ours = ChatTemplate(entry.read_text(encoding="utf-8"), name, template.today)
+        if all(_write(template, probe, variables) == _write(ours, probe, variables) for probe in _PROBES):
+            return ours
+    return template
+
+
+def _write(template: ChatTemplate, probe: _Probe, variables: Mapping[str, Any]) -> str | None:
+    """Returns what a template writes for a probe; None where it refuses it or lacks a date."""
+    try:
+        return template.render(
+            probe.messages, probe.tools, {**variables, **(probe.variables or {})}, has_prompt=probe.has_prompt
+        )
+    except (ConversationError, UserError):
+        return None

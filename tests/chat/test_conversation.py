@@ -1,0 +1,134 @@
+"""Every form of a record gives the same messages; what is no conversation is one line."""
+
+import json
+from typing import Any
+
+import pytest
+
+from genesis.chat.conversation import Conversation, find_form, load_conversation, read_conversation
+from genesis.chat.template import ConversationError
+
+QUESTION, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
+CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "it", "n": 1}}}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
+
+
+def test_records_of_every_form_are_detected_and_give_the_same_messages() -> None:
+    records: list[tuple[str, dict[str, Any]]] = [
+        ("messages", {"messages": [QUESTION, ANSWER]}),
+        ("messages", {"conversations": [QUESTION, ANSWER], "id": 3}),
+        ("messages", {"messages": [QUESTION, {**ANSWER, "content": [{"type": "text", "text": "So."}], "name": None}]}),
+        ("sharegpt", {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]}),
+        ("sharegpt", {"conversation": [{"from": "user", "value": "Why?"}, {"from": "assistant", "value": "So."}]}),
+        ("alpaca", {"instruction": "Why?", "input": "", "output": "So."}),
+        ("prompt_completion", {"prompt": "Why?", "completion": "So."}),
+        ("prompt_completion", {"prompt": [QUESTION], "completion": [ANSWER]}),
+    ]
+    for form, record in records:
+        assert find_form(record) == form
+        assert list(read_conversation(record).messages) == [QUESTION, ANSWER]
+    assert list(read_conversation({"turns": [QUESTION, ANSWER]}, "messages", "turns").messages) == [QUESTION, ANSWER]
+
+
+def test_system_history_tools_and_weights_are_read() -> None:
+    alpaca = read_conversation(
+        {"instruction": "Why", "input": "now?", "output": "So.", "system": "Be.", "history": [["a", "b"]]}
+    )
+    assert [(message["role"], message["content"]) for message in alpaca.messages] == [
+        ("system", "Be."),
+        ("user", "a"),
+        ("assistant", "b"),
+        ("user", "Why\nnow?"),
+        ("assistant", "So."),
+    ]
+    shared = read_conversation(
+        {
+            "system": "Be.",
+            "tools": json.dumps([TOOL["function"]]),
+            "conversations": [
+                {"from": "human", "value": "Why?"},
+                {"from": "function_call", "value": json.dumps(CALL["function"])},
+                {"from": "observation", "value": "seen"},
+                {"from": "gpt", "value": "So.", "weight": 0},
+            ],
+        }
+    )
+    assert shared.tools == [TOOL]
+    assert [message["role"] for message in shared.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert shared.messages[2]["tool_calls"] == [CALL]
+    assert shared.messages[4]["weight"] == 0
+    prompt = read_conversation({"prompt": [QUESTION, ANSWER, QUESTION], "completion": [ANSWER]})
+    assert [message.get("weight") for message in prompt.messages] == [None, 0, None, None]
+
+
+def test_calls_as_openai_writes_them_and_names_of_reasoning_become_what_templates_read() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": "it", "n": 1}'}}
+    record = {
+        "messages": [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "Hm."}],
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    conversation = read_conversation(record)
+    assert conversation.messages[1]["tool_calls"] == [{**CALL, "id": "c1"}]
+    assert conversation.messages[1]["reasoning_content"] == "Hm."
+    assert "content" not in conversation.messages[1]
+    assert conversation.variables == {"enable_thinking": False}
+    assert load_conversation(conversation.dump()) == conversation
+    assert (
+        conversation.plain_text() == 'user: Why?\n\nassistant: Hm.\n{"name": "look", "arguments": {"at": "it", "n": 1}}'
+    )
+    assert Conversation([QUESTION]).dump() == '{"messages": [{"role": "user", "content": "Why?"}]}'
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"text": "a", "id": 1}, r"no conversation is in the fields text, id: .* name the field .* by text_field"),
+        ({}, "no conversation is in the fields of an empty record"),
+        ({"messages": []}, "the conversation is empty: it has no turns"),
+        ({"messages": [{"role": "user", "content": " "}]}, "the conversation is empty: no turn says anything"),
+        (
+            {"messages": [{"role": "robot", "content": "a"}]},
+            "turn 1 has the unknown role 'robot'; the roles are system,",
+        ),
+        ({"messages": [{"content": "a"}]}, "turn 1 has no role; the roles are"),
+        ({"messages": ["a"]}, "turn 1 is str 'a', not an object with role and content"),
+        ({"messages": {"role": "user"}}, "messages is dict .*, not a list of turns"),
+        ({"messages": [QUESTION, {"role": "assistant", "content": ""}]}, "turn 2 of the assistant is empty"),
+        ({"messages": [{"role": "user", "content": 3}]}, "content of turn 1 is int '3', not text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content of turn 1 is list .*, not text"),
+        ({"messages": [QUESTION, {**ANSWER, "weight": 0.5}]}, "turn 2 has weight 0.5; a weight is 0"),
+        ({"messages": [QUESTION, {**ANSWER, "weight": True}]}, "turn 2 has weight True"),
+        ({"messages": [QUESTION, ANSWER], "tools": "{"}, "tools is not JSON: '{'"),
+        ({"messages": [QUESTION, ANSWER], "tools": ["a"]}, "tools is not a list of definitions"),
+        ({"messages": [QUESTION, {**ANSWER, "tool_calls": ["a"]}]}, "tool_calls of turn 2 is not a list of calls"),
+        ({"messages": [QUESTION, {**ANSWER, "tool_calls": [{}]}]}, "a tool call of turn 2 names no function"),
+        (
+            {"messages": [QUESTION, {**ANSWER, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+            "the arguments of f in turn 2 is not JSON",
+        ),
+        (
+            {"messages": [QUESTION, {**ANSWER, "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
+            "the arguments of f in turn 2 are list",
+        ),
+        (
+            {"conversations": [{"from": "bot", "value": "a"}]},
+            "turn 1 has the unknown role 'bot'; the roles are system, h",
+        ),
+        ({"conversations": [{"from": "gpt", "value": "a"}, {"value": "a"}]}, "turn 2 has no `from`"),
+        ({"conversations": [{"from": "function_call", "value": "look"}]}, "the function call of turn 1 is not JSON"),
+        ({"instruction": "a", "output": None}, "turn 2 of the assistant is empty"),
+        ({"instruction": "a", "output": "b", "history": [["a"]]}, "history is not a list of pairs"),
+        ({"messages": [QUESTION, ANSWER], "chat_template_kwargs": 3}, "chat_template_kwargs is not an object"),
+    ],
+)
+def test_what_is_no_conversation_is_one_line(record: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConversationError, match=reason) as caught:
+        read_conversation(record)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_form_that_is_named_is_not_detected() -> None:
+    with pytest.raises(ConversationError, match="no field messages or conversations or conversation is among prompt"):
+        read_conversation({"prompt": "a", "completion": "b"}, "messages")
+    with pytest.raises(ConversationError, match="turn 1 has no `from`"):
+        read_conversation({"messages": [QUESTION]}, "sharegpt")

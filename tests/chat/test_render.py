@@ -1,0 +1,174 @@
+"""Which tokens are learned, by option and weight; templates and tokenizers that cannot be used."""
+
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from genesis.chat.options import ChatOptions
+from genesis.chat.render import ChatRenderer, RenderedChat, open_renderer
+from genesis.chat.template import ChatTemplate, ConversationError
+from genesis.errors import UserError
+from genesis.tokenizer.open import open_tokenizer
+from genesis.tokenizer.tokenizer import Tokenizer
+from tests.chat.support import CHATML, SMOLLM3, write_tokenizer
+from tests.data.corpus_support import make_tokenizer
+
+TURNS = [
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "two"},
+    {"role": "user", "content": "three"},
+    {"role": "assistant", "content": "four"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return open_tokenizer(write_tokenizer(tmp_path_factory.mktemp("chat")))
+
+
+def learned(renderer: ChatRenderer, rendered: RenderedChat) -> list[str]:
+    """The text of each run of tokens that are learned."""
+    edges = np.flatnonzero(np.diff(rendered.trained, prepend=False, append=False)).tolist()
+    runs = zip(edges[::2], edges[1::2], strict=True)
+    return [renderer.tokenizer.spell(rendered.ids[start:end].tolist(), has_controls=True) for start, end in runs]
+
+
+def test_turns_of_the_assistant_the_last_or_all_tokens_are_learned(tokenizer: Tokenizer) -> None:
+    renderer = ChatRenderer(tokenizer, ChatTemplate(CHATML, "chatml"))
+    assert learned(renderer, renderer.render(TURNS)) == ["two<|im_end|>", "four<|im_end|>"]
+    assert learned(renderer, renderer.render(TURNS, labels="last")) == ["four<|im_end|>"]
+    whole = renderer.template.render(TURNS)
+    assert learned(renderer, renderer.render(TURNS, labels="all")) == [whole]
+    assert learned(renderer, renderer.render(TURNS[:1], labels="all")) == ["<|im_start|>user\none<|im_end|>\n"]
+
+
+@pytest.mark.parametrize("template", [CHATML, SMOLLM3])
+def test_a_turn_of_weight_zero_is_not_learned(tokenizer: Tokenizer, template: str) -> None:
+    renderer = ChatRenderer(tokenizer, ChatTemplate(template, "chat", date(2026, 1, 2)))
+    first, last = ([{**turn, "weight": 0} if turn is TURNS[number] else turn for turn in TURNS] for number in (1, 3))
+    ((of_first,), (of_last,)) = (learned(renderer, renderer.render(turns)) for turns in (first, last))
+    assert of_first.replace("<|im_start|>assistant\n", "").strip() == "four<|im_end|>"
+    assert of_last.replace("<|im_start|>assistant\n", "").strip() == "two<|im_end|>"
+    assert learned(renderer, renderer.render(last, labels="last")) == []
+    before, after = learned(renderer, renderer.render(first, labels="all"))
+    assert "two" not in before + after
+    assert before.endswith("<|im_start|>assistant\n" if template == CHATML else "one<|im_end|>\n")
+
+
+def test_the_prompt_is_the_text_before_the_next_turn(tokenizer: Tokenizer) -> None:
+    renderer = ChatRenderer(tokenizer, ChatTemplate(CHATML, "chatml"))
+    prompt, rendered = renderer.render_prompt(TURNS[:3]), renderer.render(TURNS, labels="last")
+    assert rendered.ids[: len(prompt)].tolist() == prompt
+    assert int(np.argmax(rendered.trained)) == len(prompt)
+
+
+def test_a_sentencepiece_tokenizer_takes_a_template_of_a_file(tmp_path: Path) -> None:
+    tokenizer = open_tokenizer(make_tokenizer(tmp_path))
+    template = tmp_path / "chat.jinja"
+    template.write_text(
+        "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}"
+        "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    renderer = open_renderer(tokenizer, ChatOptions(template=template))
+    rendered = renderer.render(TURNS)
+    whole = renderer.template.render(TURNS, None, tokenizer.named_tokens)
+    assert rendered.ids[0] == tokenizer.bos_id
+    assert rendered.ids.tolist() == tokenizer.encode_with_controls(whole)
+    assert [text.strip() for text in learned(renderer, rendered)] == ["two</s>", "four</s>"]
+    text = "a \u00e9t\u00e9</s> \u2581b \U0001f469\u4f60"
+    ids, offsets = tokenizer.encode_with_offsets(text)
+    assert ids == tokenizer.encode_with_controls(text)
+    assert offsets[-1][1] == len(text)
+    assert [text[slice(*offset)] for offset in offsets][ids.index(tokenizer.eos_id)] == "</s>"
+
+
+def test_the_date_is_given_and_part_of_the_identity(tokenizer: Tokenizer) -> None:
+    texts, hashes = [], []
+    for day in (None, "2026-01-31", "2026-02-01"):
+        renderer = open_renderer(tokenizer, ChatOptions(date=day), is_training=False)
+        renderer.template = ChatTemplate(SMOLLM3, "smollm3", renderer.template.today)
+        hashes.append(renderer.hash)
+        if day is None:
+            with pytest.raises(UserError, match=r"smollm3 prints today's date.*--chat.date 2026-01-31") as caught:
+                renderer.render(TURNS)
+            assert not isinstance(caught.value, ConversationError)  # no other conversation is better
+        else:
+            texts.append(tokenizer.spell(renderer.render(TURNS).ids.tolist(), has_controls=True))
+    assert "Today Date: 31 January 2026\n" in texts[0]
+    assert "Today Date: 01 February 2026\n" in texts[1]
+    assert len(set(hashes)) == 3
+
+
+def test_variables_reach_the_template_and_its_identity(tokenizer: Tokenizer) -> None:
+    options = [ChatOptions(date="2026-01-31", variables=given) for given in ({}, {"enable_thinking": False})]
+    renderers = [ChatRenderer(tokenizer, ChatTemplate(SMOLLM3, "smollm3", one.today), one.variables) for one in options]
+    texts = [tokenizer.spell(one.render(TURNS).ids.tolist(), has_controls=True) for one in renderers]
+    assert ["/no_think" in text for text in texts] == [False, True]
+    assert renderers[0].hash != renderers[1].hash
+    rendered = renderers[0].render(TURNS, variables={"enable_thinking": False})
+    assert rendered.ids.tolist() == renderers[1].render(TURNS).ids.tolist()
+
+
+NESTED = "{% generation %}a{% generation %}{{ messages[1].content }}{% endgeneration %}{% endgeneration %}<|im_end|>"
+SYSTEM, DEVELOPER = {"role": "system", "content": "x"}, {"role": "developer", "content": "x"}
+DROPS_A_TURN = CHATML.replace("{{ m.content }}", "{% if loop.index != 3 %}{{ m.content }}{% endif %}")
+DROPS_A_ROLE = CHATML.replace("messages %}", "messages if m.role != 'developer' %}")
+ONE_SYSTEM = "{% if messages[1].role == 'system' %}{{ raise_exception('one system') }}{% endif %}" + CHATML
+REFUSED: dict[str, tuple[str, list[dict[str, Any]], str]] = {
+    "fails": ("{{ messages[9].content.a }}", TURNS, "the chat template chat refuses it: "),
+    "raises": ("{{ raise_exception('only\ntwo turns') }}", TURNS, "the chat template chat refuses it: only two turns"),
+    "is unsafe": ("{{ messages.__class__.__mro__ }}", TURNS, "refuses it: access to attribute '__class__'"),
+    "changes messages": ("{{ messages.append(1) }}", TURNS, "refuses it: access to attribute 'append'"),
+    "never closes": (CHATML.replace("<|im_end|>", ""), TURNS, "never closes turn 2: no control symbol"),
+    "goes on": (CHATML.replace("\n{% endfor", " bye\n{% endfor"), TURNS, r"never closes turn 2: .*' bye\\n'"),
+    "drops a turn": (DROPS_A_TURN, TURNS, "leaves out the content of turn 3"),
+    "drops tools": (CHATML, TURNS, "leaves out the tools"),
+    "drops a role": (DROPS_A_ROLE, [DEVELOPER, *TURNS], "leaves out the content of turn 1 \\(developer\\)"),
+    "two system turns": (ONE_SYSTEM, [SYSTEM, SYSTEM, *TURNS], "refuses it: one system"),
+    "nested": (NESTED, TURNS[:2], "nests its `generation` blocks"),
+    "no prompt": (CHATML.replace("nt\n{% endif", "nt\nHm{% endif"), TURNS, "turn 2 does not begin with the prompt"),
+    "begins with an answer": (CHATML, TURNS[1:], "turn 1 does not begin with the prompt"),
+    "nothing to learn": (CHATML, TURNS[:1], "no turn of the assistant to learn"),
+    "nothing": (CHATML, [], "no turn of the assistant to learn"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_learned_exactly_is_one_line(tokenizer: Tokenizer, case: str) -> None:
+    text, messages, reason = REFUSED[case]
+    tools = [{"type": "function", "function": {"name": "f"}}] if case == "drops tools" else None
+    with pytest.raises(ConversationError, match=reason) as caught:
+        ChatRenderer(tokenizer, ChatTemplate(text, "chat")).render(messages, tools)
+    assert "\n" not in str(caught.value)
+
+
+def test_templates_and_tokenizers_that_cannot_be_used_are_one_line(tmp_path: Path) -> None:
+    without_template = open_tokenizer(write_tokenizer(tmp_path / "a", template=None))
+    without_eos = open_tokenizer(write_tokenizer(tmp_path / "b", eos_token=None))
+    with pytest.raises(UserError, match=r"has no chat template; give one by --chat.template FILE"):
+        open_renderer(without_template, ChatOptions())
+    with pytest.raises(UserError, match="the tokenizer has no eos"):
+        open_renderer(without_eos, ChatOptions())
+    with pytest.raises(UserError, match=r"cannot read the chat template .*no.jinja \(No such file"):
+        open_renderer(without_template, ChatOptions(template=tmp_path / "no.jinja"))
+    (tmp_path / "bad.jinja").write_text("a\n{% for %}")
+    with pytest.raises(UserError, match=r"bad.jinja, line 2 is not valid Jinja: "):
+        open_renderer(without_template, ChatOptions(template=tmp_path / "bad.jinja"))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"date": "today"}, "chat.date 'today' is not a date; give one as 2026-01-31"),
+        ({"max_tokens": 1}, "chat.max_tokens 1 must be at least 2"),
+        ({"variables": {"messages": []}}, "chat.variables has 'messages'"),
+        ({"variables": {"_a": 1}}, "chat.variables has '_a'"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        ChatOptions(**options)
