@@ -148,7 +148,7 @@ def open_template(tokenizer: Tokenizer, options: ChatOptions) -> ChatTemplate:
     """Returns the template of the file that the options name, or the tokenizer's own.
 
     Raises:
-        UserError: There is none, or it cannot be read.
+        UserError: The tokenizer has no template, or the file cannot be read.
     """
     if options.template is not None:
         try:
