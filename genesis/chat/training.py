@@ -50,7 +50,7 @@ _PROBES: Final = (
 
 
 def find_training_template(template: ChatTemplate, variables: Mapping[str, Any]) -> ChatTemplate:
-    """Returns our training template for the family of `template`; `template` itself if no template of ours fits, or it has tags.
+    """Returns our training template for the family of `template`, else `template` itself, as where it has tags.
 
     Args:
         template: A model's own template.
