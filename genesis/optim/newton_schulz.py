@@ -1,7 +1,9 @@
 """The nearest semi-orthogonal matrix, for Muon: batched on a rank, shared out over ranks where matrices are sharded."""
 
 from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,62 +23,106 @@ BATCH_BYTES = 256 * 2**20
 """Of the matrices that a rank multiplies at once; the products take several times as much."""
 
 
-def orthogonalize(matrices: Sequence[Tensor]) -> list[Tensor]:
+def orthogonalize(matrices: Sequence[Tensor], replicas: dist.ProcessGroup | None = None) -> list[Tensor]:
     """Returns for each matrix one with the same singular vectors and singular values near 1.
+
+    Args:
+        matrices: Two-dimensional.
+        replicas: Ranks that hold the same matrices, of which each computes a share; it communicates.
 
     References:
         Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024, https://kellerjordan.github.io/posts/muon/
     """
     results: dict[int, Tensor] = {}
-    for batch in plan_batches([matrix.shape for matrix in matrices]):
-        directions = orthogonalize_batch([matrices[index] for index in batch].__getitem__, len(batch))
-        for index, direction in zip(batch, directions, strict=True):
+    for batch in plan_batches([matrix.shape for matrix in matrices], count_ranks(replicas)):
+        directions = orthogonalize_batch([matrices[i] for i in batch.members].__getitem__, batch.owners, replicas)
+        for index, direction in zip(batch.members, directions, strict=True):
             results[index] = turn_back(direction, matrices[index].shape).to(matrices[index].dtype)
     return [results[index] for index in range(len(matrices))]
 
 
-def plan_batches(shapes: Sequence[Sequence[int]], num_ranks: int = 1) -> list[list[int]]:
-    """Returns the matrices of each batch: of one shape (turned to be wide), and of limited size on each rank. Pure.
+def count_ranks(group: dist.ProcessGroup | None) -> int:
+    """Returns how many ranks share the work: 1 without a group."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def count_flops(shape: Sequence[int]) -> int:
+    """Returns the floating-point operations that one matrix takes. Pure."""
+    small, large = min(shape), max(shape)
+    # A step has two products with the matrix itself and one of its Gram matrix with itself.
+    return NUM_STEPS * (4 * small * small * large + 2 * small**3)
+
+
+class Batch(NamedTuple):
+    """Matrices of one shape that are multiplied together.
+
+    Args:
+        members: Their numbers.
+        owners: For each the rank that computes it; no rank has two more than another.
+    """
+
+    members: list[int]
+    owners: list[int]
+
+
+def plan_batches(shapes: Sequence[Sequence[int]], num_ranks: int = 1) -> list[Batch]:
+    """Returns the batches: of one shape (turned to be wide), and of limited size on each rank. Pure.
+
+    What is left over of a shape goes to the ranks that have the least to compute so far.
 
     Args:
         shapes: Rows and columns of each matrix.
-        num_ranks: Ranks that share a batch.
+        num_ranks: Ranks that share each batch.
     """
     by_shape: dict[tuple[int, int], list[int]] = {}
     for index, (rows, columns) in enumerate(shapes):
         by_shape.setdefault((min(rows, columns), max(rows, columns)), []).append(index)
     batches = []
-    for (rows, columns), indices in by_shape.items():
+    load = [0] * num_ranks
+    # The most expensive first: the cheap ones then even out what the expensive ones left uneven.
+    for (rows, columns), indices in sorted(by_shape.items(), key=lambda item: (-count_flops(item[0]), item[0])):
         size = num_ranks * max(1, BATCH_BYTES // max(1, rows * columns * _DTYPE.itemsize))
-        batches += [indices[start : start + size] for start in range(0, len(indices), size)]
+        for start in range(0, len(indices), size):
+            members = indices[start : start + size]
+            ranks = sorted(range(num_ranks), key=lambda rank: (load[rank], rank))
+            owners = [ranks[number % num_ranks] for number in range(len(members))]
+            for owner in owners:
+                load[owner] += count_flops((rows, columns))
+            batches.append(Batch(members, owners))
     return batches
 
 
 def orthogonalize_batch(
-    read: Callable[[int], Tensor], num_matrices: int, group: dist.ProcessGroup | None = None
+    read: Callable[[int], Tensor], owners: Sequence[int], replicas: dist.ProcessGroup | None = None
 ) -> list[Tensor]:
     """Returns the orthogonalised matrices of one batch of `plan_batches`, turned to be wide, in bfloat16.
 
-    With a group, each rank computes a share of them and receives the other results: the same bits on every rank,
+    With a group, each rank computes its share of them and receives the other results: the same bits on every rank,
     whatever the GPUs, and no rank repeats the work of another. Every rank of the group calls it, and it communicates.
 
     Args:
         read: Returns a matrix of the batch by its number; of a shared batch only this rank's own are read, or one.
-        num_matrices: Of the batch.
-        group: Ranks that hold the same matrices.
+        owners: The rank of each matrix within the group.
+        replicas: Ranks that hold the same matrices.
     """
-    rank, num_ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    own = [_to_wide(read(number)).to(_DTYPE) for number in range(rank, num_matrices, num_ranks)]
+    rank = 0 if replicas is None else dist.get_rank(replicas)
+    own = [_to_wide(read(number)).to(_DTYPE) for number, owner in enumerate(owners) if owner == rank]
     results = list(_iterate(torch.stack(own))) if own else []
-    if group is not None:
-        # all_gather needs equal sizes, so ranks with fewer matrices append zeros, which nobody reads.
-        like = own[0] if own else torch.zeros_like(_to_wide(read(0)), dtype=_DTYPE)
-        per_rank = -(-num_matrices // num_ranks)
-        given = torch.stack([*results, *(torch.zeros_like(like) for _ in range(per_rank - len(results)))])
-        gathered = given.new_empty((num_ranks * per_rank, *like.shape))
-        dist.all_gather_into_tensor(gathered, given, group=group)
-        results = [gathered[number % num_ranks * per_rank + number // num_ranks] for number in range(num_matrices)]
-    return results
+    if replicas is None:
+        return results
+    num_ranks = dist.get_world_size(replicas)
+    # all_gather needs equal sizes, so ranks with fewer matrices append zeros, which nobody reads.
+    like = own[0] if own else torch.zeros_like(_to_wide(read(0)), dtype=_DTYPE)
+    per_rank = max(owners.count(other) for other in range(num_ranks))
+    given = torch.stack([*results, *(torch.zeros_like(like) for _ in range(per_rank - len(results)))])
+    gathered = given.new_empty((num_ranks * per_rank, *like.shape))
+    dist.all_gather_into_tensor(gathered, given, group=replicas)
+    next_of = [owner * per_rank for owner in range(num_ranks)]
+    in_order = []
+    for owner in owners:
+        in_order.append(gathered[next_of[owner]])
+        next_of[owner] += 1
+    return in_order
 
 
 def turn_back(direction: Tensor, shape: Sequence[int]) -> Tensor:
@@ -102,8 +148,9 @@ def orthogonalize_sharded(updates: Sequence[Tensor], parameters: Sequence[DTenso
     """Returns this rank's rows of the orthogonalised matrices whose rows are spread over ranks.
 
     Each matrix has one owner, which gathers it, iterates and sends the rows back: two all-to-alls for all matrices
-    together, and no rank repeats another's work. Every rank of the shard group calls it with the same parameters in the
-    same order.
+    together, and no rank repeats another's work. Where the shards are replicated (hybrid), the replicas of an owner
+    share its matrices and exchange the results. Every rank of the mesh calls it with the same parameters in the same
+    order.
 
     Args:
         updates: This rank's rows of each matrix.
@@ -112,7 +159,7 @@ def orthogonalize_sharded(updates: Sequence[Tensor], parameters: Sequence[DTenso
     Raises:
         ValueError: A matrix is sharded by other than its rows.
     """
-    group, device = _shard_group(parameters)
+    group, replicas, device = _find_groups(parameters)
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     shapes = [tuple(parameter.shape) for parameter in parameters]
     owned = _plan_owners(shapes, world_size)
@@ -128,7 +175,7 @@ def orthogonalize_sharded(updates: Sequence[Tensor], parameters: Sequence[DTenso
         _split(received[source], [(_num_rows(shapes[i], source, world_size), shapes[i][1]) for i in owned[rank]])
         for source in range(world_size)
     ]
-    whole = orthogonalize([torch.cat(rows) for rows in zip(*slices, strict=True)])
+    whole = orthogonalize([torch.cat(rows) for rows in zip(*slices, strict=True)], replicas)
 
     sent = [
         _concatenate([_rows_of(matrix, target, world_size) for matrix in whole], device) for target in range(world_size)
@@ -141,25 +188,35 @@ def orthogonalize_sharded(updates: Sequence[Tensor], parameters: Sequence[DTenso
     return [results[i].to(updates[i].dtype) for i in range(len(updates))]
 
 
-def _shard_group(parameters: Sequence[DTensor]) -> tuple[dist.ProcessGroup, str]:
-    groups = set()
+def _find_groups(parameters: Sequence[DTensor]) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None, str]:
+    """Returns the ranks over which rows are spread, those that hold the same rows, and the kind of device."""
+    found = set()
     for parameter in parameters:
+        mesh = parameter.device_mesh
         axes = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
         if len(axes) != 1 or parameter.placements[axes[0]] != Shard(0):
             raise ValueError(
                 f"Muon needs matrices that are sharded by rows over one mesh axis, and one has {parameter.placements}: "
                 "shard it with fully_shard's default placement or give it to AdamW"
             )
-        groups.add((parameter.device_mesh.get_group(axes[0]), parameter.device_mesh.device_type))
-    (pair,) = groups
-    return pair
+        copies = [axis for axis in range(mesh.ndim) if axis != axes[0] and mesh.size(axis) > 1]
+        # Over several replicated axes each line of the first shares the work, and the others repeat it.
+        replicas = mesh.get_group(copies[0]) if copies else None
+        found.add((mesh.get_group(axes[0]), replicas, mesh.device_type))
+    (groups,) = found
+    return groups
 
 
 def _plan_owners(shapes: Sequence[tuple[int, ...]], world_size: int) -> list[list[int]]:
-    """Returns the matrices of each rank: the largest first, dealt in turn."""
-    # The index breaks ties: every rank must come to the same owners, since sizes are never exchanged.
-    order = sorted(range(len(shapes)), key=lambda i: (-shapes[i][0] * shapes[i][1], i))
-    return [order[rank::world_size] for rank in range(world_size)]
+    """Returns the matrices of each rank: the most expensive first, each to the rank with the least to compute. Pure."""
+    # Numbers break ties: every rank must come to the same owners, since they are never exchanged.
+    owned: list[list[int]] = [[] for _ in range(world_size)]
+    load = [(0, rank) for rank in range(world_size)]  # a heap
+    for index in sorted(range(len(shapes)), key=lambda i: (-count_flops(shapes[i]), i)):
+        flops, rank = heappop(load)
+        owned[rank].append(index)
+        heappush(load, (flops + count_flops(shapes[index]), rank))
+    return owned
 
 
 def _num_rows(shape: tuple[int, ...], rank: int, world_size: int) -> int:

@@ -16,6 +16,7 @@ from genesis.optim.newton_schulz import (
     COEFFICIENTS,
     EPS,
     NUM_STEPS,
+    count_ranks,
     orthogonalize_batch,
     orthogonalize_sharded,
     plan_batches,
@@ -167,11 +168,10 @@ class GroupedOptimizer(Optimizer):
 
         sharded = {i: parameter for i, parameter in enumerate(parameters) if isinstance(parameter, DTensor)}
         whole = [i for i in range(len(parameters)) if i not in sharded]
-        num_ranks = 1 if self._replicas is None else dist.get_world_size(self._replicas)
         # Each batch is applied before the next is made, and its updates exist no longer: a model's would not fit.
-        for batch in plan_batches([parameters[i].shape for i in whole], num_ranks):
-            members = [whole[number] for number in batch]
-            directions = orthogonalize_batch(partial(_read, update_of, members), len(members), self._replicas)
+        for batch in plan_batches([parameters[i].shape for i in whole], count_ranks(self._replicas)):
+            members = [whole[number] for number in batch.members]
+            directions = orthogonalize_batch(partial(_read, update_of, members), batch.owners, self._replicas)
             for i, direction in zip(members, directions, strict=True):
                 apply(i, turn_back(direction, parameters[i].shape))
         if sharded:

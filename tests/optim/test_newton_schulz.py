@@ -9,7 +9,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.optim import Muon
 
 from genesis.optim import newton_schulz
-from genesis.optim.newton_schulz import orthogonalize, orthogonalize_batch, orthogonalize_sharded, plan_batches
+from genesis.optim.newton_schulz import (
+    _plan_owners,
+    count_flops,
+    orthogonalize,
+    orthogonalize_sharded,
+    plan_batches,
+)
 from genesis_callbacks.testing import run_ranks
 
 SHAPES = [(16, 16), (7, 24), (24, 7), (16, 16), (3, 5), (1, 6), (24, 7)]
@@ -84,9 +90,27 @@ def test_a_matrix_sharded_by_columns_is_refused() -> None:
 
 def test_a_batch_is_of_one_shape_and_of_limited_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(newton_schulz, "BATCH_BYTES", 2 * 2 * 7 * 24)
-    assert plan_batches([(7, 24), (24, 7), (16, 16), (7, 24), (7, 24)]) == [[0, 1], [3, 4], [2]]
-    assert plan_batches([(7, 24), (24, 7), (16, 16), (7, 24), (7, 24)], num_ranks=2) == [[0, 1, 3, 4], [2]]
-    assert plan_batches([(200, 200)] * 2) == [[0], [1]]
+    shapes = [(7, 24), (24, 7), (16, 16), (7, 24), (7, 24)]
+    assert [batch.members for batch in plan_batches(shapes)] == [[2], [0, 1], [3, 4]]
+    assert [batch.members for batch in plan_batches(shapes, num_ranks=2)] == [[2], [0, 1, 3, 4]]
+    assert [batch.members for batch in plan_batches([(200, 200)] * 2)] == [[0], [1]]
+
+
+GENESIS_1B = [(2048, 2048), (512, 2048), (512, 2048), (2048, 2048), (5632, 2048), (5632, 2048), (2048, 5632)] * 20
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8, 64])
+def test_ranks_share_the_operations_evenly(num_ranks: int) -> None:
+    """No rank computes more than an even share and one matrix more, whether ranks hold whole matrices or rows."""
+    bound = sum(map(count_flops, GENESIS_1B)) / num_ranks + max(map(count_flops, GENESIS_1B))
+    shared = [0] * num_ranks
+    for batch in plan_batches(GENESIS_1B, num_ranks):
+        for index, owner in zip(batch.members, batch.owners, strict=True):
+            shared[owner] += count_flops(GENESIS_1B[index])
+    by_rows = [sum(count_flops(GENESIS_1B[i]) for i in owned) for owned in _plan_owners(GENESIS_1B, num_ranks)]
+    assert sum(shared) == sum(by_rows) == sum(map(count_flops, GENESIS_1B))
+    assert max(shared) <= bound
+    assert max(by_rows) <= bound
 
 
 def test_matrices_are_cast_before_they_are_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,10 +131,7 @@ def _orthogonalize_on_unlike_ranks() -> tuple[list[Tensor], int]:
         return iterate(batch) * (1 + rank / 8)
 
     newton_schulz._iterate = iterate_unlike
-    matrices, results = _matrices(), []
-    for batch in plan_batches([matrix.shape for matrix in matrices], dist.get_world_size()):
-        results += orthogonalize_batch([matrices[i] for i in batch].__getitem__, len(batch), dist.group.WORLD)
-    return results, num_iterated
+    return orthogonalize(_matrices(), dist.group.WORLD), num_iterated
 
 
 def test_replicas_that_round_differently_get_equal_bits_for_a_share_of_the_work() -> None:
@@ -118,3 +139,25 @@ def test_replicas_that_round_differently_get_equal_bits_for_a_share_of_the_work(
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
     assert num_first + num_second == len(SHAPES)
     assert min(num_first, num_second) >= 2
+
+
+def _orthogonalize_on_unlike_replicas() -> tuple[list[Tensor], int]:
+    """The same where two groups of two ranks hold the same rows."""
+    rank, iterate, num_iterated = dist.get_rank(), newton_schulz._iterate, 0
+
+    def iterate_unlike(batch: Tensor) -> Tensor:
+        nonlocal num_iterated
+        num_iterated += len(batch)
+        return iterate(batch) * (1 + rank / 8)
+
+    newton_schulz._iterate = iterate_unlike
+    mesh = init_device_mesh("cpu", (2, 2))
+    sharded = [distribute_tensor(matrix, mesh, [Replicate(), Shard(0)]) for matrix in _matrices()]
+    return orthogonalize_sharded([tensor.to_local() for tensor in sharded], sharded), num_iterated
+
+
+def test_replicas_of_shards_that_round_differently_get_equal_bits_for_a_share_of_the_work() -> None:
+    ranks = run_ranks(_orthogonalize_on_unlike_replicas, 4)
+    for one, other in ((0, 2), (1, 3)):
+        assert all(torch.equal(a, b) for a, b in zip(ranks[one][0], ranks[other][0], strict=True))
+    assert sum(num_iterated for _, num_iterated in ranks) == len(SHAPES)
