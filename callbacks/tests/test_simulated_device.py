@@ -105,6 +105,7 @@ def test_the_digests_of_a_save_wait_for_the_device_once_and_take_no_memory_for_t
     assert waits == 1
     assert growth == 3 * 8 * 40  # three sums for each block
     assert held == 3 * 8 * digest_module._DEVICE_BLOCK_WORDS + growth
+    assert held < 25 << 20  # whatever the sizes of the tensors
 
 
 # ---- staging
@@ -204,6 +205,9 @@ class NotePins(Callback):
             while not done:
                 pass
             self.pinned.append((saves.pipeline.copy_bytes, self.device.simulated_pinned_bytes()))
+            # The driver holds a lock while it pins a piece.
+            num_pieces = len(saves.pipeline._stager.buffer._pinned)
+            assert num_pieces == -(-saves.pipeline.copy_bytes // project.PIECE_BYTES) > 1
             assert saves.pipeline.step_in_flight is None
 
     def on_train_end(self, trainer, pl_module) -> None:

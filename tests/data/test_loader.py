@@ -3,12 +3,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from genesis.data.corpus import Corpus, open_corpus
 from genesis.data.loader import (
@@ -24,7 +26,7 @@ from genesis.data.loader import (
 from genesis.data.order import build_order
 from genesis.data.packing import Packing, count_train_sequences
 from genesis.data.plans import SourcePlan, measure_source, open_plan, write_plan
-from genesis.data.window import IGNORE_INDEX, AccumulationWindow
+from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
 from genesis.errors import UserError
 from genesis.model.attention import document_offsets
 from tests.data.corpora import BOS, EOS, VOCAB_SIZE, Documents, make_documents, write_corpus
@@ -421,3 +423,27 @@ def test_a_pinned_window_is_copied_at_once_for_each_type(corpus: Corpus, monkeyp
     for one, other in zip(window.micro_batches, again.micro_batches, strict=True):
         assert one.tensors.keys() == other.tensors.keys()
         assert all(torch.equal(one.tensors[name], other.tensors[name]) for name in one.tensors)
+
+
+class CountCopies(TorchDispatchMode):
+    """Counts the tensors that are copied to another device."""
+
+    num_copies = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_copies += func is torch.ops.aten._to_copy.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_pinned_window_goes_to_the_device_by_one_copy_for_each_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        torch.Tensor, "pin_memory", lambda tensor: tensor
+    )  # without an accelerator torch refuses to pin
+    micro_batches = tuple(
+        MicroBatch(ids, ids + 1, ids.int(), torch.tensor([0, 8], dtype=torch.int32))
+        for ids in torch.arange(5 * 8).view(5, 1, 8)
+    )
+    with CountCopies() as mode:
+        moved = AccumulationWindow(micro_batches, 40, 40, 5).pin_memory().to(torch.device("meta"))
+    assert mode.num_copies == 2  # int64 and int32, whatever the number of micro-batches
+    assert [m.labels.shape for m in moved.micro_batches] == [(1, 8)] * 5
