@@ -59,6 +59,7 @@ def train_in_turn(
     head: Callable[[Tensor], Head],
     backward: Callable[[Tensor, None], object],
     gradient_reduction: Literal["window", "micro_batch"] = "window",
+    set_gathering: Callable[[bool], None] | None = None,
 ) -> WindowLoss:
     """Runs every forward, and every backward but the last one, in which gradients are reduced over ranks.
 
@@ -69,6 +70,7 @@ def train_in_turn(
         head: From labels to the head that computes their loss.
         backward: The strategy's, with Lightning's hooks around it.
         gradient_reduction: Whether sharded gradients are reduced in the last backward alone, or in every backward.
+        set_gathering: Called before each micro-batch with whether it is the last: says when parameters are freed.
     """
     # The sum stays on the device: reading it here would make the host wait for every micro-batch.
     loss_sum = torch.zeros((), dtype=torch.float32, device=micro_batches[0].labels.device)
@@ -78,6 +80,8 @@ def train_in_turn(
         # FSDP2's post-backward hooks read this flag. The last backward runs in Lightning,
         # after this function has returned, so its flag stays set.
         set_gradient_sync(decoder, is_reduced=is_last or gradient_reduction == "micro_batch")
+        if set_gathering is not None:
+            set_gathering(is_last)
         own_sum, statistics = decoder(
             micro_batch.input_ids,
             document_ids=micro_batch.document_ids,

@@ -18,11 +18,12 @@ from genesis.loss import sum_cross_entropy
 from genesis.model.decoder import Decoder
 from genesis.strategies.degrees import Degrees, list_divisors
 from genesis.strategies.desync import DesyncWatchdog
+from genesis.strategies.gathered import GatheringChoice, KeepGathered
 from genesis.strategies.layout import ParallelLayout, lay_out
 from genesis.strategies.mesh import WorldMesh
 from genesis.strategies.micro_batches import Head, WindowLoss, sum_in_turn, train_in_turn
 from genesis.strategies.start import Launcher, Start
-from genesis.strategies.wrap import ActivationCheckpointing, ShardOptions, apply_wrappers
+from genesis.strategies.wrap import ActivationCheckpointing, ShardOptions, apply_wrappers, set_resharding
 
 DType = Literal["float32", "bfloat16"]
 
@@ -44,6 +45,10 @@ class Sharded(ModelParallelStrategy):
             they are reduced, so that from two micro-batches on every rank holds the gradients of the whole model in
             `reduce_dtype` (4 bytes for each parameter), whatever is sharded. Reduced after every micro-batch they stay
             sharded, for as many times the communication.
+        keep_gathered: Whether parameters stay gathered between the micro-batches of a window: `true`, `false`, or
+            `auto`, which keeps them if after the first window the device's free memory exceeds what they take by 20%,
+            on every rank, and never on CPUs. A window then gathers each unit once, and every rank holds the whole model
+            in `gather_dtype` until the window's last backward. Losses are the same.
         cpu_offload: Whether parameters, gradients and optimizer state live in CPU memory between uses.
         activation_checkpointing: `none`, `block`, or n for every n-th block.
         compile_blocks: Whether each block is compiled by torch.compile.
@@ -65,6 +70,7 @@ class Sharded(ModelParallelStrategy):
         gather_dtype: DType | None = None,
         reduce_dtype: DType = "float32",
         gradient_reduction: Literal["window", "micro_batch"] = "window",
+        keep_gathered: KeepGathered = "auto",
         cpu_offload: bool = False,
         activation_checkpointing: ActivationCheckpointing = "none",
         compile_blocks: bool = False,
@@ -83,12 +89,14 @@ class Sharded(ModelParallelStrategy):
         self.gather_dtype = gather_dtype
         self.reduce_dtype = reduce_dtype
         self.gradient_reduction = gradient_reduction
+        self.keep_gathered = keep_gathered
         self.cpu_offload = cpu_offload
         self.activation_checkpointing = activation_checkpointing
         self.compile_blocks = compile_blocks
         self.desync_seconds = desync_seconds
         self.start = Start()
         self._watchdog: DesyncWatchdog | None = None
+        self._gathering: GatheringChoice | None = None
         self._mesh: WorldMesh | None = None
         self._layout: ParallelLayout | None = None
 
@@ -138,7 +146,7 @@ class Sharded(ModelParallelStrategy):
         )
         options = ShardOptions(
             mesh=self._mesh.shard,
-            reshard_after_forward=self.shard != "grad_op",
+            reshard_after_forward=self._frees_after_forward,
             blocks_per_unit=self.blocks_per_unit,
             max_gathers_in_flight=self.max_gathers_in_flight,
             precision=precision,
@@ -159,14 +167,31 @@ class Sharded(ModelParallelStrategy):
 
     def train_micro_batches(self, decoder: Decoder, micro_batches: Sequence[MicroBatch], scale: float) -> WindowLoss:
         """Runs the micro-batches one after the other; gradients are reduced as `gradient_reduction` says."""
-        return train_in_turn(
+        if self._gathering is None:
+            self._gathering = GatheringChoice(self.keep_gathered, self.root_device)
+        self._gathering.begin_window()
+        # A window of one micro-batch has nothing to keep parameters for.
+        is_kept = self._gathering.is_kept and len(micro_batches) > 1
+        window = train_in_turn(
             decoder,
             micro_batches,
             scale,
             head=self.head,
             backward=self.backward,
             gradient_reduction=self.gradient_reduction,
+            set_gathering=partial(self._set_gathering, decoder) if is_kept else None,
         )
+        if is_kept:
+            # All forwards are over; the last backward, which Lightning runs, still frees. A validation frees as ever.
+            set_resharding(decoder, after_forward=self._frees_after_forward, after_backward=True)
+        return window
+
+    def _set_gathering(self, decoder: Decoder, is_last: bool) -> None:
+        set_resharding(decoder, after_forward=False, after_backward=is_last)
+
+    @property
+    def _frees_after_forward(self) -> bool:
+        return self.shard != "grad_op"
 
     def sum_losses(self, decoder: Decoder, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Returns the summed loss of micro-batches of validation."""
@@ -224,6 +249,10 @@ class Sharded(ModelParallelStrategy):
         output = super().optimizer_step(*arguments, **options)
         # In automatic optimization this call includes the closure, so the window's forwards are all counted by now.
         self._end_window()
+        if self._gathering is not None:
+            assert isinstance(self.lightning_module, pl.LightningModule)
+            decoder = next(child for child in self.lightning_module.modules() if isinstance(child, Decoder))
+            self._gathering.end_window(decoder, self.computed_dtype, self.layout.token_group)
         return output
 
     def validation_step(self, *arguments: Any, **options: Any) -> Any:

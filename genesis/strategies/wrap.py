@@ -151,6 +151,16 @@ def set_gradient_sync(module: nn.Module, is_reduced: bool) -> None:
             child.set_requires_gradient_sync(is_reduced, recurse=False)
 
 
+def set_resharding(decoder: Decoder, *, after_forward: bool, after_backward: bool) -> None:
+    """Sets whether the units of a sharded decoder free their parameters after their next forward and backward."""
+    root: nn.Module = decoder
+    for child in root.modules():
+        if isinstance(child, FSDPModule):
+            # The root is used last in forward and first in backward: between them it never frees.
+            child.set_reshard_after_forward(after_forward and child is not root, recurse=False)
+            child.set_reshard_after_backward(after_backward, recurse=False)
+
+
 def free_gathered_parameters(module: nn.Module) -> None:
     """Frees the parameters that a forward without backward left gathered under sharding. Does not communicate."""
     # The root keeps its parameters after a forward, for the backward that follows in training and not in validation.

@@ -45,6 +45,9 @@ class FakeStream:
     def __exit__(self, *raised: object) -> None: ...
 
 
+FREE_BYTES: list[int] = [0]
+"""The free memory of the device, which a case sets."""
+
 STREAMS_ENTERED: list[FakeStream] = []
 """Streams that were made current, with `with` or `torch.cuda.stream`."""
 
@@ -129,6 +132,9 @@ def pretend() -> None:
     torch.Event = FakeEvent  # type: ignore[misc, assignment]
     accelerator: Any = torch.accelerator
     accelerator.current_stream = functools.partial(_answer, current)
+    accelerator.get_memory_info = lambda device=None: (FREE_BYTES[0], FREE_BYTES[0])
+    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated"):
+        setattr(accelerator, name, functools.partial(_answer, 0))
     torch.nn.Module._apply = _apply_to_fakes  # type: ignore[method-assign]
 
 

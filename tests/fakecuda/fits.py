@@ -213,16 +213,21 @@ class _NoWatchdog:
     def stop(self) -> None: ...
 
 
-def build_strategy(combination: Combination) -> Any:
+def build_strategy(combination: Combination, options: dict[str, Any]) -> Any:
     name, offload = combination.strategy, combination.has_offload
     if name in ("replicated", "zero1"):
-        return Replicated(optimizer_states="sharded" if name == "zero1" else "replicated")
+        return Replicated(optimizer_states="sharded" if name == "zero1" else "replicated", **options)
     groups = {"ranks_per_shard_group": 1} if name == "hybrid" else {}
-    return Sharded(shard=name, cpu_offload=offload, **groups)
+    return Sharded(shard=name, cpu_offload=offload, **groups, **options)
 
 
 def run_fit(
-    combination: Combination, shape: dict[str, Any] | None = None, capability: tuple[int, int] = (9, 0), **options: Any
+    combination: Combination,
+    shape: dict[str, Any] | None = None,
+    capability: tuple[int, int] = (9, 0),
+    strategy_options: dict[str, Any] | None = None,
+    free_bytes: int = 0,
+    **options: Any,
 ) -> dict[str, Any]:
     """Runs a fit in this process, which can run no other one. Returns what its last step did, or what refused it.
 
@@ -230,10 +235,13 @@ def run_fit(
         combination: What to run.
         shape: Fields of the decoder that are not those of `SHAPE`.
         capability: Of the device.
+        strategy_options: Of the strategy, beside those of the combination.
+        free_bytes: What is free on the device.
         options: Of the Trainer.
     """
     warnings.simplefilter("ignore")
     cuda: Any = torch.cuda
+    device.FREE_BYTES[0] = free_bytes
     cuda.get_device_capability = lambda device=None: tuple(capability)
     decoder: Any = Decoder
     decoder.init_weights = lambda self, seed: None  # fake tensors have no values
@@ -245,7 +253,7 @@ def run_fit(
             trainer = pl.Trainer(
                 accelerator=FakeCUDA(),
                 devices=combination.num_ranks,
-                strategy=build_strategy(combination),
+                strategy=build_strategy(combination, strategy_options or {}),
                 precision=combination.precision,
                 max_steps=STEPS,
                 max_epochs=-1,

@@ -46,6 +46,19 @@ def test_flash_kernels_are_asked_for_where_they_exist(
     assert ("torch_attn::_varlen_attn" in kernels) == has_kernel
 
 
+def count_gathers(device: FakeDevice, **options: Any) -> int:
+    kernels = run(device, Combination("full", num_ranks=2), **options)["kernels"]
+    return sum(count for name, count in kernels.items() if "allgather" in name)
+
+
+def test_parameters_are_gathered_once_for_a_window_if_the_device_has_room(fake_device: FakeDevice) -> None:
+    num_blocks = 2
+    assert count_gathers(fake_device) == NUM_MICRO_BATCHES * (2 * num_blocks + 1)
+    assert count_gathers(fake_device, free_bytes=1 << 30) == num_blocks + 1
+    assert count_gathers(fake_device, free_bytes=1 << 20) == NUM_MICRO_BATCHES * (2 * num_blocks + 1)
+    assert count_gathers(fake_device, strategy_options={"keep_gathered": True}) == num_blocks + 1
+
+
 GOLDEN_STEPS = {
     "replicated": Combination(),
     "replicated-muon-2-ranks": Combination(optimizer="muon", num_ranks=2),
