@@ -5,14 +5,17 @@ from pathlib import Path
 from genesis.arguments import Parser
 from genesis.checkpoint_reference import find_export
 from genesis.cli.export import check_can_prove, print_proof
+from genesis.export.hub import Download, download_model, read_hub_model
 from genesis.export.importing import import_directory
-from genesis.run_directory import RunDirectory
+from genesis.export.staging import check_is_new
+from genesis.run_directory import RUNS_NAME, RunDirectory
 
 _DESCRIPTION = """Converts a model in Hugging Face's layout into a run's directory with one committed checkpoint:
 Llama, Mistral, Qwen2, Qwen3, OLMo 2, SmolLM2 or SmolLM3. Features that the decoder cannot represent are refused
-by name. The result is proved like an export, in proof.json.
+by name. The result is proved like an export, in proof.json. A model on the Hub is downloaded first.
 `genesis generate` loads the directory; the recipe in the directory trains from its weights in a new run.
-Example: genesis import exports/demo runs/old
+Example: genesis import Qwen/Qwen3-0.6B runs/qwen
+         genesis import exports/demo runs/old
          genesis fit --config runs/old/recipe.yaml --data.corpus corpora/demo"""
 
 
@@ -20,17 +23,44 @@ def main(argv: list[str]) -> int:
     """Runs `genesis import` and returns its exit status."""
     arguments = _build_parser().parse_args(argv)
     check_can_prove("import")
-    directory = find_export(arguments.directory)
-    proof = import_directory(directory, arguments.out, has_tokenizer=not arguments.no_tokenizer)
-    print(f"{arguments.out}: a checkpoint of {arguments.directory}")
+    check_is_new(arguments.out)
+    download = _find_download(arguments.model)
+    directory = find_export(arguments.model) if download is None else download.directory
+    proof = import_directory(
+        directory,
+        arguments.out,
+        has_tokenizer=not arguments.no_tokenizer,
+        download=download,
+        compares_models=arguments.proof == "full",
+    )
+    print(f"{arguments.out}: a checkpoint of {arguments.model}")
     print_proof(proof)
+    if arguments.proof != "full":
+        print("logits and greedy text: not compared")
     print(f"train on: genesis fit --config {RunDirectory(arguments.out).imported_recipe} --data.corpus CORPUS")
     return 0
 
 
+def _find_download(model: str) -> Download | None:
+    """Downloads a model that is named by its id on the Hub; None if the word names a directory, or nothing."""
+    named = None if any(place.exists() for place in (Path(model), Path(RUNS_NAME, model))) else read_hub_model(model)
+    return None if named is None else download_model(named, print)
+
+
 def _build_parser() -> Parser:
     parser = Parser(prog="genesis import", description=_DESCRIPTION)
-    parser.add_argument("directory", type=Path, help="a directory with config.json, safetensors files and a tokenizer")
+    parser.add_argument(
+        "model",
+        help="a directory with config.json, safetensors files and a tokenizer, or a model on the Hub: ORG/NAME, or "
+        "ORG/NAME@REVISION with a branch, a tag or a commit",
+    )
     parser.add_argument("out", type=Path, help="the run's directory to create; it must not exist")
     parser.add_argument("--no_tokenizer", action="store_true", help="import only the weights, not the tokenizer")
+    parser.add_argument(
+        "--proof",
+        choices=("full", "weights"),
+        default="full",
+        help="what is compared with transformers: full compares weights, tokens, logits and greedy text, and takes 4 "
+        "bytes of memory per parameter; weights compares weights and tokens (default %(default)s)",
+    )
     return parser

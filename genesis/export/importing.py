@@ -7,12 +7,14 @@ continues from the weights in another run, with the `recipe.yaml` next to them.
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from genesis.errors import UserError
+from genesis.export.hub import Download, describe_source
+from genesis.export.memory import available_memory
 from genesis.export.proof import run_proof, write_proof
 from genesis.export.recipe import write_recipe
 from genesis.export.staging import check_is_new, staged
@@ -35,6 +37,8 @@ from genesis_callbacks.checkpoint import (
     local_shards,
     save_blocking,
 )
+
+_WIDENED_NAME: Final = "weights.float32"
 
 
 def read_tokenizer(directory: Path, config: DecoderConfig) -> Tokenizer:
@@ -59,13 +63,20 @@ def read_tokenizer(directory: Path, config: DecoderConfig) -> Tokenizer:
     return tokenizer
 
 
-def import_directory(directory: Path, out: Path, *, has_tokenizer: bool) -> dict[str, Any]:
+def import_directory(
+    directory: Path, out: Path, *, has_tokenizer: bool, download: Download | None = None, compares_models: bool = True
+) -> dict[str, Any]:
     """Makes the run's directory `out` with one committed checkpoint of a model's weights and returns the proof.
+
+    The weights stay in mapped files, so that an import takes little memory. The comparison of logits loads the model,
+    as float32, by transformers and then by us.
 
     Args:
         directory: A directory in Hugging Face's layout.
         out: The run's directory to create; it must not exist.
         has_tokenizer: Whether to import the tokenizer as well.
+        download: The download that `directory` comes from; the proof names its repository and commit.
+        compares_models: Whether the proof compares logits and generated text, beside weights and tokenizer.
 
     Raises:
         UserError: The model cannot be represented, the disk has too little space, or `out` exists.
@@ -74,18 +85,59 @@ def import_directory(directory: Path, out: Path, *, has_tokenizer: bool) -> dict
     check_is_new(out)
     family, config = read_shape(directory)
     tokenizer = read_tokenizer(directory, config) if has_tokenizer else None
-    state = {name: tensor.to(torch.float32) for name, tensor in read_weights(directory, config, family).items()}
-    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
-    with staged(out, num_bytes + num_bytes // 10) as staging:
+    found = read_weights(directory, config, family)
+    num_bytes = sum(tensor.numel() for tensor in found.values()) * torch.float32.itemsize
+    num_widened = sum(tensor.numel() for tensor in found.values() if tensor.dtype != torch.float32)
+    if compares_models:
+        _check_memory(num_bytes)
+    with staged(out, num_bytes + num_bytes // 10 + num_widened * torch.float32.itemsize) as staging:
+        state = _widen(found, staging / _WIDENED_NAME)
         if tokenizer is not None:
             write_files(tokenizer.files, staging)
         checkpoint = save_weights(state, config, tokenizer, RunDirectory(staging).checkpoints)
+        del state
+        (staging / _WIDENED_NAME).unlink(missing_ok=True)
         place = None if tokenizer is None else staging
         held = str(checkpoint.relative_to(staging))
         write_recipe(out, staging, held, config, None if tokenizer is None else tokenizer.hash)
-        proof = run_proof(directory, [checkpoint], place, "huggingface", is_import=True)
+        proof = run_proof(
+            directory, [checkpoint], place, "huggingface", is_import=True, compares_models=compares_models
+        )
+        proof |= describe_source(download)
         write_proof(staging, proof)
     return proof
+
+
+def _widen(state: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+    """Returns the tensors as float32: those of another dtype as views of the mapped file `path`, which it makes.
+
+    A model of 8 B parameters takes 32 GB as float32. In a mapped file the system can write them out.
+    """
+    narrow = {name: tensor for name, tensor in state.items() if tensor.dtype != torch.float32}
+    if not narrow:
+        return dict(state)
+    total = sum(tensor.numel() for tensor in narrow.values())
+    mapped = torch.from_file(str(path), shared=True, size=total, dtype=torch.float32)
+    widened, start = dict(state), 0
+    for name, tensor in narrow.items():
+        place = mapped[start : start + tensor.numel()].view(tensor.shape)
+        widened[name] = place.copy_(tensor)
+        start += tensor.numel()
+    return widened
+
+
+def _check_memory(num_bytes: int) -> None:
+    """Checks that the comparison of logits can load the model: without memory the system would kill it at the end.
+
+    Raises:
+        UserError: The machine has less memory available.
+    """
+    available = available_memory()
+    if available is not None and available < num_bytes:
+        raise UserError(
+            f"the proof of the logits takes {num_bytes / 1e9:,.1f} GB of memory, and {available / 1e9:,.1f} GB are "
+            "available: prove weights and tokenizer alone by --proof weights"
+        )
 
 
 def save_weights(

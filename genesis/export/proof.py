@@ -27,6 +27,7 @@ def run_proof(
     layout: Layout,
     *,
     is_import: bool = False,
+    compares_models: bool = True,
 ) -> dict[str, Any]:
     """Runs the proof in a new process and returns its results; a failed comparison raises.
 
@@ -37,6 +38,7 @@ def run_proof(
         layout: `huggingface`, or `safetensors` for our own names, of which only weights are compared.
         is_import: Whether another project made the directory. Its tokenizer may change some characters, which are then
             left out, and may encode the names of control symbols as these symbols, which is then turned off.
+        compares_models: Whether logits and generated text are compared, which loads the model as float32.
 
     Raises:
         RunEndedError: A comparison failed; the message names it.
@@ -47,6 +49,7 @@ def run_proof(
         "tokenizer": None if tokenizer is None else str(tokenizer),
         "layout": layout,
         "is_import": is_import,
+        "compares_models": compares_models,
     }
     done = run_prove(json.dumps(request))
     lines = done.stdout.splitlines()

@@ -72,7 +72,8 @@ def _prove(request: dict[str, Any]) -> dict[str, Any]:
     config = build_decoder_config(recipe["model"]["decoder"], where=str(checkpoints[0]))
     is_open = ours is not None and ours.huggingface_files(config.max_seq_len) is not None  # to transformers
     result["tokenizer"] = _compare_tokenizers(directory, ours, request["is_import"]) if ours and is_open else None
-    result |= _compare_models(directory, names, config, family, ours)
+    if request["compares_models"]:
+        result |= _compare_models(directory, names, config, family, ours)
     return result
 
 

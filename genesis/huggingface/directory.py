@@ -4,6 +4,7 @@ What `genesis export` wrote says in its `proof.json` which bytes were proved; `c
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,29 @@ _NOT_HASHED = (CARD_NAME, PROOF_NAME)
 """The card is for people, who may write in it; the proof has the hashes."""
 _READ_SUFFIXES = (".json", ".safetensors", ".model")
 """Of files that would be read, by us or by transformers, wherever they came from."""
+
+
+_OTHER_FORMATS = (
+    (".gguf", "GGUF", "from_pretrained(DIRECTORY, gguf_file=NAME)"),
+    (".bin", "pickle", "from_pretrained(DIRECTORY)"),
+    (".pth", "pickle", "a converter of the model's authors"),
+    (".onnx", "ONNX", "the model that it was made from"),
+    (".h5", "TensorFlow", "from_pretrained(DIRECTORY, from_tf=True), in transformers 4"),
+)
+"""Suffix of files of weights that are not read, what they are, and how transformers loads them."""
+
+
+def explain_other_formats(names: Iterable[str], where: str) -> str:
+    """Returns the end of a message about missing safetensors files, by the names of the files that are there."""
+    present = sorted(names)
+    for suffix, kind, loader in _OTHER_FORMATS:
+        found = next((name for name in present if name.endswith(suffix)), None)
+        if found is not None:
+            return (
+                f"; {found} is {kind}, which is not read: convert {where} with transformers ({loader}, then "
+                "save_pretrained)"
+            )
+    return "; other formats are not read"
 
 
 def hash_files(directory: Path) -> dict[str, dict[str, Any]]:

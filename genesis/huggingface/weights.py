@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from genesis.errors import UserError
-from genesis.huggingface.directory import INDEX_NAME, WEIGHTS_NAME
+from genesis.huggingface.directory import INDEX_NAME, WEIGHTS_NAME, explain_other_formats
 from genesis.huggingface.family import OUTPUT_WEIGHT, Family
 from genesis.model.decoder import Decoder, DecoderConfig
 
@@ -21,6 +21,8 @@ _DERIVED_SUFFIX = "rotary_emb.inv_freq"
 
 def read_weights(directory: Path, config: DecoderConfig, family: Family | None) -> dict[str, Tensor]:
     """Returns the decoder's state, in the dtypes of the files.
+
+    The tensors are views of the mapped files: they take memory only while they are read.
 
     Args:
         directory: Holds safetensors files.
@@ -72,7 +74,9 @@ def _name_in_files(name: str, family: Family | None) -> str:
 
 def _read_state(directory: Path, family: Family | None) -> dict[str, Tensor]:
     if not (directory / WEIGHTS_NAME).exists() and not (directory / INDEX_NAME).exists():
-        raise UserError(f"{directory} has neither {WEIGHTS_NAME} nor {INDEX_NAME}; other formats are not read")
+        names = [path.name for path in directory.iterdir()]
+        hint = explain_other_formats(names, str(directory))
+        raise UserError(f"{directory} has neither {WEIGHTS_NAME} nor {INDEX_NAME}{hint}")
     try:
         tensors = iterate_tensors(directory, read_file_names(directory))
         return {name if family is None else family.our_name(name): tensor for name, tensor in tensors}
@@ -91,6 +95,15 @@ def read_file_names(directory: Path) -> dict[str, str]:
     if (directory / WEIGHTS_NAME).exists():
         with safe_open(directory / WEIGHTS_NAME, framework="pt") as file:
             return dict.fromkeys(file.keys(), WEIGHTS_NAME)
+    return read_index(directory)
+
+
+def read_index(directory: Path) -> dict[str, str]:
+    """Returns each tensor's file by the index.
+
+    Raises:
+        ValueError: The index has no map of tensors to names of files beside it.
+    """
     index = json.loads((directory / INDEX_NAME).read_bytes())
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict):
