@@ -11,6 +11,7 @@ REPOSITORY = Path(__file__).parent.parent
 PUBLIC_MODULES = (
     "genesis_callbacks",
     "genesis_callbacks.checkpoint",
+    "genesis_callbacks.device_peaks",
     "genesis_callbacks.errors",
     "genesis_callbacks.event_reader",
     "genesis_callbacks.events",

@@ -30,13 +30,17 @@ from genesis.bench.workers.protocol import Burst, Ready, Workload
 from genesis.device import CPU, check_available
 from genesis.errors import UserError
 from genesis.model.decoder import DecoderConfig
-from genesis.model.describe import describe
+from genesis.model.describe import count_flops_per_token
 from genesis.model.recipe import dump_decoder_config, read_decoder_config
 from genesis.optim import OptimizerOptions
 from genesis.precision import AUTO, choose_precision
+from genesis_callbacks.device_peaks import PeakType, compute_mfu, read_peak_flops
 
 REFERENCE = "genesis"
 PEAK = "matmul"
+
+_PEAK_TYPES: dict[str, PeakType] = {"32-true": "tfloat32", "bf16-mixed": "bfloat16"}
+"""Which peak counts under a precision; `genesis fit` lets products of float32 matrices take TF32."""
 
 _PAUSE_SECONDS = 0.1  # a contender's threads spin a while after their last work
 
@@ -98,7 +102,9 @@ class Result:
         speed_of_genesis: Our tokens per second over this contender's, paired.
         speed_of_genesis_by_cpu_time: The same with CPU time in place of wall time, which other work on the machine
             hardly touches; None where it means nothing: threads that wait for one another or for a GPU burn it too.
-        share_of_peak: This contender's arithmetic per second over the matmul worker's, paired; on a GPU its MFU.
+        share_of_peak: This contender's arithmetic per second over the matmul worker's, paired.
+        mfu: This contender's arithmetic per second, the median, over the published dense peak of the device; None where
+            that is not known.
         peak_resident_bytes: Peak resident memory of the contender's process.
         peak_device_bytes: Peak memory on the GPU.
         loss: Loss of a late step, which shows that the contender really trains.
@@ -108,6 +114,7 @@ class Result:
     speed_of_genesis: PairedRatio | None
     speed_of_genesis_by_cpu_time: PairedRatio | None
     share_of_peak: PairedRatio | None
+    mfu: float | None
     peak_resident_bytes: int
     peak_device_bytes: int | None
     loss: float | None
@@ -120,7 +127,11 @@ def main(argv: list[str]) -> int:
     workload = plan_workload(recipe, options, options.warmup_steps)
     contenders = choose_contenders(options.contenders, options.peers)
     readies, bursts = _run(contenders, workload, options.pairs, options.burst_steps)
-    results = summarise(bursts, workload)
+    device_name = next(iter(readies.values())).device_name
+    peak_flops = read_peak_flops(device_name, _PEAK_TYPES[workload.precision])
+    if peak_flops is None:
+        Console(stderr=True).print(f"the peak of {device_name} is not known: no MFU", highlight=False)
+    results = summarise(bursts, workload, peak_flops)
     Console().print(_build_table(contenders, results, workload))
     if options.out is not None:
         record = _build_record(argv, options, workload, contenders, readies, results, bursts)
@@ -217,12 +228,6 @@ def plan_workload(recipe: Recipe, options: argparse.Namespace, num_warmup_steps:
     )
 
 
-def count_flops_per_token(decoder: DecoderConfig, seq_len: int) -> float:
-    """Returns the floating-point operations of a token's forward and backward, as `genesis model describe` has them."""
-    costs = describe(replace(decoder, max_seq_len=seq_len))
-    return costs.flops_per_token + costs.attention_flops_per_token
-
-
 def _run(
     contenders: Sequence[Contender], workload: Workload, num_pairs: int, burst_steps: int
 ) -> tuple[dict[str, Ready], dict[str, list[Burst]]]:
@@ -252,7 +257,9 @@ def _run(
 # ---- what is said of it
 
 
-def summarise(bursts: Mapping[str, Sequence[Burst]], workload: Workload) -> dict[str, Result]:
+def summarise(
+    bursts: Mapping[str, Sequence[Burst]], workload: Workload, peak_flops: float | None = None
+) -> dict[str, Result]:
     """Returns the result of each contender."""
     speeds = {name: [burst.tokens / burst.seconds for burst in of_one] for name, of_one in bursts.items()}
     cpu_speeds = {name: [burst.tokens / burst.cpu_seconds for burst in of_one] for name, of_one in bursts.items()}
@@ -266,6 +273,9 @@ def summarise(bursts: Mapping[str, Sequence[Burst]], workload: Workload) -> dict
                 compare_pairs(cpu_speeds[REFERENCE], cpu_speeds[name]) if is_cpu_time_telling else None
             ),
             share_of_peak=compare_pairs(speeds[name], speeds[PEAK]) if PEAK in speeds else None,
+            mfu=None
+            if peak_flops is None or name == PEAK
+            else compute_mfu(statistics.median(speeds[name]), workload.flops_per_token, peak_flops),
             peak_resident_bytes=max(burst.peak_resident_bytes for burst in of_one),
             peak_device_bytes=of_one[-1].peak_device_bytes,
             loss=of_one[-1].loss,
@@ -287,6 +297,7 @@ _COLUMNS = (
     "genesis' speed over it (95%)",
     "by CPU time (95%)",
     "share of matmul peak",
+    "MFU",
     "peak memory MiB",
     "loss",
 )
@@ -303,6 +314,7 @@ def _format_result(name: str, result: Mapping[str, Any]) -> list[str]:
         _format_ratio(result["speed_of_genesis"]) if is_trainer else "",
         _format_ratio(result["speed_of_genesis_by_cpu_time"]) if is_trainer else "",
         f"{share['median']:.3f}" if share is not None and is_trainer else "",
+        "" if result["mfu"] is None else f"{result['mfu']:.3f}",
         resident if device_bytes is None else f"{resident}, on the GPU {device_bytes / 2**20:,.0f}",
         "" if result["loss"] is None else f"{result['loss']:.2f}",
     ]

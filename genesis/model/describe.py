@@ -1,6 +1,6 @@
 """The cost of a decoder: parameters by part, FLOPs per token, memory. Nothing is allocated."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -63,6 +63,12 @@ def describe(config: DecoderConfig) -> Description:
         gradients_bytes=FLOAT32_BYTES * num_parameters,
         optimizer_bytes=2 * FLOAT32_BYTES * num_parameters,
     )
+
+
+def count_flops_per_token(config: DecoderConfig, seq_len: int) -> float:
+    """Returns the floating-point operations of a token's forward and backward, attention included."""
+    costs = describe(replace(config, max_seq_len=seq_len))
+    return costs.flops_per_token + costs.attention_flops_per_token
 
 
 def _part_of(name: str) -> str:

@@ -7,6 +7,8 @@
     train/bits_per_byte        bits per byte of text
     train/valid_tokens         valid tokens of this window, over all ranks
     train/tokens_per_second    valid tokens over wall time since the last log line, over all ranks
+    train/mfu                  share of the device's dense peak that the model's arithmetic takes, of rank 0, all tokens
+                               counted; absent where the peak is not known (`genesis_callbacks.device_peaks`)
     train/grad_norm            2-norm of the synchronised gradient before the clip
     train/scale_factor         what a rank's summed loss is multiplied by: 1 / valid tokens where gradients are summed
                                over ranks (sharded), number of ranks / valid tokens where they are averaged (replicated)
@@ -33,6 +35,7 @@ from genesis.errors import UserError
 from genesis.model.statistics import LOSS_SUM
 from genesis.train.logged_values import align_log_steps, forget_logged, log_exactly
 from genesis.train.memory import peak_memory_bytes
+from genesis.train.mfu import MFUMeter
 
 _STATE_VERSION = 1
 
@@ -74,7 +77,8 @@ class TrainingLog(pl.Callback):
     def __init__(self, read_window: Callable[[], WindowFigures]) -> None:
         self._read_window = read_window
         self._timed_from_seconds = math.nan
-        self._timed_tokens = 0
+        self._timed_tokens = self._timed_positions = 0
+        self._mfu: MFUMeter | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -115,7 +119,9 @@ class TrainingLog(pl.Callback):
         """Begins to measure time, and to add up where no checkpoint was restored."""
         if trainer.global_step == 0:
             self._reset()
-        self._timed_from_seconds, self._timed_tokens = time.perf_counter(), 0
+        self._timed_from_seconds = time.perf_counter()
+        self._timed_tokens = self._timed_positions = 0
+        self._mfu = MFUMeter(trainer, pl_module.decoder_config) if hasattr(pl_module, "decoder_config") else None
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -130,6 +136,7 @@ class TrainingLog(pl.Callback):
         """Counts the window and, every `log_every_n_steps`, logs."""
         window = self._read_window()
         self._timed_tokens += window.num_valid_tokens
+        self._timed_positions += sum(micro_batch.input_ids.numel() for micro_batch in batch.micro_batches)
         if not window.is_skipped:
             self._loss_sum += window.loss_sum
             self._num_tokens += window.num_valid_tokens
@@ -137,16 +144,25 @@ class TrainingLog(pl.Callback):
         every = vars(trainer)["log_every_n_steps"]  # a public attribute that Lightning's annotations leave out
         is_log_step = every > 0 and trainer.global_step % every == 0
         if is_log_step or trainer.should_stop:  # Lightning logs in both cases
-            log_exactly(pl_module, self._take(trainer, pl_module, window) if is_log_step else {})
+            log_exactly(
+                pl_module,
+                self._take(trainer, pl_module, window, batch.micro_batches[0].input_ids.shape[1])
+                if is_log_step
+                else {},
+            )
 
     # ---- parts of the hooks
 
-    def _take(self, trainer: pl.Trainer, pl_module: pl.LightningModule, window: WindowFigures) -> dict[str, float]:
+    def _take(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, window: WindowFigures, seq_len: int
+    ) -> dict[str, float]:
         """Returns the metrics of a log line, and begins the next."""
         now_seconds = time.perf_counter()
+        seconds = now_seconds - self._timed_from_seconds
         values = {
             "train/valid_tokens": float(window.num_valid_tokens),
-            "train/tokens_per_second": self._timed_tokens / (now_seconds - self._timed_from_seconds),
+            "train/tokens_per_second": self._timed_tokens / seconds,
+            **({} if self._mfu is None else self._mfu.measure(self._timed_positions / seconds, seq_len)),
             "train/grad_norm": window.grad_norm,
             "train/scale_factor": window.scale_factor,
             **_describe_parts(window),
@@ -157,7 +173,8 @@ class TrainingLog(pl.Callback):
         if scaler is not None:
             values["train/loss_scale"] = float(scaler.get_scale())
         self._reset()
-        self._timed_from_seconds, self._timed_tokens = now_seconds, 0
+        self._timed_from_seconds = now_seconds
+        self._timed_tokens = self._timed_positions = 0
         return values
 
     def _read_means(self) -> dict[str, float]:
