@@ -1,5 +1,6 @@
 """Worker processes over a pipe; and processes found by a mark in their environment, to wait for them or kill them."""
 
+import contextlib
 import os
 import select
 import signal
@@ -7,15 +8,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
-from genesis.errors import UserError
+from genesis.errors import RunEndedError, UserError
 
 _PROC = Path("/proc")
 _POLL_SECONDS = 0.02
+_LIMITED_NAME = "GENESIS_LIMITED"
+"""Environment variable that marks what `run_limited` has started."""
+_NUM_LAST_LINES = 12
 
 
 # ---- workers over a pipe
@@ -76,6 +80,99 @@ def _end_with_pipe(descriptor: int) -> None:
     hang_up.register(descriptor, 0)
     hang_up.poll()
     os._exit(1)
+
+
+# ---- processes with a limit
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a process ended that had a limit of time.
+
+    Args:
+        status: Its exit status, negative for a signal; None if it reached the limit and was killed.
+        seconds: How long it ran.
+        last_lines: The end of its output.
+    """
+
+    status: int | None
+    seconds: float
+    last_lines: tuple[str, ...]
+
+
+def run_limited(
+    command: Sequence[str], limit_seconds: float, log: Path, environment: Mapping[str, str] | None = None
+) -> Ending:
+    """Runs a command in a session of its own, and kills it with all that it has started at the limit.
+
+    An exception in this process, as that of Ctrl-C, kills them, too. On systems without /proc, processes that have left
+    the session stay.
+
+    Args:
+        command: The program and its arguments.
+        limit_seconds: How long it may run.
+        log: File for its output.
+        environment: Variables beside those of this process.
+    """
+    mark = Mark(_LIMITED_NAME, f"{os.getpid()}-{time.monotonic_ns()}")
+    begin_seconds = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(environment or {}), mark.name: mark.value},
+            start_new_session=True,
+        )
+        status: int | None = None
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = process.wait(limit_seconds)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            if (_PROC / "self" / "environ").exists():
+                end_all(mark)
+    lines = log.read_bytes().decode(errors="replace").splitlines()
+    last = tuple(line for line in lines if line.strip())[-_NUM_LAST_LINES:]
+    return Ending(status, time.monotonic() - begin_seconds, last)
+
+
+def run_together(
+    module: str, arguments: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], *, check: bool = True
+) -> list[int]:
+    """Runs a module once for each list of arguments, all at the same time, and returns their exit statuses.
+
+    Args:
+        module: Run as `python -m`.
+        arguments: Of each process.
+        environments: Variables of each process beside those of this one.
+        check: Whether a status other than 0 is an error; the other processes are killed then.
+
+    Raises:
+        RunEndedError: A process failed.
+    """
+    processes = [
+        subprocess.Popen([sys.executable, "-m", module, *words], stdin=subprocess.DEVNULL, env={**os.environ, **own})
+        for words, own in zip(arguments, environments, strict=True)
+    ]
+    try:
+        while any(process.poll() is None for process in processes):
+            failed = [process.returncode for process in processes if process.returncode]
+            if failed and check:
+                break
+            time.sleep(_POLL_SECONDS)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    statuses = [process.returncode for process in processes]
+    if check and any(statuses):
+        failed_rank = next(rank for rank, status in enumerate(statuses) if status)
+        raise RunEndedError(f"process {failed_rank} of {len(statuses)} ended with status {statuses[failed_rank]}")
+    return statuses
 
 
 # ---- processes that carry a mark

@@ -114,6 +114,7 @@ COMMANDS = (
     ),
     Command("checkpoint repair", "report and fix broken checkpoints", "genesis.cli.checkpoint.repair:main"),
     Command("demo", "run the whole workflow on Python's own sources, in minutes", "genesis.cli.demo:main"),
+    Command("doctor", "examine devices: speed, waits, a killed run; one report", "genesis.doctor.main:main"),
     Command("rehearse", "test a recipe with kills and restarts before a long training", "genesis.cli.rehearse:main"),
     Command("bench tokenize", "compare data prepare with the tokenizer's own encode", "genesis.bench.tokenize:main"),
     Command(

@@ -32,6 +32,7 @@ import lightning.pytorch as pl
 import torch
 
 from genesis.errors import UserError
+from genesis.model.decoder import DecoderConfig
 from genesis.model.statistics import LOSS_SUM
 from genesis.train.logged_values import align_log_steps, forget_logged, log_exactly
 from genesis.train.memory import peak_memory_bytes
@@ -121,7 +122,7 @@ class TrainingLog(pl.Callback):
             self._reset()
         self._timed_from_seconds = time.perf_counter()
         self._timed_tokens = self._timed_positions = 0
-        self._mfu = MFUMeter(trainer, pl_module.decoder_config) if hasattr(pl_module, "decoder_config") else None
+        self._mfu = _build_meter(trainer, pl_module)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -186,6 +187,11 @@ class TrainingLog(pl.Callback):
             "train/perplexity": float(torch.tensor(loss, dtype=torch.float64).exp()),  # infinite instead of an error
             "train/bits_per_byte": self._loss_sum / self._num_bytes / math.log(2) if self._num_bytes else math.nan,
         }
+
+
+def _build_meter(trainer: pl.Trainer, pl_module: pl.LightningModule) -> MFUMeter | None:
+    config = vars(pl_module).get("decoder_config")
+    return MFUMeter(trainer, config) if isinstance(config, DecoderConfig) else None
 
 
 def _describe_parts(window: WindowFigures) -> dict[str, float]:

@@ -7,7 +7,7 @@ that the engine did not give is never counted nor touched.
 from .best import Best, find_best, read_best, read_marked_names
 from .compare import TensorComparison, compare_tensors
 from .contents import Contents, find_format, find_non_finite, read_contents
-from .device_proof import DeviceProof
+from .device_proof import DeviceProof, DeviceReport, prove_device
 from .digest import DIGEST_MODULUS, digest_chunk, digest_tensor
 from .drift import Difference, DriftPolicy, DriftWarning, check_drift, compare_mappings, find_drift, format_differences
 from .errors import (
@@ -76,6 +76,7 @@ __all__ = [
     "CorruptCheckpointError",
     "DIGEST_MODULUS",
     "DeviceProof",
+    "DeviceReport",
     "Difference",
     "DirectoryInUseError",
     "DirectoryLock",
@@ -140,6 +141,7 @@ __all__ = [
     "pick_data_sections",
     "plan_removals",
     "plan_repairs",
+    "prove_device",
     "read_best",
     "read_committed_hash",
     "read_contents",

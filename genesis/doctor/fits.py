@@ -1,0 +1,152 @@
+"""The fit of the doctor: a decoder on random tokens under our trainer, the same each time."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+
+from genesis.data.clock import CopyClock
+from genesis.data.loader import SequenceFormat, WindowLoader, build_window
+from genesis.data.window import AccumulationWindow
+from genesis.device import is_host
+from genesis.doctor.probe import Task
+from genesis.model.decoder import DecoderConfig
+from genesis.optim import OptimizerOptions
+from genesis.precision import choose_precision
+from genesis.strategies import Replicated
+from genesis.train.accelerators import build_accelerator
+from genesis.train.module import GenesisModule
+from genesis_callbacks import SkipAwareLR, TokenCounters
+
+ENDLESS: Final = 10**6
+_NUM_MICRO_BATCHES: Final = 2
+
+
+@dataclass(frozen=True)
+class Size:
+    """The shape of a fit."""
+
+    decoder: DecoderConfig
+    micro_batch_size: int
+
+
+SIZES: Final = {
+    "tiny": Size(
+        DecoderConfig(vocab_size=512, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=128, max_seq_len=64),
+        2,
+    ),
+    # 124 million parameters: on a card of 8 GB, and large enough to keep it busy.
+    "small": Size(
+        DecoderConfig(
+            vocab_size=32768, dim=768, num_layers=12, num_heads=12, num_kv_heads=12, ffn_dim=2048, max_seq_len=1024
+        ),
+        4,
+    ),
+}
+
+
+class RandomWindows(pl.LightningDataModule):
+    """Windows of random tokens with several documents a row; a window follows from its step and rank alone.
+
+    Args:
+        size: Their shape.
+        rank: Of this process.
+    """
+
+    def __init__(self, size: Size, rank: int = 0) -> None:
+        super().__init__()
+        self._size, self._rank = size, rank
+        self._clock = CopyClock()
+
+    def _build(self, step: int) -> AccumulationWindow:
+        decoder = self._size.decoder
+        seq_len, batch = decoder.max_seq_len, self._size.micro_batch_size
+        form = SequenceFormat(seq_len, 0, np.full(decoder.vocab_size, 4, np.uint8), np.dtype(np.uint16))
+        numbers = np.random.default_rng((step, self._rank))
+        rows = numbers.integers(decoder.vocab_size, size=(_NUM_MICRO_BATCHES * batch, seq_len + 1), dtype=np.uint16)
+        ends = np.zeros((len(rows), seq_len), np.bool_)
+        ends[:, seq_len // 3 :: seq_len // 3] = True
+        return build_window(rows, form, batch, step + 1, ends)
+
+    def train_dataloader(self) -> WindowLoader:
+        """Returns the windows from the current step on."""
+        trainer = self.trainer
+        assert trainer is not None
+        has_accelerator = not is_host(trainer.strategy.root_device.type)
+        return WindowLoader(
+            self._build, lambda: range(trainer.global_step, ENDLESS), ENDLESS, 2, pin_memory=has_accelerator
+        )
+
+    def transfer_batch_to_device(
+        self, batch: AccumulationWindow, device: torch.device, dataloader_idx: int
+    ) -> AccumulationWindow:
+        """Copies a window without waiting."""
+        return self._clock.copy(batch, device)
+
+
+def build_strategy(kind: str, is_compiled: bool = False) -> Strategy:
+    """Returns the strategy of a fit on one device."""
+    if kind in ("cpu", "cuda"):
+        return Replicated(compile_blocks=is_compiled)
+    return SingleDeviceStrategy(device=torch.device(kind, 0), accelerator=build_accelerator(kind))
+
+
+def build_trainer(
+    task: Task, strategy: Strategy, max_steps: int, callbacks: Sequence[pl.Callback] = (), **options: Any
+) -> pl.Trainer:
+    """Returns our Trainer, without logs and bars."""
+    own: dict[str, Any] = (
+        {} if isinstance(strategy, SingleDeviceStrategy) else {"accelerator": task.kind, "devices": task.num_ranks}
+    )
+    return pl.Trainer(
+        strategy=strategy,
+        **own,
+        precision=options.pop("precision", choose_precision(task.kind)),
+        max_steps=max_steps,
+        max_epochs=-1,
+        gradient_clip_val=1.0,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=options.pop("enable_checkpointing", False),
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        inference_mode=False,
+        default_root_dir=Path(task.directory),
+        callbacks=[TokenCounters(), SkipAwareLR(warmup_updates=2), *callbacks],
+        **options,
+    )
+
+
+def build_module(task: Task) -> GenesisModule:
+    """Returns the module of a fit."""
+    return GenesisModule(SIZES[task.size].decoder, OptimizerOptions())
+
+
+class KeepLosses(pl.Callback):
+    """Keeps each step's summed loss, on the device: to read it would be a wait."""
+
+    def __init__(self) -> None:
+        self._sums: list[torch.Tensor] = []
+        self._counts: list[int] = []
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: AccumulationWindow,
+        batch_idx: int,
+    ) -> None:
+        """Keeps the loss of the window."""
+        self._sums.append(outputs["loss_sum"].detach().clone())
+        self._counts.append(batch.num_valid_tokens)
+
+    def read(self) -> list[float]:
+        """Returns the losses in nats per valid token of this rank; waits for the device."""
+        return [float(total) / count for total, count in zip(self._sums, self._counts, strict=True)]

@@ -1,0 +1,310 @@
+"""Parts of the doctor that train: waits by line, speed and memory, all devices, and a killed run."""
+
+import os
+import signal
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import genesis
+import genesis_callbacks
+from genesis.data.window import AccumulationWindow
+from genesis.device import (
+    CPU,
+    count_devices,
+    is_host,
+    name_collectives,
+    name_device,
+    read_peak_memory,
+    reset_peak_memory,
+    select_device,
+    synchronize,
+    warning_of_waits,
+)
+from genesis.doctor.fits import SIZES, KeepLosses, RandomWindows, build_module, build_strategy, build_trainer
+from genesis.doctor.probe import Probe, SkippedError, Task
+from genesis.model.describe import count_flops_per_token, describe
+from genesis.processes import run_together
+from genesis.strategies import Replicated, Sharded
+from genesis.train.mfu import choose_peak_type
+from genesis_callbacks import AsyncProcessCheckpoint
+from genesis_callbacks.checkpoint import find_latest, read_tensors
+from genesis_callbacks.device_peaks import compute_mfu, read_peak_flops
+
+_WARMUP_STEPS: Final = 5
+_STEPS: Final = 20
+_RANK_STEPS: Final = 4
+_WORST_LOSS_DIFFERENCE: Final = 0.05
+"""Of a window's loss on a device and on the CPU, in nats: bfloat16 against float32."""
+_SAVE_EVERY: Final = 3
+_KILL_AT: Final = 8
+_END_AT: Final = 12
+_WAIT_MESSAGE: Final = "synchroniz"
+_ROOTS: Final = {
+    module.__name__: str(Path(module.__file__ or "").parent) + os.sep for module in (genesis, genesis_callbacks, pl)
+}
+
+
+# ---- steps, their waits, their speed
+
+
+class _StepTimes(pl.Callback):
+    """Times the steps after the first ones, with one wait before and one after; waits are watched meanwhile."""
+
+    def __init__(self, kind: str, num_warmup_steps: int, num_steps: int) -> None:
+        self._kind, self._first, self._last = kind, num_warmup_steps, num_warmup_steps + num_steps
+        self._begin_seconds = 0.0
+        self.seconds_of_first = 0.0
+        self.seconds = 0.0
+        self.tokens = 0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begins with the first steps."""
+        self._begin_seconds = time.perf_counter()
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: AccumulationWindow,
+        batch_idx: int,
+    ) -> None:
+        """Takes the time where steps begin to count and where they end."""
+        step = trainer.global_step
+        if step > self._first:
+            self.tokens += sum(micro_batch.input_ids.numel() for micro_batch in batch.micro_batches)
+        if step in (self._first, self._last):
+            synchronize(self._kind)
+            now_seconds = time.perf_counter()
+            seconds = now_seconds - self._begin_seconds
+            if step == self._first:
+                self.seconds_of_first = seconds
+            else:
+                self.seconds = seconds
+            self._begin_seconds = now_seconds
+
+
+@contextmanager
+def counting_waits(kind: str) -> Iterator[Counter[str] | None]:
+    """Counts the waits of the host for the device by the line of ours or Lightning's; None where torch cannot."""
+    waits: Counter[str] = Counter()
+
+    def show(message: Warning | str, *_: Any) -> None:
+        if _WAIT_MESSAGE in str(message):
+            waits[_find_line()] += 1
+
+    with warnings.catch_warnings(), warning_of_waits(kind) as can_warn:
+        warnings.simplefilter("always")
+        warnings.showwarning = show  # type: ignore[assignment]  # it takes the same arguments
+        yield waits if can_warn else None
+
+
+def _find_line() -> str:
+    """Returns the innermost line of the stack in a package of `_ROOTS`, without the path of the installation."""
+    for frame in reversed(traceback.extract_stack()):
+        for name, root in _ROOTS.items():
+            if frame.filename.startswith(root) and frame.filename != __file__:
+                return f"{name.replace('.', '/')}/{frame.filename.removeprefix(root)}:{frame.lineno}"
+    return "elsewhere"
+
+
+def watch_waits(probe: Probe) -> None:
+    """Trains five, then twenty steps, and lists the lines at which the host waited for the device."""
+    task = probe.task
+    for num_steps in (_WARMUP_STEPS, _STEPS):
+        losses = KeepLosses()
+        trainer = build_trainer(task, build_strategy(task.kind), num_steps, [losses])
+        with counting_waits(task.kind) as waits:
+            trainer.fit(build_module(task), datamodule=RandomWindows(SIZES[task.size]))
+        found = losses.read()
+        is_whole = len(found) == num_steps and all(0 < loss < 50 for loss in found)
+        probe.check(f"{num_steps} steps have finite losses", is_whole, f"{found[0]:.4f} to {found[-1]:.4f}")
+        if waits is None:
+            continue
+        probe.figure(f"waits in {num_steps} steps", waits.total())
+        for line, count in waits.most_common(12):
+            probe.figure(f"waits in {num_steps} steps at {line}", count)
+    if waits is None:
+        probe.note(f"torch cannot watch waits on {task.kind}")
+
+
+def measure_training(probe: Probe, is_compiled: bool) -> None:
+    """Measures tokens per second and peak memory of training on one device."""
+    task = probe.task
+    if is_compiled and task.kind not in (CPU, "cuda", "xpu"):
+        raise SkippedError(f"torch.compile has no code generator for {task.kind}")
+    size = SIZES[task.size]
+    times = _StepTimes(task.kind, _WARMUP_STEPS, _STEPS)
+    trainer = build_trainer(task, build_strategy(task.kind, is_compiled), _WARMUP_STEPS + _STEPS, [times])
+    reset_peak_memory(task.kind)
+    trainer.fit(build_module(task), datamodule=RandomWindows(size))
+    tokens_per_second = times.tokens / times.seconds
+    probe.figure("tokens", tokens_per_second, "1/s")
+    probe.figure("step", times.seconds / _STEPS, "s")
+    probe.figure("first steps, compilation included" if is_compiled else "first steps", times.seconds_of_first, "s")
+    peak_flops = None
+    if not is_host(task.kind):
+        peak_flops = read_peak_flops(name_device(task.kind), choose_peak_type(str(trainer.precision)))
+    if peak_flops is None:
+        probe.note("the device's peak is not known: no MFU")
+    else:
+        flops = count_flops_per_token(size.decoder, size.decoder.max_seq_len)
+        probe.figure("MFU", compute_mfu(tokens_per_second, flops, peak_flops))
+    costs = describe(size.decoder)
+    estimate = costs.weights_bytes + costs.gradients_bytes + costs.optimizer_bytes
+    probe.figure("estimate of memory, without activations", estimate / 2**20, "MiB")
+    peak = read_peak_memory(task.kind)
+    if peak is None:
+        probe.note("torch does not count the memory of this device")
+        return
+    probe.figure("peak memory of tensors", peak.allocated_bytes / 2**20, "MiB")
+    probe.figure("peak memory of the allocator", peak.reserved_bytes / 2**20, "MiB")
+    probe.check("the peak is at least the training state", peak.allocated_bytes >= estimate)
+
+
+# ---- all devices
+
+
+def train_on_all(probe: Probe, strategy_name: str) -> None:
+    """Starts a rank for each device (two on the CPU), which train a few steps and compare what they have."""
+    task = probe.task
+    if not is_host(task.kind) and not _has_collectives(task.kind):
+        raise SkippedError(f"torch.distributed has no backend for {task.kind}")
+    num_ranks = 2 if is_host(task.kind) else count_devices(task.kind)
+    probe.figure("ranks", num_ranks)
+    probe.figure("backend", name_collectives(task.kind))
+    ranks = [Task(task.kind, task.size, task.directory, rank, num_ranks) for rank in range(num_ranks)]
+    run_together(
+        "genesis.doctor.rank", [[rank.to_json(), strategy_name] for rank in ranks], _rank_environments(num_ranks)
+    )
+    results = [torch.load(Path(task.directory) / f"rank-{rank.rank}.pt", weights_only=True) for rank in ranks]
+    first = results[0]
+    probe.check("all ranks have the same parameters", all(_is_equal(first["tensors"], of["tensors"]) for of in results))
+    probe.check(
+        f"{_RANK_STEPS} steps have finite losses",
+        all(len(of["losses"]) == _RANK_STEPS and all(0 < loss < 50 for loss in of["losses"]) for of in results),
+        ", ".join(f"{loss:.4f}" for loss in first["losses"]),
+    )
+    changed = sum(not torch.equal(*pair) for pair in zip(first["before"], first["tensors"], strict=True))
+    probe.check("training changed the parameters", changed > len(first["tensors"]) // 2)
+    probe.figure("step after the first two", first["seconds"], "s")
+
+
+def _has_collectives(kind: str) -> bool:
+    """Returns whether torch.distributed has a backend of its own for a kind of accelerator."""
+    return (
+        dist.is_available() and name_collectives(kind) != "gloo" and dist.is_backend_available(name_collectives(kind))
+    )
+
+
+def _rank_environments(num_ranks: int) -> list[dict[str, str]]:
+    numbers = [{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "NODE_RANK": 0} for rank in range(num_ranks)]
+    return [{name: str(number) for name, number in of.items()} for of in numbers]
+
+
+def _is_equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
+def train_one_rank(task: Task, strategy_name: str) -> None:
+    """Trains as one rank of `train_on_all`, and writes what it has at the end."""
+    select_device(task.kind, task.rank)
+    dist.init_process_group(
+        name_collectives(task.kind),
+        init_method=f"file://{Path(task.directory) / 'store'}",
+        rank=task.rank,
+        world_size=task.num_ranks,
+    )
+    losses, times = KeepLosses(), _StepTimes(task.kind, 2, _RANK_STEPS - 2)
+    strategy = Replicated() if strategy_name == "ddp" else Sharded()
+    before: list[Tensor] = []
+
+    class Remember(pl.Callback):
+        """Keeps the parameters before the first step."""
+
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            before.extend(_read_parameters(pl_module))
+
+    module = build_module(task)
+    trainer = build_trainer(task, strategy, _RANK_STEPS, [losses, times, Remember()])
+    trainer.fit(module, datamodule=RandomWindows(SIZES[task.size], task.rank))
+    torch.save(
+        {
+            "losses": losses.read(),
+            "tensors": _read_parameters(module),
+            "before": before,
+            "seconds": times.seconds / (_RANK_STEPS - 2),
+        },
+        Path(task.directory) / f"rank-{task.rank}.pt",
+    )
+    dist.destroy_process_group()
+
+
+def _read_parameters(module: pl.LightningModule) -> list[Tensor]:
+    """Returns all parameters, whole and on the host. Communicates if they are sharded."""
+    return [
+        (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().cpu().clone()
+        for parameter in module.parameters()
+    ]
+
+
+# ---- a killed run
+
+
+class _KillSelf(pl.Callback):
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: AccumulationWindow, batch_idx: int
+    ) -> None:
+        if trainer.global_step == _KILL_AT:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fit_for_kill(task: Task, mode: Any, name: str, is_killed: bool) -> None:
+    """Trains a run, from its newest checkpoint if there is one, to its end or until it kills itself."""
+    pl.seed_everything(0, verbose=False)  # what a checkpoint holds of generators is compared, too
+    run_dir = Path(task.directory) / name
+    checkpoint = AsyncProcessCheckpoint(run_dir=run_dir, every_n_steps=_SAVE_EVERY, mode=mode)
+    callbacks: list[pl.Callback] = [checkpoint, *([_KillSelf()] if is_killed else [])]
+    trainer = build_trainer(task, build_strategy(task.kind), _END_AT, callbacks, enable_checkpointing=True)
+    latest = checkpoint.latest()
+    trainer.fit(build_module(task), datamodule=RandomWindows(SIZES[task.size]), ckpt_path=latest)
+
+
+def kill_and_resume(probe: Probe, mode: str) -> None:
+    """Kills a run by SIGKILL, resumes it, and compares its end with that of a run that nobody killed, bit for bit."""
+    task = probe.task
+
+    def start(name: str, is_killed: bool) -> int:
+        arguments = [task.to_json(), mode, name, "killed" if is_killed else "whole"]
+        return run_together("genesis.doctor.rank", [arguments], [{}], check=not is_killed)[0]
+
+    start("straight", is_killed=False)
+    status = start("killed", is_killed=True)
+    probe.check("SIGKILL ended the run", status == -signal.SIGKILL, f"exit status {status}")
+    saved = find_latest(Path(task.directory) / "killed")
+    if saved is None:
+        probe.check("a checkpoint was left", False)
+        return
+    probe.figure("newest checkpoint after the kill", saved.name)
+    start("killed", is_killed=False)
+    ends = [find_latest(Path(task.directory) / name) for name in ("straight", "killed")]
+    if any(end is None or end.name != f"step-{_END_AT:08d}" for end in ends):
+        found = ", ".join("no checkpoint" if end is None else end.name for end in ends)
+        probe.check("both runs reached their end", False, found)
+        return
+    straight, killed = (read_tensors(end) for end in ends if end is not None)
+    wrong = [name for name in straight if name not in killed or not torch.equal(straight[name], killed[name])]
+    probe.figure("tensors compared", len(straight))
+    probe.check("the resumed run ends bit for bit as one that was not killed", not wrong, ", ".join(wrong[:3]))
