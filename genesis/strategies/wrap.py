@@ -8,18 +8,21 @@ Checkpointing and compilation replace a block's `forward` and leave the module t
 and with them checkpoints, are the same under every option.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._dynamo.decorators import maybe_mark_dynamic
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from genesis.device import CPU, find_kind
 from genesis.errors import UserError
+from genesis.model.attention import AttentionMetadata
 from genesis.model.decoder import Decoder
 from genesis.model.part import Part
 
@@ -69,9 +72,19 @@ def apply_wrappers(
     _apply_activation_checkpointing(decoder, activation_checkpointing)
     if has_compiled_blocks:
         for block in decoder.blocks:
-            block.forward = torch.compile(block.forward)
+            block.forward = partial(_run_compiled, torch.compile(block.forward))
     if shard is not None:
         _apply_shard(decoder, shard)
+
+
+def _run_compiled(
+    compiled: Callable[..., Any], x: Tensor, metadata: AttentionMetadata, *arguments: Any, **options: Any
+) -> Any:
+    # Torch takes every size for fixed until it has changed once, and each number of documents for a size: marked, the
+    # first compilation already serves all of them. Where a kernel needs a fixed size after all, the mark is ignored.
+    if metadata.offsets is not None:
+        maybe_mark_dynamic(metadata.offsets, 0)
+    return compiled(x, metadata, *arguments, **options)
 
 
 def _apply_activation_checkpointing(decoder: Decoder, which: ActivationCheckpointing) -> None:
