@@ -28,6 +28,8 @@ demo: $(STAMP)
 
 # Two workers on two cores: a thread more each would only spin against the other's.
 test test-rest test-long demo-short: export OMP_NUM_THREADS := 1
+# Images of containers often set it. Each of the many ranks would compile the modules that it imports.
+test test-rest test-long demo-short: export PYTHONDONTWRITEBYTECODE :=
 PYTEST := -m pytest -q -n 2 --dist loadgroup
 
 # What proves the product, in minutes.

@@ -4,6 +4,7 @@ The report is never a failure, because a test's duration also depends on the loa
 describes how to choose a test's tier.
 """
 
+import gc
 from collections import Counter
 
 import pytest
@@ -40,6 +41,11 @@ class TierReport:
                 )
             tier = next((tier for tier in TIERS if item.get_closest_marker(tier)), "quick")
             item.user_properties.append(("tier", tier))
+
+    def pytest_collection_finish(self) -> None:
+        """Takes the modules and tests out of garbage collection, which would look at millions of objects again."""
+        gc.collect()
+        gc.freeze()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Counts one phase of one test."""

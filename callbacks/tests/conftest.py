@@ -2,20 +2,11 @@
 
 import os
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
-
-from genesis_callbacks.testing import fork_writers, preload
 
 pytest_plugins = ["tiers"]
-
-# No deadline, because the duration of an example depends on the load of the machine.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
 
 TESTS = Path(__file__).parent
 WITHOUT_GENESIS = str(TESTS / "without_genesis")
@@ -24,21 +15,11 @@ sys.path.insert(0, WITHOUT_GENESIS)
 # Ranks, writers and programs that tests start search this directory first, too; the fork server finds its preloads.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (WITHOUT_GENESIS, str(TESTS), os.environ.get("PYTHONPATH"))))
 
-# Imports take longer than most tests, so ranks and writers are forked from a process with the tests' imports done.
-preload("pytest", "hypothesis", "plain_project", "outside.projects", "simulated.project")
-fork_writers()
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Imports the fixtures, unless this process is the controller of pytest-xdist.
 
-@pytest.fixture
-def started_writers() -> Iterator[None]:
-    """Starts writers as trainers outside of tests do: for tests of the start, or of the whole process."""
-    fork_writers(False)
-    yield
-    fork_writers()
-
-
-@pytest.fixture
-def memory_path(tmp_path: Path) -> Iterator[Path]:
-    """Yields a directory in memory if possible: hundreds of saves with injected faults need no real disk."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path) as directory:
-        yield Path(directory)
+    The controller runs no tests, and its workers start only after its imports: torch and Lightning take seconds.
+    """
+    if config.getoption("dist", "no") == "no":
+        config.pluginmanager.import_plugin("fixtures")

@@ -1,0 +1,83 @@
+"""Fixtures that many tests share, and the setup of a process that runs tests."""
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from genesis.evaluate.environment import make_quiet
+from genesis.export import proof
+from genesis.export.export import ExportOptions, export_checkpoints
+from genesis.export.texts import SCRIPTS
+from genesis.tokenizer.open import open_tokenizer
+from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
+from genesis_callbacks.testing import fork_writers, preload
+from tests.commands import run_prove
+from tests.data.corpora import make_documents, write_corpus
+from tests.tiny_runs import build_decoder, save
+
+WORDS = ("alpha", "beta", "    return", "class ", "def ", "\n\n", "====", "\u00e9t\u00e9", "\u65e5\u672c")
+
+# lm-eval must be silenced before its import; `genesis evaluate` makes the same call.
+make_quiet()
+
+# No deadline, because the duration of an example depends on the load of the machine.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
+# Imports take longer than most tests, so ranks, writers and proofs are forked from processes with the imports done.
+preload("genesis.cli.fit", "pytest", "hypothesis", "tests.cli.tiny", "tests.data.corpora")
+fork_writers()
+proof.run_prove = run_prove
+
+
+@pytest.fixture(scope="session")
+def tiny_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a corpus of two sources with a real tokenizer of 320 ids."""
+    text = "".join(f"line {n}: the quick brown fox jumps over {n * n} lazy dogs\n" for n in range(200))
+    model = train_tokenizer([text], TokenizerOptions(vocab_size=320), tmp_path_factory.mktemp("tokenizer"))
+    return write_corpus(
+        tmp_path_factory.mktemp("corpus"),
+        {"web": make_documents(120, 12, seed=1), "code": make_documents(60, 12, seed=2)},
+        {"web": make_documents(9, 6, seed=3)},
+        weights={"web": 2, "code": 1},
+        tokenizer=model.read_bytes(),
+    )
+
+
+@pytest.fixture(scope="session")
+def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    chooser = random.Random(0)
+    texts = ["".join(chooser.choice(WORDS) + str(chooser.randrange(100)) for _ in range(300)) for _ in range(20)]
+    options = TokenizerOptions(vocab_size=700)
+    return train_tokenizer([*texts, *SCRIPTS.values()], options, tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory: pytest.TempPathFactory, tokenizer_file: Path) -> Path:
+    """Returns a run's directory with a tokenizer and three checkpoints of different weights."""
+    directory = tmp_path_factory.mktemp("run")
+    shutil.copy(tokenizer_file, directory)
+    for step in (1, 2, 3):
+        save(directory / "checkpoints", step, build_decoder(step), {"tokenizer_hash": open_tokenizer(directory).hash})
+    return directory
+
+
+@pytest.fixture
+def own_run(run: Path, tmp_path: Path) -> Path:
+    """Returns a copy of the run that a test may change."""
+    return shutil.copytree(run, tmp_path / "own" / "run")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(run: Path) -> Path:
+    return run / "checkpoints/step-00000003"
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
+    """Returns an exported model whose weights are in several files."""
+    out = tmp_path_factory.mktemp("exported") / "model"
+    export_checkpoints([checkpoint], out, ExportOptions(max_file_bytes=60_000))
+    return out
