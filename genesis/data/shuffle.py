@@ -18,7 +18,7 @@ from jaxtyping import Int64, UInt32
 from numpy import ndarray
 
 _WHOLE_LENGTH: Final = 1 << 16
-"""Up to here a permutation is made as a whole: the walk would be long, because no fewer bits are encrypted."""
+"""Up to here a permutation is made as a whole, from a table: no fewer bits are encrypted, so that the walk is long."""
 _CHUNK_LENGTH: Final = 1 << 13
 _MIN_BITS: Final = 16
 _WORD: Final = (1 << 32) - 1
@@ -56,12 +56,25 @@ def _permute_chunk(first: int, last: int, length: int, seed: int, rounds: int) -
     bits = max(_MIN_BITS, (length - 1).bit_length())
     word_bits = (bits + bits % 2) // 2
     keys = round_keys(seed, rounds)
+    if bits == _MIN_BITS:
+        return _walk_table(_encrypt(np.arange(_WHOLE_LENGTH), word_bits, keys).tolist(), length)
     values = np.arange(first, last, dtype=np.int64)
     walking = np.arange(len(values))
     while len(walking):
         values[walking] = _encrypt(values[walking], word_bits, keys)
         walking = walking[values[walking] >= length]
     return values
+
+
+def _walk_table(table: list[int], length: int) -> Int64[ndarray, " length"]:
+    """Returns where the indices [0, length) go: no entry of `table` is visited twice, however short the range is."""
+    values = []
+    for index in range(length):
+        value = table[index]
+        while value >= length:
+            value = table[value]
+        values.append(value)
+    return np.array(values, dtype=np.int64)
 
 
 def encrypt_32_bits(indices: Int64[ndarray, " n"], seed: int, rounds: int) -> Int64[ndarray, " n"]:
