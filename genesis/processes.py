@@ -43,10 +43,7 @@ class PipedWorker:
         self.connection: Connection[object, object]
         self.connection, theirs = Pipe()
         with theirs:
-            program = f"from {module} import main; main({theirs.fileno()})"
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-c", program], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
-            )
+            self.process = start_worker(module, theirs.fileno())
 
     def end(self) -> None:
         """Kills the process if it still runs, and closes the pipe; a second call has no effect."""
@@ -58,6 +55,12 @@ class PipedWorker:
         """Waits until the process has ended and describes its end: "with status 1"."""
         status = self.process.wait()
         return f"by signal {-status} (out of memory?)" if status < 0 else f"with status {status}"
+
+
+def start_worker(module: str, descriptor: int) -> subprocess.Popen[bytes]:
+    """Starts a process that runs `main(descriptor)` of a module."""
+    program = f"from {module} import main; main({descriptor})"
+    return subprocess.Popen([sys.executable, "-P", "-c", program], pass_fds=[descriptor], stdin=subprocess.DEVNULL)
 
 
 def serve_pipe(descriptor: int, serve: "Callable[[Connection[object, object]], None]") -> None:

@@ -2,7 +2,8 @@
 
 A forked command has a process id, signals, directory, environment, stdin and exit status of its own, as one that the
 shell starts; only its command line in /proc is not its own. Where a test is about starting, or looks for processes by
-their command line or first environment, it starts `sys.executable` instead.
+their command line or first environment, it starts `sys.executable` instead. A worker over a pipe is forked likewise;
+where a test looks for it by its command line or among its parent's children, use the fixture `started_workers`.
 """
 
 import atexit
@@ -26,8 +27,9 @@ from genesis.export.proof import PROVE_MODULE, prove_environment
 
 PIPE, STDOUT, DEVNULL = subprocess.PIPE, subprocess.STDOUT, subprocess.DEVNULL
 
-MODULES = ("torch.distributed.fsdp", "lightning.pytorch", "genesis.cli.fit", "genesis.cli.serve")
-"""What most commands import."""
+WORKER_MODULES = ("genesis.data.tokenize_worker", "genesis.data.stream.worker", "genesis.data.clean.execute")
+MODULES = ("torch.distributed.fsdp", "lightning.pytorch", "genesis.cli.fit", "genesis.cli.serve", *WORKER_MODULES)
+"""What most commands and workers import."""
 PROOF_MODULES = (
     "genesis.export.texts",
     "transformers.models.auto.modeling_auto",
@@ -50,6 +52,7 @@ class ForkedCommand:
         env: Mapping[str, str] | None = None,
         stdout: Target = None,
         stderr: Target = None,
+        pass_descriptor: int | None = None,
     ) -> None:
         self.args = ["python", "-m", module, *map(str, arguments)]
         self.returncode: int | None = None
@@ -64,7 +67,8 @@ class ForkedCommand:
         reports, pipe = os.pipe()
         stdin = os.open(os.devnull, os.O_RDONLY)
         modules = PROOF_MODULES if module == PROVE_MODULE else MODULES
-        socket.send_fds(_requests(modules), [json.dumps(request).encode()], [stdin, out, err, pipe])
+        passed = [] if pass_descriptor is None else [pass_descriptor]
+        socket.send_fds(_requests(modules), [json.dumps(request).encode()], [stdin, out, err, *passed, pipe])
         for descriptor in (stdin, out, err, pipe):
             os.close(descriptor)
         self._reports = os.fdopen(reports, "r", encoding="ascii")
@@ -157,6 +161,11 @@ def run_module(
 def run_prove(request: str) -> subprocess.CompletedProcess[str]:
     """Does what `genesis.export.proof.run_prove` does; the process has imported transformers."""
     return run_module(PROVE_MODULE, request, env=prove_environment())
+
+
+def start_worker(module: str, descriptor: int) -> ForkedCommand:
+    """Does what `genesis.processes.start_worker` does; the process has imported the module."""
+    return ForkedCommand("tests.piped_worker", module, pass_descriptor=descriptor)
 
 
 def run_genesis(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from genesis import processes
 from genesis.evaluate.environment import make_quiet
 from genesis.export import proof
 from genesis.export.export import ExportOptions, export_checkpoints
@@ -14,7 +15,7 @@ from genesis.export.texts import SCRIPTS
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
 from genesis_callbacks.testing import fork_writers, preload
-from tests.commands import run_prove
+from tests.commands import run_prove, start_worker
 from tests.data.corpora import make_documents, write_corpus
 from tests.tiny_runs import build_decoder, save
 
@@ -30,6 +31,14 @@ settings.load_profile("untimed")
 preload("genesis.cli.fit", "pytest", "hypothesis", "tests.cli.tiny", "tests.data.corpora")
 fork_writers()
 proof.run_prove = run_prove
+_start_real_worker = processes.start_worker
+processes.start_worker = start_worker  # type: ignore[assignment]
+
+
+@pytest.fixture
+def started_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starts workers over pipes as users do: for tests of the start, or that look for them among the processes."""
+    monkeypatch.setattr(processes, "start_worker", _start_real_worker)
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,11 @@
 """The process that the commands of tests are forked from: it has imported what they need once, which takes seconds.
 
 Its arguments are the descriptor of a socket and the modules to import. It reads requests from that socket: as JSON a
-module, its arguments, the directory and the environment, and with them the descriptors of stdin, stdout, stderr and a
-pipe. To the pipe it writes the child's process id, and in the end the status that the kernel reports. A child leaves
-the loop, runs the module as `python -m MODULE` does and ends as any interpreter ends. Nothing may compute before the
-fork: the threads of OpenMP do not survive one.
+module, its arguments, the directory and the environment, and with them the descriptors of stdin, stdout, stderr, at
+most one more for the module (its number becomes the last argument) and a pipe. To the pipe it writes the child's
+process id, and in the end the status that the kernel reports. A child leaves the loop, runs the module as
+`python -m MODULE` does and ends as any interpreter ends. Nothing may compute before the fork: the threads of OpenMP do
+not survive one.
 """
 
 import contextlib
@@ -23,18 +24,19 @@ from typing import Any
 from genesis_callbacks.testing import fork_writers
 
 MAX_REQUEST_BYTES = 1 << 20
-NUM_DESCRIPTORS = 4
+NUM_STANDARD = 3
+MAX_DESCRIPTORS = 5
 
 
 @dataclass(frozen=True)
 class Request:
-    """One command: what to run, and the descriptors of its stdin, stdout and stderr."""
+    """One command: what to run, and the descriptors of its stdin, stdout and stderr and of those that it is given."""
 
     module: str
     arguments: list[str]
     cwd: str
     environment: dict[str, str]
-    standard: list[int]
+    descriptors: list[int]
 
 
 def serve(requests: socket.socket) -> Request | None:
@@ -56,10 +58,10 @@ def serve(requests: socket.socket) -> Request | None:
             report_ends(pipes)
         if requests.fileno() not in ready:
             continue
-        message, descriptors, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, NUM_DESCRIPTORS)
+        message, descriptors, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, MAX_DESCRIPTORS)
         if not message:
             return None
-        *standard, pipe = descriptors
+        *given, pipe = descriptors
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
@@ -69,8 +71,8 @@ def serve(requests: socket.socket) -> Request | None:
                 end.close()
             for descriptor in (*pipes.values(), pipe):
                 os.close(descriptor)
-            return Request(standard=standard, **json.loads(message))
-        for descriptor in standard:
+            return Request(descriptors=given, **json.loads(message))
+        for descriptor in given:
             os.close(descriptor)
         os.write(pipe, f"{pid}\n".encode())
         pipes[pid] = pipe
@@ -90,7 +92,7 @@ def report_ends(pipes: dict[int, int]) -> None:
 
 def become(request: Request) -> None:
     """Turns this process into `python -m MODULE`, and runs it."""
-    for number, descriptor in enumerate(request.standard):
+    for number, descriptor in enumerate(request.descriptors[:NUM_STANDARD]):
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.chdir(request.cwd)
@@ -102,7 +104,7 @@ def become(request: Request) -> None:
     sys.path[0] = request.cwd
     given = request.environment.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [path for path in given if path and path not in sys.path]
-    sys.argv[1:] = request.arguments
+    sys.argv[1:] = [*request.arguments, *map(str, request.descriptors[NUM_STANDARD:])]
     runpy.run_module(request.module, run_name="__main__", alter_sys=True)
 
 

@@ -160,6 +160,7 @@ def test_a_kill_between_the_last_shard_and_the_manifest_leaves_the_same_corpus(i
         assert read_tree(options.corpus) == read_tree(counted.corpus) == read_tree(make_options(inputs).corpus)
 
 
+@pytest.mark.usefixtures("started_workers")
 def test_a_killed_worker_ends_the_run_in_one_line_and_the_next_run_goes_on(inputs):
     options = make_options(inputs, out=inputs / "worker", num_workers=1)
     killed = []
@@ -181,7 +182,7 @@ def find_workers():
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
     for child in children:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-            if "tokenize_worker" in Path(f"/proc/{child}/cmdline").read_text():
+            if "tokenize_worker import main" in Path(f"/proc/{child}/cmdline").read_text():
                 yield int(child)
 
 
