@@ -8,6 +8,8 @@ turn, as in transformers.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -151,18 +153,31 @@ def open_template(tokenizer: Tokenizer, options: ChatOptions) -> ChatTemplate:
         UserError: The tokenizer has no template, or the file cannot be read.
     """
     if options.template is not None:
-        try:
-            text = options.template.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-            raise UserError(f"cannot read the chat template {options.template} ({reason}); correct its path") from None
-        return ChatTemplate(text, str(options.template), options.today)
+        return read_template(options.template, options.today)
     if tokenizer.chat_template is None:
         raise UserError(
             "the tokenizer has no chat template; give one by --chat.template FILE, or take the tokenizer of an "
             "instruction model"
         )
     return ChatTemplate(tokenizer.chat_template, "of the tokenizer", options.today)
+
+
+def read_template(path: Path, today: date | None = None) -> ChatTemplate:
+    """Returns the template in a file.
+
+    Args:
+        path: The file.
+        today: The date that the template prints if it asks for today's.
+
+    Raises:
+        UserError: The file cannot be read, or is not a template.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise UserError(f"cannot read the chat template {path} ({reason}); correct its path") from None
+    return ChatTemplate(text, str(path), today)
 
 
 def _mark(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TextIO
 
 from genesis.arguments import Parser
+from genesis.cli.chat import run_chat
 from genesis.cli.device import add_device_options, read_device
 from genesis.errors import UserError
 from genesis.generate.batch import DEFAULT_NEW_TOKENS
@@ -18,7 +19,8 @@ from genesis.tokenizer.tokenizer import Tokenizer, encode_prompt
 
 _DESCRIPTION = """Continues prompts with the model of a checkpoint, and prints tokens as they are generated. Several
 prompts are generated in one batch and printed one below the other. --prompt_ids continues token ids and prints ids,
-also for models that were trained without a tokenizer.
+also for models that were trained without a tokenizer. --chat talks to a model that has a chat template: each line of
+standard input, or each --prompt, is a turn of one conversation.
 Example: genesis generate runs/demo/run --prompt "class Stack:" --prompt "import os" --temperature 0.6"""
 
 
@@ -75,9 +77,15 @@ def main(argv: list[str]) -> int:
     device, dtype = read_device(arguments)
     if arguments.prompt and arguments.prompt_ids:
         raise UserError("--prompt and --prompt_ids exclude each other: give one of them")
+    if not arguments.chat and (arguments.system is not None or arguments.chat_template is not None):
+        raise UserError("--system and --chat_template belong to a chat: add --chat")
+    if arguments.chat and arguments.prompt_ids:
+        raise UserError("--chat takes text: give --prompt instead of --prompt_ids")
     loaded = load_decoder(arguments.checkpoint, arguments.tokenizer, device=device, dtype=dtype)
-    prompts, shown = _read_prompts(arguments, loaded)
     stop_ids = frozenset(arguments.eos_id or (() if loaded.tokenizer is None else loaded.tokenizer.stop_ids))
+    if arguments.chat:
+        return run_chat(arguments, loaded, options, stop_ids)
+    prompts, shown = _read_prompts(arguments, loaded)
     tokens = generate(loaded.decoder, prompts, options, stop_ids)
     printer = Printer(shown, None if arguments.prompt_ids else loaded.tokenizer, sys.stdout)
     for token in tokens:
@@ -118,6 +126,9 @@ def _build_parser() -> Parser:
         action="append",
         help="token that ends a text; repeatable; default: the tokenizer's stop tokens, none without a tokenizer",
     )
+    add("--chat", action="store_true", help="talk to the model by its chat template")
+    add("--system", help="system message of the chat")
+    add("--chat_template", type=Path, help="file of a Jinja chat template; default: the tokenizer's own chat template")
     add("--max-new-tokens", type=int, help=f"new tokens per prompt; default at most {DEFAULT_NEW_TOKENS}")
     add("--temperature", type=float, default=1.0, help="divisor of the logits; 0 selects the most likely token")
     add("--top-k", type=int, help="sample only from the k most likely tokens")

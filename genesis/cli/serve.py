@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 
 from genesis.arguments import Parser
+from genesis.chat.render import read_template
 from genesis.cli.device import add_device_options, read_device
 from genesis.errors import UserError
 from genesis.generate.load import Loaded, load_decoder
@@ -16,8 +17,8 @@ from genesis.serve.server import Server, bind, serve
 _TOKEN_VARIABLE = "GENESIS_TOKEN"
 _DEFAULT_PORT = 8000
 _DESCRIPTION = """Serves the checkpoints of runs, including new ones while a run trains: a web page to watch a model
-learn, and OpenAI's /v1/completions and /v1/models for any OpenAI client. By default only this machine can connect;
-other addresses require a token.
+learn, and OpenAI's /v1/completions, /v1/chat/completions and /v1/models for any OpenAI client. By default only this
+machine can connect; other addresses require a token.
 Example: genesis serve runs/demo/run"""
 
 
@@ -35,6 +36,7 @@ def main(argv: list[str]) -> int:
     )
     device, dtype = read_device(arguments)
     catalogue = Catalogue(arguments.model)
+    chat_template = None if arguments.chat_template is None else read_template(arguments.chat_template).text
 
     def load(entry: Entry) -> Loaded:
         return load_decoder(entry.path, arguments.tokenizer, device=device, dtype=dtype)
@@ -50,7 +52,9 @@ def main(argv: list[str]) -> int:
         count = len(catalogue.entries())
         line = f"{url} serves {count} model{'' if count == 1 else 's'} of {', '.join(map(str, arguments.model))}"
         ended_by = serve(
-            lambda: Server(catalogue, load, guard, limits), sock, lambda: print(f"{line}; Ctrl-C stops", flush=True)
+            lambda: Server(catalogue, load, guard, limits, chat_template),
+            sock,
+            lambda: print(f"{line}; Ctrl-C stops", flush=True),
         )
     if ended_by == signal.SIGINT:
         raise KeyboardInterrupt
@@ -96,4 +100,5 @@ def _build_parser() -> Parser:
         help="time after which a stream is closed if its client does not read",
     )
     add("--tokenizer", type=Path, help="tokenizer file or directory; default: the checkpoint's own tokenizer")
+    add("--chat_template", type=Path, help="file of a Jinja chat template; default: the tokenizer's own chat template")
     return parser

@@ -13,16 +13,18 @@ from typing import Any, NamedTuple, Self
 from genesis.errors import UserError
 from genesis.generate.batch import NewToken, Request
 from genesis.generate.ids import write_ids
-from genesis.serve.choice import Choice, FinishReason, Shown
+from genesis.serve.choice import Choice, Shown
+from genesis.serve.conversation import encode_conversation
 from genesis.serve.errors import ApiError
-from genesis.serve.request import DEFAULT_NEW_TOKENS, CompletionRequest
+from genesis.serve.form import ChatForm, Form, Part, TextForm
+from genesis.serve.request import DEFAULT_NEW_TOKENS, ChatPrompt, CompletionRequest, Prompt
 from genesis.serve.worker import Facts, Ticket, Worker
 from genesis.tokenizer.tokenizer import encode_prompt
 
 _END = b"data: [DONE]\n\n"
 
 
-class Prompt(NamedTuple):
+class EncodedPrompt(NamedTuple):
     """A prompt as tokens and as text, and how many new tokens may follow."""
 
     ids: tuple[int, ...]
@@ -30,28 +32,30 @@ class Prompt(NamedTuple):
     max_new_tokens: int
 
 
-class _Part(NamedTuple):
-    """The new part of one generated text since the last event."""
-
-    choice: int
-    shown: Shown
-    finish_reason: FinishReason | None
-
-
-def encode_prompts(asked: CompletionRequest, facts: Facts) -> list[Prompt]:
+def encode_prompts(asked: CompletionRequest, facts: Facts, chat_template: str | None = None) -> list[EncodedPrompt]:
     """Returns the prompts as tokens: a text gets a bos token in front, a list of tokens stays as it is.
+
+    Args:
+        asked: The request.
+        facts: The facts about the model.
+        chat_template: A chat template that replaces the model's own; None for that one.
 
     Raises:
         ApiError: A prompt does not fit the model's context, or holds a token that the model does not have.
     """
     if facts.tokenizer is None and asked.stop:
         raise ApiError("stop is not supported by this model, which has no tokenizer: remove stop", param="stop")
-    return [_encode(prompt, asked.max_new_tokens, facts) for prompt in asked.prompts]
+    return [_encode(prompt, asked, facts, chat_template) for prompt in asked.prompts]
 
 
-def _encode(prompt: str | tuple[int, ...], max_new_tokens: int | None, facts: Facts) -> Prompt:
-    context = facts.max_seq_len
-    ids, text = _encode_text(prompt, facts) if isinstance(prompt, str) else (prompt, _decode_ids(prompt, facts))
+def _encode(prompt: Prompt, asked: CompletionRequest, facts: Facts, chat_template: str | None) -> EncodedPrompt:
+    context, max_new_tokens = facts.max_seq_len, asked.max_new_tokens
+    if isinstance(prompt, ChatPrompt):
+        ids, text = encode_conversation(prompt, facts.tokenizer, chat_template), ""
+    elif isinstance(prompt, str):
+        ids, text = _encode_text(prompt, facts)
+    else:
+        ids, text = prompt, _decode_ids(prompt, facts)
     room = context - len(ids)
     if room < 1:
         raise _too_long(f"has {len(ids):,} tokens", context)
@@ -62,7 +66,8 @@ def _encode(prompt: str | tuple[int, ...], max_new_tokens: int | None, facts: Fa
             param="max_tokens",
             code="context_length_exceeded",
         )
-    return Prompt(ids, text, max_new_tokens or min(DEFAULT_NEW_TOKENS, room))
+    # OpenAI's defaults: a completion has 16 tokens, a turn of a chat ends where the model ends it.
+    return EncodedPrompt(ids, text, max_new_tokens or (room if asked.is_chat else min(DEFAULT_NEW_TOKENS, room)))
 
 
 def _encode_text(text: str, facts: Facts) -> tuple[tuple[int, ...], str]:
@@ -117,7 +122,7 @@ class Completion:
     """
 
     def __init__(
-        self, asked: CompletionRequest, model: str, worker: Worker, facts: Facts, prompts: Sequence[Prompt]
+        self, asked: CompletionRequest, model: str, worker: Worker, facts: Facts, prompts: Sequence[EncodedPrompt]
     ) -> None:
         self._asked, self._worker, self._prompts = asked, worker, prompts
         texts = [prompt for prompt in prompts for _ in range(asked.num_choices)]
@@ -134,9 +139,14 @@ class Completion:
             )
             for index, prompt in enumerate(texts)
         ]
+        self._form: Form = (
+            ChatForm(asked.num_top_logprobs)
+            if asked.is_chat
+            else TextForm(has_log_probs=asked.num_top_logprobs is not None)
+        )
         self._head = {
-            "id": f"cmpl-{secrets.token_hex(12)}",
-            "object": "text_completion",
+            "id": f"{self._form.id_prefix}-{secrets.token_hex(12)}",
+            "object": self._form.kind(is_stream=asked.is_stream),
             "created": int(time.time()),
             "model": model,
         }
@@ -157,21 +167,21 @@ class Completion:
 
     async def collect(self) -> dict[str, Any]:
         """Returns the response once all texts have ended."""
-        parts: list[list[_Part]] = [[] for _ in self._choices]
+        parts: list[list[Part]] = [[] for _ in self._choices]
         async for part in self._parts():
             parts[part.choice].append(part)
-        choices = [self._describe(_join(of_one), echo) for of_one, echo in zip(parts, self._echoes, strict=True)]
+        choices = [self._form.whole(_join(of_one), echo) for of_one, echo in zip(parts, self._echoes, strict=True)]
         return {**self._head, "choices": choices, "usage": self._usage()}
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yields the response in parts, as server-sent events."""
         usage = {"usage": None} if self._asked.has_usage else {}
         for index, echo in enumerate(self._echoes):
-            if echo:
-                part = _Part(index, Shown("", []), None)
-                yield _event({**self._head, **usage, "choices": [self._describe(part, echo)]})
+            opening = self._form.opening(index, echo)
+            if opening is not None:
+                yield _event({**self._head, **usage, "choices": [opening]})
         async for part in self._parts():
-            yield _event({**self._head, **usage, "choices": [self._describe(part)]})
+            yield _event({**self._head, **usage, "choices": [self._form.piece(part)]})
         if self._asked.has_usage:
             yield _event({**self._head, "choices": [], "usage": self._usage()})
         yield _END
@@ -179,13 +189,13 @@ class Completion:
     def _receive(self, index: int, result: NewToken | UserError) -> None:
         self._results.put_nowait((index, result))
 
-    async def _parts(self) -> AsyncIterator[_Part]:
+    async def _parts(self) -> AsyncIterator[Part]:
         """Yields the new part of each text; several tokens that have arrived together become one part."""
         while any(choice.finish_reason is None for choice in self._choices):
             results = [await self._results.get()]
             while not self._results.empty():
                 results.append(self._results.get_nowait())
-            by_index: dict[int, list[_Part]] = {}
+            by_index: dict[int, list[Part]] = {}
             for index, result in results:
                 if isinstance(result, UserError):
                     raise result
@@ -196,21 +206,12 @@ class Completion:
                 if part.shown.tokens or part.finish_reason:
                     yield part
 
-    def _feed(self, index: int, token: NewToken) -> _Part:
+    def _feed(self, index: int, token: NewToken) -> Part:
         choice = self._choices[index]
         shown = choice.feed(token)
         if choice.finish_reason is not None and not token.is_last:
             self._worker.cancel(self._tickets[index])
-        return _Part(index, shown, choice.finish_reason)
-
-    def _describe(self, part: _Part, echo: str = "") -> dict[str, Any]:
-        has_log_probs = self._asked.num_top_logprobs is not None
-        return {
-            "index": part.choice,
-            "text": echo + part.shown.text,
-            "logprobs": part.shown.log_probs() if has_log_probs else None,
-            "finish_reason": part.finish_reason,
-        }
+        return Part(index, shown, choice.finish_reason)
 
     def _usage(self) -> dict[str, int]:
         num_prompt = sum(len(prompt.ids) for prompt in self._prompts)
@@ -223,10 +224,10 @@ def error_event(error: ApiError) -> bytes:
     return _event(error.body())
 
 
-def _join(parts: Sequence[_Part]) -> _Part:
+def _join(parts: Sequence[Part]) -> Part:
     text = "".join(part.shown.text for part in parts)
     tokens = [token for part in parts for token in part.shown.tokens]
-    return _Part(parts[-1].choice, Shown(text, tokens), parts[-1].finish_reason)
+    return Part(parts[-1].choice, Shown(text, tokens), parts[-1].finish_reason)
 
 
 def _event(content: dict[str, Any]) -> bytes:

@@ -1,14 +1,12 @@
-"""Parses the body of `POST /v1/completions` strictly: unknown, invalid and unsupported fields are refused by name."""
+"""Parses the bodies of `POST /v1/completions` and `/v1/chat/completions` strictly."""
 
-import difflib
 import json
-import math
-from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from genesis.generate.sample import SamplingOptions
-from genesis.serve.errors import ApiError
+from genesis.serve.fields import Fields, FieldTable, parse_object, refuse, show
 
 DEFAULT_NEW_TOKENS = 16
 """The default of OpenAI's API."""
@@ -18,30 +16,60 @@ _MAX_STOP_CHARS = 1000
 _LARGEST_COUNT = 2**31 - 1
 _SMALLEST_POSITIVE = 1e-6
 """In float32 a smaller number becomes zero or has no reciprocal."""
-_IGNORED = ("user",)
-_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "suffix": (None, ""),
-    "logit_bias": (None, {}),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-}
-"""Unsupported fields of OpenAI's API, with the values that have no effect."""
-_FIELDS = (
+_COMMON_FIELDS = (
     "model",
-    "prompt",
     "max_tokens",
     "temperature",
     "top_p",
     "top_k",
     "n",
-    "best_of",
     "stop",
     "seed",
-    "logprobs",
-    "echo",
     "stream",
     "stream_options",
 )
+_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "logit_bias": (None, {}),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+}
+_COMPLETION = FieldTable(
+    '{"model": ..., "prompt": ...}',
+    (*_COMMON_FIELDS, "prompt", "best_of", "logprobs", "echo"),
+    ignored=("user",),
+    not_supported={"suffix": (None, ""), **_NOT_SUPPORTED},
+)
+_CHAT = FieldTable(
+    '{"model": ..., "messages": [{"role": "user", "content": ...}]}',
+    (*_COMMON_FIELDS, "messages", "tools", "max_completion_tokens", "logprobs", "top_logprobs", "chat_template_kwargs"),
+    ignored=("user", "metadata", "store", "parallel_tool_calls"),
+    not_supported={
+        "tool_choice": (None, "auto"),
+        "response_format": (None, {"type": "text"}),
+        "modalities": (None, ["text"]),
+        "functions": (None, []),
+        "function_call": (None, "none"),
+        **_NOT_SUPPORTED,
+    },
+)
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation whose next turn the model writes.
+
+    Attributes:
+        messages: The messages, as the client gave them.
+        tools: The definitions of the tools; None for none.
+        variables: Further variables of the chat template.
+    """
+
+    messages: tuple[Mapping[str, Any], ...]
+    tools: tuple[Mapping[str, Any], ...] | None
+    variables: Mapping[str, Any]
+
+
+Prompt = str | tuple[int, ...] | ChatPrompt
 
 
 @dataclass(frozen=True)
@@ -50,7 +78,7 @@ class CompletionRequest:
 
     Attributes:
         model: The id, as the client gave it.
-        prompts: Texts, or lists of tokens.
+        prompts: Texts, lists of tokens, or one conversation.
         max_new_tokens: New tokens per choice; None for the server's default.
         num_choices: Choices per prompt.
         stop: Texts that end a choice; they are not part of it.
@@ -62,7 +90,7 @@ class CompletionRequest:
     """
 
     model: str
-    prompts: tuple[str | tuple[int, ...], ...]
+    prompts: tuple[Prompt, ...]
     max_new_tokens: int | None
     sampling: SamplingOptions
     num_choices: int
@@ -72,6 +100,11 @@ class CompletionRequest:
     has_echo: bool
     is_stream: bool
     has_usage: bool
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the request is a conversation."""
+        return isinstance(self.prompts[0], ChatPrompt)
 
     @property
     def num_texts(self) -> int:
@@ -89,17 +122,13 @@ def parse_completion(body: bytes, max_texts: int) -> CompletionRequest:
     Raises:
             ApiError: The body is not JSON, or a field is unknown, of a wrong type, out of range or not supported.
     """
-    fields = _Fields(_parse_json(body))
+    fields = parse_object(body, _COMPLETION)
     is_stream = fields.flag("stream")
     request = CompletionRequest(
         model=fields.required_text("model"),
         prompts=_read_prompts(fields),
         max_new_tokens=fields.integer("max_tokens", 1, _LARGEST_COUNT),
-        sampling=SamplingOptions(
-            temperature=_read_temperature(fields),
-            top_k=fields.integer("top_k", 1, _LARGEST_COUNT),
-            top_p=fields.number("top_p", _SMALLEST_POSITIVE, 1.0, default=1.0),
-        ),
+        sampling=_read_sampling(fields),
         num_choices=fields.integer("n", 1, max_texts) or 1,
         stop=_read_stop(fields),
         seed=fields.integer("seed", -(2**63), 2**63 - 1),
@@ -110,136 +139,115 @@ def parse_completion(body: bytes, max_texts: int) -> CompletionRequest:
     )
     best_of = fields.integer("best_of", 1, _LARGEST_COUNT)
     if best_of not in (None, request.num_choices):
-        _refuse("best_of", f"is {best_of} but n is {request.num_choices}: remove best_of, or set it to n")
+        refuse("best_of", f"is {best_of} but n is {request.num_choices}: remove best_of, or set it to n")
     if request.has_echo and request.num_top_logprobs is not None:
-        _refuse("echo", "with logprobs is not supported, the prompt's tokens have no probabilities: remove one of them")
+        refuse("echo", "with logprobs is not supported, the prompt's tokens have no probabilities: remove one of them")
     if request.num_texts > max_texts:
-        _refuse(
+        refuse(
             "prompt",
             f"has {len(request.prompts)} texts with n {request.num_choices}: a request may have {max_texts} in total",
         )
     return request
 
 
-def _parse_json(body: bytes) -> dict[str, Any]:
-    try:
-        content = json.loads(body, parse_constant=_refuse_constant, object_pairs_hook=_unique)
-    except ApiError:
-        raise
-    except RecursionError:
-        raise ApiError("the body is nested too deeply") from None
-    except ValueError as error:
-        raise ApiError(f"the body is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ApiError('the body is not a JSON object: {"model": ..., "prompt": ...}')
-    for name in content:
-        if name not in (*_FIELDS, *_IGNORED, *_NOT_SUPPORTED):
-            near = difflib.get_close_matches(name[:100], _FIELDS, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ApiError(f"unknown field {_show(name)}{hint}", param=name[:100], code="unknown_field")
-    for name, values in _NOT_SUPPORTED.items():
-        if not any(content.get(name) == value and not isinstance(content.get(name), bool) for value in values):
-            _refuse(name, "is not supported: remove it")
-    return content
+def parse_chat(body: bytes, max_texts: int) -> CompletionRequest:
+    """Returns the request in the body of `POST /v1/chat/completions`.
+
+    Args:
+        body: JSON.
+        max_texts: The largest allowed number of choices.
+
+    Raises:
+        ApiError: The body is not JSON, or a field is unknown, of a wrong type, out of range or not supported.
+    """
+    fields = parse_object(body, _CHAT)
+    is_stream = fields.flag("stream")
+    limits = [fields.integer(name, 1, _LARGEST_COUNT) for name in ("max_completion_tokens", "max_tokens")]
+    if None not in limits and limits[0] != limits[1]:
+        refuse("max_tokens", f"is {limits[1]} but max_completion_tokens is {limits[0]}: remove max_tokens")
+    has_log_probs = fields.flag("logprobs")
+    num_top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
+    if num_top is not None and not has_log_probs:
+        refuse("top_logprobs", "requires logprobs: set logprobs to true, or remove top_logprobs")
+    return CompletionRequest(
+        model=fields.required_text("model"),
+        prompts=(ChatPrompt(_read_messages(fields), _read_tools(fields), _read_variables(fields)),),
+        max_new_tokens=limits[0] or limits[1],
+        sampling=_read_sampling(fields),
+        num_choices=fields.integer("n", 1, max_texts) or 1,
+        stop=_read_stop(fields),
+        seed=fields.integer("seed", -(2**63), 2**63 - 1),
+        num_top_logprobs=(num_top or 0) if has_log_probs else None,
+        has_echo=False,
+        is_stream=is_stream,
+        has_usage=_read_has_usage(fields, is_stream=is_stream),
+    )
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ApiError(f"the body contains {name}, which is not JSON")
+def _read_messages(fields: Fields) -> tuple[Mapping[str, Any], ...]:
+    value = fields.value("messages")
+    if value is None:
+        refuse("messages", "is missing")
+    if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
+        refuse("messages", f"is {show(value)}: it must be a list of messages, each an object with role and content")
+    if not _is_unicode(json.dumps(value, ensure_ascii=False)):
+        refuse("messages", "contains a lone surrogate, which is not a character")
+    return tuple(value)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        twice = next(name for name, number in Counter(name for name, _ in pairs).items() if number > 1)
-        raise ApiError(f"the body has the field {_show(twice)} twice", param=twice[:100])
-    return content
+def _read_tools(fields: Fields) -> tuple[Mapping[str, Any], ...] | None:
+    value = fields.value("tools")
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        refuse("tools", f"is {show(value)}: it must be a list of definitions of functions")
+    return tuple(value)
 
 
-def _refuse(param: str, problem: str) -> NoReturn:
-    raise ApiError(f"{param} {problem}", param=param)
+def _read_variables(fields: Fields) -> Mapping[str, Any]:
+    value = fields.value("chat_template_kwargs")
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        refuse("chat_template_kwargs", f"is {show(value)}: it must be an object")
+    return value
 
 
-def _show(value: Any) -> str:
-    """Returns a value for a message, shortened, in one line."""
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:60] + "..."
+def _read_sampling(fields: Fields) -> SamplingOptions:
+    return SamplingOptions(
+        temperature=_read_temperature(fields),
+        top_k=fields.integer("top_k", 1, _LARGEST_COUNT),
+        top_p=fields.number("top_p", _SMALLEST_POSITIVE, 1.0, default=1.0),
+    )
 
 
-class _Fields:
-    """Reads the fields of a request by type; null means that a field is not given."""
-
-    def __init__(self, content: dict[str, Any]) -> None:
-        self._content = content
-
-    def value(self, name: str) -> Any:
-        return self._content.get(name)
-
-    def required_text(self, name: str) -> str:
-        value = self.value(name)
-        if value is None:
-            _refuse(name, "is missing")
-        if not isinstance(value, str):
-            _refuse(name, f"is {_show(value)}: it must be a string")
-        return value
-
-    def flag(self, name: str) -> bool:
-        value = self.value(name)
-        if value is not None and not isinstance(value, bool):
-            _refuse(name, f"is {_show(value)}: it must be true or false")
-        return bool(value)
-
-    def integer(self, name: str, low: int, high: int) -> int | None:
-        value = self.value(name)
-        if value is None:
-            return None
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            _refuse(name, f"is {_show(value)}: it must be an integer from {low} to {high}")
-        return value
-
-    def number(self, name: str, low: float, high: float, default: float) -> float:
-        value = self.value(name)
-        if value is None:
-            return default
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(_to_float(value)) or not low <= value <= high:
-            _refuse(name, f"is {_show(value)}: it must be a number from {low:g} to {high:g}")
-        return float(value)
-
-
-def _to_float(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
-
-
-def _read_temperature(fields: _Fields) -> float:
+def _read_temperature(fields: Fields) -> float:
     temperature = fields.number("temperature", 0.0, 2.0, default=1.0)
     if 0.0 < temperature < _SMALLEST_POSITIVE:
-        _refuse("temperature", f"is {temperature}: it must be 0 or from {_SMALLEST_POSITIVE:g} to 2")
+        refuse("temperature", f"is {temperature}: it must be 0 or from {_SMALLEST_POSITIVE:g} to 2")
     return temperature
 
 
-def _read_prompts(fields: _Fields) -> tuple[str | tuple[int, ...], ...]:
+def _read_prompts(fields: Fields) -> tuple[Prompt, ...]:
     value = fields.value("prompt")
     if value is None:
-        _refuse("prompt", "is missing")
+        refuse("prompt", "is missing")
     if isinstance(value, str) or (isinstance(value, list) and value and _is_token(value[0])):
         value = [value]
     if not isinstance(value, list) or not value:
-        _refuse("prompt", f"is {_show(value)}: it must be a string, a list of tokens, or a list of those")
+        refuse("prompt", f"is {show(value)}: it must be a string, a list of tokens, or a list of those")
     return tuple(_read_prompt(prompt) for prompt in value)
 
 
 def _read_prompt(prompt: Any) -> str | tuple[int, ...]:
     if isinstance(prompt, str):
         if not _is_unicode(prompt):
-            _refuse("prompt", "contains a lone surrogate, which is not a character")
+            refuse("prompt", "contains a lone surrogate, which is not a character")
         return prompt
     if not isinstance(prompt, list) or not all(_is_token(token) for token in prompt):
-        _refuse("prompt", f"contains {_show(prompt)}: each prompt must be a string or a list of tokens")
+        refuse("prompt", f"contains {show(prompt)}: each prompt must be a string or a list of tokens")
     if not prompt:
-        _refuse("prompt", "contains an empty list: give at least one token")
+        refuse("prompt", "contains an empty list: give at least one token")
     return tuple(prompt)
 
 
@@ -251,28 +259,28 @@ def _is_unicode(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def _read_stop(fields: _Fields) -> tuple[str, ...]:
+def _read_stop(fields: Fields) -> tuple[str, ...]:
     value = fields.value("stop")
     texts = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or len(texts) > _MAX_STOPS or not all(isinstance(text, str) for text in texts):
-        _refuse("stop", f"is {_show(value)}: it must be a string or a list of at most {_MAX_STOPS} strings")
+        refuse("stop", f"is {show(value)}: it must be a string or a list of at most {_MAX_STOPS} strings")
     if any(not 0 < len(text) <= _MAX_STOP_CHARS for text in texts):
-        _refuse("stop", f"contains a text that is empty or longer than {_MAX_STOP_CHARS} characters")
+        refuse("stop", f"contains a text that is empty or longer than {_MAX_STOP_CHARS} characters")
     return tuple(texts)
 
 
-def _read_has_usage(fields: _Fields, *, is_stream: bool) -> bool:
+def _read_has_usage(fields: Fields, *, is_stream: bool) -> bool:
     options = fields.value("stream_options")
     if options is None:
         return False
     if not is_stream:
-        _refuse("stream_options", "requires stream: remove stream_options, or set stream to true")
+        refuse("stream_options", "requires stream: remove stream_options, or set stream to true")
     if not isinstance(options, dict):
-        _refuse("stream_options", f"is {_show(options)}: it must be an object")
+        refuse("stream_options", f"is {show(options)}: it must be an object")
     unknown = next((name for name in options if name != "include_usage"), None)
     if unknown is not None:
-        _refuse("stream_options", f"has the unknown field {_show(unknown)}: only include_usage is supported")
+        refuse("stream_options", f"has the unknown field {show(unknown)}: only include_usage is supported")
     value = options.get("include_usage")
     if value is not None and not isinstance(value, bool):
-        _refuse("stream_options", f"has include_usage {_show(value)}: include_usage must be true or false")
+        refuse("stream_options", f"has include_usage {show(value)}: include_usage must be true or false")
     return bool(value)

@@ -1,4 +1,4 @@
-"""The HTTP server: OpenAI's `/v1/completions` and `/v1/models` for a catalogue, and the web page that uses them."""
+"""The HTTP server: OpenAI's completions, chat completions and models for a catalogue, and the page that uses them."""
 
 import asyncio
 import errno
@@ -21,7 +21,7 @@ from genesis.serve.completion import Completion, encode_prompts, error_event
 from genesis.serve.errors import ApiError, as_api_error
 from genesis.serve.guard import Guard
 from genesis.serve.pool import Limits, ModelPool
-from genesis.serve.request import CompletionRequest, parse_completion
+from genesis.serve.request import CompletionRequest, parse_chat, parse_completion
 
 MAX_BODY_BYTES: Final = 4 * 2**20
 _SEND_BUFFER_BYTES: Final = 2**16
@@ -31,6 +31,7 @@ _KEEPALIVE_SECONDS: Final = 75.0
 _BACKLOG: Final = 512
 _TYPES: Final = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
+_Parse = Callable[[bytes, int], CompletionRequest]
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _log = logging.getLogger(__name__)
 
@@ -43,10 +44,19 @@ class Server:
         load: Loads one of these models; called in a thread.
         guard: The access rule.
         limits: The capacity limits.
+        chat_template: A chat template that replaces those of the models; None for their own.
     """
 
-    def __init__(self, catalogue: Catalogue, load: Callable[[Entry], Loaded], guard: Guard, limits: Limits) -> None:
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        load: Callable[[Entry], Loaded],
+        guard: Guard,
+        limits: Limits,
+        chat_template: str | None = None,
+    ) -> None:
         self._catalogue, self._guard, self._limits = catalogue, guard, limits
+        self._chat_template = chat_template
         self.pool = ModelPool(load, limits)
         self._page = _read_page()
 
@@ -62,7 +72,8 @@ class Server:
                 web.get("/api/status", self._show_status),
                 web.get("/v1/models", self._list_models),
                 web.get("/v1/models/{model:.+}", self._show_model),
-                web.post("/v1/completions", self._complete),
+                web.post("/v1/completions", partial(self._complete, parse=parse_completion)),
+                web.post("/v1/chat/completions", partial(self._complete, parse=parse_chat)),
             ]
         )
         return app
@@ -122,22 +133,22 @@ class Server:
         name = request.match_info["model"]
         return web.json_response(_describe_model(name, await asyncio.to_thread(self._catalogue.find, name)))
 
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
+    async def _complete(self, request: web.Request, parse: _Parse) -> web.StreamResponse:
         deadline = asyncio.get_running_loop().time() + self._limits.max_request_seconds
         async with AsyncExitStack() as stack:
             async with asyncio.timeout_at(deadline):
-                asked = await self._read(request)
+                asked = parse(await self._read(request), self._limits.max_concurrent)
                 entry = await asyncio.to_thread(self._catalogue.find, asked.model)
                 worker = await stack.enter_async_context(self.pool.lend(entry, asked.num_texts))
                 facts = worker.loaded.result()
-                prompts = await asyncio.to_thread(encode_prompts, asked, facts)
+                prompts = await asyncio.to_thread(encode_prompts, asked, facts, self._chat_template)
             completion = stack.enter_context(Completion(asked, entry.id, worker, facts, prompts))
             if asked.is_stream:
                 return await self._stream(request, completion, deadline)
             async with asyncio.timeout_at(deadline):
                 return web.json_response(await completion.collect())
 
-    async def _read(self, request: web.Request) -> CompletionRequest:
+    async def _read(self, request: web.Request) -> bytes:
         if request.content_type != "application/json":
             raise ApiError(
                 f"the body has type {request.content_type[:100]!r}: send 'Content-Type: application/json'", status=415
@@ -145,10 +156,9 @@ class Server:
         if request.headers.get("Content-Encoding", "identity") != "identity":
             raise ApiError("the body has a Content-Encoding: send the body without one", status=415)
         try:
-            body = await request.read()
+            return await request.read()
         except web.RequestPayloadError:
             raise ApiError("the body is incomplete: the client closed it too early") from None
-        return parse_completion(body, self._limits.max_concurrent)
 
     async def _stream(self, request: web.Request, completion: Completion, deadline: float) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})

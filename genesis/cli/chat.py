@@ -1,0 +1,100 @@
+"""The chat of `genesis generate --chat`: turns of the user from standard input or `--prompt`, answers as they come."""
+
+import datetime
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from typing import Any, TextIO
+
+from genesis.chat.options import ChatOptions
+from genesis.chat.render import ChatRenderer, open_renderer
+from genesis.generate.ids import build_writer
+from genesis.generate.load import Loaded
+from genesis.generate.stream import GenerateOptions, generate
+
+
+class Chat:
+    """A conversation with a model.
+
+    Args:
+        loaded: The model.
+        renderer: Turns the conversation into the model's prompt.
+        options: How answers are generated.
+        stop_ids: The tokens that end an answer.
+        system: The system message; None for none.
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        renderer: ChatRenderer,
+        options: GenerateOptions,
+        stop_ids: frozenset[int],
+        system: str | None = None,
+    ) -> None:
+        self._loaded, self._renderer, self._options, self._stop_ids = loaded, renderer, options, stop_ids
+        self.messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+
+    def answer(self, text: str) -> Iterator[str]:
+        """Adds the user's turn, yields the answer piece by piece, and then adds it to the conversation.
+
+        Raises:
+            UserError: The template refuses the conversation, or it does not fit the model's context.
+        """
+        messages = [*self.messages, {"role": "user", "content": text}]
+        prompt = self._renderer.render_prompt(messages)
+        tokenizer = self._loaded.text_tokenizer
+        writer = build_writer(tokenizer)
+        pieces = []
+        for token in generate(self._loaded.decoder, [prompt], self._options, self._stop_ids):
+            # The token that ends the turn belongs to the template, which writes it again in the next prompt.
+            is_text = token.id < tokenizer.vocab_size and token.id not in self._stop_ids
+            piece = (writer.feed(token.id) if is_text else "") + (writer.flush() if token.is_last else "")
+            pieces.append(piece)
+            yield piece
+        self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
+
+
+def run_chat(arguments: Namespace, loaded: Loaded, options: GenerateOptions, stop_ids: frozenset[int]) -> int:
+    """Runs a chat in the terminal and returns the exit status.
+
+    Raises:
+        UserError: The model has no chat template, or a turn cannot be answered.
+    """
+    # A template that prints the date gets today's, as it would anywhere else.
+    today = datetime.date.today().isoformat()
+    chat_options = ChatOptions(template=arguments.chat_template, date=today)
+    renderer = open_renderer(loaded.text_tokenizer, chat_options, is_training=False)
+    chat = Chat(loaded, renderer, options, stop_ids, arguments.system)
+    for text in _read_turns(arguments.prompt, sys.stdin, sys.stdout):
+        for piece in chat.answer(text):
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+        sys.stdout.write("\n")
+    return 0
+
+
+def _read_turns(given: Sequence[str] | None, source: TextIO, out: TextIO) -> Iterator[str]:
+    """Yields the user's turns: those of `--prompt`, or each line of standard input that is not blank."""
+    if given is not None:
+        for text in given:
+            out.write(f"> {text}\n")
+            yield text
+        return
+    is_terminal = source.isatty()
+    if is_terminal:
+        out.write("Each line is a turn; Ctrl-D ends the chat.\n")
+    while True:
+        if is_terminal:
+            out.write("> ")
+        out.flush()
+        line = source.readline()
+        if not line:
+            break
+        text = line.strip()
+        if text:
+            if not is_terminal:
+                out.write(f"> {text}\n")
+            yield text
+    if is_terminal:
+        out.write("\n")

@@ -1,0 +1,53 @@
+"""Turns a client's conversation into the ids after which the model writes the next turn."""
+
+import datetime
+from functools import lru_cache
+
+from genesis.chat.options import ChatOptions
+from genesis.chat.render import ChatRenderer
+from genesis.chat.template import ChatTemplate, ConversationError
+from genesis.errors import UserError
+from genesis.serve.errors import ApiError
+from genesis.serve.request import ChatPrompt
+from genesis.tokenizer.tokenizer import Tokenizer
+
+
+def encode_conversation(prompt: ChatPrompt, tokenizer: Tokenizer | None, template: str | None) -> tuple[int, ...]:
+    """Returns the ids of a conversation and of the beginning of the assistant's turn.
+
+    Args:
+        prompt: The conversation.
+        tokenizer: The model's; None if it has none.
+        template: A chat template that replaces the tokenizer's own; None for that one.
+
+    Raises:
+        ApiError: The model has no chat template, or it refuses the conversation.
+    """
+    if tokenizer is None:
+        raise ApiError(
+            "this model has no tokenizer, so that it has no chat: send token ids to /v1/completions",
+            param="model",
+            code="no_tokenizer",
+        )
+    text = tokenizer.chat_template if template is None else template
+    if text is None:
+        raise ApiError(
+            "this model has no chat template: send a text to /v1/completions, or start the server with "
+            "--chat_template FILE",
+            param="model",
+            code="no_chat_template",
+        )
+    try:
+        options = ChatOptions(variables=dict(prompt.variables))  # refuses names that mean something else
+        renderer = ChatRenderer(tokenizer, _compile(text, datetime.date.today()), options.variables)
+        ids = renderer.render_prompt(prompt.messages, prompt.tools)
+    except ConversationError as error:
+        raise ApiError(str(error), param="messages", code="invalid_conversation") from None
+    except UserError as error:
+        raise ApiError(str(error), param="chat_template_kwargs" if prompt.variables else "messages") from None
+    return tuple(ids)
+
+
+@lru_cache(maxsize=16)
+def _compile(text: str, today: datetime.date) -> ChatTemplate:
+    return ChatTemplate(text, "of the model", today)

@@ -1,0 +1,115 @@
+"""The two forms of a response: a text completion, and a turn of a chat."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+from genesis.serve.choice import FinishReason, Shown, ShownToken
+
+
+class Part(NamedTuple):
+    """The new part of one generated text since the last event."""
+
+    choice: int
+    shown: Shown
+    finish_reason: FinishReason | None
+
+
+class Form(Protocol):
+    """Describes generated text in the way that a route of OpenAI's API does."""
+
+    id_prefix: str
+
+    def kind(self, *, is_stream: bool) -> str:
+        """Returns the value of `object`."""
+
+    def opening(self, choice: int, echo: str) -> dict[str, Any] | None:
+        """Returns the choice in a stream's first event, before any text; None if there is no such event."""
+
+    def piece(self, part: Part) -> dict[str, Any]:
+        """Returns the choice in an event of a stream."""
+
+    def whole(self, part: Part, echo: str) -> dict[str, Any]:
+        """Returns the choice in a response that is not a stream."""
+
+
+class TextForm:
+    """`/v1/completions`.
+
+    Args:
+        has_log_probs: Whether tokens come with their log-probabilities.
+    """
+
+    id_prefix = "cmpl"
+
+    def __init__(self, *, has_log_probs: bool) -> None:
+        self._has_log_probs = has_log_probs
+
+    def kind(self, *, is_stream: bool) -> str:
+        """Returns the same for streams and whole responses."""
+        return "text_completion"
+
+    def opening(self, choice: int, echo: str) -> dict[str, Any] | None:
+        """Returns the prompt, if it is to be repeated."""
+        return self.whole(Part(choice, Shown("", []), None), echo) if echo else None
+
+    def piece(self, part: Part) -> dict[str, Any]:
+        """Returns the new text."""
+        return self.whole(part, "")
+
+    def whole(self, part: Part, echo: str) -> dict[str, Any]:
+        """Returns the text, after the prompt if that is to be repeated."""
+        return {
+            "index": part.choice,
+            "text": echo + part.shown.text,
+            "logprobs": part.shown.log_probs() if self._has_log_probs else None,
+            "finish_reason": part.finish_reason,
+        }
+
+
+class ChatForm:
+    """`/v1/chat/completions`: text of the assistant, in which a tool's call stands as the model writes it.
+
+    Args:
+        num_top_logprobs: How many alternatives each token comes with; None for tokens without log-probabilities.
+    """
+
+    id_prefix = "chatcmpl"
+
+    def __init__(self, num_top_logprobs: int | None) -> None:
+        self._num_top_logprobs = num_top_logprobs
+
+    def kind(self, *, is_stream: bool) -> str:
+        """Returns another value for the events of a stream."""
+        return "chat.completion.chunk" if is_stream else "chat.completion"
+
+    def opening(self, choice: int, echo: str) -> dict[str, Any] | None:
+        """Returns the role, without text."""
+        return self._describe(Part(choice, Shown("", []), None), "delta", {"role": "assistant", "content": ""})
+
+    def piece(self, part: Part) -> dict[str, Any]:
+        """Returns the new text."""
+        return self._describe(part, "delta", {"content": part.shown.text} if part.shown.text else {})
+
+    def whole(self, part: Part, echo: str) -> dict[str, Any]:
+        """Returns the message."""
+        return self._describe(part, "message", {"role": "assistant", "content": part.shown.text, "refusal": None})
+
+    def _describe(self, part: Part, key: Literal["delta", "message"], content: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "index": part.choice,
+            key: content,
+            "logprobs": None if self._num_top_logprobs is None else {"content": self._log_probs(part.shown.tokens)},
+            "finish_reason": part.finish_reason,
+        }
+
+    def _log_probs(self, tokens: Sequence[ShownToken]) -> list[dict[str, Any]]:
+        found = []
+        for token in tokens:
+            top = sorted(token.top_logprobs.items(), key=lambda item: -item[1])[: self._num_top_logprobs]
+            alternatives = [_describe_token(name, log_prob) for name, log_prob in top]
+            found.append({**_describe_token(token.name, token.log_prob), "top_logprobs": alternatives})
+        return found
+
+
+def _describe_token(name: str, log_prob: float) -> dict[str, Any]:
+    return {"token": name, "logprob": log_prob, "bytes": list(name.encode("utf-8", "replace"))}

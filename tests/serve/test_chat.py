@@ -1,0 +1,199 @@
+"""`/v1/chat/completions`: the model's own template, OpenAI's client, and what is refused."""
+
+import asyncio
+import dataclasses
+import io
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from genesis.chat.options import ChatOptions
+from genesis.chat.render import open_renderer
+from genesis.cli.chat import Chat, run_chat
+from genesis.errors import UserError
+from genesis.generate.load import Loaded, load_decoder
+from genesis.generate.sample import SamplingOptions
+from genesis.generate.stream import GenerateOptions, generate
+from genesis.serve.catalogue import Catalogue
+from genesis.serve.errors import ApiError
+from genesis.serve.guard import Guard
+from genesis.serve.pool import Limits
+from genesis.serve.request import parse_chat
+from genesis.serve.server import Server, answering, bind
+from tests.serve.support import Running, elsewhere
+from tests.tiny_runs import build_decoder, save
+from tests.tokenizer.test_huggingface import TEMPLATE, qwen
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "All human beings?"}]
+GREEDY: dict[str, Any] = {"model": "latest", "temperature": 0.0, "max_tokens": 9, "messages": MESSAGES}
+WITH_TOOLS = "{{ tools | tojson }}" + TEMPLATE
+
+
+@pytest.fixture(scope="module")
+def chat_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("chat") / "run"
+    directory.mkdir()
+    qwen(directory)
+    save(directory / "checkpoints", 1, build_decoder(5), {})
+    return directory
+
+
+@pytest.fixture(scope="module")
+def loaded(chat_run: Path) -> Loaded:
+    return load_decoder(chat_run)
+
+
+def _ask(run: Path, *bodies: Any, template: str | None = None, path: str = "/v1/chat/completions") -> list[Any]:
+    async def ask() -> list[Any]:
+        server = Server(Catalogue([run]), lambda entry: load_decoder(entry.path), Guard(), Limits(), template)
+        with bind("127.0.0.1", 0) as sock:
+            async with answering(server, sock):
+                running = Running(sock.getsockname()[1])
+                if callable(bodies[0]):
+                    return [await elsewhere(call, running) for call in bodies]
+                return [(await elsewhere(running.ask, path, body))[:2] for body in bodies]
+
+    return asyncio.run(ask())
+
+
+def _text_after(loaded: Loaded, prompt: list[int], num_tokens: int) -> str:
+    options = GenerateOptions(num_tokens, SamplingOptions(temperature=0.0))
+    tokenizer = loaded.text_tokenizer
+    ids = [token.id for token in generate(loaded.decoder, [prompt], options, frozenset(tokenizer.stop_ids))]
+    return tokenizer.decode(
+        [token for token in ids if token not in tokenizer.stop_ids and token < tokenizer.vocab_size]
+    )
+
+
+def test_an_answer_is_the_text_after_the_rendered_conversation(chat_run: Path, loaded: Loaded) -> None:
+    ((status, answer),) = _ask(chat_run, {**GREEDY, "logprobs": True, "top_logprobs": 3})
+    assert status == 200, answer
+    prompt = open_renderer(loaded.text_tokenizer, ChatOptions(), is_training=False).render_prompt(MESSAGES)
+    (choice,) = answer["choices"]
+    assert answer["object"] == "chat.completion"
+    assert choice["message"] == {"role": "assistant", "content": _text_after(loaded, prompt, 9), "refusal": None}
+    assert answer["usage"]["prompt_tokens"] == len(prompt)
+    for token in choice["logprobs"]["content"]:
+        assert len(token["top_logprobs"]) == 3
+        assert token["logprob"] == max(top["logprob"] for top in token["top_logprobs"])
+        assert bytes(token["bytes"]).decode() == token["token"]
+
+
+def test_openais_client_streams_the_same_text_with_its_usage(chat_run: Path) -> None:
+    def talk(running: Running) -> None:
+        with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client:
+            asked = {"model": "latest", "messages": MESSAGES, "seed": 3, "max_completion_tokens": 12, "n": 2}
+            whole = client.chat.completions.create(**asked)
+            texts, roles, usage = ["", ""], [set(), set()], None
+            stream = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+            for chunk in stream:
+                usage = chunk.usage or usage
+                for choice in chunk.choices:
+                    texts[choice.index] += choice.delta.content or ""
+                    roles[choice.index].add(choice.delta.role)
+            assert texts == [choice.message.content for choice in whole.choices]
+            assert all("assistant" in of_one for of_one in roles)
+            assert usage == whole.usage
+
+    _ask(chat_run, talk)
+
+
+def test_tools_and_variables_reach_the_template(chat_run: Path, loaded: Loaded) -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    template = "{% if loud %}LOUD{% endif %}" + WITH_TOOLS
+    plain, with_tool, loud = _ask(
+        chat_run,
+        GREEDY,
+        {**GREEDY, "tools": tools},
+        {**GREEDY, "chat_template_kwargs": {"loud": True}},
+        template=template,
+    )
+    counts = [answer["usage"]["prompt_tokens"] for _, answer in (plain, with_tool, loud)]
+    encode = loaded.text_tokenizer.encode_with_controls
+    assert counts[1] - counts[0] == len(encode(json.dumps(tools))) - len(encode("null"))
+    assert counts[2] > counts[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"messages": []}, "messages is []: it must be a list of messages"),
+        ({"messages": [{"role": "wizard", "content": "a"}]}, "turn 1 has the unknown role 'wizard'"),
+        ({"messages": [{"role": "user", "content": 5}]}, "content of turn 1 is int"),
+        ({"chat_template_kwargs": {"messages": 1}}, "'messages', which a template's variable cannot be called"),
+        ({"tool_choice": "required"}, "tool_choice is not supported"),
+        ({"top_logprobs": 2}, "top_logprobs requires logprobs"),
+        ({"max_completion_tokens": 3}, "max_tokens is 9 but max_completion_tokens is 3"),
+        ({"prompt": "a"}, 'unknown field "prompt"'),
+        ({"max_tokens": 4000}, "leave room for"),
+    ],
+)
+def test_what_is_wrong_is_refused_in_one_line(fields: dict[str, Any], message: str, chat_run: Path) -> None:
+    ((status, answer),) = _ask(chat_run, {**GREEDY, **fields})
+    assert status == 400
+    assert message in answer["error"]["message"]
+    assert "\n" not in answer["error"]["message"]
+
+
+def test_a_template_that_refuses_or_prints_the_date_is_answered(chat_run: Path) -> None:
+    refusing = "{{ raise_exception('only questions') }}"
+    ((status, answer),) = _ask(chat_run, GREEDY, template=refusing)
+    assert (status, answer["error"]["param"]) == (400, "messages")
+    assert "only questions" in answer["error"]["message"]
+    ((status, answer),) = _ask(chat_run, GREEDY, template="{{ strftime_now('%Y') }}" + TEMPLATE)
+    assert status == 200, answer
+
+
+def test_a_model_without_a_template_says_what_to_use(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    save(directory / "checkpoints", 1, build_decoder(5), {})
+    ((status, answer),) = _ask(directory, GREEDY)
+    assert (status, answer["error"]["code"]) == (400, "no_tokenizer")
+    qwen(directory)
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({**json.loads((directory / "tokenizer_config.json").read_text()), "chat_template": None})
+    )
+    ((status, answer),) = _ask(directory, GREEDY)
+    assert (status, answer["error"]["code"]) == (400, "no_chat_template")
+
+
+def test_the_parsed_request_has_every_field() -> None:
+    body = {**GREEDY, "n": 2, "stop": ["a"], "seed": 1, "logprobs": True, "user": "me", "tools": []}
+    asked = parse_chat(json.dumps(body).encode(), max_texts=4)
+    assert (asked.is_chat, asked.num_choices, asked.num_top_logprobs, asked.stop) == (True, 2, 0, ("a",))
+    with pytest.raises(ApiError, match="n is 9: it must be an integer from 1 to 4"):
+        parse_chat(json.dumps({**body, "n": 9}).encode(), max_texts=4)
+
+
+def test_a_chat_in_the_terminal_remembers_the_turns_before(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = GenerateOptions(6, SamplingOptions(temperature=0.0))
+    arguments = Namespace(chat_template=None, system="Be brief.", prompt=None)
+    monkeypatch.setattr("sys.stdin", io.StringIO("All human?\n\nAnd beings?\n"))
+    stop_ids = frozenset(loaded.text_tokenizer.stop_ids)
+    assert run_chat(arguments, loaded, options, stop_ids) == 0
+    renderer = open_renderer(loaded.text_tokenizer, ChatOptions(), is_training=False)
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}]
+    shown = ""
+    for text in ("All human?", "And beings?"):
+        messages.append({"role": "user", "content": text})
+        content = _text_after(loaded, renderer.render_prompt(messages), 6)
+        messages.append({"role": "assistant", "content": content})
+        shown += f"> {text}\n{content}\n"
+    assert capsys.readouterr().out == shown
+
+
+def test_a_chat_that_is_longer_than_the_context_is_refused_and_forgets_nothing(loaded: Loaded) -> None:
+    renderer = open_renderer(loaded.text_tokenizer, ChatOptions(), is_training=False)
+    options = dataclasses.replace(GenerateOptions(6), sampling=SamplingOptions(temperature=0.0))
+    chat = Chat(loaded, renderer, options, frozenset())
+    list(chat.answer("All"))
+    before = list(chat.messages)
+    with pytest.raises(UserError, match="context"):
+        list(chat.answer("human " * 500))
+    assert chat.messages == before
