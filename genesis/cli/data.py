@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from genesis.cli.options import FAILED_CHECK, PLAIN_WIDTH, build_parser, make, parse
+from genesis.data.conversations import ConversationCounts
 from genesis.data.corpus import open_corpus
 from genesis.data.inspect import (
     PackingReport,
@@ -89,8 +90,9 @@ def prepare_main(argv: list[str]) -> int:
     options = make(PrepareOptions, arguments)
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     with _ProgressBar(console).shown() as bar:
-        manifest = prepare_corpus(options, restart=arguments.restart, report=bar.update)
+        manifest = prepare_corpus(options, restart=arguments.restart, report=bar.update, warn=_warn)
     console.print(_manifest_table(options.corpus, manifest))
+    _print_chat(console, manifest)
     if options.validation_fraction and not manifest.validation:
         console.print("No document is in the validation set: the corpus is too small for its validation_fraction.")
     return 0
@@ -130,6 +132,23 @@ def inspect_main(argv: list[str]) -> int:
     for sample in draw_samples(corpus, options.split, options.num_samples, options.sample_tokens, options.seed):
         _print_sample(console, sample)
     return 0
+
+
+def _warn(line: str) -> None:
+    print(f"genesis: warning: {line}", file=sys.stderr)
+
+
+def _print_chat(console: Console, manifest: CorpusManifest) -> None:
+    """Prints how conversations became tokens, and which of them are cut or missing."""
+    if manifest.chat is None:
+        return
+    chat = manifest.chat
+    today = "" if chat.date is None else f", which prints the date {chat.date}"
+    console.print(f"chat template {chat.template_name}{today}; learned: {chat.labels}", highlight=False)
+    for name, counts in chat.sources.items():
+        found = ConversationCounts(**counts)
+        missing = found.describe_missing()
+        console.print(f"{name}: {found.num_written:,} conversations" + (f"; {missing}" if missing else ""))
 
 
 def verify_main(argv: list[str]) -> int:

@@ -5,19 +5,19 @@ with it. The shards of a source are stored by column, on disk and in memory, bec
 thousand of them.
 
 A manifest is written in schema 2 whenever that can express it, so that earlier versions can read it; they find document
-ends by eos. It needs schema 3 if a shard has `ends_by_index` or `labels_hash`.
+ends by eos. It needs schema 3 if a shard has `ends_by_index` or `labels_hash`, and schema 4 if it has `chat`.
 """
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Literal, Self, overload
 
 from genesis.errors import UserError
 from genesis_callbacks.files import find_irregular_kind, replace_file
 
-SCHEMA_VERSION: Final = 3
+SCHEMA_VERSION: Final = 4
 MANIFEST_NAME: Final = "manifest.json"
 
 Split = Literal["train", "validation"]
@@ -153,12 +153,33 @@ class SourceRecord:
 
 
 @dataclass(frozen=True)
+class ChatRecord:
+    """How the conversations of a corpus became tokens.
+
+    Args:
+        template: The file of the chat template, in the corpus.
+        template_name: Where the template came from.
+        hash: Of the template, the date that it prints, and its variables.
+        date: The date that the template prints; None if it prints no date.
+        labels: The tokens that are learned: assistant, last or all.
+        sources: For each source of conversations, the fields of `genesis.data.conversations.ConversationCounts`.
+    """
+
+    template: str
+    template_name: str
+    hash: str
+    date: str | None
+    labels: str
+    sources: Mapping[str, Mapping[str, int]]
+
+
+@dataclass(frozen=True)
 class CorpusManifest:
     """The content of a corpus. Hashes are hex digests made with `hash_algorithm`.
 
     An adopted corpus may have no tokenizer (`tokenizer_hash` is empty) and no `bos_id`; `eos_id` is None if the
     tokenizer has no eos. `token_dtype` is the type in which tokens are read, and the type on disk of shards without
-    another.
+    another. `chat` is None without conversations.
     """
 
     name: str
@@ -170,6 +191,7 @@ class CorpusManifest:
     token_dtype: Literal["uint16", "uint32"]
     train: tuple[SourceRecord, ...]
     validation: tuple[SourceRecord, ...]
+    chat: ChatRecord | None = None
 
     @property
     def padding_id(self) -> int:
@@ -186,6 +208,9 @@ def write_manifest(corpus: Path, manifest: CorpusManifest) -> None:
     raw = vars(manifest) | {
         split: [vars(source) | {"shards": source.table.columns} for source in manifest.split(split)] for split in SPLITS
     }
+    del raw["chat"]
+    if manifest.chat is not None:
+        raw["chat"] = asdict(manifest.chat)
     raw["schema_version"] = _needed_schema(manifest)
     replace_file(corpus / MANIFEST_NAME, json.dumps(raw).encode())
 
@@ -216,6 +241,8 @@ def read_manifest(corpus: Path) -> CorpusManifest:
             raw[split] = tuple(
                 SourceRecord(**{**source, "shards": _SHARD_READERS[schema](source["shards"])}) for source in raw[split]
             )
+        if "chat" in raw:
+            raw["chat"] = ChatRecord(**raw["chat"])
         return CorpusManifest(**raw)
     except (AttributeError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}); prepare the corpus again") from None
@@ -224,11 +251,14 @@ def read_manifest(corpus: Path) -> CorpusManifest:
 def _needed_schema(manifest: CorpusManifest) -> int:
     """Returns the oldest schema that can express a manifest."""
     columns = {column for split in SPLITS for source in manifest.split(split) for column in source.table.columns}
-    return 2 if columns.isdisjoint(("ends_by_index", "labels_hash")) else SCHEMA_VERSION
+    if manifest.chat is not None:
+        return SCHEMA_VERSION
+    return 2 if columns.isdisjoint(("ends_by_index", "labels_hash")) else 3
 
 
 _SHARD_READERS: Final[dict[int, Callable[[Any], ShardTable]]] = {
     1: lambda shards: ShardTable.of([ShardRecord(**shard) for shard in shards]),
     2: ShardTable,
     3: ShardTable,
+    4: ShardTable,
 }

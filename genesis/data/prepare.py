@@ -20,10 +20,12 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from genesis.chat.options import ChatOptions
+from genesis.data.conversations import CHAT_TEMPLATE_NAME, ChatSetup, ConversationCounts, open_chat_setup
 from genesis.data.corpus import open_corpus
 from genesis.data.manifest import (
     MANIFEST_NAME,
@@ -77,6 +79,7 @@ class PrepareOptions:
         packing: Also makes the plan of this packing, for sequences of `seq_len` tokens. A finished corpus gets another
             plan, and its shards are not changed.
         seq_len: Tokens per sequence; training selects the plan by the same two options.
+        chat: How the conversations of sources with `chat` become tokens with labels.
     """
 
     name: str
@@ -89,6 +92,7 @@ class PrepareOptions:
     num_workers: int = 0
     packing: PlannedPacking | None = None
     seq_len: int | None = None
+    chat: ChatOptions = field(default_factory=ChatOptions)
 
     def __post_init__(self) -> None:
         if (self.packing is None) != (self.seq_len is None):
@@ -128,6 +132,7 @@ def prepare_corpus(
     *,
     restart: bool = False,
     report: Callable[[PrepareProgress], None] = lambda progress: None,
+    warn: Callable[[str], None] = lambda line: None,
 ) -> CorpusManifest:
     """Makes the corpus, or finishes an earlier attempt, and returns its manifest; a finished corpus is not changed.
 
@@ -135,21 +140,25 @@ def prepare_corpus(
         options: The options.
         restart: Whether to discard the results of an earlier attempt.
         report: Called with the progress.
+        warn: Called with a line about the first record of a source that is skipped.
 
     Raises:
         UserError: The input, the disk or a changed plan prevents the work. Finished shards are kept.
     """
     tokenizer = open_tokenizer(options.tokenizer)
+    chat = None
+    if any(source.chat is not None for source in options.sources):
+        chat = open_chat_setup(options.chat, tokenizer, options.tokenizer)
     files = {source.name: find_files(source) for source in options.sources}
     try:
         with _locked(options.corpus):
             if restart:
                 _remove_attempt(options.corpus)
-            _begin(options, tokenizer, files)
+            _begin(options, tokenizer, files, chat)
             if (options.corpus / MANIFEST_NAME).exists():
                 manifest = read_manifest(options.corpus)
             else:
-                manifest = _prepare(options, tokenizer, files, report)
+                manifest = _prepare(options, tokenizer, files, chat, report, warn)
             if options.packing is not None and options.seq_len is not None:
                 write_plan(open_corpus(options.corpus, verify_hashes="never"), options.packing, options.seq_len)
             return manifest
@@ -180,7 +189,9 @@ def _prepare(
     options: PrepareOptions,
     tokenizer: Tokenizer,
     files: dict[str, tuple[InputFile, ...]],
+    chat: ChatSetup | None,
     report: Callable[[PrepareProgress], None],
+    warn: Callable[[str], None],
 ) -> CorpusManifest:
     corpus = options.corpus
     units = [
@@ -201,10 +212,13 @@ def _prepare(
             seed=options.seed,
             validation_fraction=options.validation_fraction,
             shard_tokens=options.shard_tokens,
+            chat=chat,
         )
         for message in run_jobs(jobs, setup, num_workers):
             if isinstance(message, FinishedPart):
                 _commit_part(corpus, staging, message)
+                if message.fault and not any(part.fault for part in finished if part.source == message.source):
+                    warn(f"skipped, as every bad record of source {message.source}: {message.fault}")
                 finished.append(message)
             else:
                 progress = replace(
@@ -214,7 +228,7 @@ def _prepare(
                     num_new_tokens=progress.num_new_tokens + message.num_tokens,
                 )
                 report(progress)
-    manifest = _build_manifest(options, tokenizer, finished)
+    manifest = _build_manifest(options, tokenizer, finished, chat)
     write_manifest(corpus, manifest)
     return manifest
 
@@ -242,7 +256,9 @@ def _last_parts(finished: Sequence[FinishedPart]) -> dict[tuple[str, int], Finis
     return {_key(part): part for part in sorted(finished, key=lambda part: part.part)}
 
 
-def _build_manifest(options: PrepareOptions, tokenizer: Tokenizer, finished: Sequence[FinishedPart]) -> CorpusManifest:
+def _build_manifest(
+    options: PrepareOptions, tokenizer: Tokenizer, finished: Sequence[FinishedPart], chat: ChatSetup | None
+) -> CorpusManifest:
     ordered = sorted(finished, key=lambda part: (part.source, part.unit, part.part))
     splits: dict[Split, tuple[SourceRecord, ...]] = {}
     for split in ("train", "validation"):
@@ -252,6 +268,9 @@ def _build_manifest(options: PrepareOptions, tokenizer: Tokenizer, finished: Seq
     to_train = {record.name for record in splits["train"]}
     for source in options.sources:
         if source.name not in with_text:
+            missing = _count_conversations(source, ordered).describe_missing()
+            if missing:
+                raise UserError(f"no conversation of source {source.name} is left: {missing}; change the options")
             raise UserError(
                 f"source {source.name} has no text in {', '.join(source.paths)}; correct its paths or remove it"
             )
@@ -270,7 +289,16 @@ def _build_manifest(options: PrepareOptions, tokenizer: Tokenizer, finished: Seq
         token_dtype=token_dtype(tokenizer.vocab_size),
         train=splits["train"],
         validation=splits["validation"],
+        chat=None if chat is None else chat.record(_count_all(options.sources, ordered)),
     )
+
+
+def _count_all(sources: Sequence[SourceOptions], parts: Sequence[FinishedPart]) -> dict[str, ConversationCounts]:
+    return {source.name: _count_conversations(source, parts) for source in sources if source.chat is not None}
+
+
+def _count_conversations(source: SourceOptions, parts: Sequence[FinishedPart]) -> ConversationCounts:
+    return sum((part.conversations for part in parts if part.source == source.name), ConversationCounts())
 
 
 def _shards(parts: Sequence[FinishedPart], source: str, split: Split) -> tuple[ShardRecord, ...]:
@@ -319,9 +347,11 @@ def _remove_attempt(corpus: Path) -> None:
     (corpus / PREPARE_DIRECTORY / _PLAN_NAME).unlink(missing_ok=True)
 
 
-def _begin(options: PrepareOptions, tokenizer: Tokenizer, files: dict[str, tuple[InputFile, ...]]) -> None:
-    """Writes the plan, or compares it with the plan of an earlier attempt; copies the tokenizer."""
-    plan = _describe_plan(options, tokenizer, files)
+def _begin(
+    options: PrepareOptions, tokenizer: Tokenizer, files: dict[str, tuple[InputFile, ...]], chat: ChatSetup | None
+) -> None:
+    """Writes the plan, or compares it with the plan of an earlier attempt; copies the tokenizer and the template."""
+    plan = _describe_plan(options, tokenizer, files, chat)
     path = options.corpus / PREPARE_DIRECTORY / _PLAN_NAME
     if path.exists():
         _compare_plans(json.loads(path.read_text(encoding="utf-8")), plan, options.corpus)
@@ -329,12 +359,16 @@ def _begin(options: PrepareOptions, tokenizer: Tokenizer, files: dict[str, tuple
         raise UserError(f"{options.corpus} is a corpus without its plan; start again with --restart")
     if hash_tokenizer(options.corpus) != tokenizer.hash:
         write_files(tokenizer.files, options.corpus)
+    if chat is not None:
+        template = options.corpus / CHAT_TEMPLATE_NAME
+        template.parent.mkdir(exist_ok=True)
+        replace_file(template, chat.template.encode())
     if not path.exists():
         replace_file(path, json.dumps(plan, indent=1).encode())
 
 
 def _describe_plan(
-    options: PrepareOptions, tokenizer: Tokenizer, files: dict[str, tuple[InputFile, ...]]
+    options: PrepareOptions, tokenizer: Tokenizer, files: dict[str, tuple[InputFile, ...]], chat: ChatSetup | None
 ) -> dict[str, Any]:
     return {
         "version": _PLAN_VERSION,
@@ -344,10 +378,13 @@ def _describe_plan(
         "seed": options.seed,
         "sources": {
             source.name: {
-                key: list(value) if isinstance(value, tuple) else value for key, value in asdict(source).items()
+                key: list(value) if isinstance(value, tuple) else value
+                for key, value in asdict(source).items()
+                if key != "chat" or value is not None  # plans of earlier versions have no such key
             }
             for source in options.sources
         },
+        **({} if chat is None else {"chat": chat.describe()}),
         "files": {
             f"{source}: {file.path}": {
                 "bytes": file.num_bytes,
@@ -420,7 +457,8 @@ def _read_parts(corpus: Path) -> list[FinishedPart]:
             if record[split]:
                 record[split] = ShardRecord(**record[split])
                 _check_present(corpus, record[split])
-        parts.append(FinishedPart(**record))
+        conversations = ConversationCounts(**record.pop("conversations", {}))
+        parts.append(FinishedPart(**record, conversations=conversations))
     return parts
 
 

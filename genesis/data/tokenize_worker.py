@@ -9,7 +9,7 @@ its size, so that a unit of any length is restarted at its last finished part.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,6 +17,16 @@ from pathlib import Path
 import numpy as np
 from blake3 import blake3
 
+from genesis.chat.options import OnBadRow
+from genesis.chat.render import RenderedChat
+from genesis.data.conversations import (
+    BadRecord,
+    ChatSetup,
+    ConversationCounts,
+    EncodedChats,
+    join_rendered,
+    read_conversations,
+)
 from genesis.data.manifest import ShardRecord, Split
 from genesis.data.shards import EncodedDocuments, ShardWriter, TokenDtype, token_dtype
 from genesis.data.sources import Document, SourceOptions, Span, read_documents
@@ -39,6 +49,7 @@ class Setup:
     seed: int
     validation_fraction: float
     shard_tokens: int
+    chat: ChatSetup | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +90,8 @@ class FinishedPart:
     """A part whose shards lie in the staging directory, complete and durable.
 
     `num_documents` and `num_bytes` count the unit's documents and input bytes up to the end of the part. A shard that
-    would be empty is None.
+    would be empty is None. `conversations` are the counts of the part, and `fault` is the line about its first bad
+    record.
     """
 
     source: str
@@ -90,6 +102,8 @@ class FinishedPart:
     is_last: bool
     train: ShardRecord | None
     validation: ShardRecord | None
+    conversations: ConversationCounts = field(default_factory=ConversationCounts)
+    fault: str = ""
 
 
 @dataclass(frozen=True)
@@ -124,7 +138,8 @@ def tokenize(setup: Setup, tokenizer: Tokenizer, job: Job) -> Iterator[Progress 
         OSError: A shard cannot be written.
     """
     unit = job.unit
-    documents = islice(_read_unit(unit), job.num_documents_done, None)
+    on_bad_row = "error" if setup.chat is None else setup.chat.options.on_bad_row
+    documents = islice(_read_unit(unit, on_bad_row), job.num_documents_done, None)
     num_documents, num_bytes = job.num_documents_done, job.num_bytes_done
     batch_bytes = min(_BATCH_BYTES, max(1, setup.shard_tokens // 4))
     part = _Part(setup, tokenizer, unit, job.first_part)
@@ -150,17 +165,22 @@ class _Part:
         self._unit = unit
         self._dtype: TokenDtype = token_dtype(tokenizer.vocab_size)
         self._writers: dict[Split, ShardWriter] = {}
+        self._encoder = setup.chat.build(tokenizer) if setup.chat is not None and unit.source.chat else None
+        self._counts = ConversationCounts()
+        self._fault = ""
 
     @property
     def is_full(self) -> bool:
         return any(writer.num_tokens >= self._setup.shard_tokens for writer in self._writers.values())
 
-    def append(self, documents: Sequence[Document], num_threads: int) -> int:
+    def append(self, documents: Sequence[Document | BadRecord], num_threads: int) -> int:
         """Appends each document to its split's shard and returns their tokens."""
+        if self._encoder is not None:
+            return self._append_conversations(self._encoder.encode(documents))
+        texts = [document for document in documents if isinstance(document, Document)]
         by_split: dict[Split, list[Document]] = {"train": [], "validation": []}
-        for document in documents:
-            held_out = is_validation(document.utf8, self._setup.seed, self._setup.validation_fraction)
-            by_split["validation" if held_out else "train"].append(document)
+        for document in texts:
+            by_split[self._split_of(document)].append(document)
         num_tokens = 0
         for split, chosen in by_split.items():
             if chosen:
@@ -168,6 +188,21 @@ class _Part:
                 self._writer(split).append(encoded)
                 num_tokens += len(encoded.tokens)
         return num_tokens
+
+    def _append_conversations(self, encoded: EncodedChats) -> int:
+        self._counts += encoded.counts
+        self._fault = self._fault or encoded.fault
+        by_split: dict[Split, list[RenderedChat]] = {"train": [], "validation": []}
+        for document, chat in encoded.chats:
+            by_split[self._split_of(document)].append(chat)
+        for split, chats in by_split.items():
+            if chats:
+                self._writer(split).append(join_rendered(chats, self._tokenizer.token_num_bytes))
+        return sum(len(chat.ids) for _, chat in encoded.chats)
+
+    def _split_of(self, document: Document) -> Split:
+        held_out = is_validation(document.utf8, self._setup.seed, self._setup.validation_fraction)
+        return "validation" if held_out else "train"
 
     def finish(self, num_documents: int, num_bytes: int, *, is_last: bool) -> FinishedPart:
         """Completes both shards."""
@@ -180,6 +215,8 @@ class _Part:
             is_last=is_last,
             train=self._finish_shard("train"),
             validation=self._finish_shard("validation"),
+            conversations=self._counts,
+            fault=self._fault,
         )
 
     def _path(self, split: Split) -> str:
@@ -206,17 +243,21 @@ def _encode(tokenizer: Tokenizer, documents: Sequence[Document], num_threads: in
     )
 
 
-def _read_unit(unit: Unit) -> Iterator[Document]:
+def _read_unit(unit: Unit, on_bad_row: OnBadRow) -> Iterator[Document | BadRecord]:
     """Yields the unit's documents, their positions counted from the unit's beginning."""
     begin = 0
     for span in unit.spans:
-        for document in read_documents(unit.source, span):
+        for document in (
+            read_documents(unit.source, span)
+            if unit.source.chat is None
+            else read_conversations(unit.source, span, on_bad_row)
+        ):
             yield document._replace(position=begin + min(document.position, span.num_bytes))
         begin += span.num_bytes
 
 
-def _batches(documents: Iterator[Document], num_bytes: int) -> Iterator[list[Document]]:
-    batch: list[Document] = []
+def _batches(documents: Iterator[Document | BadRecord], num_bytes: int) -> Iterator[list[Document | BadRecord]]:
+    batch: list[Document | BadRecord] = []
     size = 0
     for document in documents:
         batch.append(document)

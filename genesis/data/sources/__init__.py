@@ -14,7 +14,7 @@ A file may lie in a store (`genesis.data.remote`): it is then listed there and r
 
 from genesis.data.sources.entry import DamagedFileError, Document, Entry
 from genesis.data.sources.files import InputFile, Span, check_unchanged, find_files
-from genesis.data.sources.options import SourceOptions, check_sources
+from genesis.data.sources.options import SourceOptions, check_sources, refuse_conversations
 from genesis.data.sources.read import is_cheap_to_reopen, plan_spans, read_documents, read_entries
 from genesis.data.sources.sample import sample_texts
 
@@ -32,5 +32,6 @@ __all__ = [
     "plan_spans",
     "read_documents",
     "read_entries",
+    "refuse_conversations",
     "sample_texts",
 ]

@@ -1,8 +1,10 @@
 """Entries and documents: a record of a file before and after it is understood."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
+from genesis.chat.conversation import read_conversation
+from genesis.chat.template import ConversationError
 from genesis.data.sources.options import SourceOptions
 from genesis.errors import UserError
 
@@ -12,11 +14,17 @@ class DamagedFileError(UserError):
 
 
 class Document(NamedTuple):
-    """One text, its UTF-8 form, and how many bytes of the span's file were read when it came."""
+    """One text, its UTF-8 form, and how many bytes of the span's file were read when it came.
+
+    The text of a conversation is `genesis.chat.conversation.Conversation.dump`. Such a document has its `record`, with
+    all fields, and `place`, which returns where the record stands, for messages.
+    """
 
     text: str
     utf8: bytes
     position: int
+    record: Mapping[str, Any] | None = None
+    place: Callable[[], str] | None = None
 
 
 class Entry(NamedTuple):
@@ -46,6 +54,26 @@ def decode(source: SourceOptions, data: bytes, position: int, place: Callable[[i
         raise UserError(
             f"{place(error.start)}: byte 0x{data[error.start]:02x} is not UTF-8; "
             f"fix it, or set on_undecodable: replace for source {source.name}"
+        ) from None
+
+
+def decode_conversation(
+    source: SourceOptions, record: Mapping[str, Any], position: int, place: Callable[[], str]
+) -> Document:
+    """Returns the document of a record that holds a conversation.
+
+    Raises:
+        UserError: It holds no conversation; the line begins with `place()`.
+    """
+    assert source.chat is not None, "a source of conversations"
+    try:
+        text = read_conversation(record, source.chat, source.turn_field).dump()
+        return Document(text, text.encode(), position, record, place)
+    except ConversationError as error:
+        raise UserError(f"{place()}: {error}") from None
+    except UnicodeEncodeError as error:  # JSON can contain a lone surrogate, which is not a character
+        raise UserError(
+            f"{place()} has a lone surrogate \\u{ord(text[error.start]):04x} in its conversation; fix or remove it"
         ) from None
 
 

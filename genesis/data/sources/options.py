@@ -3,12 +3,15 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
+from genesis.chat.conversation import Form
 from genesis.errors import UserError
 
 Kind = Literal["text", "jsonl", "parquet", "arrow"]
 Format = Literal["auto"] | Kind
+
+TEXT_FIELD: Final = "text"
 
 
 @dataclass(frozen=True)
@@ -24,21 +27,25 @@ class SourceOptions:
             be compressed (.gz, .zst).
         suffixes: Endings of the files taken from directories, as [.py, .md]; [.txt, .jsonl, .parquet, .arrow] if not
             given.
-        text_field: Field (jsonl) or column (parquet, arrow) that holds the text.
+        text_field: Field (jsonl) or column (parquet, arrow) that holds the text; of conversations in the forms messages
+            and sharegpt the turns, which are looked for in messages, conversations and conversation if it is not given.
         separator: The text between documents of a text file, such as "\\n" or "<|endoftext|>"; without it a file is one
             document.
         weight: Share in the training mix, an integer in proportion to the other sources' weights.
         on_undecodable: What to do with bytes that are not UTF-8: error, or replace them by U+FFFD.
+        chat: Form of the conversations in the records (jsonl, parquet, arrow): messages (OpenAI's), sharegpt, alpaca or
+            prompt_completion; auto goes by the names of the fields. Not given for plain text.
     """
 
     name: str
     paths: tuple[str, ...]
     format: Format = "auto"
     suffixes: tuple[str, ...] = ()
-    text_field: str = "text"
+    text_field: str = TEXT_FIELD
     separator: str | None = None
     weight: int = 1
     on_undecodable: Literal["error", "replace"] = "error"
+    chat: Form | Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", self.name):
@@ -51,6 +58,26 @@ class SourceOptions:
             raise UserError(f"source {self.name} has weight {self.weight}; give a whole number of at least 1")
         if self.separator == "":
             raise UserError(f'source {self.name} has an empty separator; leave it out or give one, as "\\n"')
+        if self.chat is not None and self.format == "text":
+            raise UserError(
+                f"source {self.name} has conversations, which text files cannot hold; give jsonl, parquet or arrow"
+            )
+
+    @property
+    def turn_field(self) -> str | None:
+        """Returns the field that holds the turns of a conversation; None for the usual ones."""
+        return None if self.text_field == TEXT_FIELD else self.text_field
+
+
+def refuse_conversations(sources: Sequence[SourceOptions], purpose: str) -> None:
+    """Refuses sources of conversations where only plain text has a meaning.
+
+    Raises:
+        UserError: A source has conversations.
+    """
+    for source in sources:
+        if source.chat is not None:
+            raise UserError(f"source {source.name} has conversations (chat: {source.chat}), {purpose}")
 
 
 def check_sources(sources: Sequence[SourceOptions]) -> None:

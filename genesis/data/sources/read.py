@@ -9,6 +9,7 @@ from genesis.data.sources.files import InputFile, Span, check_unchanged, compres
 from genesis.data.sources.options import SourceOptions
 from genesis.data.sources.records import find_delimiter, record_entries
 from genesis.data.sources.tables import TABLES, plan_row_groups, row_entries
+from genesis.errors import UserError
 
 
 def plan_spans(source: SourceOptions, files: Sequence[InputFile], target_bytes: int) -> Iterator[Span]:
@@ -21,6 +22,11 @@ def plan_spans(source: SourceOptions, files: Sequence[InputFile], target_bytes: 
     """
     for file in files:
         kind = kind_of(file.path, source)
+        if kind == "text" and source.chat is not None:
+            raise UserError(
+                f"{file.path} is read as text, which cannot hold conversations; give jsonl, parquet or arrow, or the "
+                f"format of source {source.name}"
+            )
         if is_url(file.path):
             if file.num_bytes or kind in TABLES:  # an empty table is refused where it is read
                 yield Span(file, 0, file.num_bytes, file.num_bytes)

@@ -3,10 +3,10 @@
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from genesis.data.sources.blocks import read_blocks, split_records
-from genesis.data.sources.entry import Document, Entry, decode, one_line
+from genesis.data.sources.entry import Document, Entry, decode, decode_conversation, one_line
 from genesis.data.sources.files import Span, compression_of, kind_of
 from genesis.data.sources.options import Kind, SourceOptions
 from genesis.errors import UserError
@@ -49,12 +49,20 @@ def _read_record(
         fields = json.loads(decoded.text)
     except (json.JSONDecodeError, RecursionError) as error:
         raise UserError(f"{_line(span, shown)} is not JSON ({one_line(error)}); fix or remove it") from None
+    if source.chat is not None:
+        found = decode_conversation(source, _object_of(span, shown, fields), position, partial(_line, span, shown))
+        return found._replace(place=partial(_line, span, offset))
     return _encode(source, span, shown, _text_of(source, span, shown, fields), position)
 
 
-def _text_of(source: SourceOptions, span: Span, offset: int, fields: object) -> str:
+def _object_of(span: Span, offset: int, fields: object) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise UserError(f"{_line(span, offset)} is a JSON {type(fields).__name__}, not an object; fix or remove it")
+    return fields
+
+
+def _text_of(source: SourceOptions, span: Span, offset: int, fields: object) -> str:
+    fields = _object_of(span, offset, fields)
     if source.text_field not in fields:
         names = ", ".join(list(fields)[:20]) or "none"
         raise UserError(

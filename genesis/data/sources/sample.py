@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from genesis.data.sources.files import find_files
-from genesis.data.sources.options import SourceOptions, check_sources
+from genesis.data.sources.options import SourceOptions, check_sources, refuse_conversations
 from genesis.data.sources.read import plan_spans, read_documents
 
 _SPAN_BYTES: Final = 4 << 20
@@ -17,6 +17,7 @@ def sample_texts(sources: Sequence[SourceOptions], budget_bytes: int, seed: int 
     A source's share is taken from all over its files. One smaller than its share is taken whole.
     """
     check_sources(sources)
+    refuse_conversations(sources, "and a tokenizer learns from plain text; leave the source out")
     total_weight = sum(source.weight for source in sources)
     for source in sources:
         yield from _sample_source(source, budget_bytes * source.weight // total_weight, seed)

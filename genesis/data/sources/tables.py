@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from genesis.data.arrow_file import ArrowFile
 from genesis.data.sources.blocks import open_local
-from genesis.data.sources.entry import Document, Entry, decode, one_line
+from genesis.data.sources.entry import Document, Entry, decode, decode_conversation, one_line
 from genesis.data.sources.files import InputFile, Span, kind_of
 from genesis.data.sources.options import Kind, SourceOptions
 from genesis.errors import UserError
@@ -53,16 +53,22 @@ def row_entries(source: SourceOptions, span: Span, start: int) -> Iterator[Entry
             num_skipped = min(max(start - row, 0), group.num_rows)
             row += num_skipped
             if num_skipped < group.num_rows:
-                for data in _read_texts(source, table, index, num_skipped):
+                for data in _read_values(source, table, index, num_skipped):
                     yield Entry(row, row + 1, partial(_read_row, source, span, first + row, position, data))
                     row += 1
             # Of a file that is one span, `num_bytes` is the compressed size.
             position = min(position + group.total_byte_size, span.num_bytes)
 
 
-def _read_texts(source: SourceOptions, table: Any, group: int, num_skipped: int) -> Iterator[bytes | None]:
-    """Yields the texts of a row group, without the first `num_skipped`."""
-    for batch in table.iter_batches(_ROWS_PER_BATCH, row_groups=[group], columns=[source.text_field]):
+def _read_values(source: SourceOptions, table: Any, group: int, num_skipped: int) -> Iterator[Any]:
+    """Yields the texts of a row group, or its records with conversations, without the first `num_skipped`."""
+    columns = [source.text_field] if source.chat is None else list(table.schema_arrow.names)
+    for batch in table.iter_batches(_ROWS_PER_BATCH, row_groups=[group], columns=columns):
+        if source.chat is not None:
+            rest = batch.slice(min(num_skipped, len(batch)))
+            num_skipped -= len(batch) - len(rest)
+            yield from map(_without_nulls, rest.to_pylist())
+            continue
         column = batch.column(0)
         if pa.types.is_dictionary(column.type):
             column = column.dictionary_decode()
@@ -71,10 +77,10 @@ def _read_texts(source: SourceOptions, table: Any, group: int, num_skipped: int)
         yield from rest.cast(pa.large_binary()).to_pylist()
 
 
-def _read_row(
-    source: SourceOptions, span: Span, row: int, position: int, data: bytes | None, is_located: bool
-) -> Document:
+def _read_row(source: SourceOptions, span: Span, row: int, position: int, data: Any, is_located: bool) -> Document:
     """Returns the document of a row; `is_located` is for entries of other kinds, a row always knows its number."""
+    if source.chat is not None:
+        return decode_conversation(source, data, position, partial("{}, row {}".format, span.file.path, row))
     if data is None:
         raise UserError(
             f"{span.file.path}, row {row} has no {source.text_field!r} (null); remove it or set another text_field for "
@@ -92,7 +98,16 @@ def _open_table(source: SourceOptions, span: Span) -> Iterator[tuple[Any, range]
         yield table, range(span.start, min(span.end, table.num_row_groups))
 
 
+def _without_nulls(value: Any) -> Any:
+    """Returns a value of a table without its keys that are null: a column of objects has the keys of all of them."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
 def _check_column(source: SourceOptions, path: str, schema: pa.Schema) -> None:
+    if source.chat is not None:
+        return  # the form decides, by all columns
     if source.text_field not in schema.names:
         raise UserError(
             f"{path} has no column {source.text_field!r} (it has: {', '.join(schema.names)}); "

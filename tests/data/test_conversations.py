@@ -1,0 +1,350 @@
+"""Corpora of conversations: each is a document with labels, whole in one split; bad and long ones by choice."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from genesis.chat.options import ChatOptions
+from genesis.chat.render import ChatRenderer, RenderedChat
+from genesis.chat.template import ChatTemplate
+from genesis.cli.data import inspect_main, prepare_main, verify_main
+from genesis.data.corpus import Corpus, open_corpus
+from genesis.data.manifest import read_manifest
+from genesis.data.prepare import PrepareOptions, prepare_corpus
+from genesis.data.sources import SourceOptions
+from genesis.data.stream.options import StreamOptions
+from genesis.data.tokenize_worker import FinishedPart, Job, Progress, Setup, tokenize
+from genesis.errors import UserError
+from genesis.tokenizer.open import open_tokenizer
+from genesis.tokenizer.tokenizer import Tokenizer
+from tests.chat.support import CHATML, SMOLLM3, write_tokenizer
+from tests.data.corpus_support import read_tree
+
+NUM_CHATS = 60
+
+
+def make_chat(number: int) -> list[dict[str, Any]]:
+    turns = []
+    for turn in range(1 + number % 3):
+        turns += [
+            {"role": "user", "content": f"question {number}.{turn} " * (1 + number % 5)},
+            {"role": "assistant", "content": f"answer {number}.{turn} " * (1 + number % 4) + "."},
+        ]
+    return turns
+
+
+CHATS = [make_chat(number) for number in range(NUM_CHATS)]
+
+
+def write_lines(path: Path, records: list[Any]) -> Path:
+    path.write_text("".join((record if isinstance(record, str) else json.dumps(record)) + "\n" for record in records))
+    return path
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer, conversations in every kind of file, and plain text."""
+    directory = tmp_path_factory.mktemp("chat")
+    write_tokenizer(directory / "tokenizer")
+    write_lines(directory / "chat.jsonl", [{"messages": chat, "id": number} for number, chat in enumerate(CHATS)])
+    write_lines(directory / "text.jsonl", [{"text": f"plain text {number} " * 9} for number in range(40)])
+    table = pa.table({"messages": [[{**turn, "name": None} for turn in chat] for chat in CHATS]})
+    pq.write_table(table, directory / "chat.parquet", row_group_size=7)
+    with pa.OSFile(str(directory / "chat.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=11)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tokenizer(directory: Path) -> Tokenizer:
+    return open_tokenizer(directory / "tokenizer")
+
+
+def options_for(directory: Path, *paths: str, name: str = "corpus", **changes: Any) -> PrepareOptions:
+    source = SourceOptions("chat", tuple(str(directory / path) for path in paths or ("chat.jsonl",)), chat="auto")
+    given: dict[str, Any] = {"sources": (source,), "validation_fraction": 0.2, "num_workers": 1} | changes
+    return PrepareOptions(name, directory / "tokenizer", out=directory / "corpora", **given)
+
+
+def run_here(jobs: Sequence[Job], setup: Setup, num_workers: int) -> Iterator[Progress | FinishedPart]:
+    """Takes the place of worker processes, which take a second each to start."""
+    for job in jobs:
+        yield from tokenize(setup, open_tokenizer(setup.tokenizer), job)
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("genesis.data.prepare.run_jobs", run_here)
+
+
+@pytest.fixture(scope="module")
+def corpus(directory: Path) -> Corpus:
+    options = options_for(directory, sources=mixed_sources(directory), shard_tokens=900)
+    prepare_corpus(options)
+    return open_corpus(options.corpus)
+
+
+def mixed_sources(directory: Path) -> tuple[SourceOptions, ...]:
+    chat = SourceOptions("chat", (str(directory / "chat.jsonl"),), chat="auto", weight=3)
+    return (chat, SourceOptions("text", (str(directory / "text.jsonl"),)))
+
+
+def render(tokenizer: Tokenizer, chat: list[dict[str, Any]], **options: Any) -> RenderedChat:
+    return ChatRenderer(tokenizer, ChatTemplate(CHATML, "chatml")).render(chat, **options)
+
+
+def key_of(rendered: RenderedChat) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+    return tuple(rendered.ids.tolist()), tuple(rendered.trained.tolist())
+
+
+def read_chats(corpus: Corpus, split: str, name: str = "chat") -> list[tuple[tuple[int, ...], tuple[bool, ...]]]:
+    """The tokens and labels of each document of a split."""
+    (source,) = (one for one in getattr(corpus, split) if one.name == name)
+    tokens, labels = np.empty(source.num_tokens, np.int64), np.empty(source.num_tokens, np.bool_)
+    source.read(0, tokens)
+    source.read_labels(0, labels)
+    ends = np.concatenate(list(source.document_ends())).tolist()
+    pieces = zip([0, *ends], ends, strict=False)
+    return [(tuple(tokens[a:b].tolist()), tuple(labels[a:b].tolist())) for a, b in pieces]
+
+
+def test_each_conversation_is_a_whole_document_with_its_labels_in_one_split(
+    corpus: Corpus, tokenizer: Tokenizer
+) -> None:
+    train, held_out = read_chats(corpus, "train"), read_chats(corpus, "validation")
+    wanted = [key_of(render(tokenizer, chat)) for chat in CHATS]
+    assert Counter(train + held_out) == Counter(wanted)
+    assert train == [chat for chat in wanted if chat in train]
+    assert 4 <= len(held_out) <= 25
+    assert corpus.manifest.train[0].num_documents == len(train)
+    assert len(corpus.manifest.train[0].shards) > 1
+    ids = np.concatenate([chat for chat, _ in train])
+    assert corpus.manifest.train[0].num_text_bytes == tokenizer.token_num_bytes[ids].sum()
+
+
+@pytest.mark.usefixtures("here")
+def test_a_plain_source_beside_them_is_as_it_is_alone(corpus: Corpus, directory: Path) -> None:
+    (_, text) = mixed_sources(directory)
+    alone = options_for(directory, name="alone", sources=(text,), shard_tokens=900)
+    manifest = prepare_corpus(alone)
+    assert manifest.train[0] == corpus.manifest.train[1]
+    assert manifest.chat is None
+    raw = json.loads((alone.corpus / "manifest.json").read_text())
+    assert raw["schema_version"] == 2
+    assert "chat" not in raw
+    assert "chat" not in json.loads((alone.corpus / ".prepare" / "plan.json").read_text())
+    assert not list(alone.corpus.rglob("*.loss"))
+    files = {path: data for path, data in read_tree(alone.corpus).items() if path.startswith("train/text")}
+    assert files.items() <= read_tree(corpus.path).items()
+
+
+def test_the_manifest_records_how_conversations_became_tokens(corpus: Corpus, tokenizer: Tokenizer) -> None:
+    chat = read_manifest(corpus.path).chat
+    assert chat is not None
+    assert (corpus.path / chat.template).read_text() == CHATML == tokenizer.chat_template
+    assert (chat.template_name, chat.labels, chat.date) == ("of the tokenizer", "assistant", None)
+    counts = {"num_written": NUM_CHATS, "num_cut": 0, "num_long": 0, "num_unlearned": 0, "num_bad": 0}
+    assert chat.sources == {"chat": counts}
+    assert json.loads((corpus.path / "manifest.json").read_text())["schema_version"] == 4
+    assert verify_main([str(corpus.path)]) == 0
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+@pytest.mark.usefixtures("here")
+def test_tables_give_the_same_conversations(directory: Path, corpus: Corpus, kind: str) -> None:
+    options = options_for(directory, f"chat.{kind}", name=kind)
+    prepare_corpus(options)
+    other = open_corpus(options.corpus)
+    for split in ("train", "validation"):
+        assert read_chats(other, split) == read_chats(corpus, split)
+
+
+@pytest.mark.slow
+def test_workers_and_a_worker_that_starts_again_change_nothing(directory: Path, corpus: Corpus) -> None:
+    bad = ['{"messages": [', {"messages": []}, {"messages": [{"role": "user", "content": "q"}]}]
+    lines: list[Any] = [{"messages": chat} for chat in CHATS]
+    for place, record in zip((0, 20, 40), bad, strict=True):
+        lines.insert(place, record)
+    write_lines(directory / "mixed.jsonl", lines)
+    trees = []
+    for number, num_workers in enumerate((1, 3)):
+        options = options_for(
+            directory,
+            "mixed.jsonl",
+            name=f"workers{number}",
+            num_workers=num_workers,
+            shard_tokens=300,
+            chat=ChatOptions(on_bad_row="skip"),
+        )
+        warnings: list[str] = []
+        manifest = prepare_corpus(options, warn=warnings.append)
+        trees.append(
+            {path: data for path, data in read_tree(options.corpus).items() if not path.startswith("manifest")}
+        )
+        assert manifest.chat is not None
+        assert manifest.chat.sources["chat"]["num_bad"] == 3
+        assert manifest.chat.sources["chat"]["num_written"] == NUM_CHATS
+        assert len(warnings) == 1
+        assert re.search(r"every bad record of source chat: .*mixed.jsonl, line \d+", warnings[0])
+    assert trees[0] == trees[1]
+    parts = sorted((directory / "corpora" / "workers0" / ".prepare" / "parts").iterdir())
+    assert len(parts) > 3
+    (directory / "corpora" / "workers0" / "manifest.json").unlink()
+    before = {path: path.read_bytes() for path in parts}
+    for path in parts[2:]:
+        path.unlink()
+    prepare_corpus(
+        options_for(
+            directory,
+            "mixed.jsonl",
+            name="workers0",
+            num_workers=1,
+            shard_tokens=300,
+            chat=ChatOptions(on_bad_row="skip"),
+        )
+    )
+    assert {path: path.read_bytes() for path in parts} == before
+    assert (
+        read_manifest(directory / "corpora" / "workers0").train
+        == read_manifest(directory / "corpora" / "workers1").train
+    )
+
+
+@pytest.mark.parametrize("labels", ["last", "all"])
+@pytest.mark.usefixtures("here")
+def test_other_labels_are_written(directory: Path, tokenizer: Tokenizer, labels: Any) -> None:
+    options = options_for(directory, name=labels, chat=ChatOptions(labels=labels), validation_fraction=0.0)
+    prepare_corpus(options)
+    wanted = [key_of(render(tokenizer, chat, labels=labels)) for chat in CHATS]
+    assert read_chats(open_corpus(options.corpus), "train") == wanted
+    assert bool(list(options.corpus.rglob("*.loss"))) == (labels == "last")
+
+
+@pytest.mark.usefixtures("here")
+def test_long_conversations_are_refused_cut_or_dropped_and_counted(directory: Path, tokenizer: Tokenizer) -> None:
+    rendered = [render(tokenizer, chat) for chat in CHATS]
+    limit = int(np.median([len(one.ids) for one in rendered]))
+    chat = ChatOptions(max_tokens=limit)
+    with pytest.raises(
+        UserError, match=rf"chat.jsonl, line \d+: the conversation has \d+ tokens, chat.max_tokens is {limit}"
+    ):
+        prepare_corpus(options_for(directory, name="refused", chat=chat))
+    found = {}
+    for how in ("cut", "drop"):
+        options = options_for(directory, name=how, chat=replace(chat, on_long=how), validation_fraction=0.0)
+        prepare_corpus(options)
+        opened = open_corpus(options.corpus)
+        found[how] = read_chats(opened, "train"), opened.manifest.chat
+    cut = [RenderedChat(one.ids[:limit], one.trained[:limit]) for one in rendered]
+    assert found["cut"][0] == [key_of(one) for one in cut if one.trained.any()]
+    assert found["drop"][0] == [key_of(one) for one in rendered if len(one.ids) <= limit]
+    num_long = sum(len(one.ids) > limit for one in rendered)
+    num_unlearned = sum(not one.trained.any() for one in cut)
+    of_cut, of_drop = (record.sources["chat"] for _, record in found.values())  # type: ignore[union-attr]
+    assert (of_cut["num_cut"], of_cut["num_unlearned"]) == (num_long - num_unlearned, num_unlearned)
+    assert (of_drop["num_long"], of_drop["num_written"]) == (num_long, NUM_CHATS - num_long)
+
+
+BAD = {
+    "json": ('{"messages": [', r"line 2 is not JSON"),
+    "array": ("[1]", "line 2 is a JSON list, not an object"),
+    "empty": ({"messages": []}, "line 2: the conversation is empty: it has no turns"),
+    "role": ({"messages": [{"role": "robot", "content": "a"}]}, "line 2: turn 1 has the unknown role 'robot'"),
+    "fields": ({"text": "a"}, "line 2: no conversation is in the fields text"),
+    "surrogate": ('{"messages": [{"role": "user", "content": "\\ud800"}]}', r"line 2 has a lone surrogate \\ud800"),
+    "no answer": ({"messages": [{"role": "user", "content": "a"}]}, "line 2: .* no turn of the assistant"),
+    "template": ({"messages": [{"role": "tool", "content": "a"}] + CHATS[0]}, "line 2: the chat template .*: no tools"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+@pytest.mark.usefixtures("here")
+def test_a_bad_row_is_one_line_with_its_place_or_skipped_and_counted(directory: Path, case: str) -> None:
+    record, reason = BAD[case]
+    write_lines(directory / f"{case}.jsonl", [{"messages": CHATS[0]}, record, {"messages": CHATS[1]}])
+    template = directory / "strict.jinja"
+    template.write_text("{% if messages[0].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}" + CHATML)
+    options = options_for(
+        directory, f"{case}.jsonl", name=f"bad-{case}", chat=ChatOptions(template=template), validation_fraction=0.0
+    )
+    with pytest.raises(UserError, match=rf"{case}.jsonl, {reason}.*; or set chat.on_bad_row: skip") as caught:
+        prepare_corpus(options)
+    assert "\n" not in str(caught.value)
+    manifest = prepare_corpus(replace(options, chat=replace(options.chat, on_bad_row="skip")), restart=True)
+    assert manifest.chat is not None
+    assert manifest.chat.sources["chat"]["num_bad"] == 1
+    assert manifest.train[0].num_documents == 2
+
+
+@pytest.mark.usefixtures("here")
+def test_a_bad_row_of_a_table_is_named(directory: Path) -> None:
+    table = pa.table({"messages": [CHATS[0], CHATS[1], [{"role": "robot", "content": "a"}]]})
+    pq.write_table(table, directory / "bad.parquet", row_group_size=2)
+    with pytest.raises(UserError, match=r"bad.parquet, row 2: turn 1 has the unknown role 'robot'"):
+        prepare_corpus(options_for(directory, "bad.parquet", name="bad-table"))
+
+
+@pytest.mark.usefixtures("here")
+def test_what_cannot_hold_or_learn_conversations_is_one_line(directory: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    source = SourceOptions("chat", (str(tmp_path / "a.txt"),), chat="auto")
+    with pytest.raises(UserError, match=r"a.txt is read as text, which cannot hold conversations"):
+        prepare_corpus(options_for(directory, name="text", sources=(source,)))
+    with pytest.raises(UserError, match="source chat has conversations, which text files cannot hold"):
+        replace(source, format="text")
+    with pytest.raises(UserError, match="which a stream does not read; make a corpus by `genesis data prepare`"):
+        StreamOptions((source,))
+    write_tokenizer(tmp_path / "none", template=None)
+    with pytest.raises(UserError, match=r"none: the tokenizer has no chat template; give one by --chat.template"):
+        prepare_corpus(replace(options_for(directory, name="none"), tokenizer=tmp_path / "none"))
+    all_bad = write_lines(directory / "all-bad.jsonl", [{"text": "a"}])
+    with pytest.raises(UserError, match="no conversation of source chat is left: 1 skipped as bad"):
+        prepare_corpus(options_for(directory, all_bad.name, name="all-bad", chat=ChatOptions(on_bad_row="skip")))
+
+
+@pytest.mark.usefixtures("here")
+def test_another_template_or_date_is_another_plan(directory: Path, tmp_path: Path) -> None:
+    template = tmp_path / "a.jinja"
+    template.write_text(SMOLLM3)
+    options = options_for(directory, name="dated", chat=ChatOptions(template=template, date="2026-01-31"))
+    manifest = prepare_corpus(options)
+    assert manifest.chat is not None
+    assert manifest.chat.date == "2026-01-31"
+    moved = tmp_path / "b.jinja"
+    moved.write_text(SMOLLM3)
+    assert prepare_corpus(replace(options, chat=replace(options.chat, template=moved))) == manifest
+    with pytest.raises(UserError, match=r"was started with different options: chat.template was"):
+        prepare_corpus(replace(options, chat=replace(options.chat, date="2026-02-01")))
+    with pytest.raises(UserError, match=r"a.jinja prints today's date"):
+        prepare_corpus(replace(options, name="undated", chat=ChatOptions(template=template)))
+
+
+@pytest.mark.usefixtures("here")
+def test_the_commands_print_counts_labels_and_the_template(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_lines(directory / "skip.jsonl", [{"messages": CHATS[0]}, {"messages": []}, {"messages": CHATS[1]}])
+    recipe = {
+        "name": "command",
+        "tokenizer": str(directory / "tokenizer"),
+        "out": str(directory / "corpora"),
+        "validation_fraction": 0.0,
+        "num_workers": 1,
+        "sources": [{"name": "chat", "paths": [str(directory / "skip.jsonl")], "chat": "messages"}],
+        "chat": {"on_bad_row": "skip", "date": "2026-01-31", "variables": {"enable_thinking": False}},
+    }
+    config = directory / "command.yaml"
+    config.write_text(json.dumps(recipe))
+    assert prepare_main(["--config", str(config)]) == 0
+    printed = capsys.readouterr()
+    assert "chat template of the tokenizer, which prints the date 2026-01-31; learned: assistant" in printed.out
+    assert "chat: 2 conversations; 1 skipped as bad" in printed.out
+    assert "skip.jsonl, line 2: the conversation is empty" in printed.err
+    assert inspect_main([str(directory / "corpora" / "command"), "--num_samples", "1"]) == 0
