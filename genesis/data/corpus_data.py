@@ -233,7 +233,8 @@ class CorpusData:
         if self.plans is not None:
             sources = zip(self.corpus.train, self.plans, strict=True)
             weights = weigh_sequences(weights, {source.name: plan.tokens_per_sequence for source, plan in sources})
-        return build_order(counts, weights, self.options.seed, self.options.max_epochs)
+        limits = {} if self.options.num_epochs is None else dict.fromkeys(counts, self.options.num_epochs)
+        return build_order(counts, weights, self.options.seed, limits | dict(self.options.max_epochs or {}))
 
     def _count_sequences(self) -> dict[str, int]:
         sources, seq_len = self.corpus.train, self.options.seq_len

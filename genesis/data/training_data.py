@@ -34,6 +34,7 @@ class TrainingOptions:
         mix: Integer weights of sources; None takes those that the data have.
         max_epochs: How often a source is consumed at most; one that it does not name has no limit.
         packing: How documents are put into sequences.
+        num_epochs: How often each source is consumed that `max_epochs` does not name; None for no limit.
     """
 
     seq_len: int
@@ -43,6 +44,7 @@ class TrainingOptions:
     mix: Mapping[str, int] | None = None
     max_epochs: Mapping[str, int] | None = None
     packing: Packing = "chunk"
+    num_epochs: int | None = None
 
 
 class TrainingData(Protocol):

@@ -8,6 +8,9 @@ An epoch, in Lightning's sense, is as many windows as the corpus has sequences f
 position and order go on. So `max_steps` is the natural length of a run, `trainer.max_epochs` counts corpus sizes. Only
 limits on all sources (`data.max_epochs`) make the data end, and the run with them. Lightning's epoch of a stream never
 ends: nobody has counted its sequences.
+
+With `data.num_epochs` the number of steps follows from the corpus: the module sets it as the Trainer's `max_steps` before
+the schedule, which is set up after it, looks for its end.
 """
 
 from pathlib import Path
@@ -51,6 +54,8 @@ class CorpusDataModule(pl.LightningDataModule):
         max_epochs: How often a source is drawn at most; one that it does not name has no limit.
         packing: How documents are put into sequences. Of a corpus, `best_fit` and `pad` need the plan of
             `genesis data plan`.
+        num_epochs: Trains on each source so many times, but for those that `max_epochs` names, and sets the number of
+            steps, which trainer.max_steps then must not give. The last sequences, too few for a batch, are dropped.
         stream: Raw shards to train on instead of a corpus.
         validation_micro_batch_size: Sequences of one validation forward; by default `micro_batch_size`.
         limit_validation_sequences: Validates on so many sequences, evenly spread, instead of on all.
@@ -74,6 +79,7 @@ class CorpusDataModule(pl.LightningDataModule):
         mix: dict[str, int] | None = None,
         max_epochs: dict[str, int] | None = None,
         packing: Packing = "chunk",
+        num_epochs: int | None = None,
         stream: StreamOptions | None = None,
         validation_micro_batch_size: int | None = None,
         limit_validation_sequences: int | None = None,
@@ -82,12 +88,15 @@ class CorpusDataModule(pl.LightningDataModule):
         tokenizer_hash: str | None = None,
     ) -> None:
         super().__init__()
-        options = TrainingOptions(seq_len, micro_batch_size, global_batch_size, seed, mix, max_epochs, packing)
+        options = TrainingOptions(
+            seq_len, micro_batch_size, global_batch_size, seed, mix, max_epochs, packing, num_epochs
+        )
         self.training = _build_training_data(corpus, stream, options, verify_hashes, tokenizer_hash)
         self.copy_clock = CopyClock()
         self._validation_micro_batch_size = validation_micro_batch_size or micro_batch_size
         self._limit_validation_sequences = limit_validation_sequences
         self._prefetch_windows = prefetch_windows
+        self._has_set_max_steps = False
         self._limit_val_batches: int | float | None = None  # the trainer's own, while there is nothing to validate
 
     # ---- Lightning's hooks
@@ -99,6 +108,7 @@ class CorpusDataModule(pl.LightningDataModule):
             seq_len=self.training.options.seq_len,
             validation_micro_batch_size=self._validation_micro_batch_size,
             limit_validation_sequences=self._limit_validation_sequences,
+            num_epochs=self.training.options.num_epochs,
         )
         if self._prefetch_windows < 0:
             raise UserError(f"data.prefetch_windows is {self._prefetch_windows}; it counts from 0 up")
@@ -106,6 +116,7 @@ class CorpusDataModule(pl.LightningDataModule):
             _check_validation(self.trainer)
         if stage == "fit":
             self.training.open(self._ranks())
+            self._set_max_steps()
             self._put_position_callback_first()
         has_validation_set = any(source.num_tokens for source in self.training.validation)
         if stage == "validate":
@@ -148,6 +159,8 @@ class CorpusDataModule(pl.LightningDataModule):
         """Undoes what `setup` did to the trainer, and ends a stream's workers."""
         self.training.close()
         self._give_back_validation()
+        if self.trainer is not None and self._has_set_max_steps:
+            self.trainer.fit_loop.epoch_loop.max_steps, self._has_set_max_steps = -1, False
         callbacks = self._callbacks()
         callbacks[:] = [callback for callback in callbacks if not self._is_own(callback)]
 
@@ -190,6 +203,25 @@ class CorpusDataModule(pl.LightningDataModule):
         layout = layout_strategy(self.trainer.strategy).layout
         return Ranks(layout.data_rank, layout.data_world_size)
 
+    def _set_max_steps(self) -> None:
+        """Sets the Trainer's number of steps from the number of epochs, before the schedule reads it."""
+        options, end = self.training.options, self.training.order.end
+        if options.num_epochs is None or self.trainer is None:
+            return
+        assert end is not None, "every source has a limit"
+        num_steps = end // options.global_batch_size
+        if not num_steps:
+            raise UserError(
+                f"data.num_epochs {options.num_epochs} gives {end} sequences, fewer than data.global_batch_size "
+                f"{options.global_batch_size}; lower it, or raise data.num_epochs"
+            )
+        if self.trainer.max_steps != -1 and not self._has_set_max_steps:
+            raise UserError(
+                f"data.num_epochs {options.num_epochs} ({num_steps} steps) and trainer.max_steps "
+                f"{self.trainer.max_steps} both say how long to train; leave one out"
+            )
+        self.trainer.fit_loop.epoch_loop.max_steps, self._has_set_max_steps = num_steps, True
+
     def _give_back_validation(self) -> None:
         if self.trainer is not None and self._limit_val_batches is not None:
             self.trainer.limit_val_batches, self._limit_val_batches = self._limit_val_batches, None
@@ -228,6 +260,11 @@ def _build_training_data(
 ) -> TrainingData:
     path = None if corpus is None else Path(corpus)
     if stream is not None:
+        if options.num_epochs is not None:
+            raise UserError(
+                f"data.num_epochs is {options.num_epochs}, but nobody has counted the sequences of a stream; give "
+                "trainer.max_steps, and limits by data.max_epochs"
+            )
         return StreamData(stream, options, corpus_path=path, verify_hashes=verify_hashes, tokenizer_hash=tokenizer_hash)
     if path is None:
         raise UserError("there is nothing to train on; give data.corpus (of `genesis data prepare`) or data.stream")

@@ -46,7 +46,10 @@ class MoveDataPosition(pl.Callback):
                     f"trainer.min_steps is {trainer.min_steps}, data.max_epochs ends the data after {num_steps} steps; "
                     "lower the one or raise the other"
                 )
-            if trainer.max_steps > num_steps:
+            if self.data.options.num_epochs is not None:
+                # After a resume with another batch size the same data are another number of steps.
+                trainer.fit_loop.epoch_loop.max_steps = num_steps
+            elif trainer.max_steps > num_steps:
                 rank_zero_info(
                     f"data.max_epochs ends the data after {num_steps} steps of trainer.max_steps {trainer.max_steps}"
                 )

@@ -136,6 +136,49 @@ def test_an_epoch_is_as_many_windows_as_the_corpus_has_and_max_epochs_counts_the
     assert len(alone.train_dataloader()) == alone.training.order.num_sequences[1] // GLOBAL_BATCH
 
 
+def test_a_number_of_epochs_sets_the_steps_and_the_end_of_the_schedule(corpus: Path, tmp_path: Path) -> None:
+    data = data_module(corpus, num_epochs=2, max_epochs={"code": 1})
+    counts = dict(zip(data.training.order.names, data.training.order.num_sequences, strict=True))
+    num_sequences = sum((1 if name == "code" else 2) * count for name, count in counts.items())
+    num_steps = num_sequences // GLOBAL_BATCH
+
+    class End(Callback):
+        """What a schedule finds when it is set up, and when training begins."""
+
+        def __init__(self) -> None:
+            self.found: list[int] = []
+
+        def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+            self.found.append(trainer.max_steps)
+
+        def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            self.found.append(trainer.max_steps)
+
+    end = End()
+    callbacks = [end, SaveEveryStep(tmp_path)]
+    straight = fit(tmp_path, data, -1, max_epochs=-1, callbacks=callbacks)
+    assert len(straight.trained) == num_steps > 4
+    assert end.found == [num_steps, num_steps]
+    dropped = data.training.usage
+    assert sum(dropped[name]["epochs"] * count for name, count in counts.items()) == num_steps * GLOBAL_BATCH
+    again, later = data_module(corpus, num_epochs=2, max_epochs={"code": 1}), End()
+    resumed = fit(tmp_path, again, -1, tmp_path / "step=4.ckpt", max_epochs=-1, callbacks=[later])
+    assert resumed.trained == straight.trained[4:]
+    assert later.found == end.found
+
+
+def test_a_number_of_epochs_that_makes_no_sense_is_refused(corpus: Path, tmp_path: Path) -> None:
+    both = r"data.num_epochs 2 \(\d+ steps\) and trainer.max_steps 5 both say how long to train; leave one out"
+    with pytest.raises(UserError, match=both):
+        fit(tmp_path, data_module(corpus, num_epochs=2), 5)
+    with pytest.raises(UserError, match=r"data.num_epochs is 0; it must be at least 1"):
+        fit(tmp_path, data_module(corpus, num_epochs=0), -1, max_epochs=-1)
+    with pytest.raises(
+        UserError, match=r"data.num_epochs 1 gives \d+ sequences, fewer than data.global_batch_size 4000"
+    ):
+        fit(tmp_path, data_module(corpus, num_epochs=1, global_batch_size=4000), -1, max_epochs=-1)
+
+
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_a_resume_at_every_step_goes_on_with_the_next_window(corpus: Path, tmp_path: Path, packing: Packing) -> None:
     """Saved by a callback in `on_train_batch_end`, with windows read ahead, within and at the end of an epoch.
