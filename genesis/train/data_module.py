@@ -9,8 +9,8 @@ position and order go on. So `max_steps` is the natural length of a run, `traine
 limits on all sources (`data.max_epochs`) make the data end, and the run with them. Lightning's epoch of a stream never
 ends: nobody has counted its sequences.
 
-With `data.num_epochs` the number of steps follows from the corpus: the module sets it as the Trainer's `max_steps` before
-the schedule, which is set up after it, looks for its end.
+With `data.num_epochs` the number of steps follows from the corpus: the module sets it as the Trainer's `max_steps`
+before the schedule, which is set up after it, looks for its end.
 """
 
 from pathlib import Path
