@@ -11,7 +11,9 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 STAMP := .venv/installed
 
-.PHONY: install demo demo-short test test-rest test-all test-long check docs format golden clean
+#   DEVICE   the device of `make gpu-session`: cuda, xpu ..., or cpu or simulated to try the session out
+#   MINUTES  its time
+.PHONY: gpu-session install demo demo-short test test-rest test-all test-long check docs format golden clean
 
 install: $(STAMP)
 
@@ -33,13 +35,13 @@ test test-rest test-long demo-short: export PYTHONDONTWRITEBYTECODE :=
 PYTEST := -m pytest -q -n 2 --dist loadgroup
 
 # What proves the product, in minutes.
-QUICK := not slow and not bench and not long
+QUICK := not slow and not bench and not long and not cuda
 test: $(STAMP)
 	@cd callbacks && ../$(BIN)/python $(PYTEST) -m "$(QUICK)"
 	@$(BIN)/python $(PYTEST) -m "$(QUICK) and not demo"
 
 # Every test that `make test` leaves out; `demo-short` has the demo's.
-REST := (slow or bench) and not long
+REST := (slow or bench) and not long and not cuda
 test-rest: $(STAMP)
 	@cd callbacks && ../$(BIN)/python $(PYTEST) -m "$(REST)"
 	@$(BIN)/python $(PYTEST) -m "$(REST) and not demo"
@@ -53,6 +55,15 @@ test-all: test test-rest demo-short
 # What takes minutes each: by hand, before a release; the results are recorded.
 test-long: $(STAMP)
 	@$(BIN)/python -m pytest -q -m long
+
+# Everything that a borrowed GPU should answer, most important first; the record is written after every part. It installs
+# nothing and needs no network: .venv if there is one, or else the packages of PYTHON.
+DEVICE ?= cuda
+MINUTES ?= 10
+SESSION_PYTHON := $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+SESSION_PATH := $(CURDIR):$(CURDIR)/callbacks/src$(if $(filter simulated,$(DEVICE)),:$(CURDIR)/callbacks/tests/simulated/backend)
+gpu-session:
+	@PYTHONPATH="$(SESSION_PATH)" $(SESSION_PYTHON) -m genesis bench session --device $(DEVICE) --minutes $(MINUTES) $(ARGS)
 
 check: $(STAMP)
 	@$(BIN)/ruff format --check .

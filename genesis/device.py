@@ -112,6 +112,16 @@ def reset_peak_memory(kind: str) -> None:
         reset()
 
 
+def limit_memory(kind: str, num_bytes: int) -> bool:
+    """Makes the current device refuse more memory than that, and returns whether torch can do that for the kind."""
+    limit = getattr(_find_module(kind), "set_per_process_memory_fraction", None)
+    properties = read_properties(kind)
+    if limit is None or properties is None:
+        return False
+    limit(min(1.0, num_bytes / properties.total_memory))
+    return True
+
+
 def record_timer(device: torch.device) -> torch.Event:
     """Returns an event at the current position of the device's stream, from which time to another can be measured."""
     event = torch.Event(device, enable_timing=True)
@@ -148,8 +158,11 @@ def read_properties(kind: str, index: int = 0) -> Any:
 
 
 def name_collectives(kind: str) -> str:
-    """Returns the backend of torch.distributed for tensors of a kind of device: gloo, nccl, xccl ..."""
-    return str(torch.distributed.get_default_backend_for_device(kind))
+    """Returns the backend of torch.distributed for tensors of a kind of device: gloo, nccl, xccl ...; or `none`."""
+    try:
+        return str(torch.distributed.get_default_backend_for_device(kind))
+    except ValueError:
+        return "none"
 
 
 def _find_module(kind: str) -> Any | None:

@@ -162,20 +162,18 @@ def run_together(
         for words, own in zip(arguments, environments, strict=True)
     ]
     try:
-        while any(process.poll() is None for process in processes):
-            failed = [process.returncode for process in processes if process.returncode]
-            if failed and check:
+        while None in (found := [process.poll() for process in processes]):
+            if check and any(found):
                 break
             time.sleep(_POLL_SECONDS)
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    statuses = [process.returncode for process in processes]
-    if check and any(statuses):
-        failed_rank = next(rank for rank, status in enumerate(statuses) if status)
-        raise RunEndedError(f"process {failed_rank} of {len(statuses)} ended with status {statuses[failed_rank]}")
-    return statuses
+    if check and any(found):  # before the others were killed
+        number = next(number for number, status in enumerate(found) if status)
+        raise RunEndedError(f"process {number} of {len(found)} ended with status {found[number]}")
+    return [process.returncode for process in processes]
 
 
 # ---- processes that carry a mark

@@ -107,6 +107,12 @@ def choose_contenders(own: str, peers: str) -> list[Contender]:
     return chosen
 
 
+def _choose_paths(python: str) -> dict[str, str]:
+    """Returns the search path of a worker: this root, and for our own Python what this process has beside it."""
+    own = os.environ.get("PYTHONPATH", "").split(os.pathsep) if python == sys.executable else []
+    return {"PYTHONPATH": os.pathsep.join([str(_ROOT), *filter(None, own)]), "PYTHONSAFEPATH": "1"}
+
+
 class WorkerProcess:
     """A process that answers each line with a line. Leaving the context ends the process.
 
@@ -137,7 +143,7 @@ class WorkerProcess:
                 stderr=log,
                 text=True,
                 # Workers import the protocol from this root; names in a worker's own directory may hide other modules.
-                env={**os.environ, **threads, "PYTHONPATH": str(_ROOT), "PYTHONSAFEPATH": "1", **(environment or {})},
+                env={**os.environ, **threads, **_choose_paths(command[0]), **(environment or {})},
             )
 
     def __enter__(self) -> Self:

@@ -168,6 +168,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--precision", choices=("32-true", "bf16-mixed"), help="training precision (default: the recipe's)"
     )
+    parser.add_argument("--memory-gib", type=float, help="memory of the GPU that a contender may use (default: all)")
     parser.add_argument("--compile", action="store_true", help="compile every contender's model")
     parser.add_argument(
         "--out",
@@ -179,6 +180,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         if getattr(options, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(options, name)}: it must be at least 1")
     check_available(options.device)
+    if options.memory_gib is not None and (options.memory_gib <= 0 or options.device == CPU):
+        raise UserError(f"--memory-gib is {options.memory_gib}: it must be above 0, and limits a GPU's memory alone")
     return options
 
 
@@ -225,6 +228,7 @@ def plan_workload(recipe: Recipe, options: argparse.Namespace, num_warmup_steps:
         is_compiled=options.compile,
         num_threads=options.threads,
         num_warmup_steps=num_warmup_steps,
+        memory_bytes=int(options.memory_gib * 2**30) if getattr(options, "memory_gib", None) else None,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import Strategy
 
 from genesis.data.clock import CopyClock
 from genesis.data.loader import SequenceFormat, WindowLoader, build_window
@@ -89,23 +89,19 @@ class RandomWindows(pl.LightningDataModule):
         return self._clock.copy(batch, device)
 
 
-def build_strategy(kind: str, is_compiled: bool = False) -> Strategy:
+def build_strategy(is_compiled: bool = False) -> Strategy:
     """Returns the strategy of a fit on one device."""
-    if kind in ("cpu", "cuda"):
-        return Replicated(compile_blocks=is_compiled)
-    return SingleDeviceStrategy(device=torch.device(kind, 0), accelerator=build_accelerator(kind))
+    return Replicated(compile_blocks=is_compiled)
 
 
 def build_trainer(
     task: Task, strategy: Strategy, max_steps: int, callbacks: Sequence[pl.Callback] = (), **options: Any
 ) -> pl.Trainer:
     """Returns our Trainer, without logs and bars."""
-    own: dict[str, Any] = (
-        {} if isinstance(strategy, SingleDeviceStrategy) else {"accelerator": task.kind, "devices": task.num_ranks}
-    )
     return pl.Trainer(
         strategy=strategy,
-        **own,
+        accelerator=build_accelerator(task.kind),
+        devices=task.num_ranks,
         precision=options.pop("precision", choose_precision(task.kind)),
         max_steps=max_steps,
         max_epochs=-1,

@@ -36,6 +36,8 @@ _REPEATS: Final = 5
 _MATRIX_SIZES: Final = {CPU: 512}
 _MATRIX_SIZE: Final = 8192
 _QUERY_SECONDS: Final = 20.0
+_MAX_REASON: Final = 120
+"""Characters of an error: torch lists all of its backends in one line."""
 _DISK_BYTES: Final = 256 << 20
 
 
@@ -121,7 +123,8 @@ def _pin(probe: Probe, pageable: Tensor) -> Tensor | None:
     try:
         return pageable.pin_memory()
     except (RuntimeError, NotImplementedError) as error:
-        probe.note(f"torch does not pin memory here ({str(error).splitlines()[0]}): copies are pageable and slower")
+        reason = str(error).splitlines()[0][:_MAX_REASON]
+        probe.note(f"torch does not pin memory here ({reason}): copies are pageable and slower")
         return None
 
 
@@ -195,7 +198,7 @@ def _time_proof(probe: Probe, proof: DeviceProof, device: torch.device) -> None:
         proof.prove(device)
         failure = ""
     except Exception as error:  # as at the start of a fit, any error sends training to the slow path
-        failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:_MAX_REASON]}"
     probe.figure(f"proof of {proof.name}", time.perf_counter() - begin, "s")
     probe.figure(proof.name, proof.slow if failure else proof.fast)
     if failure:

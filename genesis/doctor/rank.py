@@ -7,13 +7,13 @@ from genesis.doctor.training import fit_for_kill, train_one_rank
 
 
 def main(arguments: list[str]) -> None:
-    """Runs a rank (`TASK STRATEGY`), or a run (`TASK MODE NAME whole|killed`)."""
+    """Runs a rank (`TASK VARIANT`), or a run (`TASK VARIANT MODE NAME whole|killed`)."""
     task = task_from_json(arguments[0])
     if len(arguments) == 2:
         train_one_rank(task, arguments[1])
     else:
-        mode, name, end = arguments[1:]
-        fit_for_kill(task, mode, name, end == "killed")
+        variant, mode, name, end = arguments[1:]
+        fit_for_kill(task, variant, mode, name, end == "killed")
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ from rich.table import Table
 
 from genesis import __version__
 from genesis.doctor.parts import Part
-from genesis.doctor.private import scrub_all
 from genesis.doctor.probe import Findings
 from genesis.processes import Ending
+from genesis.scrub import scrub_all
 from genesis_callbacks.files import replace_file
 
 SCHEMA_VERSION: Final = 1

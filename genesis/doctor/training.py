@@ -6,14 +6,16 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -51,6 +53,12 @@ _SAVE_EVERY: Final = 3
 _KILL_AT: Final = 8
 _END_AT: Final = 12
 _WAIT_MESSAGE: Final = "synchroniz"
+_MISSING_COMPILER: Final = (
+    "InvalidCxxCompiler",
+    "Failed to find C compiler",
+    "No working C++ compiler",
+    "TritonMissing",
+)
 _ROOTS: Final = {
     module.__name__: str(Path(module.__file__ or "").parent) + os.sep for module in (genesis, genesis_callbacks, pl)
 }
@@ -125,7 +133,7 @@ def watch_waits(probe: Probe) -> None:
     task = probe.task
     for num_steps in (_WARMUP_STEPS, _STEPS):
         losses = KeepLosses()
-        trainer = build_trainer(task, build_strategy(task.kind), num_steps, [losses])
+        trainer = build_trainer(task, build_strategy(), num_steps, [losses])
         with counting_waits(task.kind) as waits:
             trainer.fit(build_module(task), datamodule=RandomWindows(SIZES[task.size]))
         found = losses.read()
@@ -147,9 +155,14 @@ def measure_training(probe: Probe, is_compiled: bool) -> None:
         raise SkippedError(f"torch.compile has no code generator for {task.kind}")
     size = SIZES[task.size]
     times = _StepTimes(task.kind, _WARMUP_STEPS, _STEPS)
-    trainer = build_trainer(task, build_strategy(task.kind, is_compiled), _WARMUP_STEPS + _STEPS, [times])
+    trainer = build_trainer(task, build_strategy(is_compiled), _WARMUP_STEPS + _STEPS, [times])
     reset_peak_memory(task.kind)
-    trainer.fit(build_module(task), datamodule=RandomWindows(size))
+    try:
+        trainer.fit(build_module(task), datamodule=RandomWindows(size))
+    except Exception as error:
+        if is_compiled and _lacks_compiler(error):
+            raise SkippedError(f"torch.compile finds no compiler: {_first_line(error)}") from error
+        raise
     tokens_per_second = times.tokens / times.seconds
     probe.figure("tokens", tokens_per_second, "1/s")
     probe.figure("step", times.seconds / _STEPS, "s")
@@ -174,21 +187,45 @@ def measure_training(probe: Probe, is_compiled: bool) -> None:
     probe.check("the peak is at least the training state", peak.allocated_bytes >= estimate)
 
 
+def _lacks_compiler(error: BaseException) -> bool:
+    """Returns whether an error of torch.compile means that this machine has no C or C++ compiler, or no Triton."""
+    return any(words in f"{type(error).__name__} {error}" for words in _MISSING_COMPILER)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 # ---- all devices
 
+VARIANTS: Final[dict[str, tuple[Callable[[], Strategy], str | None]]] = {
+    "ddp": (Replicated, None),
+    "fsdp2": (Sharded, None),
+    "offload": (partial(Sharded, cpu_offload=True), None),
+    "compiled": (partial(Replicated, compile_blocks=True), None),
+    "compiled-fsdp2": (partial(Sharded, compile_blocks=True), None),
+    "bf16-true": (Replicated, "bf16-true"),
+    "zero1": (partial(Replicated, optimizer_states="sharded"), None),
+}
+"""Strategies to train with, each with its precision; None for the device's."""
 
-def train_on_all(probe: Probe, strategy_name: str) -> None:
-    """Starts a rank for each device (two on the CPU), which train a few steps and compare what they have."""
+
+def train_on_all(probe: Probe, variant: str, num_ranks: int | None = None) -> None:
+    """Starts ranks that train a few steps, and compares what they have.
+
+    Args:
+        probe: Of the part.
+        variant: Name in `VARIANTS`.
+        num_ranks: By default one for each device, and two on the CPU.
+    """
     task = probe.task
     if not is_host(task.kind) and not _has_collectives(task.kind):
         raise SkippedError(f"torch.distributed has no backend for {task.kind}")
-    num_ranks = 2 if is_host(task.kind) else count_devices(task.kind)
+    num_ranks = num_ranks or (2 if is_host(task.kind) else count_devices(task.kind))
     probe.figure("ranks", num_ranks)
     probe.figure("backend", name_collectives(task.kind))
     ranks = [Task(task.kind, task.size, task.directory, rank, num_ranks) for rank in range(num_ranks)]
-    run_together(
-        "genesis.doctor.rank", [[rank.to_json(), strategy_name] for rank in ranks], _rank_environments(num_ranks)
-    )
+    run_together("genesis.doctor.rank", [[rank.to_json(), variant] for rank in ranks], _rank_environments(num_ranks))
     results = [torch.load(Path(task.directory) / f"rank-{rank.rank}.pt", weights_only=True) for rank in ranks]
     first = results[0]
     probe.check("all ranks have the same parameters", all(_is_equal(first["tensors"], of["tensors"]) for of in results))
@@ -203,10 +240,8 @@ def train_on_all(probe: Probe, strategy_name: str) -> None:
 
 
 def _has_collectives(kind: str) -> bool:
-    """Returns whether torch.distributed has a backend of its own for a kind of accelerator."""
-    return (
-        dist.is_available() and name_collectives(kind) != "gloo" and dist.is_backend_available(name_collectives(kind))
-    )
+    """Returns whether torch.distributed has a backend for a kind of accelerator."""
+    return dist.is_available() and dist.is_backend_available(name_collectives(kind))
 
 
 def _rank_environments(num_ranks: int) -> list[dict[str, str]]:
@@ -218,17 +253,23 @@ def _is_equal(one: list[Tensor], other: list[Tensor]) -> bool:
     return len(one) == len(other) and all(torch.equal(*pair) for pair in zip(one, other, strict=True))
 
 
-def train_one_rank(task: Task, strategy_name: str) -> None:
-    """Trains as one rank of `train_on_all`, and writes what it has at the end."""
+def _join(task: Task, store: str) -> None:
+    """Makes the process group of the ranks, without a port."""
     select_device(task.kind, task.rank)
     dist.init_process_group(
         name_collectives(task.kind),
-        init_method=f"file://{Path(task.directory) / 'store'}",
+        init_method=f"file://{Path(task.directory) / store}",
         rank=task.rank,
         world_size=task.num_ranks,
     )
+
+
+def train_one_rank(task: Task, variant: str) -> None:
+    """Trains as one rank of `train_on_all`, and writes what it has at the end."""
+    _join(task, "store")
     losses, times = KeepLosses(), _StepTimes(task.kind, 2, _RANK_STEPS - 2)
-    strategy = Replicated() if strategy_name == "ddp" else Sharded()
+    build, precision = VARIANTS[variant]
+    options = {} if precision is None else {"precision": precision}
     before: list[Tensor] = []
 
     class Remember(pl.Callback):
@@ -238,7 +279,7 @@ def train_one_rank(task: Task, strategy_name: str) -> None:
             before.extend(_read_parameters(pl_module))
 
     module = build_module(task)
-    trainer = build_trainer(task, strategy, _RANK_STEPS, [losses, times, Remember()])
+    trainer = build_trainer(task, build(), _RANK_STEPS, [losses, times, Remember()], **options)
     trainer.fit(module, datamodule=RandomWindows(SIZES[task.size], task.rank))
     torch.save(
         {
@@ -271,28 +312,37 @@ class _KillSelf(pl.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def fit_for_kill(task: Task, mode: Any, name: str, is_killed: bool) -> None:
-    """Trains a run, from its newest checkpoint if there is one, to its end or until it kills itself."""
+def fit_for_kill(task: Task, variant: str, mode: Any, name: str, is_killed: bool) -> None:
+    """Trains a run, from its newest checkpoint if there is one, to its end or until its ranks kill themselves."""
+    if task.num_ranks > 1 or variant != "ddp":
+        _join(task, f"store-{name}-{is_killed}")
     pl.seed_everything(0, verbose=False)  # what a checkpoint holds of generators is compared, too
     run_dir = Path(task.directory) / name
     checkpoint = AsyncProcessCheckpoint(run_dir=run_dir, every_n_steps=_SAVE_EVERY, mode=mode)
     callbacks: list[pl.Callback] = [checkpoint, *([_KillSelf()] if is_killed else [])]
-    trainer = build_trainer(task, build_strategy(task.kind), _END_AT, callbacks, enable_checkpointing=True)
+    build, _ = VARIANTS[variant]
+    trainer = build_trainer(task, build(), _END_AT, callbacks, enable_checkpointing=True)
     latest = checkpoint.latest()
-    trainer.fit(build_module(task), datamodule=RandomWindows(SIZES[task.size]), ckpt_path=latest)
+    trainer.fit(build_module(task), datamodule=RandomWindows(SIZES[task.size], task.rank), ckpt_path=latest)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
-def kill_and_resume(probe: Probe, mode: str) -> None:
+def kill_and_resume(probe: Probe, mode: str, variant: str = "ddp", num_ranks: int = 1) -> None:
     """Kills a run by SIGKILL, resumes it, and compares its end with that of a run that nobody killed, bit for bit."""
     task = probe.task
+    ranks = [Task(task.kind, task.size, task.directory, rank, num_ranks) for rank in range(num_ranks)]
 
-    def start(name: str, is_killed: bool) -> int:
-        arguments = [task.to_json(), mode, name, "killed" if is_killed else "whole"]
-        return run_together("genesis.doctor.rank", [arguments], [{}], check=not is_killed)[0]
+    def start(name: str, is_killed: bool) -> list[int]:
+        ends = [variant, mode, name, "killed" if is_killed else "whole"]
+        arguments = [[rank.to_json(), *ends] for rank in ranks]
+        environments = _rank_environments(num_ranks) if num_ranks > 1 or variant != "ddp" else [{}]
+        return run_together("genesis.doctor.rank", arguments, environments, check=not is_killed)
 
     start("straight", is_killed=False)
-    status = start("killed", is_killed=True)
-    probe.check("SIGKILL ended the run", status == -signal.SIGKILL, f"exit status {status}")
+    statuses = start("killed", is_killed=True)
+    found = ", ".join(map(str, statuses))
+    probe.check("SIGKILL ended the run", -signal.SIGKILL in statuses, f"exit status {found}")
     saved = find_latest(Path(task.directory) / "killed")
     if saved is None:
         probe.check("a checkpoint was left", False)

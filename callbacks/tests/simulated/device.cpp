@@ -130,10 +130,12 @@ struct Flag {
   std::mutex mutex;
   std::condition_variable changed;
   bool is_set = false;
+  std::chrono::steady_clock::time_point at;
   void set() {
     {
       std::lock_guard<std::mutex> lock(mutex);
       is_set = true;
+      at = std::chrono::steady_clock::now();
     }
     changed.notify_all();
   }
@@ -200,6 +202,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeEvent(void* event) const override {
     if (event) (*static_cast<Event*>(event))->wait();
+  }
+  double elapsedTime(void* begin, void* end, const c10::DeviceIndex) const override {
+    TORCH_CHECK(begin && end, "simulated error: an event that was never recorded has no time");
+    auto from = *static_cast<Event*>(begin), to = *static_cast<Event*>(end);
+    from->wait();
+    to->wait();
+    return std::chrono::duration<double, std::milli>(to->at - from->at).count();
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
 };

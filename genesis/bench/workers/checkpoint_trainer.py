@@ -40,6 +40,7 @@ from genesis.model.decoder import DecoderConfig
 from genesis.optim import OptimizerOptions
 from genesis.run_directory import RunDirectory
 from genesis.strategies import Replicated, Sharded
+from genesis.train.accelerators import build_accelerator
 from genesis.train.csv_log import CSVLog
 from genesis.train.module import GenesisModule
 from genesis_callbacks import SkipAwareLR, TokenCounters
@@ -153,7 +154,7 @@ def _build_saving(task: Task, clock: SaveClock) -> tuple[list[pl.Callback], Save
 def _build_trainer(task: Task, callbacks: list[pl.Callback]) -> pl.Trainer:
     workload, run_dir = task.workload, Path(task.run_dir)
     return pl.Trainer(
-        accelerator=workload.device,
+        accelerator=build_accelerator(workload.device),
         devices=task.num_ranks,
         strategy=(Replicated if task.strategy == "replicated" else Sharded)(compile_blocks=workload.is_compiled),
         precision=workload.precision,

@@ -24,6 +24,7 @@ from genesis.model.decoder import DecoderConfig
 from genesis.optim import OptimizerOptions
 from genesis.run_directory import RunDirectory
 from genesis.strategies import Replicated
+from genesis.train.accelerators import build_accelerator
 from genesis.train.csv_log import CSVLog
 from genesis.train.module import GenesisModule
 from genesis.train.progress import GenesisProgressBar
@@ -92,7 +93,7 @@ def main(arguments: list[str]) -> None:
     gatekeeper = _Gatekeeper(workload)
     with tempfile.TemporaryDirectory() as run_dir:
         trainer = pl.Trainer(
-            accelerator=workload.device,
+            accelerator=build_accelerator(workload.device),
             devices=1,
             strategy=_build_strategy(arguments[1], workload.is_compiled),
             precision=workload.precision,

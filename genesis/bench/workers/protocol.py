@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from genesis.device import name_device, read_peak_memory, synchronize
+from genesis.device import limit_memory, name_device, read_peak_memory, synchronize
 
 NUM_DISTINCT_WINDOWS = 64
 """Windows of random tokens, which come round again: they fit into memory, and nothing is learned from them by heart."""
@@ -52,6 +52,7 @@ class Workload:
         is_compiled: Whether the model is compiled.
         num_threads: Threads of each contender on the CPU.
         num_warmup_steps: Steps before the first burst.
+        memory_bytes: Memory of the device that may be used; None for all.
     """
 
     decoder: dict[str, Any]
@@ -66,6 +67,7 @@ class Workload:
     is_compiled: bool
     num_threads: int
     num_warmup_steps: int
+    memory_bytes: int | None = None
 
     @property
     def sequences_per_window(self) -> int:
@@ -151,6 +153,8 @@ class Gate:
         self._num_steps_of_burst = 0
         self._began_at = self._cpu_began_at = 0.0
         torch.set_num_threads(workload.num_threads)
+        if workload.memory_bytes is not None:
+            limit_memory(workload.device, workload.memory_bytes)
 
     def before_step(self) -> None:
         """Returns when the next step may begin.

@@ -1,0 +1,131 @@
+"""On a real GPU: digests, copies, attention and products are those of the CPU; runs resume bit for bit."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from genesis.device import has_bfloat16, read_capability
+from genesis.doctor.probe import Probe, SkippedError
+from genesis.doctor.training import VARIANTS, kill_and_resume, train_on_all, watch_waits
+from genesis.loss import sum_cross_entropy
+from genesis.model.attention import (
+    FLASH_CAPABILITY,
+    AttentionMetadata,
+    attend,
+    document_mask,
+    document_offsets,
+)
+from genesis_callbacks.checkpoint import prove_device
+
+pytestmark = [pytest.mark.cuda, pytest.mark.process]
+LENGTHS = (1, 300, 7, 128, 64, 12)
+
+
+def check(probe: Probe) -> None:
+    """Fails with what the doctor's part found wrong."""
+    assert probe.findings.checks
+    assert [check for check in probe.findings.checks if not check["passed"]] == []
+
+
+def test_digests_and_pinned_copies_are_those_of_the_cpu(kind: str) -> None:
+    report = prove_device(torch.device(kind, 0))
+    assert report.failures == ()
+    assert report.path.has_digests
+    assert report.path.has_pinning
+
+
+# ---- kernels
+
+
+def require_flash(kind: str) -> None:
+    if (read_capability(torch.device(kind, 0)) or (0, 0)) < FLASH_CAPABILITY:
+        pytest.skip("the device has no kernel for attention document by document")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("window", [None, 32])
+def test_attention_by_documents_is_attention_under_a_mask(kind: str, head_dim: int, window: int | None) -> None:
+    require_flash(kind)
+    generator = torch.Generator().manual_seed(0)
+    num_tokens = sum(LENGTHS)
+    leaves = [
+        torch.randn(1, num_tokens, heads, head_dim, generator=generator).to(kind, torch.bfloat16) for heads in (8, 2, 2)
+    ]
+    lengths = torch.tensor(LENGTHS)
+    document_ids = torch.arange(len(lengths)).repeat_interleave(lengths).to(kind, torch.int32)[None]
+    tables = torch.empty(0, device=kind), torch.empty(0, device=kind)
+    upstream = torch.randn(1, num_tokens, 8, head_dim, generator=generator).to(kind, torch.bfloat16)
+
+    def run(metadata: AttentionMetadata) -> list[Tensor]:
+        own = [leaf.clone().requires_grad_() for leaf in leaves]
+        out = attend(own[0], own[1], own[2], metadata)
+        return [out, *torch.autograd.grad(out, own, upstream)]
+
+    by_document = run(AttentionMetadata(*tables, offsets=document_offsets(document_ids), window=window))
+    masked = run(AttentionMetadata(*tables, mask=document_mask(document_ids, window)))
+    for one, other in zip(by_document, masked, strict=True):
+        torch.testing.assert_close(one.float(), other.float(), atol=4e-2, rtol=4e-2)
+
+
+def test_products_of_bfloat16_come_out_in_float32(kind: str) -> None:
+    if kind != "cuda":
+        pytest.skip("torch has out_dtype on CUDA only")
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(256, 512, generator=generator).to(torch.bfloat16) for _ in range(2))
+    wanted = a.double() @ b.double().t()
+    found = torch.mm(a.to(kind), b.to(kind).t(), out_dtype=torch.float32)
+    torch.testing.assert_close(found.cpu().double(), wanted, atol=1e-3, rtol=1e-4)
+    total = torch.ones(256, 256, device=kind)
+    found = torch.addmm(total, a.to(kind), b.to(kind).t(), out_dtype=torch.float32)
+    torch.testing.assert_close(found.cpu().double(), wanted + 1, atol=1e-3, rtol=1e-4)
+
+
+def test_the_chunked_loss_and_its_gradients_are_those_of_the_cpu(kind: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(700, 64, generator=generator), torch.randn(999, 64, generator=generator)
+    labels = torch.randint(999, (700,), generator=generator)
+    labels[::9] = -100
+
+    def run(device: str) -> list[Tensor]:
+        own = [tensor.to(device).requires_grad_() for tensor in (hidden, weight)]
+        total = sum_cross_entropy(own[0], own[1], labels.to(device))
+        return [tensor.cpu() for tensor in (total, *torch.autograd.grad(total, own))]
+
+    torch.set_float32_matmul_precision("highest")
+    for one, other in zip(run(kind), run("cpu"), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-4)
+
+
+# ---- fits
+
+
+def test_steps_have_finite_losses(probe: Probe) -> None:
+    watch_waits(probe)
+    check(probe)
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_a_run_that_is_killed_resumes_bit_for_bit(probe: Probe, mode: str) -> None:
+    kill_and_resume(probe, mode)
+    check(probe)
+
+
+@pytest.mark.parametrize("variant", ["ddp", "fsdp2"])
+def test_a_run_on_all_devices_resumes_bit_for_bit(probe: Probe, variant: str, all_devices: int) -> None:
+    if variant == "ddp" and all_devices == 1:
+        pytest.skip("there is one device: the test before this one has run it")
+    if variant == "fsdp2" and probe.task.kind not in ("cuda", "xpu"):
+        pytest.skip("torch.distributed has no backend for the device")
+    kill_and_resume(probe, "process", variant, all_devices)
+    check(probe)
+
+
+@pytest.mark.parametrize("variant", sorted(set(VARIANTS) - {"ddp", "fsdp2"}))
+def test_every_way_to_train_changes_the_parameters(probe: Probe, variant: str, kind: str) -> None:
+    if variant == "bf16-true" and not has_bfloat16(kind):
+        pytest.skip("the device has no bfloat16")
+    try:
+        train_on_all(probe, variant)
+    except SkippedError as reason:
+        pytest.skip(str(reason))
+    check(probe)
