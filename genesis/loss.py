@@ -59,7 +59,7 @@ def sum_cross_entropy(
     with torch.autocast(device_type, enabled=False):
         needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
         loss_sum: Tensor = _SumCrossEntropy.apply(  # type: ignore[no-untyped-call]  # torch's
-            hidden, weight, labels, dtype, needs_grad
+            hidden, weight, labels, dtype, needs_grad, needs_grad and weight.requires_grad
         )
     return loss_sum.float()
 
@@ -77,12 +77,18 @@ class _SumCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype, needs_grad: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        dtype: torch.dtype,
+        needs_grad: bool,
+        needs_weight_grad: bool,  # not where the output weight is frozen
     ) -> Tensor:
         num_tokens = hidden.shape[0]
         step = split_tokens(num_tokens, weight.shape[0], weight.device)
         grad_hidden = torch.empty_like(hidden) if needs_grad else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight_grad else None
         loss_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
         low_weight = weight.to(dtype)
         for start in range(0, num_tokens, step):
@@ -95,24 +101,25 @@ class _SumCrossEntropy(torch.autograd.Function):
             # The normaliser from the largest entry, which is never tiny: one exponential less than by log_softmax.
             log_normaliser = logits.amax(1, keepdim=True) - probs.amax(1, keepdim=True).log_()
             loss_sum += (log_normaliser - logits.gather(1, target)).masked_fill_(is_ignored, 0).sum()
-            if grad_hidden is None or grad_weight is None:
+            if grad_hidden is None:
                 continue
             # d(-log p)/d(logits) = softmax - onehot; ignored rows are cleared after and before the products, where
             # they are narrow.
             probs.scatter_add_(1, target, probs.new_full(target.shape, -1.0))
             grad_logits = probs.to(dtype)
             grad_hidden[start : start + step] = (grad_logits @ low_weight).masked_fill_(is_ignored, 0)
-            grad_weight = _add_product(grad_weight, grad_logits.t(), chunk.masked_fill(is_ignored, 0))
+            if grad_weight is not None:
+                grad_weight = _add_product(grad_weight, grad_logits.t(), chunk.masked_fill(is_ignored, 0))
         ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
         return loss_sum
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         # In place, which saves two copies; autograd refuses a second backward, since the saved tensors have changed.
         grad_hidden, grad_weight = ctx.saved_tensors
         (scale,) = grad_outputs
-        return grad_hidden.mul_(scale), grad_weight.mul_(scale), None, None, None
+        return grad_hidden.mul_(scale), None if grad_weight is None else grad_weight.mul_(scale), None, None, None, None
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:

@@ -425,6 +425,28 @@ def test_what_was_saved_without_optimizers_gives_weights_alone(tmp_path):
         run_training(1, tmp_path / "a", "single", 6, ckpt_path="latest")
     (begun,) = run_training(1, tmp_path / "b", "single", 2, ckpt_path=str(source), restore="weights")
     assert len(begun["losses"]) == 2
+    (gone_on,) = run_training(1, tmp_path / "a", "single", 6, ckpt_path="latest", restore="no_optimizer")
+    assert len(gone_on["losses"]) == 2
+    assert "optimizer state (none was saved; restore is 'no_optimizer')" in gone_on["report"]
+
+
+@pytest.mark.parametrize("strategy", ["single", pytest.param("fsdp2", marks=pytest.mark.slow)])
+def test_a_restore_without_the_optimizer_keeps_clocks_schedule_and_data_and_names_what_it_left(tmp_path, strategy):
+    options = {"every_n_steps": 2, "keep_last": None}
+    (straight,) = run_training(1, tmp_path / "a", strategy, 6, **options)
+    source = tmp_path / "a/checkpoints/step-00000004"
+    (begun,) = run_training(1, tmp_path / "b", strategy, 6, ckpt_path=str(source), restore="no_optimizer", **options)
+    assert begun["losses"][0] == straight["losses"][4]  # the weights and the data
+    assert begun["losses"][1] != straight["losses"][5]  # the moments
+    assert begun["lr"] == straight["lr"]
+    assert begun["seen"] == straight["seen"]
+    assert re.search(r"Reset: .*optimizer state \(\d+ tensors; restore is 'no_optimizer'\)", begun["report"])
+    steps = {name: tensor for name, tensor in read_tensors(find_latest(tmp_path / "b")).items() if name.endswith(".step")}
+    assert steps
+    assert all(float(tensor) == 2.0 for tensor in steps.values())
+    # Its own checkpoints give all: a run that restarts itself does not lose its moments again and again.
+    (resumed,) = run_training(1, tmp_path / "b", strategy, 7, ckpt_path="latest", restore="no_optimizer", **options)
+    assert "no_optimizer" not in resumed["report"]
 
 
 def test_a_fork_names_where_it_came_from_and_leaves_that_alone(tmp_path):

@@ -29,6 +29,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_warn
 
 from genesis.checkpoint_reference import LATEST, read_reference
+from genesis.cli.adapter import prepare_adapter
 from genesis.cli.options import check_is_yaml
 from genesis.cli.precision import GenesisTrainer, resolve_precision
 from genesis.data.paths import find_path, find_source_path, record_paths
@@ -223,6 +224,8 @@ class GenesisCLI(LightningCLI):
         config["trainer.precision"] = resolve_precision(
             config["trainer.precision"], config["trainer.accelerator"], reference
         )
+        own = _place_run(str(run_dir), self._get(self.config, "fork"))
+        self._adapter_base = prepare_adapter(config, reference, Path(own))
         if reference is None:
             return
         run_dir = reference.run.path
@@ -240,6 +243,8 @@ class GenesisCLI(LightningCLI):
         """Builds module, data, callbacks and Trainer; turns their ValueErrors into user errors."""
         try:
             super().instantiate_classes()
+            if self._adapter_base is not None:
+                self.model.base_dtype = self._adapter_base.dtype
         except (ValueError, MisconfigurationException) as error:
             raise UserError(" ".join(str(error).split())) from error
 
@@ -253,6 +258,8 @@ class GenesisCLI(LightningCLI):
             self._check_fork(run_dir)
         # The recipe in the fork describes the fork, which resumes from its own directory.
         self.config_dump.update(run_dir=str(run_dir), fork=None)
+        if self._adapter_base is not None:  # its scope follows from the adapters
+            self.config_dump["checkpoint"]["scope"] = None
         self.config_dump["model"]["decoder"] = dump_decoder_config(self.model.decoder_config)
         self.checkpoint: AsyncProcessCheckpoint = self._get(self.config_init, "checkpoint")
         self.checkpoint.recipe = self.config_dump

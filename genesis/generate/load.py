@@ -12,8 +12,9 @@ from genesis.errors import UserError
 from genesis.huggingface.directory import CONFIG_NAME, DECODER_NAME, check_files, read_json
 from genesis.huggingface.shape import read_shape
 from genesis.huggingface.weights import read_weights
+from genesis.model.adapter import AdapterConfig, attach_adapters
 from genesis.model.decoder import Decoder, DecoderConfig
-from genesis.model.recipe import DECODER_PREFIX, build_decoder_config
+from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, read_adapter_config
 from genesis.run_directory import RunDirectory
 from genesis.tokenizer.open import find_format, list_file_names, open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
@@ -50,6 +51,8 @@ def load_decoder(
 ) -> Loaded:
     """Returns the decoder of a checkpoint or an export, in evaluation mode, and its tokenizer. Nothing is unpickled.
 
+    Adapters stay beside the weights of their base, which is found by the checkpoint's reference to it.
+
     Args:
         path: A run (its newest good checkpoint is taken; bad ones stay where they are), a checkpoint or an export: all
             that `genesis.checkpoint_reference` reads.
@@ -65,10 +68,11 @@ def load_decoder(
     if reference.kind == "export":
         checkpoint = reference.path
         config, state, found = _read_export(checkpoint, tokenizer)
+        adapter = None
     else:
         checkpoint = reference.find_checkpoint(level="quick")
-        config, state, found = _read_checkpoint(checkpoint, tokenizer)
-    decoder = build_empty_decoder(config, len(state), checkpoint)
+        config, state, found, adapter = _read_checkpoint(checkpoint, tokenizer)
+    decoder = build_empty_decoder(config, len(state), checkpoint, adapter)
     try:
         decoder.load_state_dict(state, assign=True)
     except RuntimeError as error:
@@ -87,13 +91,16 @@ def avoid_planned_attention(device: torch.device) -> None:
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def build_empty_decoder(config: DecoderConfig, num_tensors: int, checkpoint: Path) -> Decoder:
+def build_empty_decoder(
+    config: DecoderConfig, num_tensors: int, checkpoint: Path, adapter: AdapterConfig | None = None
+) -> Decoder:
     """Returns the decoder of a recipe that may claim anything, on the meta device.
 
     Args:
         config: What the recipe describes.
         num_tensors: How many tensors of a decoder the checkpoint holds.
         checkpoint: Where it lies.
+        adapter: The adapters in the recipe.
 
     Raises:
         UserError: It has more layers than tensors, or sizes that torch cannot count.
@@ -103,9 +110,12 @@ def build_empty_decoder(config: DecoderConfig, num_tensors: int, checkpoint: Pat
         raise UserError(f"{checkpoint} names {config.num_layers} layers and holds {num_tensors} tensors of a decoder")
     try:
         with torch.device("meta"):
-            return Decoder(config)
+            decoder = Decoder(config)
     except (RuntimeError, ValueError, TypeError, OverflowError) as error:
         raise _another_decoder(checkpoint, error) from None
+    if adapter is not None:
+        attach_adapters(decoder, adapter)
+    return decoder
 
 
 def _another_decoder(checkpoint: Path, error: Exception) -> UserError:
@@ -160,12 +170,14 @@ def load_tokenizer(path: Path | None, manifest: Manifest, checkpoint: Path) -> T
 _Read = tuple[DecoderConfig, dict[str, Tensor], Tokenizer | None]
 
 
-def _read_checkpoint(checkpoint: Path, tokenizer: Path | None) -> _Read:
+def _read_checkpoint(checkpoint: Path, tokenizer: Path | None) -> tuple[*_Read, AdapterConfig | None]:
     manifest = read_manifest(checkpoint)
     tensors = read_tensors(checkpoint, prefix=DECODER_PREFIX)
-    config = build_decoder_config(_find(manifest.recipe, "model", "decoder"), where=f"the recipe in {checkpoint}")
+    where = f"the recipe in {checkpoint}"
+    config = build_decoder_config(_find(manifest.recipe, "model", "decoder"), where=where)
+    adapter = read_adapter_config(manifest.recipe, where)
     state = {name.removeprefix(DECODER_PREFIX): tensor for name, tensor in tensors.items()}
-    return config, state, load_tokenizer(tokenizer, manifest, checkpoint)
+    return config, state, load_tokenizer(tokenizer, manifest, checkpoint), adapter
 
 
 def _read_export(directory: Path, tokenizer: Path | None) -> _Read:

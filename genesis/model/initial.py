@@ -5,6 +5,7 @@ blocks of which it holds rows, and how parameters are sharded does not change a 
 """
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -60,12 +61,16 @@ class InitialValues:
         """Fills a parameter, by its name in the part, with normal values of deviation `INIT_STD`."""
         fill_normal(parameter, INIT_STD, f"{self.key}.{name}")
 
+    def fill_uniform(self, name: str, parameter: Tensor, bound: float) -> None:
+        """Fills a parameter, by its name in the part, with values that are uniform between `-bound` and `bound`."""
+        key = f"{self.key}.{name}"
+        _fill_blocks(parameter, lambda shape, number: draw_uniform_block(shape, bound, key, number))
+
     def fill_residual(self, name: str, parameter: Tensor) -> None:
         """Does the same for a parameter that writes into the residual stream."""
         fill_normal(parameter, self.residual_std, f"{self.key}.{name}")
 
 
-@torch.no_grad()
 def fill_normal(parameter: Tensor, std: float, key: str) -> None:
     """Fills what this rank holds of a parameter with normal values of mean 0. Does not communicate.
 
@@ -74,11 +79,16 @@ def fill_normal(parameter: Tensor, std: float, key: str) -> None:
         std: The deviation.
         key: Decides the values, together with shape and deviation: seed and name.
     """
-    for local in local_shards(key, parameter, "parameter"):
+    _fill_blocks(parameter, lambda shape, number: draw_block(shape, std, key, number))
+
+
+@torch.no_grad()
+def _fill_blocks(parameter: Tensor, draw: Callable[[tuple[int, ...], int], Tensor]) -> None:
+    for local in local_shards("initial", parameter, "parameter"):
         corner = zip(local.part.offsets, local.part.sizes, strict=True)
         first, *others = (slice(offset, offset + size) for offset, size in corner)
         for number in find_blocks(first.start, first.stop):
-            block = draw_block(local.part.shape, std, key, number)
+            block = draw(local.part.shape, number)
             start = number * BLOCK_ROWS
             rows = slice(max(first.start, start), min(first.stop, start + len(block)))
             held = block[(slice(rows.start - start, rows.stop - start), *others)]
@@ -96,8 +106,19 @@ def find_blocks(start: int, stop: int) -> range:
 
 def draw_block(shape: tuple[int, ...], std: float, key: str, number: int) -> Tensor:
     """Returns the rows of one block of a parameter, float32 on the CPU: a function of its arguments alone."""
+    block, generator = _begin_block(shape, key, number)
+    return block.normal_(0.0, std, generator=generator)
+
+
+def draw_uniform_block(shape: tuple[int, ...], bound: float, key: str, number: int) -> Tensor:
+    """Returns the same with values that are uniform between `-bound` and `bound`."""
+    block, generator = _begin_block(shape, key, number)
+    return block.uniform_(-bound, bound, generator=generator)
+
+
+def _begin_block(shape: tuple[int, ...], key: str, number: int) -> tuple[Tensor, torch.Generator]:
     seed = int.from_bytes(hashlib.sha256(f"{key} {number}".encode()).digest()[:8], "little") >> 1
     num_rows = min(BLOCK_ROWS, shape[0] - number * BLOCK_ROWS)
     # On the CPU and in float32, because a device's generator gives other numbers for the same seed.
     block = torch.empty((num_rows, *shape[1:]), device="cpu", dtype=torch.float32)
-    return block.normal_(0.0, std, generator=torch.Generator("cpu").manual_seed(seed))
+    return block, torch.Generator("cpu").manual_seed(seed)

@@ -94,12 +94,13 @@ class _RMSNormCPU(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
         (grad,) = grads
         normed = x * scale
         products = (grad * normed).flatten(0, -2)
+        is_trained = ctx.needs_input_grad[1]  # not where the model is frozen beside its adapters
         with torch.autocast("cpu", enabled=False):
-            grad_weight = products.new_ones(products.shape[0]) @ products
+            grad_weight = products.new_ones(products.shape[0]) @ products if is_trained else None
             inner = (products @ weight).view(scale.shape).div_(-x.shape[-1])
         return (grad * weight).addcmul_(normed, inner).mul_(scale), grad_weight, None

@@ -10,6 +10,7 @@ from typing import Any, Final, get_args
 import yaml
 
 from genesis.errors import UserError
+from genesis.model.adapter import AdapterConfig
 from genesis.model.attention import AttentionConfig
 from genesis.model.decoder import SHORT_FIELDS, DecoderConfig, Parts
 from genesis.model.feed_forward import FeedForwardConfig
@@ -56,6 +57,24 @@ def build_decoder_config(content: Any, where: str) -> DecoderConfig:
     if content.get("feed_forward") is not None:
         parts["feed_forward"] = _build_feed_forward(content["feed_forward"], f"{where}: feed_forward")
     config: DecoderConfig = _build(DecoderConfig, {**content, **parts}, where)
+    return config
+
+
+def read_adapter_config(recipe: Any, where: str) -> AdapterConfig | None:
+    """Returns the adapters that a recipe has beside its decoder, None without any.
+
+    Args:
+        recipe: Plain JSON, as a manifest has it.
+        where: The recipe's place, for the message.
+
+    Raises:
+        UserError: A field is unknown or has a value that cannot be used.
+    """
+    model = recipe.get("model") if isinstance(recipe, Mapping) else None
+    content = model.get("adapter") if isinstance(model, Mapping) else None
+    if content is None:
+        return None
+    config: AdapterConfig = _build(AdapterConfig, content, f"{where}: model.adapter")
     return config
 
 

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from genesis.data.training_data import TrainingData
 from genesis.data.window import AccumulationWindow
 from genesis.errors import RunEndedError, UserError
+from genesis.model.adapter import AdapterConfig, attach_adapters, init_adapters, is_adapter_tensor
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.initial import is_unset, mark_unset
 from genesis.model.statistics import name_figures, read_figures
@@ -64,16 +65,28 @@ class GenesisModule(pl.LightningModule):
         decoder: The model's shape.
         optimizer: The optimizer and its peak learning rate.
         seed: Of the initial weights, and of dropout.
+        adapter: Adapters beside the frozen weights of a base; None to train all weights.
+
+    Attributes:
+        base_dtype: Of the base's tensors, where there are adapters; to be set before a fit.
 
     Set `is_restored` before a fit or a validation that begins with a checkpoint: then no initial weights are drawn.
     They are NaN until the restore; should none come, they are drawn when training or validation starts.
     """
 
-    def __init__(self, decoder: DecoderConfig, optimizer: OptimizerOptions | None = None, seed: int = 0) -> None:
+    def __init__(
+        self,
+        decoder: DecoderConfig,
+        optimizer: OptimizerOptions | None = None,
+        seed: int = 0,
+        adapter: AdapterConfig | None = None,
+    ) -> None:
         super().__init__()
         self.decoder_config = decoder
         self.optimizer_options = optimizer or OptimizerOptions()
         self.seed = seed
+        self.adapter_config = adapter
+        self.base_dtype = torch.float32
         self.decoder: Decoder | None = None
         self.is_restored = False
         self._has_unset_weights = False
@@ -106,6 +119,8 @@ class GenesisModule(pl.LightningModule):
             return
         with torch.device("meta"):
             decoder = Decoder(self.decoder_config)
+            if self.adapter_config is not None:
+                attach_adapters(decoder, self.adapter_config, self.base_dtype)
         self._strategy.apply_to(decoder)
         decoder.to_empty(device=self._strategy.parameter_device)
         self._has_unset_weights = self.is_restored
@@ -117,18 +132,24 @@ class GenesisModule(pl.LightningModule):
         self.decoder = decoder
 
     def _draw_what_was_not_restored(self) -> None:
-        """Draws the initial weights if they were left to a restore and none came. Does not communicate."""
+        """Draws the initial weights if they were left to a restore and none came. Does not communicate.
+
+        A restore from a base leaves the adapters alone without values; then only they are drawn.
+        """
         if not self._has_unset_weights:
             return
         self._has_unset_weights = False
         unset = {name: is_unset(parameter) for name, parameter in self._model.named_parameters()}
         left = [name for name, is_left in unset.items() if is_left]
-        if False in unset.values() and left:
+        is_from_base = all(is_adapter_tensor(name) == is_left for name, is_left in unset.items() if is_left is not None)
+        if False in unset.values() and left and is_from_base:
+            init_adapters(self._model, self.seed)
+        elif False in unset.values() and left:
             raise RunEndedError(
                 f"the restore left {len(left)} of {len(unset)} parameters without values, such as {left[0]}: the "
                 "checkpoint is not one of this model"
             )
-        if left:
+        elif left:
             self._model.init_weights(self.seed)
 
     def configure_optimizers(self) -> Optimizer:

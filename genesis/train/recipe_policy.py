@@ -31,7 +31,7 @@ _FREE: Final = (
     # When it gives up.
     *("trainer.max_time", "counters.max_consecutive_skips"),
 )
-_NEVER: Final = ("tokenizer_hash", "model.decoder", "data.seed", "data.seq_len")
+_NEVER: Final = ("tokenizer_hash", "model.decoder", "model.adapter", "data.seed", "data.seq_len")
 
 
 def unify_recipe(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -43,6 +43,10 @@ RECIPE_POLICY: Final = DriftPolicy(
     rules=(
         ("allow", "model.decoder.dropout"),
         ("allow", "trainer.limit_train_batches"),
+        ("allow", "model.adapter.dropout"),
+        # The base is compared by hash, and adapters of others serve the first start alone.
+        ("free", "model.adapter.base"),
+        ("free", "model.adapter.start"),
         *(("never", pattern) for pattern in _NEVER),
         *(("free", pattern) for pattern in _FREE),
     ),

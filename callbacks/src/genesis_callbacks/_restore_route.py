@@ -126,11 +126,14 @@ class RestoreRoute:
         # `latest` has just verified this checkpoint, so its files are not read twice. The restored tensors are compared
         # by digest in any case.
         level: VerifyLevel = "quick" if found == self._verified else self._options.verify_level
-        restore = Restore(found, ranks, trainer.strategy, level=level, places=self._options.scope.places)
+        restore = Restore(found, ranks, trainer.strategy, level=level, scope=self._options.scope)
         self._verified = None
         is_fit = trainer.state.fn == TrainerFn.FITTING
         is_elsewhere = found.parent != self._options.directory
         restore.has_weights_alone = is_fit and self._options.restore == "weights" and is_elsewhere
+        # An own checkpoint without optimizer state, too: there is no other way to go on from it.
+        may_leave = is_elsewhere or not restore.manifest.has_optimizer
+        restore.leaves_optimizer = is_fit and self._options.restore == "no_optimizer" and may_leave
         restore.check_drift(
             identity=identity,
             recipe=recipe if is_fit and not restore.has_weights_alone else {},
@@ -146,6 +149,7 @@ class RestoreRoute:
         if restore.has_weights_alone:
             return NothingToRestore(restore.load_in_place(module, []))
         restore.combine_rank_states(trainer.datamodule)  # type: ignore[attr-defined]  # Lightning sets it
+        has_optimizers = is_fit and not restore.leaves_optimizer
         if trainer.strategy.restore_checkpoint_after_setup:
-            return restore.load_in_place(module, trainer.optimizers if is_fit else [])
-        return restore.build_lightning_checkpoint(module, with_optimizers=is_fit)
+            return restore.load_in_place(module, trainer.optimizers if has_optimizers else [])
+        return restore.build_lightning_checkpoint(module, with_optimizers=has_optimizers)

@@ -12,7 +12,7 @@ from .checkpoint.retain import Retention
 from .checkpoint.scope import SaveScope
 from .checkpoint.verify import VerifyLevel
 
-RestoredState = Literal["all", "weights"]
+RestoredState = Literal["all", "no_optimizer", "weights"]
 WhenBusy = Literal["wait", "skip"]
 OnSaveFailure = Literal["raise", "warn"]
 

@@ -1,7 +1,6 @@
 """Restores a checkpoint of the engine into a Lightning Trainer, before or after its strategy has set up."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from ._data_position import LostDataPositionWarning, OnLostDataPosition, count_epoch, place, read_saved_states
+from ._live_names import LiveNames, name_live, name_optimizer_groups
 from ._rank_role import read_rank_role
 from ._trainer_state import HasRankState
 from .checkpoint.collect import (
@@ -18,7 +18,6 @@ from .checkpoint.collect import (
     NamedModel,
     canonical_name,
     model_parts,
-    name_groups,
     name_model,
     name_optimizer,
     name_parameters,
@@ -27,7 +26,7 @@ from .checkpoint.collect import (
 )
 from .checkpoint.drift import DriftPolicy, DriftWarning, check_drift, find_drift
 from .checkpoint.errors import CheckpointError
-from .checkpoint.groups import GroupNames, check_groups, find_options
+from .checkpoint.groups import check_groups, find_options
 from .checkpoint.lightning_file import index_optimizer_state, read_optimizer_state
 from .checkpoint.manifest import Ancestor, Manifest, read_committed_hash
 from .checkpoint.overlaps import separate_shared
@@ -36,37 +35,12 @@ from .checkpoint.ranks import Ranks
 from .checkpoint.restore import check_restored, read_recorded_tensors, restore_shards
 from .checkpoint.rng import apply_rng_state, read_rng_state
 from .checkpoint.save_target import read_versions
+from .checkpoint.scope import SaveScope
 from .checkpoint.sections import SavedSections
 from .checkpoint.verify import VerifyLevel, verify
 from .restore_report import RestoreReport, describe_model
 
 _EXTRAS, _SWAPPED = "model_extras", "swapped"
-
-
-@dataclass(frozen=True)
-class _LiveNames:
-    """The names of the tensors that one restoring rank holds.
-
-    Attributes:
-        model: Full names of its model's tensors.
-        optimizers: The names of the parameters in the groups of each of its optimizers.
-    """
-
-    model: frozenset[str]
-    optimizers: tuple[GroupNames, ...]
-
-
-def _name_groups(index: int, optimizer: Optimizer, names: Mapping[int, str]) -> GroupNames:
-    return tuple(map(tuple, name_groups(index, optimizer, names)))
-
-
-def _name_live(module: LightningModule, optimizers: Iterable[Optimizer]) -> _LiveNames:
-    model = name_model(module.state_dict(keep_vars=True))
-    names = name_parameters(module)
-    return _LiveNames(
-        frozenset(MODEL_PREFIX + name for name in model.tensors),
-        tuple(_name_groups(index, optimizer, names) for index, optimizer in enumerate(optimizers)),
-    )
 
 
 class Restore:
@@ -83,20 +57,19 @@ class Restore:
         ranks: The run's.
         strategy: The Trainer's, which gives this rank's role.
         level: How much is verified.
-        places: Where to look for the checkpoint's base beside the places that it records.
+        scope: The scope of the run's saves. Its base is one of the places where the checkpoint's is looked for, and
+            tensors that it does not leave to the base may be missing where only weights are restored.
 
     Raises:
         CheckpointError: The checkpoint does not verify; on every rank alike.
     """
 
-    def __init__(
-        self, path: Path, ranks: Ranks, strategy: Any, *, level: VerifyLevel, places: Sequence[Path] = ()
-    ) -> None:
+    def __init__(self, path: Path, ranks: Ranks, strategy: Any, *, level: VerifyLevel, scope: SaveScope) -> None:
         self.path = path
-        self._ranks = ranks
+        self._ranks, self._scope = ranks, scope
         answers = ranks.attempt_and_gather(
             "verifying the checkpoint",
-            lambda: (verify(path, level, places=places) if ranks.is_first else None, read_rank_role(strategy)),
+            lambda: (verify(path, level, places=scope.places) if ranks.is_first else None, read_rank_role(strategy)),
             error_type=CheckpointError,
         )
         manifest = answers[0][0]
@@ -105,6 +78,8 @@ class Restore:
         self.ancestor = Ancestor(path.name, read_committed_hash(path))
         self.has_weights_alone = False
         """Whether the run restores only the weights and starts everything else from scratch."""
+        self.leaves_optimizer = False
+        """Whether the optimizers start from scratch, and everything else goes on."""
         self._reset_parts: list[str] = []
         self._changed: tuple[str, ...] = ()
         self._roles = [role for _, role in answers]
@@ -166,10 +141,11 @@ class Restore:
         Raises:
             CheckpointError: The checkpoint has no such state, and more than the weights is wanted.
         """
-        if not (self.manifest.has_optimizer or self.has_weights_alone):
+        if not (self.manifest.has_optimizer or self.has_weights_alone or self.leaves_optimizer):
             raise CheckpointError(
-                f"{self.path} was saved without the optimizers' state, so that no run can go on from it; to begin a "
-                "new one from its weights, give that another run_dir, and restore='weights'"
+                f"{self.path} was saved without the optimizers' state: to go on with optimizers that start from "
+                "scratch, give restore='no_optimizer'; to begin a new run from the weights, give that another run_dir, "
+                "and restore='weights'"
             )
 
     def _read_content(self) -> tuple[SavedSections, Any]:
@@ -207,7 +183,7 @@ class Restore:
             error_type=CheckpointError,
         )
 
-    def _separate_and_gather(self, module: LightningModule, optimizers: Iterable[Optimizer]) -> list[_LiveNames]:
+    def _separate_and_gather(self, module: LightningModule, optimizers: Iterable[Optimizer]) -> list[LiveNames]:
         """Separates tensors that the checkpoint stores separately, then returns what each rank holds."""
         self._ranks.attempt(
             "separating tensors that share memory",
@@ -216,17 +192,17 @@ class Restore:
         )
         return self._gather_live(module, optimizers)
 
-    def _gather_live(self, module: LightningModule, optimizers: Iterable[Optimizer]) -> list[_LiveNames]:
+    def _gather_live(self, module: LightningModule, optimizers: Iterable[Optimizer]) -> list[LiveNames]:
         """Returns what each rank holds. Communicates once."""
         return self._ranks.attempt_and_gather(
-            "naming what is restored", lambda: _name_live(module, optimizers), error_type=CheckpointError
+            "naming what is restored", lambda: name_live(module, optimizers), error_type=CheckpointError
         )
 
     def _recorded_names(self) -> set[str]:
         return {name for name in self.manifest.tensors if name.startswith(MODEL_PREFIX)}
 
     def _read_lightning_checkpoint(
-        self, module: LightningModule, live_by_rank: Sequence[_LiveNames], with_optimizers: bool
+        self, module: LightningModule, live_by_rank: Sequence[LiveNames], with_optimizers: bool
     ) -> dict[str, Any]:
         live = module.state_dict(keep_vars=True)
         names = self._stored_names(name_model(live).names)
@@ -326,7 +302,7 @@ class Restore:
             restore_shards(self.path, self.manifest, [part for part in model if self._is_swapped(part)])
             return parts + [part for part in model if part.part.kind == "parameter"]
 
-        if self.has_weights_alone:
+        if self.has_weights_alone or self.leaves_optimizer:
             optimizers = []
         live = self._gather_live(module, optimizers)
         parts = self._ranks.attempt("restoring the optimizer", settle, error_type=CheckpointError)
@@ -339,7 +315,7 @@ class Restore:
         return [part for part in model_parts(model) if part.part.name in self.manifest.tensors]
 
     @staticmethod
-    def _unite(live_by_rank: Sequence[_LiveNames]) -> frozenset[str]:
+    def _unite(live_by_rank: Sequence[LiveNames]) -> frozenset[str]:
         """Returns the names of the model's tensors that any rank holds."""
         return frozenset[str]().union(*(live.model for live in live_by_rank))
 
@@ -351,6 +327,12 @@ class Restore:
         """
         recorded = self._recorded_names()
         missing, unexpected = sorted(everyone - recorded), sorted(recorded - everyone)
+        if self.has_weights_alone and self._scope.base is not None:
+            # A new run beside a base: what its saves will hold is new, too, or else in the checkpoint.
+            new = [name for name in missing if not self._scope.leaves(name)]
+            missing = [name for name in missing if self._scope.leaves(name)]
+            if new:
+                self._reset_parts.append(f"{len(new)} model tensors that the base does not have, such as {new[0]}")
         if (missing or unexpected) and is_strict:
             raise CheckpointError(
                 f"the model and the checkpoint of step {self.manifest.step} have different tensors: "
@@ -361,7 +343,7 @@ class Restore:
             self._reset_parts.append(f"{len(missing)} model tensors that were not saved, such as {missing[0]}")
 
     def _fill(
-        self, module: LightningModule, optimizers: Sequence[Optimizer], live_by_rank: Sequence[_LiveNames]
+        self, module: LightningModule, optimizers: Sequence[Optimizer], live_by_rank: Sequence[LiveNames]
     ) -> list[LocalShard]:
         self._check_model(self._unite(live_by_rank), is_strict=module.strict_loading)
         parts = self._recorded(name_model(module.state_dict(keep_vars=True)))
@@ -372,7 +354,7 @@ class Restore:
         return parts + self._settle_optimizers(module, optimizers, live_by_rank)
 
     def _settle_optimizers(
-        self, module: LightningModule, optimizers: Sequence[Optimizer], live_by_rank: Sequence[_LiveNames]
+        self, module: LightningModule, optimizers: Sequence[Optimizer], live_by_rank: Sequence[LiveNames]
     ) -> list[LocalShard]:
         """Restores each optimizer's state as far as Lightning has not done so, and returns its parts."""
         num_live = max(len(live.optimizers) for live in live_by_rank)
@@ -389,7 +371,7 @@ class Restore:
         for index, optimizer in enumerate(optimizers):
             if not self._has_lightning_filled:
                 groups = sections.read_groups(index)
-                options = find_options(index, _name_groups(index, optimizer, names), next(groups), groups)
+                options = find_options(index, name_optimizer_groups(index, optimizer, names), next(groups), groups)
                 for group, saved in zip(optimizer.param_groups, options, strict=True):
                     group.update(saved)
             values = sections.read_optimizer_values(index)
@@ -399,6 +381,15 @@ class Restore:
             restore_shards(self.path, self.manifest, is_due)
             settled += parts
         return settled
+
+    def keep_rates(self, trainer: Trainer) -> None:
+        """Gives optimizers that start from scratch the rates of their restored schedulers. No communication."""
+        if self.leaves_optimizer:
+            # A scheduler multiplies the rate that it finds in the group, which was not restored.
+            for config in trainer.lr_scheduler_configs:
+                scheduler = config.scheduler
+                for group, lr in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=False):
+                    group["lr"] = lr
 
     def place_data(self, trainer: Trainer, on_lost: OnLostDataPosition) -> None:
         """Puts the fit's loaders where the checkpoint left them, before `apply_rng`. Communicates once.
@@ -463,9 +454,10 @@ class Restore:
                 changed=self._changed,
             )
         num_optimizer = sum(name.startswith("optimizer.") for name in manifest.tensors)
+        num_kept = 0 if self.leaves_optimizer else num_optimizer
         saved_callbacks = set(self._content["trainer"]["callbacks"])
         kept = [
-            f"{model} and {num_optimizer} of optimizer state, compared by digest",
+            f"{model} and {num_kept} of optimizer state, compared by digest",
             "loops, schedulers and precision",
         ]
         num_swapped = sum(name.startswith(SWAPPED_PREFIX) for name in manifest.tensors)
@@ -484,7 +476,10 @@ class Restore:
             owner += ", the data's of all ranks" if self._has_combined else ""
             rebuilt.append(f"placement of tensors ({change}); other state is {owner}")
             reset.append(f"random number generators ({change})")
-        if not num_optimizer:
+        if self.leaves_optimizer:
+            left = f"{num_optimizer} tensors" if manifest.has_optimizer else "none was saved"
+            reset.append(f"optimizer state ({left}; restore is 'no_optimizer')")
+        elif not num_optimizer:
             reset.append("optimizer state (there was none yet)")
         new_callbacks = [
             callback.state_key

@@ -113,8 +113,9 @@ class AsyncProcessCheckpoint(Checkpoint):
             them is removed after the next save, unless it stays for another reason.
         keep_last: How many of the newest checkpoints stay, beside the best; None keeps all.
         keep_every_n_steps: Those whose step is a multiple of it stay for good; None for none.
-        restore: What a checkpoint of another directory gives: "all", or its "weights" alone, so that a new run begins
-            at step 0. One of this run's own always gives all.
+        restore: What a checkpoint of another directory gives: "all"; all with "no_optimizer", whose moments start from
+            scratch; or its "weights" alone, so that a new run begins at step 0. One of this run's own always gives all
+            that it holds.
         mode: Who writes: "sync" the training thread, "thread" a thread beside it, "process" a writer process for each
             rank, which has started before the first step.
         staging: In the other modes than "sync": "overlapped" copies while the next forward and backward run, and
@@ -332,6 +333,8 @@ class AsyncProcessCheckpoint(Checkpoint):
         assert session is not None
         if restore is not None and not trainer.strategy.restore_checkpoint_after_setup:
             restore.check_after_lightning(pl_module, trainer.optimizers)
+        if restore is not None:
+            restore.keep_rates(trainer)
         # Before `place_data`, which restarts the iterators: the watch has to see the first fetch after that.
         watch_loaders(trainer, read_rng_state)
         session.start(

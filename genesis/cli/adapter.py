@@ -1,0 +1,59 @@
+"""Adapters in a recipe of `genesis fit`: finds their base, from which a new run begins and to which saves refer."""
+
+from pathlib import Path
+
+from jsonargparse import Namespace
+
+from genesis.checkpoint_reference import LATEST, Reference
+from genesis.errors import UserError
+from genesis.train.adapter_base import AdapterBase, build_scope, find_adapter_base
+from genesis_callbacks.checkpoint import list_committed
+from genesis_callbacks.run_directory import RunDirectory
+
+
+def prepare_adapter(config: Namespace, reference: Reference | None, run_dir: Path) -> AdapterBase | None:
+    """Resolves the base of the adapters and completes the recipe by it, in place; None without adapters.
+
+    A run that begins with no checkpoint of its own, or with the base, gets the weights of the base alone.
+
+    Args:
+        config: The recipe, before anything is built of it.
+        reference: What `ckpt_path` is; None if it is not given.
+        run_dir: The directory in which this run saves.
+
+    Raises:
+        UserError: The base is not found, is another than that of the adapters to go on with, or is this run itself.
+    """
+    if config.get("model.adapter") is None:
+        return None
+    scope = config.get("checkpoint.scope")
+    if scope is not None and scope.get("base") is not None:
+        raise UserError("checkpoint.scope follows from model.adapter: leave it out, and give model.adapter.base")
+    continued = None if reference is None else _find_continued(reference)
+    base = find_adapter_base(config.get("model.adapter.base"), continued)
+    config["model.adapter.base"] = str(base.path)
+    if continued is None or continued.resolve() == base.path:
+        if base.path.parent == RunDirectory(run_dir.resolve()).checkpoints:
+            raise UserError(
+                f"run_dir is {run_dir}, the run of the base itself: give the adapters a run_dir of their own"
+            )
+        config["ckpt_path"], config["checkpoint.restore"] = str(base.path), "weights"
+    scope = build_scope(
+        base, has_magnitudes=config["model.adapter.dora"], also_train=config["model.adapter.also_train"]
+    )
+    config["checkpoint.scope"] = Namespace(  # type: ignore[no-untyped-call]  # jsonargparse's
+        base=str(scope.base),
+        in_base=list(scope.in_base),
+        not_in_base=list(scope.not_in_base),
+        base_hash=scope.base_hash,
+    )
+    return base
+
+
+def _find_continued(reference: Reference) -> Path | None:
+    """Returns the checkpoint that `ckpt_path` names; None for `latest` of a run without checkpoints."""
+    if reference.kind == "run" and reference.selector in (None, LATEST):
+        committed = list_committed(reference.path) if reference.path.exists() else []
+        if committed or reference.selector == LATEST:
+            return committed[-1][0] if committed else None
+    return reference.find_checkpoint(level="quick")

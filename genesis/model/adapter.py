@@ -1,0 +1,294 @@
+"""Adapters: small trained matrices beside the frozen weights of a decoder's linear layers (LoRA, DoRA).
+
+N  tokens, in any leading dimensions     I  input width     O  output width     R  rank
+
+`attach_adapters` replaces linear layers of the blocks by `AdaptedLinear`, which keeps `weight` and `bias` and adds
+`lora_A`, `lora_B` and, for DoRA, `lora_magnitude` next to them. The base's tensors keep their names, so that
+checkpoints, sharding, activation checkpointing and compilation know nothing of adapters.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Final, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.functional import dropout, linear
+
+from genesis.errors import UserError
+from genesis.model.decoder import Decoder
+from genesis.model.initial import InitialValues
+from genesis.model.part import VECTORS, ParameterGroup, Part, check_counts
+from genesis_callbacks.checkpoint import local_shards
+
+ADAPTERS: Final = ParameterGroup("adapters", "matrix")
+MAGNITUDE: Final = "lora_magnitude"
+ADAPTER_TENSORS: Final = ("lora_A", "lora_B", MAGNITUDE)
+"""The names of an adapter's tensors in its layer."""
+EXTRA_TENSORS: Final = {"embedding": "embedding.weight", "head": "output.weight"}
+"""What `also_train` may name: tensors of the decoder outside of the blocks."""
+_ROUTER: Final = "router"
+_NUM_NAMED: Final = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """Adapters on the linear layers of the blocks; the model's own weights are frozen.
+
+    Args:
+        rank: Width between the two matrices of an adapter.
+        alpha: What an adapter adds is multiplied by `alpha / rank`, or by `alpha / sqrt(rank)` with `rslora`.
+        dropout: Share of an adapter's inputs that is dropped, in training.
+        rslora: Whether the factor is `alpha / sqrt(rank)`, so that a larger rank does not make smaller updates.
+        dora: Whether the length of each row of the adapted weight is trained separately from its direction.
+        include: Patterns of the layers with adapters, such as `*.attention.*`; a pattern matches a whole name
+            (`blocks.0.attention.query`), with `*` and `?` as in a shell.
+        exclude: Patterns of layers without adapters among these.
+        also_train: Tensors outside of the blocks that are trained, too: `embedding`, `head`.
+        base: The base: a checkpoint, or a run (its newest), such as `genesis import` makes. None for the checkpoint in
+            `ckpt_path`, or the base of the checkpoint that is resumed.
+        start: A directory with adapters in PEFT's format to start from; None for new ones.
+
+    Raises:
+        UserError: A value that cannot be used.
+
+    References:
+        Hu et al., LoRA, arXiv:2106.09685. Kalajdzievski, rsLoRA, arXiv:2312.03732. Liu et al., DoRA, arXiv:2402.09353.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    rslora: bool = False
+    dora: bool = False
+    include: tuple[str, ...] = ("*",)
+    exclude: tuple[str, ...] = ()
+    also_train: tuple[Literal["embedding", "head"], ...] = ()
+    base: str | None = None
+    start: str | None = None
+
+    def __post_init__(self) -> None:
+        check_counts(self)
+        for name in ("include", "exclude", "also_train"):  # lists, as YAML and JSON have them
+            value = getattr(self, name)
+            if isinstance(value, str) or not all(isinstance(item, str) for item in value):
+                raise UserError(f"{name} is {value!r}: it must be a list of texts")
+            object.__setattr__(self, name, tuple(value))
+        if not (self.alpha > 0.0 and math.isfinite(self.alpha)):
+            raise UserError(
+                f"alpha is {self.alpha:g}, so that adapters add nothing: it must be above 0, such as 2 * rank"
+            )
+        if not 0.0 <= self.dropout < 1.0:
+            raise UserError(f"dropout of adapters is {self.dropout}: it must be at least 0 and below 1")
+        if not self.include:
+            raise UserError("include is empty, so that no layer has an adapter: give ['*'] for all linear layers")
+        for extra in self.also_train:
+            if extra not in EXTRA_TENSORS:
+                raise UserError(f"also_train has {extra!r}: it must be {' or '.join(map(repr, EXTRA_TENSORS))}")
+
+    @property
+    def scaling(self) -> float:
+        """The factor of what an adapter adds."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+class AdaptedLinear(nn.Linear, Part):
+    """A linear layer with an adapter: `W x + scaling * B A dropout(x)`, with DoRA times `m / ||W + scaling * B A||`.
+
+    The base's weight stays in its own dtype and the adapter in float32. Each product runs in the dtype of its weight,
+    so that a base in bfloat16 keeps the speed of bfloat16.
+
+    Args:
+        base: The layer that is adapted; its parameters become this layer's.
+        config: The adapters'.
+    """
+
+    lora_magnitude: nn.Parameter | None
+
+    def __init__(self, base: nn.Linear, config: AdapterConfig) -> None:
+        super().__init__(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
+        self.weight, self.bias = base.weight, base.bias
+        self.scaling, self.dropout = config.scaling, config.dropout
+        self.draws_random_numbers = config.dropout > 0.0
+        device = base.weight.device
+        self.lora_A = nn.Parameter(torch.empty(config.rank, self.in_features, device=device))
+        self.lora_B = nn.Parameter(torch.empty(self.out_features, config.rank, device=device))
+        self.register_parameter(
+            MAGNITUDE, nn.Parameter(torch.empty(self.out_features, device=device)) if config.dora else None
+        )
+
+    def init_weights(self, initial: InitialValues) -> None:
+        """Fills the adapter, which then adds nothing: A as `nn.Linear` is filled by torch, B with zeros.
+
+        The weight must have its values; DoRA's magnitude is the length of its rows.
+        """
+        initial.fill_uniform("lora_A", self.lora_A, 1.0 / math.sqrt(self.in_features))
+        nn.init.zeros_(self.lora_B)
+        self.fill_magnitude()
+
+    @torch.no_grad()
+    def fill_magnitude(self) -> None:
+        """Fills DoRA's magnitude with the length of each row of the weight. Does not communicate."""
+        if self.lora_magnitude is None:
+            return
+        # Rows are sharded alike, so that each rank has the rows whose length it needs.
+        rows = local_shards("weight", self.weight, "parameter")
+        lengths = local_shards("magnitude", self.lora_magnitude, "parameter")
+        for weight, length in zip(rows, lengths, strict=True):
+            assert weight.part.offsets[0] == length.part.offsets[0]
+            length.data.copy_(weight.data.float().norm(dim=1))
+
+    def parameter_groups(self) -> dict[str, ParameterGroup]:
+        """Returns the group of each tensor of the adapter; the part around this layer answers for the base's."""
+        groups = {"lora_A": ADAPTERS, "lora_B": ADAPTERS}
+        return groups if self.lora_magnitude is None else {**groups, MAGNITUDE: VECTORS}
+
+    @property
+    def flops_per_token(self) -> int:
+        """Six for each weight of the adapter, less the gradient of the frozen weight, which is counted by the part."""
+        return 6 * (self.lora_A.numel() + self.lora_B.numel()) - 2 * self.weight.numel()
+
+    def forward(self, x: Float[Tensor, "*N I"]) -> Float[Tensor, "*N O"]:
+        """Returns what the base gives, and what the adapter adds."""
+        base = linear(x, self.weight, self.bias if self.lora_magnitude is None else None)
+        if not torch.is_autocast_enabled(x.device.type):  # which casts to its own dtype
+            x = x.to(self.lora_A.dtype)
+        low = linear(dropout(x, self.dropout, self.training), self.lora_A)
+        update = linear(low * self.scaling, self.lora_B)
+        if self.lora_magnitude is None:
+            return base + update.to(base.dtype)
+        scale = self.lora_magnitude / self._row_lengths()
+        out: Tensor = ((base + update) * scale).to(base.dtype)
+        return out if self.bias is None else out + self.bias
+
+    @torch.no_grad()  # a constant in the gradient: section 4.3 of the paper
+    def _row_lengths(self) -> Float[Tensor, " O"]:
+        lengths: Tensor = (self.weight + self.scaling * (self.lora_B @ self.lora_A)).norm(dim=1)
+        return lengths
+
+
+def attach_adapters(
+    decoder: Decoder, config: AdapterConfig, base_dtype: torch.dtype = torch.float32
+) -> dict[str, AdaptedLinear]:
+    """Puts adapters into a freshly built decoder, in place, and freezes all but them and `config.also_train`.
+
+    Args:
+        decoder: Not wrapped yet, on the meta device or not.
+        config: The adapters.
+        base_dtype: Of the base's tensors; adapters are float32.
+
+    Returns:
+        The adapted layers by name.
+
+    Raises:
+        UserError: A pattern matches no layer, or a layer cannot have the rank.
+    """
+    layers = select_layers(decoder, config)
+    decoder.requires_grad_(False).to(base_dtype)
+    adapted = {}
+    for name, layer in layers.items():
+        adapted[name] = AdaptedLinear(layer, config)
+        decoder.set_submodule(name, adapted[name])
+    for extra in config.also_train:
+        decoder.get_parameter(_find_extra(decoder, extra, base_dtype)).requires_grad_(True)
+    return adapted
+
+
+def select_layers(decoder: Decoder, config: AdapterConfig) -> dict[str, nn.Linear]:
+    """Returns the linear layers that get adapters, by name: those of the blocks, without routers.
+
+    Raises:
+        UserError: A pattern matches no layer, or a layer cannot have the rank.
+    """
+    linears = {
+        f"blocks.{name}": module
+        for name, module in decoder.blocks.named_modules()
+        if isinstance(module, nn.Linear) and name.rpartition(".")[2] != _ROUTER
+    }
+    for field in ("include", "exclude"):
+        for pattern in getattr(config, field):
+            if not any(fnmatchcase(name, pattern) for name in linears):
+                raise UserError(
+                    f"model.adapter.{field} has {pattern!r}, which matches no linear layer of the blocks; their names "
+                    f"are {_list_names(tuple(linears))}"
+                )
+    chosen = {
+        name: layer
+        for name, layer in linears.items()
+        if any(fnmatchcase(name, pattern) for pattern in config.include)
+        and not any(fnmatchcase(name, pattern) for pattern in config.exclude)
+    }
+    if not chosen:
+        raise UserError(
+            f"model.adapter.exclude {list(config.exclude)} takes away every layer of include {list(config.include)}: "
+            "leave a layer"
+        )
+    for name, layer in chosen.items():
+        width = min(layer.in_features, layer.out_features)
+        if config.rank > width:
+            raise UserError(
+                f"model.adapter.rank is {config.rank}, more than the width {width} of {name}: set it to {width} or "
+                f"less, or exclude the layer by '*.{name.rpartition('.')[2]}'"
+            )
+    return chosen
+
+
+def _list_names(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= _NUM_NAMED else f"{', '.join(names[: _NUM_NAMED - 1])}, ..., {names[-1]}"
+
+
+def _find_extra(decoder: Decoder, extra: str, base_dtype: torch.dtype) -> str:
+    """Returns the name of the tensor that `also_train` names.
+
+    Raises:
+        UserError: The decoder has no such tensor, or its dtype is too coarse to be trained.
+    """
+    if extra == "head" and decoder.config.has_tied_embeddings:
+        raise UserError(
+            "model.adapter.also_train has 'head', and the output weight is the embedding: name 'embedding', which "
+            "trains both"
+        )
+    if base_dtype != torch.float32:
+        raise UserError(
+            f"model.adapter.also_train has {extra!r}, and the base is in {str(base_dtype).removeprefix('torch.')}, in "
+            "which small updates are lost: give a base in float32"
+        )
+    return EXTRA_TENSORS[extra]
+
+
+def is_adapter_tensor(name: str) -> bool:
+    """Returns whether a tensor's name is that of an adapter's.
+
+    >>> is_adapter_tensor("blocks.0.attention.query.lora_A"), is_adapter_tensor("blocks.0.attention.query.weight")
+    (True, False)
+    """
+    return name.rpartition(".")[2] in ADAPTER_TENSORS
+
+
+def init_adapters(decoder: Decoder, seed: int) -> None:
+    """Fills all adapters: the same values for the same seed, whatever the sharding. Does not communicate.
+
+    The base must have its values, because DoRA begins with the lengths of its rows.
+    """
+    for name, part in decoder.parts.items():
+        if isinstance(part, AdaptedLinear):
+            part.init_weights(InitialValues(f"{seed} {name}", residual_std=0.0))
+
+
+def merge_rows(tensors: Mapping[str, Float[Tensor, "..."]], scaling: float) -> Float[Tensor, "O I"]:
+    """Returns rows of a layer's weight with the adapter added, in float64.
+
+    Args:
+        tensors: `weight` and `lora_B`, the same rows of both; `lora_A`; for DoRA those rows of `lora_magnitude`.
+        scaling: The adapters' factor.
+    """
+    weight, low, high = (tensors[name].double() for name in ("weight", "lora_A", "lora_B"))
+    merged = torch.addmm(weight, high, low, alpha=scaling)
+    magnitude = tensors.get(MAGNITUDE)
+    if magnitude is None:
+        return merged
+    scale: Tensor = magnitude.double() / merged.norm(dim=1)
+    return merged * scale.unsqueeze(1)

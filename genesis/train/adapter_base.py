@@ -1,0 +1,118 @@
+"""The base of a run with adapters: which checkpoint it is, and what each save leaves to it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from genesis.checkpoint_reference import LATEST, read_reference
+from genesis.errors import UserError
+from genesis.model.adapter import ADAPTER_TENSORS, EXTRA_TENSORS, MAGNITUDE
+from genesis.model.recipe import DECODER_PREFIX
+from genesis_callbacks.checkpoint import (
+    BaseReference,
+    Manifest,
+    SaveScope,
+    find_base,
+    list_committed,
+    read_committed_hash,
+    read_manifest,
+)
+
+_HASH_SHOWN = 23
+
+
+class AdapterBase(NamedTuple):
+    """The checkpoint whose weights adapters change.
+
+    Args:
+        path: Its directory, absolute.
+        manifest_hash: The hash of its manifest, by which the saves name it.
+        dtype: Of its weights.
+    """
+
+    path: Path
+    manifest_hash: str
+    dtype: torch.dtype
+
+
+def find_adapter_base(given: str | None, continued: Path | None) -> AdapterBase:
+    """Returns the base of a run with adapters.
+
+    Args:
+        given: The base in the recipe, if there is one.
+        continued: The checkpoint that the run begins with, if there is one: one with adapters, whose base is taken, or
+            the base itself.
+
+    Raises:
+        UserError: No checkpoint is named, it is not of a decoder, it cannot be a base, or it is another base than that
+            of the adapters that the run goes on with.
+    """
+    manifest = None if continued is None else read_manifest(continued)
+    recorded = None if manifest is None else manifest.base
+    if given is None and continued is None:
+        raise UserError(
+            "model.adapter has no base: give model.adapter.base, or --ckpt_path, a checkpoint or the run of an import, "
+            "whose weights stay frozen beside the adapters"
+        )
+    if recorded is not None:
+        assert continued is not None
+        path = _find_recorded(given, continued, recorded)
+    elif given is not None:
+        path = read_reference(given).find_checkpoint(level="quick")
+    else:
+        assert continued is not None
+        path = continued
+    found = read_manifest(path)
+    if found.base is not None:
+        raise UserError(
+            f"{path} holds adapters itself, and cannot be the base of others: give its base {found.base.path}, or "
+            "export it with --merge and import that"
+        )
+    return AdapterBase(path.resolve(), read_committed_hash(path), _read_dtype(path, found))
+
+
+def _find_recorded(given: str | None, continued: Path, recorded: BaseReference) -> Path:
+    """Returns where the base lies that a checkpoint names, and refuses another one."""
+    if given is None or not Path(given).exists():
+        return find_base(continued, recorded)[0]
+    reference = read_reference(given)
+    if reference.kind == "run" and reference.selector in (None, LATEST):
+        # A run may have gone on since its newest checkpoint became the base.
+        for path, _ in list_committed(reference.path):
+            if read_committed_hash(path) == recorded.manifest_hash:
+                return path
+    path = reference.find_checkpoint(level="quick")
+    found = read_committed_hash(path)
+    if found != recorded.manifest_hash:
+        raise UserError(
+            f"model.adapter.base is {path} with manifest {found[:_HASH_SHOWN]}, and the adapters in {continued} belong "
+            f"to the base {recorded.path} with manifest {recorded.manifest_hash[:_HASH_SHOWN]}: give that base, or "
+            "train new adapters in another run_dir"
+        )
+    return path
+
+
+def _read_dtype(path: Path, manifest: Manifest) -> torch.dtype:
+    dtypes = {record.torch_dtype for name, record in manifest.tensors.items() if name.startswith(DECODER_PREFIX)}
+    if len(dtypes) != 1 or not next(iter(dtypes)).is_floating_point:
+        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)) or "no weights of a decoder"
+        raise UserError(f"{path} cannot be a base: it holds {names}; give a checkpoint with weights of one dtype")
+    return next(iter(dtypes))
+
+
+def build_scope(base: AdapterBase, *, has_magnitudes: bool, also_train: Sequence[str]) -> SaveScope:
+    """Returns the scope of the saves: they hold what is trained and leave all other weights to the base.
+
+    Args:
+        base: The base.
+        has_magnitudes: Whether the adapters have the magnitudes of DoRA.
+        also_train: As in `AdapterConfig`.
+    """
+    held = [f"{DECODER_PREFIX}*.{name}" for name in ADAPTER_TENSORS if has_magnitudes or name != MAGNITUDE]
+    # What is not known is refused by `AdapterConfig`.
+    held += [DECODER_PREFIX + EXTRA_TENSORS[extra] for extra in also_train if extra in EXTRA_TENSORS]
+    return SaveScope(
+        base=base.path, in_base=(f"{DECODER_PREFIX}*",), not_in_base=tuple(held), base_hash=base.manifest_hash
+    )
