@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from genesis.export.proof import PROVE_MODULE, prove_environment
+from genesis.export.proof import PROVE_ADAPTER_MODULE, PROVE_MODULE, prove_environment
 
 PIPE, STDOUT, DEVNULL = subprocess.PIPE, subprocess.STDOUT, subprocess.DEVNULL
 
@@ -66,7 +66,7 @@ class ForkedCommand:
         self.stderr, err = (None, os.dup(out)) if stderr == STDOUT else _open(stderr, 2)
         reports, pipe = os.pipe()
         stdin = os.open(os.devnull, os.O_RDONLY)
-        modules = PROOF_MODULES if module == PROVE_MODULE else MODULES
+        modules = PROOF_MODULES if module in (PROVE_MODULE, PROVE_ADAPTER_MODULE) else MODULES
         passed = [] if pass_descriptor is None else [pass_descriptor]
         socket.send_fds(_requests(modules), [json.dumps(request).encode()], [stdin, out, err, *passed, pipe])
         for descriptor in (stdin, out, err, pipe):
@@ -158,9 +158,9 @@ def run_module(
     return subprocess.CompletedProcess(command.args, command.returncode, out, err)
 
 
-def run_prove(request: str) -> subprocess.CompletedProcess[str]:
+def run_prove(request: str, module: str = PROVE_MODULE) -> subprocess.CompletedProcess[str]:
     """Does what `genesis.export.proof.run_prove` does; the process has imported transformers."""
-    return run_module(PROVE_MODULE, request, env=prove_environment())
+    return run_module(module, request, env=prove_environment())
 
 
 def start_worker(module: str, descriptor: int) -> ForkedCommand:

@@ -1,5 +1,6 @@
 """Runs of a tiny model whose choices are sharp, without the seconds that Lightning takes to import."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from genesis.model.adapter import AdapterConfig, attach_adapters, init_adapters
 from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.train.adapter_base import build_scope, find_adapter_base
 from genesis_callbacks.checkpoint import (
     Ranks,
     RunMetadata,
@@ -47,10 +50,11 @@ def save(
     identity: dict[str, Any],
     *,
     scope: SaveScope | None = None,
+    adapter: dict[str, Any] | None = None,
     **changes: Any,
 ) -> Path:
     """Saves on every rank of the process group, each its rows, or alone."""
-    recipe = {"model": {"decoder": {**SHAPE, **changes}}}
+    recipe = {"model": {"decoder": {**SHAPE, **changes}, "adapter": adapter}}
     state = dict(decoder.state_dict())
     if dist.is_initialized():
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -64,3 +68,27 @@ def save(
     target = SaveTarget(directory, ranks, origin=RunMetadata(identity, recipe), scope=bound)
     section = {"trainer": {"global_step": step}, "model_extras": {}, "optimizers": []}  # what a Trainer's has at least
     return save_blocking(target, lambda: Snapshot(step, {"step": step, "tokens_seen": 100 * step}, parts, section))
+
+
+def save_adapted(directory: Path, base: Path, decoder: Decoder, identity: dict[str, Any], **adapter: Any) -> Path:
+    """Saves a decoder with adapters that add something, beside the base that it is.
+
+    Args:
+        directory: For the checkpoint.
+        base: The checkpoint of the decoder.
+        decoder: Gets the adapters.
+        identity: For the manifest.
+        adapter: Fields of `AdapterConfig`.
+    """
+    config = AdapterConfig(**adapter)
+    attach_adapters(decoder, config)
+    init_adapters(decoder, seed=0)
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+    found = find_adapter_base(str(base), None)
+    scope = build_scope(found, has_magnitudes=config.dora, also_train=config.also_train)
+    changes = {"has_tied_embeddings": False} if not decoder.config.has_tied_embeddings else {}
+    return save(directory, 5, decoder, identity, scope=scope, adapter=json.loads(json.dumps(adapter)), **changes)

@@ -441,7 +441,9 @@ def test_a_restore_without_the_optimizer_keeps_clocks_schedule_and_data_and_name
     assert begun["lr"] == straight["lr"]
     assert begun["seen"] == straight["seen"]
     assert re.search(r"Reset: .*optimizer state \(\d+ tensors; restore is 'no_optimizer'\)", begun["report"])
-    steps = {name: tensor for name, tensor in read_tensors(find_latest(tmp_path / "b")).items() if name.endswith(".step")}
+    steps = {
+        name: tensor for name, tensor in read_tensors(find_latest(tmp_path / "b")).items() if name.endswith(".step")
+    }
     assert steps
     assert all(float(tensor) == 2.0 for tensor in steps.values())
     # Its own checkpoints give all: a run that restarts itself does not lose its moments again and again.

@@ -6,7 +6,8 @@ from jsonargparse import Namespace
 
 from genesis.checkpoint_reference import LATEST, Reference
 from genesis.errors import UserError
-from genesis.train.adapter_base import AdapterBase, build_scope, find_adapter_base
+from genesis.train.adapter_base import AdapterBase, build_scope, find_adapter_base, read_start
+from genesis.train.module import GenesisModule
 from genesis_callbacks.checkpoint import list_committed
 from genesis_callbacks.run_directory import RunDirectory
 
@@ -57,3 +58,14 @@ def _find_continued(reference: Reference) -> Path | None:
         if committed or reference.selector == LATEST:
             return committed[-1][0] if committed else None
     return reference.find_checkpoint(level="quick")
+
+
+def start_adapter(model: GenesisModule, base: AdapterBase) -> None:
+    """Prepares a module for its base, and reads the adapters that it begins with, if the recipe names some.
+
+    Raises:
+        UserError: These adapters cannot be used beside this base.
+    """
+    assert model.adapter_config is not None
+    model.base_dtype = base.dtype
+    model.start = read_start(model.adapter_config, model.decoder_config, base)

@@ -1,5 +1,6 @@
 """`genesis export`."""
 
+from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from genesis.arguments import Parser
 from genesis.checkpoint_reference import BEST, read_reference
 from genesis.errors import UserError
+from genesis.export.adapter import AdapterExportOptions, export_adapter
 from genesis.export.export import ExportOptions, export_checkpoints
 from genesis.export.proof import UNPROVED_TOKENIZER
 from genesis.export.tensors import DTYPES
@@ -16,6 +18,7 @@ _DESCRIPTION = """Exports a checkpoint to a new directory that transformers load
 tokenizer with identical ids, a model card from the manifest. The checkpoint is verified first.
 At the end a separate process loads the directory with transformers, compares weights, tokens, logits and greedy text,
 and writes proof.json. Several checkpoints, or --average N, export the mean of their weights.
+A checkpoint with adapters is exported with --adapter, in PEFT's format, or with --merge, as a whole model.
 Example: genesis export runs/demo/run exports/demo --dtype bfloat16"""
 
 
@@ -23,12 +26,17 @@ def main(argv: list[str]) -> int:
     """Runs `genesis export` and returns its exit status."""
     arguments = _build_parser().parse_args(argv)
     check_can_prove("export")
+    if arguments.adapter:
+        return _export_adapter(arguments)
+    if arguments.base_name is not None:
+        raise UserError("--base_name is written into adapters in PEFT's format: give --adapter, too, or leave it out")
     options = ExportOptions(
         layout=arguments.format,
         dtype=arguments.dtype,
         max_file_bytes=arguments.max_file_bytes,
         tokenizer=arguments.tokenizer,
         may_be_unproved=arguments.allow_unproved_tokenizer,
+        is_merged=arguments.merge,
     )
     if arguments.average < 1:
         raise UserError(f"--average is {arguments.average}: it must be at least 1")
@@ -39,6 +47,22 @@ def main(argv: list[str]) -> int:
         checkpoints = _newest(checkpoints[0], arguments.average)
     proof = export_checkpoints(checkpoints, arguments.out, options)
     print(f"{arguments.out}: {', '.join(path.name for path in checkpoints)} in {arguments.dtype}")
+    print_proof(proof)
+    return 0
+
+
+def _export_adapter(arguments: Namespace) -> int:
+    """Exports the adapters of one checkpoint and returns the exit status."""
+    if arguments.merge:
+        raise UserError("--adapter writes the adapters alone and --merge the whole model: give one of them")
+    if len(arguments.checkpoint) > 1 or arguments.average > 1:
+        raise UserError("--adapter takes one checkpoint: a mean of adapters is no adapter")
+    if find_spec("peft") is None:
+        raise UserError("`genesis export --adapter` needs peft; pip install 'genesis-lm[export]'")
+    checkpoint = _find(arguments.checkpoint[0], is_best=arguments.best)
+    options = AdapterExportOptions(dtype=arguments.dtype, base_name=arguments.base_name)
+    proof = export_adapter(checkpoint, arguments.out, options)
+    print(f"{arguments.out}: the adapters of {checkpoint.name} in {arguments.dtype}")
     print_proof(proof)
     return 0
 
@@ -67,6 +91,9 @@ def print_proof(proof: dict[str, Any]) -> None:
         print(f"tokenizer: unproved, {UNPROVED_TOKENIZER}")
     if logits:
         print(f"logits: differ by at most {logits['largest_difference']:.2g} (allowed {logits['tolerance']:.2g})")
+    if adapters := proof.get("adapters"):
+        allowed = f"(allowed {adapters['tolerance']:.2g})"
+        print(f"merged: logits differ from the adapters' by at most {adapters['largest_difference']:.2g} {allowed}")
     if generation:
         print(f"greedy text: {generation['num_equal']} of {generation['num_tokens']} tokens equal")
 
@@ -93,6 +120,9 @@ def _build_parser() -> Parser:
     add("checkpoint", type=Path, nargs="+", help="a run (its newest checkpoint), RUN/best, RUN/STEP, or a path")
     add("out", type=Path, help="the directory to create; it must not exist")
     add("--best", action="store_true", help="export the best checkpoint of a run instead of the newest")
+    add("--adapter", action="store_true", help="export only the adapters of the checkpoint, in PEFT's format")
+    add("--base_name", metavar="NAME", help="with --adapter: the name or path by which PEFT finds the base model")
+    add("--merge", action="store_true", help="merge the adapters of the checkpoint into the weights of their base")
     add("--average", type=int, default=1, metavar="N", help="export the mean of the last N checkpoints up to this one")
     add("--dtype", choices=tuple(DTYPES), default="float32", help="type of the exported weights; default float32")
     add(

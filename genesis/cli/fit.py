@@ -29,7 +29,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_warn
 
 from genesis.checkpoint_reference import LATEST, read_reference
-from genesis.cli.adapter import prepare_adapter
+from genesis.cli.adapter import prepare_adapter, start_adapter
 from genesis.cli.options import check_is_yaml
 from genesis.cli.precision import GenesisTrainer, resolve_precision
 from genesis.data.paths import find_path, find_source_path, record_paths
@@ -244,7 +244,7 @@ class GenesisCLI(LightningCLI):
         try:
             super().instantiate_classes()
             if self._adapter_base is not None:
-                self.model.base_dtype = self._adapter_base.dtype
+                start_adapter(self.model, self._adapter_base)
         except (ValueError, MisconfigurationException) as error:
             raise UserError(" ".join(str(error).split())) from error
 

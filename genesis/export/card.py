@@ -97,6 +97,8 @@ def write_card(
         sections.append(
             f"The weights are the mean of these {len(sources)} checkpoints; the facts below are those of the last one."
         )
+    if last.scaling is not None:
+        sections.append("The adapters of the checkpoint are merged into the weights of their base.")
     if findings:
         sections.append(f"## Evaluation\n{_describe_evaluation(findings)}")
     identity = hide_paths(manifest.identity)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from genesis.errors import UserError
+from genesis.export.adapter import read_adapter
 from genesis.export.card import write_card
 from genesis.export.proof import Layout, TokenizerForm, TokenizerOrigin, run_proof, write_proof
 from genesis.export.staging import check_is_new, staged
@@ -16,8 +17,9 @@ from genesis.generate.load import build_empty_decoder, load_tokenizer
 from genesis.huggingface.directory import CARD_NAME, CONFIG_NAME, DECODER_NAME, GENERATION_CONFIG_NAME, hash_files
 from genesis.huggingface.family import Family
 from genesis.huggingface.shape import find_family, write_shape
+from genesis.model.adapter import is_adapter_tensor
 from genesis.model.decoder import DecoderConfig
-from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, dump_decoder_config
+from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, dump_decoder_config, read_adapter_config
 from genesis.tokenizer.fast_form import FAST_NAME
 from genesis.tokenizer.files import write_files
 from genesis.tokenizer.open import open_tokenizer
@@ -38,6 +40,7 @@ class ExportOptions:
         max_file_bytes: Size limit of a weights file; a single larger tensor gets a file of its own.
         tokenizer: Tokenizer file or directory; None for the checkpoint's own tokenizer.
         may_be_unproved: Whether to accept a `tokenizer` whose hash is not the run's; proof and card report this.
+        is_merged: Whether the checkpoint's adapters are merged into the weights of their base.
     """
 
     layout: Layout = "huggingface"
@@ -45,6 +48,7 @@ class ExportOptions:
     max_file_bytes: int = 5_000_000_000
     tokenizer: Path | None = None
     may_be_unproved: bool = False
+    is_merged: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -71,7 +75,7 @@ def export_checkpoints(checkpoints: Sequence[Path], out: Path, options: ExportOp
         RunEndedError: The proof failed. No partial export is left.
     """
     check_is_new(out)
-    sources = [Source(path, verify(path, "full")) for path in checkpoints]
+    sources = [_open(path, is_merged=options.is_merged, is_alone=len(checkpoints) == 1) for path in checkpoints]
     config = _read_config(sources)
     family = find_family(config) if options.layout == "huggingface" else None
     names = _name_tensors(sources, family)
@@ -91,11 +95,31 @@ def export_checkpoints(checkpoints: Sequence[Path], out: Path, options: ExportOp
         # A recipe may contain a path with bytes that are not valid UTF-8, which no text file can contain.
         (staging / CARD_NAME).write_text(card, encoding="utf-8", errors="backslashreplace")
         place = None if tokenizer is None else staging
-        proof = run_proof(staging, [source.path for source in sources], place, options.layout)
+        paths = [source.path for source in sources]
+        proof = run_proof(staging, paths, place, options.layout, is_merged=options.is_merged)
         proof |= {"tokenizer_origin": origin, "tokenizer_form": form}
         proof["files"] = hash_files(staging)
         write_proof(staging, proof)
     return proof
+
+
+def _open(checkpoint: Path, *, is_merged: bool, is_alone: bool) -> Source:
+    """Returns a verified checkpoint; one with adapters only if these are to be merged.
+
+    Raises:
+        UserError: The checkpoint has adapters and they are not to be merged, or the other way around.
+    """
+    manifest = verify(checkpoint, "full")
+    if not is_merged:
+        if read_adapter_config(manifest.recipe, where=f"the recipe in {checkpoint}") is not None:
+            raise UserError(
+                f"{checkpoint} holds adapters beside a base: give --adapter for the adapters in PEFT's format, or "
+                "--merge for the whole model"
+            )
+        return Source(checkpoint, manifest)
+    if not is_alone:
+        raise UserError("--merge takes one checkpoint: a mean of adapters is no adapter")
+    return Source(checkpoint, manifest, read_adapter(manifest, checkpoint).scaling)
 
 
 def _take_tokenizer(source: Source, options: ExportOptions) -> tuple[Tokenizer | None, TokenizerOrigin]:
@@ -138,7 +162,12 @@ def _read_config(sources: Sequence[Source]) -> DecoderConfig:
 
 def _name_tensors(sources: Sequence[Source], family: Family | None) -> dict[str, str]:
     """Returns canonical name to name in the files, in the checkpoint's order of names."""
-    held = [sorted(name for name in source.manifest.tensors if name.startswith(DECODER_PREFIX)) for source in sources]
+    held = [
+        sorted(
+            name for name in source.manifest.tensors if name.startswith(DECODER_PREFIX) and not is_adapter_tensor(name)
+        )
+        for source in sources
+    ]
     if not held[0] or any(names != held[0] for names in held):
         raise UserError(f"{sources[0].path} has no decoder, or another one than {sources[-1].path}")
     short = {name: name.removeprefix(DECODER_PREFIX) for name in held[0]}

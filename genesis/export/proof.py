@@ -17,6 +17,7 @@ TokenizerOrigin = Literal["run", "unproved", "none"]
 TokenizerForm = Literal["huggingface", "own", "none"]
 """The tokenizer's files in an export: its own and those for transformers, only its own, or none."""
 PROVE_MODULE = "genesis.export.prove"
+PROVE_ADAPTER_MODULE = "genesis.export.prove_adapter"
 UNPROVED_TOKENIZER: Final = "no hash confirms that the model was trained with this tokenizer"
 
 
@@ -28,6 +29,7 @@ def run_proof(
     *,
     is_import: bool = False,
     compares_models: bool = True,
+    is_merged: bool = False,
 ) -> dict[str, Any]:
     """Runs the proof in a new process and returns its results; a failed comparison raises.
 
@@ -39,6 +41,7 @@ def run_proof(
         is_import: Whether another project made the directory. Its tokenizer may change some characters, which are then
             left out, and may encode the names of control symbols as these symbols, which is then turned off.
         compares_models: Whether logits and generated text are compared, which loads the model as float32.
+        is_merged: Whether the checkpoint's adapters were merged into the weights of their base.
 
     Raises:
         RunEndedError: A comparison failed; the message names it.
@@ -50,8 +53,18 @@ def run_proof(
         "layout": layout,
         "is_import": is_import,
         "compares_models": compares_models,
+        "is_merged": is_merged,
     }
-    done = run_prove(json.dumps(request))
+    return run_proof_of(request, PROVE_MODULE)
+
+
+def run_proof_of(request: dict[str, Any], module: str) -> dict[str, Any]:
+    """Runs a proving module on a request in a new process and returns its results; a failed comparison raises.
+
+    Raises:
+        RunEndedError: A comparison failed; the message names it.
+    """
+    done = run_prove(json.dumps(request), module)
     lines = done.stdout.splitlines()
     if done.returncode != 0 or not lines:
         reason = (done.stderr.strip().splitlines() or [f"the process ended with status {done.returncode}"])[-1]
@@ -62,10 +75,10 @@ def run_proof(
     return result
 
 
-def run_prove(request: str) -> subprocess.CompletedProcess[str]:
-    """Runs `genesis.export.prove` on a request in a process of its own and returns its status and output."""
+def run_prove(request: str, module: str = PROVE_MODULE) -> subprocess.CompletedProcess[str]:
+    """Runs a proving module on a request in a process of its own and returns its status and output."""
     return subprocess.run(
-        [sys.executable, "-P", "-m", PROVE_MODULE, request],
+        [sys.executable, "-P", "-m", module, request],
         capture_output=True,
         text=True,
         env=prove_environment(),

@@ -5,6 +5,7 @@ tokenizer    ids and decoded text, for every byte, every assigned character, rea
 logits       transformers' model and our decoder, both in float32 from the weights in the directory, on real text; one
              sequence goes beyond a sliding window and the context before rotary positions were scaled
 generation   greedy text of both; where they differ, the two tokens must be equally likely up to rounding
+adapters     if they were merged: logits of the merged weights, and of the base beside its adapters
 """
 
 import gc
@@ -23,13 +24,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from genesis.errors import UserError
 from genesis.export.texts import SCRIPTS
 from genesis.export.tokenizer import compare_tokenizers
+from genesis.generate.load import load_decoder
 from genesis.generate.sample import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
 from genesis.huggingface.family import OUTPUT_WEIGHT, Family
 from genesis.huggingface.shape import read_shape
 from genesis.huggingface.weights import iterate_tensors, read_file_names
+from genesis.model.adapter import AdaptedLinear, is_adapter_tensor, merge_rows
 from genesis.model.decoder import Decoder, DecoderConfig
-from genesis.model.recipe import DECODER_PREFIX, build_decoder_config
+from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, read_adapter_config
 from genesis.tokenizer.fast_form import FAST_NAME
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer, encode_prompt
@@ -63,7 +66,7 @@ def _prove(request: dict[str, Any]) -> dict[str, Any]:
     packages = (*_PACKAGES, *(() if ours is None else ours.packages))
     family = read_shape(directory)[0] if layout == "huggingface" else None
     result: dict[str, Any] = {
-        "weights": _compare_weights(directory, names, checkpoints, family),
+        "weights": _compare_weights(directory, names, checkpoints, family, is_merged=request["is_merged"]),
         "versions": {"python": platform.python_version()} | {package: version(package) for package in packages},
     }
     if family is None:
@@ -74,6 +77,8 @@ def _prove(request: dict[str, Any]) -> dict[str, Any]:
     result["tokenizer"] = _compare_tokenizers(directory, ours, request["is_import"]) if ours and is_open else None
     if request["compares_models"]:
         result |= _compare_models(directory, names, config, family, ours)
+    if request["is_merged"]:
+        result["adapters"] = _compare_adapters(checkpoints[0], ours)
     return result
 
 
@@ -81,10 +86,12 @@ def _prove(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compare_weights(
-    directory: Path, names: dict[str, str], checkpoints: Sequence[Path], family: Family | None
+    directory: Path, names: dict[str, str], checkpoints: Sequence[Path], family: Family | None, *, is_merged: bool
 ) -> dict[str, Any]:
-    missing = {name for name in read_manifest(checkpoints[0]).tensors if name.startswith(DECODER_PREFIX)}
-    num_values = 0
+    manifest = read_manifest(checkpoints[0])
+    missing = {name for name in manifest.tensors if name.startswith(DECODER_PREFIX) and not is_adapter_tensor(name)}
+    adapter = read_adapter_config(manifest.recipe, where=str(checkpoints[0])) if is_merged else None
+    num_values = num_merged = 0
     for name, tensor in iterate_tensors(directory, names):
         ours = DECODER_PREFIX + (name if family is None else family.our_name(name))
         if ours not in missing:
@@ -92,12 +99,27 @@ def _compare_weights(
                 continue  # a copy of tied embeddings, which the import has already compared
             raise UserError(f"{name} is in the directory but not in the checkpoint")
         missing.remove(ours)
+        num_values += tensor.numel()
+        if adapter is not None and f"{ours.removesuffix('.weight')}.lora_A" in manifest.tensors:
+            _compare_merged(checkpoints[0], ours, tensor, adapter.scaling)
+            num_merged += tensor.numel()
+            continue
         if not torch.equal(_read_average(checkpoints, ours).to(tensor.dtype), tensor):
             raise UserError(f"the values of {name} differ from the checkpoint's")
-        num_values += tensor.numel()
     if missing:
         raise UserError(f"{len(missing)} tensors of the checkpoint are not in the directory, such as {min(missing)}")
-    return {"compared": "every value, bit for bit, after the cast", "num_values": num_values, "num_different": 0}
+    compared = {"compared": "every value, bit for bit, after the cast", "num_values": num_values, "num_different": 0}
+    return {**compared, "num_merged": num_merged} if is_merged else compared
+
+
+def _compare_merged(checkpoint: Path, name: str, theirs: Tensor, scaling: float) -> None:
+    """Compares a weight with the base's and its adapter, merged at once; the export merges some rows at a time."""
+    layer = name.removesuffix(".weight")
+    held = read_tensors(checkpoint, prefix=f"{layer}.")
+    merged = merge_rows({full.removeprefix(f"{layer}."): tensor for full, tensor in held.items()}, scaling)
+    eps = torch.finfo(theirs.dtype).eps
+    if not torch.allclose(theirs.double(), merged, rtol=eps, atol=eps * float(merged.abs().max())):
+        raise UserError(f"the values of {name} differ from the base's with the adapter by more than one rounding")
 
 
 def _read_average(checkpoints: Sequence[Path], name: str) -> Tensor:
@@ -181,6 +203,33 @@ def _compare_models(
             "num_equal": num_equal,
             "parted_at_a_tie": num_equal < num_new,
         },
+    }
+
+
+def _compare_adapters(checkpoint: Path, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Compares the logits of the base beside its adapters with those of merged weights, before these are rounded."""
+    adapted = load_decoder(checkpoint, dtype=torch.float32).decoder
+    with torch.device("meta"):
+        merged = Decoder(adapted.config)
+    state = {name: tensor for name, tensor in adapted.state_dict().items() if not is_adapter_tensor(name)}
+    for name, layer in adapted.named_modules():
+        if isinstance(layer, AdaptedLinear):
+            state[f"{name}.weight"] = merge_rows(dict(layer.named_parameters()), layer.scaling).float()
+    merged.load_state_dict(state, assign=True)
+    largest = difference = 0.0
+    with torch.no_grad():
+        for sequence in _build_sequences(adapted.config, tokenizer):
+            ours, theirs = adapted(torch.tensor([sequence])), merged(torch.tensor([sequence]))
+            largest = max(largest, float(ours.abs().max()))
+            difference = max(difference, float((ours - theirs).abs().max()))
+    tolerance = RELATIVE_TOLERANCE * max(1.0, largest)
+    if not difference <= tolerance:
+        raise UserError(f"merged logits differ from the adapters' by {difference:.3g}, more than {tolerance:.3g}")
+    return {
+        "compared": "logits of the merged weights before the cast, and of the base beside its adapters, in float32",
+        "largest_logit": largest,
+        "largest_difference": difference,
+        "tolerance": tolerance,
     }
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from genesis.errors import UserError
 from genesis.huggingface.directory import INDEX_NAME, WEIGHTS_NAME
+from genesis.model.adapter import ADAPTER_TENSORS, merge_rows
 from genesis_callbacks.checkpoint import (
     DIGEST_MODULUS,
     CorruptCheckpointError,
@@ -23,6 +24,7 @@ from genesis_callbacks.checkpoint import (
     Manifest,
     TensorShard,
     digest_chunk,
+    read_tensors,
     restore_shards,
 )
 from genesis_callbacks.files import create_file, sync_directory
@@ -34,10 +36,23 @@ _BLOCK_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class Source:
-    """A verified checkpoint to read from."""
+    """A verified checkpoint to read from.
+
+    Args:
+        path: Its directory.
+        manifest: Its manifest.
+        scaling: The factor of its adapters, which are merged into the weights; None without adapters.
+    """
 
     path: Path
     manifest: Manifest
+    scaling: float | None = None
+
+    def find_adapter(self, name: str) -> dict[str, str]:
+        """Returns the names of the adapter's tensors beside a weight by what they are; none without an adapter."""
+        layer = name.removesuffix(".weight")
+        names = {tensor: f"{layer}.{tensor}" for tensor in ADAPTER_TENSORS}
+        return {tensor: full for tensor, full in names.items() if full in self.manifest.tensors}
 
 
 @dataclass(frozen=True)
@@ -115,16 +130,27 @@ def iterate_blocks(sources: Sequence[Source], name: str, dtype: torch.dtype) -> 
     """
     shape = sources[0].manifest.tensors[name].shape
     digests = [0] * len(sources)
+    adapters = [read_tensors(source.path, source.find_adapter(name).values()) for source in sources]
     for first, count in _row_ranges(shape):
         blocks = []
         for index, source in enumerate(sources):
             block, digest = _read_block(source, name, first, count)
             digests[index] = (digests[index] + digest) % DIGEST_MODULUS
+            if adapters[index]:
+                block = _merge(source, name, block, adapters[index], slice(first, first + count))
             blocks.append(block)
         yield _cast(_average(blocks), dtype, name)
     for source, digest in zip(sources, digests, strict=True):
         if digest != source.manifest.tensors[name].digest:
             raise CorruptCheckpointError(f"{source.path}: {name} is damaged: its bytes have changed since the save")
+
+
+def _merge(source: Source, name: str, block: Tensor, adapter: Mapping[str, Tensor], rows: slice) -> Tensor:
+    """Returns rows of a weight with the adapter beside it added, in float64."""
+    assert source.scaling is not None
+    held = {tensor: adapter[full] for tensor, full in source.find_adapter(name).items()}
+    cut = {tensor: value if tensor == "lora_A" else value[rows] for tensor, value in held.items()}
+    return merge_rows({"weight": block, **cut}, source.scaling)
 
 
 def _average(blocks: Sequence[Tensor]) -> Tensor:

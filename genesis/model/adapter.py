@@ -203,11 +203,7 @@ def select_layers(decoder: Decoder, config: AdapterConfig) -> dict[str, nn.Linea
     Raises:
         UserError: A pattern matches no layer, or a layer cannot have the rank.
     """
-    linears = {
-        f"blocks.{name}": module
-        for name, module in decoder.blocks.named_modules()
-        if isinstance(module, nn.Linear) and name.rpartition(".")[2] != _ROUTER
-    }
+    linears = find_linears(decoder)
     for field in ("include", "exclude"):
         for pattern in getattr(config, field):
             if not any(fnmatchcase(name, pattern) for name in linears):
@@ -234,6 +230,15 @@ def select_layers(decoder: Decoder, config: AdapterConfig) -> dict[str, nn.Linea
                 f"less, or exclude the layer by '*.{name.rpartition('.')[2]}'"
             )
     return chosen
+
+
+def find_linears(decoder: Decoder) -> dict[str, nn.Linear]:
+    """Returns the linear layers that may have adapters, by name: all in the blocks but routers."""
+    return {
+        f"blocks.{name}": module
+        for name, module in decoder.blocks.named_modules()
+        if isinstance(module, nn.Linear) and name.rpartition(".")[2] != _ROUTER
+    }
 
 
 def _list_names(names: Sequence[str]) -> str:
@@ -276,6 +281,15 @@ def init_adapters(decoder: Decoder, seed: int) -> None:
     for name, part in decoder.parts.items():
         if isinstance(part, AdaptedLinear):
             part.init_weights(InitialValues(f"{seed} {name}", residual_std=0.0))
+
+
+@torch.no_grad()
+def fill_trained(decoder: Decoder, tensors: Mapping[str, Tensor]) -> None:
+    """Fills adapters, and what is trained beside them, with whole tensors by name. Does not communicate."""
+    for name, tensor in tensors.items():
+        for local in local_shards(name, decoder.get_parameter(name), "parameter"):
+            corner = zip(local.part.offsets, local.part.sizes, strict=True)
+            local.data.copy_(tensor[tuple(slice(offset, offset + size) for offset, size in corner)])
 
 
 def merge_rows(tensors: Mapping[str, Float[Tensor, "..."]], scaling: float) -> Float[Tensor, "O I"]:

@@ -5,10 +5,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from genesis.checkpoint_reference import LATEST, read_reference
 from genesis.errors import UserError
-from genesis.model.adapter import ADAPTER_TENSORS, EXTRA_TENSORS, MAGNITUDE
+from genesis.huggingface.peft import fingerprint, read_adapters
+from genesis.huggingface.shape import find_family
+from genesis.model.adapter import ADAPTER_TENSORS, EXTRA_TENSORS, MAGNITUDE, AdapterConfig, attach_adapters
+from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.recipe import DECODER_PREFIX
 from genesis_callbacks.checkpoint import (
     BaseReference,
@@ -92,6 +96,23 @@ def _find_recorded(given: str | None, continued: Path, recorded: BaseReference) 
             "train new adapters in another run_dir"
         )
     return path
+
+
+def read_start(config: AdapterConfig, decoder_config: DecoderConfig, base: AdapterBase) -> dict[str, Tensor]:
+    """Returns the adapters of others with which a run begins, by our names; none without `config.start`.
+
+    Raises:
+        UserError: They cannot be read, are other adapters than those of the recipe, or belong to another base.
+    """
+    if config.start is None:
+        return {}
+    with torch.device("meta"):
+        decoder = Decoder(decoder_config)
+        attach_adapters(decoder, config)
+    shapes = {name: tuple(tensor.shape) for name, tensor in decoder.named_parameters() if tensor.requires_grad}
+    family = find_family(decoder_config)
+    made = fingerprint(read_manifest(base.path), DECODER_PREFIX)
+    return read_adapters(Path(config.start), config, family, shapes=shapes, base_fingerprint=made)
 
 
 def _read_dtype(path: Path, manifest: Manifest) -> torch.dtype:

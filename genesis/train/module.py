@@ -9,6 +9,7 @@
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,7 +21,7 @@ from torch.optim import Optimizer
 from genesis.data.training_data import TrainingData
 from genesis.data.window import AccumulationWindow
 from genesis.errors import RunEndedError, UserError
-from genesis.model.adapter import AdapterConfig, attach_adapters, init_adapters, is_adapter_tensor
+from genesis.model.adapter import AdapterConfig, attach_adapters, fill_trained, init_adapters, is_adapter_tensor
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.initial import is_unset, mark_unset
 from genesis.model.statistics import name_figures, read_figures
@@ -69,6 +70,7 @@ class GenesisModule(pl.LightningModule):
 
     Attributes:
         base_dtype: Of the base's tensors, where there are adapters; to be set before a fit.
+        start: Adapters of others by name, with which a fit beside the base alone begins; to be set before it.
 
     Set `is_restored` before a fit or a validation that begins with a checkpoint: then no initial weights are drawn.
     They are NaN until the restore; should none come, they are drawn when training or validation starts.
@@ -87,6 +89,7 @@ class GenesisModule(pl.LightningModule):
         self.seed = seed
         self.adapter_config = adapter
         self.base_dtype = torch.float32
+        self.start: Mapping[str, Tensor] = {}
         self.decoder: Decoder | None = None
         self.is_restored = False
         self._has_unset_weights = False
@@ -144,6 +147,7 @@ class GenesisModule(pl.LightningModule):
         is_from_base = all(is_adapter_tensor(name) == is_left for name, is_left in unset.items() if is_left is not None)
         if False in unset.values() and left and is_from_base:
             init_adapters(self._model, self.seed)
+            fill_trained(self._model, self.start)
         elif False in unset.values() and left:
             raise RunEndedError(
                 f"the restore left {len(left)} of {len(unset)} parameters without values, such as {left[0]}: the "

@@ -288,7 +288,7 @@ def test_a_kill_leaves_nothing_that_looks_finished(checkpoint: Path, tmp_path: P
 import os, signal, sys
 from pathlib import Path
 from genesis.export import export
-export.run_proof = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+export.run_proof = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 export.export_checkpoints([Path(sys.argv[1])], Path(sys.argv[2]), export.ExportOptions())
 """
     done = subprocess.run([sys.executable, "-c", code, str(checkpoint), str(tmp_path / "out")], check=False)

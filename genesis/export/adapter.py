@@ -1,0 +1,145 @@
+"""Exports the adapters of a checkpoint alone, in PEFT's format, and proves them by PEFT itself."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors.torch import save_file
+
+from genesis.errors import UserError
+from genesis.export.proof import PROVE_ADAPTER_MODULE, run_proof_of, write_proof
+from genesis.export.staging import check_is_new, staged
+from genesis.export.tensors import DTYPES
+from genesis.huggingface.directory import CARD_NAME, hash_files
+from genesis.huggingface.peft import (
+    CONFIG_NAME,
+    FINGERPRINT,
+    WEIGHTS_NAME,
+    build_adapter_config,
+    fingerprint,
+    name_adapter_tensor,
+    name_tied_output,
+)
+from genesis.huggingface.shape import find_family
+from genesis.model.adapter import (
+    EXTRA_TENSORS,
+    AdapterConfig,
+    find_linears,
+    is_adapter_tensor,
+    select_layers,
+)
+from genesis.model.decoder import Decoder
+from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, read_adapter_config
+from genesis_callbacks.checkpoint import Manifest, find_base, read_committed_hash, read_tensors, verify
+
+_OTHER_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class AdapterExportOptions:
+    """Options of an export of adapters.
+
+    Args:
+        dtype: The type of the adapters in the file: a name in `DTYPES`.
+        base_name: Under which name or path PEFT finds the base; None for no name.
+    """
+
+    dtype: str = "float32"
+    base_name: str | None = None
+
+
+def read_adapter(manifest: Manifest, path: Path) -> AdapterConfig:
+    """Returns the adapters of a checkpoint.
+
+    Raises:
+        UserError: It has none.
+    """
+    adapter = read_adapter_config(manifest.recipe, where=f"the recipe in {path}")
+    if adapter is None or manifest.base is None:
+        raise UserError(f"{path} holds no adapters: export it without --adapter and --merge")
+    return adapter
+
+
+def export_adapter(checkpoint: Path, out: Path, options: AdapterExportOptions) -> dict[str, Any]:
+    """Writes the directory `out` with the adapters of a checkpoint in PEFT's format and returns the proof.
+
+    Args:
+        checkpoint: A committed checkpoint with adapters; its base must be there.
+        out: The directory to create; it must not exist.
+        options: The options.
+
+    Raises:
+        UserError: The checkpoint has no adapters, no family of transformers' has the decoder, or `out` exists.
+        RunEndedError: The proof failed. No partial export is left.
+    """
+    check_is_new(out)
+    manifest = verify(checkpoint, "full")
+    adapter = read_adapter(manifest, checkpoint)
+    assert manifest.base is not None
+    config = build_decoder_config(manifest.recipe["model"]["decoder"], where=f"the recipe in {checkpoint}")
+    family = find_family(config)
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    layers, linears = select_layers(decoder, adapter), find_linears(decoder)
+    base, base_manifest = find_base(checkpoint, manifest.base)
+    extras = {DECODER_PREFIX + EXTRA_TENSORS[extra] for extra in adapter.also_train}
+    names = [
+        name
+        for name in manifest.tensors
+        if name.startswith(DECODER_PREFIX) and (is_adapter_tensor(name) or name in extras)
+    ]
+    tensors = read_tensors(checkpoint, names)
+    dtype = DTYPES[options.dtype]
+    theirs = {
+        name_adapter_tensor(name.removeprefix(DECODER_PREFIX), family): tensor.to(dtype).contiguous()
+        for name, tensor in tensors.items()
+    }
+    if config.has_tied_embeddings and extras:
+        theirs[name_tied_output(family)] = theirs[name_adapter_tensor(EXTRA_TENSORS["embedding"], family)].clone()
+    content = build_adapter_config(
+        adapter,
+        family,
+        layers=layers.keys(),
+        linears=linears.keys(),
+        is_tied=config.has_tied_embeddings,
+        base_name=options.base_name,
+    )
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in theirs.values())
+    with staged(out, num_bytes + _OTHER_BYTES) as staging:
+        metadata = {"format": "pt", FINGERPRINT: fingerprint(base_manifest, DECODER_PREFIX)}
+        save_file(theirs, staging / WEIGHTS_NAME, metadata=metadata)
+        (staging / CONFIG_NAME).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        card = _write_card(out.name, checkpoint, manifest, adapter, base)
+        (staging / CARD_NAME).write_text(card, encoding="utf-8", errors="backslashreplace")
+        request = {"directory": str(staging), "checkpoint": str(checkpoint), "base": str(base)}
+        proof = run_proof_of(request, PROVE_ADAPTER_MODULE)
+        proof["files"] = hash_files(staging)
+        write_proof(staging, proof)
+    return proof
+
+
+def _write_card(name: str, checkpoint: Path, manifest: Manifest, adapter: AdapterConfig, base: Path) -> str:
+    assert manifest.base is not None
+    head = yaml.safe_dump({"library_name": "peft", "tags": ["lora"]}, sort_keys=False)
+    return f"""---
+{head}---
+
+# {name}
+
+Adapters of rank {adapter.rank} in PEFT's format, trained beside a frozen base.
+`proof.json` lists the comparisons with the checkpoint.
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+base = AutoModelForCausalLM.from_pretrained("BASE")
+model = PeftModel.from_pretrained(base, "THIS_DIRECTORY")
+```
+
+- `{checkpoint.name}`, step {manifest.step:,}, manifest `{read_committed_hash(checkpoint)}`
+- base `{base.name}`, manifest `{manifest.base.manifest_hash}`
+"""

@@ -1,0 +1,123 @@
+"""The proof of exported adapters: a separate process that loads them with PEFT and compares them with the checkpoint.
+
+weights      every tensor in the directory is, bit for bit, the checkpoint's cast to its dtype
+logits       PEFT's model of transformers and our decoder with its adapters, both in float32, on random tokens
+"""
+
+import json
+import platform
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from genesis.errors import UserError
+from genesis.generate.load import load_decoder
+from genesis.huggingface.family import Family
+from genesis.huggingface.peft import WEIGHTS_NAME, name_adapter_tensor, name_tied_output
+from genesis.huggingface.shape import find_family, write_shape
+from genesis.model.adapter import is_adapter_tensor
+from genesis.model.decoder import Decoder
+from genesis.model.recipe import DECODER_PREFIX
+from genesis_callbacks.checkpoint import read_tensors
+
+RELATIVE_TOLERANCE = 1e-4
+"""Relative to the largest logit: the difference that two orders of summation may cause in float32."""
+_NUM_SEQUENCES = 4
+_SEQUENCE_TOKENS = 64
+_PACKAGES = ("genesis-lm", "genesis-callbacks", "torch", "safetensors", "transformers", "peft")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the proof for the request, JSON in the first argument; prints the results as one line of JSON."""
+    request = json.loads(argv[0])
+    try:
+        result = _prove(Path(request["directory"]), Path(request["checkpoint"]), Path(request["base"]))
+    except UserError as error:
+        result = {"problem": str(error)}
+    print(json.dumps(result))
+    return 0
+
+
+def _prove(directory: Path, checkpoint: Path, base: Path) -> dict[str, Any]:
+    decoder = load_decoder(checkpoint, dtype=torch.float32).decoder
+    family = find_family(decoder.config)
+    held, dtype = _compare_weights(directory, checkpoint, family)
+    for parameter in decoder.parameters():
+        if parameter.requires_grad:  # rounded as in the file
+            parameter.data = parameter.data.to(dtype).float()
+    return {
+        "weights": held,
+        "logits": _compare_logits(directory, base, decoder, family),
+        "versions": {"python": platform.python_version()} | {package: version(package) for package in _PACKAGES},
+    }
+
+
+def _compare_weights(directory: Path, checkpoint: Path, family: Family) -> tuple[dict[str, Any], torch.dtype]:
+    theirs = load_file(directory / WEIGHTS_NAME)
+    tied = name_tied_output(family)
+    ours = {
+        name_adapter_tensor(name.removeprefix(DECODER_PREFIX), family): tensor
+        for name, tensor in read_tensors(checkpoint, prefix=DECODER_PREFIX).items()
+    }
+    missing = {name for name in ours if is_adapter_tensor(name.removesuffix(".weight"))} - theirs.keys()
+    if tied in theirs and tied not in ours:
+        ours[tied] = ours[name_adapter_tensor("embedding.weight", family)]
+    if missing or not theirs.keys() <= ours.keys():
+        raise UserError(f"the file has other tensors than the checkpoint, such as {min(missing or theirs.keys())}")
+    for name, tensor in theirs.items():
+        if not torch.equal(ours[name].to(tensor.dtype), tensor):
+            raise UserError(f"the values of {name} differ from the checkpoint's")
+    num_values = sum(tensor.numel() for tensor in theirs.values())
+    compared = {"compared": "every value, bit for bit, after the cast", "num_values": num_values, "num_different": 0}
+    return compared, next(iter(theirs.values())).dtype
+
+
+def _compare_logits(directory: Path, base: Path, decoder: Decoder, family: Family) -> dict[str, Any]:
+    config = decoder.config
+    shape = write_shape(family, config)
+    build_config: Any = AutoConfig.for_model
+    build_model: Any = AutoModelForCausalLM.from_config
+    model = build_model(build_config(**shape))
+    state = {
+        family.their_name(name.removeprefix(DECODER_PREFIX)): tensor.float()
+        for name, tensor in read_tensors(base, prefix=DECODER_PREFIX).items()
+    }
+    loaded = model.load_state_dict(state, strict=False)
+    left = [name for name in loaded.missing_keys if not (config.has_tied_embeddings and name == "lm_head.weight")]
+    if left or loaded.unexpected_keys:
+        raise UserError(f"transformers has other tensors than the base, such as {[*left, *loaded.unexpected_keys][0]}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)  # PEFT's, of layers that the config and the file do not share
+        warnings.filterwarnings("error", message=".*missing adapter keys.*")
+        adapted: Any = PeftModel.from_pretrained(model, str(directory)).eval()
+    length = min(_SEQUENCE_TOKENS, config.max_seq_len)
+    ids = torch.randint(config.vocab_size, (_NUM_SEQUENCES, length), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        theirs, ours = adapted(input_ids=ids).logits.float(), decoder(ids)
+        with adapted.disable_adapter():
+            without = adapted(input_ids=ids).logits.float()
+    largest, difference = float(theirs.abs().max()), float((ours - theirs).abs().max())
+    tolerance = RELATIVE_TOLERANCE * max(1.0, largest)
+    if not difference <= tolerance:
+        raise UserError(f"logits differ by {difference:.3g}, more than the rounding tolerance {tolerance:.3g}")
+    return {
+        "compared": "peft and genesis in float32, the adapters from this directory",
+        "num_sequences": _NUM_SEQUENCES,
+        "num_tokens": ids.numel(),
+        "largest_logit": largest,
+        "largest_difference": difference,
+        "tolerance": tolerance,
+        "largest_change_by_the_adapters": float((theirs - without).abs().max()),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

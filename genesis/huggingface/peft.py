@@ -1,0 +1,234 @@
+"""Adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`, written and read strictly.
+
+An export of ours names its base by a fingerprint of the base's tensors, in the header of the safetensors file. Other
+programs ignore the fingerprint; without it, an adapter for another base of the same shape cannot be recognised.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from genesis.errors import UserError
+from genesis.huggingface.directory import read_json
+from genesis.huggingface.family import OUTPUT_WEIGHT, Family
+from genesis.model.adapter import EXTRA_TENSORS, MAGNITUDE, AdapterConfig
+from genesis_callbacks.checkpoint import Manifest
+
+CONFIG_NAME: Final = "adapter_config.json"
+WEIGHTS_NAME: Final = "adapter_model.safetensors"
+FINGERPRINT: Final = "genesis_base"
+"""The key of the base's fingerprint in the header of the safetensors file."""
+_PREFIX: Final = "base_model.model."
+_SUFFIXES: Final = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
+_NUM_NAMED: Final = 3
+_HASH_SHOWN: Final = 16
+_PLAIN: Final[Mapping[str, tuple[Any, ...]]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "fan_in_fan_out": (False,),
+    "layer_replication": (None,),
+    "rank_pattern": ({},),
+    "alpha_pattern": ({},),
+    "trainable_token_indices": (None,),
+    "target_parameters": (None, []),
+    "lora_bias": (False,),
+    "alora_invocation_tokens": (None,),
+    "arrow_config": (None,),
+    "use_qalora": (False,),
+}
+"""Options of PEFT's with the values that the decoder's adapters have."""
+
+
+def fingerprint(manifest: Manifest, prefix: str) -> str:
+    """Returns a hash of a base's tensors: the same for the same values, whenever the base was imported.
+
+    Args:
+        manifest: The base's.
+        prefix: Of the decoder's tensors in it.
+    """
+    records = [
+        (name.removeprefix(prefix), record.dtype, list(record.shape), record.digest)
+        for name, record in sorted(manifest.tensors.items())
+        if name.startswith(prefix)
+    ]
+    return hashlib.sha256(json.dumps(records).encode()).hexdigest()
+
+
+def name_adapter_tensor(name: str, family: Family) -> str:
+    """Returns PEFT's name of an adapter's tensor, or of one that is trained beside adapters.
+
+    Example:
+        >>> from genesis.huggingface.llama import LLAMA
+        >>> name_adapter_tensor("blocks.3.attention.query.lora_A", LLAMA)
+        'base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight'
+    """
+    layer, _, tensor = name.rpartition(".")
+    if tensor not in _SUFFIXES:
+        return _PREFIX + family.their_name(name)
+    return f"{_PREFIX}{_name_module(layer, family)}.{_SUFFIXES[tensor]}"
+
+
+def name_tied_output(family: Family) -> str:
+    """Returns PEFT's name of the output weight, which its files hold beside a trained embedding that is tied to it."""
+    return _PREFIX + family.tensors[OUTPUT_WEIGHT]
+
+
+def _name_module(layer: str, family: Family) -> str:
+    return family.their_name(f"{layer}.weight").removesuffix(".weight")
+
+
+def build_adapter_config(
+    config: AdapterConfig,
+    family: Family,
+    *,
+    layers: Collection[str],
+    linears: Collection[str],
+    is_tied: bool,
+    base_name: str | None,
+) -> dict[str, Any]:
+    """Returns the content of `adapter_config.json`.
+
+    Args:
+        config: The adapters.
+        family: The base's.
+        layers: The names of the layers with adapters.
+        linears: The names of all linear layers in the blocks.
+        is_tied: Whether the output weight is the embedding.
+        base_name: Under which name or path PEFT finds the base; None for no name.
+    """
+    leaves = {_leaf(layer, family) for layer in layers}
+    is_regular = all((_leaf(layer, family) in leaves) == (layer in layers) for layer in linears)
+    extras = [_name_module(EXTRA_TENSORS[extra].removesuffix(".weight"), family) for extra in config.also_train]
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "r": config.rank,
+        "lora_alpha": config.alpha if config.alpha % 1 else int(config.alpha),
+        "lora_dropout": config.dropout,
+        "use_rslora": config.rslora,
+        "use_dora": config.dora,
+        "target_modules": sorted(leaves if is_regular else {_name_module(layer, family) for layer in layers}),
+        "modules_to_save": [extra.rpartition(".")[2] for extra in extras] or None,
+        # PEFT copies a module that is trained as a whole, and would leave a tied output weight to the base.
+        **({"ensure_weight_tying": True} if extras and is_tied else {}),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+
+
+def _leaf(layer: str, family: Family) -> str:
+    return _name_module(layer, family).rpartition(".")[2]
+
+
+def is_adapter_export(directory: Path) -> bool:
+    """Returns whether a directory holds adapters in PEFT's format."""
+    return (directory / CONFIG_NAME).is_file()
+
+
+def read_adapters(
+    directory: Path,
+    config: AdapterConfig,
+    family: Family,
+    *,
+    shapes: Mapping[str, tuple[int, ...]],
+    base_fingerprint: str,
+) -> dict[str, Tensor]:
+    """Returns the tensors of adapters in PEFT's format by our names, float32.
+
+    Args:
+        directory: Where the two files lie.
+        config: The adapters that the recipe asks for; those in the directory must be the same.
+        family: The base's.
+        shapes: The name and shape of each trained tensor.
+        base_fingerprint: Of this run's base.
+
+    Raises:
+        UserError: The files cannot be read, or hold other adapters, or adapters for another base.
+    """
+    if not is_adapter_export(directory):
+        raise UserError(f"{directory} has no {CONFIG_NAME}: give a directory in PEFT's format for model.adapter.start")
+    _compare_options(directory / CONFIG_NAME, read_json(directory / CONFIG_NAME), config)
+    path = directory / WEIGHTS_NAME
+    try:
+        with safe_open(path, framework="pt") as file:
+            made_for = (file.metadata() or {}).get(FINGERPRINT)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    if made_for is not None and made_for != base_fingerprint:
+        raise UserError(
+            f"the adapters in {directory} were trained beside a base with fingerprint {made_for[:_HASH_SHOWN]}, and "
+            f"this base has {base_fingerprint[:_HASH_SHOWN]}: give the base that they belong to"
+        )
+    theirs = {name_adapter_tensor(name, family): name for name in shapes}
+    embedding, output = name_adapter_tensor(EXTRA_TENSORS["embedding"], family), name_tied_output(family)
+    if embedding in theirs and output not in theirs:
+        _drop_tied_copy(directory, tensors, embedding, output)
+    _compare_names(directory, theirs.keys(), tensors.keys())
+    found = {}
+    for name, ours in theirs.items():
+        tensor = tensors[name]
+        if tuple(tensor.shape) != tuple(shapes[ours]):
+            raise UserError(
+                f"the adapters in {directory} are for another base: {name} is {list(tensor.shape)} there, and "
+                f"{list(shapes[ours])} for this base"
+            )
+        if not (tensor.is_floating_point() and bool(tensor.isfinite().all())):
+            raise UserError(f"{path}: {name} has values that are no finite numbers: export the adapters again")
+        found[ours] = tensor.to(torch.float32)
+    return found
+
+
+def _drop_tied_copy(directory: Path, tensors: dict[str, Tensor], embedding: str, output: str) -> None:
+    """Removes the copy of the embedding that PEFT keeps for a tied output weight."""
+    copy = tensors.pop(output, None)
+    if copy is not None and embedding in tensors and not torch.equal(copy, tensors[embedding]):
+        raise UserError(
+            f"the adapters in {directory} are for another base: {output} differs from the embedding, to which this "
+            "base ties it"
+        )
+
+
+def _compare_options(path: Path, content: Mapping[str, Any], config: AdapterConfig) -> None:
+    for key, allowed in _PLAIN.items():
+        value = content.get(key, allowed[0])
+        if value not in allowed:
+            raise UserError(f"{path}: {key} is {value!r}, and the decoder's adapters have {allowed[0]!r} only")
+    rank, alpha = content.get("r", 8), content.get("lora_alpha", 8)  # PEFT's defaults
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool):
+        raise UserError(f"{path}: lora_alpha is {alpha!r}: it must be a number")
+    given = {
+        "rank": rank,
+        "alpha": float(alpha),
+        "rslora": content.get("use_rslora", False),
+        "dora": content.get("use_dora", False),
+    }
+    for name, value in given.items():
+        wanted = getattr(config, name)
+        if value != wanted and not (name == "alpha" and math.isclose(value, wanted)):
+            raise UserError(
+                f"model.adapter.{name} is {wanted!r}, and the adapters in {path.parent} have {value!r}: set it to that"
+            )
+
+
+def _compare_names(directory: Path, wanted: Collection[str], found: Collection[str]) -> None:
+    missing, unknown = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
+    if missing or unknown:
+        lists = [
+            f"{what} {', '.join(names[:_NUM_NAMED])}{' ...' if len(names) > _NUM_NAMED else ''}"
+            for what, names in (("lack", missing), ("have also", unknown))
+            if names
+        ]
+        raise UserError(
+            f"the adapters in {directory} are on other layers than model.adapter asks for: they {' and '.join(lists)}; "
+            "change include, exclude or also_train, or give adapters for this base"
+        )
