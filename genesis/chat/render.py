@@ -121,12 +121,43 @@ class ChatRenderer:
         Raises:
             ConversationError: The template refuses the conversation.
         """
+        return self.tokenizer.encode_with_controls(self.prompt_text(messages, tools, variables=variables))
+
+    def prompt_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        variables: Mapping[str, Any] | None = None,
+        continues_last: bool = False,
+    ) -> str:
+        """Returns the text after which a model writes.
+
+        Args:
+            messages: As OpenAI has them.
+            tools: The definitions of the tools; None for none.
+            variables: Further variables of the template, for this conversation.
+            continues_last: Whether the model goes on with the last message instead of beginning the assistant's turn.
+
+        Raises:
+            ConversationError: The template refuses the conversation, or does not write its last message as it is.
+        """
         normal: list[Message] = normalize_messages(messages)
         for message in normal:
             message.pop(WEIGHT, None)
         merged = {**self._variables, **(variables or {})}
-        text = self.template.render(normal, normalize_tools(tools), merged, has_prompt=True)
-        return self.tokenizer.encode_with_controls(text)
+        text = self.template.render(normal, normalize_tools(tools), merged, has_prompt=not continues_last)
+        if not continues_last:
+            return text
+        content = str(normal[-1].get("content", ""))
+        start = text.rfind(content.strip())
+        if start < 0:
+            raise ConversationError(
+                f"the chat template {self.template.name} changes the last message, which is to go on"
+            )
+        # Templates may strip what they write: then so does the text that goes on.
+        whole = content.lstrip()
+        return text[: start + len(whole if text[start:].startswith(whole) else content.strip())]
 
 
 def open_renderer(tokenizer: Tokenizer, options: ChatOptions, *, is_training: bool = True) -> ChatRenderer:

@@ -13,6 +13,7 @@ from rich.progress import Progress as Bar
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from genesis.arguments import Parser
+from genesis.chat.options import ChatOptions
 from genesis.checkpoint_reference import BEST, Reference, read_reference
 from genesis.cli.device import add_device_options, read_device
 from genesis.cli.main import MISUSE
@@ -20,7 +21,7 @@ from genesis.cli.options import PLAIN_WIDTH
 from genesis.errors import UserError
 from genesis.evaluate.answer import Settings, answer_questions, read_hashes
 from genesis.evaluate.plot import PLOT_NAME, plot_results
-from genesis.evaluate.questions import HeldOutQuestion, Progress, Question, TaskQuestion
+from genesis.evaluate.questions import ChatQuestion, HeldOutQuestion, Progress, Question, TaskQuestion
 from genesis.evaluate.results import (
     METRICS_NAME,
     Result,
@@ -38,6 +39,8 @@ from genesis_callbacks.checkpoint import list_committed
 
 CORPUS = "corpus"
 """The value of --heldout that stands for the validation set of the corpus in the recipe."""
+
+_OWN_TEMPLATE = "the tokenizer's own"
 
 UNANSWERED = 1
 """The exit status if a task has a row that the model cannot process; all other rows are evaluated."""
@@ -121,16 +124,30 @@ def _list_questions(arguments: Namespace, reference: Reference) -> list[Question
     specs = [spec for spec in (arguments.tasks or "").split(",") if spec]
     held_out = arguments.heldout or (None if specs else CORPUS)
     questions: list[Question] = []
+    chat = _read_chat(arguments)
     if held_out is not None:
         questions.append(HeldOutQuestion(None if held_out == CORPUS else Path(held_out), reference.run.path))
     for spec in specs:
         tasks = load_tasks(spec, arguments.num_fewshot, may_run_code=arguments.allow_code)
-        questions.append(TaskQuestion(tasks, arguments.limit))
+        questions.append(TaskQuestion(tasks, arguments.limit, chat))
     names = [question.name for question in questions]
     for name in names:
         if names.count(name) > 1:
             raise UserError(f"{name} is given twice: name each task once")
     return questions
+
+
+def _read_chat(arguments: Namespace) -> ChatQuestion | None:
+    if arguments.apply_chat_template is None:
+        for name in ("chat_template_date", "system_instruction"):
+            if getattr(arguments, name) is not None:
+                raise UserError(f"--{name} belongs to a chat template: add --apply_chat_template")
+        if arguments.no_multiturn:
+            raise UserError("--no_multiturn belongs to a chat template: add --apply_chat_template")
+        return None
+    template = None if arguments.apply_chat_template == _OWN_TEMPLATE else Path(arguments.apply_chat_template)
+    options = ChatOptions(template=template, date=arguments.chat_template_date)
+    return ChatQuestion(options, arguments.system_instruction, is_multiturn=not arguments.no_multiturn)
 
 
 def _choose(reference: Reference, which: str) -> list[Path]:
@@ -192,6 +209,16 @@ def _build_parser() -> Parser:
     )
     add("--limit", type=int, help="number of questions per task, from the first; default: all")
     add("--num_fewshot", type=int, help="examples before each question; default: as the task defines")
+    add(
+        "--apply_chat_template",
+        nargs="?",
+        const=_OWN_TEMPLATE,
+        metavar="FILE",
+        help="write each question of a task as a conversation, by the tokenizer's chat template, or by that in FILE",
+    )
+    add("--chat_template_date", help="the date that a chat template prints which asks for today's, as 2026-01-31")
+    add("--system_instruction", help="system message of the conversations")
+    add("--no_multiturn", action="store_true", help="write all examples of --num_fewshot into one turn of the user")
     add(
         "--batch_tokens",
         type=int,

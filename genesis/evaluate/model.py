@@ -10,6 +10,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from genesis.chat.render import ChatRenderer
 from genesis.errors import UserError
 from genesis.evaluate.complete import CompleteOptions, complete
 from genesis.evaluate.plan import Request
@@ -38,6 +39,7 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
         tokenizer: The decoder's tokenizer.
         batch_tokens: See `Scorer`.
         on_progress: Called with the number of requests answered since the last call; equal requests count once.
+        chat: Writes contexts as conversations; None without a chat template.
     """
 
     def __init__(
@@ -46,16 +48,19 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
         tokenizer: Tokenizer,
         batch_tokens: int | None = None,
         on_progress: Callable[[int], None] = lambda _: None,
+        chat: ChatRenderer | None = None,
     ) -> None:
         super().__init__()
+        self._chat = chat
         self._tokenizer = tokenizer
         self._decoder = decoder
         self._device = decoder.output_weight.device
         self._scorer = Scorer(decoder, batch_tokens)
         self._on_progress = on_progress
-        self._encode = lru_cache(_CACHED_TEXTS)(
-            tokenizer.encode
-        )  # a context is encoded once for each of its continuations
+        # A template writes control symbols by their spelling; in other contexts that spelling is text.
+        encode = tokenizer.encode if chat is None else tokenizer.encode_with_controls
+        # A context is encoded once for each of its continuations.
+        self._encode = lru_cache(_CACHED_TEXTS)(encode)
 
     @property
     def eot_token_id(self) -> int:
@@ -71,6 +76,24 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
     def max_length(self) -> int:
         """Returns the decoder's context in tokens."""
         return self._decoder.config.max_seq_len
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Returns the hash of the tokenizer, by which lm-eval keeps rendered contexts apart."""
+        return self._tokenizer.hash
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """Returns the chat template; empty without one."""
+        return "" if self._chat is None else self._chat.template.text
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Returns a conversation as text; without a generation prompt its last message goes on.
+
+        Raises:
+            UserError: The template refuses the conversation.
+        """
+        assert self._chat is not None
+        return self._chat.prompt_text(chat_history, continues_last=not add_generation_prompt)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Returns the ids of a text, with bos before it unless the text begins with bos or none is wanted."""

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from lm_eval.evaluator import evaluate
 
+from genesis.chat.options import ChatOptions
+from genesis.chat.render import ChatRenderer, open_renderer
 from genesis.data.paths import find_path, read_path
 from genesis.errors import UserError
 from genesis.evaluate.environment import refuse_wrong_answers
@@ -62,16 +64,45 @@ class Question(ABC):
 
 
 @dataclass(frozen=True)
+class ChatQuestion:
+    """How the contexts of tasks become conversations.
+
+    Args:
+        options: The chat template and the date that it prints.
+        system: The system message; None for none.
+        is_multiturn: Whether each example is a turn of the user and one of the assistant, or all stand in one turn.
+    """
+
+    options: ChatOptions
+    system: str | None = None
+    is_multiturn: bool = True
+
+    def open(self, tokenizer: Tokenizer) -> ChatRenderer:
+        """Returns the renderer for a tokenizer.
+
+        Raises:
+            UserError: There is no chat template, or it cannot be used.
+        """
+        return open_renderer(tokenizer, self.options, is_training=False)
+
+    def describe(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        """Returns everything that determines the contexts, in plain types."""
+        return {"template": self.open(tokenizer).hash, "system": self.system, "multiturn": self.is_multiturn}
+
+
+@dataclass(frozen=True)
 class TaskQuestion(Question):
     """A task, or several under one name.
 
     Args:
         tasks: The tasks from `load_tasks`.
         limit: Number of questions per task; None for all.
+        chat: How contexts become conversations; None without a chat template.
     """
 
     tasks: LoadedTasks
     limit: int | None
+    chat: ChatQuestion | None = None
 
     @property
     def name(self) -> str:
@@ -81,7 +112,8 @@ class TaskQuestion(Question):
 
     @property
     def _variant(self) -> str:
-        return "" if self.limit is None else f"-limit{self.limit}"
+        chat = "" if self.chat is None else "-chat"
+        return chat if self.limit is None else f"{chat}-limit{self.limit}"
 
     def describe(self, manifest: Manifest, tokenizer: Tokenizer) -> dict[str, Any]:
         """Returns names, versions, shots, limit, and the hash of the user's own data."""
@@ -94,6 +126,7 @@ class TaskQuestion(Question):
             "limit": self.limit,
             "data_hash": self.tasks.data_hash,
             "lm_eval": version("lm-eval"),
+            **({} if self.chat is None else {"chat": self.chat.describe(tokenizer)}),
         }
 
     def answer(self, loaded: Loaded, manifest: Manifest, batch_tokens: int | None, on_progress: Progress) -> Answer:
@@ -103,10 +136,19 @@ class TaskQuestion(Question):
         torch.manual_seed(_OTHER_SEED)
         for task in self.tasks.tasks["tasks"].values():
             task.set_fewshot_seed(seed=_OTHER_SEED)
-        lm = GenesisLM(loaded.decoder, loaded.text_tokenizer, batch_tokens, on_progress)
+        chat = None if self.chat is None else self.chat.open(loaded.text_tokenizer)
+        lm = GenesisLM(loaded.decoder, loaded.text_tokenizer, batch_tokens, on_progress, chat)
         try:
             with refuse_wrong_answers(), redirect_stdout(io.StringIO()):  # lm-eval prints its bootstrap progress
-                found = evaluate(lm, self.tasks.tasks, limit=self.limit, bootstrap_iters=_BOOTSTRAP_ITERATIONS)
+                found = evaluate(
+                    lm,
+                    self.tasks.tasks,
+                    limit=self.limit,
+                    bootstrap_iters=_BOOTSTRAP_ITERATIONS,
+                    system_instruction=None if self.chat is None else self.chat.system,
+                    apply_chat_template=chat is not None,
+                    fewshot_as_multiturn=self.chat is not None and self.chat.is_multiturn,
+                )
         except UserError:
             raise
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
