@@ -152,7 +152,9 @@ def can_access_peer(kind: str, index: int, peer: int) -> bool | None:
 
 
 def read_properties(kind: str, index: int = 0) -> Any:
-    """Returns torch's properties of a device; None where it has none."""
+    """Returns torch's properties of a device; None where it has none, or this process cannot use the device."""
+    if not is_available(kind):
+        return None
     read = getattr(_find_module(kind), "get_device_properties", None)
     return None if read is None else read(index)
 

@@ -51,7 +51,7 @@ def _time(kind: str, work: Callable[[], object]) -> float:
     return statistics.median(found[1:])
 
 
-# ---- P1: sampling
+# ---- sampling
 
 
 def measure_sampling(kind: str, size: dict[str, int]) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def measure_sampling(kind: str, size: dict[str, int]) -> dict[str, Any]:
     return result
 
 
-# ---- P2: attention while decoding
+# ---- attention while decoding
 
 
 def measure_decoding(kind: str, size: dict[str, int]) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def measure_decoding(kind: str, size: dict[str, int]) -> dict[str, Any]:
     return result
 
 
-# ---- P6: chunks of the loss
+# ---- chunks of the loss
 
 
 @contextlib.contextmanager
@@ -158,7 +158,7 @@ def measure_loss(kind: str, size: dict[str, int]) -> dict[str, Any]:
             reset_peak_memory(kind)
             result[name] = _time(kind, step)
             peak = read_peak_memory(kind)
-            result[f"loss {name}"] = float(step()) / size["tokens"]
+            result[f"loss {name}"] = float(step().detach()) / size["tokens"]
         if peak is not None:
             result[f"peak bytes {name}"] = peak.allocated_bytes
     return result

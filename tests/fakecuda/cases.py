@@ -1,17 +1,21 @@
 """What can be asked to run on the fake device, by name; each case runs in a process of its own."""
 
+import warnings
 from collections.abc import Callable
 from inspect import unwrap
 from typing import Any, Final
 
 import torch
 
+from genesis import device
+from genesis.doctor import training as doctor
 from genesis.evaluate.plan import Request as ScoreRequest
 from genesis.evaluate.score import Scorer
 from genesis.generate.batch import Batch, Request
 from genesis.generate.load import avoid_planned_attention
 from genesis.generate.sample import SamplingOptions
 from genesis.model.decoder import Decoder
+from genesis.precision import choose_precision
 from tests.fakecuda.combinations import Combination
 from tests.fakecuda.fits import SHAPE, run_fit
 from tests.fakecuda.watch import FakeMode, Watch
@@ -66,4 +70,27 @@ def score(dtype: str) -> dict[str, Any]:
     return {**_describe(watch), "num_scores": len(scores)}
 
 
-CASES: Final[dict[str, Callable[..., Any]]] = {"fit": fit, "batch": batch, "score": score}
+def device_layer() -> dict[str, Any]:
+    """Asks the device layer what the doctor and the benches ask it."""
+    timers = [device.record_timer(torch.device("cuda")) for _ in range(2)]
+    peak = device.read_peak_memory("cuda")
+    device.synchronize("cuda")
+    device.select_device("cuda", 0)
+    device.reset_peak_memory("cuda")
+    device.check_available("cuda")
+    with doctor.counting_waits("cuda") as waits:
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+    return {
+        "name": device.name_device("cuda"),
+        "num_devices": device.count_devices("cuda"),
+        "has_bfloat16": device.has_bfloat16("cuda"),
+        "capability": device.read_capability(torch.device("cuda")),
+        "peak": peak,
+        "milliseconds": timers[0].elapsed_time(timers[1]),
+        "precision": choose_precision("auto"),
+        "waits": None if waits is None else dict(waits),
+    }
+
+
+CASES: Final[dict[str, Callable[..., Any]]] = {"fit": fit, "batch": batch, "score": score, "device_layer": device_layer}

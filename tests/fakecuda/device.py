@@ -116,6 +116,7 @@ def pretend() -> None:
         "max_memory_allocated": 0,
         "max_memory_reserved": 0,
         "reset_peak_memory_stats": None,
+        "set_sync_debug_mode": None,
         "manual_seed": None,
         "manual_seed_all": None,
         "set_rng_state": None,
@@ -131,6 +132,7 @@ def pretend() -> None:
     cuda.device = lambda device: contextlib.nullcontext()
     torch.Event = FakeEvent  # type: ignore[misc, assignment]
     accelerator: Any = torch.accelerator
+    accelerator.synchronize = functools.partial(_answer, None)
     accelerator.current_stream = functools.partial(_answer, current)
     accelerator.get_memory_info = lambda device=None: (FREE_BYTES[0], FREE_BYTES[0])
     for name in ("memory_allocated", "memory_reserved", "max_memory_allocated"):

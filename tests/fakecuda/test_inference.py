@@ -18,6 +18,16 @@ def test_a_batch_continues_texts(fake_device: FakeDevice, dtype: str, options: l
     assert not result["has_planned_attention"], "cuDNN would plan the attention of every length"
 
 
+def test_the_device_layer_asks_cuda_and_waits_are_counted_by_line(fake_device: FakeDevice) -> None:
+    result = fake_device.run("device_layer")
+    assert result["name"] == "Fake"
+    assert (result["num_devices"], result["has_bfloat16"], result["capability"]) == (1, True, [9, 0])
+    assert result["peak"] == [0, 0]
+    assert result["milliseconds"] == 0.0
+    assert result["precision"] == "bf16-mixed"
+    assert list(result["waits"].values()) == [1]
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_requests_are_scored(fake_device: FakeDevice, dtype: str) -> None:
     result = fake_device.run("score", dtype=dtype)
