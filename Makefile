@@ -2,11 +2,13 @@
 # builds the documentation site. Each makes .venv itself, once.
 #
 #   PYTHON   the interpreter that .venv is made with (>= 3.11)
+#   WORKERS  how many processes run tests; each takes about 2 GB of memory
 #   TORCH    how torch is installed; for another build of it, say
 #            make TORCH="torch==2.13.0 --index-url <the address that PyTorch's install page gives for your CUDA or CPU>"
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+WORKERS ?= 3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 STAMP := .venv/installed
@@ -28,11 +30,12 @@ $(STAMP): pyproject.toml callbacks/pyproject.toml constraints.txt
 demo: $(STAMP)
 	@$(BIN)/genesis demo
 
-# Two workers on two cores: a thread more each would only spin against the other's.
+# Three workers on two cores, because tests wait for disks, for processes that end, for limits of time. One thread each:
+# more would only spin against the others'.
 test test-rest test-long demo-short: export OMP_NUM_THREADS := 1
 # Images of containers often set it. Each of the many ranks would compile the modules that it imports.
 test test-rest test-long demo-short: export PYTHONDONTWRITEBYTECODE :=
-PYTEST := -m pytest -q -n 2 --dist loadgroup
+PYTEST := -m pytest -q -n $(WORKERS) --dist loadgroup
 
 # What proves the product, in minutes.
 QUICK := not slow and not bench and not long and not cuda

@@ -35,6 +35,7 @@ def main(argv: list[str]) -> int:
     )
     export, out, space = find_export(arguments.export), arguments.out, arguments.space
     is_upload = arguments.upload and not arguments.dry_run
+    _check_apart(export, *filter(None, (out, space)))
     machine = Machine.read(export, *filter(None, (out, space)))
     allowed = (options.owner, *arguments.allow)
     if arguments.torch is not None and space is None:
@@ -46,7 +47,6 @@ def main(argv: list[str]) -> int:
     for path, folder, _ in made:
         folder.check(machine, allowed)
         folder.check_place(path)
-    _check_apart(export, *(path for path, _, _ in made))
     for path, folder, _ in made:
         folder.write(path)
     for path, folder, repo_type in made:

@@ -86,8 +86,8 @@ def test_bad_input_is_one_line(genesis: Genesis, exported: Path, checkpoint: Pat
     check_is_one_line(
         genesis("release", str(checkpoint), out, *WHAT), "is a checkpoint, not an export", "`genesis export"
     )
-    check_is_one_line(genesis("release", str(exported), str(exported), *WHAT), "already exists")
-    check_is_one_line(genesis("release", str(exported), out, *WHAT, "--space", str(exported)), "already exists")
+    check_is_one_line(genesis("release", str(exported), str(checkpoint), *WHAT), "already exists")
+    check_is_one_line(genesis("release", str(exported), out, *WHAT, "--space", str(checkpoint)), "already exists")
     check_is_one_line(genesis("release", str(exported), out, "--license", "mit"), "--repo")
     check_is_one_line(genesis("release", str(exported), out, *WHAT, "--license", "apache"), "did you mean apache-2.0")
     check_is_one_line(genesis("release", str(exported), out, *WHAT, "--license_file", out), "cannot read", out)
@@ -97,7 +97,14 @@ def test_bad_input_is_one_line(genesis: Genesis, exported: Path, checkpoint: Pat
 
 def test_folders_that_lie_in_each_other_are_refused(genesis: Genesis, exported: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    for release, space in ((out, out), (out, out / "space"), (out / "release", out), (exported / "out", out)):
+    for release, space in (
+        (exported, out),
+        (out, exported),
+        (out, out),
+        (out, out / "space"),
+        (out / "release", out),
+        (exported / "out", out),
+    ):
         command = ["release", str(exported), str(release), *WHAT, "--space", str(space)]
         check_is_one_line(genesis(*command), "give directories that do not contain each other")
     assert not out.exists()

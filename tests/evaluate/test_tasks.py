@@ -5,12 +5,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
+from huggingface_hub import constants
 
 from genesis.errors import UserError
 from genesis.evaluate.rows import read_split
 from genesis.evaluate.tasks import load_tasks
 from tests.evaluate.support import write_choices, write_rows, write_task
+
+# One worker reads lm-eval's thousands of task files, which takes seconds.
+pytestmark = pytest.mark.xdist_group("tasks")
 
 ROWS = [{"question": "a", "choices": ["b", "c"], "answer": 0}]
 SETTINGS: dict[str, Any] = {
@@ -180,7 +185,25 @@ def test_a_task_that_runs_what_a_model_writes_is_refused(tmp_path: Path) -> None
         load_tasks(spec)
 
 
-def test_without_a_network_a_task_of_the_hub_says_how_to_bring_its_rows(tmp_path: Path) -> None:
+def test_without_a_network_a_task_of_the_hub_says_how_to_bring_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(constants, "ENDPOINT", "https://hub.invalid")  # a name that never has an address
+    for settings, name in ((constants, "HF_HUB_OFFLINE"), (datasets.config, "HF_HUB_OFFLINE")):
+        monkeypatch.setattr(settings, name, False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    with pytest.raises(UserError) as caught:
+        load_tasks("hellaswag")
+    (line,) = str(caught.value).splitlines()
+    assert "the data of task hellaswag cannot be loaded from Hugging Face's Hub" in line
+    assert "./hellaswag/validation.jsonl" in line
+
+
+@pytest.mark.slow
+def test_without_a_network_a_process_prints_nothing_else_about_a_task_of_the_hub(tmp_path: Path) -> None:
     program = "\n".join(
         [
             "from genesis.evaluate.environment import make_quiet",
