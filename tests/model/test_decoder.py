@@ -256,7 +256,14 @@ def sharded_weights(mesh_shape):
     return weights, len(drawn)
 
 
-@pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2)], ids=["two", "three-uneven", "hybrid"])
+@pytest.mark.parametrize(
+    "mesh_shape",
+    [
+        pytest.param((2,), id="two", marks=pytest.mark.slow),
+        pytest.param((3,), id="three-uneven"),
+        pytest.param((2, 2), id="hybrid", marks=pytest.mark.slow),
+    ],
+)
 def test_sharded_weights_begin_with_the_values_of_one_process(mesh_shape):
     wanted = build(LARGE, seed=5).state_dict()
     num_blocks = sum(-(-len(weight) // initial.BLOCK_ROWS) for weight in wanted.values() if weight.dim() > 1)
