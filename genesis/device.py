@@ -163,7 +163,7 @@ def name_collectives(kind: str) -> str:
     """Returns the backend of torch.distributed for tensors of a kind of device: gloo, nccl, xccl ...; or `none`."""
     try:
         return str(torch.distributed.get_default_backend_for_device(kind))
-    except ValueError:
+    except (ValueError, RuntimeError):  # without a backend; or a kind that torch does not know
         return "none"
 
 

@@ -164,7 +164,7 @@ def measure_training(probe: Probe, is_compiled: bool) -> None:
             raise SkippedError(f"torch.compile finds no compiler: {_first_line(error)}") from error
         raise
     tokens_per_second = times.tokens / times.seconds
-    probe.figure("tokens", tokens_per_second, "1/s")
+    probe.figure("speed", tokens_per_second, "tokens/s")
     probe.figure("step", times.seconds / _STEPS, "s")
     probe.figure("first steps, compilation included" if is_compiled else "first steps", times.seconds_of_first, "s")
     peak_flops = None
@@ -253,6 +253,12 @@ def _is_equal(one: list[Tensor], other: list[Tensor]) -> bool:
     return len(one) == len(other) and all(torch.equal(*pair) for pair in zip(one, other, strict=True))
 
 
+def _needs_group(task: Task, variant: str) -> bool:
+    """Returns whether ranks meet before the Trainer is built: `Sharded` always, `Replicated` if it is not alone."""
+    build, _ = VARIANTS[variant]
+    return task.num_ranks > 1 or (build.func if isinstance(build, partial) else build) is Sharded
+
+
 def _join(task: Task, store: str) -> None:
     """Makes the process group of the ranks, without a port."""
     select_device(task.kind, task.rank)
@@ -266,7 +272,8 @@ def _join(task: Task, store: str) -> None:
 
 def train_one_rank(task: Task, variant: str) -> None:
     """Trains as one rank of `train_on_all`, and writes what it has at the end."""
-    _join(task, "store")
+    if _needs_group(task, variant):
+        _join(task, "store")
     losses, times = KeepLosses(), _StepTimes(task.kind, 2, _RANK_STEPS - 2)
     build, precision = VARIANTS[variant]
     options = {} if precision is None else {"precision": precision}
@@ -290,7 +297,8 @@ def train_one_rank(task: Task, variant: str) -> None:
         },
         Path(task.directory) / f"rank-{task.rank}.pt",
     )
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _read_parameters(module: pl.LightningModule) -> list[Tensor]:
@@ -314,7 +322,7 @@ class _KillSelf(pl.Callback):
 
 def fit_for_kill(task: Task, variant: str, mode: Any, name: str, is_killed: bool) -> None:
     """Trains a run, from its newest checkpoint if there is one, to its end or until its ranks kill themselves."""
-    if task.num_ranks > 1 or variant != "ddp":
+    if _needs_group(task, variant):
         _join(task, f"store-{name}-{is_killed}")
     pl.seed_everything(0, verbose=False)  # what a checkpoint holds of generators is compared, too
     run_dir = Path(task.directory) / name
@@ -336,8 +344,7 @@ def kill_and_resume(probe: Probe, mode: str, variant: str = "ddp", num_ranks: in
     def start(name: str, is_killed: bool) -> list[int]:
         ends = [variant, mode, name, "killed" if is_killed else "whole"]
         arguments = [[rank.to_json(), *ends] for rank in ranks]
-        environments = _rank_environments(num_ranks) if num_ranks > 1 or variant != "ddp" else [{}]
-        return run_together("genesis.doctor.rank", arguments, environments, check=not is_killed)
+        return run_together("genesis.doctor.rank", arguments, _rank_environments(num_ranks), check=not is_killed)
 
     start("straight", is_killed=False)
     statuses = start("killed", is_killed=True)

@@ -1,0 +1,151 @@
+"""The doctor's parts on the CPU and, as a whole, on the simulated device."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from genesis import device
+from genesis.doctor import machine, training
+from genesis.doctor.attention import run_all_proofs
+from genesis.doctor.machine import inspect_devices, measure_copies, measure_disk, measure_products
+from genesis.doctor.parts import PARTS, find_part
+from genesis.doctor.probe import Probe, SkippedError, Task
+from genesis.doctor.training import counting_waits, kill_and_resume, measure_training, train_on_all, watch_waits
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def probe(tmp_path: Path) -> Probe:
+    return Probe(Task("cpu", "tiny", str(tmp_path)))
+
+
+def values(probe: Probe) -> dict[str, object]:
+    return {figure["name"]: figure["value"] for figure in probe.findings.figures}
+
+
+def check(probe: Probe) -> None:
+    assert [check for check in probe.findings.checks if not check["passed"]] == []
+
+
+def test_every_part_has_a_function_and_a_limit() -> None:
+    assert len({part.name for part in PARTS}) == len(PARTS)
+    for part in PARTS:
+        assert callable(find_part(part.name).load())
+        assert part.limit_seconds > 0
+
+
+def test_the_machine_is_described(probe: Probe) -> None:
+    inspect_devices(probe)
+    check(probe)
+    assert values(probe)["torch"] == torch.__version__
+
+
+def test_the_cpu_copies_multiplies_and_proves_its_attention(probe: Probe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_MATRIX_SIZES", {"cpu": 64})
+    measure_copies(probe)
+    measure_products(probe)
+    run_all_proofs(probe)
+    check(probe)
+    assert values(probe)["attention"] in ("varlen", "mask")
+    assert float(str(values(probe)["products in float32"])) > 0
+
+
+def test_the_disk_is_measured_and_left_empty(probe: Probe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_DISK_BYTES", 4 << 20)
+    measure_disk(probe)
+    check(probe)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_nearly_full_is_left_alone(probe: Probe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 20))
+    with pytest.raises(SkippedError, match="1 MiB are free"):
+        measure_disk(probe)
+
+
+def test_waits_are_counted_by_the_line_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = SimpleNamespace(set_sync_debug_mode=lambda mode: None)
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: fake)
+    with counting_waits("cuda") as waits:
+        for _ in range(3):
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        warnings.warn("another matter", stacklevel=1)
+    assert waits is not None
+    assert waits.total() == 3
+
+
+def test_a_compiler_that_is_missing_is_known_from_other_errors() -> None:
+    assert training._lacks_compiler(RuntimeError("InvalidCxxCompiler: No working C++ compiler found"))
+    assert not training._lacks_compiler(RuntimeError("out of memory"))
+
+
+def test_devices_without_collectives_skip_the_strategies(probe: Probe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "_has_collectives", lambda kind: False)
+    other = Probe(Task("simulated", "tiny", probe.task.directory))
+    with pytest.raises(SkippedError, match="no backend for simulated"):
+        train_on_all(other, "ddp")
+    assert device.name_collectives("nosuchkind") == "none"
+
+
+# ---- parts that train
+
+
+@pytest.mark.slow
+def test_steps_are_watched_and_measured(probe: Probe) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        watch_waits(probe)
+        measure_training(probe, is_compiled=False)
+    check(probe)
+    assert float(str(values(probe)["speed"])) > 0
+    assert any("no MFU" in note for note in probe.findings.notes)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize("variant", ["ddp", "fsdp2"])
+def test_two_gloo_ranks_train_alike(probe: Probe, variant: str) -> None:
+    train_on_all(probe, variant)
+    check(probe)
+    assert values(probe)["backend"] == "gloo"
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_killed_run_resumes_bit_for_bit(probe: Probe) -> None:
+    kill_and_resume(probe, "process")
+    check(probe)
+    assert len(probe.findings.checks) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_the_doctor_examines_the_simulated_device(tmp_path: Path) -> None:
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        if os.environ.get("GENESIS_REQUIRE_COMPILER") == "1":
+            pytest.fail("there is no C++ compiler, and GENESIS_REQUIRE_COMPILER is 1")
+        pytest.skip("there is no C++ compiler to build the simulated device with")
+    paths = [REPOSITORY, REPOSITORY / "callbacks/src", REPOSITORY / "callbacks/tests/simulated/backend"]
+    out = tmp_path / "report.json"
+    command = [sys.executable, "-m", "genesis", "doctor", "--device", "--parts", "devices,proof,copies,waits,ddp"]
+    done = subprocess.run(
+        [*command, "--out", str(out), "--dir", str(tmp_path), "--patience", "4"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(out.read_text())
+    assert report["device"] == "simulated"
+    statuses = {part["name"]: part["status"] for part in report["parts"]}
+    assert statuses == {"devices": "passed", "proof": "passed", "copies": "passed", "waits": "passed", "ddp": "skipped"}
