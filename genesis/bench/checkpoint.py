@@ -1,4 +1,4 @@
-"""Times training steps around a save: genesis' and torch's ways to save beside a trainer that saves nothing.
+"""Times training steps around a save: compares genesis' and torch's ways to save with a trainer that saves nothing.
 
 Each mode is a process (or a process for each rank) with a real Trainer that trains the same decoder on the same random
 tokens. The modes take turns in a rotating order. A turn is a few windows, the first of which ends with a save, and the
@@ -99,27 +99,27 @@ class Team:
 
     def wait_until_ready(self) -> TrainerReady:
         """Waits until all ranks are ready for their first turn, and returns rank 0's answer."""
-        answers = [TrainerReady(**worker.hear()) for worker in self._workers]
+        answers = [TrainerReady(**worker.receive()) for worker in self._workers]
         return answers[0]
 
     def take_turn(self, num_windows: int) -> Turn:
         """Returns the measurements of all ranks over `num_windows` windows and one save."""
         for worker in self._workers:
-            worker.say(f"go {num_windows}")
-        return merge_ranks([Turn(**worker.hear()) for worker in self._workers])
+            worker.send(f"go {num_windows}")
+        return merge_ranks([Turn(**worker.receive()) for worker in self._workers])
 
     def stop(self) -> Farewell:
         """Ends training, and returns rank 0's final message."""
         for worker in self._workers:
-            worker.say("quit")
-        farewells = [Farewell(**worker.hear()) for worker in self._workers]
+            worker.send("quit")
+        farewells = [Farewell(**worker.receive()) for worker in self._workers]
         for worker in self._workers:
             worker.wait()
         return farewells[0]
 
 
 def main(argv: list[str]) -> int:
-    """Measures, prints tables and writes the record where `--out` says."""
+    """Measures, prints tables and writes the record to the path of `--out`."""
     options = _parse(argv)
     recipe = read_recipe(options.config) if options.config else MODELS[options.model]
     modes, left_out = choose_modes(options.modes, options.device, options.ranks)
@@ -210,13 +210,13 @@ def _prepare_directory(directory: Path, num_modes: int, num_parameters: int) -> 
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
-        raise UserError(f"--dir is {directory}, which is no directory: name another") from error
+        raise UserError(f"--dir is {directory}, which is not a directory: give another") from error
     needed_bytes = num_modes * _CHECKPOINTS_AT_ONCE * _STATE_BYTES_PER_PARAMETER * num_parameters
     free_bytes = shutil.disk_usage(directory).free
     if free_bytes < needed_bytes:
         raise UserError(
             f"{directory} has {free_bytes / 1e9:.1f} GB free and the checkpoints of {num_modes} modes take up to "
-            f"{needed_bytes / 1e9:.1f}: name another disk by --dir, or fewer by --modes"
+            f"{needed_bytes / 1e9:.1f}: give another disk by --dir, or fewer modes by --modes"
         )
 
 

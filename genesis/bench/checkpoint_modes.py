@@ -9,18 +9,18 @@ from genesis.errors import UserError
 BASELINE = "baseline"
 BASELINE_SPARING = "baseline-sparing-a-core"
 OVERLAPPED = "process-overlapped"
-PLANNING_ANEW = "process-overlapped-planning-anew"
+WITHOUT_PLAN_CACHE = "process-overlapped-without-plan-cache"
 OWN_CORE = "process-overlapped-own-core"
 
 MODES = (
     Mode(BASELINE, "saves nothing", "none"),
     Mode("sync", "the training thread digests, writes and commits", "genesis"),
-    Mode("thread", "a thread writes what was copied at once", "genesis", "thread"),
-    Mode("process", "a writer process writes what was copied at once", "genesis", "process"),
+    Mode("thread", "the state is copied at once; a thread writes the copy", "genesis", "thread"),
+    Mode("process", "the state is copied at once; a writer process writes the copy", "genesis", "process"),
     Mode("process-pinned", "the same, copied from the GPU to pinned memory", "genesis", "process", is_pinned=True),
     Mode(
         OVERLAPPED,
-        "a writer process writes what was copied while the next forward and backward ran",
+        "the state is copied during the next forward and backward; a writer process writes the copy",
         "genesis",
         "process",
         "overlapped",
@@ -30,7 +30,7 @@ MODES = (
     Mode("torch-thread", "`dcp.async_save`, AsyncCheckpointerType.THREAD", "torch", "thread"),
     Mode("torch-process", "`dcp.async_save`, AsyncCheckpointerType.PROCESS", "torch", "process"),
     Mode(
-        PLANNING_ANEW,
+        WITHOUT_PLAN_CACHE,
         "process-overlapped, whose ranks agree on a plan at each save",
         "genesis",
         "process",
@@ -49,13 +49,13 @@ MODES = (
         has_own_cores=True,
     ),
 )
-_EXTRAS = (PLANNING_ANEW, BASELINE_SPARING, OWN_CORE)
+_EXTRAS = (WITHOUT_PLAN_CACHE, BASELINE_SPARING, OWN_CORE)
 
 
 def name_default_modes(num_ranks: int) -> list[str]:
     """Returns the default modes: the ways to save on one rank; plan caching on and off on several ranks."""
     if num_ranks > 1:
-        return [BASELINE, OVERLAPPED, PLANNING_ANEW]
+        return [BASELINE, OVERLAPPED, WITHOUT_PLAN_CACHE]
     return [mode.name for mode in MODES if mode.name not in _EXTRAS]
 
 
@@ -77,16 +77,16 @@ def choose_modes(names: Sequence[str], device: str, num_ranks: int) -> tuple[lis
         if names.count(name) > 1:
             raise UserError(f"--modes has {name!r} more than once: name it once")
     if BASELINE not in names:
-        raise UserError(f"--modes has no {BASELINE!r}, beside which the others are measured: add it")
+        raise UserError(f"--modes has no {BASELINE!r}, with which the others are compared: add it")
     left_out = {name: reason for name in names if (reason := _find_obstacle(known[name], device, num_ranks))}
     return [known[name] for name in names if name not in left_out], left_out
 
 
 def _find_obstacle(mode: Mode, device: str, num_ranks: int) -> str | None:
     if mode.name == "process-pinned" and device == "cpu":
-        return "needs CUDA: on the CPU there is nothing to pin"
-    if mode.name == PLANNING_ANEW and num_ranks == 1:
-        return "needs several ranks (--ranks 2): one rank has nothing to agree on"
+        return "needs CUDA: on the CPU no memory is pinned"
+    if mode.name == WITHOUT_PLAN_CACHE and num_ranks == 1:
+        return "needs several ranks (--ranks 2): a single rank makes its plan without communication"
     if mode.has_own_cores and num_ranks > 1:
         return "needs one rank (--ranks 1)"
     if mode.has_own_cores and len(os.sched_getaffinity(0)) < 2:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from genesis.bench.checkpoint_modes import BASELINE_SPARING, OVERLAPPED, PLANNING_ANEW
+from genesis.bench.checkpoint_modes import BASELINE_SPARING, OVERLAPPED, WITHOUT_PLAN_CACHE
 from genesis.bench.checkpoint_results import INTERVAL_MINUTES, ModeResult, ModeRun
 from genesis.bench.pairs import PairedRatio
 
@@ -21,19 +21,19 @@ TRAINING_COLUMNS = (
     "mean step s",
     "median step s",
     "overhead (95%)",
-    "of the median",
+    "median overhead",
     "tokens/s",
     "stall ms: median, longest",
-    "windows beside a write",
+    "overhead during a write",
     *(f"a save every {minutes} min" for minutes in INTERVAL_MINUTES),
 )
 SAVE_COLUMNS = (
     "mode",
     "first save: stall s, complete after s",
     "begin ms",
-    "stall by its own account ms",
+    "stall logged by the callback ms",
     "complete after s",
-    "on after the turn s",
+    "continues after the turn s",
     "MB/s",
     "bytes of state",
     "bytes per parameter",
@@ -103,7 +103,7 @@ def list_findings(runs: Sequence[ModeRun], results: Mapping[str, ModeResult], de
     """Returns a sentence for each finding about the modes of this run."""
     findings = [
         f"{run.mode.name} saved {run.farewell.tensor_bytes:,} bytes of a state of {run.farewell.state_bytes:,}: its "
-        "figures are not of a whole save"
+        "figures are not those of a whole save"
         for run in runs
         if run.mode.saver != "none" and run.farewell.tensor_bytes != run.farewell.state_bytes
     ]
@@ -116,11 +116,11 @@ def list_findings(runs: Sequence[ModeRun], results: Mapping[str, ModeResult], de
             f"(at most +{max_overhead:.0%}); stall {1e3 * stall_seconds:.1f} ms, "
             f"{_verdict(stall_seconds < max_stall_seconds)} (below {1e3 * max_stall_seconds:g} ms)"
         )
-        replanned = results.get(PLANNING_ANEW)
+        replanned = results.get(WITHOUT_PLAN_CACHE)
         if replanned is not None and replanned.save is not None:
             findings.append(
-                f"beginning a save takes {1e3 * overlapped.save.begin_seconds:.1f} ms with the plan kept from the "
-                f"first, {1e3 * replanned.save.begin_seconds:.1f} ms where the ranks agree on one each time"
+                f"starting a save takes {1e3 * overlapped.save.begin_seconds:.1f} ms with the plan kept from the "
+                f"first save, {1e3 * replanned.save.begin_seconds:.1f} ms if the ranks make a plan for each save"
             )
     for name, result in results.items():
         if result.mean_step_ratio_sparing is not None and name != BASELINE_SPARING:
@@ -177,7 +177,7 @@ def format_page(
 ) -> str:
     """Returns the record as a page of Markdown."""
     lines = [
-        "# Saving beside training",
+        "# Saving during training",
         "",
         f"- command: `{settings['command']}`",
         f"- date: {settings['date']}",
@@ -185,7 +185,7 @@ def format_page(
         "- versions: " + ", ".join(f"{package} {number}" for package, number in settings["versions"].items()),
         f"- work: {title}",
         f"- {settings['pairs']} rounds, in rotating order, of {settings['every_n_steps']} windows each, the first of "
-        "which ends with a save; overheads are medians over rounds, beside the baseline of the same round",
+        "which ends with a save; overheads are medians over rounds, relative to the baseline of the same round",
         *(f"- {finding}" for finding in findings),
         *(f"- left out: {name} {reason}" for name, reason in settings["left_out"].items()),
         "",

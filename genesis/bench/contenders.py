@@ -21,7 +21,7 @@ _NUM_ERROR_LINES = 15
 
 
 class ContenderEndedError(UserError):
-    """A contender's process ended too early: the last lines of its log follow."""
+    """A contender's process ended too early; the message has the last lines of its log."""
 
     is_one_line = False
 
@@ -68,7 +68,7 @@ OWN = (
         documents="packed",
     ),
     Contender("bare", "a PyTorch loop of the same model, loss, optimizer and clip", _WORKERS / "bare_loop.py"),
-    Contender("matmul", "the peak: the same arithmetic, were it all large matmuls", _WORKERS / "matmul.py"),
+    Contender("matmul", "the peak: the same number of operations, all in large matmuls", _WORKERS / "matmul.py"),
 )
 
 PEERS = {
@@ -99,10 +99,10 @@ def choose_contenders(own: str, peers: str) -> list[Contender]:
         if name not in PEERS:
             raise UserError(f"--peers has {name!r}; there are {', '.join(PEERS)}")
         if python and not Path(python).is_file():
-            raise UserError(f"--peers has {peer!r}, and there is no such file; name the python of {name}'s environment")
+            raise UserError(f"--peers has {peer!r}, but there is no such file; give the python of {name}'s environment")
         script = _PEERS / f"{name}_worker.py"
         if not script.is_file():
-            raise UserError(f"--peers has {name!r}, whose worker is in benchmarks/peers of the repository: clone it")
+            raise UserError(f"--peers has {name!r}, but there is no {script}; run this in a clone of the repository")
         chosen.append(Contender(name, PEERS[name], script, python or sys.executable))
     return chosen
 
@@ -156,7 +156,7 @@ class WorkerProcess:
         for pipe in self._pipes():
             pipe.close()
 
-    def say(self, word: str) -> None:
+    def send(self, word: str) -> None:
         """Sends a line."""
         pipe, _ = self._pipes()
         try:
@@ -165,7 +165,7 @@ class WorkerProcess:
         except BrokenPipeError:
             raise self._ended() from None
 
-    def hear(self) -> dict[str, Any]:
+    def receive(self) -> dict[str, Any]:
         """Returns the next line, a JSON object.
 
         Raises:
@@ -190,7 +190,7 @@ class WorkerProcess:
 
     def _ended(self) -> ContenderEndedError:
         errors = self._log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-_NUM_ERROR_LINES:]
-        return ContenderEndedError(f"{self.name} ended before its work did; its last lines:\n" + "\n".join(errors))
+        return ContenderEndedError(f"{self.name} ended before its work was done; its last lines:\n" + "\n".join(errors))
 
 
 class Worker:
@@ -223,14 +223,14 @@ class Worker:
 
     def wait_until_ready(self) -> Ready:
         """Waits until the worker is warmed up, and returns its description of itself."""
-        return Ready(**self._process.hear())
+        return Ready(**self._process.receive())
 
     def run_burst(self, num_windows: int) -> Burst:
         """Returns the worker's measurements while it trains `num_windows` windows."""
-        self._process.say(f"go {num_windows}")
-        return Burst(**self._process.hear())
+        self._process.send(f"go {num_windows}")
+        return Burst(**self._process.receive())
 
     def stop(self) -> None:
         """Asks the worker to end, and waits up to a limit."""
-        self._process.say("quit")
+        self._process.send("quit")
         self._process.wait()

@@ -32,17 +32,17 @@ _SHARDS_PER_DIRECTORY: Final = 10_000
 
 @dataclass(frozen=True)
 class Opening:
-    """What one process took to open a corpus and build windows of it.
+    """The time and memory that one process needed to open a corpus and build windows of it.
 
     Args:
-        num_tokens: Of the corpus.
-        num_shards: Of the corpus.
-        open_seconds: `open_corpus` alone.
-        first_window_seconds: From before `open_corpus` until the first window is ready.
-        start_bytes: Resident before the corpus was opened: Python, torch and numpy.
-        first_window_peak_bytes: Largest resident memory until the first window was ready, the start included.
-        peak_bytes: Largest resident memory after all windows.
-        num_windows: That were built.
+        num_tokens: Number of tokens in the corpus.
+        num_shards: Number of shards in the corpus.
+        open_seconds: Time of `open_corpus` alone.
+        first_window_seconds: Time from before `open_corpus` until the first window is ready.
+        start_bytes: Resident memory before the corpus was opened: Python, torch and numpy.
+        first_window_peak_bytes: Peak resident memory until the first window was ready, including `start_bytes`.
+        peak_bytes: Peak resident memory after all windows.
+        num_windows: Number of windows that were built.
     """
 
     num_tokens: int
@@ -56,12 +56,12 @@ class Opening:
 
 
 def write_sparse_corpus(path: Path, num_tokens: int, num_shards: int) -> None:
-    """Writes a corpus of one source whose shards are files without blocks; each is one document, all of its tokens 0.
+    """Writes a corpus of one source whose shards are sparse files; each shard is one document of zeros.
 
     Args:
-        path: A directory that is empty or not there.
-        num_tokens: Of all shards, which hold equally many.
-        num_shards: How many files of tokens.
+        path: An empty directory, or one that does not exist yet.
+        num_tokens: Number of tokens in all shards together; each shard has the same number.
+        num_shards: Number of shards.
     """
     path.mkdir(parents=True, exist_ok=True)
     shard_tokens = num_tokens // num_shards
@@ -95,7 +95,7 @@ def write_sparse_corpus(path: Path, num_tokens: int, num_shards: int) -> None:
 
 
 def measure_opening(path: Path, num_windows: int = 1) -> Opening:
-    """Returns what a fresh process takes to open the corpus at `path` and to build `num_windows` windows of it."""
+    """Returns the time and memory that a new process needs to open the corpus and to build `num_windows` windows."""
     command = [sys.executable, "-m", __name__, str(path), str(num_windows)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return Opening(**json.loads(done.stdout))
@@ -134,7 +134,7 @@ def open_and_read(path: Path, num_windows: int) -> Opening:
 
 
 def _peak_bytes() -> int:
-    # Not getrusage's ru_maxrss: that of a new process begins with what the process that started it had.
+    # Not getrusage's ru_maxrss: in a new process it starts at the peak of the process that started it.
     status = Path("/proc/self/status")
     if status.exists():
         (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))

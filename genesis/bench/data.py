@@ -1,11 +1,11 @@
-"""Measures data throughput: a prepared corpus beside other projects' readers, a stream beside SentencePiece.
+"""Measures data throughput: a prepared corpus compared with other projects' readers, a stream with SentencePiece.
 
-    prepared    windows of a corpus on disk, on one core, in turns with others' readers of the same tokens
-    opening     how long a corpus of 60 billion tokens in 100,000 shards takes to open, and how much memory
-    streaming   windows from raw text beside SentencePiece's own encode of it on the same cores, pair after pair;
-                and whether memory grows with what was streamed
+    prepared    windows of a corpus on disk, on one core; takes turns with other projects' readers of the same tokens
+    opening     time and memory to open a corpus of 60 billion tokens in 100,000 shards
+    streaming   windows from raw text, in pairs with SentencePiece's own encode of that text on the same cores; and
+                whether memory grows with the number of streamed tokens
 
-Absolute figures of two runs are not compared; ratios are of turns within a round (`genesis.bench.pairs`).
+Absolute figures of two runs are never compared; all ratios are of turns within a round (`genesis.bench.pairs`).
 """
 
 import argparse
@@ -36,7 +36,7 @@ from genesis.errors import UserError
 from genesis.tokenizer.train import EOS_ID
 
 SHAPES = ((2048, 8), (256, 64))
-"""Tokens of a sequence, and sequences of a micro-batch."""
+"""Pairs of sequence length in tokens and sequences per micro-batch."""
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PEERS = ("litdata", "mosaicml_streaming")
@@ -47,7 +47,7 @@ _GOAL_TOKENS_PER_SECOND = 20_000_000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints the record and writes it where `--out` says, with a page beside it."""
+    """Measures, prints the record, and writes the record and a page of Markdown to the path of `--out`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     options = _parse(arguments)
     console = Console(stderr=True)
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "streaming": _measure_streaming,
     }
     record: dict[str, Any] = {
-        "what": "tokens per second of the data alone: prepared corpora, opening one, streaming from raw text",
+        "what": "tokens per second of data loading: prepared corpora, opening a corpus, streaming from raw text",
         "command": f"genesis bench data {shlex.join(anonymise(arguments))}".rstrip(),
         "date": date.today().isoformat(),
         "hardware": describe_hardware("cpu"),
@@ -133,9 +133,11 @@ def _parse_peers(text: str) -> dict[str, str]:
         if name not in _PEERS:
             raise UserError(f"--peers has {name!r}; there are {', '.join(_PEERS)}")
         if not Path(python).is_file():
-            raise UserError(f"--peers has {peer!r}; say {name}=PYTHON, the python of its environment")
+            raise UserError(f"--peers has {peer!r}; give {name}=PYTHON, the python of its environment")
         if not _peer_script(name).is_file():
-            raise UserError(f"--peers has {name!r}, whose reader is in benchmarks/peers of the repository: clone it")
+            raise UserError(
+                f"--peers has {name!r}, but there is no {_peer_script(name)}; run this in a clone of the repository"
+            )
         peers[name] = python
     return peers
 
@@ -194,15 +196,15 @@ def _take_turns(
             task = ReadTask(str(tokens_path), str(corpus), str(own), seq_len, micro_batch_size, EOS_ID)
             reader = WorkerProcess(name, [*command, task.to_json()], directory / f"{name}-{seq_len}.log", 1)
             readers.append(stack.enter_context(reader))
-            versions[name] = reader.hear()["versions"]
+            versions[name] = reader.receive()["versions"]
         for round_index in range(options.pairs + 1):
             for reader in rotate_order(readers, round_index):
-                reader.say(f"go {options.seconds}")
-                reading = Reading(**reader.hear())
+                reader.send(f"go {options.seconds}")
+                reading = Reading(**reader.receive())
                 if round_index:  # the first round reads from the disk
                     readings[reader.name].append(reading)
         for reader in readers:
-            reader.say("quit")
+            reader.send("quit")
             reader.wait()
     return versions, readings
 
@@ -265,9 +267,10 @@ def _describe_prepared(part: Mapping[str, Any]) -> list[str]:
         "",
         f"{part['tokens']:,} random tokens into inputs, labels and document ids, on one core and in one thread, "
         f"{part['pairs']} rounds of {part['turn_seconds']} s each in rotating order; ratios are medians of pairs in a "
-        f"round. Goal: {_GOAL_TOKENS_PER_SECOND / 1e6:.0f} M tokens/s, and twice the others'.",
+        f"round. Goal: {_GOAL_TOKENS_PER_SECOND / 1e6:.0f} M tokens/s, and twice the speed of the other readers.",
         "",
-        "| sequence | reader | M tokens/s (slowest to fastest) | per processor second | genesis' speed over it (95%) |",
+        "| sequence length | reader | M tokens/s (slowest to fastest) | M tokens per CPU second "
+        "| speed of genesis / reader (95%) |",
         "|---|---|---|---|---|",
     ]
     for seq_len, shape in part["seq_len"].items():
@@ -290,10 +293,10 @@ def _describe_opening(part: Mapping[str, Any]) -> list[str]:
     lines = [
         "## Opening",
         "",
-        f"Sparse files; a process of its own for each of {part['best_of']} tries, of which the fastest counts. Goal: "
+        f"Sparse files; the fastest of {part['best_of']} tries, each in its own process. Goal: "
         f"first window within {_OPENING_GOAL_SECONDS:.0f} s and {_OPENING_GOAL_BYTES / 1e6:.0f} MB.",
         "",
-        "| tokens | shards | open s | first window s | peak MB | of it before opening (Python, torch) |",
+        "| tokens | shards | open s | first window s | peak MB | MB before opening (Python, torch) |",
         "|---|---|---|---|---|---|",
     ]
     lines += [
@@ -312,13 +315,13 @@ def _describe_streaming(part: Mapping[str, Any]) -> list[str]:
         "## Streaming",
         "",
         f"{part['text_bytes']:,} bytes of {part['text']}, jsonl.zst, {part['workers']} workers, from start to last "
-        f"window, beside SentencePiece's encode of the same texts in memory by {part['workers']} threads:",
+        f"window, compared with SentencePiece's encode of the same texts in memory by {part['workers']} threads:",
         "",
         f"- genesis {part['tokens_per_second']['genesis'] / 1e6:.2f} M tokens/s, SentencePiece "
         f"{part['tokens_per_second']['encode'] / 1e6:.2f}; ratio {ratio['median']:.3f}{interval} of "
         f"{ratio['num_pairs']} pairs. Goal: 0.8",
-        f"- memory over {memory['tokens']:,} tokens streamed: after a tenth of them "
-        f"{memory['resident_bytes'][0] / 1e6:.0f} MB resident in all processes together, at the end "
+        f"- resident memory of all processes together while {memory['tokens']:,} tokens are streamed: after a tenth "
+        f"{memory['resident_bytes'][0] / 1e6:.0f} MB, at the end "
         f"{memory['resident_bytes'][-1] / 1e6:.0f}, at most {max(memory['resident_bytes']) / 1e6:.0f}",
     ]
 

@@ -1,9 +1,10 @@
-"""Times multiple-choice tasks in `genesis evaluate`'s engine beside lm-eval's `hf` backend on the exported model.
+"""Times multiple-choice tasks in `genesis evaluate`'s engine and in lm-eval's `hf` backend on the exported model.
 
-Two tasks are made of the documentation that comes with Python, alike in their lengths to HellaSwag (a context of many
-words, four long endings) and to ARC (a question, four short answers); the tokenizer is one of its standard library.
-Timed is what lm-eval asks a model for: log-likelihoods of texts, tokenization included. Both take turns in one process;
-weights are random, which costs the same as trained ones. The answers are compared, too.
+Two tasks are made from the documentation that comes with Python. Their lengths are similar to HellaSwag (a context of
+many words, four long endings) and to ARC (a question, four short answers). The tokenizer is trained on Python's
+standard library and these tasks. The measured work is the request that lm-eval sends to a model: log-likelihoods of
+texts, including tokenization. Both engines take turns in one process. The weights are random, which takes the same
+time as trained weights. The benchmark also compares the answers.
 """
 
 import argparse
@@ -46,12 +47,12 @@ from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
 from genesis_callbacks.checkpoint import Ranks, RunMetadata, SaveTarget, Snapshot, local_shards, save_blocking
 
 # isort: split
-from lm_eval.models.huggingface import HFLM  # after what makes it quiet
+from lm_eval.models.huggingface import HFLM  # after the imports that silence its warnings
 
 BATCH_SIZES: Final = (1, 4, 8, 16, 32, 64)
-"""Of the `hf` backend, of which it gets its best."""
+"""Batch sizes of the `hf` backend; it runs with the fastest of them."""
 TASKS: Final = {"hellaswag-like": ((30, 60), (15, 30)), "arc-like": ((12, 35), (1, 8))}
-"""Least and most words of a context, and of a choice."""
+"""Minimum and maximum number of words of a context and of a choice, by task."""
 _NUM_CHOICES: Final = 4
 _OURS, _THEIRS = "genesis", "hf"
 _GOAL = 2.0
@@ -63,14 +64,14 @@ Ask = Callable[[], list[tuple[float, bool]]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints the record and writes it where `--out` says; exit status 1 where answers differ."""
+    """Measures, prints the record and writes it to the path of `--out`; the exit status is 1 if answers differ."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     options = _parse(arguments)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     console = Console(stderr=True)
     record: dict[str, Any] = {
-        "what": "log-likelihoods of multiple-choice tasks: genesis evaluate beside lm-eval's hf backend on the export",
+        "what": "log-likelihoods of multiple-choice tasks: genesis evaluate and lm-eval's hf backend on the export",
         "command": f"genesis bench evaluate {shlex.join(anonymise(arguments))}".rstrip(),
         "date": date.today().isoformat(),
         "hardware": describe_hardware("cpu"),
@@ -83,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         texts = [*read_texts(_TEXT_BYTES), *topics.values()]
-        console.print("making the model and its export")
+        console.print("building the model and its export")
         checkpoint = make_checkpoint(directory / "run", texts, options.config)
         export_checkpoints([checkpoint], directory / "export", ExportOptions())
         loaded = load_decoder(checkpoint)
@@ -155,7 +156,7 @@ def make_checkpoint(run: Path, texts: Sequence[str], config: Path) -> Path:
 
 
 def make_requests(folder: Path, num_questions: int) -> list[Any]:
-    """Returns what lm-eval asks of a task that is written to `folder`; its name is a key of `TASKS`."""
+    """Returns lm-eval's requests for a task that is written to `folder`; the task's name is a key of `TASKS`."""
     chooser = random.Random(folder.name)
     documents = [words for _, text in sorted(topics.items()) if len(words := text.split()) > _LEAST_WORDS]
 
@@ -188,7 +189,7 @@ def make_requests(folder: Path, num_questions: int) -> list[Any]:
 
 
 def choose_batch_size(model: Any, requests: list[Any]) -> tuple[int, dict[int, float]]:
-    """Returns the fastest of `BATCH_SIZES`, each tried twice after one that warms up, and the better time of each."""
+    """Returns the fastest of `BATCH_SIZES`, and the better of two times of each, measured after a warm-up."""
     model.batch_size_per_gpu = BATCH_SIZES[-1]
     model.loglikelihood(requests, disable_tqdm=True)
     seconds: dict[int, float] = {}
@@ -201,7 +202,7 @@ def choose_batch_size(model: Any, requests: list[Any]) -> tuple[int, dict[int, f
 
 
 def _build_contenders(loaded: Loaded, theirs: Any, requests: list[Any]) -> dict[str, Ask]:
-    """Returns the timed function; ours is built again each time, because it caches the ids of texts."""
+    """Returns the functions to time; ours is built again for each call, because it caches the ids of texts."""
     return {
         _OURS: lambda: GenesisLM(loaded.decoder, loaded.text_tokenizer).loglikelihood(requests),
         _THEIRS: lambda: theirs.loglikelihood(requests, disable_tqdm=True),
@@ -209,7 +210,7 @@ def _build_contenders(loaded: Loaded, theirs: Any, requests: list[Any]) -> dict[
 
 
 def measure(contenders: dict[str, Ask], num_pairs: int) -> dict[str, Any]:
-    """Returns the times of both in turns, their ratio, and how far their answers differ."""
+    """Returns the times of both engines, which take turns, their ratio, and the difference of their answers."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     answers: dict[str, list[tuple[float, bool]]] = {}
     for round_index in range(num_pairs):
@@ -247,17 +248,17 @@ def format_page(record: dict[str, Any]) -> str:
     """Returns the record as a page of Markdown."""
     versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
     lines = [
-        "# Evaluation beside lm-eval's hf backend",
+        "# Evaluation compared with lm-eval's hf backend",
         "",
         f"`{record['command']}`, {record['date']}. {record['hardware']}, {record['threads']} threads; {versions}. Load "
         f"average at the end {record['load_average_after']}.",
         "",
-        f"{record['questions']} questions of four choices, in float32. Both are given lm-eval's requests and return "
-        "log-likelihoods; tokenization counts. `hf` has the fastest batch size of "
-        f"{', '.join(map(str, BATCH_SIZES))}. Seconds are medians; the ratio is that of the pairs, with an interval of "
-        f"95%. Goal: {_GOAL:.0f}.",
+        f"{record['questions']} questions of four choices, in float32. Both engines receive lm-eval's requests and "
+        "return log-likelihoods; the time includes tokenization. `hf` has the fastest batch size of "
+        f"{', '.join(map(str, BATCH_SIZES))}. Seconds are medians; the speedup is the median over pairs, with a 95% "
+        f"interval. Goal: {_GOAL:.0f}.",
         "",
-        "| task | tokens of a context, a choice | genesis s | hf s (batch) | speed over hf | largest difference |",
+        "| task | tokens of a context, a choice | genesis s | hf s (batch) | speedup over hf | largest difference |",
         "|---|---|---|---|---|---|",
     ]
     for name, task in record["tasks"].items():

@@ -1,7 +1,8 @@
-"""Ratios of contenders that took turns: what may be said about speed on a machine whose speed swings.
+"""Computes ratios of contenders that took turns, for machines whose speed varies.
 
-Absolute figures of two runs are not compared. In a round every contender works once, so that the ratio of two of them
-in the same round is free of what the machine did in other rounds; the median over rounds is the result.
+Absolute figures of two runs are never compared. Every contender works once in each round, so that changes of the
+machine's speed between rounds do not affect the ratio of two contenders in one round. The result is the median of these
+ratios over the rounds.
 """
 
 import math
@@ -20,10 +21,11 @@ class PairedRatio:
     """The median of paired ratios.
 
     Args:
-        median: Of the ratios.
-        low: Lower end of an interval that holds the true median with at least 95% probability; None for too few pairs.
-        high: Its upper end.
-        num_pairs: Rounds.
+        median: Median of the ratios.
+        low: Lower end of an interval that contains the true median with at least 95% probability; None if there are
+            too few pairs.
+        high: Upper end of this interval.
+        num_pairs: Number of rounds.
     """
 
     median: float
@@ -66,7 +68,7 @@ def compare_pairs(numerators: Sequence[float], denominators: Sequence[float]) ->
 
 
 def find_interval_rank(num_pairs: int) -> int:
-    """Returns the k of the median's interval: 0 where even the smallest and the largest ratio don't cover enough.
+    """Returns the k of the median's interval; 0 if even the range of all ratios covers too little.
 
     Example:
         >>> [find_interval_rank(n) for n in (5, 6, 10, 20)]

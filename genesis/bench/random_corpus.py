@@ -1,4 +1,4 @@
-"""A corpus of random tokens, with documents of realistic length in several shards, for readers to read."""
+"""Writes a corpus of random tokens, with documents of realistic length in several shards."""
 
 from pathlib import Path
 from typing import Final
@@ -17,10 +17,10 @@ WEIGHTS: Final = {"web": 7, "code": 3}
 
 
 def write_random_corpus(path: Path, num_tokens: int) -> Path:
-    """Writes a corpus of two sources with `NUM_SHARDS` shards each, and its tokens once more as one flat file.
+    """Writes a corpus of two sources with `NUM_SHARDS` shards each, and a flat file of the same tokens.
 
     Returns:
-        The flat file: uint16.
+        The path of the flat file, whose type is uint16.
     """
     rng = np.random.default_rng(0)
     path.mkdir(parents=True)

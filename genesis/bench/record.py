@@ -1,4 +1,4 @@
-"""The description of the machine in every record, without a path or a name of this machine."""
+"""Describes the machine in every record, without paths or the host name of this machine."""
 
 import json
 import os
@@ -9,14 +9,14 @@ from typing import Any
 
 
 def describe_hardware(device_name: str) -> str:
-    """Returns cores, memory and GPU; `device_name` is that of the GPU, or "cpu"."""
+    """Returns a line with cores, memory and GPU; `device_name` is the GPU's name, or "cpu"."""
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     gpu = "" if device_name == "cpu" else f", {device_name}"
     return f"{os.cpu_count()}-core {platform.machine()}, {memory_gib:.0f} GiB{gpu}"
 
 
 def anonymise(argv: Sequence[str]) -> list[str]:
-    """Returns arguments with names of files in place of this machine's paths, also in lists of NAME=PATH."""
+    """Returns the arguments with each path replaced by its file name, also in lists of NAME=PATH."""
     words = []
     for word in argv:
         peers = [peer.partition("=") for peer in word.split(",")]

@@ -40,9 +40,9 @@ REFERENCE = "genesis"
 PEAK = "matmul"
 
 _PEAK_TYPES: dict[str, PeakType] = {"32-true": "tfloat32", "bf16-mixed": "bfloat16"}
-"""Which peak counts under a precision; `genesis fit` lets products of float32 matrices take TF32."""
+"""The type of peak for each precision; `genesis fit` allows TF32 for products of float32 matrices."""
 
-_PAUSE_SECONDS = 0.1  # a contender's threads spin a while after their last work
+_PAUSE_SECONDS = 0.1  # a contender's threads spin for a moment after their last work
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,12 @@ class Result:
     Args:
         tokens_per_second: Median over rounds.
         speed_of_genesis: Our tokens per second over this contender's, paired.
-        speed_of_genesis_by_cpu_time: The same with CPU time in place of wall time, which other work on the machine
-            hardly touches; None where it means nothing: threads that wait for one another or for a GPU burn it too.
-        share_of_peak: This contender's arithmetic per second over the matmul worker's, paired.
-        mfu: This contender's arithmetic per second, the median, over the published dense peak of the device; None where
-            that is not known.
+        speed_of_genesis_by_cpu_time: The same ratio by CPU time instead of wall time. Other work on the machine hardly
+            affects CPU time. None if CPU time is meaningless, because threads that wait for one another or for a GPU
+            also use CPU time.
+        share_of_peak: This contender's operations per second divided by the matmul worker's, paired.
+        mfu: This contender's median operations per second divided by the published dense peak of the device; None if
+            the peak is unknown.
         peak_resident_bytes: Peak resident memory of the contender's process.
         peak_device_bytes: Peak memory on the GPU.
         loss: Loss of a late step, which shows that the contender really trains.
@@ -121,7 +122,7 @@ class Result:
 
 
 def main(argv: list[str]) -> int:
-    """Measures, prints a table and writes the record where `--out` says."""
+    """Measures, prints a table and writes the record to the path of `--out`."""
     options = _parse(argv)
     recipe = read_recipe(options.config) if options.config else MODELS[options.model]
     workload = plan_workload(recipe, options, options.warmup_steps)
@@ -189,15 +190,15 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def read_recipe(path: Path) -> Recipe:
-    """Returns what a recipe of `genesis fit` says about the step; AdamW takes the place of another optimizer.
+    """Returns the settings of a recipe of `genesis fit` that affect the step; AdamW replaces any other optimizer.
 
     Raises:
-        UserError: It is no recipe.
+        UserError: The file is not a recipe.
     """
     decoder = read_decoder_config(path)
     own = [part for part in decoder.parts._fields if getattr(decoder, part) is not None]
     if own:
-        raise UserError(f"{path} has a configuration {own[0]} of its own, which no other framework is asked to build")
+        raise UserError(f"{path} has its own configuration {own[0]}, which peers cannot build; choose another recipe")
     recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
     try:
         optimizer = OptimizerOptions(**{**recipe["model"].get("optimizer", {}), "name": "adamw"})
@@ -205,7 +206,7 @@ def read_recipe(path: Path) -> Recipe:
         precision = recipe.get("trainer", {}).get("precision", AUTO)
         return Recipe(decoder, optimizer, data["seq_len"], data["micro_batch_size"], precision)
     except (KeyError, TypeError) as error:
-        raise UserError(f"{path} is no recipe of `genesis fit`: {error}") from error
+        raise UserError(f"{path} is not a recipe of `genesis fit`: {error}") from error
 
 
 def _choose_precision(precision: str, device: str) -> Any:
@@ -213,7 +214,7 @@ def _choose_precision(precision: str, device: str) -> Any:
 
 
 def plan_workload(recipe: Recipe, options: argparse.Namespace, num_warmup_steps: int) -> Workload:
-    """Returns the work of a contender, by the recipe and the options that the benches of training have in common."""
+    """Returns the work of a contender, from the recipe and the options that all benchmarks of training share."""
     adamw = ("lr", "betas", "eps", "weight_decay")
     return Workload(
         decoder=dump_decoder_config(recipe.decoder),
@@ -235,7 +236,7 @@ def plan_workload(recipe: Recipe, options: argparse.Namespace, num_warmup_steps:
 def _run(
     contenders: Sequence[Contender], workload: Workload, num_pairs: int, burst_steps: int
 ) -> tuple[dict[str, Ready], dict[str, list[Burst]]]:
-    """Returns what each contender said of itself, and its bursts by round."""
+    """Returns each contender's description of itself, and its bursts by round."""
     console = Console(stderr=True)
     bursts: dict[str, list[Burst]] = {contender.name: [] for contender in contenders}
     with ExitStack() as stack:
@@ -258,7 +259,7 @@ def _run(
     return readies, bursts
 
 
-# ---- what is said of it
+# ---- the report
 
 
 def summarise(
@@ -298,8 +299,8 @@ def _build_table(contenders: Sequence[Contender], results: Mapping[str, Result],
 _COLUMNS = (
     "contender",
     "tokens/s (median)",
-    "genesis' speed over it (95%)",
-    "by CPU time (95%)",
+    "speed of genesis / contender (95%)",
+    "same by CPU time (95%)",
     "share of matmul peak",
     "MFU",
     "peak memory MiB",
@@ -308,7 +309,7 @@ _COLUMNS = (
 
 
 def _format_result(name: str, result: Mapping[str, Any]) -> list[str]:
-    """Returns the cells of one contender's row, of its result in plain types."""
+    """Returns the cells of one contender's row, from its result in plain types."""
     share, device_bytes = result["share_of_peak"], result["peak_device_bytes"]
     resident = f"{result['peak_resident_bytes'] / 2**20:,.0f}"
     is_trainer = name != PEAK
@@ -351,7 +352,7 @@ def _build_record(
     results: Mapping[str, Result],
     bursts: Mapping[str, Sequence[Burst]],
 ) -> dict[str, Any]:
-    """Returns the record in plain types: no path and no name of this machine."""
+    """Returns the record in plain types, without paths or the host name of this machine."""
     peak = results.get(PEAK)
     return {
         "what": "tokens per second of training steps, in interleaved bursts",

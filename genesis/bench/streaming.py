@@ -1,4 +1,4 @@
-"""A stream from raw text, timed from its start to its last window, and watched for the memory that it takes."""
+"""Measures a stream from raw text: the time from its start to its last window, and its memory."""
 
 import json
 import os
@@ -36,13 +36,13 @@ _SOURCE: Final = "library"
 
 @dataclass(frozen=True)
 class TextTask:
-    """What is streamed, and how.
+    """The text to stream, and the settings of the stream.
 
     Args:
-        directory: Where text and tokenizer go.
-        text_bytes: Of the text.
-        vocab_size: Of the tokenizer.
-        num_workers: Processes that stream, and threads that encode.
+        directory: Directory for the text and the tokenizer.
+        text_bytes: Size of the text.
+        vocab_size: Number of ids of the tokenizer.
+        num_workers: Number of streaming processes, and of SentencePiece's threads.
     """
 
     directory: Path
@@ -52,7 +52,7 @@ class TextTask:
 
 
 def measure_streaming(task: TextTask, num_pairs: int, console: Console) -> dict[str, Any]:
-    """Returns the speed of streaming a text once, beside that of encoding it from memory, in plain types."""
+    """Returns, in plain types, the speed of streaming a text once and the speed of encoding the text from memory."""
     texts = read_texts(task.text_bytes)
     model = train_tokenizer(texts, TokenizerOptions(task.vocab_size), task.directory)
     paths = write_shards(task.directory / "text", texts)
@@ -82,9 +82,9 @@ def measure_streaming(task: TextTask, num_pairs: int, console: Console) -> dict[
 
 
 def measure_memory(task: TextTask, num_tokens: int) -> dict[str, Any]:
-    """Returns how much memory a process that streams takes with its workers, at tenths of `num_tokens`.
+    """Returns the memory of a streaming process and its workers after each tenth of `num_tokens`.
 
-    It reads what `measure_streaming` wrote, over and over.
+    The process streams the files that `measure_streaming` wrote, epoch after epoch.
     """
     paths = tuple(map(str, sorted((task.directory / "text").iterdir())))
     model = task.directory
@@ -98,7 +98,7 @@ def measure_memory(task: TextTask, num_tokens: int) -> dict[str, Any]:
 
 
 def write_shards(directory: Path, texts: list[str]) -> tuple[str, ...]:
-    """Writes the texts as compressed jsonl, in files of equal numbers of documents, and returns their paths."""
+    """Writes the texts as compressed jsonl, in files with equal numbers of documents, and returns the paths."""
     directory.mkdir()
     paths = []
     for number in range(min(_NUM_FILES, len(texts))):
@@ -110,7 +110,7 @@ def write_shards(directory: Path, texts: list[str]) -> tuple[str, ...]:
 
 
 def stream_tokens(paths: tuple[str, ...], model: Path, num_workers: int, max_epochs: int | None) -> Iterator[int]:
-    """Yields how many tokens each window holds, from the opening of the stream to its end."""
+    """Yields the number of tokens of each window, from the first window to the end of the stream."""
     tokenizer = open_tokenizer(model)
     options = StreamOptions((SourceOptions(_SOURCE, paths),), num_workers=num_workers)
     limits = {} if max_epochs is None else {_SOURCE: max_epochs}
@@ -138,7 +138,7 @@ def stream_tokens(paths: tuple[str, ...], model: Path, num_workers: int, max_epo
 
 
 def main(descriptor: int) -> None:
-    """Streams as the connection that `descriptor` is asks for, and sends the memory that it takes."""
+    """Runs the stream that the connection `descriptor` requests, and sends the memory that the stream uses."""
     serve_pipe(descriptor, _watch_memory)
 
 
@@ -155,7 +155,7 @@ def _watch_memory(connection: "Connection[object, object]") -> None:
 
 
 def _resident_bytes() -> int:
-    """Returns the resident memory of this process and its children; what they share is counted in each."""
+    """Returns the resident memory of this process and its children; shared pages are counted for each process."""
     own = os.getpid()
     children = Path(f"/proc/{own}/task/{own}/children").read_text().split()
     page_bytes = os.sysconf("SC_PAGE_SIZE")

@@ -1,8 +1,8 @@
-"""Throughput of `genesis data prepare`, beside SentencePiece's own parallel encode of the same text on the same cores.
+"""Compares the throughput of `genesis data prepare` with SentencePiece's own parallel encode on the same cores.
 
-What is timed of `data prepare` is all of it: starting the workers, reading jsonl, tokenizing, hashing, writing and
-syncing shards and manifest. SentencePiece is given the same texts as a list in memory and only encodes them. Both run
-in turn, pair after pair; the record holds the median ratio of the pairs with its interval.
+The time of `data prepare` covers all its work: starting the workers, reading jsonl, tokenizing, hashing, writing and
+syncing shards and manifest. SentencePiece receives the same texts as a list in memory and only encodes them. The two
+take turns; the record holds the median ratio of the pairs with its interval.
 """
 
 import json
@@ -31,7 +31,7 @@ _COVERAGE = 0.95
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints the record and writes it where `--out` says; exit status 1 below `--at_least`."""
+    """Measures, prints the record and writes it to the path of `--out`; the exit status is 1 below `--at_least`."""
     parser = Parser(prog="genesis bench tokenize", description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--pairs", type=int, default=10, help="pairs of runs (default %(default)s)")
     parser.add_argument(
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     speeds = {name: num_bytes / statistics.median(values) / 1e6 for name, values in seconds.items()}
     ratio = describe_ratio(seconds["encode_list"], seconds["prepare"])
     record = {
-        "what": "genesis data prepare (jsonl to shards, from start to manifest) beside SentencePiece's parallel encode",
+        "what": "genesis data prepare (jsonl to shards and manifest) compared with SentencePiece's parallel encode",
         "command": f"genesis bench tokenize --pairs {arguments.pairs} --text_bytes {arguments.text_bytes} "
         f"--vocab_size {arguments.vocab_size} --num_workers {arguments.num_workers}",
         "hardware": f"{arguments.hardware} ({machine()})",
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_texts(num_bytes: int) -> list[str]:
-    """Returns the sources of Python's standard library, over and over up to `num_bytes`."""
+    """Returns the source files of Python's standard library, repeated until they have `num_bytes`."""
     library = SourceOptions("library", (sysconfig.get_path("stdlib"),), suffixes=(".py",), on_undecodable="replace")
     texts: list[str] = []
     for text in cycle(list(sample_texts([library], num_bytes))):
@@ -92,7 +92,7 @@ def read_texts(num_bytes: int) -> list[str]:
 def measure(
     directory: Path, texts: Sequence[str], vocab_size: int, num_workers: int, num_pairs: int
 ) -> dict[str, list[float]]:
-    """Returns the seconds of each run: `prepare`, and SentencePiece's encode to lists and to numpy arrays."""
+    """Returns the seconds of each run of `prepare`, and of SentencePiece's encode to lists and to numpy arrays."""
     model = train_tokenizer(texts, TokenizerOptions(vocab_size), directory)
     source = directory / "text.jsonl"
     with source.open("w", encoding="utf-8") as file:
@@ -118,7 +118,7 @@ def measure(
 
 
 def describe_ratio(theirs: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
-    """Returns our speed as a share of theirs: the median over pairs, and an interval for it (95 cases of 100)."""
+    """Returns the ratio of our speed to SentencePiece's: the median over pairs, and its 95% interval."""
     ratios = sorted(their / our for their, our in zip(theirs, ours, strict=True))
     low = interval_rank(len(ratios))
     return {
@@ -129,9 +129,9 @@ def describe_ratio(theirs: Sequence[float], ours: Sequence[float]) -> dict[str, 
 
 
 def interval_rank(num_values: int) -> int:
-    """Returns how many values may be left out at each end and the rest still hold the median in 95 cases of 100.
+    """Returns the number of values to drop at each end so that the rest still spans the median with 95% probability.
 
-    The number of values below the median is binomial with p = 1/2. With fewer than 6 values none may be left out.
+    The number of values below the median is binomial with p = 1/2. With fewer than 6 values, none can be dropped.
     """
     outside = 0.0
     for rank in range(num_values // 2):

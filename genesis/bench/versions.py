@@ -1,8 +1,8 @@
-"""Compares two versions of Genesis in one run: the training step, reading prepared data, and a save.
+"""Compares two versions of Genesis in one run: the training step, reading prepared data, and saving a checkpoint.
 
-Both versions run the same workers, each from its own checkout and both under this interpreter. They take turns, in an
-order that alternates, and every comparison is a ratio within a round (`genesis.bench.pairs`). A ratio is time over
-time: above 1 means that the version of this command is slower than the one before.
+Both versions run the same workers, each from its own checkout, under this interpreter. The versions take turns in an
+alternating order, and every comparison is a ratio within a round (`genesis.bench.pairs`). A ratio divides the time of
+this version by the time of the earlier version: above 1, this version is slower.
 """
 
 import argparse
@@ -43,10 +43,10 @@ GOAL_RATIO = 1.02
 
 _ROOT = Path(__file__).resolve().parents[2]
 _READER = "genesis.bench.workers.corpus_reader"
-_PAUSE_SECONDS = 0.1  # a worker's threads spin a while after their last work
+_PAUSE_SECONDS = 0.1  # a worker's threads spin for a moment after their last work
 
 Seconds = Mapping[str, Mapping[str, Sequence[float]]]
-"""Of the same work: what was measured, to version, to the seconds of each round."""
+"""The name of each measurement to the version to the seconds of each round."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Checkout:
 
 
 def main(argv: list[str]) -> int:
-    """Measures, prints a table and writes the record where `--out` says."""
+    """Measures, prints a table and writes the record to the path of `--out`."""
     options = _parse(argv)
     checkouts = (Checkout(NOW, _ROOT), Checkout(BEFORE, options.before))
     console = Console(stderr=True)
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
             measured = parts[part](options, checkouts, Path(directory) / part, console)
             results |= {key: _compare(seconds) for key, seconds in measured.items()}
     record = {
-        "what": "seconds of this version over seconds of the version before, in interleaved pairs",
+        "what": "seconds of this version divided by seconds of the earlier version, in interleaved pairs",
         "command": f"genesis bench versions {shlex.join(anonymise(argv))}",
         "date": date.today().isoformat(),
         "hardware": describe_hardware("cpu"),
@@ -139,9 +139,11 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         if getattr(options, name) < least:
             raise UserError(f"--{name} is {getattr(options, name)}: it must be at least {least}")
     if not (options.before / "genesis" / "bench" / "workers").is_dir():
-        raise UserError(f"--before is {options.before}, which is no checkout of Genesis with its benchmarks")
+        raise UserError(
+            f"--before is {options.before}, which is not a checkout of Genesis with benchmarks; give the root of one"
+        )
     options.before = options.before.resolve()
-    # What the planning of a workload also reads, as the other benchmarks of training offer it.
+    # Options of the other benchmarks of training, which `plan_workload` also reads.
     options.micro_batch_size, options.micro_batches = None, 1
     options.device, options.precision, options.compile = "cpu", None, False
     return options
@@ -190,15 +192,15 @@ def _measure_data(
                 command = [sys.executable, "-m", _READER, task.to_json()]
                 reader = WorkerProcess(checkout.name, command, own.with_suffix(".log"), 1, checkout.environment)
                 readers.append(stack.enter_context(reader))
-                reader.hear()
+                reader.receive()
             for round_index in range(options.pairs + 1):
                 for reader in rotate_order(readers, round_index):
-                    reader.say(f"go {options.seconds}")
-                    reading = reader.hear()
+                    reader.send(f"go {options.seconds}")
+                    reading = reader.receive()
                     if round_index:  # the first round reads from the disk
                         seconds[reader.name].append(reading["seconds"] / reading["tokens"])
             for reader in readers:
-                reader.say("quit")
+                reader.send("quit")
                 reader.wait()
         key = f"data, sequences of {seq_len}"
         _print_medians(console, key, seconds)
@@ -211,7 +213,7 @@ def _measure_checkpoint(
 ) -> Seconds:
     workload = plan_workload(CHECKPOINT_MODELS[options.saved_model], options, num_warmup_steps=options.windows - 1)
     (mode,) = (mode for mode in MODES if mode.name == OVERLAPPED)
-    keys = ("checkpoint, mean step with a save in it", "checkpoint, stall of a save", "checkpoint, save complete after")
+    keys = ("checkpoint, mean step with a save", "checkpoint, stall of a save", "checkpoint, time until complete")
     seconds: dict[str, dict[str, list[float]]] = {key: {checkout.name: [] for checkout in checkouts} for key in keys}
     with ExitStack() as stack:
         teams: dict[str, Team] = {}
@@ -224,7 +226,7 @@ def _measure_checkpoint(
             teams[checkout.name] = stack.enter_context(Team([task], logs, checkout.environment))
             teams[checkout.name].wait_until_ready()
         for team in teams.values():
-            team.take_turn(options.windows)  # with the first save, which starts things up
+            team.take_turn(options.windows)  # includes the first save, which starts the writer
         for round_index in range(options.pairs):
             for name in rotate_order(list(teams), round_index):
                 time.sleep(_PAUSE_SECONDS)
@@ -258,16 +260,16 @@ def _compare(seconds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
 def format_page(record: Mapping[str, Any]) -> str:
     """Returns a record as a page of Markdown."""
     lines = [
-        "# This version beside the one before",
+        "# This version compared with the earlier one",
         "",
         f"- command: `{record['command']}`",
         f"- date: {record['date']}",
-        f"- hardware: {record['hardware']}, {record['threads']} threads a worker; load average at the end "
-        f"{record['load_average_after']}, its own included",
-        "- the ratio is the median over rounds of the time of this version over the time of the version before; goal: "
-        f"its 95% interval includes {record['goal_ratio']} or lies below it",
+        f"- hardware: {record['hardware']}, {record['threads']} threads per worker; load average at the end "
+        f"{record['load_average_after']}, with this benchmark",
+        "- the ratio is the median over rounds of the time of this version divided by the time of the earlier version; "
+        f"goal: its 95% interval includes {record['goal_ratio']} or lies below it",
         "",
-        "| what | ratio (95%) | pairs | median before | median now |",
+        "| measurement | ratio (95%) | pairs | median before | median now |",
         "|---|---|---|---|---|",
     ]
     for key, result in record["results"].items():

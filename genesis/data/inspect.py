@@ -1,4 +1,4 @@
-"""Inspects a corpus: checks it against its manifest, reports the effect of packings, and shows samples."""
+"""Inspects a corpus: compares it with its manifest, reports the effect of packings, and shows samples."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

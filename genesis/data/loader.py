@@ -266,11 +266,11 @@ class TrainWindows:
     ) -> int:
         """Fills one row with the pieces that a plan lists, and returns its number of labels."""
         cut = int(starts[-1]) + int(lengths[-1])
-        goes_on = int(lengths[-1]) == self.sequence_format.seq_len and not len(source.ends_between(cut - 1, cut))
+        is_continued = int(lengths[-1]) == self.sequence_format.seq_len and not len(source.ends_between(cut - 1, cut))
         mark_piece_ends(ends, lengths)
         if has_label is not None:
-            fill_row(has_label, starts, lengths, source.read_labels, 0, goes_on=goes_on)
-        return fill_row(row, starts, lengths, source.read, self.sequence_format.padding_id, goes_on=goes_on)
+            fill_row(has_label, starts, lengths, source.read_labels, 0, is_continued=is_continued)
+        return fill_row(row, starts, lengths, source.read, self.sequence_format.padding_id, is_continued=is_continued)
 
 
 class ValidationWindows:

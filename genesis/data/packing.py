@@ -143,7 +143,7 @@ def fill_row(
     read: Callable[[int, Shaped[ndarray, " count"]], None],
     padding: int,
     *,
-    goes_on: bool,
+    is_continued: bool,
 ) -> int:
     """Fills the row with the pieces of one sequence and with padding; returns the number of labels that may count.
 
@@ -153,7 +153,7 @@ def fill_row(
         lengths: Lengths of the pieces, in total at most S.
         read: `read(start, out)` fills `out` with the stream's tokens from `start` on.
         padding: The value for positions after the pieces.
-        goes_on: Whether the last piece's document continues after it, which requires a piece of S tokens.
+        is_continued: Whether the last piece's document continues after it, which requires a piece of S tokens.
 
     Returns:
         The row's length for `build_window`.
@@ -163,7 +163,7 @@ def fill_row(
         read(start, row[filled : filled + length])
         filled += length
     row[filled:] = padding
-    if goes_on:
+    if is_continued:
         assert filled == len(row) - 1, "only a piece that fills the row is cut"
         read(start + length, row[filled:])
         return filled

@@ -3,7 +3,7 @@
 The work is a function of the options and the input files, the *plan*: each source is divided into work units, each unit
 into parts, and each part becomes a train and a validation shard. Workers write parts into a staging directory; only
 this process renames parts into place and records them. A killed run therefore leaves finished parts with a record each,
-and the next run makes the others: the result equals, byte for byte, that of a run that was never killed.
+and the next run writes the others: the result equals, byte for byte, that of a run that was never killed.
 
     CORPUS/.prepare/plan.json            options and input files; a later attempt must have the same
     CORPUS/.prepare/parts/….json         one record for each finished part

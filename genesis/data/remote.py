@@ -110,7 +110,7 @@ def strip_local(path: str) -> str:
 
 
 def file_name(path: str) -> str:
-    """Returns the part of a path or URL that shows the file's format, without an archive or a query."""
+    """Returns the part of a path or URL that shows the file's format, without the path of an archive or a query."""
     if not is_url(path):
         return path
     link = next((link for link in path.split("::") if "://" in link), path)

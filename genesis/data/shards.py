@@ -2,9 +2,9 @@
 
 NAME.ds             the tokens of all documents, one after another: little-endian uint16 or uint32
 NAME.ds.index       uint64, the cumulative end of each document, in tokens
-NAME.ds.metadata    text: "TOKENIZER|bytes per token", the number of tokens, the same for people
-NAME.ds.loss        a byte for each token, 1 where the token has a label, 0 where nothing is learned of it; where there
-                    is no such file, all tokens have labels, but for the first of each document
+NAME.ds.metadata    text: "TOKENIZER|bytes per token", the number of tokens, and the number in readable form
+NAME.ds.loss        one byte per token: 1 if the token is learned as a label, else 0; without this file, all tokens
+                    have labels except the first of each document
 """
 
 import contextlib
@@ -48,12 +48,12 @@ def little_endian(dtype: TokenDtype) -> np.dtype[np.unsignedinteger]:
 
 
 def shard_files(shard: Path) -> tuple[Path, Path, Path]:
-    """Returns the three files of a shard: tokens, index, metadata."""
+    """Returns the paths of a shard's three files: tokens, index, metadata."""
     return shard, Path(f"{shard}{INDEX_SUFFIX}"), Path(f"{shard}{METADATA_SUFFIX}")
 
 
 def labels_path(shard: Path) -> Path:
-    """Returns the file with the labels of a shard whose tokens do not all have one."""
+    """Returns the path of a shard's label file, which exists only if some of its tokens have no label."""
     return Path(f"{shard}{LABELS_SUFFIX}")
 
 
@@ -69,13 +69,13 @@ def hash_file(path: Path) -> str:
 
 @dataclass(frozen=True)
 class EncodedDocuments:
-    """Documents to append.
+    """Documents to append to a shard.
 
     Args:
-        tokens: Of all documents, with bos and eos.
-        lengths: Tokens of each document.
-        num_text_bytes: UTF-8 bytes of their text.
-        has_label: Which tokens are learned, each as the label of the token before it; None for all.
+        tokens: The tokens of all documents, with bos and eos.
+        lengths: Number of tokens of each document.
+        num_text_bytes: Number of UTF-8 bytes of their text.
+        has_label: Whether each token is learned, as the label of the token before it; None if all are.
     """
 
     tokens: NDArray[np.int32]
@@ -85,16 +85,17 @@ class EncodedDocuments:
 
 
 class ShardWriter:
-    """Writes one shard; it belongs to one thread.
+    """Writes one shard. Not thread-safe.
 
-    Nothing is a shard before `finish` returns: it flushes the files to disk and says what they hold. The caller gives
-    them their final names.
+    The files are a shard only after `finish`, which forces them to the disk and returns their record. The caller then
+    gives the files their final names.
 
     Args:
-        path: Where the tokens go; the other files lie beside them.
-        dtype: Of the tokens on disk.
-        tokenizer_name: What the metadata calls the tokenizer.
-        eos_id: The token that mostly ends a document; the shard's record says where that is not so. None for no token.
+        path: Path of the token file; the other files get the same path with other suffixes.
+        dtype: Type of the tokens on disk.
+        tokenizer_name: Name of the tokenizer in the metadata.
+        eos_id: The token that usually ends a document; the shard's record says if some documents end otherwise. None
+            if no token ends documents.
     """
 
     def __init__(self, path: Path, dtype: TokenDtype, tokenizer_name: str, eos_id: int | None) -> None:
@@ -112,7 +113,7 @@ class ShardWriter:
         self._num_text_bytes = 0
 
     def append(self, documents: EncodedDocuments) -> None:
-        """Appends documents at the end."""
+        """Appends documents to the shard."""
         data = documents.tokens.astype(self._dtype).tobytes()
         self._file.write(data)
         self._hash.update(data)
@@ -126,7 +127,7 @@ class ShardWriter:
         self._num_text_bytes += documents.num_text_bytes
 
     def finish(self, final_path: str) -> ShardRecord:
-        """Completes the files, durable when this returns, and returns the record of the shard at `final_path`."""
+        """Completes the files and forces them to the disk; returns the record of the shard at `final_path`."""
         _, index_path, metadata_path = shard_files(self.path)
         self._opened.close()
         index = np.array(self._ends, dtype="<u8").tobytes()
@@ -160,7 +161,7 @@ class ShardWriter:
 
 
 def publish_shard(staged: Path, final: Path) -> None:
-    """Renames a finished shard's files into place, the tokens last; the names are durable when the call returns."""
+    """Renames a finished shard's files into place, the token file last; the names are durable when the call returns."""
     final.parent.mkdir(parents=True, exist_ok=True)
     if labels_path(staged).exists():
         labels_path(staged).replace(labels_path(final))
@@ -170,12 +171,12 @@ def publish_shard(staged: Path, final: Path) -> None:
 
 
 def stored_dtype(name: str) -> np.dtype[np.unsignedinteger]:
-    """Returns the unsigned numpy type of tokens on disk, in which a negative id is one that is too large."""
+    """Returns the unsigned numpy type of tokens on disk; it turns a negative id into an id above the vocabulary."""
     return np.dtype(f"<u{np.dtype(name).itemsize}")
 
 
 def index_path(corpus: Path, shard: ShardRecord) -> Path:
-    """Returns the file with the ends of a shard's documents."""
+    """Returns the path of the file with the ends of a shard's documents."""
     return corpus / (shard.index if shard.index is not None else shard.path + INDEX_SUFFIX)
 
 
@@ -183,7 +184,7 @@ def map_tokens(corpus: Path, token_dtype: TokenDtype, shard: ShardRecord) -> NDA
     """Returns the tokens of a shard as stored, in a new memory map.
 
     Raises:
-        UserError: The file is gone or too short.
+        UserError: The file is missing or too short.
     """
     dtype = stored_dtype(shard.dtype or token_dtype)
     return _map_run(corpus / shard.path, dtype, shard.byte_offset, shard.num_tokens - shard.num_added)
@@ -199,7 +200,7 @@ def read_index(corpus: Path, shard: ShardRecord) -> NDArray[np.int64]:
 
 
 def map_labels(corpus: Path, shard: ShardRecord) -> NDArray[np.unsignedinteger] | None:
-    """Returns one byte per token of a shard in a memory map, 0 if it has no label; None if all tokens have one.
+    """Returns a memory map of one byte per token of a shard, 0 if the token has no label; None if all tokens have one.
 
     Raises:
         UserError: The file is gone or has another size than the manifest says.
@@ -227,7 +228,7 @@ def read_added(corpus: Path, shard: ShardRecord) -> NDArray[np.int64]:
     """Returns the positions in a shard at which a document's end is added.
 
     Raises:
-        UserError: The file that says so is gone or too short.
+        UserError: The file of these positions is missing or too short.
     """
     if not shard.num_added:
         return np.empty(0, np.int64)
@@ -245,17 +246,17 @@ def find_token_fault(
     """Returns a line about the first fault in a shard's tokens, None if there is none.
 
     Args:
-        tokens: All of them.
-        vocab_size: No id reaches it.
-        eos_id: The last token of each document; None where documents end with any token.
-        ends: Of the documents.
+        tokens: All tokens of the shard.
+        vocab_size: Number of ids; each id must be smaller.
+        eos_id: The last token of each document; None if documents may end with any token.
+        ends: Ends of the documents.
     """
     largest = int(tokens.max(initial=0))
     if largest >= vocab_size:
         place = int(np.argmax(tokens == largest))
         signed = int(tokens[place : place + 1].view(f"<i{tokens.itemsize}")[0])
         shown = signed if signed < 0 and tokens.itemsize > 2 else largest
-        return f"holds the id {shown} (token {place:,}), vocab_size is {vocab_size:,}; correct vocab_size or the file"
+        return f"holds the id {shown} (token {place:,}), not below vocab_size {vocab_size:,}; correct one of them"
     if eos_id is None:
         return None
     lacking = np.flatnonzero(tokens[ends - 1] != eos_id)

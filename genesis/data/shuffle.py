@@ -1,8 +1,9 @@
-"""Permutations that need no memory: where each index of a range goes, many at a time.
+"""Permutes ranges of indices without storing the permutation, many indices at a time.
 
-An index is encrypted by a Feistel network with Simon's round function over the next even number of bits, again and
-again until the result lies within the range. That is a permutation of the range, another for each seed. The values are
-those of google/grain's index shuffle, which takes one index at a time (docs/decisions/0006-an-order-without-grain.md).
+A Feistel network with Simon's round function encrypts an index, over the next even number of bits, repeatedly until the
+result lies within the range. This is a permutation of the range, and each seed gives another one. The values are the
+same as in google/grain's index shuffle, which takes one index at a time
+(docs/decisions/0006-an-order-without-grain.md).
 
 References:
     Black and Rogaway, "Ciphers with arbitrary finite domains" (2002), section 4: the walk; Beaulieu et al., "The Simon
@@ -18,22 +19,23 @@ from jaxtyping import Int64, UInt32
 from numpy import ndarray
 
 _WHOLE_LENGTH: Final = 1 << 16
-"""Up to here a permutation is made as a whole, from a table: no fewer bits are encrypted, so that the walk is long."""
+"""Up to this length, the whole permutation is computed as a table: encryption needs a minimum number of bits, so that
+most results would lie outside of a short range."""
 _CHUNK_LENGTH: Final = 1 << 13
 _MIN_BITS: Final = 16
 _WORD: Final = (1 << 32) - 1
 
 
 def permute(indices: Int64[ndarray, " n"], length: int, seed: int, rounds: int) -> Int64[ndarray, " n"]:
-    """Returns where a permutation of `length` takes the indices. Deterministic and thread-safe.
+    """Returns the images of the indices under a permutation of `length`. Deterministic and thread-safe.
 
-    What lies near the last indices asked for is kept, so that going through a range in its order is fast.
+    The images near the last requested indices are cached, so that reading a range in order is fast.
 
     Args:
-        indices: Each from 0 to `length` - 1.
-        length: Of the range, up to 2^62.
-        seed: 32 bits.
-        rounds: Of the Feistel network, an even number of at least 4.
+        indices: Indices from 0 to `length` - 1.
+        length: Length of the range, up to 2^62.
+        seed: Seed of 32 bits.
+        rounds: Number of rounds of the Feistel network, even and at least 4.
 
     Example:
         >>> permute(np.arange(5), length=5, seed=0, rounds=12).tolist()
@@ -52,7 +54,7 @@ def permute(indices: Int64[ndarray, " n"], length: int, seed: int, rounds: int) 
 
 @lru_cache(maxsize=64)
 def _permute_chunk(first: int, last: int, length: int, seed: int, rounds: int) -> Int64[ndarray, " chunk"]:
-    """Returns where the indices [first, last) of a range of `length` go."""
+    """Returns the images of the indices [first, last) of a range of `length`."""
     bits = max(_MIN_BITS, (length - 1).bit_length())
     word_bits = (bits + bits % 2) // 2
     keys = round_keys(seed, rounds)
@@ -100,7 +102,7 @@ def _mix(word: UInt32[ndarray, " n"], word_bits: int, mask: np.uint32) -> UInt32
 
 @lru_cache(maxsize=64)
 def round_keys(seed: int, rounds: int) -> tuple[int, ...]:
-    """Returns what `std::seed_seq{seed}` generates: 32 bits for each round.
+    """Returns the output of `std::seed_seq{seed}`: 32 bits for each round.
 
     Example:
         >>> round_keys(0, 4)

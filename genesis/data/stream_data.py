@@ -39,11 +39,11 @@ class StreamData:
     """The `TrainingData` of a stream.
 
     Args:
-        stream_options: What to stream.
-        options: How sequences and batches are made.
-        corpus_path: A corpus beside the stream, which gives the validation set and the tokenizer alone.
-        verify_hashes: Whether to compare each shard of that corpus with its hash when it is first read.
-        tokenizer_hash: The tokenizer that makes the tokens; None allows any.
+        stream_options: The options of the stream.
+        options: How sequences and batches are built.
+        corpus_path: A corpus that provides only the validation set and the tokenizer.
+        verify_hashes: Whether to compare each shard of that corpus with its hash when the shard is first read.
+        tokenizer_hash: The tokenizer that must make the tokens; None accepts any.
     """
 
     wait_remedy: Final = (
@@ -173,7 +173,7 @@ class StreamData:
 
     @property
     def has_ended(self) -> bool:
-        """Returns whether all lanes were asked in a row and none had a sequence left."""
+        """Returns whether the last round over all lanes found no sequence."""
         return self._num_empty_positions >= self.stream.num_lanes
 
     def find_end(self) -> str | None:

@@ -1,4 +1,4 @@
-"""The worker processes of `genesis data prepare`: each takes one job after another and sends what it made."""
+"""The worker processes of `genesis data prepare`: each runs one job after another and sends the results."""
 
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
@@ -11,7 +11,7 @@ _WORKER_MODULE = "genesis.data.tokenize_worker"
 
 
 def run_jobs(jobs: Sequence[Job], setup: Setup, num_workers: int) -> Iterator[Progress | FinishedPart]:
-    """Runs the jobs in worker processes and yields their messages as they arrive; ends the processes at the end.
+    """Runs the jobs in worker processes, yields their messages as they arrive, and finally ends the processes.
 
     Raises:
         UserError: A job failed or a worker died; parts that other workers have finished are yielded first.

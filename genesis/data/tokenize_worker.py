@@ -1,11 +1,11 @@
 """One process of `genesis data prepare`: reads the documents of a work unit and writes them as staged shards.
 
-It is a `PipedWorker`, takes `Job`s from its connection and answers with `Progress`, `FinishedPart`s and at the end of a
-unit with the part that `is_last`. It renames nothing: whatever a worker leaves behind when its parent dies lies in that
-attempt's staging directory. When the parent is gone, so is it.
+The process is a `PipedWorker`. It receives `Job`s from its connection and answers with `Progress` and `FinishedPart`s;
+the last part of a unit is marked `is_last`. A worker renames nothing: if its parent dies, all files of the worker are
+still in that attempt's staging directory. A worker ends when its parent is gone.
 
-A unit is written in *parts*: one train and one validation shard each. A part is closed when a shard of it has reached
-its size, so that a unit of any length is restarted at its last finished part.
+A unit is written in *parts* of one train and one validation shard each. A part is closed when one of its shards has
+reached the size limit, so that a unit of any length can restart at its last finished part.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,7 +41,7 @@ _HASH_RANGE = 1 << 64
 
 @dataclass(frozen=True)
 class Setup:
-    """What holds for all units of one attempt; `tokenizer` and `staging` are directories."""
+    """Settings of all units of one attempt; `tokenizer` and `staging` are directories."""
 
     tokenizer: Path
     tokenizer_hash: str
@@ -54,7 +54,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Unit:
-    """Spans of one source that are tokenized together, the `number`-th of that source."""
+    """Spans of one source that are tokenized together; `number` counts the units of that source."""
 
     source: SourceOptions
     number: int
@@ -62,13 +62,13 @@ class Unit:
 
     @property
     def num_bytes(self) -> int:
-        """Returns the bytes of input in all its spans."""
+        """Returns the number of input bytes in all spans of the unit."""
         return sum(span.num_bytes for span in self.spans)
 
 
 @dataclass(frozen=True)
 class Job:
-    """A unit, or what is left of one: what follows `num_documents_done`, as part `first_part` and those after it."""
+    """A unit, or the rest of one: the documents after the first `num_documents_done`, as parts from `first_part` on."""
 
     unit: Unit
     first_part: int
@@ -79,7 +79,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Progress:
-    """What has been tokenized since the last message."""
+    """The amount of text that was tokenized since the last message."""
 
     num_bytes: int
     num_tokens: int
@@ -87,7 +87,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class FinishedPart:
-    """A part whose shards lie in the staging directory, complete and durable.
+    """A part whose shards are complete and durable in the staging directory.
 
     `num_documents` and `num_bytes` count the unit's documents and input bytes up to the end of the part. A shard that
     would be empty is None. `conversations` are the counts of the part, and `fault` is the line about its first bad
@@ -108,33 +108,33 @@ class FinishedPart:
 
 @dataclass(frozen=True)
 class Failure:
-    """A user's mistake or a disk's, in one line."""
+    """A user's mistake or a failure of the disk, in one line."""
 
     message: str
 
 
 def shard_path(split: Split, source: str, unit: int, part: int) -> str:
-    """Returns where a shard lies within the corpus (and, by its parts joined with "-", in staging)."""
+    """Returns the path of a shard within the corpus."""
     suffix = f"_{part:03d}" if part else ""
     return f"{split}/{source}/{unit:05d}{suffix}.ds"
 
 
 def staged_path(staging: Path, path: str) -> Path:
-    """Returns where the shard that will be at `path` is staged."""
+    """Returns the path in the staging directory of the shard whose final path is `path`."""
     return staging / path.replace("/", "-")
 
 
 def is_validation(utf8: bytes, seed: int, fraction: float) -> bool:
-    """Whether a document belongs to the validation set: a function of its text and the seed alone."""
+    """Returns whether a document belongs to the validation set, which depends only on its text and the seed."""
     key = blake3(str(seed).encode()).digest()
     return int.from_bytes(blake3(utf8, key=key).digest(8), "little") < int(fraction * _HASH_RANGE)
 
 
 def tokenize(setup: Setup, tokenizer: Tokenizer, job: Job) -> Iterator[Progress | FinishedPart]:
-    """Writes the parts of a unit; the files do not depend on where it was taken up again, nor on the threads.
+    """Writes the parts of a unit; the files depend neither on the part where work resumes nor on the number of threads.
 
     Raises:
-        UserError: The input is not what its source says it is.
+        UserError: The input does not match the options of its source.
         OSError: A shard cannot be written.
     """
     unit = job.unit
@@ -156,7 +156,7 @@ def tokenize(setup: Setup, tokenizer: Tokenizer, job: Job) -> Iterator[Progress 
 
 
 class _Part:
-    """The train and the validation shard in the making."""
+    """The train and the validation shard that are being written."""
 
     def __init__(self, setup: Setup, tokenizer: Tokenizer, unit: Unit, number: int) -> None:
         self.number = number
@@ -244,7 +244,7 @@ def _encode(tokenizer: Tokenizer, documents: Sequence[Document], num_threads: in
 
 
 def _read_unit(unit: Unit, on_bad_row: OnBadRow) -> Iterator[Document | BadRecord]:
-    """Yields the unit's documents, their positions counted from the unit's beginning."""
+    """Yields the unit's documents, with positions counted from the beginning of the unit."""
     begin = 0
     for span in unit.spans:
         for document in (
@@ -270,7 +270,7 @@ def _batches(documents: Iterator[Document | BadRecord], num_bytes: int) -> Itera
 
 
 def main(descriptor: int) -> None:
-    """Serves the connection that `descriptor` is until its other end is closed."""
+    """Serves the connection with the file descriptor `descriptor` until its other end is closed."""
     serve_pipe(descriptor, _serve)
 
 
@@ -283,7 +283,7 @@ def _serve(connection: "Connection[object, object]") -> None:
         assert isinstance(job, Job)
         try:
             if tokenizer.hash != setup.tokenizer_hash:
-                raise UserError(f"{setup.tokenizer} changed after the command began; begin again with --restart")
+                raise UserError(f"{setup.tokenizer} changed after the command started; start again with --restart")
             for message in tokenize(setup, tokenizer, job):
                 connection.send(message)
         except UserError as error:
@@ -297,6 +297,6 @@ def _serve(connection: "Connection[object, object]") -> None:
 def explain_write_error(error: OSError, corpus: Path) -> str:
     """Returns the message about a full or failing disk, with the file if the error has one."""
     return (
-        f"cannot write to {error.filename or corpus} ({error.strerror or error}); make room or fix the disk, "
+        f"cannot write to {error.filename or corpus} ({error.strerror or error}); free space or fix the disk, "
         "and run the same command again: finished shards are kept"
     )

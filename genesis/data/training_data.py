@@ -1,11 +1,11 @@
 """The protocol of training data, implemented by prepared corpora and by streams.
 
-`CorpusData` (`corpus_data.py`) and `StreamData` (`stream_data.py`) fulfil it. The Trainer's data module, the training
-step, the command line, telemetry and checkpoints know the protocol alone. The pure functions that both kinds of data
-share are here, too. Nothing in `genesis.data` imports Lightning.
+`CorpusData` (`corpus_data.py`) and `StreamData` (`stream_data.py`) implement the protocol. The Trainer's data module,
+the training step, the command line, telemetry and checkpoints use only the protocol. The module also has the pure
+functions that both kinds of data share. Nothing in `genesis.data` imports Lightning.
 
-The position counts global sequences. It belongs to the data, and moves when a window has been trained, not when it was
-read ahead.
+The position counts global sequences. The position belongs to the data, and moves when a window has been trained, not
+when a window is read ahead.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,15 +24,15 @@ SumOverRanks = Callable[[Sequence[int]], Sequence[int]]
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """How any kind of data becomes sequences and batches.
+    """Options of sequences and batches, for any kind of data.
 
     Args:
-        seq_len: Tokens of a sequence.
+        seq_len: Tokens per sequence.
         micro_batch_size: Sequences of one forward and backward on one rank.
         global_batch_size: Sequences of one step, over all ranks.
-        seed: Of the order.
-        mix: Integer weights of sources; None takes those that the data have.
-        max_epochs: How often a source is consumed at most; one that it does not name has no limit.
+        seed: Seed of the order.
+        mix: Integer weights of sources; None uses the weights of the data.
+        max_epochs: Maximum number of epochs by source; a source that is not listed has no limit.
         packing: How documents are put into sequences.
         num_epochs: How often each source is consumed that `max_epochs` does not name; None for no limit.
     """
@@ -101,18 +101,18 @@ class TrainingData(Protocol):
         """Moves the position past a trained window; a second call for the same window has no effect.
 
         Args:
-            window: What was trained.
-            has_tokens: Whether that of any rank had a token.
+            window: The window that was trained.
+            has_tokens: Whether the window of any rank had a token.
 
         Returns:
-            A line about the mix of sources that begins there, None where none does.
+            A line about the mix of sources that begins at the new position; None if the mix does not change there.
         """
 
     def find_end(self) -> str | None:
         """Returns a line with the reason why training ends at this position, None if it continues."""
 
     def sum_usage(self, sum_over_ranks: SumOverRanks) -> dict[str, dict[str, float]]:
-        """Returns the usage of each source up to the position, over all ranks, by the name of the figure."""
+        """Returns the usage of each source up to the position, over all ranks, by the name of the metric."""
 
     # ---- validation
 
@@ -133,14 +133,14 @@ class TrainingData(Protocol):
         """Continues from a saved state, with this run's mix from that position on.
 
         Returns:
-            A line about the mix of sources where it is another, else None.
+            A line about the mix of sources if it differs from the saved one, else None.
 
         Raises:
-            UserError: The saved run can't be continued here.
+            UserError: The saved run cannot be continued with these data.
         """
 
     def combine_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Returns one state for `load_state` from those of all ranks that saved."""
+        """Returns one state for `load_state`, combined from the states of all ranks that saved."""
 
     # ---- telemetry
 
@@ -167,10 +167,10 @@ _REMEDIES: Final = {
 
 
 def check_counts(**counts: int | None) -> None:
-    """Refuses a count below 1 by the name of its option.
+    """Refuses a count below 1.
 
     Raises:
-        UserError: See above.
+        UserError: A count is below 1; the message has the name of its option.
     """
     for name, value in counts.items():
         if value is not None and value < 1:
@@ -178,10 +178,10 @@ def check_counts(**counts: int | None) -> None:
 
 
 def check_kind(state: Mapping[str, Any], *, is_stream: bool) -> None:
-    """Checks that a state is of the same kind of data.
+    """Checks that a state was saved by a run on the same kind of data.
 
     Raises:
-        UserError: See above.
+        UserError: The state is of another kind of data.
     """
     if is_stream == ("stream" in state):
         return
@@ -193,29 +193,29 @@ def check_kind(state: Mapping[str, Any], *, is_stream: bool) -> None:
 
 
 def check_sequences(state: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Checks that a state's positions mean the same sequences as in this run.
+    """Checks that the positions of a state select the same sequences as in this run.
 
     Args:
-        state: What was saved.
-        here: What decides which tokens a sequence holds, beside the order.
+        state: The saved state.
+        here: This run's settings that, together with the order, determine the tokens of a sequence.
 
     Raises:
-        UserError: See above.
+        UserError: A setting differs.
     """
     for key, value in here.items():
         saved = state.get(key, _BEFORE_PACKING.get(key))
         if saved != value:
             raise UserError(
-                f"the checkpoint was trained with {key} {saved}, but this run has {value}, so that positions mean "
-                f"other sequences: {_REMEDIES[key]}"
+                f"the checkpoint was trained with {key} {saved}, but this run has {value}, so that a position "
+                f"selects other sequences: {_REMEDIES[key]}"
             )
 
 
 def moved_position(window: AccumulationWindow, position: int, global_batch_size: int) -> int:
-    """Returns the position after `window`, which begins at `position`, or ends there if it is given a second time.
+    """Returns the position after `window`, which begins at `position`, or ends there if the call is repeated.
 
     Raises:
-        RuntimeError: It is another window: training left some out, or repeats them.
+        RuntimeError: The window neither begins nor ends at `position`: training skipped or repeated windows.
     """
     if window.data_position not in (position, position + global_batch_size):
         raise RuntimeError(
@@ -236,10 +236,10 @@ def continue_order(
     """Returns the saved order, continued at `position` with the mix of `order`, and a line if the mix changes.
 
     Args:
-        order: This run's.
+        order: This run's order.
         saved: `SequenceOrder.state` of the saved run.
-        position: Where the saved run stands.
-        weights: Of the sources, as this run's user wrote them.
+        position: The position of the saved run.
+        weights: Weights of the sources, as in this run's recipe.
 
     Raises:
         UserError: The saved run had another order.
@@ -261,7 +261,8 @@ def describe_passed(order: SequenceOrder, before: int, position: int, weights: M
 def describe_mixes(order: SequenceOrder, mixes: Sequence[Mix], weights: Mapping[str, int]) -> str:
     """Returns a line about mixes: the weights that the user wrote, their shares, and their start positions.
 
-    An order's own weights count sequences, and are large where a packing fills sources' sequences differently.
+    The weights of the order itself count sequences. They are large if a packing fills the sources' sequences
+    differently.
     """
 
     def describe(mix: Mix) -> str:

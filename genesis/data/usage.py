@@ -29,18 +29,18 @@ class DataUsage:
 
 
 def read_data_usage(sections: Sequence[Mapping[str, Any]]) -> dict[str, DataUsage]:
-    """Returns the usage of each source; empty if the run had data of another kind.
+    """Returns the usage of each source; empty if the run's data were of another kind.
 
     Args:
         sections: The checkpoint's state of each rank, as `read_state` gives it.
 
     Raises:
-        CorruptCheckpointError: The state is not one that a data module saves.
+        CorruptCheckpointError: The state is not the state of a data module.
     """
     try:
         return _read(sections)
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-        raise CorruptCheckpointError(f"the state of {DATA_STATE} is not what a data module saves: {error!r}") from error
+        raise CorruptCheckpointError(f"the state of {DATA_STATE} is not that of a data module: {error!r}") from error
 
 
 def _read(sections: Sequence[Mapping[str, Any]]) -> dict[str, DataUsage]:

@@ -17,12 +17,12 @@ __all__ = ["IGNORE_INDEX", "MicroBatch", "AccumulationWindow"]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward and backward consume on one rank.
+    """The tensors that one forward and backward consume on one rank.
 
     `labels[b, s]` is the token that follows `input_ids[b, s]` in its document, or `IGNORE_INDEX`.
-    `document_ids` counts from 0 within each row; attention and positions never cross a change of it.
-    `document_offsets`, which loaders give, says where documents begin in the flattened rows, and where the last one
-    ends: a model that had to find them itself would wait for the device.
+    `document_ids` counts from 0 within each row; attention and positions never cross a change of the id.
+    `document_offsets`, which loaders provide, has the starts of the documents in the flattened rows and the end of the
+    last one. If the model computed the offsets from `document_ids`, the host would wait for the device.
     """
 
     input_ids: Int64[Tensor, "B S"]
@@ -47,11 +47,11 @@ class AccumulationWindow:
     """This rank's micro-batches between two optimizer steps.
 
     Args:
-        micro_batches: In the order in which they run.
-        num_valid_tokens: Labels of this rank's micro-batches that are not `IGNORE_INDEX`.
-        num_bytes: UTF-8 bytes of text behind those labels, for bits per byte.
-        data_position: Global sequences consumed once this window is (all ranks' rows).
-        packed: What `pin_memory` made: all tensors of the micro-batches of one type, one after another.
+        micro_batches: The micro-batches, in the order in which they run.
+        num_valid_tokens: Number of labels in this rank's micro-batches that are not `IGNORE_INDEX`.
+        num_bytes: Number of UTF-8 bytes of text behind those labels, for bits per byte.
+        data_position: Global sequences consumed after this window, over all ranks.
+        packed: The buffers of `pin_memory`, one per type: all tensors of the micro-batches, one after another.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -61,7 +61,7 @@ class AccumulationWindow:
     packed: tuple[Tensor, ...] | None = field(default=None, repr=False, compare=False)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
-        """Returns the same window with its tensors on `device`; from page-locked memory by one copy for each type."""
+        """Returns the same window with its tensors on `device`; page-locked memory needs only one copy per type."""
         if self.packed is None:
             return replace(self, micro_batches=tuple(m.to(device, non_blocking) for m in self.micro_batches))
         return self._unpack(tuple(tensor.to(device, non_blocking=non_blocking) for tensor in self.packed), None)

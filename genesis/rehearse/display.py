@@ -39,7 +39,7 @@ class Display:
     ) -> None:
         self._progress.stop()
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Prints a line above the bar."""
         self._console.print(escape(line), highlight=False, soft_wrap=True)
 

@@ -146,7 +146,7 @@ class KilledRun:
         self._kills.append(record)
         where = f"in a start ({kill.phase})" if last_step is None else f"at step {last_step}"
         saving = "" if record.saving is None else f", in the save {record.saving.partition('.')[0]}"
-        self._display.say(f"  kill {record.number}: {who}, {where}{saving}")
+        self._display.print_line(f"  kill {record.number}: {who}, {where}{saving}")
         return record
 
     def _note_resume(self, start: Start) -> None:
@@ -163,7 +163,7 @@ class KilledRun:
         record.restart_seconds = start.view.first_step_seconds
         back = "" if record.restart_seconds is None else f" after {record.restart_seconds:.1f} s"
         origin = f"step {record.resumed_from}" if record.resumed_from else "the beginning"
-        self._display.say(f"    resumed from {origin}{back}, {record.lost_steps} steps lost")
+        self._display.print_line(f"    resumed from {origin}{back}, {record.lost_steps} steps lost")
 
     def _take_stock(self, start: Start) -> None:
         """Reads the log of a training after all of its ranks have ended."""

@@ -102,7 +102,7 @@ class _Rehearsal:
 
     def _train_straight(self) -> tuple[RunView, tuple[Victim, ...]]:
         """Trains the straight run to its end, and returns the view of the run and the kinds of processes to kill."""
-        self._display.say(f"straight run of {self._recipe.max_steps} steps, in {self._straight}")
+        self._display.print_line(f"straight run of {self._recipe.max_steps} steps, in {self._straight}")
         start = self._launcher.launch(self._straight, "straight")
         num_ranks, num_writers = self._watch_straight(start)
         if start.training.poll() != 0 or start.view.first_step_seconds is None:
@@ -113,7 +113,7 @@ class _Rehearsal:
         self._report.pace, self._report.num_ranks = pace, num_ranks
         manifests = [manifest for _, manifest in list_committed(self._straight)]
         self._report.versions = {**(manifests[-1].versions if manifests else {}), "python": platform.python_version()}
-        self._display.say(
+        self._display.print_line(
             f"  ranks: {num_ranks}, writer processes: {num_writers}; {pace.start:.1f} s to the first step, then "
             f"{pace.step:.3f} s a step; a save takes {pace.save:.3f} s"
         )
@@ -150,7 +150,7 @@ class _Rehearsal:
                 victims=victims,
             )
             name = f"killed-{len(report.rounds) + 1}" if report.rounds else "killed"
-            self._display.say(f"{name} run, kills to come: {len(plan)}")
+            self._display.print_line(f"{name} run, kills to come: {len(plan)}")
             triggers = [Trigger(kill, pace, seconds_by_step) for kill in plan]
             killed = KilledRun(
                 self._options.directory / name, triggers, pace, losses, self._launcher, self._display, report.kills

@@ -15,7 +15,7 @@ from genesis.bench.checkpoint_modes import (
     MODES,
     OVERLAPPED,
     OWN_CORE,
-    PLANNING_ANEW,
+    WITHOUT_PLAN_CACHE,
     choose_modes,
     name_default_modes,
 )
@@ -102,8 +102,8 @@ def check_pictures_and_page(directory: Path, names: list[str]) -> None:
 @pytest.mark.long
 def test_several_ranks_save_with_a_kept_plan_and_with_a_new_one(tmp_path: Path) -> None:
     record = run_bench(tmp_path, "--pairs", "1", "--ranks", "2", "--strategy", "sharded")
-    assert list(record["modes"]) == [BASELINE, OVERLAPPED, PLANNING_ANEW]
-    for name in (OVERLAPPED, PLANNING_ANEW):
+    assert list(record["modes"]) == [BASELINE, OVERLAPPED, WITHOUT_PLAN_CACHE]
+    for name in (OVERLAPPED, WITHOUT_PLAN_CACHE):
         mode = record["modes"][name]
         assert mode["save"]["tensor_bytes"] == mode["state_bytes"]
         assert mode["save"]["begin_seconds"] > 0
@@ -160,12 +160,12 @@ def test_a_trainer_whose_saves_cannot_begin_is_named_with_the_reason(tmp_path: P
     task = Task(MODE["sync"], workload, "replicated", 2, str(tmp_path), 0, 1)
     with (
         Team([task], tmp_path) as team,
-        pytest.raises(UserError, match=r"sync \(rank 0\) ended before its work did(.|\n)*File exists"),
+        pytest.raises(UserError, match=r"sync \(rank 0\) ended before its work was done(.|\n)*File exists"),
     ):
         team.wait_until_ready()
 
 
-# ---- what is asked for
+# ---- the options
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_a_trainer_whose_saves_cannot_begin_is_named_with_the_reason(tmp_path: P
         (["--modes", "baseline,sync,sync"], "--modes has 'sync' more than once"),
         (["--every-n-steps", "1"], "--every-n-steps is 1: it must be at least 2"),
         (["--pairs", "0"], "--pairs is 0: it must be at least 1"),
-        (["--dir", "pyproject.toml"], "--dir is pyproject.toml, which is no directory"),
+        (["--dir", "pyproject.toml"], "--dir is pyproject.toml, which is not a directory"),
     ],
 )
 def test_mistakes_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,10 +193,10 @@ def test_cuda_without_a_gpu_is_refused(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_modes_that_cannot_run_are_left_out_with_the_reason() -> None:
-    chosen, left_out = choose_modes([BASELINE, "process-pinned", PLANNING_ANEW], "cpu", num_ranks=1)
+    chosen, left_out = choose_modes([BASELINE, "process-pinned", WITHOUT_PLAN_CACHE], "cpu", num_ranks=1)
     assert [mode.name for mode in chosen] == [BASELINE]
     assert "CUDA" in left_out["process-pinned"]
-    assert "--ranks 2" in left_out[PLANNING_ANEW]
+    assert "--ranks 2" in left_out[WITHOUT_PLAN_CACHE]
     assert choose_modes([BASELINE, "process-pinned"], "cuda", num_ranks=1)[1] == {}
     assert list(choose_modes([BASELINE, OWN_CORE], "cpu", num_ranks=2)[1]) == [OWN_CORE]
 
@@ -206,7 +206,7 @@ def test_the_default_model_has_half_a_gigabyte_of_state() -> None:
     assert decoder.weights_bytes + decoder.optimizer_bytes == pytest.approx(0.52e9, rel=0.01)
 
 
-# ---- what is said of it
+# ---- the report
 
 
 def build_turn(step_seconds: list[float], **changes: Any) -> Turn:

@@ -37,7 +37,7 @@ def test_a_worker_that_fails_is_named_with_its_last_words(tmp_path: Path) -> Non
     workload = Workload({}, {}, 8, 1, 1, "one_per_row", 1.0, "cpu", "32-true", False, 1, 1)
     with (
         Worker(Contender("unlucky", "ends at once", script), workload, tmp_path / "log") as worker,
-        pytest.raises(UserError, match=r"unlucky ended before its work did(.|\n)*out of luck"),
+        pytest.raises(UserError, match=r"unlucky ended before its work was done(.|\n)*out of luck"),
     ):
         worker.wait_until_ready()
 
@@ -56,7 +56,7 @@ def test_a_recipe_of_fit_gives_shape_and_precision() -> None:
 def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "shape.yaml"
     path.write_text("{dim: 32, num_layers: 1, num_heads: 2, num_kv_heads: 2, ffn_dim: 8, max_seq_len: 8}")
-    with pytest.raises(UserError, match=r"is no recipe"):
+    with pytest.raises(UserError, match=r"is not a recipe"):
         read_recipe(path)
 
 

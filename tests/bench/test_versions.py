@@ -30,5 +30,5 @@ def test_two_checkouts_take_turns_and_the_record_has_their_ratios_without_paths(
 
 
 def test_a_directory_without_genesis_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--before is .*, which is no checkout of Genesis"):
+    with pytest.raises(UserError, match=r"--before is .*, which is not a checkout of Genesis"):
         main(["--before", str(tmp_path)])

@@ -205,4 +205,4 @@ def test_without_sbatch_the_line_says_so(recipe: Path, genesis: Genesis, monkeyp
     assert outcome.err == "genesis: error: executor slurm needs the command sbatch; run this where jobs are submitted\n"
     (recipe.parent / "out" / ".clean" / "jobs.json").write_text(json.dumps(["101"]))
     outcome = genesis("data", "clean", "--config", str(recipe))
-    assert outcome.err.startswith("genesis: error: Slurm job 101 was submitted and there is no squeue to ask")
+    assert outcome.err.startswith("genesis: error: Slurm job 101 was submitted, but its state is unknown")

@@ -80,8 +80,8 @@ def rows_of(stream: np.ndarray, packed: PackedSequences, seq_len: int) -> tuple[
     ends = packed.sequence_ends.tolist()
     for row, (first, last) in enumerate(zip([0, *ends], ends, strict=False)):
         starts, sizes = packed.starts[first:last], packed.lengths[first:last]
-        goes_on = bool(sizes[-1] == seq_len) and int(starts[-1]) + seq_len not in stream_ends
-        labels[row] = fill_row(rows[row], starts, sizes, read, EOS, goes_on=goes_on)
+        is_continued = bool(sizes[-1] == seq_len) and int(starts[-1]) + seq_len not in stream_ends
+        labels[row] = fill_row(rows[row], starts, sizes, read, EOS, is_continued=is_continued)
         mark_piece_ends(inner_ends[row], sizes)
     return rows, inner_ends, labels
 

@@ -54,10 +54,10 @@ class RankWatch:
         self._is_watching = True
         try:
             fcntl.flock(self._descriptor.number, fcntl.LOCK_EX)
-            self._say(f"process {os.getpid()}")
+            self._write(f"process {os.getpid()}")
         except OSError:  # no locks on this file system: the text keeps other ranks from taking this one for lost
             self._is_watching = False
-            self._say(_ENDED)
+            self._write(_ENDED)
 
     @staticmethod
     def clear(directory: Path) -> None:
@@ -106,7 +106,7 @@ class RankWatch:
         if self._thread.is_alive():
             self._thread.join(timeout=10 * _INTERVAL_SECONDS)
         with contextlib.suppress(OSError):
-            self._say(_ENDED if failure is None else f"{_FAILED} {type(failure).__name__}")
+            self._write(_ENDED if failure is None else f"{_FAILED} {type(failure).__name__}")
         if failure is None and self._rank == 0 and not (self._directory / _VERDICT_NAME).exists():
             shutil.rmtree(self._directory, ignore_errors=True)
         # Last: the text has to be in place when the lock becomes free, since both are read together.
@@ -115,7 +115,7 @@ class RankWatch:
     def _path(self, rank: int) -> Path:
         return self._directory / str(rank)
 
-    def _say(self, text: str) -> None:
+    def _write(self, text: str) -> None:
         os.ftruncate(self._descriptor.number, 0)
         os.pwrite(self._descriptor.number, text.encode(), 0)
 

@@ -1,4 +1,4 @@
-"""A training loop with nothing around it: our model, loss, optimizer and clip, and PyTorch."""
+"""A plain PyTorch training loop with our model, loss, optimizer and gradient clipping, and nothing else."""
 
 import sys
 from functools import partial

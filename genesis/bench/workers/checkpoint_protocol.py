@@ -224,7 +224,7 @@ class TurnGate:
         self._boundaries.append(time.perf_counter())
         self._num_steps_left -= 1
 
-    def say(self, message: TrainerReady | Turn | Farewell) -> None:
+    def send(self, message: TrainerReady | Turn | Farewell) -> None:
         """Sends a message to the parent."""
         print(json.dumps(asdict(message)), file=self._to_parent, flush=True)
 
@@ -232,7 +232,7 @@ class TurnGate:
         self._synchronize()
         self._boundaries.append(time.perf_counter())
         if self._num_turns == 0:
-            self.say(self._describe())
+            self.send(self._describe())
             return
         step_seconds = [end - begin for begin, end in itertools.pairwise(self._boundaries)]
         step = self._num_turns * self._task.every_n_steps
@@ -245,7 +245,7 @@ class TurnGate:
             num_beside = count_steps_beside(step_seconds, save_seconds, first_end - self._clock.began_at_seconds)
             wait_seconds = max(0.0, end.at_seconds - ended_at)
         peak = read_peak_memory(self._task.workload.device)
-        self.say(
+        self.send(
             Turn(
                 step_seconds,
                 step,

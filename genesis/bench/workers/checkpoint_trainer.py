@@ -213,7 +213,7 @@ def main(arguments: list[str]) -> None:
     trainer = _build_trainer(task, callbacks)
     trainer.fit(module, datamodule=_RandomWindows(task, gate))
     is_first = task.rank == 0
-    gate.say(
+    gate.send(
         Farewell(
             _count_state_bytes(trainer, module),
             saves.count_tensor_bytes() if saves is not None and is_first else 0,

@@ -1,8 +1,8 @@
-"""Our reader of `genesis bench data`: a prepared corpus into ready windows, in one thread.
+"""Our reader of `genesis bench data`: builds windows from a prepared corpus, in one thread.
 
-What is timed is everything that the training process does for its data: the order, the reads from memory-mapped
-shards, `input_ids`, `labels`, `document_ids` and the counts of tokens and bytes; not the reading ahead, which would
-hide it.
+The measured time covers all work of the training process for its data: the order, the reads from memory-mapped shards,
+`input_ids`, `labels`, `document_ids` and the counts of tokens and bytes. Windows are not read ahead, because
+prefetching would hide the cost.
 """
 
 import sys
@@ -21,7 +21,7 @@ from genesis.data.shards import little_endian
 
 
 def read_windows(task: ReadTask) -> Iterator[int]:
-    """Yields the tokens of one window after another, without end."""
+    """Yields the number of tokens of each window, without end."""
     corpus = open_corpus(Path(task.corpus_path))
     manifest = corpus.manifest
     counts = {source.name: count_train_sequences(source.num_tokens, task.seq_len) for source in corpus.train}

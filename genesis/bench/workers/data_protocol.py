@@ -1,13 +1,13 @@
 """The messages between `genesis bench data` and its readers, and the tokens that all readers read.
 
-    reader    {"versions": {...}}                         when it has read a first time
-    parent    go SECONDS                                  read on for so long
+    reader    {"versions": {...}}                         after its first batch
+    parent    go SECONDS                                  read for this time
     reader    {"tokens": ..., "seconds": ..., "cpu_seconds": ...}
     parent    quit
 
-Readers take turns on one core, and all of them make the same of it: inputs, labels that stop at a document's end, and
-the documents' numbers. It needs Python and nothing else: readers of other projects import it in environments of their
-own.
+Readers take turns on one core, and all build the same tensors from the tokens: inputs, labels that end with each
+document, and document ids. This module imports only the standard library at its top level, because readers of other
+projects import it in their own environments.
 """
 
 import json
@@ -27,11 +27,11 @@ class ReadTask:
     """The task of a reader.
 
     Args:
-        tokens_path: All tokens, flat, uint16.
-        corpus_path: The same as a corpus.
-        directory: Empty, for what the reader's own format takes.
-        seq_len: Tokens of a sequence; the label of its last one is read, too.
-        micro_batch_size: Sequences of a batch.
+        tokens_path: A flat uint16 file of all tokens.
+        corpus_path: A corpus of the same tokens.
+        directory: An empty directory, for files in the reader's own format.
+        seq_len: Tokens per sequence; a reader also reads the label of the last token.
+        micro_batch_size: Sequences per batch.
         eos_id: The token that ends a document.
     """
 
@@ -57,14 +57,15 @@ class Reading:
 
 
 def task_from_json(text: str) -> ReadTask:
-    """Returns what `ReadTask.to_json` wrote."""
+    """Returns the task that `ReadTask.to_json` wrote."""
     return ReadTask(**json.loads(text))
 
 
 def make_ready(rows: Any, eos_id: int) -> tuple[Any, Any, Any]:
     """Returns inputs, labels and document ids of rows of tokens, each a tensor of int64 with a token more than inputs.
 
-    For readers that give rows alone; ours makes the same, and counts tokens and bytes besides.
+    Readers that only return rows call this function. Our reader builds the same tensors, and also counts tokens and
+    bytes.
     """
     inputs, labels = rows[:, :-1], rows[:, 1:].clone()
     is_end = inputs == eos_id
@@ -77,17 +78,17 @@ def serve(batches: Iterator[int], packages: tuple[str, ...]) -> None:
     """Reads in turns until the parent sends `quit`.
 
     Args:
-        batches: Reads a batch and gives the number of its tokens; endless.
-        packages: Whose versions the record names.
+        batches: Reads one batch per item and yields its number of tokens, without end.
+        packages: The packages whose versions the record lists.
     """
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     next(batches)
-    _say({"versions": {package: version(package) for package in packages}})
+    _send({"versions": {package: version(package) for package in packages}})
     for line in sys.stdin:
         word, _, seconds = line.strip().partition(" ")
         if word == "quit":
             return
-        _say(asdict(_read(batches, float(seconds))))
+        _send(asdict(_read(batches, float(seconds))))
 
 
 def _read(batches: Iterator[int], limit_seconds: float) -> Reading:
@@ -98,6 +99,6 @@ def _read(batches: Iterator[int], limit_seconds: float) -> Reading:
     return Reading(num_tokens, elapsed_seconds, time.process_time() - begin_cpu_seconds)
 
 
-def _say(answer: object) -> None:
+def _send(answer: object) -> None:
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()

@@ -1,7 +1,7 @@
 """Our trainer as `genesis fit` sets it up: Lightning's Trainer, our module, loader, clocks, schedule, log and bar.
 
-Only checkpoints are left out; they have a benchmark of their own. The second argument is the strategy: `replicated`,
-the default of `genesis fit`, or `auto`, Lightning's own for one device.
+Only checkpoints are left out, because `genesis bench checkpoint` measures them. The second argument is the strategy:
+`replicated`, the default of `genesis fit`, or `auto`, Lightning's own strategy for one device.
 """
 
 import math
@@ -34,7 +34,7 @@ _LOG_EVERY_N_STEPS = 10
 
 
 class _Gatekeeper(pl.Callback):
-    """Waits before a step, when everything of the step before has been done, its log line too."""
+    """Waits before each step until the previous step has finished all its work, including its log line."""
 
     def __init__(self, workload: Workload) -> None:
         self._gate = Gate(workload, ["torch", "lightning"], self._read_loss)

@@ -1,7 +1,8 @@
-"""The machine's matmul rate: as many multiplications as the windows' arithmetic would be, were it all large matmuls.
+"""Measures the machine's matmul rate: multiplies large matrices with as many operations as the windows need.
 
-So its tokens per second are those of a trainer at the peak, and another contender's share of them is the share of the
-peak that it reaches. The size is the fastest of several, and the data type the one in which the model multiplies.
+Its tokens per second are therefore those of a trainer at peak speed, and a contender's tokens per second divided by
+this worker's are the share of the peak that the contender reaches. The matrix size is the fastest of several; the data
+type is that of the model's matrix multiplications.
 """
 
 import sys
@@ -18,7 +19,7 @@ _SECONDS_PER_SIZE = 0.5
 
 
 def _pick_size(workload: Workload, dtype: torch.dtype) -> int:
-    """Returns the size of square matrices at which the most arithmetic is done in a second."""
+    """Returns the size of square matrices with the highest number of operations per second."""
     flops_per_window = workload.tokens_per_window * workload.flops_per_token
     sizes = [size for size in _SIZES if 2 * size**3 <= _MAX_SHARE_OF_WINDOW * flops_per_window] or _SIZES[:1]
     return max(sizes, key=lambda size: _measure_flops_per_second(workload.device, dtype, size))

@@ -1,14 +1,15 @@
 """The messages between `genesis bench step` and its workers, and the work of all workers.
 
-    worker    {"versions": ..., "device_name": ...}     when it is warmed up
+    worker    {"versions": ..., "device_name": ...}     after its warm-up
     parent    go N                                      train N windows
     worker    {"seconds": ..., "tokens": ..., ...}      when the device has finished them
     parent    quit
 
-Workers train one after another in short bursts, so that a slow minute of the machine is slow for all of them. A worker
+Workers train one after another in short bursts, so that a slow minute of the machine affects all of them. A worker
 waits inside its own training loop: nothing is built, loaded or warmed up again between bursts.
 
-It needs torch and nothing else: workers of other projects import it in environments of their own.
+This module imports only torch and the standard library, because workers of other projects import it in their own
+environments.
 """
 
 import json
@@ -27,10 +28,10 @@ from torch import Tensor
 from genesis.device import limit_memory, name_device, read_peak_memory, synchronize
 
 NUM_DISTINCT_WINDOWS = 64
-"""Windows of random tokens, which come round again: they fit into memory, and nothing is learned from them by heart."""
+"""Number of distinct windows of random tokens, which are used in turn: few enough for memory, too many to memorize."""
 
 ENDLESS = 1_000_000
-"""Steps that no benchmark reaches, for loops that want to know their end."""
+"""A number of steps that no benchmark reaches, for training loops that require a last step."""
 
 IGNORE_INDEX = -100
 
@@ -45,10 +46,11 @@ class Workload:
         seq_len: Tokens of a sequence.
         micro_batch_size: Sequences of one forward and backward.
         num_micro_batches: Micro-batches of a window.
-        documents: One document per row, or about four, which attention does not cross.
-        flops_per_token: Of forward and backward together; what the matmul worker's time is worth in tokens.
-        device: Where it runs.
-        precision: As Lightning names it.
+        documents: Whether a row holds one document or about four; attention does not cross documents.
+        flops_per_token: Floating-point operations of forward and backward; converts the matmul worker's operations
+            to tokens.
+        device: The type of device: `cpu` or `cuda`.
+        precision: Lightning's name of the precision.
         is_compiled: Whether the model is compiled.
         num_threads: Threads of each contender on the CPU.
         num_warmup_steps: Steps before the first burst.
@@ -184,10 +186,10 @@ class Gate:
         seconds = time.perf_counter() - self._began_at
         cpu_seconds = time.process_time() - self._cpu_began_at
         if self._num_steps_of_burst == 0:
-            self._say(Ready({package: version(package) for package in self._packages}, name_device(kind)))
+            self._send(Ready({package: version(package) for package in self._packages}, name_device(kind)))
             return
         peak = read_peak_memory(kind)
-        self._say(
+        self._send(
             Burst(
                 seconds,
                 cpu_seconds,
@@ -206,5 +208,5 @@ class Gate:
         self._num_steps_left = self._num_steps_of_burst = int(words[1])
         self._began_at, self._cpu_began_at = time.perf_counter(), time.process_time()
 
-    def _say(self, message: Ready | Burst) -> None:
+    def _send(self, message: Ready | Burst) -> None:
         print(json.dumps(asdict(message)), file=self._to_parent, flush=True)

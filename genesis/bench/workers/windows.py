@@ -1,4 +1,4 @@
-"""The workload's random tokens as our windows."""
+"""Builds accumulation windows from the workload's random tokens."""
 
 import torch
 
@@ -9,7 +9,7 @@ _DOCUMENTS_PER_ROW = 4
 
 
 def build_windows(workload: Workload) -> list[AccumulationWindow]:
-    """Returns the distinct windows, in the order in which they come round."""
+    """Returns the distinct windows, in the order of their use."""
     rows = random_rows(workload)
     input_ids, labels = rows[:, :-1].contiguous(), rows[:, 1:].clone()
     document_ids = torch.zeros_like(input_ids, dtype=torch.int32)

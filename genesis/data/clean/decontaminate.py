@@ -1,7 +1,7 @@
 """Decontamination: documents that share a run of words with an evaluation set are dropped.
 
-datatrove's filter does it. Its own indexer takes evaluation sets from a framework that fetches them from the network,
-so the index is made here, from files.
+datatrove's filter drops the documents. datatrove's own indexer reads evaluation sets through a framework that downloads
+them, so this module builds the index from files.
 """
 
 from collections.abc import Iterator

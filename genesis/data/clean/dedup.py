@@ -49,16 +49,16 @@ class ExactDuplicates:
     name: ClassVar[str] = "exact_duplicates"
 
     def build_signature(self, work: Path, sources: Sequence[str]) -> PipelineStep:
-        """Returns the step that notes a signature of each document."""
+        """Returns the step that computes a signature of each document."""
         return ExactDedupSignature(str(work / "signatures"), _exact_config(sources))
 
     def build_searches(self, work: Path) -> list[Search]:
-        """Returns what finds the duplicates."""
+        """Returns the searches for duplicates among the signatures."""
         finder = ExactFindDedups(str(work / "signatures"), str(work / "duplicates"), _exact_config(()))
         return [Search("find", (finder,), 1)]
 
     def build_removal(self, work: Path) -> PipelineStep:
-        """Returns the step that removes them."""
+        """Returns the step that removes the duplicates."""
         return ExactDedupFilter(str(work / "duplicates"), _exact_config(()))
 
 
@@ -90,17 +90,17 @@ class NearDuplicates:
         return MinhashConfig(self.n_grams, self.num_buckets, self.hashes_per_bucket, self.seed, hash_config=HASH)
 
     def build_signature(self, work: Path, sources: Sequence[str]) -> PipelineStep:
-        """Returns the step that notes a signature of each document."""
+        """Returns the step that computes a signature of each document."""
         return MinhashDedupSignature(str(work / "signatures"), self.config, language=Words())
 
     def build_searches(self, work: Path) -> list[Search]:
-        """Returns what finds the duplicates."""
+        """Returns the searches for duplicates among the signatures."""
         buckets = MinhashDedupBuckets(str(work / "signatures"), str(work / "pairs"), config=self.config)
         cluster = MinhashDedupCluster(str(work / "pairs"), str(work / "duplicates"), self.config, save_cluster_id=True)
         return [Search("buckets", (buckets,), self.num_buckets), Search("cluster", (cluster,), 1)]
 
     def build_removal(self, work: Path) -> PipelineStep:
-        """Returns the step that removes them."""
+        """Returns the step that removes the duplicates."""
         return MinhashDedupFilter(str(work / "duplicates"), load_cluster_ids=True)
 
 

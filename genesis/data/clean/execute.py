@@ -72,7 +72,7 @@ class SlurmOptions:
         time: Limit of a job, as "04:00:00".
         workers: Tasks that run at the same time; -1 for no limit.
         cpus_per_task: Cores of a task.
-        mem_per_cpu_gb: Memory of each.
+        mem_per_cpu_gb: Memory per core in GB.
         tasks_per_job: Tasks that one job of the array runs, one after another.
         qos: Quality of service.
         env_command: Shell command that makes `genesis` and datatrove's commands available on a node, as
@@ -93,14 +93,14 @@ class SlurmOptions:
 
 @dataclass(frozen=True)
 class RayOptions:
-    """Tasks of a Ray cluster: the one that the environment variable RAY_ADDRESS names, or one of this machine.
+    """Tasks of a Ray cluster: that of the environment variable RAY_ADDRESS, or a new one on this machine.
 
     All nodes must see the same paths; give absolute ones.
 
     Args:
         workers: Tasks that run at the same time; -1 for no limit.
         cpus_per_task: Cores of a task.
-        mem_per_cpu_gb: Memory of each.
+        mem_per_cpu_gb: Memory per core in GB.
     """
 
     workers: int = -1
@@ -109,7 +109,7 @@ class RayOptions:
 
 
 def check_slurm(options: SlurmOptions) -> None:
-    """Refuses what Slurm would refuse later.
+    """Checks the options that Slurm requires, before any job is submitted.
 
     Raises:
         UserError: No partition or no time is given.
@@ -120,10 +120,10 @@ def check_slurm(options: SlurmOptions) -> None:
 
 
 def check_ray() -> None:
-    """Refuses to go on without Ray.
+    """Checks that Ray is installed.
 
     Raises:
-        UserError: It is not installed.
+        UserError: Ray is not installed.
     """
     if importlib.util.find_spec("ray") is None:
         raise UserError("executor ray needs ray; pip install 'genesis-lm[ray]'")
@@ -190,7 +190,7 @@ def run_on_ray(phases: Sequence[Phase], logs: Path, options: RayOptions, report:
 
 
 def check_complete(executor: PipelineExecutor, folder: Path) -> None:
-    """Refuses to go on when tasks have failed.
+    """Checks that no task has failed.
 
     Raises:
         UserError: A task failed; the message has the last line of the first such task's log, which is its error.
@@ -201,8 +201,8 @@ def check_complete(executor: PipelineExecutor, folder: Path) -> None:
         lines = [line for line in log.read_text(encoding="utf-8").splitlines() if line.strip()] if log.exists() else []
         raise UserError(
             f"{len(failed)} of {executor.world_size} tasks of {folder.name} failed: "
-            f"{lines[-1] if lines else 'they left no log'} ({log}); fix that and run the same command again: finished "
-            "tasks are kept"
+            f"{lines[-1] if lines else 'they left no log'} ({log}); fix the cause and run the same command again: "
+            "finished tasks are kept"
         )
 
 
@@ -239,7 +239,7 @@ def submit_to_slurm(phases: Sequence[Phase], logs: Path, options: SlurmOptions) 
             f"executor slurm needs the command {error.filename}; run this where jobs are submitted"
         ) from None
     except subprocess.CalledProcessError as error:
-        raise UserError(f"sbatch refused a job (status {error.returncode}); its message stands above") from None
+        raise UserError(f"sbatch refused a job (status {error.returncode}); its message is printed above") from None
     return [str(executor.job_id) for executor in executors if executor.job_id != -1]
 
 
@@ -258,7 +258,7 @@ def _is_running(job: str) -> bool:
         result = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         raise UserError(
-            f"Slurm job {job} was submitted and there is no squeue to ask about it; run this where jobs are submitted"
+            f"Slurm job {job} was submitted, but its state is unknown without squeue; run this where jobs are submitted"
         ) from None
     # squeue fails for the number of a job that ended long ago.
     return result.returncode == 0 and bool(result.stdout.strip())
@@ -357,7 +357,7 @@ def _serve(connection: "Connection[object, object]") -> None:
 
 
 def _run_task(executor: PipelineExecutor, rank: int) -> Exception | None:
-    # datatrove also prints a task's log to stderr; the log file suffices.
+    # datatrove also prints a task's log to stderr, where several workers would mix their lines; the log file suffices.
     with Path(os.devnull).open("w") as null, contextlib.redirect_stderr(null):
         try:
             executor._run_for_rank(rank)  # datatrove asks its executors to call this

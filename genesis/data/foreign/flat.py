@@ -1,4 +1,4 @@
-"""Reads flat files of tokens: numpy's `.npy`, and `.bin` as nanoGPT (no header) and llm.c (a header) write them.
+"""Reads flat files of tokens: numpy's `.npy`, and the `.bin` files of nanoGPT (no header) and llm.c (with a header).
 
 Flat files have no index of documents: an end-of-document id marks the ends.
 """
@@ -51,7 +51,9 @@ def _read_npy(path: Path) -> TokenFile:
     num_tokens = prod(shape)
     expected_bytes = byte_offset + num_tokens * dtype.itemsize
     if num_bytes != expected_bytes:
-        raise UserError(f"{path} has {num_bytes} bytes, its header says {expected_bytes}; it was cut short")
+        raise UserError(
+            f"{path} has {num_bytes} bytes, but its header requires {expected_bytes}; it is truncated: copy it again"
+        )
     return TokenFile(path, num_bytes, dtype.name, one_run(byte_offset, num_tokens), None)
 
 
@@ -78,5 +80,7 @@ def _read_bin(path: Path, dtype: str | None) -> TokenFile:
 def _with_header(path: Path, num_bytes: int, num_tokens: int, dtype: str) -> TokenFile:
     expected_bytes = _LLMC_HEADER.size + num_tokens * np.dtype(dtype).itemsize
     if num_bytes != expected_bytes:
-        raise UserError(f"{path} has {num_bytes} bytes, its header says {expected_bytes}; it was cut short")
+        raise UserError(
+            f"{path} has {num_bytes} bytes, but its header requires {expected_bytes}; it is truncated: copy it again"
+        )
     return TokenFile(path, num_bytes, dtype, one_run(_LLMC_HEADER.size, num_tokens), None)

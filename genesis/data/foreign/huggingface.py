@@ -1,10 +1,10 @@
-"""Reads a column of tokens of a dataset that Hugging Face's `datasets` saved to disk.
+"""Reads a column of tokens from a dataset that Hugging Face's `datasets` saved to disk.
 
 DIRECTORY/state.json                          names the files, in their order
 DIRECTORY/data-00000-of-00002.arrow ...       Arrow streams: batches of rows, each column of a batch in one piece
-DIRECTORY/dataset_dict.json                   of a directory that holds one such directory for each split
+DIRECTORY/dataset_dict.json                   in a directory with one such directory per split
 
-A row is a document. Its ids are read from the file, where Arrow left them: nothing is decoded or copied.
+A row is a document. Ids are read in place from the Arrow file: nothing is decoded or copied.
 """
 
 import json
@@ -29,7 +29,7 @@ def list_arrow_files(directory: Path) -> list[Path]:
     """Returns the files of a saved dataset, in their order.
 
     Raises:
-        UserError: The directory holds several splits, or does not name its files.
+        UserError: The directory holds several splits, or its state file lists no data files.
     """
     if (directory / SPLITS_NAME).exists():
         splits = _read_json(directory / SPLITS_NAME).get("splits", [])
@@ -44,8 +44,8 @@ def read_arrow(path: Path, column: str) -> TokenFile:
     """Returns the content of the column `column` of an `.arrow` file.
 
     Raises:
-        UserError: The file is damaged or compressed, the column is missing, is not one of tokens, or has rows without a
-            value; rows are padded, or some of their labels are masked.
+        UserError: The file is damaged or compressed; the column is missing, does not hold lists of ids, or has rows
+            without a value; rows are padded, or some of their labels are masked.
     """
     num_bytes = file_size(path)
     dtype = ""
@@ -62,9 +62,9 @@ def read_arrow(path: Path, column: str) -> TokenFile:
                 if run.num_tokens:
                     runs.append(run)
                     ends.append(batch_ends)
-    except (pa.ArrowException, OSError) as error:  # the latter where the stream breaks off
+    except (pa.ArrowException, OSError) as error:  # Arrow raises OSError for a truncated stream
         reason = " ".join(str(error).split())
-        raise UserError(f"{path} is no Arrow stream or is damaged ({reason}); save the dataset again") from None
+        raise UserError(f"{path} is not an Arrow stream or is damaged ({reason}); save the dataset again") from None
 
     def read_ends() -> Iterator[NDArray[np.int64]]:
         starts = accumulate((run.num_tokens for run in runs), initial=0)
@@ -74,7 +74,7 @@ def read_arrow(path: Path, column: str) -> TokenFile:
 
 
 def _locate(path: Path, rows: Any, address: int, num_bytes: int) -> tuple[Run, NDArray[np.int64]]:
-    """Returns the run of a batch's tokens in the file, and the ends of its rows in tokens."""
+    """Returns the run of tokens of a batch in the file, and the ends of the batch's rows in tokens."""
     values = rows.values
     if rows.null_count or values.null_count:
         raise UserError(f"{path} has rows or ids that are null; leave them out (Dataset.filter) and save it again")
@@ -86,7 +86,7 @@ def _locate(path: Path, rows: Any, address: int, num_bytes: int) -> tuple[Run, N
     item_bytes = values.type.bit_width // 8
     byte_offset = buffer.address - address + (values.offset + int(offsets[0])) * item_bytes
     if not 0 <= byte_offset <= num_bytes - count * item_bytes:
-        raise UserError(f"{path} is compressed, so its ids cannot be read where they lie; save it without compression")
+        raise UserError(f"{path} is compressed, so its ids cannot be read in place; save it without compression")
     return Run(byte_offset, count), offsets[1:] - offsets[0]
 
 

@@ -1,4 +1,4 @@
-"""Reads Megatron's indexed datasets, which NeMo and others use, too.
+"""Reads Megatron's indexed datasets, which NeMo and other projects also use.
 
 NAME.bin    the tokens of all sequences, one after another
 NAME.idx    little-endian:
@@ -6,11 +6,11 @@ NAME.idx    little-endian:
             uint64     version, 1
             uint8      the code of the tokens' type
             uint64     number of sequences
-            uint64     number of documents, and one
-            int32      for each sequence: its tokens
-            int64      for each sequence: where it begins in NAME.bin, in bytes
-            int64      for each document the number of sequences before it, and then that of all sequences
-            int8       for each sequence of a multimodal dataset: its mode
+            uint64     number of documents plus one
+            int32      per sequence: number of its tokens
+            int64      per sequence: offset of its first byte in NAME.bin
+            int64      per document: number of sequences before it; finally the number of all sequences
+            int8       per sequence of a multimodal dataset: its mode
 
 A document may have several sequences. References: `IndexedDataset` in NVIDIA/Megatron-LM,
 megatron/core/datasets/indexed_dataset.py; the codes 9 and 10 are Megatron-DeepSpeed's.
@@ -48,20 +48,22 @@ def read_megatron(path: Path) -> TokenFile:
     documents_at = pointers_at + 8 * num_sequences
     expected_bytes = documents_at + 8 * num_entries
     if index_bytes == expected_bytes + num_sequences and num_sequences:
-        raise UserError(f"{index} is that of a multimodal dataset (its sequences have modes); only tokens can be read")
+        raise UserError(f"{index} is that of a multimodal dataset (its sequences have modes); give a dataset of text")
     if index_bytes != expected_bytes:
-        raise UserError(f"{index} has {index_bytes} bytes, its header says {expected_bytes}; copy or make it again")
+        raise UserError(
+            f"{index} has {index_bytes} bytes, but its header requires {expected_bytes}; copy or build it again"
+        )
     lengths = map_array(index, "<i4", lengths_at, num_sequences)
     pointers = map_array(index, "<i8", pointers_at, num_sequences)
     documents = map_array(index, "<i8", documents_at, num_entries)
     num_tokens = _check_sequences(index, lengths, pointers, item_bytes)
     if num_tokens * item_bytes != num_bytes:
         raise UserError(
-            f"{bin_path} has {num_bytes} bytes, {index.name} says {num_tokens} tokens of {item_bytes} bytes; one of "
-            "them was cut short or belongs to another"
+            f"{bin_path} has {num_bytes} bytes, but {index.name} lists {num_tokens} tokens of {item_bytes} bytes; "
+            "copy or build both again"
         )
     if not num_entries or documents[0] != 0 or documents[-1] != num_sequences:
-        raise UserError(f"{index} has documents that do not cover its {num_sequences} sequences; make it again")
+        raise UserError(f"{index} has documents that do not cover its {num_sequences} sequences; build it again")
 
     def read_ends() -> Iterator[NDArray[np.int64]]:
         for first in range(1, num_entries, ENDS_PER_BLOCK):
@@ -78,20 +80,24 @@ def _read_header(index: Path, index_bytes: int) -> tuple[str, int, int]:
     with index.open("rb") as file:
         header = file.read(_HEADER.size)
     if header.startswith(_OLD_MAGIC):
-        raise UserError(f"{index} is of Megatron's old format (TNTIDX); make it again with dataset-impl mmap")
+        raise UserError(f"{index} has Megatron's old format (TNTIDX); build it again with dataset-impl mmap")
     if not header.startswith(_MAGIC) or len(header) < _HEADER.size:
-        raise UserError(f"{index} is no index of Megatron's ({index_bytes} bytes, which begin with {header[:9]!r})")
+        raise UserError(
+            f"{index} is not an index of Megatron's ({index_bytes} bytes, starting with {header[:9]!r}); build it again"
+        )
     _, version, code, num_sequences, num_entries = _HEADER.unpack(header)
     if version != 1:
-        raise UserError(f"{index} has version {version}, this version of genesis reads 1; upgrade genesis")
+        raise UserError(f"{index} has version {version}, but this version of genesis reads 1; upgrade genesis")
     if code not in _DTYPES:
         known = ", ".join(f"{known} {name}" for known, name in _DTYPES.items())
-        raise UserError(f"{index} has tokens of the type with code {code}; the codes of integers are {known}")
+        raise UserError(
+            f"{index} has tokens of the type with code {code}; convert them to an integer type (codes {known})"
+        )
     return _DTYPES[code], num_sequences, num_entries
 
 
 def _check_sequences(index: Path, lengths: NDArray[np.integer], pointers: NDArray[np.integer], item_bytes: int) -> int:
-    """Returns the tokens of all sequences, which must lie one after another."""
+    """Returns the number of tokens of all sequences, which must be contiguous."""
     num_tokens = 0
     for first in range(0, len(lengths), ENDS_PER_BLOCK):
         block = lengths[first : first + ENDS_PER_BLOCK].astype(np.int64)
@@ -99,8 +105,8 @@ def _check_sequences(index: Path, lengths: NDArray[np.integer], pointers: NDArra
         wrong = np.flatnonzero((pointers[first : first + ENDS_PER_BLOCK] != (ends - block) * item_bytes) | (block < 0))
         if len(wrong):
             raise UserError(
-                f"{index} says that sequence {first + wrong[0]} begins at byte {pointers[first + wrong[0]]}, where the "
-                "one before it does not end; make it again"
+                f"{index} has sequence {first + wrong[0]} at byte {pointers[first + wrong[0]]}, which is not the end "
+                "of the sequence before it; build the index again"
             )
         num_tokens = int(ends[-1])
     return num_tokens

@@ -3,13 +3,13 @@
 A source's files are cut into *spans*, each of which can be read alone: a range of bytes of an uncompressed file of
 records, a range of row groups of a parquet file, or a whole file. Reading all spans in order gives every document once.
 
-A file may lie in a store (`genesis.data.remote`): it is then listed there and read from its copy in the local cache
-(`genesis.data.cache`), which is made when a span of it is first read.
+A file may lie in a store (`genesis.data.remote`). Such a file is listed in the store and read from a copy in the local
+cache (`genesis.data.cache`), which is downloaded when a span of the file is first read.
 
-    options.py     what a source is          files.py     its files, and parts of them
-    blocks.py      a file's bytes, in blocks and cut at a delimiter
-    records.py     entries of text and jsonl files        tables.py    entries of parquet and arrow files
-    read.py        spans of all kinds of files, and their entries and documents        sample.py    a share of them
+    options.py     the options of a source                  files.py     its files and their spans
+    blocks.py      the bytes of a file, in blocks and cut at a delimiter
+    records.py     entries of text and jsonl files          tables.py    entries of parquet and arrow files
+    read.py        spans, entries and documents of files    sample.py    a sample of documents
 """
 
 from genesis.data.sources.entry import DamagedFileError, Document, Entry

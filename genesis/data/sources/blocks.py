@@ -1,4 +1,4 @@
-"""The bytes of a file: decompressed, in blocks, and cut into records at a delimiter."""
+"""Reads the bytes of a file: decompressed, in blocks, and cut into records at a delimiter."""
 
 import gzip
 import zlib

@@ -1,4 +1,4 @@
-"""Entries and documents: a record of a file before and after it is understood."""
+"""Entries and documents: a record of a file before and after it is parsed."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -14,10 +14,10 @@ class DamagedFileError(UserError):
 
 
 class Document(NamedTuple):
-    """One text, its UTF-8 form, and how many bytes of the span's file were read when it came.
+    """One text, its UTF-8 form, and the number of bytes of the span's file that were read up to its end.
 
     The text of a conversation is `genesis.chat.conversation.Conversation.dump`. Such a document has its `record`, with
-    all fields, and `place`, which returns where the record stands, for messages.
+    all fields, and `place`, which returns the record's position, for messages.
     """
 
     text: str
@@ -28,10 +28,11 @@ class Document(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One record of a span, not understood yet: where it begins, where the next one does, and how to read it.
+    """One record of a span before it is parsed: its start, the start of the next record, and a function that parses it.
 
-    `read(True)` raises `UserError` with the record's place if it is bad; `read(False)` may name a wrong line, which
-    saves the pass over the file that counts them. A record without text, as a blank line, gives an empty document.
+    `read(True)` raises `UserError` with the exact position of a bad record. `read(False)` may report a wrong line
+    number, which saves a pass over the file to count lines. A record without text, such as a blank line, gives an
+    empty document.
     """
 
     start: int
@@ -40,7 +41,7 @@ class Entry(NamedTuple):
 
 
 def decode(source: SourceOptions, data: bytes, position: int, place: Callable[[int], str]) -> Document:
-    """Returns the document of UTF-8 `data`; `place(index)` names where its byte `index` stands.
+    """Returns the document of UTF-8 `data`; `place(index)` describes the position of byte `index` in the file.
 
     Raises:
         UserError: The data are not UTF-8, and the source does not replace such bytes.
@@ -78,5 +79,5 @@ def decode_conversation(
 
 
 def one_line(error: Exception) -> str:
-    """Returns another library's error message in one line, as a part of our message."""
+    """Returns another library's error message in one line, for use within a message of this package."""
     return " ".join(str(error).split())

@@ -1,4 +1,4 @@
-"""Finds and describes the files of a source, and refuses files that have changed since."""
+"""Finds and describes the files of a source, and refuses files that changed after they were listed."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from genesis.errors import UserError
 Compression = Literal[".gz", ".zst"]
 
 _DIRECTORY_SUFFIXES: Final = (".txt", ".jsonl", ".parquet", ".arrow")
-"""Files that a directory is searched for when a source names no suffixes."""
+"""Suffixes of the files that are taken from a directory if the source gives no suffixes."""
 _COMPRESSIONS: Final[tuple[Compression, ...]] = (".gz", ".zst")
 _KINDS: Final[dict[str, Kind]] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
 """Formats by suffix; any other file is text."""
@@ -19,10 +19,10 @@ _KINDS: Final[dict[str, Kind]] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parqu
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file when it was listed; a later change of the file is refused.
+    """A file as it was listed; a file that changes later is refused.
 
-    Of a file in a store `path` is the URL, and `identity` stands for the time of modification: what the store says that
-    changes with the file, as its ETag.
+    For a file in a store, `path` is the URL, and `identity` replaces the modification time: it is a value of the store
+    that changes with the file, such as the ETag.
     """
 
     path: str
@@ -33,7 +33,7 @@ class InputFile:
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a file that can be read alone: bytes, row groups (in arrow, batches), or all of it (0 to its size)."""
+    """A part of a file that can be read alone: bytes, row groups (batches in arrow), or the whole file."""
 
     file: InputFile
     start: int
@@ -42,7 +42,7 @@ class Span:
 
 
 def kind_of(path: str, source: SourceOptions) -> Kind:
-    """Returns how a file holds documents."""
+    """Returns the kind of a file: how it holds documents."""
     if source.format != "auto":
         return source.format
     stem = file_name(path).removesuffix(compression_of(path) or "")
@@ -50,7 +50,7 @@ def kind_of(path: str, source: SourceOptions) -> Kind:
 
 
 def compression_of(path: str) -> Compression | None:
-    """Returns how a file is compressed, by its name."""
+    """Returns the compression of a file, which its name shows."""
     return next((ending for ending in _COMPRESSIONS if file_name(path).endswith(ending)), None)
 
 

@@ -20,13 +20,13 @@ class SourceOptions:
 
     Args:
         name: The source's name, also of its directory in the corpus: letters, digits, ".", "_" and "-".
-        paths: Files, directories (searched through all levels) or globs ("**" crosses levels); also URLs of them, as
-            s3://bucket/web/*.jsonl.zst, https://host/a.parquet or any other URL that fsspec supports.
+        paths: Files, directories (searched through all levels) or globs ("**" crosses levels); also URLs of these, such
+            as s3://bucket/web/*.jsonl.zst, https://host/a.parquet or any other URL that fsspec supports.
         format: How files hold documents: text (a file is one document; also source code), jsonl, parquet, arrow (a
-            dataset that Hugging Face's `datasets` saved); auto goes by the name of each file. Text and jsonl files may
-            be compressed (.gz, .zst).
-        suffixes: Endings of the files taken from directories, as [.py, .md]; [.txt, .jsonl, .parquet, .arrow] if not
-            given.
+            dataset that Hugging Face's `datasets` saved); auto decides by the name of each file. Text and jsonl files
+            may be compressed (.gz, .zst).
+        suffixes: Suffixes of the files taken from directories, such as [.py, .md]; [.txt, .jsonl, .parquet, .arrow] if
+            not given.
         text_field: Field (jsonl) or column (parquet, arrow) that holds the text; of conversations in the forms messages
             and sharegpt the turns, which are looked for in messages, conversations and conversation if it is not given.
         separator: The text between documents of a text file, such as "\\n" or "<|endoftext|>"; without it a file is one

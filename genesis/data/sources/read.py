@@ -15,7 +15,8 @@ from genesis.errors import UserError
 def plan_spans(source: SourceOptions, files: Sequence[InputFile], target_bytes: int) -> Iterator[Span]:
     """Yields the spans of a source's files in order, of about `target_bytes` where a file can be cut.
 
-    A file in a store is one span: all of it is copied to read a part, and a small cache would not keep it for the next.
+    A file in a store is one span: reading any part requires a download of the whole file, and a small cache might not
+    keep the file until the next span.
 
     Raises:
         UserError: A parquet file is damaged, or has no text in `text_field`.
@@ -28,7 +29,7 @@ def plan_spans(source: SourceOptions, files: Sequence[InputFile], target_bytes: 
                 f"format of source {source.name}"
             )
         if is_url(file.path):
-            if file.num_bytes or kind in TABLES:  # an empty table is refused where it is read
+            if file.num_bytes or kind in TABLES:  # an empty table is refused when it is read
                 yield Span(file, 0, file.num_bytes, file.num_bytes)
         elif kind in TABLES:
             yield from plan_row_groups(source, file, target_bytes)
@@ -41,11 +42,11 @@ def plan_spans(source: SourceOptions, files: Sequence[InputFile], target_bytes: 
 
 
 def read_entries(source: SourceOptions, span: Span, start: int = 0) -> Iterator[Entry]:
-    """Yields the records of a span in order, from the one at `start` on: 0, or where an entry ends.
+    """Yields the entries of a span in order, from the entry at `start`, which is 0 or the end of an entry.
 
-    A bad record raises when it is read, not here. An uncompressed file of records is read from `start` on, a parquet
-    file from the row group that holds it, a compressed file from its beginning. Memory is bounded by the largest
-    record (and, for parquet, by a row group).
+    A bad record raises an error when its entry is read, not here. An uncompressed file of records is read from `start`
+    on, a parquet file from the row group of that entry, a compressed file from its beginning. Memory is bounded by the
+    largest record (and, for parquet, by a row group).
 
     Raises:
         DamagedFileError: The file is truncated or damaged.
@@ -60,7 +61,7 @@ def read_entries(source: SourceOptions, span: Span, start: int = 0) -> Iterator[
             f"{span.file.path} is truncated or damaged ({one_line(error)}); fetch it again"
         ) from None
     except OSError as error:
-        if error.errno is None:  # pyarrow's, of data that does not decompress
+        if error.errno is None:  # pyarrow raises it for data that does not decompress
             raise DamagedFileError(f"{span.file.path} is damaged ({one_line(error)}); fetch it again") from None
         raise explain_unreadable(span.file.path, source, error) from None
     check_unchanged(source, span.file)
@@ -70,8 +71,8 @@ def read_documents(source: SourceOptions, span: Span) -> Iterator[Document]:
     """Yields the documents of a span in order; empty ones are left out.
 
     Raises:
-        UserError: The file has changed or is damaged, or a document is not what `source` says; the line names the
-            file and the place in it.
+        UserError: The file has changed or is damaged, or a document does not match the options in `source`; the message
+            has the file and the position in it.
     """
     for entry in read_entries(source, span):
         document = entry.read(True)

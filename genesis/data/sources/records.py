@@ -1,4 +1,4 @@
-"""Entries of files of records: text, whole or cut at a separator, and jsonl."""
+"""Reads the entries of text files, whole or cut at a separator, and of jsonl files."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ def find_delimiter(kind: Kind, source: SourceOptions) -> bytes | None:
 
 
 def record_entries(source: SourceOptions, span: Span, start: int) -> Iterator[Entry]:
-    """Yields the records of a span, from the one at `start` on."""
+    """Yields the entries of a span, from the entry at `start` on."""
     kind = kind_of(span.file.path, source)
     delimiter = find_delimiter(kind, source)
     read = partial(_read_record, source, span, kind)

@@ -12,9 +12,9 @@ _SPAN_BYTES: Final = 4 << 20
 
 
 def sample_texts(sources: Sequence[SourceOptions], budget_bytes: int, seed: int = 0) -> Iterator[str]:
-    """Yields documents of all sources, by weight, up to about `budget_bytes` of text: the same for the same files.
+    """Yields documents of all sources, by weight, up to about `budget_bytes` of text; deterministic for the same files.
 
-    A source's share is taken from all over its files. One smaller than its share is taken whole.
+    The sample of a source is spread over all its files. A source that is smaller than its share is used whole.
     """
     check_sources(sources)
     refuse_conversations(sources, "and a tokenizer learns from plain text; leave the source out")

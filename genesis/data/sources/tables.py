@@ -1,4 +1,4 @@
-"""Entries of tables: parquet, and Arrow's streams in its shape."""
+"""Reads the entries of tables: parquet files, and Arrow streams through the same interface."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ from genesis.data.sources.options import Kind, SourceOptions
 from genesis.errors import UserError
 
 TABLES: Final[dict[Kind, Callable[[str | Path], Any]]] = {"parquet": pq.ParquetFile, "arrow": ArrowFile}
-"""What opens a table of each kind."""
+"""The function that opens a table, by kind."""
 
 _ROWS_PER_BATCH: Final = 256
 
@@ -34,7 +34,7 @@ def plan_row_groups(source: SourceOptions, file: InputFile, target_bytes: int) -
             _check_column(source, file.path, table.schema_arrow)
             sizes = [table.metadata.row_group(index).total_byte_size for index in range(table.num_row_groups)]
     except pa.ArrowException as error:
-        raise UserError(f"{file.path} is not a whole {kind} file ({one_line(error)}); fetch it again") from None
+        raise UserError(f"{file.path} is not a complete {kind} file ({one_line(error)}); fetch it again") from None
     start, num_bytes = 0, 0
     for index, size in enumerate(sizes):
         num_bytes += size
@@ -78,7 +78,7 @@ def _read_values(source: SourceOptions, table: Any, group: int, num_skipped: int
 
 
 def _read_row(source: SourceOptions, span: Span, row: int, position: int, data: Any, is_located: bool) -> Document:
-    """Returns the document of a row; `is_located` is for entries of other kinds, a row always knows its number."""
+    """Returns the document of a row; `is_located` has no effect, because a row's number is always known."""
     if source.chat is not None:
         return decode_conversation(source, data, position, partial("{}, row {}".format, span.file.path, row))
     if data is None:
@@ -91,7 +91,7 @@ def _read_row(source: SourceOptions, span: Span, row: int, position: int, data: 
 
 @contextmanager
 def _open_table(source: SourceOptions, span: Span) -> Iterator[tuple[Any, range]]:
-    """Gives the file and the span's row groups."""
+    """Yields the open file and the span's row groups."""
     kind = kind_of(span.file.path, source)
     with open_local(span.file) as path, TABLES[kind](path) as table:
         _check_column(source, span.file.path, table.schema_arrow)

@@ -2,9 +2,9 @@
 
 L  lanes     R  ranks
 
-Position p is served by lane (p + shift) mod L, where the shift is a function of the seed and of p // L: every L
-consecutive positions from a multiple of L have each lane once, and no lane falls into step with the mix. Rank r reads
-the lanes whose number is r modulo R. Where R divides L and the global batch, every rank has equally many rows of every
+Position p is served by lane (p + shift) mod L, where the shift is a function of the seed and of p // L. Every L
+consecutive positions from a multiple of L use each lane once, and no lane synchronizes with the mix. Rank r reads the
+lanes whose number is r modulo R. If R divides L and the global batch, every rank has the same number of rows of every
 global batch, and the global batch is the same set of sequences for any R.
 
 Everything here is a pure function of its arguments.

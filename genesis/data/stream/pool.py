@@ -118,7 +118,7 @@ class _Worker:
 class WorkerPool:
     """Builds blocks in processes; a lane is always served by the same process, which keeps its files open.
 
-    A thread of the pool communicates with the workers; one other thread at a time may call `ask` and `take`.
+    A thread of the pool communicates with the workers; one other thread at a time may call `request` and `take`.
 
     Args:
         setups: The setup of each worker; its `parts` are the lanes that it serves.
@@ -180,7 +180,7 @@ class WorkerPool:
         return _block_of(answer)
 
     def forget(self) -> None:
-        """Drops all that was asked for and not taken; what a worker has begun, it finishes for nothing."""
+        """Drops all requested blocks that were not taken; a worker finishes its current block, which is discarded."""
         with self._changed:
             self._answers.clear()
             for worker in self._workers:

@@ -86,14 +86,20 @@ def test_a_datatrove_file_without_metadata_tells_its_width_by_its_index(tmp_path
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda text: cut(text.with_suffix(".bin"), 140), r"text\.bin has 140 bytes, text\.idx says 71 tokens of 2"),
-        (lambda text: cut(text.with_suffix(".idx"), 100), r"text\.idx has 100 bytes, its header says 122"),
-        (lambda text: cut(text.with_suffix(".idx"), 20), r"text\.idx is no index of Megatron's"),
+        (
+            lambda text: cut(text.with_suffix(".bin"), 140),
+            r"text\.bin has 140 bytes, but text\.idx lists 71 tokens of 2",
+        ),
+        (lambda text: cut(text.with_suffix(".idx"), 100), r"text\.idx has 100 bytes, but its header requires 122"),
+        (lambda text: cut(text.with_suffix(".idx"), 20), r"text\.idx is not an index of Megatron's"),
         (lambda text: overwrite(text.with_suffix(".idx"), 0, b"TNTIDX\0\0"), r"old format \(TNTIDX\)"),
-        (lambda text: overwrite(text.with_suffix(".idx"), 0, b"RIFF"), "is no index of Megatron's"),
-        (lambda text: overwrite(text.with_suffix(".idx"), 9, b"\2"), "has version 2, this version of genesis reads 1"),
-        (lambda text: overwrite(text.with_suffix(".idx"), 17, b"\6"), "of the type with code 6; the codes of integers"),
-        (lambda text: overwrite(text.with_suffix(".idx"), 34, b"\5"), "sequence 1 begins at byte 8, where the one"),
+        (lambda text: overwrite(text.with_suffix(".idx"), 0, b"RIFF"), "is not an index of Megatron's"),
+        (
+            lambda text: overwrite(text.with_suffix(".idx"), 9, b"\2"),
+            "has version 2, but this version of genesis reads 1",
+        ),
+        (lambda text: overwrite(text.with_suffix(".idx"), 17, b"\6"), "of the type with code 6; convert them"),
+        (lambda text: overwrite(text.with_suffix(".idx"), 34, b"\5"), "sequence 1 at byte 8, which is not the end"),
         (lambda text: overwrite(text.with_suffix(".idx"), 114, b"\3"), "documents that do not cover its 4 sequences"),
         (lambda text: text.with_suffix(".idx").unlink(), r"text\.idx cannot be read"),
     ],
@@ -142,8 +148,8 @@ def test_flat_files_that_are_cut_short_or_of_unknown_width_are_refused(tmp_path:
     refused(lambda: read_flat(plain, None), r"b\.bin has no header with the type of its tokens; give dtype")
     for path in (npy, llmc, plain):
         cut(path, path.stat().st_size - 1)
-    refused(lambda: read_flat(npy, None), r"a\.npy has \d+ bytes, its header says \d+; it was cut short")
-    refused(lambda: read_flat(llmc, None), r"a\.bin has 1165 bytes, its header says 1166; it was cut short")
+    refused(lambda: read_flat(npy, None), r"a\.npy has \d+ bytes, but its header requires \d+; it is truncated")
+    refused(lambda: read_flat(llmc, None), r"a\.bin has 1165 bytes, but its header requires 1166; it is truncated")
     refused(lambda: read_flat(plain, "uint16"), r"b\.bin has 141 bytes, not a multiple of 2 \(uint16\)")
     npy.write_bytes(b"not numpy")
     refused(lambda: read_flat(npy, None), r"a\.npy is not a \.npy file")
@@ -194,13 +200,13 @@ def test_a_stream_that_is_cut_compressed_or_no_stream_is_refused(tmp_path: Path)
     size = path.stat().st_size
     for num_bytes in (size - 8, *range(size - 10, -1, -100)):  # 8: the end of the stream alone
         cut(path, num_bytes)
-        refused(lambda: read_arrow(path, "input_ids"), "is no Arrow stream or is damaged")
+        refused(lambda: read_arrow(path, "input_ids"), "is not an Arrow stream or is damaged")
     assert num_bytes < 100
     table = pa.table({"input_ids": pa.array([[1] * 5000], pa.list_(pa.int32()))})
     write_stream(tmp_path / "compressed.arrow", table, compression="zstd")
     refused(lambda: read_arrow(tmp_path / "compressed.arrow", "input_ids"), "is compressed")
     (tmp_path / "text.arrow").write_bytes(b"text, not arrow, and long enough to look like something")
-    refused(lambda: read_arrow(tmp_path / "text.arrow", "input_ids"), "is no Arrow stream or is damaged")
+    refused(lambda: read_arrow(tmp_path / "text.arrow", "input_ids"), "is not an Arrow stream or is damaged")
 
 
 def test_a_dataset_of_several_splits_or_a_damaged_state_is_refused(tmp_path: Path) -> None:
