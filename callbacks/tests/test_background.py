@@ -330,7 +330,7 @@ def test_a_step_during_staging_is_torn_then_blocking_then_refused(tmp_path):
     steps = iter(range(10))
     outcome = begin_and_finish(pipeline, 1, parts, Progress(lambda: next(steps)))
     assert (outcome.kind, pipeline.staging) == ("torn", "blocking")
-    assert "an optimizer step came before its end" in outcome.text
+    assert "an optimizer step came too early" in outcome.text
     assert begin_and_finish(pipeline, 1, parts, Progress(lambda: next(steps))).kind == "failed"
     assert begin_and_finish(pipeline, 1, parts, Progress(lambda: 0)).kind == "committed"
     assert {path.name for path in tmp_path.iterdir()} == {".trash", "step-00000001"}

@@ -191,7 +191,7 @@ def test_a_damaged_mark_stops_retention_and_says_so(tmp_path):
     fit_on(1, tmp_path, "single", 2, monitor="validation/loss", every_n_steps=1)
     mark = tmp_path / "checkpoints/best.json"
     mark.write_text(mark.read_text()[:10])
-    with pytest.raises(CheckpointError, match=r"best\.json is no mark of a best checkpoint"):
+    with pytest.raises(CheckpointError, match=r"best\.json is not a mark of a best checkpoint"):
         read_best(tmp_path)
 
 
@@ -337,7 +337,7 @@ def test_forged_others_are_no_marks(tmp_path, others):
     mark = {"name": "step-00000001", "manifest_hash": "a", "monitor": "m", "mode": "min", "value": 1, "others": others}
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints/best.json").write_text(json.dumps(mark))
-    with pytest.raises(CheckpointError, match=r"best\.json is no mark of a best checkpoint"):
+    with pytest.raises(CheckpointError, match=r"best\.json is not a mark of a best checkpoint"):
         read_best(tmp_path)
 
 

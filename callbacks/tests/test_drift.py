@@ -140,9 +140,9 @@ def test_the_refusal_has_the_remedy_first_and_the_diff_by_area():
     with pytest.raises(DriftError) as raised:
         check_drift(MANIFEST, differences, POLICY)
     assert str(raised.value).splitlines() == [
-        "the checkpoint of step 4 is of another run: use what it was trained with; allow what you mean to change by "
-        """--allow '["corpus", "opt.lr", "steps"]'; start a new run for another net.dim, which cannot """
-        "change within one",
+        "the checkpoint of step 4 is of another run: use the options that it was trained with; allow intended changes "
+        """by --allow '["corpus", "opt.lr", "steps"]'; start a new run for another net.dim, which cannot """
+        "change within a run",
         "  identity",
         "    corpus is 'code' and was 'web'",
         "  model",

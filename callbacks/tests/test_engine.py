@@ -147,7 +147,7 @@ def test_nothing_there_is_none(tmp_path):
 def test_a_checkpoint_is_never_written_over(tmp_path):
     (path,) = save_steps(tmp_path, 3)
     before = path.stat()
-    with pytest.raises(SaveFailedError, match="never written over"):
+    with pytest.raises(SaveFailedError, match="never overwritten"):
         save_steps(tmp_path, 3)
     assert path.stat() == before
     assert verify(path, "deep").step == 3

@@ -249,7 +249,7 @@ def test_bad_and_hung_disks_under_writers_fail_their_saves_by_name_and_training_
         assert "the save at step 2 failed" in marker
         assert "Input/output error" in marker
         assert "the save at step 4 failed, the last good one is step-00000003: rank 1: OSError: [Errno 5]" in shard
-        assert "rank 1: the writer process hung: it was killed after 5 s" in hung
+        assert "rank 1: the writer process did not answer: it was killed after 5 s" in hung
         assert run["failed"] == 4
         assert len(run["losses"]) == 5
     assert committed(tmp_path) == ["step-00000003"]
@@ -364,7 +364,8 @@ def test_a_writer_that_hangs_in_the_kernel_is_left_behind_in_time(tmp_path):
     if text is None:
         pytest.skip("mounting is not allowed here")
     assert text == (
-        "the writer process hung: it was killed after 0.5 s, and hangs still: its file system does not answer"
+        "the writer process did not answer: it was killed after 0.5 s, but still hangs: "
+        "its file system does not respond"
     )
     assert time.monotonic() - begin_seconds < 60
 
@@ -517,7 +518,7 @@ def test_an_optimizer_that_lost_its_state_is_not_saved(tmp_path):
     weight += 1
     pipeline.begin(2, lambda: Snapshot(2, {}, model, {}), progress)
     outcome = pipeline.finish()
-    assert outcome.text == "optimizer 0 has been emptied: step-00000001 has its state, this save would have none"
+    assert outcome.text == "optimizer 0 has been emptied: step-00000001 has its state, but this save would have none"
     assert find_latest(tmp_path).name == "step-00000001"
     pipeline.close(0.0)
 

@@ -152,5 +152,5 @@ def test_a_tensor_that_is_no_parameter_is_refused_though_others_are_known():
     project = Project()
     project.take()
     project.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-    with pytest.raises(UnsupportedStateError, match="no parameter of the model"):
+    with pytest.raises(UnsupportedStateError, match="not a parameter of the model"):
         project.take()

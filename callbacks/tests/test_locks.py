@@ -89,7 +89,7 @@ def test_another_process_and_the_same_one_are_refused_while_the_owner_lives(tmp_
 @pytest.mark.parametrize("look", [DirectoryLock, check_not_in_use, find_holder])
 def test_a_lock_that_is_no_file_is_refused_without_waiting(tmp_path, make, kind, look):
     make(tmp_path / ".lock")
-    with pytest.raises(CheckpointError, match=rf"\.lock is {kind} where the lock file of a run must be: remove it"):
+    with pytest.raises(CheckpointError, match=rf"\.lock is {kind}, but must be the lock file of a run: remove it"):
         look(tmp_path)
 
 
@@ -167,7 +167,7 @@ def test_a_wait_for_an_earlier_runs_writer_is_reported_once_with_its_name_and_it
     staging = tmp_path / "step-00000007.staging-0"
     staging.mkdir()
     with hold_staging(staging):
-        assert wait_for_orphans(tmp_path, 0.0, is_told=False) == [staging.name]
+        assert wait_for_orphans(tmp_path, 0.0, is_reported=False) == [staging.name]
         assert capfd.readouterr().err == ""
         assert wait_for_orphans(tmp_path, 1.2) == [staging.name]
     line = f"genesis-callbacks: waiting up to 1.2 s for the writer of an earlier run, which still saves {staging}\n"

@@ -120,7 +120,7 @@ def fail_on_one_rank(directory):
         return Snapshot(1, {}, local_shards("model.x", torch.ones(2), "parameter"), {})
 
     target = SaveTarget(directory, Ranks())
-    with pytest.raises(SaveFailedError, match="reporting what to save: rank 1: OSError: no snapshot here"):
+    with pytest.raises(SaveFailedError, match="reporting the tensors to save: rank 1: OSError: no snapshot here"):
         save_blocking(target, take)
     save_blocking(target, lambda: Snapshot(2, {}, local_shards("model.x", torch.ones(2), "parameter"), {}))
 
@@ -138,7 +138,7 @@ def restore_swapped(path):
     if dist.get_rank() == 1:
         matrix = next(local.data for local in parts if local.part.name == "model.matrix")
         matrix.copy_(matrix.flip(0))
-    with pytest.raises(CorruptCheckpointError, match=r"1 tensors are not what was saved.*model\.matrix: its digest"):
+    with pytest.raises(CorruptCheckpointError, match=r"1 tensors differ from step.*model\.matrix: its digest"):
         check_restored(manifest, parts, Ranks())
     return os.environ["RANK"]
 

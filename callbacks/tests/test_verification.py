@@ -313,7 +313,7 @@ def test_a_stub_ends_the_run_on_every_rank_after_the_first_save(tmp_path, strate
     results = run_stock(tmp_path, strategy, StubModel, world_size=world_size, trainer={"max_steps": 50})
     for result in results:
         assert f"holds 0 of {NUM_TENSORS} model tensors (" in result["error"]
-        assert "KB where at least 2.1 KB are due); missing: net.embed.weight, " in result["error"]
+        assert "KB where at least 2.1 KB are expected); missing: net.embed.weight, " in result["error"]
         assert "checkpoint of step 2 at" in result["error"]
         assert 2 <= result["step"] <= 3
     assert len({result["error"] for result in results}) == 1
@@ -350,7 +350,7 @@ def test_warn_goes_on_and_counts(tmp_path):
         (HalfForgetfulModel, f"lacks {NUM_PARAMETERS} tensors of optimizer 0: net.embed.weight's exp_avg_sq"),
         (HalfPrecisionModel, "net.embed.weight (bfloat16 [11, 6], live float32 [11, 6])"),
         (FrozenPartModel, "missing: teacher.weight, teacher.bias"),
-        (PathModel, "holds a pathlib.PosixPath, which is no plain data, and was not loaded"),
+        (PathModel, "holds a pathlib.PosixPath, which is not plain data, and was not loaded"),
     ],
 )
 def test_a_checkpoint_that_lacks_or_changes_something_is_named(tmp_path, model_type, words):
@@ -521,12 +521,12 @@ def test_planted_code_is_named_and_does_not_run(tmp_path):
     marker = tmp_path / "it-ran"
     path = tmp_path / "model.ckpt"
     torch.save({"state_dict": {}, "hyper_parameters": Payload(marker)}, path)
-    with pytest.raises(CheckpointError, match=r"holds a posix\.mkdir, which is no plain data"):
+    with pytest.raises(CheckpointError, match=r"holds a posix\.mkdir, which is not plain data"):
         read_contents(path)
     directory = tmp_path / "dcp"
     directory.mkdir()
     (directory / ".metadata").write_bytes(pickle.dumps(Payload(marker)))
-    with pytest.raises(CheckpointError, match=r"holds a posix\.mkdir, which is none of DCP's own records"):
+    with pytest.raises(CheckpointError, match=r"holds a posix\.mkdir, which is not one of DCP's own records"):
         read_contents(directory)
     assert not marker.exists()
     pickle.loads((directory / ".metadata").read_bytes())
@@ -670,7 +670,7 @@ def test_a_directory_of_safetensors_is_read_by_its_headers(tmp_path):
         (lambda path: os.truncate(path / "model-1.safetensors", 5), "model-1.safetensors is truncated, or is no"),
         (
             lambda path: save_file({"a": torch.ones(3, 4)}, path / "model-1.safetensors"),
-            "model-1.safetensors lacks 1 tensors that the index promises, such as b",
+            "model-1.safetensors lacks 1 tensors that the index lists, such as b",
         ),
     ],
 )
@@ -686,7 +686,7 @@ def test_formats_are_told_apart_by_names(tmp_path, sharded):
     (tmp_path / "metrics.csv").write_text("step")
     assert find_format(sharded) == "dcp"
     assert [find_format(tmp_path / name) for name in ("notes", "a.ckpt.d", "metrics.csv", "nothing")] == [None] * 4
-    with pytest.raises(CheckpointError, match="is no checkpoint that can be read"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint of a known format"):
         read_contents(tmp_path / "notes")
 
 

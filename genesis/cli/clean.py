@@ -68,12 +68,12 @@ class _Teller:
     def __init__(self, console: Console, status: Status) -> None:
         self._console = console
         self._status = status
-        self._told = 0
+        self._reported = 0
 
     def tell(self, progress: CleanProgress) -> None:
         """Reports the progress of the run."""
-        if self._told != progress.number:
-            self._told = progress.number
+        if self._reported != progress.number:
+            self._reported = progress.number
             place = f"phase {progress.number} of {progress.num_phases}"
             self._console.print(f"{place}: {progress.phase}, {progress.num_tasks} tasks", highlight=False)
         self._status.update(f"{progress.num_done} of {progress.num_tasks} tasks are done")

@@ -40,7 +40,7 @@ class RunLog:
         self._run = run
         self._writers: dict[Path, Any] = {}
         self._wandb: Any = None
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def write(self, manifest: Manifest, results: Sequence[Result]) -> list[str]:
         """Writes results of a checkpoint, and returns lines to report."""
@@ -55,8 +55,8 @@ class RunLog:
                     raise UserError(f"the logger {kind} is not supported")
             except UserError as error:
                 lines.append(f"{error}: results are only in metrics.csv")
-        new = [line for line in lines if line not in self._told]
-        self._told.update(lines)
+        new = [line for line in lines if line not in self._reported]
+        self._reported.update(lines)
         return new
 
     def close(self) -> None:

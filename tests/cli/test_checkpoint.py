@@ -349,7 +349,7 @@ def test_verify_names_planted_code_and_does_not_run_it(tmp_path, capsys):
     status, out = run_command(capsys, "verify", path, "--finite")
     assert status == 1
     assert len(out.splitlines()) == 1
-    assert "holds a posix.mkdir, which is no plain data" in out
+    assert "holds a posix.mkdir, which is not plain data" in out
     assert not (tmp_path / "it-ran").exists()
 
 

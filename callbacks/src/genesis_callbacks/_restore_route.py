@@ -76,7 +76,7 @@ class RestoreRoute:
         # The writer of another live run is not awaited, and its directory is not changed. A fit is refused there later.
         is_in_use = find_holder(directory) is not None
         if not is_in_use:
-            wait_for_orphans(directory, ORPHAN_SECONDS, is_told=quarantine_bad)
+            wait_for_orphans(directory, ORPHAN_SECONDS, is_reported=quarantine_bad)
         return find_latest(
             directory,
             level=self._options.verify_level,

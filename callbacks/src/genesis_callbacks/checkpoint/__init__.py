@@ -1,7 +1,7 @@
-"""The checkpoint engine: saves that are all there or not there, and restores that are what was saved.
+"""The checkpoint engine: a save is complete or does not exist, and a restore returns exactly the saved values.
 
-It knows torch, not Lightning. A directory of checkpoints holds one `step-XXXXXXXX` for each commit; a name in it
-that the engine did not give is never counted nor touched.
+The engine uses torch, but not Lightning. A checkpoint directory has one `step-XXXXXXXX` for each commit. The engine
+neither counts nor changes files and directories with names that it did not give.
 """
 
 from .best import Best, find_best, read_best, read_marked_names

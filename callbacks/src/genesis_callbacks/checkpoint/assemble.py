@@ -1,6 +1,6 @@
-"""Makes one checkpoint of the files of all ranks: manifest, other state, DCP's metadata, commit, retention.
+"""Makes one checkpoint from the files of all ranks: manifest, other state, DCP's metadata, commit, retention.
 
-One process does it for all ranks: rank 0's trainer, or its writer. It does not communicate.
+One process, rank 0's trainer or its writer, does this for all ranks, without communication.
 """
 
 import json
@@ -38,7 +38,7 @@ from .write import Receipt, write_file
 
 @dataclass(frozen=True)
 class ManifestHeader:
-    """What a manifest says beside its files and tensors; see `Manifest`."""
+    """The fields of a manifest other than files and tensors; see `Manifest`."""
 
     step: int
     sequence: int
@@ -74,7 +74,7 @@ def _encode_dcp_metadata(tensors: Mapping[str, TensorRecord], name: str) -> byte
 def collect_records(
     parts: Iterable[TensorShard], receipts: Sequence[Receipt], digests: Mapping[str, int]
 ) -> dict[str, TensorRecord]:
-    """Returns the manifest's tensors, from what the ranks wrote and what the live tensors said.
+    """Returns the manifest's tensor records, from the chunks that the ranks wrote and the digests of the live tensors.
 
     Raises:
         SaveFailedError: A tensor was not written.
@@ -93,10 +93,10 @@ def collect_records(
 
 
 def _check_can_be_read(data: bytes, name: str) -> None:
-    """Refuses a document that a restore would refuse: a failed save is better than a checkpoint that cannot be read.
+    """Refuses JSON that a restore would refuse: a failed save is better than a checkpoint that cannot be read.
 
     Raises:
-        SaveFailedError: It is nested too deeply, or too large.
+        SaveFailedError: The JSON is nested too deeply, or too large.
     """
     try:
         parse_json(data, name)
@@ -106,7 +106,7 @@ def _check_can_be_read(data: bytes, name: str) -> None:
 
 def assemble(
     staging: Path,
-    heading: ManifestHeader,
+    header: ManifestHeader,
     tensors: Mapping[str, TensorRecord],
     receipts: Sequence[Receipt],
     sections: Sequence[Any],
@@ -114,21 +114,21 @@ def assemble(
     """Completes the staging directory, commits it, and returns (path, manifest, hash of the manifest).
 
     Args:
-        staging: Holds the shards of all ranks.
-        heading: What the manifest says beside them.
-        tensors: As `collect_records` gives them, and those in the base.
-        receipts: One for each rank, in rank order.
+        staging: The staging directory with the shards of all ranks.
+        header: The manifest's fields other than files and tensors.
+        tensors: The records of `collect_records`, and those of the tensors in the base.
+        receipts: The receipt of each rank, in rank order.
         sections: Each rank's other state, already plain JSON, in rank order.
 
     Raises:
-        SaveFailedError: There is a checkpoint of that step.
+        SaveFailedError: A checkpoint of that step exists.
         OSError: The disk is full, or cannot be written.
     """
-    final = staging.parent / checkpoint_name(heading.step)
-    algorithm = heading.hash_algorithm
+    final = staging.parent / checkpoint_name(header.step)
+    algorithm = header.hash_algorithm
     state = json.dumps({"sections": list(sections)}, allow_nan=False).encode()
     _check_can_be_read(state, STATE_NAME)
-    in_base = frozenset() if heading.base is None else heading.base.names
+    in_base = frozenset() if header.base is None else header.base.names
     own = {name: record for name, record in tensors.items() if name not in in_base}
     files = [
         *(record for receipt in receipts for record in receipt.files),
@@ -136,34 +136,34 @@ def assemble(
         write_file(staging / DCP_METADATA_NAME, _encode_dcp_metadata(own, final.name), algorithm=algorithm),
     ]
     manifest = Manifest(
-        step=heading.step,
-        sequence=heading.sequence,
-        counters=dict(heading.counters),
-        world_size=heading.world_size,
-        mesh=dict(heading.mesh),
-        identity=dict(heading.identity),
-        recipe=dict(heading.recipe),
-        versions=dict(heading.versions),
+        step=header.step,
+        sequence=header.sequence,
+        counters=dict(header.counters),
+        world_size=header.world_size,
+        mesh=dict(header.mesh),
+        identity=dict(header.identity),
+        recipe=dict(header.recipe),
+        versions=dict(header.versions),
         created_seconds=time.time(),
-        previous=heading.previous,
+        previous=header.previous,
         files=tuple(sorted(files, key=lambda record: record.name)),
         tensors=dict(tensors),
-        has_optimizer=heading.has_optimizer,
+        has_optimizer=header.has_optimizer,
         hash_algorithm=algorithm,
-        base=heading.base,
-        schema_version=schema_for(heading.base),
+        base=header.base,
+        schema_version=schema_for(header.base),
     )
     _check_can_be_read(encode_manifest(manifest), MANIFEST_NAME)
     return final, manifest, commit(staging, final, manifest)
 
 
 def retain(newest: Path, retention: Retention) -> tuple[list[str], str | None]:
-    """Applies retention after the commit of `newest` and returns (what was removed, what went wrong).
+    """Applies retention after the commit of `newest`; returns the names of removed checkpoints, and a warning or None.
 
-    What goes wrong here costs disk space, never the save.
+    A failure costs disk space, but never the save.
     """
     try:
         verify(newest, "quick")
         return apply_retention(newest.parent, newest.name, retention), None
     except (CheckpointError, OSError) as error:
-        return [], f"{newest.name} is saved, but older checkpoints stay: {error}"
+        return [], f"{newest.name} is saved, but older checkpoints were not removed: {error}"

@@ -1,7 +1,8 @@
-"""The mark of the best checkpoints: a small file beside the checkpoints, which themselves never change.
+"""The mark of the best checkpoints: a small file next to the checkpoints, which themselves never change.
 
-It names a checkpoint by the hash of its manifest, so that it never speaks of another one of the same name. Retention
-reads it: the best stay. A file that marks one checkpoint alone has the form of the versions that knew only one.
+The file refers to a checkpoint by the hash of its manifest, so that a later checkpoint of the same name is never taken
+for the marked one. Retention keeps the marked checkpoints. A file that marks a single checkpoint has the format of
+earlier versions, which could mark only one.
 """
 
 import dataclasses
@@ -29,14 +30,14 @@ _OTHERS = "others"
 
 @dataclass(frozen=True)
 class Measured:
-    """A step and what the monitored metric was there."""
+    """A step and the value of the monitored metric at that step."""
 
     step: int
     value: float
 
 
 def rank(measured: Iterable[Measured], mode: MonitorMode) -> tuple[Measured, ...]:
-    """Returns the steps with the best first: each once, the earlier first on a tie, none that is not finite.
+    """Returns the steps with finite values, the best first: each step once, and on a tie the earlier step first.
 
     Example:
         >>> [one.step for one in rank([Measured(1, 2.0), Measured(2, math.nan), Measured(3, 1.0)], "min")]
@@ -54,12 +55,12 @@ def rank(measured: Iterable[Measured], mode: MonitorMode) -> tuple[Measured, ...
 
 @dataclass(frozen=True)
 class Marked:
-    """A checkpoint that is marked.
+    """A marked checkpoint.
 
     Attributes:
-        name: Of the checkpoint.
-        manifest_hash: Of its manifest.
-        value: Of the metric.
+        name: Name of the checkpoint.
+        manifest_hash: Hash of its manifest.
+        value: Value of the metric.
     """
 
     name: str
@@ -69,15 +70,15 @@ class Marked:
 
 @dataclass(frozen=True)
 class Best:
-    """The best checkpoint of a run so far, and those that come next.
+    """The best checkpoint of a run so far, and the next best ones.
 
     Attributes:
-        name: Of the best checkpoint.
-        manifest_hash: Of its manifest.
-        monitor: Key of the metric that decided.
-        mode: Whether smaller (`min`) or larger (`max`) is better.
-        value: Of the metric.
-        others: The next best, in this order.
+        name: Name of the best checkpoint.
+        manifest_hash: Hash of its manifest.
+        monitor: Key of the monitored metric.
+        mode: Whether smaller (`min`) or larger (`max`) values are better.
+        value: Value of the metric.
+        others: The next best checkpoints, in this order.
     """
 
     name: str
@@ -89,17 +90,17 @@ class Best:
 
     @property
     def ranked(self) -> tuple[Marked, ...]:
-        """All that are marked, the best first."""
+        """All marked checkpoints, the best first."""
         return (Marked(self.name, self.manifest_hash, self.value), *self.others)
 
 
 def read_best(directory: Path | str) -> Best | None:
-    """Returns the marks of a run's best checkpoints that are still there; None where there is none.
+    """Returns the marks of a run's best checkpoints that still exist; None if there are none.
 
-    Any process may call it; it does not communicate.
+    Any process may call this function; it does not communicate.
 
     Args:
-        directory: A run's directory, or the one in it that holds the `step-*`.
+        directory: A run's directory, or its directory of `step-*`.
 
     Raises:
         CorruptCheckpointError: The mark exists but is invalid.
@@ -112,7 +113,7 @@ def read_best(directory: Path | str) -> Best | None:
     try:
         best = _decode(parse_json(read_file(path, MAX_NOTE_BYTES), BEST_NAME))
     except CorruptCheckpointError as error:
-        raise CorruptCheckpointError(f"{path} is no mark of a best checkpoint: {error}; delete it") from error
+        raise CorruptCheckpointError(f"{path} is not a mark of a best checkpoint: {error}; delete it") from error
     there = [marked for marked in best.ranked if _find_hash(directory / marked.name) == marked.manifest_hash]
     return _combine(there, best.monitor, best.mode)
 
@@ -120,7 +121,7 @@ def read_best(directory: Path | str) -> Best | None:
 def _find_hash(path: Path) -> str | None:
     try:
         return read_committed_hash(path)
-    except CorruptCheckpointError:  # it is gone
+    except CorruptCheckpointError:  # the checkpoint is gone
         return None
 
 
@@ -132,10 +133,10 @@ def _combine(ranked: Sequence[Marked], monitor: str, mode: MonitorMode) -> Best 
 
 
 def _decode(content: Any) -> Best:
-    """Returns the marks that JSON holds, each value of it of its type.
+    """Returns the marks in JSON, after checking the type of each value.
 
     Raises:
-        CorruptCheckpointError: It holds none.
+        CorruptCheckpointError: The JSON holds no valid marks.
     """
     fields = _names_of(Best) - {_OTHERS}
     if not isinstance(content, dict) or content.keys() not in (fields, fields | {_OTHERS}):
@@ -166,17 +167,17 @@ def _names_of(kind: type[Best | Marked]) -> set[str]:
 
 
 def find_best(directory: Path | str) -> Path | None:
-    """Returns where a run's best checkpoint lies, or None; it does not verify.
+    """Returns the path of a run's best checkpoint, or None; the checkpoint is not verified.
 
     Raises:
-        CorruptCheckpointError: The mark is there and cannot be read.
+        CorruptCheckpointError: The mark exists but is invalid.
     """
     best = read_best(directory)
     return None if best is None else checkpoints_in(directory) / best.name
 
 
 def read_marked_names(directory: Path | str) -> list[str]:
-    """Returns the names of the checkpoints that are marked, the best first; it does not verify.
+    """Returns the names of the marked checkpoints, the best first; the checkpoints are not verified.
 
     Raises:
         CorruptCheckpointError: The mark exists but is invalid.
@@ -189,13 +190,13 @@ def read_marked_names(directory: Path | str) -> list[str]:
 def mark_best(
     directory: Path, ranked: Collection[Measured], monitor: str, mode: MonitorMode, *, count: int
 ) -> list[Measured]:
-    """Marks the first `count` of `ranked` that are there as committed checkpoints, and returns these.
+    """Marks the first `count` of `ranked` that are committed checkpoints, and returns these.
 
-    Where there is none, nothing stays marked. Rank 0 of the run that holds the directory calls it; it does not
-    communicate. All marks change at once.
+    If there are none, the mark is removed. Rank 0 of the run that holds the directory calls this function; it does not
+    communicate. All marks change in one atomic write.
 
     Raises:
-        UnreadableCheckpointError: One of them cannot be read; the marks stay as they were.
+        UnreadableCheckpointError: A checkpoint cannot be read; the marks are unchanged.
     """
     hashes = ((one, _find_hash(directory / checkpoint_name(one.step))) for one in ranked)
     there = [(one, found) for one, found in hashes if found is not None][:count]
@@ -206,6 +207,6 @@ def mark_best(
         return []
     content = dataclasses.asdict(best)
     if not best.others:
-        del content[_OTHERS]  # as versions that mark only one write it, and can read it
+        del content[_OTHERS]  # the format of earlier versions, which they can read
     replace_file(directory / BEST_NAME, (json.dumps(content) + "\n").encode())
     return [one for one, _ in there]

@@ -15,7 +15,7 @@ from typing import Any
 READY = "ready"
 """A writer's first message."""
 IGNORED_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-"""Ignored by the writer: a signal to all processes of a run, as a launcher sends it, does not end the save in hand."""
+"""Signals that the writer ignores: a launcher sends them to all processes of a run, and a running save must not end."""
 
 _HEADER = struct.Struct("<Q")
 _MAX_DESCRIPTORS = 1
@@ -49,7 +49,7 @@ class Channel:
         """Returns the next message and the descriptors that came with it, which belong to the caller.
 
         Raises:
-            TimeoutError: Nothing came in time.
+            TimeoutError: No message arrived in time.
             EOFError: The other end is gone.
         """
         self._socket.settimeout(timeout_seconds)

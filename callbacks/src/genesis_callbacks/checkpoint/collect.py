@@ -1,9 +1,10 @@
 """Gives the live tensors of a model and its optimizers their canonical names.
 
-`model.<fqn>` for parameters and persistent buffers, `optimizer.<i>.<fqn of the parameter>.<key>` for optimizer
-state, `swapped.<fqn>` for what a callback puts in a model tensor's place in checkpoints (an average). Wrappers leave
-no trace in a name, and tied parameters have one name, so that any strategy finds what any other saved. Optimizer
-state is found by the identity of its parameter, never by its position. Nothing here communicates or takes a step.
+Names are `model.<fqn>` for parameters and persistent buffers, `optimizer.<i>.<fqn of the parameter>.<key>` for
+optimizer state, and `swapped.<fqn>` for a tensor that a callback saves in place of a model's tensor (an average).
+Wrappers leave no trace in a name, and tied parameters have one name, so that any strategy can restore the checkpoints
+of any other. Optimizer state is found by the identity of its parameter, never by its position. No function here
+communicates or takes an optimizer step.
 """
 
 from collections.abc import Mapping
@@ -25,7 +26,7 @@ SWAPPED_PREFIX = "swapped."
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
-@lru_cache(maxsize=1 << 16)  # the same names at every save, while training waits
+@lru_cache(maxsize=1 << 16)  # cached: the names are the same at every save, while training waits
 def canonical_name(fqn: str) -> str:
     """Returns `fqn` without the traces of torch.compile and activation checkpointing.
 
@@ -43,7 +44,7 @@ class NamedModel:
     Attributes:
         tensors: Live parameters and persistent buffers, tied ones once.
         names: Key of the state dict to canonical name; tied parameters have several keys for one name.
-        extras: What a state dict holds beside tensors (`_extra_state`), by canonical name.
+        extras: Entries of a state dict that are not tensors (`_extra_state`), by canonical name.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -52,7 +53,7 @@ class NamedModel:
 
 
 def name_model(state_dict: Mapping[str, Any]) -> NamedModel:
-    """Returns what a state dict holds, by canonical name.
+    """Returns the content of a state dict, by canonical name.
 
     Args:
         state_dict: Made with `keep_vars=True`, so that ties show.
@@ -75,7 +76,7 @@ def name_model(state_dict: Mapping[str, Any]) -> NamedModel:
 
 
 def model_parts(model: NamedModel, cache: PartsCache | None = None) -> list[LocalShard]:
-    """Returns what this rank holds of the model's tensors."""
+    """Returns the parts of the model's tensors that this rank holds."""
     cache = cache or PartsCache()
     tensors = {MODEL_PREFIX + name: tensor for name, tensor in model.tensors.items()}
     return cache.local_shards(tensors, lambda tensor: "parameter" if isinstance(tensor, nn.Parameter) else "buffer")
@@ -87,9 +88,9 @@ def name_parameters(module: nn.Module) -> dict[int, str]:
 
 
 def read_mesh(module: nn.Module) -> dict[str, int]:
-    """Returns axis name to size of the device meshes that the parameters live on; empty where none is sharded.
+    """Returns axis name to size of the device meshes of the parameters; empty if no parameter is sharded.
 
-    Not the strategy's mesh: the code that shards the model may have made another one, as hybrid sharding does.
+    The strategy's mesh would not do: the code that shards the model may have made another one, as hybrid sharding does.
     """
     mesh: dict[str, int] = {}
     for parameter in module.parameters():
@@ -101,8 +102,8 @@ def read_mesh(module: nn.Module) -> dict[str, int]:
 
 
 def state_holder(optimizer: Optimizer) -> Optimizer:
-    """Returns whose state this rank really holds: under ZeRO-1 the inner optimizer, with this rank's parameters."""
-    # By what ZeroRedundancyOptimizer offers: its package compiles TorchScript at import, with warnings.
+    """Returns the optimizer that holds this rank's state: under ZeRO-1 the inner one, with this rank's parameters."""
+    # By its methods and not by its type: importing ZeroRedundancyOptimizer compiles TorchScript, with warnings.
     inner = getattr(optimizer, "optim", None)
     return inner if isinstance(inner, Optimizer) and hasattr(optimizer, "consolidate_state_dict") else optimizer
 
@@ -111,7 +112,8 @@ def _name_of(parameter: Tensor, names: Mapping[int, str], index: int) -> str:
     name = names.get(id(parameter))
     if name is None:
         raise UnsupportedStateError(
-            f"optimizer {index} updates a tensor of shape {list(parameter.shape)} that is no parameter of the model"
+            f"optimizer {index} updates a tensor of shape {list(parameter.shape)}, which is not a parameter of the "
+            "model: give it only parameters of the model"
         )
     return name
 
@@ -120,7 +122,7 @@ def name_groups(index: int, optimizer: Optimizer, names: Mapping[int, str]) -> l
     """Returns the names of each group's parameters, for the run's optimizer number `index`.
 
     Raises:
-        UnsupportedStateError: It updates a tensor that is not the model's.
+        UnsupportedStateError: The optimizer updates a tensor that is not the model's.
     """
     return [[_name_of(parameter, names, index) for parameter in group["params"]] for group in optimizer.param_groups]
 
@@ -130,9 +132,9 @@ class NamedOptimizer:
     """An optimizer's state by name.
 
     Attributes:
-        tensors: Full name to live tensor, those that this rank holds.
-        section: The rest, for the state section: groups with their parameters' names, values that are no tensors, and
-            whether there is any state yet.
+        tensors: Full name to live tensor, for the tensors that this rank holds.
+        section: The remaining state: groups with their parameters' names, values that are not tensors, and whether the
+            optimizer has any state yet.
     """
 
     tensors: dict[str, Tensor]
@@ -143,8 +145,8 @@ def name_optimizer(index: int, optimizer: Optimizer, names: Mapping[int, str]) -
     """Returns the state of the run's optimizer number `index`, as this rank holds it.
 
     Raises:
-        UnsupportedStateError: It updates a tensor that is not the model's, or its state has keys that are no plain
-            names.
+        UnsupportedStateError: The optimizer updates a tensor that is not the model's, or its state has keys that are
+            not plain names.
     """
     tensors: dict[str, Tensor] = {}
     values: dict[str, dict[str, Any]] = {}
@@ -168,7 +170,7 @@ def name_optimizer(index: int, optimizer: Optimizer, names: Mapping[int, str]) -
 
 
 def optimizer_parts(optimizer: NamedOptimizer, cache: PartsCache | None = None) -> list[LocalShard]:
-    """Returns what this rank holds of an optimizer's state."""
+    """Returns the parts of an optimizer's state that this rank holds."""
     cache = cache or PartsCache()
     return cache.local_shards(optimizer.tensors, lambda _: "optimizer")
 
@@ -185,7 +187,7 @@ def recorded_optimizer_state(manifest: Manifest, index: int) -> dict[str, dict[s
 
 
 def _build_state_tensor(parameter: Tensor, key: str, record: TensorRecord, group: Mapping[str, Any]) -> Tensor:
-    """Returns an empty state tensor: placed as its parameter where it has its shape, whole on this rank otherwise."""
+    """Returns an empty state tensor: sharded like its parameter if both have one shape, else whole on this rank."""
     dtype = record.torch_dtype
     if record.shape == tuple(parameter.shape) and key != "step":
         return torch.zeros_like(parameter.detach(), dtype=dtype)
@@ -201,17 +203,18 @@ def prepare_optimizer(
     manifest: Manifest,
     values: Mapping[str, Mapping[str, Any]],
 ) -> set[str]:
-    """Makes an optimizer's state have exactly the tensors that were saved, and returns the names of those made here.
+    """Gives an optimizer's state exactly the tensors that were saved, and returns the names of the new ones.
 
-    What is there already with the saved shape and dtype stays as it is; what is made is empty, to be filled by a
-    restore. No step is taken. State that was not saved is dropped, so that "no state yet" comes back as no state yet.
+    Existing tensors with the saved shape and dtype are kept. New tensors are empty, and a restore fills them. No
+    optimizer step is taken. State that was not saved is dropped: an optimizer saved without state is restored without
+    state.
 
     Args:
         index: Number of the optimizer in the run.
-        optimizer: The live one.
-        names: Of the model's parameters, by `id`.
-        manifest: What was saved.
-        values: Parameter name to key to value: what was saved beside tensors.
+        optimizer: The live optimizer.
+        names: Names of the model's parameters, by `id`.
+        manifest: The checkpoint's manifest.
+        values: Parameter name to key to value, for saved values that are not tensors.
     """
     recorded = recorded_optimizer_state(manifest, index)
     made: set[str] = set()

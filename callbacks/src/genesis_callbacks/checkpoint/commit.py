@@ -35,7 +35,7 @@ def _rename_new(source: Path, target: Path, *, is_undone: bool = False) -> None:
     """Renames durably; with `is_undone`, renames back if the disk does not confirm the rename."""
     # os.rename would silently replace an empty directory.
     if target.exists():
-        raise FileExistsError(f"{target} is there already")
+        raise FileExistsError(f"{target} exists already")
     os.rename(source, target)  # noqa: PTH104 - the syscall by its name: fault tests wrap it
     try:
         sync_directory(target.parent)
@@ -63,7 +63,7 @@ def commit(staging: Path, final: Path, manifest: Manifest) -> str:
     """Writes manifest and marker into `staging`, makes it `final`, and returns the manifest's hash.
 
     Raises:
-        SaveFailedError: There is a checkpoint of that name.
+        SaveFailedError: A checkpoint of that name exists.
         OSError: The disk is full, or cannot be written.
     """
     # Each sync makes one step durable before the next begins: shards and manifest, then the marker that vouches for the
@@ -71,7 +71,7 @@ def commit(staging: Path, final: Path, manifest: Manifest) -> str:
     # marked checkpoint without its files. A kill before the rename leaves a staging directory, which a restart
     # discards; a kill after it leaves a complete checkpoint.
     if final.exists():
-        raise SaveFailedError(f"{final} is there already: a checkpoint is never written over")
+        raise SaveFailedError(f"{final} exists already, and a checkpoint is never overwritten")
     data = encode_manifest(manifest)
     write_file(staging / MANIFEST_NAME, data, algorithm=manifest.hash_algorithm)
     manifest_hash = f"{manifest.hash_algorithm}:{hash_bytes(data, manifest.hash_algorithm)}"
@@ -85,8 +85,8 @@ def commit(staging: Path, final: Path, manifest: Manifest) -> str:
 def discard(path: Path) -> None:
     """Moves a directory to the trash beside it, then deletes it.
 
-    A directory in the trash never counts as a checkpoint, so that a deletion that is killed half way does no harm; the
-    next deletion removes the rest.
+    A directory in the trash never counts as a checkpoint, so that a kill during the deletion does no harm; the next
+    deletion removes the rest.
     """
     trash = path.parent / TRASH_NAME
     try:
@@ -125,7 +125,7 @@ def quarantine(path: Path, reason: Exception | str, *, rank: int | None) -> Path
     Args:
         path: The checkpoint.
         reason: Why it does not verify.
-        rank: The rank that renames it; None for a command beside the training.
+        rank: The rank that renames it; None for a command outside of training.
     """
     target = _free_name(path.parent, QUARANTINE_PREFIX + path.name)
     _rename_new(path, target)

@@ -1,4 +1,4 @@
-"""Compares the tensors of two checkpoints, one at a time, in the memory of two of them."""
+"""Compares the tensors of two checkpoints one by one, with at most two tensors in memory."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,11 +20,12 @@ class TensorComparison:
     """One name in two checkpoints.
 
     Attributes:
-        name: The tensor's.
-        verdict: `same` means equal digests, shape and dtype: the bytes are not read, so verify both before.
-        before: Its record in A, if it is there.
-        now: Its record in B, if it is there.
-        max_abs_difference: Of a changed one; infinite where one side is not a number and the other is.
+        name: The tensor's name.
+        verdict: `same` means equal digests, shape and dtype. The bytes are not read, so verify both checkpoints first.
+        before: The tensor's record in A; None if A lacks the tensor.
+        now: The tensor's record in B; None if B lacks the tensor.
+        max_abs_difference: Largest absolute difference of a changed tensor; infinite if only one side has nan
+            somewhere.
     """
 
     name: str
@@ -57,10 +58,10 @@ def max_abs_difference(one: Tensor, other: Tensor) -> float:
 def compare_tensors(
     path: Path, manifest: Manifest, other: Path, other_manifest: Manifest
 ) -> Iterator[TensorComparison]:
-    """Yields each tensor's comparison, by name. No communication; nothing is unpickled.
+    """Yields the comparison of each tensor, ordered by name. No communication; nothing is unpickled.
 
     Raises:
-        CorruptCheckpointError: A tensor is not what was saved.
+        CorruptCheckpointError: A tensor differs from the saved one.
     """
     for name in sorted(manifest.tensors.keys() | other_manifest.tensors.keys()):
         before, now = manifest.tensors.get(name), other_manifest.tensors.get(name)

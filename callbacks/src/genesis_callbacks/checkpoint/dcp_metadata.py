@@ -1,8 +1,8 @@
 """Reads the `.metadata` of torch's distributed checkpoint (DCP) without executing it.
 
-The file is a pickle, which other tools unpickle. Here DCP's own records become inert ones, and any other name is
-refused. The `.metadata` of a checkpoint of ours is compared with the manifest, so that a tool which reads by
-`.metadata` gets the tensors that the manifest vouches for.
+The file is a pickle, which other tools unpickle. This module loads DCP's own records as inert objects and refuses any
+other name. The `.metadata` of our own checkpoints is compared with the manifest, so that a tool that reads by
+`.metadata` gets exactly the tensors in the manifest.
 """
 
 import io
@@ -17,16 +17,16 @@ from .errors import CheckpointError, CorruptCheckpointError, UnreadableCheckpoin
 from .manifest import DCP_METADATA_NAME, MAX_DIMS, Manifest, TensorRecord, dtype_from_name
 from .safe_read import MAX_PICKLE_BYTES, MAX_PICKLE_MEMORY_BYTES, check_pickle_size, read_file
 
-# Bounds of our own files: the pickle's bytes for one tensor or chunk, with long names, and for the rest.
+# Size limits of our own files: bytes of the pickle per tensor or chunk, with long names, and for the rest.
 _MAX_BYTES_EACH = 4096
 _MAX_BYTES_BESIDE = 64 << 10
 _MAX_MEMORY_BYTES_EACH = 16 << 10
 _RECORD_BYTES = 200
-_MAX_ARGUMENTS = 256  # the parts of a path, at most
+_MAX_ARGUMENTS = 256  # maximum number of parts of a path
 
 
 class InertRecord:
-    """Stands for an instance of one of DCP's dataclasses: it takes its state and does nothing."""
+    """Replaces an instance of one of DCP's dataclasses: stores the state and runs no code."""
 
     def __init__(self, *arguments: Any) -> None:
         if len(arguments) > _MAX_ARGUMENTS:
@@ -34,7 +34,7 @@ class InertRecord:
         self.arguments = arguments
 
     def __setstate__(self, state: Any) -> None:
-        # Nothing is copied: a pickle of a few bytes could name the same large state for each of many records.
+        # No copy: a pickle of a few bytes could give the same large state to each of many records.
         if isinstance(state, dict):
             self.__dict__ = state
         elif isinstance(state, tuple):
@@ -44,7 +44,7 @@ class InertRecord:
 
 
 class InertTensorRecord(InertRecord):
-    """Stands for a `TensorStorageMetadata`."""
+    """Replaces a `TensorStorageMetadata`."""
 
     properties: InertRecord
     size: tuple[int, ...]
@@ -58,7 +58,7 @@ def _make_size(*arguments: Any) -> torch.Size:
 
 
 def _make_dict() -> dict[Any, Any]:
-    """Stands for an `OrderedDict`, which a pickle makes empty and then fills."""
+    """Replaces an `OrderedDict`, which a pickle creates empty and then fills."""
     return {}
 
 
@@ -82,7 +82,7 @@ _PLAIN_GLOBALS: Final[Mapping[tuple[str, str], Any]] = {
 }
 
 
-# The unpickler in C takes gigabytes for one opcode that names a large place of its memo; the one in Python has a dict.
+# Not the unpickler in C: it allocates gigabytes for one opcode with a large memo index. The one in Python has a dict.
 class _MetadataUnpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         found = _PLAIN_GLOBALS.get((module, name))
@@ -91,8 +91,8 @@ class _MetadataUnpickler(pickle._Unpickler):
             found = dtype if isinstance(dtype, torch.dtype) else None
         if found is None:
             raise CheckpointError(
-                f"{DCP_METADATA_NAME} holds a {module}.{name}, which is none of DCP's own records, and was not loaded: "
-                "none of its code has run"
+                f"{DCP_METADATA_NAME} holds a {module}.{name}, which is not one of DCP's own records, and was not "
+                "loaded: none of its code has run"
             )
         return found
 
@@ -105,16 +105,16 @@ def read_dcp_metadata(
     Args:
         path: The directory.
         max_bytes: Limit of the file's size.
-        max_memory_bytes: Limit of the memory that its objects take.
+        max_memory_bytes: Limit of the memory for the unpickled objects.
 
     Raises:
         CheckpointError: The file holds other objects than DCP's own records.
-        CorruptCheckpointError: The file is missing, too large, or is no pickle of such records.
+        CorruptCheckpointError: The file is missing, too large, or not a pickle of such records.
         UnreadableCheckpointError: The file cannot be read.
     """
     file = path / DCP_METADATA_NAME
     if not file.exists():
-        raise CorruptCheckpointError(f"{DCP_METADATA_NAME} is missing, so that nobody can tell what the shards hold")
+        raise CorruptCheckpointError(f"{DCP_METADATA_NAME} is missing, so that the content of the shards is unknown")
     data = read_file(file, max_bytes)
     check_pickle_size(data, str(file), object_bytes=_RECORD_BYTES, max_memory_bytes=max_memory_bytes)
     stream = io.BytesIO(data)
@@ -125,12 +125,12 @@ def read_dcp_metadata(
     except Exception as error:  # a damaged pickle can raise almost any error
         raise CorruptCheckpointError(f"{DCP_METADATA_NAME} cannot be read: {type(error).__name__}") from error
     if not isinstance(metadata, InertRecord) or stream.read(1):
-        raise CorruptCheckpointError(f"{DCP_METADATA_NAME} holds something else than one record of DCP's metadata")
+        raise CorruptCheckpointError(f"{DCP_METADATA_NAME} does not hold one record of DCP's metadata")
     return metadata
 
 
 def check_dcp_metadata(path: Path, manifest: Manifest) -> None:
-    """Compares the `.metadata` of a checkpoint of ours with its manifest. Nothing in it is executed.
+    """Compares the `.metadata` of one of our checkpoints with its manifest. No code in the file runs.
 
     Raises:
         CorruptCheckpointError: The two differ, or the file holds other objects than DCP's own records.
@@ -140,7 +140,7 @@ def check_dcp_metadata(path: Path, manifest: Manifest) -> None:
     num_chunks = sum(len(record.chunks) for record in own.values())
     num_records = num_chunks + len(own)
     max_bytes = _MAX_BYTES_BESIDE + _MAX_BYTES_EACH * num_records
-    # The bounds grow with the manifest, so that a checkpoint of ours can be read however many tensors it has.
+    # The limits grow with the manifest, so that our own checkpoints are readable with any number of tensors.
     max_memory_bytes = 64 * _MAX_BYTES_BESIDE + _MAX_MEMORY_BYTES_EACH * num_records
     try:
         metadata = read_dcp_metadata(path, max_bytes, max_memory_bytes)
@@ -159,7 +159,7 @@ def check_dcp_metadata(path: Path, manifest: Manifest) -> None:
     except CheckpointError as error:
         raise CorruptCheckpointError(f"{path}: {error}") from error
     except (KeyError, AttributeError, TypeError, IndexError, ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{path}: {DCP_METADATA_NAME} is not what was saved: it lacks {error}") from error
+        raise CorruptCheckpointError(f"{path}: {DCP_METADATA_NAME} is damaged: it lacks {error}") from error
     expected = {name: _expect(record) for name, record in own.items()}
     expected_places = {
         (name, chunk.offsets, number): (chunk.file, chunk.byte_offset, chunk.num_bytes)
@@ -172,7 +172,7 @@ def check_dcp_metadata(path: Path, manifest: Manifest) -> None:
         ("names", {name: name for name in planned}, planned),
     ):
         if ours != theirs:
-            raise CorruptCheckpointError(f"{path}: {DCP_METADATA_NAME} names other {what} than the manifest")
+            raise CorruptCheckpointError(f"{path}: {DCP_METADATA_NAME} has other {what} than the manifest")
 
 
 def _describe(record: Any) -> tuple[Any, ...]:

@@ -1,8 +1,8 @@
-"""Descriptors for locks that only the process which took them holds.
+"""Descriptors for locks that only their own process holds, and none of its children.
 
-A lock by `flock` belongs to the open file, and a forked child gets a copy of its descriptor: a data loader's worker
-that outlives its trainer by seconds would hold the run's directory as long. So forked children close their copies at
-once; a program that is started by `exec` never gets a copy.
+A lock by `flock` belongs to the open file, and a forked child gets a copy of the descriptor: a data loader's worker
+that outlives its trainer by seconds would keep the run's directory locked. So forked children close their copies
+immediately; a program that is started by `exec` never gets a copy.
 
 POSIX record locks (`fcntl.lockf`) are not inherited, but a process loses one as soon as it closes *any* descriptor of
 the file: a callback that copies or uploads the run's directory would silently release the lock.
@@ -22,13 +22,13 @@ class PrivateDescriptor:
 
     Args:
         path: The file or directory to open.
-        flags: As for `os.open`.
+        flags: Flags for `os.open`.
 
     Attributes:
         number: The descriptor; -1 once it is closed, and in forked children.
 
     Raises:
-        OSError: It cannot be opened.
+        OSError: The path cannot be opened.
     """
 
     def __init__(self, path: Path, flags: int) -> None:
@@ -45,7 +45,7 @@ class PrivateDescriptor:
 
 @functools.cache
 def _close_in_children() -> None:
-    """Once in a process, and not when this module is imported: hooks of `os.fork` cannot be taken back."""
+    """Registers the hook once per process, and not at import, because hooks of `os.fork` cannot be removed."""
     os.register_at_fork(after_in_child=_close_all)
 
 

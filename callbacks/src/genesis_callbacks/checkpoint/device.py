@@ -36,7 +36,7 @@ class PinError(RuntimeError):
 
 @cache  # torch asks the driver at each call
 def read_accelerator() -> torch.device | None:
-    """Returns the kind of accelerator that this process can use, or None. It sets no device up."""
+    """Returns the kind of accelerator that this process can use, or None. It does not initialise the device."""
     return torch.accelerator.current_accelerator(check_available=True)
 
 

@@ -22,21 +22,21 @@ _DTYPE_NAMES = (
     *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"),
 )
 _SHAPE = (12, 331)  # odd, so that blocks end within rows
-_CUT = (8, 100)  # of a chunk in the middle: runs that do not touch
+_CUT = (8, 100)  # a chunk in the middle of the tensor, whose runs are not contiguous
 _SCRATCH_WORDS = 1 << 10
 _COPY_BYTES = (1 << 20) + 4
 
 
 class DeviceProofError(Exception):
-    """A device computes or copies something else than the CPU; the message names it."""
+    """A device computes or copies other values than the CPU; the message has the details."""
 
 
 @dataclass(frozen=True)
 class DeviceProof:
-    """Something that a device must do as the CPU does.
+    """An operation whose results on a device must equal those on the CPU.
 
     Attributes:
-        name: `attention`, say: the key in the manifest is `device.attention`.
+        name: Name of the operation; for `attention`, the key in the manifest is `device.attention`.
         fast: Value in the manifest if the proof holds.
         slow: Value in the manifest if the proof fails.
         prove: Called with the device; any exception means that the proof fails.
@@ -57,7 +57,7 @@ class DeviceReport:
     Attributes:
         environment: Entries for the manifest; empty on the CPU.
         failures: One line for the user for each proof that failed.
-        path: Which way saves use on the device.
+        path: The path that saves take on the device.
     """
 
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -103,7 +103,7 @@ def _name_device(device: torch.device) -> str:
 
 
 def _make_tensor(dtype: torch.dtype) -> Tensor:
-    """Returns a tensor of any bits, the same each time."""
+    """Returns a tensor of arbitrary but reproducible bits."""
     generator = torch.Generator().manual_seed(0)
     rows, columns = _SHAPE
     raw = torch.randint(256, (rows, columns * dtype.itemsize), dtype=torch.uint8, generator=generator)
@@ -116,7 +116,7 @@ def _prove_digests(device: torch.device) -> None:
     chunks: list[tuple[str, Tensor, Tensor, tuple[int, int]]] = []
     for name in _DTYPE_NAMES:
         tensor = _make_tensor(getattr(torch, name))
-        # A device may lack a dtype, as some lack float64, or copies of it that are not plain: no model has it there.
+        # A device may lack a dtype, such as float64, or support only some copies of it: then no model there uses it.
         with contextlib.suppress(TypeError, NotImplementedError):
             there = tensor.to(device)
             chunks.append((name, tensor, there, (0, 0)))
@@ -127,11 +127,11 @@ def _prove_digests(device: torch.device) -> None:
     for (name, tensor, _, offsets), digest in zip(chunks, found, strict=True):
         expected = digest_chunk(tensor, _SHAPE, offsets)
         if digest != expected:
-            raise DeviceProofError(f"the digest of {name} is {digest:016x} there and {expected:016x} on the CPU")
+            raise DeviceProofError(f"the digest of {name} is {digest:016x} there, but {expected:016x} on the CPU")
 
 
 def _prove_copies(device: torch.device) -> None:
-    """Copies some bytes to the device, back through pinned memory, there again, and compares."""
+    """Copies some bytes to the device, back through pinned memory, to the device again, and compares."""
     generator = torch.Generator().manual_seed(1)
     tensor = torch.randint(256, (_COPY_BYTES,), dtype=torch.uint8, generator=generator)
     part = TensorShard("proof", "state", tuple(tensor.shape), tensor.dtype, (0,), tuple(tensor.shape))

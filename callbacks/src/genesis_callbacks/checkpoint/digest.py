@@ -2,9 +2,9 @@
 
 The digest is the sum, modulo 2**64, of `word[i] * (2 * i + 1)`: the words are the elements' bit patterns as unsigned
 32-bit words (narrower elements are widened, wider ones are several words, least significant first), and `i` counts
-words in the *global* tensor in row-major order. It depends on the order, and the digests of the chunks that tile a
-tensor sum to the digest of the tensor, so that it can be compared across shardings and world sizes without gathering
-anything.
+words in the *global* tensor in row-major order. The digest depends on the order of the elements. The digests of the
+chunks that tile a tensor sum to the digest of the tensor, so that digests can be compared across shardings and world
+sizes without gathering tensors.
 """
 
 import itertools
@@ -18,20 +18,20 @@ from torch import Tensor
 DIGEST_MODULUS = 1 << 64
 _WORD_DTYPES = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint32, 16: torch.uint32}
 _CPU_BLOCK_WORDS = 1 << 15  # fits the caches of a core
-# Large enough to fill a GPU, and small enough to be there for the whole run: 8 bytes a word, three times.
+# Large enough to fill a GPU, and small enough to stay allocated for the whole run: three buffers of 8 bytes per word.
 _DEVICE_BLOCK_WORDS = 1 << 20
 _SUMS_PER_BLOCK = 3
 
 
 def _words(chunk: Tensor) -> Tensor:
     flat = chunk.detach().contiguous().reshape(-1)
-    if flat.is_conj() or flat.is_neg():  # bits say so that are not in the elements
+    if flat.is_conj() or flat.is_neg():  # flags outside of the elements' bits change the values
         flat = flat.resolve_conj().resolve_neg()
     return flat.view(_WORD_DTYPES[flat.element_size()])
 
 
 def _num_contiguous_dims(shape: Sequence[int], sizes: Sequence[int]) -> int:
-    """Trailing tensor dims over which a chunk is one run of the global tensor's row-major order."""
+    """Returns the number of trailing dims over which a chunk is one run of the global tensor's row-major order."""
     dims = 0
     for whole, part in zip(reversed(shape), reversed(sizes), strict=True):
         dims += 1
@@ -41,7 +41,7 @@ def _num_contiguous_dims(shape: Sequence[int], sizes: Sequence[int]) -> int:
 
 
 def _run_starts(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], run_dims: int) -> Tensor:
-    """Global element index at which each contiguous run of the chunk begins."""
+    """Returns the global element index at which each contiguous run of the chunk begins."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     start = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
     starts = torch.tensor([start], dtype=torch.int64)
@@ -67,7 +67,7 @@ def _digest_one_run(words: Tensor, start_word: int) -> int:
 
 
 def _digest_many_runs(words: Tensor, start_words: Tensor) -> int:
-    """Sums over runs of equal length; the products wrap in int64, which is arithmetic modulo 2**64."""
+    """Returns the sum over runs of equal length; products wrap in int64, which is arithmetic modulo 2**64."""
     run_words = len(words) // len(start_words)
     columns = min(run_words, _CPU_BLOCK_WORDS)
     rows = max(1, _CPU_BLOCK_WORDS // columns)
@@ -83,15 +83,15 @@ def _digest_many_runs(words: Tensor, start_words: Tensor) -> int:
 
 
 def digest_chunk(chunk: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> int:
-    """Returns the digest that `chunk` adds to the tensor of which it is a part.
+    """Returns the summand of `chunk` in the digest of its tensor.
 
-    It is computed where the chunk lives. One synchronisation with the device, and memory there for a scratch: for many
-    chunks use one `DigestScratch`. No communication.
+    The digest is computed on the chunk's device. Each call waits for the device once and allocates a scratch there: for
+    many chunks use one `DigestScratch`. No communication.
 
     Args:
         chunk: A plain tensor, the part that begins at `offsets`.
-        shape: The global tensor's.
-        offsets: One per tensor dim, in elements.
+        shape: Shape of the global tensor.
+        offsets: Offset per tensor dim, in elements.
     """
     if chunk.numel() == 0:
         return 0
@@ -123,9 +123,9 @@ class _Block:
     """Some rows of a chunk's runs, and some of their columns, whose rows begin at equal distances in the global tensor.
 
     Attributes:
-        row: The first, counted over all of the chunk's runs.
+        row: The first row, counted over all of the chunk's runs.
         start_word: Global index of the first row's first word.
-        stride_words: From a row's first word to the next row's.
+        stride_words: Distance from a row's first word to the next row's.
     """
 
     row: int
@@ -141,9 +141,9 @@ class _Block:
         The weight of the word in column j of row k is `(2 * j + 1) + 2 * start + 2 * stride * k`.
 
         Args:
-            by_column: Words times `2 * j + 1`.
-            plain: Words.
-            by_row: Words times `2 * k + 1`, where there are several rows.
+            by_column: Sum of the words times `2 * j + 1`.
+            plain: Sum of the words.
+            by_row: Sum of the words times `2 * k + 1`, if there are several rows.
         """
         total = by_column + 2 * self.start_word * plain
         return total if self.num_rows == 1 else total + self.stride_words * (by_row - plain)
@@ -155,7 +155,7 @@ def _plan_blocks(
     run_dims = _num_contiguous_dims(shape, sizes)
     num_outer = len(shape) - run_dims
     strides = [math.prod(shape[dim + 1 :]) for dim in range(num_outer)]
-    # The last of the dims outside of a run, with those before it that it fills, begins its runs at equal distances.
+    # Runs begin at equal distances along the last dim outside of a run, and along the dims before it that it fills.
     first = max(0, num_outer - 1)
     while first > 0 and sizes[first] == shape[first]:
         first -= 1
@@ -180,16 +180,16 @@ def _plan_blocks(
 
 
 class DigestScratch:
-    """Memory on a device with which digests are taken there, of tensors of any size; it is taken once.
+    """Memory on a device for the digests of tensors of any size; it is allocated once.
 
-    Not thread-safe, and of one stream at a time.
+    Not thread-safe; one stream at a time uses the object.
 
     Args:
-        device: Where the tensors are.
-        num_words: How many words are summed at a time.
+        device: The device of the tensors.
+        num_words: Number of words that are summed at a time.
 
     Raises:
-        torch.OutOfMemoryError: The device has no room for it.
+        torch.OutOfMemoryError: The device lacks memory for the scratch.
     """
 
     def __init__(self, device: torch.device, num_words: int = _DEVICE_BLOCK_WORDS) -> None:
@@ -201,14 +201,14 @@ class DigestScratch:
 
     @property
     def num_bytes(self) -> int:
-        """What it holds on the device."""
+        """The size of the scratch on the device."""
         return sum(one.nbytes for one in (self._block, self._product, self._weights, self._sums))
 
     def digest_all(self, chunks: Iterable[tuple[Tensor, Sequence[int], Sequence[int]]]) -> list[int]:
-        """Returns what `digest_chunk` returns for each (chunk, shape, offsets). It waits for the device once.
+        """Returns the result of `digest_chunk` for each (chunk, shape, offsets). It waits for the device once.
 
         Raises:
-            torch.OutOfMemoryError: A chunk is not contiguous, and the device has no room for a copy that is.
+            torch.OutOfMemoryError: A chunk is not contiguous, and the device lacks memory for a contiguous copy.
         """
         work = [self._plan(chunk, shape, offsets) for chunk, shape, offsets in chunks]
         num_blocks = sum(len(blocks) for _, blocks in work)
@@ -226,7 +226,7 @@ class DigestScratch:
         ]
 
     def _plan(self, chunk: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> tuple[Tensor, list[_Block]]:
-        """Returns a chunk's words, a run of the global tensor in each row, and the blocks in which they are summed."""
+        """Returns a chunk's words, one run of the global tensor per row, and the blocks in which they are summed."""
         if chunk.numel() == 0:
             return chunk, []
         words = _words(chunk)

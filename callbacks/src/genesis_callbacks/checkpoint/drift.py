@@ -1,8 +1,9 @@
-"""What differs between the run that saved and the one that restores, and which of it may differ. Pure.
+"""Finds the differences between the run that saved and the run that restores, and decides which are allowed. Pure.
 
-A key is dotted: `trainer.max_steps` of the recipe, the plain name of an entry of the identity, `versions.torch`,
-`device.copies`. A *free* key may always differ, an *allow* key only if the user names it, a *never* key not at all.
-A policy decides which is which. The caller, which knows the layout of the recipe, gives it; the engine has none.
+A key is dotted: `trainer.max_steps` in the recipe, the plain name of an entry of the identity, `versions.torch`,
+`device.copies`. A *free* key may always differ, an *allow* key only if the user names it, and a *never* key must not
+differ. A policy assigns these kinds. The caller provides the policy, because only the caller knows the layout of the
+recipe.
 """
 
 import json
@@ -28,11 +29,11 @@ _MAX_VALUE_LENGTH = 120
 
 
 class DriftWarning(UserWarning):
-    """A run goes on with other package versions than it was saved with; the message names them."""
+    """A run continues with other package versions than those of its checkpoint; the message lists them."""
 
 
 def key_matches(key: str, patterns: Sequence[str]) -> bool:
-    """Says whether one of the globs names `key` or something that it lies in.
+    """Returns whether one of the globs matches `key` or one of its parents.
 
     Example:
         >>> key_matches("model.decoder.dim", ["model.decoder"]), key_matches("schedule.shape", ["*.shape"])
@@ -43,14 +44,14 @@ def key_matches(key: str, patterns: Sequence[str]) -> bool:
 
 @dataclass(frozen=True)
 class DriftPolicy:
-    """Which keys may differ, and under which heading each is reported.
+    """Which keys may differ, and in which area of the report each appears.
 
     Args:
-        rules: (kind, glob) in order: the first that matches a key decides; a key that none matches is `allow`.
+        rules: (kind, glob) in order: the first match decides; a key without a match is `allow`.
         areas: (area, glob) in order, for keys of the recipe.
         remedy: How a user allows a change; `{keys}` becomes a JSON list of keys.
-        unify: Returns a recipe in the one form in which recipes are compared, where several spell the same run. It is
-            given plain JSON, of a manifest that anybody may have written, too; None for recipes with one form.
+        unify: Returns a recipe in a canonical form for comparison, if several recipes can describe the same run. The
+            argument is plain JSON, possibly from an untrusted manifest. None for recipes with only one form.
     """
 
     rules: tuple[tuple[Kind, str], ...] = ()
@@ -59,17 +60,17 @@ class DriftPolicy:
     unify: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
 
     def kind_of(self, key: str) -> Kind:
-        """Returns whether `key` is free, to be allowed, or never to change."""
+        """Returns the kind of `key`: free, allow or never."""
         return next((kind for kind, pattern in self.rules if key_matches(key, [pattern])), "allow")
 
     def area_of(self, key: str, default: str = OTHER_AREA) -> str:
-        """Returns the heading of a key of the recipe or the identity."""
+        """Returns the area of a key of the recipe or the identity."""
         return next((area for area, pattern in self.areas if key_matches(key, [pattern])), default)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One key with its value in the checkpoint and in this run, and what follows for a restore."""
+    """One key with its value in the checkpoint and in this run, and the consequence for a restore."""
 
     key: str
     area: str
@@ -89,9 +90,9 @@ def _show(value: Any) -> str:
 
 
 def compare_mappings(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yields (dotted key, before, now) for each value that differs; what is not there is None.
+    """Yields (dotted key, before, now) for each value that differs; a missing value is None.
 
-    Items of a list that have names are compared by these, where both lists have the same in the same order.
+    Items of a list are compared by name if both lists have the same names in the same order.
     """
     names = _read_names(before)
     if names is not None and names == _read_names(now):
@@ -105,7 +106,7 @@ def compare_mappings(before: Any, now: Any, key: str = "") -> Iterator[tuple[str
 
 
 def _read_names(value: Any) -> list[str] | None:
-    """Returns the `name` of each item of a list, None where they do not have one each of their own."""
+    """Returns the `name` of each item of a list; None if an item has no name or two items share one."""
     if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
         return None
     names = [item.get("name") for item in value]
@@ -113,7 +114,7 @@ def _read_names(value: Any) -> list[str] | None:
 
 
 def _as_json(name: str, value: Mapping[str, Any]) -> Any:
-    """What a manifest would give back for `value`: tuples become lists, keys strings."""
+    """Returns `value` as a manifest would return it: tuples become lists, keys become strings."""
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError) as error:
@@ -131,16 +132,16 @@ def find_drift(
 ) -> list[Difference]:
     """Returns every difference between a checkpoint and a run, by area.
 
-    Recipes are compared where both have one, identities and versions where both name the same thing. An entry of the
-    identity may have the key of the recipe that it repeats, and is then reported once.
+    Recipes are compared if both sides have one; identities and versions are compared for the keys that both sides have.
+    If an entry of the identity repeats a key of the recipe, its difference is reported once.
 
     Args:
-        manifest: The checkpoint's.
-        identity: This run's.
-        recipe: This run's; an empty one compares nothing.
-        versions: Package to version, and what the device was found to do, of this process.
+        manifest: The checkpoint's manifest.
+        identity: This run's identity.
+        recipe: This run's recipe; an empty one is not compared.
+        versions: Package to version in this process, and the results of the device's proofs.
         policy: Which keys may differ.
-        allow_changed: Globs of keys of kind `allow` that may differ this time.
+        allow_changed: Globs of keys of kind `allow` that may differ in this restore.
 
     Raises:
         CheckpointError: The run's recipe or identity is not plain JSON.
@@ -194,22 +195,22 @@ def format_differences(differences: Sequence[Difference]) -> str:
 
 
 def check_drift(manifest: Manifest, differences: Sequence[Difference], policy: DriftPolicy) -> None:
-    """Refuses a restore by what `find_drift` found.
+    """Refuses a restore if `find_drift` found a difference that is not allowed.
 
     Raises:
-        DriftError: Its first line has the remedy; the diff follows.
+        DriftError: The first line of the message has the remedy; the differences follow.
     """
     never = [difference for difference in differences if difference.verdict == "never"]
     refused = [difference for difference in differences if difference.verdict == "refused"]
     if not never and not refused:
         return
-    remedies = ["use what it was trained with"]
+    remedies = ["use the options that it was trained with"]
     if refused:
         keys = json.dumps([difference.key for difference in refused])
-        remedies.append(f"allow what you mean to change by {policy.remedy.format(keys=keys)}")
+        remedies.append(f"allow intended changes by {policy.remedy.format(keys=keys)}")
     if never:
         keys = ", ".join(printable(difference.key) for difference in never)
-        remedies.append(f"start a new run for another {keys}, which cannot change within one")
+        remedies.append(f"start a new run for another {keys}, which cannot change within a run")
     shown = [difference for difference in differences if difference.verdict in ("never", "refused", "warned")]
     raise DriftError(
         f"the checkpoint of step {manifest.step} is of another run: {'; '.join(remedies)}\n{format_differences(shown)}"

@@ -9,9 +9,9 @@ from genesis_callbacks.errors import RunEndedError, UserError, printable, printa
 
 
 class CheckpointError(UserError):
-    """Something about a checkpoint that the user can fix, or must know; the base of all errors here but one.
+    """A problem with a checkpoint that the user can fix, or must know about; the base of all other errors here but one.
 
-    Its text may name what stands in a checkpoint, and is made printable.
+    The message may quote the content of a checkpoint; control characters in it are escaped.
     """
 
     def __init__(self, message: str) -> None:
@@ -19,32 +19,33 @@ class CheckpointError(UserError):
 
 
 class CorruptCheckpointError(CheckpointError):
-    """A checkpoint that is not whole: a file is missing, or holds other bytes than its manifest vouches for."""
+    """A damaged checkpoint: a file is missing, or its bytes differ from the manifest."""
 
     exit_status = 1  # a check that failed
 
 
 class UnreadableCheckpointError(CheckpointError):
-    """A file that the operating system does not let this process read, so that it is unknown whether it is whole."""
+    """A file that the operating system does not let this process read, so that its state is unknown."""
 
-    exit_status = 1  # the disk's or the machine's doing: starting again may help
+    exit_status = 1  # caused by the disk or the machine: starting again may help
 
 
 class BaseCheckpointError(CheckpointError):
-    """A base checkpoint that is missing, has changed, or is damaged; the checkpoints that name it may be whole."""
+    """A base checkpoint that is missing, changed or damaged; the checkpoints that refer to it may be undamaged."""
 
     exit_status = 1  # a check that failed
 
 
 class SaveFailedError(RunEndedError):
-    """A save that did not become a checkpoint; every rank raises it, and earlier checkpoints are untouched.
+    """A save that did not become a checkpoint; every rank raises this error, and earlier checkpoints are unchanged.
 
-    It is the disk's or the machine's doing, and starting again may help: no `CheckpointError`, nor a `ValueError`.
+    The cause is the disk or the machine, and starting again may help: it is neither a `CheckpointError` nor a
+    `ValueError`.
     """
 
 
 class UnsupportedStateError(CheckpointError):
-    """A state that cannot be written without pickle; the message names its key."""
+    """State that cannot be written without pickle; the message has its key."""
 
 
 class DirectoryInUseError(CheckpointError):
@@ -52,6 +53,6 @@ class DirectoryInUseError(CheckpointError):
 
 
 class DriftError(CheckpointError):
-    """What is restored and what restores it differ in something that must be the same: a line for each difference."""
+    """The checkpoint and the restoring run differ in a value that must be equal; the message lists each difference."""
 
     is_one_line = False

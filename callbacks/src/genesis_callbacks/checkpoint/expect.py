@@ -1,6 +1,6 @@
-"""What a checkpoint must hold, by the live model and its optimizers, and how what it holds differs from that.
+"""Lists the tensors that a checkpoint of the live model and optimizers must hold, and compares a checkpoint with them.
 
-`build_expectation` looks at tensors without reading them and communicates nothing; `find_problems` is pure.
+`build_expectation` does not read the tensors' values and does not communicate; `find_problems` is pure.
 """
 
 from collections import defaultdict
@@ -22,14 +22,14 @@ _NUM_NAMED = 3
 
 
 @dataclass(frozen=True)
-class DueTensor:
-    """A tensor that must be there.
+class ExpectedTensor:
+    """A tensor that a checkpoint must hold.
 
     Attributes:
-        names: Canonical names, several for a tied one: under which of them it is saved does not matter.
-        shape: The global one.
-        dtype: The live one.
-        is_buffer: Whether it is no parameter.
+        names: Canonical names; a tied tensor has several and may be saved under any of them.
+        shape: The global shape.
+        dtype: The dtype of the live tensor.
+        is_buffer: Whether the tensor is a buffer, not a parameter.
     """
 
     names: tuple[str, ...]
@@ -44,32 +44,32 @@ class DueTensor:
 
 
 @dataclass(frozen=True)
-class DueOptimizer:
-    """The state that an optimizer has.
+class ExpectedOptimizer:
+    """The state that a checkpoint must hold for an optimizer.
 
     Attributes:
-        parameters: Canonical names in the order of the groups: some formats number parameters so.
+        parameters: Canonical names in the order of the groups, by which some formats number parameters.
         state: Parameter to key to tensor.
     """
 
     parameters: tuple[str, ...]
-    state: Mapping[str, Mapping[str, DueTensor]]
+    state: Mapping[str, Mapping[str, ExpectedTensor]]
 
 
 @dataclass(frozen=True)
 class Expectation:
-    """What a checkpoint of a run must hold."""
+    """The content that a checkpoint of a run must have."""
 
-    model: tuple[DueTensor, ...] = ()
-    optimizers: tuple[DueOptimizer, ...] = field(default=())
-
-
-def _due(name: str, tensor: Tensor) -> DueTensor:
-    return DueTensor((name,), tuple(tensor.shape), tensor.dtype)
+    model: tuple[ExpectedTensor, ...] = ()
+    optimizers: tuple[ExpectedOptimizer, ...] = field(default=())
 
 
-def _expect_model(module: nn.Module) -> tuple[DueTensor, ...]:
-    # Parameters as the module has them and not as its state dict says: an empty state dict is what is looked for.
+def _due(name: str, tensor: Tensor) -> ExpectedTensor:
+    return ExpectedTensor((name,), tuple(tensor.shape), tensor.dtype)
+
+
+def _expect_model(module: nn.Module) -> tuple[ExpectedTensor, ...]:
+    # Parameters from the module and not from its state dict: the check must also detect an empty state dict.
     parameters = dict(module.named_parameters(remove_duplicate=False))
     others = module.state_dict(keep_vars=True)
     names: dict[int, list[str]] = defaultdict(list)
@@ -80,35 +80,35 @@ def _expect_model(module: nn.Module) -> tuple[DueTensor, ...]:
             if canonical_name(name) not in names[id(tensor)]:
                 names[id(tensor)].append(canonical_name(name))
     return tuple(
-        DueTensor(tuple(names[key]), tuple(tensor.shape), tensor.dtype, not isinstance(tensor, nn.Parameter))
+        ExpectedTensor(tuple(names[key]), tuple(tensor.shape), tensor.dtype, not isinstance(tensor, nn.Parameter))
         for key, tensor in tensors.items()
     )
 
 
-def _expect_optimizer(index: int, optimizer: Optimizer, names: Mapping[int, str]) -> DueOptimizer:
+def _expect_optimizer(index: int, optimizer: Optimizer, names: Mapping[int, str]) -> ExpectedOptimizer:
     named = name_optimizer(index, optimizer, names)
-    state: dict[str, dict[str, DueTensor]] = defaultdict(dict)
+    state: dict[str, dict[str, ExpectedTensor]] = defaultdict(dict)
     for full_name, tensor in named.tensors.items():
         name, _, key = full_name.removeprefix(f"optimizer.{index}.").rpartition(".")
         state[name][key] = _due(name, tensor)
     parameters = [name for group in named.section["groups"] for name in group["params"]]
-    return DueOptimizer(tuple(parameters), dict(state))
+    return ExpectedOptimizer(tuple(parameters), dict(state))
 
 
 def count_state(optimizer: Optimizer) -> int:
-    """Returns how many values of state this rank holds for an optimizer: a number that is quickly had."""
+    """Returns the number of state values that this rank holds for an optimizer; a cheap sign that state appeared."""
     return sum(map(len, state_holder(optimizer).state.values()))
 
 
 def build_expectation(module: nn.Module, optimizers: Sequence[Optimizer]) -> Expectation:
-    """Returns what a checkpoint taken now must hold, as far as this rank holds it.
+    """Returns this rank's part of the content that a checkpoint saved now must have.
 
-    Parameters have their global shape. Of the model and of optimizer state each rank knows what it has: a stage of a
-    pipeline, or under ZeRO-1 the state of some parameters (`merge_expectations`). No communication; nothing is read
-    from a device.
+    Parameters have their global shape. Each rank lists only the tensors that it holds, such as a stage of a pipeline,
+    or under ZeRO-1 the state of some parameters; `merge_expectations` combines the ranks. No communication; nothing is
+    read from a device.
 
     Raises:
-        UnsupportedStateError: An optimizer updates a tensor that is no parameter of the module.
+        UnsupportedStateError: An optimizer updates a tensor that is not a parameter of the module.
     """
     names = name_parameters(module)
     return Expectation(
@@ -118,7 +118,7 @@ def build_expectation(module: nn.Module, optimizers: Sequence[Optimizer]) -> Exp
 
 
 def merge_expectations(by_rank: Sequence[Expectation]) -> Expectation:
-    """Returns what all ranks together expect, where each may hold another part of the model and of its optimizers."""
+    """Returns the expectation of all ranks together, which may hold different parts of the model and its optimizers."""
     num_optimizers = max(len(expectation.optimizers) for expectation in by_rank)
     return Expectation(
         _merge_models(list(dict.fromkeys(expectation.model for expectation in by_rank))),
@@ -131,11 +131,11 @@ def merge_expectations(by_rank: Sequence[Expectation]) -> Expectation:
     )
 
 
-def _merge_models(models: Sequence[tuple[DueTensor, ...]]) -> tuple[DueTensor, ...]:
-    """Returns the tensors of all models: those that share a name are one, with the names that any rank gives it."""
+def _merge_models(models: Sequence[tuple[ExpectedTensor, ...]]) -> tuple[ExpectedTensor, ...]:
+    """Returns the tensors of all ranks: tensors that share a name are one tensor with the names of all ranks."""
     if len(models) == 1:
         return models[0]
-    merged: list[DueTensor] = []
+    merged: list[ExpectedTensor] = []
     places: dict[str, int] = {}
     for tensor in (tensor for model in models for tensor in model):
         place = next((places[name] for name in tensor.names if name in places), len(merged))
@@ -148,17 +148,17 @@ def _merge_models(models: Sequence[tuple[DueTensor, ...]]) -> tuple[DueTensor, .
     return tuple(merged)
 
 
-def _merge_optimizers(by_rank: Sequence[DueOptimizer]) -> DueOptimizer:
+def _merge_optimizers(by_rank: Sequence[ExpectedOptimizer]) -> ExpectedOptimizer:
     parameters: dict[str, None] = {}
-    state: dict[str, Mapping[str, DueTensor]] = {}
+    state: dict[str, Mapping[str, ExpectedTensor]] = {}
     for optimizer in by_rank:
         parameters |= dict.fromkeys(optimizer.parameters)
         state |= optimizer.state
-    return DueOptimizer(tuple(parameters), state)
+    return ExpectedOptimizer(tuple(parameters), state)
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Returns a size for people.
+    """Returns a size in readable units.
 
     Example:
         >>> format_bytes(39_120)
@@ -176,7 +176,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def _common_prefixes(names: Iterable[str]) -> list[str]:
-    """Returns the containers that all names stand in, each with its dot, the shortest ("") first."""
+    """Returns the prefixes that all names share, each with its final dot, the shortest ("") first."""
     paths = [name.split(".")[:-1] for name in names]
     if not paths:
         return [""]
@@ -188,11 +188,12 @@ def _common_prefixes(names: Iterable[str]) -> list[str]:
     return ["".join(f"{part}." for part in shared[:count]) for count in range(len(shared) + 1)]
 
 
-def _match_names(due: Sequence[DueTensor], saved: Iterable[str]) -> tuple[dict[str, str], Callable[[str], str]]:
-    """Returns (first name of each due tensor by its name in the checkpoint, what makes a saved name such a name).
+def _match_names(due: Sequence[ExpectedTensor], saved: Iterable[str]) -> tuple[dict[str, str], Callable[[str], str]]:
+    """Returns (saved name to first name of each expected tensor, function that maps a saved name to the live form).
 
-    A checkpoint may name a tensor with a container more or less than the live module (`module.`, or the inner model
-    alone): of all ways to leave out what is common to all names, the one that finds most counts, the plainest first.
+    A checkpoint's names may have one container more or less than those of the live module (`module.`, or the inner
+    model alone). Of all combinations of common prefixes to remove, the function uses the one with the most matches; on
+    a tie it uses the shortest prefixes.
     """
     first_names = {name: tensor.names[0] for tensor in due for name in tensor.names}
     saved_names = {canonical_name(name) for name in saved}
@@ -216,16 +217,18 @@ def _name_some(names: Sequence[str]) -> str:
     return ", ".join(names[:_NUM_NAMED]) + more
 
 
-def _describe(tensor: DueTensor | StoredTensor) -> str:
+def _describe(tensor: ExpectedTensor | StoredTensor) -> str:
     return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
 
 
-def _is_same_kind(due: DueTensor, stored: StoredTensor, *, may_be_cast: bool) -> bool:
+def _is_same_kind(due: ExpectedTensor, stored: StoredTensor, *, may_be_cast: bool) -> bool:
     is_cast = may_be_cast and due.dtype.is_floating_point and stored.dtype.is_floating_point
     return due.shape == stored.shape and (due.dtype == stored.dtype or is_cast)
 
 
-def _find_different(what: str, pairs: Iterable[tuple[str, DueTensor, StoredTensor]], *, may_be_cast: bool) -> list[str]:
+def _find_different(
+    what: str, pairs: Iterable[tuple[str, ExpectedTensor, StoredTensor]], *, may_be_cast: bool
+) -> list[str]:
     different = [
         f"{name} ({_describe(stored)}, live {_describe(due)})"
         for name, due, stored in pairs
@@ -233,27 +236,30 @@ def _find_different(what: str, pairs: Iterable[tuple[str, DueTensor, StoredTenso
     ]
     if not different:
         return []
-    return [f"{len(different):,} {what} have another shape or dtype than the live ones: {_name_some(different)}"]
+    return [f"{len(different):,} {what} differ from the live ones in shape or dtype: {_name_some(different)}"]
 
 
 def _compare_model(
-    due: Sequence[DueTensor], stored: Mapping[str, list[StoredTensor]], contents: Contents, due_bytes: int
+    due: Sequence[ExpectedTensor], stored: Mapping[str, list[StoredTensor]], contents: Contents, due_bytes: int
 ) -> list[str]:
     missing = [tensor for tensor in due if tensor.names[0] not in stored]
     problems = []
     if missing:
         problems.append(
             f"holds {len(due) - len(missing):,} of {len(due):,} model tensors ({format_bytes(contents.num_bytes)} "
-            f"where at least {format_bytes(due_bytes)} are due); missing: "
+            f"where at least {format_bytes(due_bytes)} are expected); missing: "
             f"{_name_some([tensor.names[0] for tensor in missing])}"
         )
     pairs = [(tensor.names[0], tensor, one) for tensor in due for one in stored.get(tensor.names[0], ())]
-    # Exports of weights are often made in half precision; a checkpoint to go on from never is.
+    # Exports of weights often have half precision; a checkpoint to resume from never has.
     return problems + _find_different("model tensors", pairs, may_be_cast=contents.format == "safetensors")
 
 
 def _compare_optimizer(
-    index: int, due: DueOptimizer, stored: Mapping[str, Mapping[str, StoredTensor]], is_wanted: Callable[[str], bool]
+    index: int,
+    due: ExpectedOptimizer,
+    stored: Mapping[str, Mapping[str, StoredTensor]],
+    is_wanted: Callable[[str], bool],
 ) -> list[str]:
     wanted = {name: state for name, state in due.state.items() if is_wanted(name)}
     without = [name for name, state in wanted.items() if state and not stored.get(name)]
@@ -281,7 +287,7 @@ def _compare_optimizer(
 
 
 def _name_state(
-    stored: Mapping[str | int, Mapping[str, StoredTensor]], due: DueOptimizer, name_of: Callable[[str], str]
+    stored: Mapping[str | int, Mapping[str, StoredTensor]], due: ExpectedOptimizer, name_of: Callable[[str], str]
 ) -> dict[str, Mapping[str, StoredTensor]]:
     """Returns a checkpoint's optimizer state by the live names of the parameters."""
     named: dict[str, Mapping[str, StoredTensor]] = {}
@@ -296,14 +302,14 @@ def _name_state(
 def find_problems(
     expectation: Expectation, contents: Contents, *, has_optimizer: bool = True, ignore: Sequence[str] = ()
 ) -> list[str]:
-    """Returns in what a checkpoint is less than, or other than, it must be: short sentences, none for a good one. Pure.
+    """Returns a short sentence for each expected tensor or state that a checkpoint lacks or holds differently. Pure.
 
-    What it holds beside is no problem. Safetensors may hold the model in another floating dtype.
+    Additional content is not a problem. Safetensors may hold the model in another floating dtype.
 
     Args:
-        expectation: What is due.
-        contents: What is there.
-        has_optimizer: Whether the state of optimizers is due.
+        expectation: The content that the checkpoint must have.
+        contents: The content of the checkpoint.
+        has_optimizer: Whether the state of optimizers is expected.
         ignore: Globs of the names of parameters and buffers that may be missing or different.
     """
 
@@ -329,7 +335,7 @@ def find_problems(
 
 
 def name_buffers(expectation: Expectation, contents: Contents) -> frozenset[str]:
-    """Returns which names in `contents.model` are those of buffers. Pure."""
+    """Returns the names in `contents.model` that belong to buffers. Pure."""
     _, name_of = _match_names(expectation.model, contents.model)
     buffers = {tensor.names[0] for tensor in expectation.model if tensor.is_buffer}
     return frozenset(name for name in contents.model if name_of(name) in buffers)

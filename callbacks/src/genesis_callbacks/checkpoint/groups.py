@@ -18,7 +18,7 @@ GroupNames = tuple[tuple[str, ...], ...]
 
 
 def name_saved_groups(groups: Sequence[Mapping[str, Any]]) -> GroupNames:
-    """Returns the names in the groups that one section holds, encoded or decoded."""
+    """Returns the parameter names of the groups in one section, which may be encoded or decoded."""
     return tuple(tuple(group["params"]) for group in groups)
 
 
@@ -27,7 +27,7 @@ def _flatten(groups_by_rank: Sequence[GroupNames]) -> set[str]:
 
 
 def _restrict(groups: GroupNames, known: set[str]) -> list[list[str]]:
-    """Returns the groups without the parameters that are not in `known`, and without those that are empty then."""
+    """Returns the groups with only the parameters in `known`, without groups that become empty."""
     restricted = ([name for name in names if name in known] for names in groups)
     return [names for names in restricted if names]
 
@@ -41,8 +41,8 @@ def check_groups(index: int, live_by_rank: Sequence[GroupNames], saved_by_rank: 
         saved_by_rank: The groups of each rank that saved.
 
     Raises:
-        CheckpointError: All ranks together update other parameters than those that saved, or group or order them in
-            another way.
+        CheckpointError: The parameters of all ranks together differ from the saved ones, or their grouping or order
+            does.
     """
     difference = sorted(_flatten(live_by_rank) ^ _flatten(saved_by_rank))
     detail = f"such as {difference[0]}" if difference else None
@@ -53,7 +53,7 @@ def check_groups(index: int, live_by_rank: Sequence[GroupNames], saved_by_rank: 
                 detail = "in their order or grouping"
     if detail is not None:
         raise CheckpointError(
-            f"optimizer {index} updates other parameters than the one that was saved ({detail}): use the same "
+            f"optimizer {index} updates other parameters than the saved one ({detail}): use the same "
             "configure_optimizers"
         )
 
@@ -61,10 +61,10 @@ def check_groups(index: int, live_by_rank: Sequence[GroupNames], saved_by_rank: 
 def find_options(
     index: int, live: GroupNames, own: Sequence[Mapping[str, Any]], others: Iterator[Sequence[Mapping[str, Any]]]
 ) -> list[dict[str, Any]]:
-    """Returns the options that each live group was saved with, without its parameters.
+    """Returns the saved options of each live group, without its parameters.
 
-    This rank's own section comes first. Others are asked only for parameters that it lacks. A group without parameters
-    gets the options of the empty group at its place in the own section, or none.
+    This rank's own section comes first; the other sections are used only for parameters that the own section lacks. A
+    group without parameters gets the options of the empty group at the same index in the own section, or no options.
 
     Args:
         index: Number of the optimizer in the run.
@@ -109,6 +109,6 @@ def _check_same_options(index: int, name: str, before: dict[str, Any] | None, op
             is_same = type(one) is type(other) and one == other
         if not is_same:
             raise CheckpointError(
-                f"optimizer {index} has {name} in a group whose other parameters were saved with another {key} "
+                f"optimizer {index} has {name} in a group whose other parameters have another saved {key} "
                 f"({one} and {other}): use the same configure_optimizers"
             )

@@ -12,10 +12,10 @@ _BLOCK_BYTES = 1 << 20
 
 
 class Hasher(Protocol):
-    """Hashes bytes that come in pieces."""
+    """Hashes bytes piece by piece."""
 
     def update(self, data: bytes | memoryview, /) -> object:
-        """Takes the next bytes."""
+        """Adds the next bytes."""
 
     def hexdigest(self) -> str:
         """Returns the hash of all bytes so far."""
@@ -51,6 +51,6 @@ def hash_descriptor(descriptor: int, algorithm: HashAlgorithm) -> str:
 
 
 def hash_file(path: Path, algorithm: HashAlgorithm) -> str:
-    """Returns the hexadecimal hash of what the file at `path` holds."""
+    """Returns the hexadecimal hash of the content of the file at `path`."""
     with path.open("rb", buffering=0) as file:
         return hash_descriptor(file.fileno(), algorithm)

@@ -1,7 +1,7 @@
-"""Runs a save in the training threads of all ranks together; no rank trains meanwhile, so they can use collectives.
+"""Runs a save in the training threads of all ranks together; no rank trains meanwhile, so collectives are possible.
 
-The acts are those of `job.perform`. Only the receipts take another way to rank 0: a collective of the engine's own
-group, by which rank 0 learns at once that a rank failed or is gone.
+The operations are those of `job.perform`, except that receipts reach rank 0 by a collective of the engine's own group.
+Rank 0 thus learns immediately that a rank failed or is gone.
 """
 
 import dataclasses
@@ -14,10 +14,10 @@ from .stage import Staged
 
 
 def begin_together(ranks: Ranks, begin: Callable[[], None]) -> None:
-    """Lets rank 0 begin the save. Communicates once.
+    """Starts the save on rank 0. Communicates once.
 
     Raises:
-        SaveFailedError: Rank 0 could not begin the save; on every rank alike.
+        SaveFailedError: Rank 0 could not start the save; every rank raises the error.
     """
     failure = None
     if ranks.is_first:
@@ -25,7 +25,7 @@ def begin_together(ranks: Ranks, begin: Callable[[], None]) -> None:
             begin()
         except Exception as error:
             failure = failed_outcome(error)
-    failure = ranks.broadcast(failure)  # also of None: the other ranks wait for it before they touch the directory
+    failure = ranks.broadcast(failure)  # also of None: the other ranks must not write before it
     if failure is not None:
         raise error_from(failure.kind, failure.text)
 

@@ -1,7 +1,7 @@
-"""Everything that lies in a run's checkpoint directory, and what to do about what is broken.
+"""Lists the content of a run's checkpoint directory, and plans repairs of broken or left-over entries.
 
-Reading takes no lock: it may run beside a training that saves and removes, and what disappears meanwhile is left out.
-`apply_repair` is for the holder of the directory's lock.
+Reading takes no lock, because a training may save and remove checkpoints at the same time; entries that disappear
+meanwhile are left out. Only the holder of the directory's lock may call `apply_repair`.
 """
 
 import math
@@ -26,14 +26,14 @@ RepairAction = Literal["quarantine", "discard", "empty_trash", "none"]
 
 @dataclass(frozen=True)
 class InventoryEntry:
-    """One directory that the engine made.
+    """A directory that the engine created.
 
     Attributes:
-        path: Where it lies.
-        state: What its place and name say; `committed` says nothing yet about what it holds.
-        manifest: None where it has none that can be read.
-        num_bytes: Of its files on the disk.
-        modified_seconds: Unix time of its newest file.
+        path: Path of the directory.
+        state: The state according to location and name; the content of a `committed` entry is not verified yet.
+        manifest: The manifest; None if it is missing or unreadable.
+        num_bytes: Size of the files on the disk.
+        modified_seconds: Unix time of the newest file.
     """
 
     path: Path
@@ -45,14 +45,14 @@ class InventoryEntry:
 
 @dataclass(frozen=True)
 class Repair:
-    """Something in a checkpoint directory that needs attention.
+    """An entry of a checkpoint directory that needs attention.
 
     Attributes:
-        path: What it is about.
-        action: What `apply_repair` does.
-        is_bad: Whether a checkpoint is lost by it; leftovers are harmless.
-        reason: What is wrong.
-        advice: What to do, for people.
+        path: The entry.
+        action: The action of `apply_repair`.
+        is_bad: Whether a checkpoint is damaged or lost; leftovers are harmless.
+        reason: What is wrong with the entry.
+        advice: What the user should do.
     """
 
     path: Path
@@ -63,17 +63,17 @@ class Repair:
 
 
 def _measure(path: Path) -> tuple[int, float]:
-    stats = [file.stat() for file in path.iterdir() if file.is_file()]  # what the engine makes has no directories in it
+    stats = [file.stat() for file in path.iterdir() if file.is_file()]  # the engine creates no subdirectories in these
     return sum(stat.st_size for stat in stats), max((stat.st_mtime for stat in stats), default=path.stat().st_mtime)
 
 
 def _read_entry(path: Path, state: EntryState) -> InventoryEntry | None:
-    """Returns the entry, or None if it has just gone."""
+    """Returns the entry, or None if it was just removed."""
     try:
         num_bytes, modified_seconds = _measure(path)
     except FileNotFoundError:
         return None
-    except OSError:  # it may not be looked into; its problem says so
+    except OSError:  # the directory cannot be listed; `find_problem` reports that
         num_bytes, modified_seconds = 0, path.lstat().st_mtime
     try:
         manifest = read_manifest(path)
@@ -99,12 +99,12 @@ def _find_directories(directory: Path) -> Iterable[tuple[Path, EntryState]]:
 
 
 def read_inventory(directory: Path | str) -> list[InventoryEntry]:
-    """Returns what the engine has made in a run's checkpoint directory, by state, oldest first in the lineage.
+    """Returns the engine's entries in a run's checkpoint directory, by state, oldest first in the lineage.
 
-    Foreign names are left out. Any process may call it; it does not communicate and takes no lock.
+    Foreign names are left out. Any process may call this function; it does not communicate and takes no lock.
 
     Args:
-        directory: A run's directory, or the one in it that holds the `step-*`.
+        directory: A run's directory, or its directory of `step-*`.
 
     Raises:
         CheckpointError: There is no such directory.
@@ -117,7 +117,7 @@ def read_inventory(directory: Path | str) -> list[InventoryEntry]:
 
 
 def _order(entry: InventoryEntry) -> tuple[int, float, str]:
-    """One without a readable manifest comes last of its kind, as the newest: it must be named."""
+    """An entry without a readable manifest comes last of its state, as the newest, so that reports include it."""
     sequence = math.inf if entry.manifest is None else entry.manifest.sequence
     return get_args(EntryState).index(entry.state), sequence, str(entry.path)
 
@@ -125,7 +125,7 @@ def _order(entry: InventoryEntry) -> tuple[int, float, str]:
 def find_problem(path: Path, level: VerifyLevel) -> CheckpointError | None:
     """Returns why the checkpoint at `path` does not verify, or None if it does.
 
-    What cannot be read for a reason outside of it (rights, a failing disk, a newer schema) is no
+    A checkpoint that cannot be read for an external reason (permissions, a failing disk, a newer schema) is not a
     `CorruptCheckpointError`.
     """
     try:
@@ -138,7 +138,7 @@ def find_problem(path: Path, level: VerifyLevel) -> CheckpointError | None:
 
 
 def find_problems(entries: Iterable[InventoryEntry], level: VerifyLevel) -> dict[Path, CheckpointError | None]:
-    """Returns what `find_problem` says of each committed one that is still there."""
+    """Returns the result of `find_problem` for each committed checkpoint that still exists."""
     problems: dict[Path, CheckpointError | None] = {}
     for entry in entries:
         if entry.state == "committed":
@@ -151,11 +151,11 @@ def find_problems(entries: Iterable[InventoryEntry], level: VerifyLevel) -> dict
 def newest_whole(
     entries: Sequence[InventoryEntry], level: VerifyLevel = "deep"
 ) -> tuple[InventoryEntry | None, list[InventoryEntry]]:
-    """Returns the newest committed checkpoint that verifies, and the newer ones that are damaged.
+    """Returns the newest committed checkpoint that verifies, and the damaged ones that are newer.
 
     Raises:
-        CheckpointError: A newer one may be whole, and nobody can say now: its base is away, a file cannot be read, or
-            its schema is newer.
+        CheckpointError: A newer checkpoint cannot be judged now: its base is missing, a file cannot be read, or its
+            schema is newer.
     """
     bad: list[InventoryEntry] = []
     for entry in reversed([entry for entry in entries if entry.state == "committed"]):
@@ -164,17 +164,17 @@ def newest_whole(
             return entry, bad
         if isinstance(problem, CorruptCheckpointError):
             bad.append(entry)
-        elif entry.path.exists():  # a run beside this command may have removed it
+        elif entry.path.exists():  # a running training may have removed it
             raise problem
     return None, bad
 
 
 def plan_repairs(entries: Sequence[InventoryEntry], problems: Mapping[Path, CheckpointError | None]) -> list[Repair]:
-    """Returns what to do about each thing that is broken or left over. Pure.
+    """Returns a repair for each entry that is broken or left over. Pure.
 
     Args:
-        entries: Of one directory.
-        problems: What verification said of the committed ones.
+        entries: The entries of one directory.
+        problems: The problems that verification found in committed checkpoints.
     """
     repairs: list[Repair] = []
     for entry in entries:
@@ -182,29 +182,29 @@ def plan_repairs(entries: Sequence[InventoryEntry], problems: Mapping[Path, Chec
         if entry.state == "committed" and problem is not None:
             repairs.append(_plan_for_bad(entry.path, problem))
         elif entry.state == "staging":
-            advice = "nothing while the run trains; else delete it, as the run's next start does"
-            repairs.append(Repair(entry.path, "discard", False, "a save in flight, or one that never ended", advice))
+            advice = "leave it while the run trains; else delete it, as the run's next start does"
+            repairs.append(Repair(entry.path, "discard", False, "a save in progress, or an interrupted one", advice))
         elif entry.state == "quarantined":
-            advice = "look for the cause (disk, copy, memory); delete it by hand when it is not needed"
+            advice = "find the cause (disk, copy, memory); delete the directory by hand when it is not needed"
             repairs.append(Repair(entry.path, "none", False, "quarantined before, because it did not verify", advice))
     trash = [entry.path for entry in entries if entry.state == "trash"]
     if trash:
-        reason = f"{len(trash)} directories whose deletion never ended"
+        reason = f"{len(trash)} directories whose deletion was interrupted"
         repairs.append(Repair(trash[0].parent, "empty_trash", False, reason, "delete them, as the next deletion does"))
     return repairs
 
 
 def _plan_for_bad(path: Path, problem: CheckpointError) -> Repair:
     if isinstance(problem, CorruptCheckpointError):
-        advice = "copy it from a backup, or put it aside, so that the one before it is taken"
+        advice = "copy it from a backup, or quarantine it, so that the run continues from the one before it"
         return Repair(path, "quarantine", True, str(problem), advice)
     return Repair(path, "none", True, str(problem), "leave it where it is until it can be read")
 
 
 def apply_repair(repair: Repair) -> Path | None:
-    """Does what a repair says and returns where the thing lies now, if it still lies somewhere.
+    """Carries out a repair and returns the new path of the entry; None if the entry was deleted.
 
-    A quarantine is an event of the run. The directory's lock must be held. No communication.
+    A quarantine is recorded in the run's events. The caller must hold the directory's lock. No communication.
     """
     if repair.action == "quarantine":
         return quarantine(repair.path, repair.reason, rank=None)
@@ -218,10 +218,10 @@ def apply_repair(repair: Repair) -> Path | None:
 
 
 def trace_ancestors(path: Path, manifest: Manifest) -> list[tuple[Ancestor, AncestorState]]:
-    """Returns the checkpoints that one descends from, the nearest first, as far as they are there.
+    """Returns the ancestors of a checkpoint, the nearest first, as far as they exist.
 
-    A fork's lead into the run that it came from. The last is the first that is gone, or that is another one of the same
-    name.
+    The ancestors of a fork lead into the run that it was forked from. The last item is the first ancestor that is
+    missing, or whose name now belongs to another checkpoint.
     """
     chain: list[tuple[Ancestor, AncestorState]] = []
     ancestor, place, seen = manifest.previous, path.resolve(), {path.resolve()}
@@ -233,7 +233,7 @@ def trace_ancestors(path: Path, manifest: Manifest) -> list[tuple[Ancestor, Ance
             seen.add(place)
             is_same = read_committed_hash(place) == ancestor.manifest_hash
             parent = read_manifest(place)
-        except (CheckpointError, OSError, RuntimeError):  # a RuntimeError is pathlib's word for a loop of links
+        except (CheckpointError, OSError, RuntimeError):  # pathlib raises RuntimeError for a loop of links
             return [*chain, (ancestor, "gone")]
         if not is_same:
             return [*chain, (ancestor, "replaced")]

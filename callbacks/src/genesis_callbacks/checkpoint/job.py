@@ -53,8 +53,8 @@ class Outcome:
     Attributes:
         kind: `written` (other ranks) and `committed` (rank 0) are good; `torn`: training changed what was being
             staged; `changed`: the rank holds other tensors than were planned.
-        text: The reason of an outcome that is not good.
-        manifest_hash: Of a committed save.
+        text: The reason, if the outcome is not good.
+        manifest_hash: Hash of the manifest of a committed save.
         warning: A problem that occurred after the commit.
         write_seconds: From the beginning of the job to its end.
     """
@@ -97,16 +97,16 @@ class CommitOrder:
     """The data with which rank 0 makes a checkpoint of the files that all ranks wrote.
 
     Attributes:
-        heading: Header of the manifest.
+        header: Header of the manifest.
         shards_by_writer: The shared parts that each rank has to write.
         retention: Which checkpoints stay after the commit.
-        num_updates: Optimizer steps that changed parameters since the checkpoint before.
+        num_updates: Optimizer steps that changed parameters since the previous checkpoint.
         moved: Names of the parameters that the last update changed, by its gradients and learning rates.
         events: The log that gets the event of the commit; None for no event.
         scope: Which tensors the checkpoint holds; None for all.
     """
 
-    heading: ManifestHeader
+    header: ManifestHeader
     shards_by_writer: tuple[tuple[TensorShard, ...], ...]
     retention: Retention
     num_updates: int
@@ -125,8 +125,8 @@ class WriteJob:
         placed: The parts that this rank writes, and their places in the shared buffer.
         digests: Of all parts that this rank holds, taken from the live tensors.
         section: This rank's other state, already plain JSON.
-        hash_algorithm: Of every file.
-        time_limit_seconds: For the whole job.
+        hash_algorithm: Hash algorithm for every file.
+        time_limit_seconds: Time limit of the whole job.
         commit: Rank 0's order; None on other ranks.
     """
 
@@ -142,7 +142,7 @@ class WriteJob:
 
 @dataclass(frozen=True)
 class RankReceipt:
-    """The content of a rank's receipt: the files it wrote, the live digests of all that it holds, its other state."""
+    """The content of a rank's receipt: the files that it wrote, the live digests of its parts, and its other state."""
 
     receipt: Receipt
     digests: dict[TensorShard, int]
@@ -169,7 +169,7 @@ def _read_note(path: Path) -> Any:
     """Returns the content of a note, or None while the note is missing or incomplete.
 
     Raises:
-        CheckpointError: No rank writes such a note: it is too large, nested too deeply, or no regular file.
+        CheckpointError: The note is too large, nested too deeply, or not a regular file, which no rank writes.
     """
     if not path.exists():
         return None
@@ -238,7 +238,7 @@ def perform(job: WriteJob, staged: Staged, is_orphan: Callable[[], bool]) -> Out
     begin_seconds = time.monotonic()
     try:
         if not job.staging.is_dir():
-            raise SaveFailedError(f"{job.staging.name} is gone: rank 0 gave the save up")
+            raise SaveFailedError(f"{job.staging.name} is gone: rank 0 abandoned the save")
         with hold_staging(job.staging):
             outcome = _write_and_meet(job, staged, is_orphan)
     except Exception as error:
@@ -257,10 +257,10 @@ def _write_and_meet(job: WriteJob, staged: Staged, is_orphan: Callable[[], bool]
     if job.commit is None:
         content = _encode_receipt(receipt.receipt, receipt.digests, receipt.section)
         _write_note(_receipt_path(job.staging, job.rank), content)
-        sync_directory(job.staging)  # fsync of a file stores its bytes, not its name
+        sync_directory(job.staging)  # fsync of a file stores its bytes; its name needs fsync of the directory
         return Outcome("written")
-    receipts = _gather(job, receipt, job.commit.heading.world_size, is_orphan)
-    # Receipts are no files of the checkpoint. A kill in this loop costs nothing: without the rename below, a restart
+    receipts = _gather(job, receipt, job.commit.header.world_size, is_orphan)
+    # Receipts do not belong to the checkpoint. A kill in this loop costs nothing: without the rename below, a restart
     # discards the whole directory.
     for rank in range(1, len(receipts)):
         os.unlink(_receipt_path(job.staging, rank))  # noqa: PTH108 - the syscall by its name: fault tests wrap it
@@ -293,7 +293,7 @@ def _read_staged(job: WriteJob, staged: Staged) -> Iterator[tuple[TensorShard, T
     for placed in job.placed:
         part, data = placed.part, staged.view(placed)
         if digest_chunk(data, part.shape, part.offsets) != job.digests[part]:
-            raise TornSnapshotError(f"{part.name}: staged and live digests differ: it changed while it was copied")
+            raise TornSnapshotError(f"{part.name}: staged and live digests differ: it changed while being copied")
         yield part, data
 
 
@@ -303,7 +303,7 @@ def _read_staged(job: WriteJob, staged: Staged) -> Iterator[tuple[TensorShard, T
 def commit_save(
     staging: Path, order: CommitOrder, receipts: Sequence[RankReceipt], *, may_retain: Callable[[], bool]
 ) -> Outcome:
-    """Compares the files of all ranks with the plan and with the checkpoint before, and commits the save.
+    """Compares the files of all ranks with the plan and with the previous checkpoint, and commits the save.
 
     Args:
         staging: Holds the files of all ranks.
@@ -313,11 +313,11 @@ def commit_save(
 
     Raises:
         SaveFailedError: The files differ from the plan, the snapshot is stale, an optimizer was emptied, or a tensor
-            that is left to the base differs from the base, or the base is gone.
+            that the save leaves to the base differs from the base, or the base is gone.
         OSError: The disk is full, or cannot be written.
     """
     # Every check that can refuse the save comes before `assemble`, whose rename makes the checkpoint visible. After the
-    # rename, a problem becomes a warning: the checkpoint is there.
+    # rename, a problem becomes a warning, because the checkpoint exists.
     for rank, receipt in enumerate(receipts):
         _check_receipt(staging, rank, order.shards_by_writer[rank], receipt)
     digests = merge_digests([receipt.digests for receipt in receipts])
@@ -335,18 +335,18 @@ def commit_save(
     _check_against_previous(staging.parent, order, tensors, parts)
     final, _, manifest_hash = assemble(
         staging,
-        order.heading,
+        order.header,
         tensors,
         [receipt.receipt for receipt in receipts],
         [receipt.section for receipt in receipts],
     )
     # The process that commits also writes the event: if the trainer is killed now, the run's history is complete.
-    untold = None
+    log_problem = None
     if order.events is not None:
-        counters = order.heading.counters
-        untold = order.events.append("saved", step=order.heading.step, clocks=counters, checkpoint=final)
+        counters = order.header.counters
+        log_problem = order.events.append("saved", step=order.header.step, clocks=counters, checkpoint=final)
     problem = retain(final, order.retention)[1] if may_retain() else None
-    return Outcome("committed", manifest_hash=manifest_hash, warning=problem or untold)
+    return Outcome("committed", manifest_hash=manifest_hash, warning=problem or log_problem)
 
 
 def _gather(job: WriteJob, own: RankReceipt, world_size: int, is_orphan: Callable[[], bool]) -> list[RankReceipt]:
@@ -379,7 +379,7 @@ def _check_receipt(staging: Path, rank: int, planned: Sequence[TensorShard], rec
     written = {(name, chunk.offsets, chunk.sizes) for name, chunk in receipt.receipt.chunks}
     if written != expected:
         raise SaveFailedError(
-            f"rank {rank}: wrote {len(written)} chunks where {len(expected)} were planned, such as "
+            f"rank {rank}: wrote {len(written)} chunks, but {len(expected)} were planned, such as "
             f"{min(written ^ expected)[0]}"
         )
     # Not equal but at least: `torch.save` adds a header to each chunk.
@@ -387,7 +387,7 @@ def _check_receipt(staging: Path, rank: int, planned: Sequence[TensorShard], rec
     if num_bytes < sum(part.num_bytes for part in due):
         raise SaveFailedError(f"rank {rank}: wrote {num_bytes} bytes, fewer than its tensors have")
     for record in receipt.receipt.files:
-        # As this node sees the file: a rank with another mount would have written to another directory.
+        # The size as this node sees it: a rank with another mount would have written to another directory.
         found_bytes = (staging / record.name).stat().st_size
         if found_bytes != record.num_bytes:
             raise SaveFailedError(f"rank {rank}: {record.name} has {found_bytes} of {record.num_bytes} bytes")
@@ -396,14 +396,14 @@ def _check_receipt(staging: Path, rank: int, planned: Sequence[TensorShard], rec
 def _check_against_previous(
     directory: Path, order: CommitOrder, tensors: Mapping[str, TensorRecord], parts: Mapping[str, TensorShard]
 ) -> None:
-    previous = order.heading.previous
+    previous = order.header.previous
     if previous is None or order.num_updates == 0:
         return
     try:
         before = read_manifest(previous.locate(directory)).tensors
     except CheckpointError:
-        return  # an older checkpoint that is damaged or removed is no fault of this save
-    if order.heading.has_optimizer:
+        return  # damage or removal of an older checkpoint must not fail this save
+    if order.header.has_optimizer:
         _check_not_emptied(previous, before, tensors)
     if order.moved:
         _check_moved(previous, before, order, tensors, parts)
@@ -412,7 +412,7 @@ def _check_against_previous(
 def _check_not_emptied(
     previous: Ancestor, before: Mapping[str, TensorRecord], tensors: Mapping[str, TensorRecord]
 ) -> None:
-    """Refuses an optimizer without state that had state in the checkpoint before, if updates happened since.
+    """Refuses an optimizer that lost its state since the previous checkpoint, although updates happened.
 
     Raises:
         SaveFailedError: An optimizer was emptied; the message names it.
@@ -422,7 +422,7 @@ def _check_not_emptied(
     )
     for index in sorted(had - has):
         raise SaveFailedError(
-            f"optimizer {index} has been emptied: {previous.name} has its state, this save would have none"
+            f"optimizer {index} has been emptied: {previous.name} has its state, but this save would have none"
         )
 
 
@@ -433,10 +433,10 @@ def _check_moved(
     tensors: Mapping[str, TensorRecord],
     parts: Mapping[str, TensorShard],
 ) -> None:
-    """Refuses a stale snapshot: a snapshot that equals the checkpoint before, although updates happened.
+    """Refuses a stale snapshot: a snapshot that equals the previous checkpoint, although updates happened.
 
-    A parameter is judged together with its optimizer state: alone it may stay as it is, if an update is smaller
-    than half a unit in the last place.
+    A parameter is judged together with its optimizer state, because an update smaller than half a unit in the last
+    place leaves the parameter unchanged.
 
     Raises:
         SaveFailedError: Tensors did not change; the message names them.

@@ -1,7 +1,7 @@
-"""Remembers, from save to save, the names of a model's and its optimizers' tensors and the places of their elements.
+"""Caches, from save to save, the names of a model's and its optimizers' tensors and the locations of their elements.
 
-Training waits while a save takes its snapshot. To name some hundred tensors and to find their blocks costs a
-millisecond or more; to check that nothing has changed since the last save costs a tenth of that.
+Training waits while a save takes its snapshot. Naming some hundred tensors and finding their blocks takes a millisecond
+or more; checking that nothing has changed since the last save takes a tenth of that.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,9 +33,9 @@ class KnownModel:
     """A model's tensors.
 
     Attributes:
-        model: Its tensors by canonical name.
+        model: The tensors by canonical name.
         stored: `id` of each tensor to the full name under which it is stored.
-        parts: The parts of them that this rank holds.
+        parts: The parts of the tensors that this rank holds.
     """
 
     model: NamedModel
@@ -48,8 +48,8 @@ class KnownOptimizer:
     """An optimizer's state.
 
     Attributes:
-        section: The state that is saved beside tensors.
-        parts: The parts of its tensors that this rank holds.
+        section: The saved state other than tensors.
+        parts: The parts of the state's tensors that this rank holds.
     """
 
     section: dict[str, Any]
@@ -57,11 +57,11 @@ class KnownOptimizer:
 
 
 class _Tensors:
-    """Tensors in their order, and where their elements were: equal to others as long as nothing was replaced or moved.
+    """Ordered tensors and the addresses of their elements, to detect tensors that were replaced or moved.
 
     Args:
-        keys: What the tensors are called by their owner.
-        tensors: One for each key.
+        keys: The owner's keys of the tensors.
+        tensors: One tensor for each key.
     """
 
     def __init__(self, keys: Iterable[object], tensors: Iterable[Tensor]) -> None:
@@ -70,14 +70,14 @@ class _Tensors:
         self._layouts = self._find_layouts(self._tensors)
 
     def _find_layouts(self, tensors: list[Any]) -> list[MemoryLayout]:
-        # A DTensor has no elements of its own; asking each tensor for its kind would cost as much as the layouts.
+        # A DTensor has no elements itself; testing the type of each tensor would take as long as reading the layouts.
         return list(map(local_layout if self._has_distributed else memory_layout, tensors))
 
     def are(self, keys: Sequence[object], values: list[Any]) -> bool:
-        """Returns whether `values` are the same tensors under the same keys, with their elements where they were."""
+        """Returns whether `values` are the same tensors under the same keys, with elements at the same addresses."""
         return (
             len(values) == len(self._tensors)
-            and all(map(is_, values, self._tensors))  # `==` of tensors compares elements, on their device
+            and all(map(is_, values, self._tensors))  # `==` would compare elements, on their device
             and keys == self._keys
             and self._find_layouts(values) == self._layouts
         )
@@ -109,7 +109,7 @@ def _are_same(objects: list[Any], others: list[Any]) -> bool:
 
 
 class KnownTensors:
-    """Serves the saves of one run. It holds tensors: drop it when the run ends. One thread at a time uses it."""
+    """The cache of one run. It keeps tensors alive: drop it when the run ends. One thread at a time uses it."""
 
     def __init__(self) -> None:
         self._parts = PartsCache()
@@ -123,7 +123,7 @@ class KnownTensors:
             state_dict: Made with `keep_vars=True`, so that ties show.
 
         Raises:
-            UnsupportedStateError: Two different tensors would have the same name, or one cannot be saved as it is.
+            UnsupportedStateError: Two different tensors would have the same name, or a tensor cannot be saved.
         """
         keys, values = list(state_dict), list(state_dict.values())
         if self._model is not None and self._model[0].are(keys, values):
@@ -132,7 +132,7 @@ class KnownTensors:
         # An `id` stays valid because the entry below refers to the tensors: no other object can get it meanwhile.
         stored = {id(tensor): MODEL_PREFIX + name for name, tensor in model.tensors.items()}
         found = KnownModel(model, stored, model_parts(model, self._parts))
-        # Values that a module saves beside tensors may differ at each save, so that nothing can be remembered.
+        # Values of a module that are not tensors may differ at each save, so that nothing can be cached.
         self._model = None if model.extras else (_Tensors(keys, values), found)
         return found
 
@@ -142,13 +142,13 @@ class KnownTensors:
         """Returns the state of the run's optimizer number `index`, as this rank holds it.
 
         Args:
-            index: Its number.
-            optimizer: The live one.
-            name_parameters: Gives the names of the model's parameters by `id`; called where something has changed.
+            index: The optimizer's number.
+            optimizer: The live optimizer.
+            name_parameters: Returns the names of the model's parameters by `id`; called only if a tensor has changed.
 
         Raises:
-            UnsupportedStateError: It updates a tensor that is not the model's, or its state has keys that are no plain
-                names.
+            UnsupportedStateError: The optimizer updates a tensor that is not the model's, or its state has keys that
+                are not plain names.
         """
         holder, known = state_holder(optimizer), self._optimizers.get(index)
         if known is not None and known.is_of(optimizer, holder):
@@ -160,9 +160,9 @@ class KnownTensors:
         names = name_parameters()
         named = name_optimizer(index, optimizer, names)
         parts = optimizer_parts(named, self._parts)
-        self._optimizers.pop(index, None)  # it would keep the old tensors, and their memory, alive
+        self._optimizers.pop(index, None)  # the old entry would keep its tensors, and their memory, alive
         states = holder.state.values()
-        if not named.section["values"]:  # other values than tensors are read at each save
+        if not named.section["values"]:  # values that are not tensors are read at each save
             self._optimizers[index] = _OptimizerEntry(
                 list(holder.state),
                 [list(group["params"]) for group in optimizer.param_groups],
@@ -173,5 +173,5 @@ class KnownTensors:
         return KnownOptimizer(named.section, parts)
 
     def end_save(self) -> None:
-        """Forgets the tensors that are not the model's or its optimizers' any more."""
+        """Drops the tensors that do not belong to the model or its optimizers any more."""
         self._parts.end_save()

@@ -1,7 +1,7 @@
-"""One portable `.ckpt` file from a checkpoint of the engine, as stock Lightning writes and reads it.
+"""Converts a checkpoint of the engine to one portable `.ckpt` file in stock Lightning's format.
 
-`torch.load(weights_only=True)`, `Model.load_from_checkpoint` and `Trainer.fit(ckpt_path=...)` take it without any of
-this package's code. Nothing of Lightning is imported here.
+`torch.load(weights_only=True)`, `Model.load_from_checkpoint` and `Trainer.fit(ckpt_path=...)` read the file without
+this package. This module does not import Lightning.
 """
 
 from collections.abc import Collection, Mapping
@@ -24,20 +24,20 @@ from .verify import verify
 
 
 def index_optimizer_state(groups: list[dict[str, Any]], state_by_name: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Returns an optimizer state dict as `Optimizer.load_state_dict` takes it, keyed by index, from one keyed by name.
+    """Returns a state dict for `Optimizer.load_state_dict`, keyed by index, from one keyed by parameter name.
 
     Args:
-        groups: As saved: options, and parameter names under `params`.
-        state_by_name: Parameter name to its state; parameters without any may be missing.
+        groups: The saved groups: options, and parameter names under `params`.
+        state_by_name: Parameter name to its state; parameters without state may be missing.
 
     Raises:
-        CheckpointError: There is state of a parameter that stands in no group.
+        CheckpointError: There is state of a parameter that is in no group.
     """
     names = [name for group in groups for name in group["params"]]
     index_by_name = {name: index for index, name in enumerate(names)}
     strangers = sorted(state_by_name.keys() - index_by_name.keys())
     if strangers:
-        raise CheckpointError(f"the checkpoint has optimizer state of {strangers[0]}, which stands in no saved group")
+        raise CheckpointError(f"the checkpoint has optimizer state of {strangers[0]}, which is in no saved group")
     return {
         "state": {index_by_name[name]: dict(state) for name, state in state_by_name.items()},
         "param_groups": [{**group, "params": [index_by_name[name] for name in group["params"]]} for group in groups],
@@ -58,8 +58,8 @@ def read_optimizer_state(
         path: The checkpoint.
         manifest: Its manifest.
         index: Number of the optimizer.
-        values: Parameter name to key to value: what was saved beside tensors.
-        leave_out: Names of parameters whose state is not wanted.
+        values: Parameter name to key to value, for saved values that are not tensors.
+        leave_out: Names of parameters whose state is left out.
     """
     state = {name: dict(of_parameter) for name, of_parameter in values.items() if name not in leave_out}
     for name, records in recorded_optimizer_state(manifest, index).items():
@@ -72,25 +72,26 @@ def read_optimizer_state(
 
 
 def read_lightning_checkpoint(path: Path, manifest: Manifest) -> dict[str, Any]:
-    """Returns what Lightning would have saved at this checkpoint, with full tensors on the CPU. No communication.
+    """Returns the dict that Lightning would have saved at this step, with full tensors on the CPU. No communication.
 
-    What ranks saved apart (the state of callbacks and loaders) is rank 0's, as Lightning saves it. The averages of
-    averaging callbacks stand in `state_dict`, and the weights that train where those callbacks put them.
+    State that each rank saved separately (callbacks and loaders) is rank 0's, as in Lightning's own files. With
+    averaging callbacks, `state_dict` holds the averages, and the weights in training are where those callbacks store
+    them.
 
     Args:
         path: A checkpoint that verifies.
         manifest: Its manifest.
 
     Raises:
-        CheckpointError: Its state is not that of a Trainer.
-        CorruptCheckpointError: A tensor or the state is not what was saved.
+        CheckpointError: The checkpoint's state is not that of a Trainer.
+        CorruptCheckpointError: A tensor or the state differs from the saved one.
     """
     sections = read_state(path, manifest)
     try:
         return _assemble(path, manifest, sections)
     except CheckpointError:
         raise
-    except (LookupError, TypeError, AttributeError, ValueError) as error:  # anything may stand in a state
+    except (LookupError, TypeError, AttributeError, ValueError) as error:  # a state may have any structure
         reason = f"{type(error).__name__}: {error}"[:200]
         raise CheckpointError(
             f"{path} holds no state of a Trainer ({reason}): read its weights by read_tensors instead"
@@ -125,7 +126,7 @@ def _decode(path: Path, manifest: Manifest, content: Any) -> Any:
 
 
 def _compact(value: Any) -> Any:
-    """Returns plain containers whose tensors own no more memory than their elements: torch.save writes it all."""
+    """Returns plain containers whose tensors own no more memory than their elements: torch.save writes all of it."""
     if isinstance(value, Tensor):
         return value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
     if type(value) is dict:
@@ -134,18 +135,18 @@ def _compact(value: Any) -> Any:
 
 
 def export_lightning_checkpoint(source: Path | str, target: Path | str) -> Path:
-    """Writes one `.ckpt` for stock Lightning and returns its path. Any process may call it; it does not communicate.
+    """Writes one `.ckpt` for stock Lightning and returns its path. Any process may call this; it does not communicate.
 
-    The file holds all of a training state but the random generators: loops, callbacks, schedulers, optimizers, weights
-    and hyperparameters. It comes into being all at once.
+    The file holds the whole training state except the random generators: loops, callbacks, schedulers, optimizers,
+    weights and hyperparameters. The file appears atomically, when it is complete.
 
     Args:
-        source: A checkpoint, or a run's directory: then its newest checkpoint that verifies.
-        target: The file to write; it must not exist.
+        source: A checkpoint, or a run's directory, of which the newest checkpoint that verifies is used.
+        target: The file to write, which must not exist yet.
 
     Raises:
         CheckpointError: The checkpoint does not verify, the file exists or cannot be written, or the state holds a type
-            that `torch.load(weights_only=True)` refuses; the message names it.
+            that `torch.load(weights_only=True)` refuses; the message has the type.
     """
     source, target = Path(source), Path(target)
     if target.exists():
@@ -160,7 +161,7 @@ def export_lightning_checkpoint(source: Path | str, target: Path | str) -> Path:
         with staged_file(target, has_rivals=True) as part:
             torch.save(content, part)
             _check_loads(path, part)
-    except (OSError, RuntimeError) as error:  # torch raises the latter for a file that it cannot open or write
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a file that it cannot open or write
         reason = next(iter(str(error).splitlines()), "")
         raise CheckpointError(f"{target} cannot be written: {reason or type(error).__name__}") from error
     return target
@@ -169,7 +170,7 @@ def export_lightning_checkpoint(source: Path | str, target: Path | str) -> Path:
 def _check_loads(path: Path, file: Path) -> None:
     try:
         torch.load(file, map_location="meta", weights_only=True)
-    except Exception as error:  # torch raises pickle's errors, and others, by what it meets
+    except Exception as error:  # torch raises UnpicklingError and other errors, depending on the content
         reason = str(error).partition("WeightsUnpickler error: ")[2].partition("\n")[0] or str(error).splitlines()[0]
         raise CheckpointError(
             f"{path} holds state that torch.load(weights_only=True) refuses ({reason}): keep plain values and tensors "

@@ -29,7 +29,7 @@ _GLANCE_SECONDS = 0.1
 
 
 class QuarantineWarning(UserWarning):
-    """A checkpoint is damaged and was quarantined; the message names it and says why."""
+    """A checkpoint is damaged and was quarantined; the message has its name and the reason."""
 
 
 class DirectoryLock:
@@ -39,8 +39,8 @@ class DirectoryLock:
     takes the lock, without communication.
 
     Raises:
-        DirectoryInUseError: Another live run holds it.
-        CheckpointError: The path of the lock is no regular file.
+        DirectoryInUseError: Another live run holds the directory.
+        CheckpointError: The path of the lock is not a regular file.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -83,7 +83,7 @@ def _try_lock(descriptor: int, kind: int) -> bool:
 def _check_is_file(path: Path, found: os.stat_result) -> None:
     kind = find_irregular_kind(found.st_mode)
     if kind is not None:
-        raise CheckpointError(f"{path} is {kind} where the lock file of a run must be: remove it")
+        raise CheckpointError(f"{path} is {kind}, but must be the lock file of a run: remove it")
 
 
 def _read_holder(descriptor: int) -> str:
@@ -112,7 +112,7 @@ def find_holder(directory: Path) -> str | None:
     Any process may call this function; it does not communicate. A holder without a valid process id is "unknown".
 
     Raises:
-        CheckpointError: The path of the lock is no regular file.
+        CheckpointError: The path of the lock is not a regular file.
     """
     path = directory / LOCK_NAME
     try:
@@ -132,7 +132,7 @@ def check_not_in_use(directory: Path) -> None:
     """Refuses a checkpoint directory that another live run holds, without locking it.
 
     Raises:
-        DirectoryInUseError: Another live run holds it; the message names the process.
+        DirectoryInUseError: Another live run holds the directory; the message has the process id.
     """
     holder = find_holder(directory)
     if holder is not None:
@@ -140,7 +140,7 @@ def check_not_in_use(directory: Path) -> None:
 
 
 def checkpoints_in(path: Path | str) -> Path:
-    """Returns the directory that holds the `step-*` of `path`, which may be a run's directory or that directory."""
+    """Returns the directory of `step-*` for `path`, which is a run's directory or the directory of `step-*` itself."""
     path = Path(path)
     inner = path / CHECKPOINTS_NAME
     return inner if inner.is_dir() else path
@@ -164,7 +164,7 @@ def list_committed(directory: Path | str) -> list[tuple[Path, Manifest]]:
 
 def _order(path: Path) -> tuple[int, int]:
     """Returns a checkpoint's position in the lineage; the position of an unreadable manifest is after all others."""
-    # If it came last in the search, damage of the newest checkpoint would be passed over without a word to the user.
+    # If it came last in the search, damage of the newest checkpoint would go unreported.
     step = step_of(path.name)
     try:
         return read_manifest(path).sequence, step
@@ -181,8 +181,8 @@ def find_latest(
     named in a `QuarantineWarning`; the checkpoint before it is tried next. Only rank 0 calls it; no communication.
 
     Args:
-        directory: A run's directory, or the one in it that holds the `step-*`.
-        level: How much is verified; only "deep" finds what a restore would refuse although all hashes are right.
+        directory: A run's directory, or its directory of `step-*`.
+        level: How much is verified; only "deep" finds content that a restore refuses although all hashes are right.
         quarantine_bad: Whether to rename bad checkpoints; False only skips them, with the same warning.
         places: Further directories in which to look for the base of a checkpoint.
 
@@ -211,8 +211,8 @@ def find_latest(
     if bad:
         newest, reason = next(iter(bad.items()))
         raise CorruptCheckpointError(
-            f"none of the {len(bad)} checkpoints in {directory} verifies ({newest.name}: {reason}); bring one back "
-            "from a copy, or start again in another directory"
+            f"none of the {len(bad)} checkpoints in {directory} verifies ({newest.name}: {reason}); restore "
+            "one from a copy, or start again in another directory"
         )
     return None
 
@@ -223,7 +223,7 @@ def _handle_bad(bad: dict[Path, CorruptCheckpointError], is_wanted: bool) -> Non
         warnings.warn(f"{path.name} does not verify and is {where}: {error}", QuarantineWarning, stacklevel=3)
 
 
-def wait_for_orphans(directory: Path, limit_seconds: float, *, is_told: bool = True) -> list[str]:
+def wait_for_orphans(directory: Path, limit_seconds: float, *, is_reported: bool = True) -> list[str]:
     """Waits for writers without a trainer that still save into `directory`; returns the names where writers remain.
 
     A writer holds a lock on its staging directory. After the limit `remove_abandoned` moves that directory away, so
@@ -232,7 +232,7 @@ def wait_for_orphans(directory: Path, limit_seconds: float, *, is_told: bool = T
     Args:
         directory: Holds the checkpoints.
         limit_seconds: Limit of the wait for all writers together.
-        is_told: Whether a wait of more than a moment is reported on standard error.
+        is_reported: Whether a wait of more than a moment is reported on standard error.
     """
     deadline_seconds = time.monotonic() + limit_seconds
     held = []
@@ -242,7 +242,7 @@ def wait_for_orphans(directory: Path, limit_seconds: float, *, is_told: bool = T
         moment_seconds = min(deadline_seconds, time.monotonic() + _MOMENT_SECONDS)
         if _becomes_free(path, moment_seconds):
             continue
-        if is_told:
+        if is_reported:
             sys.stderr.write(
                 f"genesis-callbacks: waiting up to {limit_seconds:g} s for the writer of an earlier run, which still "
                 f"saves {path}\n"
@@ -257,7 +257,7 @@ def _becomes_free(path: Path, deadline_seconds: float) -> bool:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
-        return True  # committed, or cleared up, in the meantime
+        return True  # committed or discarded in the meantime
     try:
         while True:
             try:
@@ -273,7 +273,7 @@ def _becomes_free(path: Path, deadline_seconds: float) -> bool:
 
 
 def remove_abandoned(directory: Path) -> list[str]:
-    """Discards the staging directories of saves that never ended; returns their names. The lock's holder calls it."""
+    """Discards the staging directories of interrupted saves; returns their names. Only the lock's holder calls it."""
     abandoned = [path for path in sorted(directory.iterdir()) if is_staging_name(path.name) and path.is_dir()]
     for path in abandoned:
         discard(path)

@@ -1,7 +1,8 @@
-"""The manifest: what a checkpoint is, and everything that belongs to it.
+"""The manifest, which lists everything that belongs to a checkpoint.
 
-A directory is a checkpoint if its `COMMITTED` holds the hash of its `manifest.json`, and whole if every file is as
-the manifest says. A restore plans from the manifest alone; DCP's `.metadata` is written for others and never read here.
+A directory is a checkpoint if its `COMMITTED` holds the hash of its `manifest.json`. The checkpoint is undamaged if
+every file matches the manifest. A restore plans from the manifest alone; DCP's `.metadata` is written for other tools,
+and restores never read it.
 """
 
 import dataclasses
@@ -21,10 +22,10 @@ from .hashing import HashAlgorithm, hash_bytes
 from .safe_read import MAX_DOCUMENT_BYTES, MAX_NOTE_BYTES, parse_json, read_file, reading
 
 SCHEMA_VERSION = 3
-"""The newest that is read. 1 had no `has_optimizer` (it always was true) and no `directory` of an ancestor (it always
-was the same); 2 had no `base`."""
+"""The newest schema that this version reads. Schema 1 had no `has_optimizer` (always true) and no `directory` of an
+ancestor (always the checkpoint's own directory); schema 2 had no `base`."""
 _SCHEMA_WITHOUT_BASE = 2
-"""Written for a checkpoint that holds all of its tensors, so that earlier versions read it."""
+"""The schema of a checkpoint that holds all of its tensors; earlier versions can read it."""
 MANIFEST_NAME = "manifest.json"
 COMMITTED_NAME = "COMMITTED"
 STATE_NAME = "state.json"
@@ -44,8 +45,8 @@ _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(valu
 _MAX_NUMBER = (1 << 63) - 1
 _MAX_RANKS = 1 << 20
 MAX_DIMS = 64
-"""torch's own limit."""
-_MAX_SECONDS = 253_402_300_800  # the year 10000, which no calendar in the standard library has
+"""torch's limit."""
+_MAX_SECONDS = 253_402_300_800  # the year 10000, which the standard library's `datetime` cannot represent
 _MAX_SHOWN = 80
 _BASE_TENSOR_KEYS = ("shape", "dtype", "digest")
 
@@ -56,17 +57,17 @@ def checkpoint_name(step: int) -> str:
 
 
 def is_checkpoint_name(name: str) -> bool:
-    """Says whether `name` is that of a committed checkpoint; anything else in the directory is foreign or in flight."""
+    """Returns whether `name` is the name of a committed checkpoint; other entries are foreign or unfinished."""
     return _CHECKPOINT_NAME.fullmatch(name) is not None
 
 
 def step_of(name: str) -> int:
-    """Returns the step of a committed checkpoint, by its name."""
+    """Returns the step in the name of a committed checkpoint."""
     return int(name.removeprefix("step-"))
 
 
 def is_staging_name(name: str) -> bool:
-    """Says whether `name` is that of a save in flight, or of one that was abandoned."""
+    """Returns whether `name` is the name of an unfinished save, in progress or abandoned."""
     return _STAGING_NAME.fullmatch(name) is not None
 
 
@@ -82,11 +83,11 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class ChunkRecord:
-    """Where one chunk of a tensor lies.
+    """The location of one chunk of a tensor.
 
-    `byte_offset` and `num_bytes` are the range of the serialised chunk in its file (what DCP reads); `data_offset`
-    is where the elements themselves begin in the file, row-major and little-endian, so that a restore needs no
-    reader but these numbers.
+    `byte_offset` and `num_bytes` are the range of the serialised chunk in its file, which DCP reads. `data_offset` is
+    the offset of the elements themselves in the file, row-major and little-endian, so that a restore can read them
+    without unpickling.
     """
 
     offsets: tuple[int, ...]
@@ -101,7 +102,7 @@ class ChunkRecord:
 class TensorRecord:
     """One tensor: its global shape, dtype (`float32`, ...), digest of the live tensor, and chunks.
 
-    A tensor that lies in a base checkpoint has no chunks here; `TensorPlaces` finds them.
+    A tensor in a base checkpoint has no chunks in this record; `TensorPlaces` finds them.
     """
 
     shape: tuple[int, ...]
@@ -111,15 +112,16 @@ class TensorRecord:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype as torch has it."""
+        """Torch's dtype."""
         return dtype_from_name(self.dtype)
 
 
 @dataclass(frozen=True)
 class Ancestor:
-    """The checkpoint before, by name and hash of its manifest.
+    """The previous checkpoint, identified by its name and the hash of its manifest.
 
-    `directory` is where it lies, where that is another one (a fork's origin): relative to this checkpoint's.
+    `directory` is set if that checkpoint lies in another directory (a fork's origin); it is relative to this
+    checkpoint's directory.
     """
 
     name: str
@@ -127,19 +129,19 @@ class Ancestor:
     directory: str | None = None
 
     def locate(self, directory: Path) -> Path:
-        """Returns where it lies, for a checkpoint in `directory` that descends from it."""
+        """Returns the ancestor's path, for a descendant in `directory`."""
         return directory / (self.directory or "") / self.name
 
 
 @dataclass(frozen=True)
 class BaseReference:
-    """The checkpoint that holds tensors which this one does not hold itself.
+    """A reference to the base checkpoint, which holds tensors that this checkpoint does not hold itself.
 
     Attributes:
-        path: Where it lay at the save; absolute.
-        relative_path: The same, relative to the directory that this checkpoint lies in: both may be moved together.
-        manifest_hash: The hash of its manifest, as its commit marker has it.
-        names: The tensors that lie there.
+        path: Absolute path of the base at the time of the save.
+        relative_path: The same path relative to this checkpoint's directory, in case both are moved together.
+        manifest_hash: The hash in the base's commit marker.
+        names: The tensors in the base.
     """
 
     path: str
@@ -150,23 +152,23 @@ class BaseReference:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is.
+    """The description of a checkpoint.
 
     Attributes:
         step: Windows attempted.
-        sequence: Number of the save in its lineage, counted from 1: `latest` is the largest, whatever the steps say.
+        sequence: Number of the save in its lineage, counted from 1: `latest` is the largest number, not step.
         counters: Exact clocks of the run, such as `tokens_seen`.
-        world_size: Ranks that saved.
-        mesh: Axis name to size of what the parameters lived on, where they were sharded over a device mesh.
-        identity: What must be the same at restore (`tokenizer_hash`, `corpus_hash`, ...), plain JSON.
+        world_size: Number of ranks that saved.
+        mesh: Axis name to size of the device mesh of the parameters, if they were sharded.
+        identity: Values that must be equal at restore (`tokenizer_hash`, `corpus_hash`, ...), plain JSON.
         recipe: The resolved recipe, plain JSON.
-        versions: The environment: package to version and, on an accelerator, what its proof at the start found, under
-            `device` and `device.*`.
+        versions: The environment: package to version and, on an accelerator, the results of the proofs at the start,
+            under `device` and `device.*`.
         created_seconds: Unix time of the commit.
-        previous: The checkpoint before in the lineage; None for the first.
-        tensors: All tensors of the checkpoint, those in its base, too.
-        base: Holds some of the tensors; None where the checkpoint holds all.
-        has_optimizer: Whether the run's optimizers were saved; without them a restore can give weights alone.
+        previous: The previous checkpoint in the lineage; None for the first.
+        tensors: All tensors of the checkpoint, including those in its base.
+        base: The checkpoint that holds some of the tensors; None if this checkpoint holds all.
+        has_optimizer: Whether the run's optimizers were saved; without them, a restore can only load weights.
     """
 
     step: int
@@ -195,17 +197,17 @@ class Manifest:
 
 
 def schema_for(base: BaseReference | None) -> int:
-    """Returns the schema that a new manifest is written in: the oldest one that can say what it has to say."""
+    """Returns the schema for a new manifest: the oldest one that can express its content."""
     return _SCHEMA_WITHOUT_BASE if base is None else SCHEMA_VERSION
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Returns the name of a dtype as the manifest has it: `float32`."""
+    """Returns the name of a dtype in manifests, such as `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_from_name(name: str) -> torch.dtype:
-    """Returns the dtype of that name.
+    """Returns the dtype with the given name.
 
     Raises:
         CheckpointError: This torch has no such dtype.
@@ -234,12 +236,12 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return (json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
-# ---- decoding: every value is checked here, once, so that nothing behind it meets a type that it does not expect
+# ---- decoding: every value is checked here, once, so that later code never meets an unexpected type
 
 
 def _refuse(where: str, value: Any, due: str) -> NoReturn:
     brief = f"{type(value).__name__} {value!r}" if isinstance(value, str | int | float) else type(value).__name__
-    raise CorruptCheckpointError(f"{MANIFEST_NAME}: {where[:_MAX_SHOWN]} is {brief[:_MAX_SHOWN]} where {due} is due")
+    raise CorruptCheckpointError(f"{MANIFEST_NAME}: {where[:_MAX_SHOWN]} is {brief[:_MAX_SHOWN]}, but must be {due}")
 
 
 def _whole(value: Any, where: str, low: int = 0, high: int = _MAX_NUMBER) -> int:
@@ -274,7 +276,7 @@ def _object(
     if keys is not None:
         lacking, odd = set(keys) - value.keys(), value.keys() - set(keys) - set(optional)
         if lacking or odd:
-            what = f"lacks {min(lacking)!r}" if lacking else f"has {min(odd)[:_MAX_SHOWN]!r}, which nobody knows"
+            what = f"lacks {min(lacking)!r}" if lacking else f"has the unknown field {min(odd)[:_MAX_SHOWN]!r}"
             raise CorruptCheckpointError(f"{MANIFEST_NAME}: {where[:_MAX_SHOWN]} {what}")
     return value
 
@@ -308,7 +310,7 @@ def _decode_chunk(content: Any, name: str, shape: tuple[int, ...], sizes_of_file
 
 
 def _decode_description(name: str, record: Mapping[str, Any]) -> TensorRecord:
-    """Returns what a record says of a tensor beside its chunks."""
+    """Returns the fields of a tensor's record other than its chunks."""
     shape = _wholes(record["shape"], f"the shape of {name}")
     _whole(math.prod(shape), f"the number of elements of {name}", high=_MAX_NUMBER >> 4)
     return TensorRecord(
@@ -327,7 +329,7 @@ def _decode_tensor(name: str, content: Any, sizes_of_files: Mapping[str, int]) -
         described, chunks=tuple(_decode_chunk(chunk, name, described.shape, sizes_of_files) for chunk in chunks)
     )
     dtype = _DTYPES.get(tensor.dtype)
-    itemsize = 1 if dtype is None else dtype.itemsize  # an unknown one is refused where it is used
+    itemsize = 1 if dtype is None else dtype.itemsize  # an unknown dtype is refused when the tensor is used
     for chunk in tensor.chunks:
         data_end = chunk.data_offset + math.prod(chunk.sizes) * itemsize
         if not chunk.byte_offset <= chunk.data_offset <= data_end <= chunk.byte_offset + chunk.num_bytes:
@@ -342,7 +344,7 @@ def _decode_tensors(content: Any, files: Sequence[FileRecord]) -> dict[str, Tens
     tensors = {
         name: _decode_tensor(name, record, sizes_of_files) for name, record in _object(content, "tensors").items()
     }
-    # Else a small file could stand for tensors of any size.
+    # Otherwise a small file could back tensors of any size.
     used = Counter[str]()
     for tensor in tensors.values():
         for chunk in tensor.chunks:
@@ -359,14 +361,14 @@ def _decode_ancestor(content: Any) -> Ancestor | None:
     record = _object(content, "previous", ("name", "manifest_hash"), ("directory",))
     directory = record.get("directory")
     return Ancestor(
-        _text(record["name"], "the name of the checkpoint before", _CHECKPOINT_NAME),
-        _text(record["manifest_hash"], "the hash of the checkpoint before", _MARKER),
-        None if directory is None else _text(directory, "the directory of the checkpoint before", _PATH),
+        _text(record["name"], "the name of the previous checkpoint", _CHECKPOINT_NAME),
+        _text(record["manifest_hash"], "the hash of the previous checkpoint", _MARKER),
+        None if directory is None else _text(directory, "the directory of the previous checkpoint", _PATH),
     )
 
 
 def _decode_base(content: Any, own: Collection[str]) -> tuple[BaseReference | None, dict[str, TensorRecord]]:
-    """Returns the base and the tensors in it; None and nothing where there is no base."""
+    """Returns the base and the tensors in it; None and no tensors if there is no base."""
     if content is None:
         return None, {}
     record = _object(content, "base", ("path", "relative_path", "manifest_hash", "tensors"))
@@ -376,7 +378,7 @@ def _decode_base(content: Any, own: Collection[str]) -> tuple[BaseReference | No
     }
     doubled = tensors.keys() & set(own)
     if doubled:
-        raise CorruptCheckpointError(f"{MANIFEST_NAME}: {min(doubled)[:_MAX_SHOWN]} is held and lies in the base, too")
+        raise CorruptCheckpointError(f"{MANIFEST_NAME}: {min(doubled)[:_MAX_SHOWN]} is here and in the base")
     base = BaseReference(
         _text(record["path"], "the path of the base", _ABSOLUTE_PATH),
         _text(record["relative_path"], "the relative path of the base", _PATH),
@@ -387,11 +389,11 @@ def _decode_base(content: Any, own: Collection[str]) -> tuple[BaseReference | No
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """Returns the manifest that `data` holds, each value of it of its type and in its range.
+    """Returns the manifest in `data`, after checking the type and range of each value.
 
     Raises:
-        CheckpointError: It is of a newer schema.
-        CorruptCheckpointError: It is no manifest.
+        CheckpointError: The schema is newer than this version.
+        CorruptCheckpointError: The data are not a valid manifest.
     """
     content = _object(parse_json(data, MANIFEST_NAME), "it")
     schema_version = _whole(content.get("schema_version"), "schema_version", low=1)
@@ -442,11 +444,11 @@ def decode_manifest(data: bytes) -> Manifest:
 
 
 def read_committed_hash(path: Path) -> str:
-    """Returns the manifest hash that the commit marker of the checkpoint at `path` vouches for.
+    """Returns the manifest hash in the commit marker of the checkpoint at `path`.
 
     Raises:
-        CorruptCheckpointError: There is no marker, so that this is no committed checkpoint.
-        UnreadableCheckpointError: It cannot be read.
+        CorruptCheckpointError: There is no marker: the directory is not a committed checkpoint.
+        UnreadableCheckpointError: The marker cannot be read.
     """
     try:
         return read_file(path / COMMITTED_NAME, MAX_NOTE_BYTES).decode("ascii")
@@ -459,13 +461,13 @@ def read_committed_hash(path: Path) -> str:
 def read_manifest(path: Path | str) -> Manifest:
     """Returns the manifest of the committed checkpoint at `path`, after comparing its hash with the commit marker.
 
-    Any rank may call it; it does not communicate. It vouches for the manifest alone: `verify` looks at the files.
+    Any rank may call this function; it does not communicate. It does not check the files: `verify` does.
 
     Raises:
-        CheckpointError: There is no such directory, or its schema is newer than this version.
-        CorruptCheckpointError: It is not committed, the manifest is not the one that was committed, or the directory
-            has another step's name.
-        UnreadableCheckpointError: It cannot be read.
+        CheckpointError: The directory does not exist, or the schema is newer than this version.
+        CorruptCheckpointError: The directory is not committed, the manifest's hash differs from the marker, or the
+            directory has another step's name.
+        UnreadableCheckpointError: The manifest or the marker cannot be read.
     """
     path = Path(path)
     with reading(path):
@@ -476,19 +478,19 @@ def read_manifest(path: Path | str) -> Manifest:
     data = read_file(path / MANIFEST_NAME, MAX_DOCUMENT_BYTES)
     algorithm, _, expected = marker.partition(":")
     if algorithm not in ("blake3", "sha256") or not expected:
-        raise CorruptCheckpointError(f"{path / COMMITTED_NAME} holds no hash of a manifest: {marker[:80]!r}")
+        raise CorruptCheckpointError(f"{path / COMMITTED_NAME} does not hold the hash of a manifest: {marker[:80]!r}")
     if hash_bytes(data, "sha256" if algorithm == "sha256" else "blake3") != expected:
-        raise CorruptCheckpointError(f"{path}: {MANIFEST_NAME} is not the one that {COMMITTED_NAME} vouches for")
+        raise CorruptCheckpointError(f"{path}: {MANIFEST_NAME} does not have the hash in {COMMITTED_NAME}")
     manifest = decode_manifest(data)
     _check_step(path, manifest)
     return manifest
 
 
 def _check_step(path: Path, manifest: Manifest) -> None:
-    """Refuses what lies under the name of another step: a run would go on from it as if it were that step's."""
+    """Refuses a checkpoint under the name of another step: a run would continue from it as if it were that step's."""
     name, own_name = path.absolute().name, checkpoint_name(manifest.step)
     if is_checkpoint_name(name) and name != own_name:
         raise CorruptCheckpointError(
             f"{path} holds the checkpoint of step {manifest.step}, not of the step in its name: it was copied or "
-            f"renamed; rename it to {own_name} if that is not there, or delete it"
+            f"renamed; rename it to {own_name} if that does not exist, or delete it"
         )

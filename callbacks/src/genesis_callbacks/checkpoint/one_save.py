@@ -1,4 +1,4 @@
-"""One save on one rank, from its begin to its outcome, also if an act of it raises."""
+"""One save on one rank, from its start to its outcome, also if an operation raises."""
 
 import contextlib
 import threading
@@ -18,23 +18,23 @@ _BEGIN_POLL_SECONDS = 0.002
 
 
 class OneSave:
-    """One save of one rank. One thread runs it, the only one that touches the tensors; others wait for its events.
+    """One save of one rank. A single thread runs it and touches the tensors; other threads wait for its events.
 
     Args:
-        number: Of the save, within the run.
+        number: Number of the save within the run.
         step: Windows attempted.
-        staging: The staging directory, which rank 0 makes.
+        staging: The staging directory, which rank 0 creates.
         rank: This rank.
         leaves_notes: Whether rank 0 learns of a failure from the staging directory, or from a collective.
 
     Attributes:
         staged: Set when the live tensors are not needed any more.
         finished: Set when there is an outcome.
-        given_up: To be set when rank 0 has given the save up.
-        outcome: This rank's.
-        interruption: What ended the save that is no error of it, such as a KeyboardInterrupt.
-        is_begun: Whether this rank made the staging directory.
-        staged_bytes: Copied on this rank.
+        given_up: Set by the caller when rank 0 has abandoned the save.
+        outcome: This rank's outcome.
+        interruption: An exception that ended the save but is not an error of the save, such as a KeyboardInterrupt.
+        is_begun: Whether this rank created the staging directory.
+        staged_bytes: Number of bytes copied on this rank.
     """
 
     def __init__(self, number: int, step: int, staging: Path, rank: int, *, leaves_notes: bool) -> None:
@@ -49,33 +49,33 @@ class OneSave:
         self.staged_bytes = 0
 
     def run(self, act: Callable[["OneSave"], Outcome]) -> None:
-        """Runs `act`, whatever it raises, to an outcome."""
+        """Runs `act` and sets the outcome, also if `act` raises."""
         try:
             outcome = act(self)
-        except BaseException as error:  # whatever it was, the training thread must hear of it
+        except BaseException as error:  # of any kind, because the training thread waits for an outcome
             outcome = failed_outcome(error)
             if not isinstance(error, Exception):
                 self.interruption = error
         self.staged.set()
         if outcome.kind not in ("written", "committed"):
-            # A disk that failed the save may fail this, too; the outcome is reported in any case.
+            # A failing disk may also refuse this note; the outcome is reported in any case.
             with contextlib.suppress(OSError, CheckpointError):
                 outcome = self._clear_up(outcome)
         self.outcome = outcome
         self.finished.set()
 
     def wait_begun(self, limit_seconds: float) -> None:
-        """Waits until rank 0 has made the staging directory.
+        """Waits until rank 0 has created the staging directory.
 
         Raises:
-            SaveFailedError: Rank 0 gave the save up, or did not begin it in time.
+            SaveFailedError: Rank 0 abandoned the save, or did not start it in time.
         """
         deadline_seconds = time.monotonic() + limit_seconds
         while not self.staging.is_dir():
             if self.given_up.wait(_BEGIN_POLL_SECONDS):
-                raise SaveFailedError("rank 0 gave the save up")
+                raise SaveFailedError("rank 0 abandoned the save")
             if time.monotonic() > deadline_seconds:
-                raise SaveFailedError("the staging directory did not appear: rank 0 did not begin this save")
+                raise SaveFailedError("the staging directory did not appear: rank 0 did not start this save")
 
     def _clear_up(self, outcome: Outcome) -> Outcome:
         if self.rank != 0:
@@ -88,7 +88,8 @@ class OneSave:
             with contextlib.suppress(OSError):
                 discard(self.staging)
         elif self.is_begun and (self._final / COMMITTED_NAME).exists():
-            # The writer died after the commit, before it could say so; the staging directory made sure that it is ours.
+            # The writer died after the commit and before its answer. The checkpoint is this save's, because this rank
+            # created the staging directory that became the checkpoint.
             sync_directory(self._final.parent)
             return Outcome("committed", manifest_hash=read_committed_hash(self._final))
         return outcome

@@ -1,8 +1,8 @@
-"""Tensors of a live model that share memory although the checkpoint has different values for them.
+"""Separates tensors of a live model that share memory although the checkpoint has different values for them.
 
-A module may make two buffers of one tensor, or two parameters on one memory, and later give each its own. When the
-module is built again for a restore, both share memory again, and to fill one overwrites the other. Views of one tensor,
-whose saved values fit together, go on sharing.
+A module may register one tensor as two buffers, or build two parameters on the same memory, and later give each its own
+memory. When the module is built again for a restore, both share memory again, and filling one overwrites the other.
+Views of one tensor whose saved values are consistent stay shared.
 """
 
 from collections.abc import Mapping
@@ -20,9 +20,9 @@ from .restore import restore_shards
 
 
 def separate_shared(path: Path, manifest: Manifest, module: nn.Module) -> None:
-    """Gives a model's tensors memory of their own where they share some and were saved with values that do not fit.
+    """Gives tensors of a model that share memory their own memory if their saved values are inconsistent.
 
-    No communication. Tensors that share memory are filled with what was saved.
+    No communication. Tensors that share memory are filled with the saved values.
 
     Args:
         path: A checkpoint that verifies.
@@ -30,7 +30,7 @@ def separate_shared(path: Path, manifest: Manifest, module: nn.Module) -> None:
         module: The live model; changed in place.
 
     Raises:
-        CorruptCheckpointError: What was saved cannot be read.
+        CorruptCheckpointError: A saved tensor cannot be read.
     """
     _separate_buffers(manifest.tensors, module)
     model = name_model(module.state_dict(keep_vars=True))
@@ -56,7 +56,7 @@ def _separate_buffers(records: Mapping[str, TensorRecord], module: nn.Module) ->
 
 
 def _find_overlaps(tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """Returns the groups of tensors whose memory overlaps, or may as far as their first and last elements say."""
+    """Returns the groups of tensors whose address ranges, from first to last element, overlap."""
     spans = []
     for name, tensor in tensors.items():
         if not isinstance(tensor, DTensor) and not tensor.is_meta and tensor.numel():

@@ -1,4 +1,4 @@
-"""Runs a save, by the same acts in every mode: begin, stage, write, commit, settle.
+"""Runs a save by the same steps in every mode: begin, stage, write, commit, settle.
 
 `begin` takes references, clocks and buffers, which only the training thread can take. In mode `sync` the same thread
 then stages and writes, and the save is done when `begin` returns. In `thread` and `process`, a thread of this rank
@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from .._compat import plain_write_counts
-from .beside import SaveThread, perform_nicely
 from .device import DevicePath, find_device
 from .errors import SaveFailedError
 from .inline import begin_together, perform_together
@@ -35,6 +34,7 @@ from .one_save import OneSave
 from .plan import SavePlan, TensorShard, plan_save
 from .ranks import Ranks
 from .save_target import SaveTarget, Snapshot
+from .save_thread import SaveThread, perform_niced
 from .stage import Staged
 from .stager import SharedStager, StagedShards, record_staging_event
 from .writer_process import WriterProcess
@@ -47,7 +47,7 @@ _Stage = Callable[[], tuple[WriteJob, Staged]]
 _CODES: dict[OutcomeKind, int] = {"committed": 1, "failed": 2, "torn": 3, "changed": 4}
 _CODE_BASE = 8
 _ANSWER_GRACE_SECONDS = 5.0
-# How long `close` waits for the end of a save that was given up and whose writer was killed.
+# Seconds that `close` waits for the end of an abandoned save whose writer was killed.
 _END_SECONDS = 5.0
 _YIELD_SECONDS = 0.001
 _TIME_LIMIT_SECONDS = 600.0
@@ -135,12 +135,12 @@ class SavePipeline:
 
     @property
     def has_plan(self) -> bool:
-        """Whether the next save can begin without talking to the other ranks."""
+        """Whether the next save can begin without communication."""
         return self._plan is not None
 
     @property
     def copy_bytes(self) -> int:
-        """The shared memory that this rank holds for the copies of its tensors, as long as the fit lasts."""
+        """The size of the shared memory that this rank holds during the fit for the copies of its tensors."""
         buffer = self._stager.buffer
         return 0 if buffer is None else buffer.num_bytes
 
@@ -165,7 +165,7 @@ class SavePipeline:
         stages does it, in the modes that have one.
 
         Args:
-            take_snapshot: Gives this rank's snapshot; nothing of it is saved.
+            take_snapshot: Returns this rank's snapshot, which is not saved.
 
         Raises:
             SaveFailedError: A snapshot cannot be taken; on every rank alike.
@@ -183,7 +183,7 @@ class SavePipeline:
             self._worker.submit(lambda: self._stager.reserve(device, ours))
 
     def _ours(self, plan: _Plan, parts: Iterable[TensorShard]) -> list[TensorShard]:
-        """Returns what this rank writes: its share of what all ranks plan, and all that is its own."""
+        """Returns the parts that this rank writes: its share of the common plan, and all tensors of its own state."""
         return [*plan.save.shards_by_writer[self._ranks.rank], *(part for part in parts if part.kind == "state")]
 
     def begin(
@@ -201,8 +201,8 @@ class SavePipeline:
 
         Args:
             step: Windows attempted.
-            take_snapshot: Gives this rank's snapshot of it.
-            progress: The progress of training since the save before.
+            take_snapshot: Returns this rank's snapshot of that step.
+            progress: The progress of training since the previous save.
             alone_within_seconds: Makes the save without communication, in every mode, and limits the wait for the
                 other ranks' parts. With several ranks it needs a plan (`has_plan`).
 
@@ -227,7 +227,7 @@ class SavePipeline:
         limit_seconds = alone_within_seconds or self._time_limit_seconds
         try:
             stage = self._prepare(save, plan, taken, progress, limit_seconds)
-        except Exception as error:  # of the device, say: raised later, as an outcome that all ranks learn
+        except Exception as error:  # for example of the device: raised later, as an outcome that all ranks learn
             stage = _fail_with(error)
         if is_together:
             save.run(lambda save: self._act_together(save, stage))
@@ -248,7 +248,7 @@ class SavePipeline:
             taken.append(take_snapshot())
             return _shared(taken[0]), uuid.uuid4().hex[:8]
 
-        reports = self._ranks.attempt_and_gather("reporting what to save", report)
+        reports = self._ranks.attempt_and_gather("reporting the tensors to save", report)
         own = reports[self._ranks.rank][0]
         if self._plan is None or self._plan.own != own:
             self._plan = _Plan(own, plan_save([parts for parts, _ in reports], self._target.holds), reports[0][1])
@@ -263,7 +263,7 @@ class SavePipeline:
     def _make_staging(self, save: OneSave) -> None:
         final = self._target.directory / checkpoint_name(save.step)
         if final.exists():
-            raise SaveFailedError(f"{final} is there already: a checkpoint is never written over")
+            raise SaveFailedError(f"{final} exists already, and a checkpoint is never overwritten")
         os.mkdir(save.staging)  # noqa: PTH102 - the syscall by its name: fault tests wrap it
         save.is_begun = True
 
@@ -301,7 +301,7 @@ class SavePipeline:
             save.staged_bytes = staged.num_bytes
             job = self._order(save, plan, snapshot, progress, staged, limit_seconds)
             if before != (progress.num_steps(), plain_write_counts(written)):
-                raise TornSnapshotError("training changed what was being staged: an optimizer step came before its end")
+                raise TornSnapshotError("training changed tensors during staging: an optimizer step came too early")
             return job, staged.data
 
         return stage
@@ -318,7 +318,7 @@ class SavePipeline:
         target, order = self._target, None
         if self._ranks.is_first:
             order = CommitOrder(
-                target.heading(snapshot),
+                target.header(snapshot),
                 plan.save.shards_by_writer,
                 target.retention,
                 progress.num_updates,
@@ -381,7 +381,7 @@ class SavePipeline:
                 f"how the save of step {save.step} ended is not known here: a rank did not answer: {error}"
             ) from error
         if outcome is not None and outcome.kind != "committed":
-            save.given_up.set()  # frees a thread here that waits for a staging directory which never comes
+            save.given_up.set()  # releases a thread of this rank that waits for a staging directory that never appears
         save.finished.wait()
         return self._settled(save, outcome)
 
@@ -401,9 +401,9 @@ class SavePipeline:
         return outcome
 
     def settle_alone(self, wait_seconds: float) -> Outcome | None:
-        """Waits for the save in flight, at most so long, and returns this rank's own outcome, if any. No communication.
+        """Waits for the save in flight up to a limit, and returns this rank's own outcome, if any. No communication.
 
-        It serves a rank that leaves the run, which does not wait for the other ranks.
+        The method is for a rank that leaves the run and does not wait for the other ranks.
 
         Raises:
             SaveFailedError: The save did not end in time.
@@ -417,7 +417,7 @@ class SavePipeline:
         return self._settled(save, outcome if self._ranks.is_first else Outcome("committed"))
 
     def close(self, wait_seconds: float) -> Outcome | None:
-        """Waits for the save in flight, at most so long, frees all resources, and returns this rank's outcome, if any.
+        """Waits for the save in flight up to a limit, frees all resources, and returns this rank's outcome, if any.
 
         No communication.
         """
@@ -458,14 +458,14 @@ class SavePipeline:
         if self.mode == "sync":
             return perform(job, staged, lambda: False)
         if self._writer is None:
-            return perform_nicely(job, staged)
+            return perform_niced(job, staged)
         return self._write_by(self._writer, job)
 
     def _write_by(self, writer: WriterProcess, job: WriteJob) -> Outcome:
         buffer = self._stager.buffer
         assert buffer is not None
         if not writer.is_alive:
-            writer.kill()  # frees what the object still holds
+            writer.kill()  # frees the resources that the object still holds
             warnings.warn("a writer process died between two saves; it is started again", stacklevel=2)
             writer = self._writer = WriterProcess()
         # Rank 0's writer names the missing ranks at its limit: the grace lets that answer arrive before it is killed.

@@ -1,4 +1,4 @@
-"""Plans a save, purely, from the ranks' reports: whether they hold every element, and which rank writes which part."""
+"""Plans a save from the ranks' reports: checks that they hold every element, and assigns parts to writers. Pure."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ TensorKind = Literal["parameter", "buffer", "optimizer", "state"]
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A block of a named tensor that some rank holds: the facts that are sent to other ranks."""
+    """The description of a block of a named tensor that some rank holds; it can be sent to other ranks."""
 
     name: str
     kind: TensorKind
@@ -44,7 +44,7 @@ class LocalShard:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Which rank writes which parts, in what order."""
+    """The parts that each rank writes, in order."""
 
     shards_by_writer: tuple[tuple[TensorShard, ...], ...]
 
@@ -53,17 +53,17 @@ def local_shards(name: str, tensor: Tensor, kind: TensorKind) -> list[LocalShard
     """Returns the blocks of `tensor` that this rank holds; empty blocks are left out. No communication.
 
     Raises:
-        UnsupportedStateError: The tensor cannot be saved as it is: sparse, quantized, or waiting for a reduction.
+        UnsupportedStateError: The tensor cannot be saved as it is: sparse, quantized, or with a pending reduction.
     """
     # These have no plain elements in row-major order, which is all that a shard and its digest can hold.
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-        raise UnsupportedStateError(f"{name}: only dense, materialised tensors can be saved, this is {tensor.type()}")
+        raise UnsupportedStateError(f"{name}: only dense, materialised tensors can be saved, not {tensor.type()}")
     try:
         chunks = local_chunks(tensor)
     except (ValueError, RuntimeError) as error:
         raise UnsupportedStateError(f"{name}: {error}") from error
     shape = tuple(tensor.shape)
-    # An empty tensor keeps its empty block, or the checkpoint would not have the tensor at all.
+    # An empty tensor keeps its empty block; otherwise the checkpoint would lack the tensor.
     is_empty = math.prod(shape) == 0
     return [
         LocalShard(TensorShard(name, kind, shape, tensor.dtype, offsets, sizes), data)
@@ -83,9 +83,9 @@ class _CachedParts:
 
 
 class PartsCache:
-    """Remembers the parts of tensors from save to save: finding them again costs milliseconds for some hundred tensors.
+    """Caches the parts of tensors from save to save: finding them again takes milliseconds for some hundred tensors.
 
-    An entry holds as long as the tensor is the same object with its elements in the same place and order.
+    An entry is valid as long as the tensor is the same object with its elements at the same address in the same order.
     """
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class PartsCache:
         return parts
 
     def end_save(self) -> None:
-        """Forgets every tensor that was not asked for since the last call."""
+        """Drops every tensor that was not requested since the last call."""
         self._entries, self._fresh = self._fresh, {}
 
 
@@ -130,12 +130,12 @@ def blocks_overlap(
 
 
 _MAX_PAIRED_BLOCKS = 256
-_MAX_CUT_DIMS = 8  # of blocks that are no grid: the time doubles with each
+_MAX_CUT_DIMS = 8  # limit for blocks that are not a grid, because the time doubles with each block
 Block = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def _is_grid(shape: tuple[int, ...], blocks: list[Block]) -> bool:
-    """Returns whether blocks are the cells of a grid over a shape, each once, as a device mesh makes them.
+    """Returns whether blocks are the cells of a grid over a shape, each once, as with a device mesh.
 
     The distinct ranges of each dim tile the dim, no block occurs twice, and there are as many blocks as cells.
     """
@@ -158,8 +158,8 @@ def _is_grid(shape: tuple[int, ...], blocks: list[Block]) -> bool:
 def _tile_exactly(shape: tuple[int, ...], blocks: list[Block]) -> bool:
     """Returns whether blocks cover a shape exactly once, in time that grows with their number only.
 
-    A box is known by its corners with alternating signs: the mixed difference of its indicator function. The corners of
-    boxes that tile another one cancel but for its own.
+    A box is determined by its corners with alternating signs: the mixed difference of its indicator function. If boxes
+    tile another box, all their corners cancel except the corners of that box.
     """
     cut = [dim for dim, whole in enumerate(shape) if any(sizes[dim] != whole for _, sizes in blocks)]
     if len(cut) > _MAX_CUT_DIMS:
@@ -176,7 +176,7 @@ def check_tiling(name: str, shape: tuple[int, ...], blocks: Iterable[Block]) -> 
     """Checks that blocks of (offsets, sizes) cover a tensor of `shape` exactly once.
 
     Raises:
-        CorruptCheckpointError: An element is missing, doubled, or outside.
+        CorruptCheckpointError: An element is missing, covered twice, or outside of the shape.
     """
     blocks = list(blocks)
     for offsets, sizes in blocks:
@@ -188,7 +188,7 @@ def check_tiling(name: str, shape: tuple[int, ...], blocks: Iterable[Block]) -> 
     # Blocks inside the shape that have as many elements as the shape, and do not overlap, cover it exactly once.
     covered = sum(math.prod(sizes) for _, sizes in blocks)
     if covered != math.prod(shape) or not blocks:
-        raise CorruptCheckpointError(f"{name}: {covered} of {math.prod(shape)} elements are there")
+        raise CorruptCheckpointError(f"{name}: only {covered} of {math.prod(shape)} elements are covered")
     # A mesh of a thousand ranks makes as many blocks, whose pairs would cost too much: they are recognised as a
     # grid first. Other blocks are few as a rule.
     if _is_grid(shape, blocks):
@@ -207,7 +207,7 @@ def _hold_all(_: str) -> bool:
 
 
 def plan_save(shards_by_rank: Sequence[Sequence[TensorShard]], is_held: Callable[[str], bool] = _hold_all) -> SavePlan:
-    """Returns the parts of each writer: of the ranks that hold a block, the one with the fewest bytes so far.
+    """Returns the parts of each writer: a block is written by the rank with the fewest bytes so far among its holders.
 
     Rank 0 writes each buffer that it holds, because DDP takes rank 0's buffers as the valid ones.
 
@@ -218,8 +218,8 @@ def plan_save(shards_by_rank: Sequence[Sequence[TensorShard]], is_held: Callable
     Raises:
         SaveFailedError: The ranks disagree about a tensor's shape or dtype, or do not hold all of it together.
     """
-    # One look into the dictionary for each part that a rank reports: a part's hash costs most of the time that a
-    # plan of a thousand ranks takes.
+    # One dictionary lookup for each part that a rank reports: hashing parts takes most of the time of a plan for a
+    # thousand ranks.
     holders: dict[TensorShard, list[int]] = {}
     blocks_by_name: dict[str, list[TensorShard]] = defaultdict(list)
     for rank, parts in enumerate(shards_by_rank):

@@ -1,4 +1,4 @@
-"""The ranks of a run as the engine sees them: a gloo group of its own, never the one that trains."""
+"""The ranks of a run: the engine communicates over its own gloo group, never over the group of the training."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,13 +15,13 @@ ErrorType = type[CheckpointError] | type[SaveFailedError]
 
 
 class Ranks:
-    """Talks among the ranks of a run over its own gloo group.
+    """Communicates among the ranks of a run over its own gloo group.
 
-    Every rank makes it once, together (`dist.new_group` is collective), and calls its methods in the same order.
-    Alone, without a process group, the methods answer at once.
+    All ranks create the object together (`dist.new_group` is collective) and call its methods in the same order.
+    Without a process group, the methods return immediately.
 
     Args:
-        timeout_seconds: How long one exchange waits for the slowest rank.
+        timeout_seconds: Maximum time that one exchange waits for the slowest rank.
     """
 
     def __init__(self, *, timeout_seconds: float = 1800.0) -> None:
@@ -36,7 +36,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, the one that plans, commits and cleans up."""
+        """Whether this is rank 0, which plans, commits and cleans up."""
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
@@ -64,7 +64,7 @@ class Ranks:
         return values[0]
 
     def start_maximum(self, values: list[int]) -> Callable[[], list[int]]:
-        """Starts an element-wise maximum over ranks and returns what waits for it and gives it.
+        """Starts an element-wise maximum over ranks and returns a function that waits for the result and returns it.
 
         Communicates in the background.
         """
@@ -82,18 +82,18 @@ class Ranks:
         return finish
 
     def attempt(self, act: str, function: Callable[[], T], *, error_type: ErrorType = SaveFailedError) -> T:
-        """Returns what `function()` gives on this rank; if it raises on any, raises on all alike. Communicates once.
+        """Returns the result of `function()` on this rank; if it raises on any rank, raises on all. Communicates once.
 
         Raises:
-            CheckpointError, SaveFailedError: Of `error_type` (or, where all ranks that failed agree on it, of the type
-                that they raised); it names the act, the ranks and what they met.
+            CheckpointError, SaveFailedError: The function failed on a rank. The type is `error_type`, or the common
+                type of all errors; the message has the operation, the ranks and their errors.
         """
         return self._attempt(act, function, error_type, keep_local=True)[self.rank]
 
     def attempt_and_gather(
         self, act: str, function: Callable[[], T], *, error_type: ErrorType = SaveFailedError
     ) -> list[T]:
-        """Returns what `function()` gave on each rank, in rank order; otherwise as `attempt`. Communicates once."""
+        """Returns the results of `function()` on all ranks, in rank order; fails like `attempt`. Communicates once."""
         return self._attempt(act, function, error_type, keep_local=False)
 
     def _attempt(self, act: str, function: Callable[[], T], error_type: ErrorType, *, keep_local: bool) -> list[T]:
@@ -123,9 +123,10 @@ class Ranks:
 
 
 class WorldRanks:
-    """The ranks of the default process group that there is at a time, or this process alone where there is none.
+    """The ranks of the current default process group, or this process alone without a process group.
 
-    Every rank calls `join` at the same places: it makes a group the first time, and after the world has changed.
+    Every rank calls `join` at the same points of the program: it creates a group at the first call, and after the world
+    has changed.
     """
 
     def __init__(self) -> None:
@@ -133,7 +134,7 @@ class WorldRanks:
         self._world: Any = None
 
     def join(self) -> Ranks:
-        """Returns the ranks of now. Communicates where they are new."""
+        """Returns the current ranks. Communicates if they have changed."""
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         if self._ranks is None or self._world is not world:
             self._ranks, self._world = Ranks(), world

@@ -1,4 +1,4 @@
-"""Reads tensors back into any sharding, planned from the manifest alone, from the raw bytes of the files.
+"""Reads tensors into any sharding, from the raw bytes of the files, with a plan from the manifest alone.
 
 Nothing is unpickled. Each rank reads only the rows that overlap the parts that it holds. A tensor that was read whole
 is compared with its digest at once. Sharded tensors are compared after they are placed, by a sum over the ranks.
@@ -38,7 +38,7 @@ def _read_exactly(descriptor: int, buffer: memoryview, offset: int, file: str) -
 
 
 class RecordedFiles:
-    """The shards of one checkpoint, opened when they are first read. Not thread-safe.
+    """The shard files of one checkpoint, opened at the first read. Not thread-safe.
 
     Args:
         path: The checkpoint.
@@ -112,7 +112,7 @@ class TensorReader:
             files.close()
 
     def find(self, name: str) -> tuple[RecordedFiles, TensorPlace]:
-        """Returns the files that hold a tensor, and its place among them; raises as `TensorPlaces.locate` does."""
+        """Returns the files that hold a tensor, and its location in them; raises like `TensorPlaces.locate`."""
         place = self._places.locate(name)
         if place.path not in self._files:
             self._files[place.path] = RecordedFiles(place.path, place.named_by)
@@ -158,7 +158,7 @@ def check_fits(manifest: Manifest, part: TensorShard) -> TensorRecord:
     if record.shape != part.shape or record.torch_dtype != part.dtype:
         raise CheckpointError(
             f"{part.name} is {record.dtype} {list(record.shape)} in the checkpoint of step {manifest.step} and "
-            f"{dtype_name(part.dtype)} {list(part.shape)} in what restores it: use the model that it was saved with"
+            f"{dtype_name(part.dtype)} {list(part.shape)} in the live model: use the model that was saved"
         )
     return record
 
@@ -206,14 +206,14 @@ def find_misplaced(manifest: Manifest, digests_by_rank: Sequence[Mapping[TensorS
                 seen[part] = digest
                 totals[part.name] = (totals[part.name] + digest) % DIGEST_MODULUS
                 elements[part.name] += math.prod(part.sizes)
-            elif seen[part] != digest:  # a replica, which is counted once and only has to be equal
+            elif seen[part] != digest:  # a replica counts once and only has to be equal
                 reasons[part.name] = f"rank {rank} holds other values than the ranks before it"
     for name, total in totals.items():
         record = manifest.tensors[name]
         if elements[name] != math.prod(record.shape):
-            reasons.setdefault(name, f"{elements[name]} of {math.prod(record.shape)} elements were placed")
+            reasons.setdefault(name, f"{elements[name]} of {math.prod(record.shape)} elements were restored")
         elif total != record.digest:
-            reasons.setdefault(name, f"its digest is {total:016x}, saved was {record.digest:016x}")
+            reasons.setdefault(name, f"its digest is {total:016x}, but {record.digest:016x} was saved")
     return reasons
 
 
@@ -229,7 +229,7 @@ def check_restored(manifest: Manifest, parts: Iterable[LocalShard], ranks: Ranks
     reasons = find_misplaced(manifest, digests)
     if reasons:
         listed = "; ".join(f"{name}: {reason}" for name, reason in sorted(reasons.items())[:5])
-        raise CorruptCheckpointError(f"{len(reasons)} tensors are not what was saved at step {manifest.step}: {listed}")
+        raise CorruptCheckpointError(f"{len(reasons)} tensors differ from step {manifest.step} as saved: {listed}")
 
 
 def _check_whole(name: str, record: TensorRecord) -> None:
@@ -269,7 +269,7 @@ def _read_whole(files: RecordedFiles, place: TensorPlace, name: str) -> Tensor:
         digest = digest_tensor(tensor)
         if digest != record.digest:
             raise CorruptCheckpointError(
-                f"{place.path}: {name} has digest {digest:016x} where {record.digest:016x} was saved: its bytes have "
+                f"{place.path}: {name} has digest {digest:016x}, but {record.digest:016x} was saved: its bytes have "
                 "changed"
             )
     return tensor
@@ -285,7 +285,7 @@ def read_tensors(
 
     Args:
         path: A committed checkpoint.
-        names: Of the tensors to read; all by default.
+        names: Names of the tensors to read; all by default.
         prefix: The prefix of the tensors to read, such as `model.`.
 
     Raises:
@@ -333,7 +333,7 @@ def check_state(path: Path, manifest: Manifest) -> None:
     sections = read_state(path, manifest)
     if len(sections) != manifest.world_size:
         raise CorruptCheckpointError(
-            f"{path / STATE_NAME} has {len(sections)} sections where {manifest.world_size} ranks saved"
+            f"{path / STATE_NAME} has {len(sections)} sections, but {manifest.world_size} ranks saved"
         )
     read_roles(sections)
     dtypes = {name: record.torch_dtype for name, record in manifest.tensors.items()}
@@ -345,7 +345,7 @@ def check_state(path: Path, manifest: Manifest) -> None:
 
 
 def _check_optimizers(path: Path, manifest: Manifest, sections: Sequence[Any]) -> None:
-    """Refuses an emptied optimizer: the record says that it had state, and neither tensors nor values are there."""
+    """Refuses an emptied optimizer: its record has state, but the checkpoint has neither tensors nor values of it."""
     filled = {name.split(".", 2)[1] for name in manifest.tensors if name.startswith("optimizer.")}
     for section in sections:
         optimizers = section.get("optimizers", []) if isinstance(section, dict) else []
@@ -353,4 +353,4 @@ def _check_optimizers(path: Path, manifest: Manifest, sections: Sequence[Any]) -
             raise CorruptCheckpointError(f"{path / STATE_NAME} has no list of optimizers")
         for index, optimizer in enumerate(optimizers):
             if optimizer.get("has_state") and not optimizer.get("values") and str(index) not in filled:
-                raise CorruptCheckpointError(f"{path}: optimizer {index} had state, and none of it is there")
+                raise CorruptCheckpointError(f"{path}: optimizer {index} had state, but the checkpoint has none of it")

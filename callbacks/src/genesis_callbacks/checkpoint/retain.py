@@ -69,17 +69,18 @@ def plan_removals(
 
 
 def name_bases(directory: Path) -> frozenset[str]:
-    """Returns the names of the checkpoints that others of the run leave tensors to: they must stay.
+    """Returns the names of the checkpoints that are bases of other checkpoints of the run and must stay.
 
-    The others are all committed checkpoints of the run, superseded ones included: people may go back to these.
+    The function reads all committed checkpoints of the run, including superseded ones, because a user may go back to
+    these.
 
     Args:
-        directory: Holds the checkpoints of one run.
+        directory: The directory of one run's checkpoints.
 
     Raises:
-        CheckpointError: A manifest cannot be read, so that nobody knows whether it names a base.
+        CheckpointError: A manifest cannot be read, so that its base is unknown.
     """
-    # By the hash and not by the place: a run that was moved or copied finds its bases by it, too.
+    # By the hash and not by the path: a run that was moved or copied also finds its bases by the hash.
     hashes = set()
     for path in (*directory.glob("step-*"), *directory.glob(f"{SUPERSEDED_PREFIX}*/step-*")):
         if not is_checkpoint_name(path.name) or not path.is_dir():
@@ -87,7 +88,7 @@ def name_bases(directory: Path) -> frozenset[str]:
         try:
             manifest = read_manifest(path)
         except CorruptCheckpointError:
-            continue  # it can be restored no more, with or without a base
+            continue  # a damaged checkpoint cannot be restored, with or without its base
         if manifest.base is not None:
             hashes.add(manifest.base.manifest_hash)
     if not hashes:
@@ -104,7 +105,7 @@ def apply_retention(directory: Path, newest_verified: str, retention: Retention)
         CheckpointError: The marks of the best checkpoints, or a manifest that may name a base, cannot be read.
         OSError: A directory cannot be moved to the trash.
     """
-    marked = read_marked_names(directory)  # may raise, and does so before anything is removed
+    marked = read_marked_names(directory)  # an error must come before the first removal
     found = list_committed(directory)
     committed = [CommittedCheckpoint(path.name, manifest.step, manifest.sequence) for path, manifest in found]
     # The base of a checkpoint that is removed now stays until the next save: a kill between the two removals must not

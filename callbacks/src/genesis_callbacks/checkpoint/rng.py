@@ -10,7 +10,7 @@ from .device import apply_device_rng, read_device_rng
 
 
 def read_rng_state() -> dict[str, Any]:
-    """Returns the state of every generator of this process. It waits for the devices where there are some."""
+    """Returns the state of every generator of this process. It waits for the devices, if any."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -20,7 +20,7 @@ def read_rng_state() -> dict[str, Any]:
 
 
 def apply_rng_state(state: dict[str, Any]) -> None:
-    """Sets every generator to what `read_rng_state` returned; devices' only if this process has as many of them."""
+    """Sets every generator to the state of `read_rng_state`; devices' only if the number of devices is equal."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

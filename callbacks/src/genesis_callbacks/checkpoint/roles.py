@@ -1,8 +1,8 @@
-"""Finds a rank's section of a checkpoint's other state by what the rank does, not by its number. Pure.
+"""Matches ranks with the sections of a checkpoint's other state by the rank's role, not by its number. Pure.
 
-A rank's role is (data rank, stage): which share of the data it reads, and which stage of a pipeline it holds. A section
-records the role of the rank that saved it, as `{"role": {"data_rank": 3, "stage": 1}}`. Readers from before roles
-ignore the key; sections from before have none, and are found by the rank's number.
+A rank's role is (data rank, stage): its share of the data, and its stage of a pipeline. A section records the role of
+the rank that saved it, as `{"role": {"data_rank": 3, "stage": 1}}`. Earlier versions ignore the key. Sections that
+earlier versions wrote have no role and are matched by the rank's number.
 """
 
 from collections import Counter
@@ -18,11 +18,11 @@ _MAX_NUMBER = 1 << 20
 
 @dataclass(frozen=True, order=True)
 class RankRole:
-    """What a rank does in a run.
+    """The role of a rank in a run.
 
     Attributes:
-        data_rank: Which share of the data it reads. Ranks that read the same share have the same one.
-        stage: Which stage of a pipeline it holds; 0 without a pipeline.
+        data_rank: Number of the rank's share of the data; ranks that read the same share have the same number.
+        stage: Number of the rank's pipeline stage; 0 without a pipeline.
     """
 
     data_rank: int
@@ -31,12 +31,12 @@ class RankRole:
 
 @dataclass(frozen=True)
 class SectionMatch:
-    """Which sections a rank restores from.
+    """The sections from which a rank restores.
 
     Attributes:
-        section: The section that gives this rank's state.
-        is_same_role: Whether the ranks that restore have the roles of those that saved: then each rank has the section
-            of its own role, and the random number generators in it are its own.
+        section: The section with this rank's state.
+        is_same_role: Whether the restoring ranks have the roles of the ranks that saved. If so, each rank restores the
+            section of its own role, including the random number generators.
         is_same_data: Whether `section` was saved by a rank that read this rank's share of the data.
         by_data_rank: One section for each data rank that saved, in the order of the data ranks.
     """
@@ -48,7 +48,7 @@ class SectionMatch:
 
 
 def record_role(role: RankRole) -> dict[str, Any]:
-    """Returns what a section says about the role of its rank."""
+    """Returns the entry of a section that records the role of its rank."""
     return {_KEY: asdict(role)}
 
 
@@ -60,16 +60,16 @@ def _read_role(section: Any, index: int) -> RankRole | None:
     known = [number for number in numbers if type(number) is int and 0 <= number < _MAX_NUMBER]
     if len(known) != 2:
         raise CorruptCheckpointError(
-            f"section {index} of the state has the role {str(content)[:80]!r}: a data_rank and a stage are due"
+            f"section {index} of the state has the role {str(content)[:80]!r}, but must have a data_rank and a stage"
         )
     return RankRole(*known)
 
 
 def read_roles(sections: Sequence[Any]) -> tuple[RankRole, ...] | None:
-    """Returns the role of the rank that saved each section; None where not all sections name theirs.
+    """Returns the role of the rank that saved each section; None if a section has no role.
 
     Raises:
-        CorruptCheckpointError: A section names something else than a role.
+        CorruptCheckpointError: The role in a section is invalid.
     """
     roles = [_read_role(section, index) for index, section in enumerate(sections)]
     known = tuple(role for role in roles if role is not None)
@@ -77,7 +77,7 @@ def read_roles(sections: Sequence[Any]) -> tuple[RankRole, ...] | None:
 
 
 def _find_first(saved: Sequence[RankRole]) -> dict[int, int]:
-    """Returns each data rank, in order, with the section of its first stage."""
+    """Returns each data rank, in order, with the section of its first pipeline stage."""
     first: dict[int, int] = {}
     for index in sorted(range(len(saved)), key=lambda index: (saved[index], index)):
         first.setdefault(saved[index].data_rank, index)
@@ -85,10 +85,10 @@ def _find_first(saved: Sequence[RankRole]) -> dict[int, int]:
 
 
 def pick_data_sections(sections: Sequence[Any]) -> list[Any]:
-    """Returns one section for each data rank that saved: what all of them hold of the data, and nothing twice.
+    """Returns one section for each data rank that saved: together the whole state of the data, without duplicates.
 
     Raises:
-        CorruptCheckpointError: A section names something else than a role.
+        CorruptCheckpointError: The role in a section is invalid.
     """
     saved = read_roles(sections)
     return list(sections) if saved is None else [sections[index] for index in _find_first(saved).values()]
@@ -97,17 +97,17 @@ def pick_data_sections(sections: Sequence[Any]) -> list[Any]:
 def match_sections(
     num_sections: int, saved: Sequence[RankRole] | None, live: Sequence[RankRole], rank: int
 ) -> SectionMatch:
-    """Returns which sections the rank number `rank` restores from.
+    """Returns the sections from which the rank number `rank` restores.
 
-    Several ranks may have one role, as those of a tensor-parallel group do: the first of them takes the first section
-    of that role, the second the second. Where the roles are others than those that were saved, a rank takes a section
-    of its data rank, if the same data ranks saved, and otherwise the first section.
+    Several ranks may have one role, such as the ranks of a tensor-parallel group: the first of them restores the first
+    section of that role, the second the second. If the roles differ from the saved ones, a rank restores a section of
+    its data rank, provided that the same data ranks saved, and otherwise the first section.
 
     Args:
-        num_sections: As many ranks saved.
-        saved: Their roles; None for a checkpoint that does not name them.
-        live: The roles of the ranks that restore.
-        rank: The rank that asks.
+        num_sections: Number of ranks that saved.
+        saved: Roles of the ranks that saved; None for a checkpoint without roles.
+        live: Roles of the ranks that restore.
+        rank: The restoring rank.
     """
     if saved is None:
         is_same = num_sections == len(live)

@@ -1,4 +1,4 @@
-"""A save outside of training: by an import, a tool, a test."""
+"""Saves a checkpoint outside of training: in an import, a tool or a test."""
 
 import warnings
 from collections.abc import Callable
@@ -11,16 +11,16 @@ from .save_target import RetentionWarning, SaveTarget, Snapshot
 
 
 def save_blocking(target: SaveTarget, take_snapshot: Callable[[], Snapshot]) -> Path:
-    """Saves and returns the checkpoint, outside of training. Every rank calls it. Communicates.
+    """Saves a checkpoint outside of training and returns its path. Every rank calls this function. Communicates.
 
     Args:
         target: The directory, the ranks and the manifest's header; the commit is reported to it.
-        take_snapshot: Gives this rank's snapshot.
+        take_snapshot: Returns this rank's snapshot.
 
     Raises:
         SaveFailedError: The save failed, on every rank alike. Older checkpoints are unchanged.
     """
-    snapshot = target.ranks.attempt("reporting what to save", take_snapshot)
+    snapshot = target.ranks.attempt("reporting the tensors to save", take_snapshot)
     pipeline = SavePipeline(target, mode="sync")
     try:
         pipeline.begin(snapshot.step, lambda: snapshot, Progress(lambda: 0))

@@ -1,4 +1,4 @@
-"""Where the saves of a run go, and what their manifests say of it; and what one rank gives to a save."""
+"""The destination of a run's saves, the header of their manifests, and the snapshot that one rank contributes."""
 
 import json
 import platform
@@ -23,19 +23,19 @@ _PACKAGES = ("torch", "lightning", "genesis-callbacks", "genesis-lm", "numpy", "
 
 
 class RetentionWarning(UserWarning):
-    """A checkpoint was saved, but what retention would remove could not be removed."""
+    """A checkpoint was saved, but retention could not remove older ones."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one rank gives to a save.
+    """The state that one rank contributes to a save.
 
     Attributes:
         step: Windows attempted.
-        counters: Exact clocks for the manifest; rank 0's count.
-        parts: What this rank holds of every tensor, live.
+        counters: Exact clocks for the manifest, which records those of rank 0.
+        parts: The live parts of all tensors that this rank holds.
         section: This rank's other state, already plain JSON.
-        has_optimizer: Whether the optimizers' state is in it.
+        has_optimizer: Whether the snapshot includes the optimizers' state.
     """
 
     step: int
@@ -47,17 +47,17 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class RunMetadata:
-    """What a run says about itself in each of its manifests; see `Manifest`.
+    """The entries about a run in each of its manifests; see `Manifest`.
 
     Raises:
-        CheckpointError: Something in it is not plain JSON.
+        CheckpointError: A value is not plain JSON.
     """
 
     identity: Mapping[str, Any] = field(default_factory=dict)
     recipe: Mapping[str, Any] = field(default_factory=dict)
     mesh: Mapping[str, int] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
-    """What its device was found to do (`DeviceReport`), beside the versions of packages."""
+    """The results of the device's proofs (`DeviceReport`), stored with the versions of packages."""
 
     def __post_init__(self) -> None:
         for name in ("identity", "recipe"):
@@ -68,7 +68,7 @@ class RunMetadata:
 
 
 def read_versions() -> dict[str, str]:
-    """Returns package to version of what takes part in a save, and Python's."""
+    """Returns package to version, for Python and the packages that take part in a save."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -79,22 +79,22 @@ def read_versions() -> dict[str, str]:
 
 
 class SaveTarget:
-    """Where one run is saved, for whom, and what its next manifest says.
+    """The destination of one run's saves: directory, ranks, and the header of the next manifest.
 
-    Every rank has one, and it learns of each commit. It does not communicate. Not thread-safe.
+    Every rank has a target, which is updated at each commit. It does not communicate. Not thread-safe.
 
     Args:
-        directory: Holds the `step-*` directories; the same for all ranks, on a disk that they share.
+        directory: The directory of `step-*`; the same for all ranks, on a shared disk.
         ranks: The run's ranks.
-        origin: What the manifest says about the run.
-        retention: What is kept after a commit.
-        hash_algorithm: Of every file.
-        events: Takes the event of each commit; None for none.
+        origin: The entries about the run in the manifest.
+        retention: Which checkpoints stay after a commit.
+        hash_algorithm: Hash algorithm for every file.
+        events: The log for the event of each commit; None for no events.
         scope: Which tensors a save holds; None for all.
 
     Attributes:
-        previous: The checkpoint that the next save descends from; None for none.
-        sequence: Its place in the lineage.
+        previous: The checkpoint that the next save descends from; None if there is none.
+        sequence: Number of that checkpoint in the lineage.
     """
 
     def __init__(
@@ -120,11 +120,11 @@ class SaveTarget:
         self._versions = {**read_versions(), **self._origin.environment}
 
     def continue_from(self, previous: Ancestor | None, sequence: int) -> None:
-        """Says which checkpoint the next save descends from; None and 0 for none."""
+        """Sets the checkpoint that the next save descends from; None and 0 if there is none."""
         self.previous, self.sequence = previous, sequence
 
-    def heading(self, snapshot: Snapshot) -> ManifestHeader:
-        """Returns what the manifest of the next save says beside its files and tensors."""
+    def header(self, snapshot: Snapshot) -> ManifestHeader:
+        """Returns the fields of the next manifest other than files and tensors."""
         return ManifestHeader(
             step=snapshot.step,
             sequence=self.sequence + 1,
@@ -141,5 +141,5 @@ class SaveTarget:
         )
 
     def holds(self, name: str) -> bool:
-        """Says whether a save holds the tensor of that name itself."""
+        """Returns whether a save holds the tensor of that name itself."""
         return self.scope is None or self.scope.holds(name)

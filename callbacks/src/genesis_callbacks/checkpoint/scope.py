@@ -1,9 +1,9 @@
-"""Which tensors a save holds, and which lie in a base checkpoint: the one object that a fit asks.
+"""Decides which tensors a save holds, and which it leaves to a base checkpoint.
 
-`SaveScope` is what a user gives. When a fit starts, `bind_scope` compares it with the live model and the base, and
-makes a `BoundScope` of it. A save's plan asks the `BoundScope` which tensors are written, and its commit asks whether
-the others are still what the base holds. The manifest records the scope, and readers of a checkpoint go by the manifest
-alone (`TensorPlaces`).
+The user gives a `SaveScope`. When a fit starts, `bind_scope` compares it with the live model and the base, and returns
+a `BoundScope`. The plan of a save reads from the `BoundScope` which tensors to write. The commit checks that the other
+tensors still equal the base's. The manifest records the scope, and readers of a checkpoint use only the manifest
+(`TensorPlaces`).
 """
 
 import os
@@ -28,22 +28,21 @@ _NUM_NAMED = 3
 
 @dataclass(frozen=True)
 class SaveScope:
-    """Which tensors of the model a save leaves to a base checkpoint. The default leaves none: a save holds everything.
+    """The tensors of the model that a save leaves to a base checkpoint. By default a save holds everything.
 
-    A pattern matches whole names as `read_tensors` has them (`model.<name>`), with `*` and `?` as in a shell; a name
-    itself is such a pattern. Optimizer state and all other state are always held.
+    A pattern matches whole names of `read_tensors` (`model.<name>`), with `*` and `?` as in a shell; a plain name is
+    also a pattern. A save always holds optimizer state and all other state.
 
         SaveScope(base="runs/base/checkpoints/step-00010000", in_base=["model.*"], not_in_base=["*.adapter.*"])
 
     Args:
-        base: A committed checkpoint of this engine that holds the tensors; not one that has a base itself.
-        in_base: Patterns of the names of those that lie there.
+        base: A committed checkpoint of this engine that holds the tensors and has no base itself.
+        in_base: Patterns of the names of tensors that saves leave to the base.
         not_in_base: Patterns of exceptions, which each save holds.
-        base_hash: The hash of the base's manifest, as its COMMITTED has it; another base is refused. None takes the
-            base as it is found.
+        base_hash: The hash in the base's COMMITTED; a base with another hash is refused. None accepts any hash.
 
     Raises:
-        ValueError: The arguments do not fit together.
+        ValueError: The arguments are invalid or contradict each other.
     """
 
     base: str | Path | None = None
@@ -74,15 +73,15 @@ class SaveScope:
 
     @property
     def places(self) -> tuple[Path, ...]:
-        """Where a restore looks for a base beside the places that the checkpoint records."""
+        """The paths, in addition to those in the checkpoint, at which a restore searches for the base."""
         return () if self.base is None else (Path(self.base),)
 
     def resolve(self) -> "SaveScope":
-        """Returns the same with the base's absolute path, for a later change of the working directory."""
+        """Returns the scope with the base's absolute path, which is independent of the working directory."""
         return self if self.base is None else replace(self, base=Path(os.path.abspath(self.base)))  # noqa: PTH100
 
     def leaves(self, name: str) -> bool:
-        """Says whether the tensor of that name is left to the base.
+        """Returns whether saves leave the tensor of that name to the base.
 
         Example:
             >>> scope = SaveScope("base/step-00000001", in_base=["model.*"], not_in_base=["*.adapter.*"])
@@ -98,12 +97,12 @@ class SaveScope:
 
 @dataclass(frozen=True)
 class BoundScope:
-    """A scope that leaves tensors to a base, compared with the model and the base of one fit. Never changes.
+    """A scope after its comparison with the model and the base of one fit. Immutable.
 
     Attributes:
-        base: The checkpoint that holds them; absolute.
-        manifest_hash: The hash of its manifest.
-        tensors: What it holds of each of them: shape, dtype and digest.
+        base: Absolute path of the base checkpoint.
+        manifest_hash: The hash of the base's manifest.
+        tensors: Shape, dtype and digest of each tensor that is left to the base.
     """
 
     base: Path
@@ -115,22 +114,22 @@ class BoundScope:
         return name not in self.tensors
 
     def refer_from(self, directory: Path) -> BaseReference:
-        """Returns what the manifests of checkpoints in `directory` say of the base."""
+        """Returns the reference to the base for manifests of checkpoints in `directory`."""
         real_base, real_directory = os.path.realpath(self.base), os.path.realpath(directory)
         relative = os.path.relpath(real_base, real_directory)
         return BaseReference(str(self.base), relative, self.manifest_hash, frozenset(self.tensors))
 
     def check_there(self) -> None:
-        """Checks that the base still is the checkpoint that it was at the fit's start, by its commit marker alone.
+        """Checks, by the commit marker alone, that the base is still the same checkpoint as at the fit's start.
 
         Raises:
-            SaveFailedError: It is gone, or another one lies at its place.
+            SaveFailedError: The base is gone, or another checkpoint has its path.
         """
         try:
             found = read_committed_hash(self.base)
         except CheckpointError as error:
             raise SaveFailedError(
-                f"{len(self.tensors)} tensors are left to the base {self.base}, which is not there any more: {error}; "
+                f"{len(self.tensors)} tensors are left to the base {self.base}, which is missing: {error}; "
                 "bring it back, or start again without the scope"
             ) from error
         if found != self.manifest_hash:
@@ -140,22 +139,23 @@ class BoundScope:
             )
 
     def check_untouched(self, digests: Mapping[str, int], sections: Sequence[Any]) -> None:
-        """Checks that what a save leaves to the base is what the base holds. No communication.
+        """Checks that the tensors that a save leaves to the base still equal the base's. No communication.
 
         Args:
-            digests: Of all tensors that are live, by name.
+            digests: Digests of all live tensors, by name.
             sections: The other state of each rank.
 
         Raises:
-            SaveFailedError: A tensor has changed, or is gone, or an optimizer has state for it; the message names it.
+            SaveFailedError: A tensor has changed, or is gone, or an optimizer has state for it; the message has its
+                name.
         """
         missing = sorted(self.tensors.keys() - digests.keys())
         if missing:
-            raise SaveFailedError(f"{_name_some(missing)} is left to the base {self.base}, and the model has none now")
+            raise SaveFailedError(f"{_name_some(missing)} is left to the base {self.base}, but the model lacks it now")
         changed = sorted(name for name, record in self.tensors.items() if digests[name] != record.digest)
         if changed:
             raise SaveFailedError(
-                f"{_name_some(changed)} is left to the base {self.base}, and is not what that holds any more: freeze "
+                f"{_name_some(changed)} is left to the base {self.base}, but differs from the base now: freeze "
                 "it (requires_grad_(False)), or add it to not_in_base, so that saves hold it"
             )
         optimizers = [
@@ -178,7 +178,7 @@ def _find_trained(names: Iterable[str]) -> set[str]:
 
 def _describe_state(names: Sequence[str], base: Path) -> str:
     return (
-        f"{_name_some(names)} is left to the base {base}, and an optimizer has state for it: freeze it before the "
+        f"{_name_some(names)} is left to the base {base}, but an optimizer has state for it: freeze it before the "
         "optimizer's first step (a run that begins from weights alone has none), or add it to not_in_base"
     )
 
@@ -193,11 +193,11 @@ def _name_some(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class _Live:
-    """What one rank has of the model.
+    """The data about the model that one rank contributes.
 
     Attributes:
-        names: Of all its tensors.
-        digests: Of what the scope leaves to the base.
+        names: Names of all its tensors.
+        digests: Digests of the tensors that the scope leaves to the base.
         updated: Names of the parameters that an optimizer would train.
         with_state: Names of the parameters that an optimizer has state for.
     """
@@ -220,15 +220,15 @@ def bind_scope(
     """Returns the scope of a fit's saves, or None if they hold everything. Every rank calls it; communicates twice.
 
     Args:
-        scope: The same on every rank.
-        parts: What this rank holds, live.
+        scope: The scope, the same on every rank.
+        parts: The live parts of all tensors that this rank holds.
         updated: Names of the parameters on this rank that require a gradient and that an optimizer updates.
-        ranks: The run's.
+        ranks: The run's ranks.
         level: How much of the base is verified.
-        verified: Hashes of the manifests of checkpoints that have just been verified; their bytes are not read again.
+        verified: Hashes of the manifests of checkpoints that were just verified; their bytes are not read again.
 
     Raises:
-        CheckpointError: The base cannot be one, or does not hold what is live; on every rank alike.
+        CheckpointError: The base is not usable as a base, or differs from the live model; raised on every rank.
     """
     if scope.base is None:
         return None
@@ -260,7 +260,7 @@ def _bind(scope: SaveScope, live_by_rank: Sequence[_Live], level: VerifyLevel, v
     updated = sorted(frozenset[str]().union(*(live.updated for live in live_by_rank)))
     if updated:
         raise CheckpointError(
-            f"{_name_some(updated)} is left to the base {base}, and an optimizer would train it: freeze it "
+            f"{_name_some(updated)} is left to the base {base}, but an optimizer would train it: freeze it "
             "(requires_grad_(False)), or add it to not_in_base"
         )
     with_state = sorted(frozenset[str]().union(*(live.with_state for live in live_by_rank)))
@@ -284,8 +284,7 @@ def _open_base(base: Path, due_hash: str | None) -> tuple[Path, str, Manifest]:
     manifest_hash = read_committed_hash(base)
     if due_hash is not None and manifest_hash != due_hash:
         raise CheckpointError(
-            f"the base {base} has manifest {manifest_hash} where base_hash is {due_hash}: give the base that it is the "
-            "hash of"
+            f"the base {base} has manifest {manifest_hash}, but base_hash is {due_hash}: give the base with that hash"
         )
     if manifest.base is not None:
         raise CheckpointError(
@@ -321,6 +320,6 @@ def _check_fits(base: Path, manifest: Manifest, live_by_rank: Sequence[_Live], l
     different = sorted(find_misplaced(manifest, [live.digests for live in live_by_rank]))
     if different:
         raise CheckpointError(
-            f"{_name_some(different)} is not in the model what it is in the base {base}: load the base's weights first "
+            f"{_name_some(different)} differs between the model and the base {base}: load the base's weights first "
             "(restore='weights' with ckpt_path), give the base that they come from, or add it to not_in_base"
         )

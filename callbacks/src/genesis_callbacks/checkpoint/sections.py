@@ -1,4 +1,4 @@
-"""The state beside the shared tensors: one section for each rank that saved, and what one rank restores of them."""
+"""The state other than shared tensors: one section for each rank that saved, and the parts that one rank restores."""
 
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ class SavedSections:
         match: Which sections this rank restores from.
 
     Raises:
-        CorruptCheckpointError: The state is not what was saved.
+        CorruptCheckpointError: The state differs from the saved one.
     """
 
     def __init__(self, path: Path, manifest: Manifest, live: Sequence[RankRole], rank: int) -> None:
@@ -39,14 +39,14 @@ class SavedSections:
 
     @property
     def num_data_ranks(self) -> int:
-        """How many ranks with different data saved."""
+        """The number of ranks with different data that saved."""
         return len(self.match.by_data_rank)
 
     def decode(self, content: Any) -> Any:
-        """Returns what a part of a section encodes, with its tensors read and compared by digest.
+        """Returns the decoded value of a part of a section, after comparing its tensors with their digests.
 
         Raises:
-            CorruptCheckpointError: It is not what was saved.
+            CorruptCheckpointError: A tensor differs from the saved one.
         """
         names = sorted(named_tensors(content))
         return decode_tagged(content, read_recorded_tensors(self._path, self._manifest, names))
@@ -70,11 +70,11 @@ class SavedSections:
 
     @property
     def num_optimizers(self) -> int:
-        """How many optimizers the run had: the largest number that a rank had."""
+        """The number of optimizers of the run: the largest number on any rank."""
         return max(len(section["optimizers"]) for section in self._sections)
 
     def _optimizers(self, index: int) -> list[Any]:
-        """Returns what each rank with an optimizer of that number saved of it, encoded; this rank's section first."""
+        """Returns the encoded state of optimizer `index` from each rank that saved it; this rank's section first."""
         order = [self.match.section, *(other for other in range(len(self._sections)) if other != self.match.section)]
         optimizers = (self._sections[number]["optimizers"] for number in order)
         return [of_rank[index] for of_rank in optimizers if index < len(of_rank)]
@@ -92,7 +92,7 @@ class SavedSections:
             yield self.decode(optimizer["groups"])
 
     def read_optimizer_values(self, index: int) -> dict[str, dict[str, Any]]:
-        """Returns parameter name to key to value, for values that are no tensors.
+        """Returns parameter name to key to value, for values that are not tensors.
 
         Each rank that held a part of the optimizer saved its own.
         """

@@ -20,19 +20,19 @@ from torch import Tensor
 from .device import PIN_PIECE_BYTES, PinError, pin_memory, unpin_memory
 from .plan import TensorShard
 
-_ALIGNMENT_BYTES = 64  # a cache line, and a multiple of every element's size, as a typed view needs
+_ALIGNMENT_BYTES = 64  # a cache line, and a multiple of every element's size, as typed views require
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A part and where its elements lie in a shared buffer."""
+    """A part and the location of its elements in a shared buffer."""
 
     part: TensorShard
     byte_offset: int
 
 
 def place_shards(parts: Iterable[TensorShard]) -> tuple[tuple[Placed, ...], int]:
-    """Returns where each part lies in a buffer, and how large the buffer must be in bytes."""
+    """Returns the location of each part in a buffer, and the size of the buffer in bytes."""
     placed = []
     byte_offset = 0
     for part in parts:
@@ -42,14 +42,14 @@ def place_shards(parts: Iterable[TensorShard]) -> tuple[tuple[Placed, ...], int]
 
 
 class Staged(Protocol):
-    """Gives staged data to the code that writes a shard."""
+    """The interface by which the writer of a shard reads staged data."""
 
     def view(self, placed: Placed) -> Tensor:
         """Returns a part on the CPU, contiguous, in a storage of exactly its size."""
 
 
 class OneAtATime:
-    """Copies each part on request: for a training thread that waits, and so needs no memory for a second state.
+    """Copies each part on request: if the training thread waits anyway, no memory for a copy of the state is needed.
 
     Args:
         live: All parts that this rank holds.
@@ -67,8 +67,8 @@ class SharedBuffer:
     """Memory that two processes share through a descriptor; it is freed when the last of them closes it.
 
     Args:
-        num_bytes: Its size.
-        descriptor: Of a buffer that another process made; this object closes it. None makes a new buffer.
+        num_bytes: Size of the buffer.
+        descriptor: Descriptor of a buffer from another process, which this object closes. None creates a new buffer.
     """
 
     def __init__(self, num_bytes: int, descriptor: int | None = None) -> None:
@@ -90,8 +90,8 @@ class SharedBuffer:
         self._pinned_for: torch.device | None = None
 
     def view(self, placed: Placed) -> Tensor:
-        """Returns a tensor over the part's place, in a storage of exactly its size."""
-        # A slice of one large tensor would not do: `torch.save` writes a view's whole storage.
+        """Returns a tensor over the part's range of the buffer, in a storage of exactly its size."""
+        # Not a slice of one large tensor: `torch.save` would write the whole storage of the view.
         part = placed.part
         count = math.prod(part.sizes)
         if count == 0:
@@ -104,7 +104,7 @@ class SharedBuffer:
         return self._pinned_for is not None
 
     def pin(self, device: torch.device) -> None:
-        """Page-locks all of it for copies from `device`, a piece at a time; a second call does nothing.
+        """Page-locks the buffer for copies from `device`, a piece at a time; a second call does nothing.
 
         Raises:
             PinError: A piece cannot be pinned; then no piece stays pinned.
@@ -128,9 +128,9 @@ class SharedBuffer:
         self._pinned_for = None
 
     def copy_from_device(self, placed: Placed, data: Tensor) -> None:
-        """Starts a copy of a part to its place, on the current stream.
+        """Starts a copy of a part into its range, on the current stream.
 
-        No copy crosses the border of two pinned pieces, because a driver takes them for two allocations.
+        No copy crosses the border of two pinned pieces, because drivers treat the pieces as separate allocations.
         """
         target = self.view(placed)
         begin, end = placed.byte_offset, placed.byte_offset + placed.part.num_bytes
@@ -147,7 +147,7 @@ class SharedBuffer:
     def close(self) -> None:
         """Frees the memory once no tensor views it; a second call does nothing."""
         if self.descriptor >= 0:
-            # Before the unmapping: the driver would keep its lock on addresses that then mean other memory.
+            # Before the unmapping, because the driver's lock would stay on addresses that may be mapped again.
             if self._pinned_for is not None:
                 self._unpin(self._pinned_for)
             os.close(self.descriptor)
@@ -163,9 +163,9 @@ def _bytes_of(tensor: Tensor) -> "np.ndarray[tuple[int, ...], np.dtype[np.uint8]
 def copy_into(target: Tensor, data: Tensor) -> None:
     """Copies a live tensor to its staged place.
 
-    On the CPU, one thread copies without the GIL, so that the training thread and its helpers go on.
+    On the CPU, one thread copies without the GIL, so that the training thread and torch's threads continue.
     """
-    # `Tensor.copy_` would use torch's pool of threads, and take the cores that run the forward meanwhile.
+    # Not `Tensor.copy_`, which would use torch's thread pool and take the cores that run the forward.
     is_plain = data.device.type == "cpu" and data.is_contiguous() and not data.is_conj() and not data.is_neg()
     if data.numel() > 0 and is_plain:
         np.copyto(_bytes_of(target), _bytes_of(data))

@@ -15,7 +15,7 @@ from .stage import OneAtATime, Placed, SharedBuffer, Staged, copy_into, place_sh
 
 @dataclass(frozen=True)
 class StagedShards:
-    """The result of staging: the parts that this rank writes, their places, and the digests of all that it holds."""
+    """The result of staging: the parts that this rank writes, their locations, and the digests of all its parts."""
 
     placed: tuple[Placed, ...]
     digests: dict[TensorShard, int]
@@ -23,7 +23,7 @@ class StagedShards:
     num_bytes: int
 
 
-# A tensor that grows by a little must not cost a new buffer, because pinning one takes seconds.
+# Spare room, so that a tensor that grows slightly needs no new buffer: pinning one takes seconds.
 _SLACK_FRACTION = 64
 
 
@@ -39,7 +39,7 @@ class SharedStager:
     def __init__(self, path: DevicePath | None = None) -> None:
         self.buffer: SharedBuffer | None = None
         self._notices: dict[str, str] = {}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._path = path or DevicePath()
         self._stream: torch.Stream | None = None
         self._scratch: DigestScratch | None = None
@@ -51,23 +51,23 @@ class SharedStager:
 
     def take_notices(self) -> list[str]:
         """Returns the warnings that the user has not seen yet: one for each kind of problem."""
-        new = [text for kind, text in self._notices.items() if kind not in self._told]
-        self._told |= self._notices.keys()
+        new = [text for kind, text in self._notices.items() if kind not in self._reported]
+        self._reported |= self._notices.keys()
         return new
 
     def reserve(self, device: torch.device, ours: Sequence[TensorShard]) -> None:
         """Allocates and pins all memory that saves of these parts need, before the first of them. Waits for the driver.
 
-        It raises nothing: the save would meet the same error, and reports it.
+        It raises no error, because the save would meet the same error and report it.
         """
         try:
-            with self._working_beside(device):
+            with self._on_save_stream(device):
                 self._reserve_pinned(device, place_shards(ours)[1])
         except (OSError, RuntimeError) as error:
             self._notices["reserve"] = f"staging memory could not be allocated before the first save: {error}"
 
     def reserve_scratch(self, device: torch.device) -> None:
-        """Allocates only the memory on the device, on the calling thread's stream: for saves that stage nothing."""
+        """Allocates only the memory on the device, on the calling thread's stream, for saves without staging."""
         if self._scratch is None and self._path.has_digests:
             try:
                 self._scratch = DigestScratch(device)
@@ -90,14 +90,14 @@ class SharedStager:
             digests = _digest_and_copy(live, placed, buffer)
         else:
             device = event.device
-            with self._working_beside(device) as stream:
+            with self._on_save_stream(device) as stream:
                 buffer = self._reserve_pinned(device, num_bytes)
                 stream.wait_event(event)  # the device waits, this thread does not
                 digests = self._stage_from_device(stream, live, placed, buffer)
         return StagedShards(placed, digests, buffer, num_bytes)
 
     def stage_one_at_a_time(self, live: Mapping[TensorShard, Tensor], ours: Sequence[TensorShard]) -> StagedShards:
-        """Returns the digests of all that is live; each part is copied when it is written, while training waits."""
+        """Returns the digests of all live parts; each part is copied when it is written, while training waits."""
         placed, num_bytes = place_shards(ours)
         device = find_device(live.values())
         with torch.no_grad():
@@ -109,7 +109,7 @@ class SharedStager:
         return StagedShards(placed, digests, OneAtATime(live), num_bytes)
 
     @contextlib.contextmanager
-    def _working_beside(self, device: torch.device) -> Iterator[torch.Stream]:
+    def _on_save_stream(self, device: torch.device) -> Iterator[torch.Stream]:
         """Runs the calling thread's work on the saves' own stream."""
         self._stream = self._stream or build_stream(device)
         with working_on(self._stream):
@@ -127,7 +127,7 @@ class SharedStager:
                     copy_into(buffer.view(item), data)
                 else:
                     buffer.copy_from_device(item, data)
-            # Queued behind the copies on the same stream, so that the digest is taken after the copy here as well.
+            # Queued after the copies on the same stream, so that here, too, the digest comes after the copy.
             digests = self._digest_on_device(live)
             # Copies to pinned memory return before they are done: without this wait a writer would read old bytes.
             stream.synchronize()
@@ -168,7 +168,7 @@ class SharedStager:
     def _reserve(self, num_bytes: int, slack_bytes: int = 0) -> SharedBuffer:
         if self.buffer is None or self.buffer.num_bytes < num_bytes:
             if self.buffer is not None:
-                self.buffer.close()  # first, so that old and new never take memory together
+                self.buffer.close()  # first, so that the old and the new buffer never coexist
             self.buffer = SharedBuffer(num_bytes + slack_bytes)
         return self.buffer
 

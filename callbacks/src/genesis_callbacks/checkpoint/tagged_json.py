@@ -1,8 +1,8 @@
-"""Plain JSON for the state of loops, schedulers, callbacks and data: every type comes back as it was, without pickle.
+"""Encodes the state of loops, schedulers, callbacks and data as plain JSON: every type is restored, without pickle.
 
-JSON's own types stand for themselves. Everything else is an object with the key `"!"`, which names its type. Tensors
-and arrays do not go into the JSON: they are handed over by the path at which they stand, and stored with the other
-tensors.
+JSON's own types are stored unchanged. A value of any other type becomes an object with the key `"!"`, which names the
+type. Tensors and arrays are not part of the JSON: the encoder returns them by their path in the value, and they are
+stored with the other tensors.
 """
 
 import base64
@@ -26,7 +26,7 @@ from .manifest import dtype_from_name, dtype_name
 TAG = "!"
 Json = dict[str, Any] | list[Any] | str | int | float | bool | None
 _PLAIN = frozenset({type(None), bool, int, str})
-"""Types that stand for themselves: nothing is asked or called for them, because training waits for an encoding."""
+"""Types that are stored unchanged. They skip all other checks, because training waits for the encoding."""
 _FACTORIES: dict[str, Callable[[], Any]] = {
     "int": int,
     "float": float,
@@ -117,7 +117,7 @@ class _Encoder:
 
     def _keep(self, tensor: Tensor, path: str) -> str:
         name = path
-        while name in self.tensors:  # {"a.b": tensor, "a": {"b": tensor}} stand at the same path
+        while name in self.tensors:  # the two tensors of {"a.b": tensor, "a": {"b": tensor}} have the same path
             name += "'"
         self.tensors[name] = tensor
         return name
@@ -154,19 +154,19 @@ _ENCODERS: dict[type, Callable[[_Encoder, Any, str], Json]] = {
 
 
 def encode_tagged(value: Any, path: str, names: Mapping[int, str] | None = None) -> tuple[Json, dict[str, Tensor]]:
-    """Returns `value` as plain JSON, and the tensors in it by the path at which they stand.
+    """Returns `value` as plain JSON, and the tensors in it by their path.
 
-    Dicts keep their order; sets are written in a fixed one. The tensors share memory with those in `value`; arrays
+    Dicts keep their order; sets are written in a fixed order. The tensors share memory with those in `value`; arrays
     are copied.
 
     Args:
-        value: Any nesting of the types named in the module's tables.
-        path: Where `value` stands; it begins every name.
-        names: Tensors that are stored under a name of their own, by `id`: the JSON refers to them by that name, and
-            they are not among those returned.
+        value: Any nesting of the types in the module's tables.
+        path: The path of `value`, with which every name begins.
+        names: Tensors that are already stored under another name, by `id`: the JSON refers to them by that name, and
+            they are not among the returned tensors.
 
     Raises:
-        UnsupportedStateError: Something in it is of another type; the message names its path.
+        UnsupportedStateError: A value in it has another type; the message has its path.
     """
     encoder = _Encoder(names or {})
     return encoder.encode(value, path), encoder.tensors
@@ -177,7 +177,7 @@ def _pairs(content: Any, decode: Callable[[Any], Any]) -> list[tuple[Any, Any]]:
 
 
 def _decode_enum(content: Any) -> Enum:
-    # Only what the program has imported itself: a file from a stranger cannot make it import, or call, anything.
+    # Only modules that the program has imported itself: an untrusted file must not cause an import or a call.
     found: Any = sys.modules.get(str(content["module"]))
     for name in str(content["class"]).split("."):
         found = getattr(found, name, None)
@@ -220,7 +220,7 @@ _DECODERS: dict[str, _Decoder] = {
     "ndarray": lambda content, decode, tensors: tensors[content["name"]].numpy(),
 }
 
-# A program that only looks into a checkpoint need not import an enum's class.
+# A program that only inspects a checkpoint need not import an enum's class.
 _CHECKERS: dict[str, _Decoder] = {
     **_DECODERS,
     "enum": lambda content, decode, tensors: tuple(str(content[key]) for key in ("module", "class", "name")),
@@ -228,14 +228,14 @@ _CHECKERS: dict[str, _Decoder] = {
 
 
 def decode_tagged(content: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Returns the value that `encode_tagged` was given.
+    """Returns the value that `encode_tagged` encoded.
 
     Args:
         content: The JSON.
-        tensors: Name to tensor, at least those that the JSON names.
+        tensors: Name to tensor, for at least the names in the JSON.
 
     Raises:
-        CorruptCheckpointError: It names a type that this version does not know, or a tensor that is not there.
+        CorruptCheckpointError: The JSON names an unknown type, or a tensor that is missing.
     """
     return _decode(content, tensors, _DECODERS)
 
@@ -245,10 +245,10 @@ def check_tagged(content: Any, dtypes: Mapping[str, torch.dtype]) -> None:
 
     Args:
         content: The JSON.
-        dtypes: Of the tensors that there are, by name.
+        dtypes: Dtypes of the existing tensors, by name.
 
     Raises:
-        CorruptCheckpointError: It cannot.
+        CorruptCheckpointError: The state cannot be decoded.
     """
     named = named_tensors(content)
     lacking = named - dtypes.keys()
@@ -267,7 +267,7 @@ def _decode(content: Any, tensors: Mapping[str, Tensor], decoders: Mapping[str, 
     kind = content[TAG]
     decode = decoders.get(kind) if isinstance(kind, str) else None
     if decode is None:
-        raise CorruptCheckpointError(f"the state holds a {str(kind)[:80]!r}, which this version does not know")
+        raise CorruptCheckpointError(f"the state holds a {str(kind)[:80]!r}, which is unknown to this version")
     try:
         return decode(content, lambda item: _decode(item, tensors, decoders), tensors)
     except KeyError as error:

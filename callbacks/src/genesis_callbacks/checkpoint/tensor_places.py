@@ -1,12 +1,13 @@
 """Locates the bytes of a checkpoint's tensors, in its own files or in those of its base.
 
-A base is named by its path and by the hash of its manifest. It is searched for at the places that the user names (a
-fit's scope, the environment variable `GENESIS_BASE_CHECKPOINTS`), then at its path relative to the checkpoint's
-directory (for a superseded checkpoint also relative to the run's, where it was saved), then at its absolute path. Only
-a committed checkpoint with the recorded hash is accepted, at every path. A verification that finds such a checkpoint
-damaged goes on to the next path. A base has no base of its own, so that there are neither chains nor cycles.
+A manifest refers to its base by path and by the hash of the base's manifest. The search tries the paths that the user
+gives (a fit's scope, the environment variable `GENESIS_BASE_CHECKPOINTS`), then the recorded path relative to the
+checkpoint's directory (for a superseded checkpoint also relative to the run's directory, where it was saved), then the
+recorded absolute path. At every path, only a committed checkpoint with the recorded hash is accepted. If verification
+finds such a checkpoint damaged, it tries the next path. A base cannot have a base, so that there are neither chains nor
+cycles.
 
-A problem of a base is a `BaseCheckpointError`: it is no damage of the checkpoint that names the base.
+A problem of a base is a `BaseCheckpointError`, because the checkpoint that refers to the base is not damaged.
 """
 
 import contextlib
@@ -22,19 +23,19 @@ from .manifest import BaseReference, Manifest, TensorRecord, read_committed_hash
 from .safe_read import reading
 
 PLACES_VARIABLE = "GENESIS_BASE_CHECKPOINTS"
-"""Further places of base checkpoints, separated as in PATH."""
+"""Additional paths of base checkpoints, separated as in PATH."""
 _HASH_SHOWN = 23
-_NUM_READ = 4  # manifests of bases that are remembered: a restore asks for one tensor at a time
+_NUM_READ = 4  # size of the cache of bases' manifests: a restore requests one tensor at a time
 
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where a tensor's bytes lie.
+    """The location of a tensor's bytes.
 
     Attributes:
-        path: The checkpoint whose files hold them.
-        record: With the chunks in those files.
-        named_by: The checkpoint that the tensor belongs to, where `path` is its base; else None.
+        path: The checkpoint whose files hold the bytes.
+        record: The tensor's record, with the chunks in those files.
+        named_by: The checkpoint that the tensor belongs to, if `path` is its base; else None.
     """
 
     path: Path
@@ -44,9 +45,9 @@ class TensorPlace:
 
 @contextlib.contextmanager
 def blaming_base(base: Path, named_by: Path | None) -> Iterator[None]:
-    """Turns damage that the block meets in the base at `base` into a `BaseCheckpointError`.
+    """Turns an error of the block about damage of the base at `base` into a `BaseCheckpointError`.
 
-    Nothing changes where `named_by` is None: then `base` is the checkpoint itself.
+    The error stays unchanged if `named_by` is None: then `base` is the checkpoint itself.
     """
     try:
         yield
@@ -54,13 +55,13 @@ def blaming_base(base: Path, named_by: Path | None) -> Iterator[None]:
         if named_by is None:
             raise
         raise BaseCheckpointError(
-            f"{named_by} has its base at {base}, which is damaged: {error}; bring that back from a copy"
+            f"{named_by} has its base at {base}, which is damaged: {error}; restore the base from a copy"
         ) from error
 
 
 def list_places(path: Path, base: BaseReference, places: Sequence[Path] = ()) -> list[Path]:
-    """Returns where the base of the checkpoint at `path` is looked for, in this order; each place once."""
-    # What the user names first: a reader that verifies nothing must not stop at a damaged base where a copy is named.
+    """Returns the paths at which the base of the checkpoint at `path` is searched for, in this order, each once."""
+    # The user's paths come first: a reader without verification must not use a damaged base if the user gives a copy.
     # The relative path before the absolute one: when a run and its base are moved or copied together, the absolute path
     # may lead to the old place, or to nothing.
     directory = os.path.dirname(os.path.realpath(path))  # noqa: PTH120 - realpath has no error for a loop of links
@@ -73,12 +74,12 @@ def list_places(path: Path, base: BaseReference, places: Sequence[Path] = ()) ->
     return [Path(place) for place in dict.fromkeys(map(os.path.abspath, candidates))]
 
 
-# Safe to remember: the hash is in the key, and a manifest with another content has another hash.
+# Safe to cache: the hash is in the key, and a manifest with another content has another hash.
 @lru_cache(maxsize=_NUM_READ)
 def _read_base(place: Path, manifest_hash: str) -> Manifest:
-    """Returns the manifest of the base at `place`, whose commit marker was just seen to be `manifest_hash`."""
+    """Returns the manifest of the base at `place`, whose commit marker had `manifest_hash` a moment ago."""
     manifest = read_manifest(place)
-    # The caller read the marker before the manifest: the same marker afterwards shows that both are of one checkpoint.
+    # The caller read the marker before; the same marker after the manifest shows that both are of one checkpoint.
     if read_committed_hash(place) != manifest_hash:
         raise BaseCheckpointError(f"{place} was replaced while it was read: start again")
     return manifest
@@ -100,17 +101,17 @@ def _look_at(place: Path, base: BaseReference) -> str | None:
 
 
 def find_bases(path: Path, base: BaseReference, places: Sequence[Path] = ()) -> Iterator[tuple[Path, Manifest]]:
-    """Yields each place where the base of the checkpoint at `path` lies, with its manifest. No communication.
+    """Yields each path at which the base of the checkpoint at `path` exists, with its manifest. No communication.
 
-    There may be several, because a base may have been copied. Only the manifests were read.
+    There may be several paths, because a base may have been copied. Only the manifests are read.
 
     Args:
         path: The checkpoint that names the base.
         base: The reference to the base.
-        places: Further paths to search, beside the recorded ones.
+        places: Paths to search in addition to the recorded ones.
 
     Raises:
-        BaseCheckpointError: The base is at none of the paths; the message lists what is there instead.
+        BaseCheckpointError: The base is at none of the paths; the message has the reason for each path.
     """
     reasons = {}
     is_found = False
@@ -134,18 +135,18 @@ def find_bases(path: Path, base: BaseReference, places: Sequence[Path] = ()) -> 
     )
     raise BaseCheckpointError(
         f"{path} leaves {len(base.names)} tensors to the base with manifest {base.manifest_hash[:_HASH_SHOWN]}, which "
-        f"was not found ({looked}): put it back, or name its new place in {PLACES_VARIABLE}, or as the base of the "
+        f"was not found ({looked}): restore it, or give its new path by {PLACES_VARIABLE}, or as the base of the "
         "fit's scope"
     )
 
 
 def find_base(path: Path, base: BaseReference, places: Sequence[Path] = ()) -> tuple[Path, Manifest]:
-    """Returns the first place where the base of the checkpoint at `path` lies, and its manifest; as `find_bases`."""
+    """Returns the first path of `find_bases`, and the manifest of the base."""
     return next(find_bases(path, base, places))
 
 
 def locate_bases(path: Path, manifest: Manifest, places: Sequence[Path] = ()) -> Iterator[Manifest]:
-    """Yields, for each place of the base, the manifest with that place, which readers of this process then find first.
+    """Yields, for each path of the base, the manifest with that path, which readers with this manifest try first.
 
     Raises:
         BaseCheckpointError: The base is not found.
@@ -159,9 +160,9 @@ def locate_bases(path: Path, manifest: Manifest, places: Sequence[Path] = ()) ->
 
 
 class TensorPlaces:
-    """Where the tensors of one checkpoint lie. The base is looked for when a tensor in it is first asked for.
+    """Locates the tensors of one checkpoint. The base is searched for when a tensor in it is first requested.
 
-    Any process may make one; it does not communicate.
+    Any process may use this class; it does not communicate.
 
     Args:
         path: The checkpoint.
@@ -173,10 +174,10 @@ class TensorPlaces:
         self._found: tuple[Path, Manifest] | None = None
 
     def locate(self, name: str) -> TensorPlace:
-        """Returns where the tensor lies.
+        """Returns the location of the tensor.
 
         Raises:
-            BaseCheckpointError: It lies in the base, which is not found.
+            BaseCheckpointError: The tensor is in the base, which was not found.
             CheckpointError: The checkpoint has no such tensor.
             CorruptCheckpointError: The records of the tensor in the checkpoint and in its base differ.
         """
@@ -189,9 +190,9 @@ class TensorPlaces:
             self._found = find_base(self._path, base)
         place, manifest = self._found
         held = manifest.tensors.get(name)
-        # The hash vouches for the base's manifest, this comparison for the record here: both were equal at the save.
+        # The hash protects the base's manifest; this comparison protects the record here, which was equal at the save.
         if held is None or (held.shape, held.dtype, held.digest) != (record.shape, record.dtype, record.digest):
             raise CorruptCheckpointError(
-                f"{self._path}: its manifest says of {name} what its base at {place} does not: it was changed by hand"
+                f"{self._path}: its record of {name} differs from that of its base at {place}: it was changed by hand"
             )
         return TensorPlace(place, held, self._path)

@@ -27,15 +27,15 @@ def _check_size(path: Path, record: FileRecord) -> None:
     with reading(file):
         num_bytes = file.stat().st_size
     if num_bytes != record.num_bytes:
-        raise CorruptCheckpointError(f"{file} has {num_bytes} bytes where {record.num_bytes} were saved")
+        raise CorruptCheckpointError(f"{file} has {num_bytes} bytes, but {record.num_bytes} were saved")
 
 
 def check_tensors(manifest: Manifest, names: Iterable[str]) -> None:
-    """Checks that the chunks of each tensor make the whole of it. Pure.
+    """Checks that the chunks of each tensor cover it exactly once. Pure.
 
     Raises:
-        CheckpointError: This torch does not know a tensor's dtype.
-        CorruptCheckpointError: They do not.
+        CheckpointError: This version of torch lacks a tensor's dtype.
+        CorruptCheckpointError: Chunks are missing or overlap.
     """
     for name in names:
         record = manifest.tensors[name]
@@ -56,7 +56,7 @@ def _check_hash(path: Path, record: FileRecord, manifest: Manifest) -> None:
 
 
 def _check_files(path: Path, files: Sequence[FileRecord], check: Callable[[FileRecord], None]) -> None:
-    """Checks all files, some at a time, and raises what was found: damage rather than a file that cannot be read."""
+    """Checks all files, some at a time, and raises an error; damage takes precedence over unreadable files."""
 
     def attempt(record: FileRecord) -> CheckpointError | None:
         try:
@@ -105,7 +105,7 @@ def _check_digest(path: Path, name: str, record: TensorRecord) -> None:
         digest = sum(_digest_recorded(files, record, chunk) for chunk in record.chunks) % DIGEST_MODULUS
     if digest != record.digest:
         raise CorruptCheckpointError(
-            f"{path}: {name} has digest {digest:016x} where {record.digest:016x} was saved: its bytes have changed"
+            f"{path}: {name} has digest {digest:016x}, but {record.digest:016x} was saved: its bytes have changed"
         )
 
 
@@ -117,17 +117,17 @@ def verify(path: Path | str, level: VerifyLevel = "full", *, places: Sequence[Pa
     Args:
         path: A checkpoint directory.
         level: `quick` compares counts, names and sizes; `full` also every file's hash; `deep` also every tensor's
-            digest. Of a base, what the checkpoint needs of it.
-        places: Where to look for its base beside the places that are recorded. The returned manifest has the place
-            where it was found.
+            digest. Of a base, only the tensors and files that the checkpoint needs are verified.
+        places: Paths to search for the base, in addition to the recorded ones. The returned manifest has the path at
+            which the base was found.
 
     Raises:
-        BaseCheckpointError: It is whole, and the base that holds some of its tensors is missing, has changed, or is
-            damaged.
+        BaseCheckpointError: The checkpoint is undamaged, but the base that holds some of its tensors is missing, has
+            changed, or is damaged.
         CheckpointError: There is no such checkpoint, or this version cannot read it.
-        CorruptCheckpointError: It is not whole; the message names every file, or the tensor, that is not as it was
-            saved.
-        UnreadableCheckpointError: A file cannot be read, and what can be read is as it was saved.
+        CorruptCheckpointError: The checkpoint is damaged; the message lists every file, or has the tensor, that
+            differs from the saved one.
+        UnreadableCheckpointError: A file cannot be read, and all readable files are undamaged.
     """
     path = Path(path)
     manifest = read_manifest(path)
@@ -137,7 +137,7 @@ def verify(path: Path | str, level: VerifyLevel = "full", *, places: Sequence[Pa
         check_state(path, manifest)
     if manifest.base is None:
         return manifest
-    # After everything else: damage of the checkpoint itself comes before what is wrong with its base.
+    # Last, because damage of the checkpoint itself takes precedence over problems of its base.
     return _verify_bases(path, manifest, level, places)
 
 
@@ -150,7 +150,7 @@ def _verify_tensors(
     if level in ("full", "deep"):
         _check_files(path, files, lambda record: _check_hash(path, record, manifest))
     if level == "deep":
-        # In this thread: torch's own threads do not work in new threads of a process that was forked.
+        # In this thread: torch's own threads do not work in new threads of a forked process.
         for name in names:
             _check_digest(path, name, manifest.tensors[name])
 
@@ -159,7 +159,7 @@ def verify_some(path: Path, manifest: Manifest, names: Collection[str], level: V
     """Verifies some tensors of a checkpoint, and the files that hold them. No communication.
 
     Raises:
-        CorruptCheckpointError: One of them is not as it was saved.
+        CorruptCheckpointError: A tensor or file differs from the saved one.
         UnreadableCheckpointError: A file cannot be read.
     """
     used = {chunk.file for name in names for chunk in manifest.tensors[name].chunks}
@@ -167,9 +167,9 @@ def verify_some(path: Path, manifest: Manifest, names: Collection[str], level: V
 
 
 def _verify_bases(path: Path, manifest: Manifest, level: VerifyLevel, places: Sequence[Path]) -> Manifest:
-    """Returns the manifest with the first place of its base that verifies; raises what is wrong with the first place.
+    """Returns the manifest with the first path at which its base verifies; else raises the error of the first path.
 
-    A copy that the user names thus takes the place of a base that was damaged.
+    A copy that the user gives thus replaces a damaged base.
     """
     first_error: CheckpointError | None = None
     for located in locate_bases(path, manifest, places):
@@ -179,7 +179,7 @@ def _verify_bases(path: Path, manifest: Manifest, level: VerifyLevel, places: Se
             first_error = first_error or error
         else:
             return located
-    assert first_error is not None  # a search without a result has raised
+    assert first_error is not None  # `locate_bases` raises if it finds no base
     raise first_error
 
 
@@ -187,8 +187,8 @@ def _verify_base(path: Path, manifest: Manifest, level: VerifyLevel) -> None:
     """Verifies the tensors that lie in the base of the checkpoint at `path`.
 
     Raises:
-        BaseCheckpointError: One of them is not as it was saved.
-        CorruptCheckpointError: The checkpoint says something else about one than its base.
+        BaseCheckpointError: A tensor in the base differs from the saved one.
+        CorruptCheckpointError: The records of a tensor in the checkpoint and in its base differ.
     """
     assert manifest.base is not None
     places = TensorPlaces(path, manifest)

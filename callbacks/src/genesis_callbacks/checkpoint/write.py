@@ -1,4 +1,4 @@
-"""Writes new files durably: created exclusively, hashed while they are written, forced to the disk."""
+"""Writes new files durably: creates them exclusively, hashes them while writing, and forces them to the disk."""
 
 import contextlib
 import errno
@@ -42,18 +42,18 @@ def _set_direct(descriptor: int, is_direct: bool) -> bool:
 class DurableFile:
     """A new file: hashed while it is written, forced to the disk when it is finished.
 
-    Whole blocks bypass the page cache if the file system allows it: they are not read soon, and the cache costs a
-    writer more processor time, taken from training, than everything else it does.
+    Whole blocks bypass the page cache if the file system allows it. They are not read again soon, and the cache would
+    take more processor time from training than all other work of a writer.
 
     Raises:
-        FileExistsError: There is a file of that name; a file is never overwritten.
+        FileExistsError: A file of that name exists; files are never overwritten.
     """
 
     def __init__(self, path: Path, *, algorithm: HashAlgorithm) -> None:
         self._path = path
         self._descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
         self._hasher = build_hasher(algorithm)
-        self._block = memoryview(mmap.mmap(-1, _BLOCK_BYTES))  # a mapping begins at a page, which is aligned
+        self._block = memoryview(mmap.mmap(-1, _BLOCK_BYTES))  # a mapping begins at a page, so that it is aligned
         self._num_filled = 0
         self._is_direct = False
         self._is_drained = False
@@ -86,7 +86,7 @@ class DurableFile:
         """Does nothing: `torch.save` calls it after each tensor, but only `finish` forces the file to the disk."""
 
     def drain(self) -> None:
-        """Hands the rest of the data to the operating system, so that it can be read back; ends the writing."""
+        """Writes the rest of the data to the file, so that the file can be read back; no more data can be written."""
         self._is_direct = _set_direct(self._descriptor, False)
         self._write_through(self._block[: self._num_filled])
         self._num_filled = 0
@@ -102,7 +102,7 @@ class DurableFile:
             self._write_all(data)
 
     def _write_all(self, data: memoryview) -> None:
-        # From memory, not from the file: bytes that the disk changes on their way do not match the hash.
+        # Hashed in memory and not from the file, so that bytes changed on their way to the disk do not match the hash.
         self._hasher.update(data)
         while data:
             try:
@@ -124,7 +124,7 @@ class DurableFile:
         if not self._is_drained:
             self.drain()
         with naming(self._path):
-            # Direct writes need it, too: they bypass neither the drive's cache nor the file's metadata.
+            # Direct writes also need fsync: the drive's cache and the file's metadata must reach the disk.
             os.fsync(self._descriptor)
         return FileRecord(self._path.name, self.num_bytes, self._hasher.hexdigest(), rank)
 
@@ -158,7 +158,7 @@ def _find_data(file: DurableFile, byte_offset: int, num_bytes: int) -> int:
     with zipfile.ZipFile(_Slice(file, byte_offset, num_bytes)) as archive:
         record = next(info for info in archive.infolist() if info.filename.endswith("/data/0"))
     if record.compress_type != zipfile.ZIP_STORED:
-        raise RuntimeError("torch.save compressed a tensor, whose elements therefore have no place in the file")
+        raise RuntimeError("torch.save compressed a tensor, so that its elements are not stored plainly in the file")
     # The fixed part of a zip's local header has 30 bytes; the lengths of name and extra field stand at 26 and 28. Torch
     # pads the extra field of this header alone: the central directory, which `zipfile` reads, does not know its length.
     header_bytes = 30
@@ -186,7 +186,7 @@ def write_file(path: Path, data: bytes, *, algorithm: HashAlgorithm, rank: int =
 @contextlib.contextmanager
 def _without_checksums() -> Iterator[None]:
     """Leaves out the CRC of each record: torch never checks it, and it costs as much as the file's stronger hash."""
-    # The option is the process's: a `torch.save` by another thread meanwhile lacks its CRCs, too, and still loads.
+    # The option is global: a concurrent `torch.save` in another thread also omits CRCs; its file still loads.
     before = get_crc32_options()
     set_crc32_options(False)
     try:
@@ -203,8 +203,8 @@ def write_shard(
     Args:
         directory: The staging directory.
         rank: This rank.
-        staged: Parts with their staged data; consumed one by one.
-        algorithm: Of the file's hash.
+        staged: Parts with their staged data, consumed one by one.
+        algorithm: Algorithm of the file's hash.
 
     Raises:
         OSError: The disk is full, or the file cannot be written.
@@ -215,7 +215,7 @@ def write_shard(
         for part, tensor in staged:
             start = file.num_bytes
             # DCP's reader calls `torch.load` on a chunk's range of the file, so each chunk is an archive of its own.
-            torch.save(tensor, file)  # type: ignore[arg-type]  # it asks for write and flush only
+            torch.save(tensor, file)  # type: ignore[arg-type]  # torch.save needs only write and flush
             ranges.append((part, start, file.num_bytes - start))
         file.drain()
         chunks = tuple(

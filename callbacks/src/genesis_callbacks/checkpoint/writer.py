@@ -1,7 +1,7 @@
 """A rank's writer process: `python -m genesis_callbacks.checkpoint.writer DESCRIPTOR`, started by `WriterProcess`.
 
-The process holds no process group and sees no accelerator. It ends after the job in hand when the trainer closes its
-end of the channel.
+The process has no process group and no access to accelerators. When the trainer closes its end of the channel, the
+process finishes its current job and ends.
 """
 
 import contextlib
@@ -20,14 +20,14 @@ from .stage import SharedBuffer
 _NICENESS = 10
 _AUTOGROUP = Path("/proc/self/autogroup")
 _STATUS = Path("/proc/self/status")
-_OWN_MEMORY = ("RssAnon:", "RssFile:")  # not RssShmem, where the copies of tensors lie
+_OWN_MEMORY = ("RssAnon:", "RssFile:")  # not RssShmem, which counts the copies of tensors
 
 
 def serve(channel: Channel) -> None:
-    """Performs one job after the other until the trainer is gone.
+    """Performs one job after another until the trainer is gone.
 
     A message is (job, size of a new shared buffer or None); the buffer's descriptor comes with it. An answer is
-    (outcome, bytes of memory that this process holds for itself); the first message has `READY` as its outcome.
+    (outcome, size of this process's own memory in bytes); the first message has `READY` as its outcome.
     """
     trainer = os.getppid()
     buffer: SharedBuffer | None = None
@@ -62,7 +62,7 @@ def read_own_memory_bytes() -> int:
     return sum(int(field[1]) * 1024 for field in fields if field and field[0] in _OWN_MEMORY)
 
 
-def _give_way() -> None:
+def _lower_priority() -> None:
     """Lowers this process's priority against the trainer's.
 
     If Linux groups processes by session (autogroup), niceness counts within a session only. This process has a session
@@ -77,11 +77,11 @@ def main() -> None:
     """Prepares this process to work in the background, and serves."""
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    _give_way()
+    _lower_priority()
     torch.set_num_threads(1)  # the cores belong to training
     serve(Channel(socket.socket(fileno=int(sys.argv[1]))))
     sys.stderr.flush()
-    os._exit(0)  # skips torch's slow cleanup: nothing here needs any
+    os._exit(0)  # skips torch's slow cleanup, which this process does not need
 
 
 if __name__ == "__main__":

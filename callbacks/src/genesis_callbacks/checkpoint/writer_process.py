@@ -1,4 +1,4 @@
-"""The trainer's side of its writer process: start it, hand jobs over, wait within a limit, end it."""
+"""The trainer's side of its writer process: starts it, sends jobs, waits within a limit, and ends it."""
 
 import contextlib
 import os
@@ -50,7 +50,7 @@ def start_writer(end: socket.socket) -> subprocess.Popen[bytes]:
     # A new interpreter, and no fork: a fork of a process with threads and an accelerator's context may deadlock.
     # multiprocessing's spawn would import the main module, and with it Lightning, for many seconds.
     return subprocess.Popen(
-        # -P: no modules from the working directory, whose files may be anybody's.
+        # -P: no modules from the working directory, because its files may be untrusted.
         [sys.executable, "-P", "-m", _WRITER_MODULE, str(end.fileno())],
         pass_fds=[end.fileno()],
         stdin=subprocess.DEVNULL,
@@ -100,7 +100,7 @@ class WriterProcess:
         self._is_ready = True
 
     def perform(self, job: WriteJob, buffer: SharedBuffer, timeout_seconds: float) -> Outcome:
-        """Hands a job over and returns its outcome; kills a writer that does not answer in time.
+        """Sends a job and returns its outcome; kills a writer that does not answer in time.
 
         Raises:
             SaveFailedError: The writer died or was killed. The object cannot be used again.
@@ -115,9 +115,9 @@ class WriterProcess:
             (outcome, self.memory_bytes), _ = self._channel.receive(timeout_seconds)
         except TimeoutError as error:
             self.kill()
-            still = ", and hangs still: its file system does not answer" if self.is_alive else ""
+            still = ", but still hangs: its file system does not respond" if self.is_alive else ""
             raise SaveFailedError(
-                f"the writer process hung: it was killed after {timeout_seconds:g} s{still}"
+                f"the writer process did not answer: it was killed after {timeout_seconds:g} s{still}"
             ) from error
         except (EOFError, OSError) as error:
             raise SaveFailedError(f"the writer process died: {self._describe_end()}") from error
@@ -138,7 +138,7 @@ class WriterProcess:
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """Kills the writer; if the kernel does not end it within some seconds, it is left behind."""
+        """Kills the writer; a writer that the kernel does not end within some seconds is abandoned."""
         # A process that waits for a dead file system is not interruptible, even by SIGKILL: hence the limit.
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -146,7 +146,7 @@ class WriterProcess:
         self._channel.close()
 
     def close(self) -> None:
-        """Ends the writer after the job in hand; kills it if that takes too long, or if it has not started up yet."""
+        """Ends the writer after its current job; kills it if that takes too long, or if its start is not complete."""
         if self._is_ready:
             self._channel.close()
             with contextlib.suppress(subprocess.TimeoutExpired):

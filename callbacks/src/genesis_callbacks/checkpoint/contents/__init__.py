@@ -1,7 +1,8 @@
 """Reads the content of a checkpoint of any origin, without running any code that is in it.
 
-A module for each format finds the tensors and where their bytes lie; `finite.py` reads the bytes. To add a format: a
-reader in a module of its own, its name in `CheckpointFormat`, and its line in `read.py`. Nothing here communicates.
+Each format has a module that finds the tensors and the location of their bytes; `finite.py` reads the bytes. To add a
+format, write its reader in a new module, and add its name to `CheckpointFormat` and to `read.py`. No function here
+communicates.
 """
 
 from .finite import find_non_finite

@@ -1,7 +1,7 @@
 """A directory of torch's distributed checkpoint (DCP), read by its `.metadata`.
 
-Lightning's ModelParallelStrategy writes such directories. The unpickler knows DCP's own records and refuses any other
-name.
+Lightning's ModelParallelStrategy writes such directories. The unpickler accepts only DCP's own records and refuses any
+other name.
 """
 
 import math
@@ -22,7 +22,7 @@ _OPTIMIZER_KEY = re.compile(r"optim(?:izer)?s?(?:_(\d+))?")
 
 
 def _read_tensors(metadata: InertRecord) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Returns the tensors by their flat name, and what does not fit."""
+    """Returns the tensors by their flat name, and the problems found."""
     infos: dict[str, list[Any]] = defaultdict(list)
     for index, info in vars(metadata)["storage_data"].items():
         infos[index.fqn].append(info)
@@ -36,7 +36,8 @@ def _read_tensors(metadata: InertRecord) -> tuple[dict[str, StoredTensor], list[
             StoredBlock(info.relative_path, info.offset, info.length, is_archive=True) for info in infos[name]
         )
         tensors[name] = StoredTensor(shape, record.properties.arguments[0], blocks)
-        # Whether blocks overlap is the planner's to see to: to compare each with each takes seconds for many ranks.
+        # Overlaps are not checked: DCP's planner prevents them, and comparing all pairs of blocks takes seconds with
+        # many ranks.
         num_elements = sum(math.prod(chunk.sizes) for chunk in record.chunks)
         if num_elements != math.prod(shape):
             problems.append(f"{name}: {num_elements} of its {math.prod(shape)} elements are there")
@@ -46,7 +47,7 @@ def _read_tensors(metadata: InertRecord) -> tuple[dict[str, StoredTensor], list[
 
 
 def _check_files(path: Path, tensors: Mapping[str, StoredTensor]) -> list[str]:
-    """Returns which files are missing, too short or not the checkpoint's own, with how many tensors suffer."""
+    """Returns a problem for each file that is missing, too short or outside of the checkpoint, with its tensors."""
     names_by_file: dict[str, set[str]] = defaultdict(set)
     ends: dict[str, int] = defaultdict(int)
     for name, tensor in tensors.items():
@@ -67,10 +68,10 @@ def _check_files(path: Path, tensors: Mapping[str, StoredTensor]) -> list[str]:
 
 
 def read_dcp(path: Path) -> Contents:
-    """Returns what a directory of DCP holds; what is missing of it is in `problems`.
+    """Returns the content of a directory of DCP; missing parts are listed in `problems`.
 
     Raises:
-        CheckpointError: `meta.pt`, which Lightning adds, holds something that is no plain data.
+        CheckpointError: `meta.pt`, which Lightning adds, holds an object that is not plain data.
         CorruptCheckpointError: `.metadata` cannot be read.
     """
     metadata = read_dcp_metadata(path)

@@ -16,11 +16,11 @@ from ..safe_read import open_regular, reading
 from .stored import Contents, StoredBlock
 
 _BLOCK_BYTES = 16 << 20
-_LOCAL_HEADER_BYTES = 30  # of an entry of a zip archive, before its name
+_LOCAL_HEADER_BYTES = 30  # the fixed part of a zip entry's header
 
 
 class _Window(io.RawIOBase):
-    """A range of a file, as a file of its own."""
+    """Presents a range of a file as a file."""
 
     def __init__(self, file: io.FileIO, offset: int, num_bytes: int) -> None:
         self._file, self._offset, self._num_bytes, self._position = file, offset, num_bytes, 0
@@ -51,7 +51,7 @@ def _find_elements(file: io.FileIO, block: StoredBlock) -> tuple[int, int]:
     """Returns (offset, bytes) of a block's elements in its file.
 
     Raises:
-        CorruptCheckpointError: The file should be an archive of one tensor and is not.
+        CorruptCheckpointError: The file is not the expected archive of one tensor.
     """
     if not block.is_archive:
         return block.offset, block.num_bytes
@@ -69,7 +69,7 @@ def _find_elements(file: io.FileIO, block: StoredBlock) -> tuple[int, int]:
 
 
 def _read_elements(file: io.FileIO, block: StoredBlock, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Yields a block's elements, some megabytes at a time, each time in the same memory."""
+    """Yields a block's elements, some megabytes at a time, always in the same memory."""
     offset, num_bytes = _find_elements(file, block)
     buffer = bytearray(min(_BLOCK_BYTES, num_bytes))
     for start in range(0, num_bytes, _BLOCK_BYTES):
@@ -87,10 +87,10 @@ def _read_elements(file: io.FileIO, block: StoredBlock, dtype: torch.dtype) -> I
 def _count_bad(elements: Tensor, *, may_be_infinite: bool) -> int:
     if elements.is_complex():
         elements = torch.view_as_real(elements)
-    if elements.dtype.itemsize == 1:  # these have no infinity to compare with
+    if elements.dtype.itemsize == 1:  # these dtypes have no infinity to compare with
         elements = elements.float()
-    # Without its sign, what is not finite has no smaller bit pattern than infinity, and what is no number a larger one.
-    # By numpy, which keeps to this thread: torch would take threads from the training.
+    # Without the sign bit, the pattern of infinity separates values: finite ones have a smaller pattern, nan a larger.
+    # numpy compares in this thread; torch would take threads from the training.
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[elements.dtype.itemsize]
     infinity = int(torch.tensor(torch.inf, dtype=elements.dtype).view(integer))
     bits = elements.view(integer).numpy()
@@ -104,17 +104,17 @@ def find_non_finite(
     may_be_infinite: Collection[str] = (),
     should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, int]:
-    """Returns the tensors of model and optimizers with elements that are not finite, and how many.
+    """Returns the tensors of model and optimizers with elements that are not finite, and the number of these elements.
 
-    Any thread may call it. It reads some megabytes at a time.
+    Any thread may call this function. It reads some megabytes at a time.
 
     Args:
-        contents: As `read_contents` gave it.
-        may_be_infinite: Names in `contents.model` where only what is not a number counts, such as a mask's.
-        should_stop: Asked before each read; once it says yes, nothing is returned.
+        contents: The result of `read_contents`.
+        may_be_infinite: Names in `contents.model` for which only nan counts, such as masks.
+        should_stop: Called before each read; once it returns True, the result is empty.
 
     Raises:
-        CorruptCheckpointError: A file ends before its last tensor does, or holds something else than tensors.
+        CorruptCheckpointError: A file ends before its last tensor does, or does not hold tensors.
         OSError: A file cannot be read.
     """
     directory = contents.path if contents.path.is_dir() else contents.path.parent

@@ -1,4 +1,4 @@
-"""A checkpoint of this package, read by its manifest."""
+"""Reads a checkpoint of this package by its manifest."""
 
 import math
 from collections import defaultdict
@@ -10,18 +10,18 @@ from .stored import Contents, StoredBlock, StoredTensor, measure
 
 
 def read_genesis(path: Path) -> Contents:
-    """Returns what a checkpoint of this package holds.
+    """Returns the content of a checkpoint of this package.
 
     Raises:
         BaseCheckpointError: The base that holds some of its tensors is missing, has changed, or lacks a file.
-        CorruptCheckpointError: A file of it is missing, or has another size than its manifest says.
+        CorruptCheckpointError: A file is missing, or its size differs from the manifest's.
     """
     manifest = verify(path, "quick")
     places = TensorPlaces(path, manifest)
     tensors: dict[str, StoredTensor] = {}
     for name, record in manifest.tensors.items():
         itemsize, place = record.torch_dtype.itemsize, places.locate(name)
-        # What lies in a base has an absolute path, which no directory changes that is put before it.
+        # A file in a base has an absolute path, which stays the same when it is joined to the checkpoint's directory.
         directory = Path() if place.named_by is None else place.path.absolute()
         blocks = [
             StoredBlock(str(directory / chunk.file), chunk.data_offset, math.prod(chunk.sizes) * itemsize)

@@ -1,4 +1,4 @@
-"""Finds out which format a checkpoint has, and asks that format's reader."""
+"""Detects the format of a checkpoint, and calls that format's reader."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,7 +21,7 @@ _READERS: Final[Mapping[CheckpointFormat, Callable[[Path], Contents]]] = {
 
 
 def find_format(path: Path) -> CheckpointFormat | None:
-    """Returns which kind of checkpoint lies at `path`, by its names alone; None where it looks like none."""
+    """Returns the format of the checkpoint at `path`, decided by file names alone; None if there is no known format."""
     if path.is_file():
         return "safetensors" if path.suffix == ".safetensors" else "torch" if path.suffix in TORCH_SUFFIXES else None
     if not path.is_dir():
@@ -36,26 +36,26 @@ def find_format(path: Path) -> CheckpointFormat | None:
 
 
 def read_contents(path: Path | str) -> Contents:
-    """Returns what the checkpoint at `path` holds. Any process may call it; no code in the checkpoint runs.
+    """Returns the content of the checkpoint at `path`. Any process may call it; no code in the checkpoint runs.
 
     Raises:
         CheckpointError: There is no checkpoint, or it contains objects that are not plain data.
-        CorruptCheckpointError: It is so damaged that its content is unknown.
-        OSError: It cannot be read.
+        CorruptCheckpointError: The checkpoint is so damaged that its content is unknown.
+        OSError: The checkpoint cannot be read.
     """
     path = Path(path)
     kind = find_format(path)
     if kind is None:
         raise CheckpointError(
-            f"{path} is no checkpoint that can be read: give a directory of genesis, DCP or safetensors, or a file "
+            f"{path} is not a checkpoint of a known format: give a directory of genesis, DCP or safetensors, or a file "
             f"that ends in .safetensors, {', '.join(TORCH_SUFFIXES)}"
         )
     try:
         return _READERS[kind](path)
     except (CheckpointError, OSError):
         raise
-    except Exception as error:  # whatever stands where a number or a name is due
+    except Exception as error:  # a damaged file can have any type where a number or name is expected
         reason = (str(error).splitlines() or [""])[0]
         raise CorruptCheckpointError(
-            f"{path} is not what a checkpoint of this format holds: {type(error).__name__}: {reason[:200]}"
+            f"{path} is not a valid checkpoint of its format: {type(error).__name__}: {reason[:200]}"
         ) from error

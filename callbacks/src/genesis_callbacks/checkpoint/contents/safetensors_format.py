@@ -1,4 +1,4 @@
-"""A file or a directory of safetensors, read by its headers."""
+"""Reads a file or a directory of safetensors by its headers."""
 
 import os
 from collections import defaultdict
@@ -12,7 +12,7 @@ from ..safe_read import MAX_DOCUMENT_BYTES, open_regular, parse_json, read_file
 from .stored import Contents, StoredBlock, StoredTensor, measure
 
 _INDEX_PATTERN = "*.safetensors.index.json"
-_MAX_HEADER_BYTES = 100_000_000  # as the safetensors package has it
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors package
 _DTYPES: Final = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -43,7 +43,7 @@ def _read_file(file: Path) -> dict[str, StoredTensor]:
     with os.fdopen(open_regular(file), "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if num_bytes < 8 or length > min(_MAX_HEADER_BYTES, num_bytes - 8):
-            raise CorruptCheckpointError(f"{file.name} is truncated, or is no safetensors file: it has no header")
+            raise CorruptCheckpointError(f"{file.name} is truncated, or is not a safetensors file: it has no header")
         header = stream.read(length)
     tensors: dict[str, StoredTensor] = {}
     try:
@@ -70,19 +70,19 @@ def _read_file(file: Path) -> dict[str, StoredTensor]:
 
 
 def _read_index(path: Path) -> dict[str, list[str]]:
-    """Returns file to the tensors that the index of a directory promises in it; empty where there is no index."""
+    """Returns file name to the tensors that the directory's index lists in that file; empty without an index."""
     promised: dict[str, list[str]] = defaultdict(list)
     for index in path.glob(_INDEX_PATTERN):
         try:
             for name, file in parse_json(read_file(index, MAX_DOCUMENT_BYTES), index.name)["weight_map"].items():
                 promised[Path(file).name].append(name)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise CorruptCheckpointError(f"{index.name} is no index of safetensors files: {error!r}") from error
+            raise CorruptCheckpointError(f"{index.name} is not an index of safetensors files: {error!r}") from error
     return promised
 
 
 def read_safetensors(path: Path) -> Contents:
-    """Returns what a file or a directory of safetensors holds; what is missing of it is in `problems`.
+    """Returns the content of a file or a directory of safetensors; missing parts are listed in `problems`.
 
     Raises:
         CorruptCheckpointError: The index of the directory cannot be read.
@@ -105,5 +105,5 @@ def read_safetensors(path: Path) -> Contents:
         tensors |= found
         lacking = set(promised.get(name, ())) - found.keys()
         if lacking:
-            problems.append(f"{name} lacks {len(lacking)} tensors that the index promises, such as {min(lacking)}")
+            problems.append(f"{name} lacks {len(lacking)} tensors that the index lists, such as {min(lacking)}")
     return Contents(path, "safetensors", tensors, {}, measure(path), None, tuple(problems))

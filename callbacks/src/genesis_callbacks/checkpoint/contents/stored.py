@@ -1,4 +1,4 @@
-"""What a checkpoint of any format holds: its tensors and where their bytes lie."""
+"""The content of a checkpoint of any format: its tensors and the location of their bytes."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -13,13 +13,13 @@ CheckpointFormat = Literal["genesis", "torch", "dcp", "safetensors"]
 
 @dataclass(frozen=True)
 class StoredBlock:
-    """Where bytes of a tensor lie.
+    """The location of some bytes of a tensor.
 
     Attributes:
-        file: Relative to the checkpoint's directory; absolute where it is a file of the checkpoint's base.
-        offset: Of the first byte.
-        num_bytes: How many.
-        is_archive: Whether they are what `torch.save` made of the block, and not its elements.
+        file: Path of the file, relative to the checkpoint's directory; absolute for a file of the checkpoint's base.
+        offset: Offset of the first byte.
+        num_bytes: Number of bytes.
+        is_archive: Whether the bytes are an archive of `torch.save` and not the plain elements.
     """
 
     file: str
@@ -30,7 +30,7 @@ class StoredBlock:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a checkpoint: its global shape, dtype, and where its elements lie."""
+    """A tensor in a checkpoint: its global shape, dtype, and the location of its elements."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -47,17 +47,17 @@ StateByKey = Mapping[str, StoredTensor]
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint holds.
+    """The content of a checkpoint.
 
     Attributes:
         path: The file or directory.
-        format: Who reads it.
-        model: Name to tensor, named as the checkpoint does, without the name of the container.
+        format: The format of the checkpoint.
+        model: Name to tensor; the names are the checkpoint's, without the name of the container.
         optimizers: Number of the optimizer to parameter (its name, or its number in the groups' order) to key to
             tensor.
-        num_bytes: Of all its files.
-        step: The global step that it names, if it names one.
-        problems: Why it is not whole, each in a short sentence.
+        num_bytes: Size of all files.
+        step: The global step that the checkpoint records; None if it records none.
+        problems: The reasons why the checkpoint is incomplete, each in a short sentence.
     """
 
     path: Path
@@ -69,7 +69,7 @@ class Contents:
     problems: tuple[str, ...] = ()
 
     def named_tensors(self) -> Iterator[tuple[str, StoredTensor]]:
-        """Yields every tensor of model and optimizers with a name for people."""
+        """Yields every tensor of model and optimizers with a readable name."""
         yield from self.model.items()
         for index, parameters in self.optimizers.items():
             for parameter, state in parameters.items():
@@ -78,7 +78,7 @@ class Contents:
 
 
 def measure(path: Path) -> int:
-    """Returns the bytes of the file, or of all files directly in the directory, at `path`."""
+    """Returns the size of the file at `path`, or of all files directly in the directory at `path`."""
     if path.is_dir():
         return sum(entry.stat().st_size for entry in path.iterdir() if entry.is_file())
     return path.stat().st_size

@@ -1,4 +1,4 @@
-"""A file of `torch.save` (Lightning's .ckpt), read by torch's weights-only reader without its tensors' bytes."""
+"""Reads a file of `torch.save` (Lightning's .ckpt) with torch's weights-only reader, without its tensors' bytes."""
 
 import os
 import pickle
@@ -17,22 +17,22 @@ from ..safe_read import MAX_PICKLE_BYTES, MAX_PICKLE_MEMORY_BYTES, check_pickle_
 from .stored import Contents, StateByKey, StoredBlock, StoredTensor, measure
 
 TORCH_SUFFIXES = (".ckpt", ".pt", ".pth")
-_TENSOR_BYTES = 1024  # of a tensor without its elements, in memory
+_TENSOR_BYTES = 1024  # memory of a tensor object without its elements
 _REFUSED_GLOBAL = re.compile(r"(?:GLOBAL|class|function|type)[: ]+`?([\w.]+\.[\w.]+)")
 
 
 def _check_archive(path: Path) -> None:
-    """Refuses an archive that would become more in memory than it is on the disk.
+    """Refuses an archive that would need more memory than it has bytes on the disk.
 
     Raises:
-        CorruptCheckpointError: It has compressed entries, or pickles that are too large.
+        CorruptCheckpointError: The archive has compressed entries, or pickles that are too large.
     """
     descriptor = open_regular(path)
     with reading(path), os.fdopen(descriptor, "rb") as file:
         if not zipfile.is_zipfile(file):
             file.seek(0)
             is_part = file.read(4) == b"PK\x03\x04"
-            what = "is truncated: its table of contents is missing" if is_part else "is no file that torch.save wrote"
+            what = "is truncated: its table of contents is missing" if is_part else "is not a file of torch.save"
             raise CorruptCheckpointError(f"{path.name} {what}")
         try:
             with zipfile.ZipFile(file) as archive:
@@ -40,7 +40,7 @@ def _check_archive(path: Path) -> None:
         except CheckpointError:
             raise
         except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
-            raise CorruptCheckpointError(f"{path.name} is no file that torch.save wrote: {error}") from error
+            raise CorruptCheckpointError(f"{path.name} is not a file of torch.save: {error}") from error
 
 
 def _check_entries(path: Path, archive: zipfile.ZipFile) -> None:
@@ -57,11 +57,11 @@ def _check_entries(path: Path, archive: zipfile.ZipFile) -> None:
 
 
 def load_plain(path: Path) -> Any:
-    """Returns what `torch.save` wrote, its tensors without their bytes.
+    """Returns the object in a file of `torch.save`, with tensors without their bytes.
 
     Raises:
-        CheckpointError: It holds something that is no plain data.
-        CorruptCheckpointError: It is no such file, or only a part of one.
+        CheckpointError: The file holds an object that is not plain data.
+        CorruptCheckpointError: The file is not a file of `torch.save`, or is truncated.
     """
     _check_archive(path)
     try:
@@ -70,11 +70,11 @@ def load_plain(path: Path) -> Any:
         found = _REFUSED_GLOBAL.search(str(error))
         what = f"a {found[1]}" if found else "something"
         raise CheckpointError(
-            f"{path.name} holds {what}, which is no plain data, and was not loaded: none of its code has run. Keep "
+            f"{path.name} holds {what}, which is not plain data, and was not loaded: none of its code has run. Keep "
             "hyperparameters and callbacks' states to plain values, or allow a type that you trust by "
             "torch.serialization.add_safe_globals"
         ) from error
-    except Exception as error:  # what a damaged file raises has no end
+    except Exception as error:  # a damaged file can raise almost any error
         reason = (str(error).splitlines() or [""])[0]
         raise CorruptCheckpointError(f"{path.name} cannot be read: {type(error).__name__}: {reason}") from error
 
@@ -85,7 +85,7 @@ def _locate_tensor(tensor: Tensor, file: str) -> StoredTensor:
         return StoredTensor(shape, tensor.dtype, ())
     itemsize = tensor.dtype.itemsize
     start = offset_in_file(tensor)
-    # Of a view with gaps all between its first and its last element.
+    # The range of a view with gaps extends from its first to its last element.
     num_elements = 1 + sum((size - 1) * int(stride) for size, stride in zip(shape, tensor.stride(), strict=True))
     block = StoredBlock(file, start + int(tensor.storage_offset()) * itemsize, num_elements * itemsize)
     return StoredTensor(shape, tensor.dtype, (block,))
@@ -97,15 +97,15 @@ def _locate_tensors(values: Any, file: str) -> dict[Any, StoredTensor]:
 
 
 def read_torch(path: Path) -> Contents:
-    """Returns what a file of `torch.save` holds.
+    """Returns the content of a file of `torch.save`.
 
     Raises:
-        CheckpointError: It holds something that is no plain data.
-        CorruptCheckpointError: It is no such file, or only a part of one.
+        CheckpointError: The file holds an object that is not plain data.
+        CorruptCheckpointError: The file is not a file of `torch.save`, or is truncated.
     """
     loaded = load_plain(path)
     if not isinstance(loaded, Mapping):
-        raise CorruptCheckpointError(f"{path.name} holds a {type(loaded).__name__} where a dict of tensors is due")
+        raise CorruptCheckpointError(f"{path.name} holds a {type(loaded).__name__} where a dict of tensors is expected")
     model = _locate_tensors(loaded.get("state_dict", loaded), path.name)
     optimizers: dict[int, dict[str | int, StateByKey]] = {}
     for index, state in enumerate(loaded.get("optimizer_states") or ()):

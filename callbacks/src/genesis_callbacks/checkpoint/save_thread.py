@@ -1,4 +1,4 @@
-"""The threads of a rank in which a save goes on while training does."""
+"""The threads of a rank that save while training continues."""
 
 import os
 import queue
@@ -12,30 +12,31 @@ _THREAD_NICENESS = 10
 
 
 class SaveThread:
-    """One thread for all saves of a run: to start one for each would make training wait until it is scheduled."""
+    """One thread for all saves of a run: with a new thread for each save, training would wait until it is scheduled."""
 
     def __init__(self) -> None:
         self._acts: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threading.Thread(target=self._work, name="genesis-save", daemon=True).start()
 
     def submit(self, act: Callable[[], None]) -> None:
-        """Runs `act`, which raises nothing, after those before it."""
+        """Runs `act` after all earlier ones; `act` must not raise."""
         self._acts.put(act)
 
     def close(self) -> None:
-        """Ends the thread after what it has; does not wait for it."""
+        """Ends the thread after its submitted work, without waiting for the end."""
         self._acts.put(None)
 
     def _work(self) -> None:
         while (act := self._acts.get()) is not None:
             act()
-            del act  # it holds tensors
+            del act  # `act` refers to tensors, whose memory must become free
 
 
-def perform_nicely(job: WriteJob, staged: Staged) -> Outcome:
-    """Performs the job in a new thread.
+def perform_niced(job: WriteJob, staged: Staged) -> Outcome:
+    """Performs the job in a new thread with low priority.
 
-    On Linux niceness belongs to a thread, and a thread cannot lower it again for the next staging.
+    On Linux each thread has its own niceness. A thread that raised its niceness cannot lower it for the next staging,
+    hence a new thread.
     """
     outcomes: list[Outcome] = []
 
