@@ -183,7 +183,7 @@ def test_a_save_before_a_validation_that_draws_random_numbers_resumes_bit_for_bi
 
 
 def test_a_metric_that_is_not_logged_is_refused_with_those_that_are(tmp_path):
-    with pytest.raises(AssertionError, match=r"monitor is 'loss', and validation logged validation/loss"):
+    with pytest.raises(AssertionError, match=r"monitor is 'loss', but validation logged validation/loss"):
         fit_on(1, tmp_path, "single", 2, monitor="loss")
 
 
@@ -315,7 +315,7 @@ def test_a_state_that_knows_one_best_is_taken_and_that_of_another_metric_is_not(
     ("options", "message"),
     [
         ({"keep_best": 0, "monitor": "loss"}, "keep_best must be from 1 to 100, not 0"),
-        ({"keep_best": 2}, "keep_best is 2 without a metric: name one by monitor"),
+        ({"keep_best": 2}, "keep_best is 2 without a metric: give one by monitor"),
     ],
 )
 def test_a_number_of_best_checkpoints_without_meaning_is_refused(tmp_path, options, message):
@@ -520,7 +520,7 @@ def test_ranks_whose_locks_cannot_be_seen_are_not_taken_for_lost(tmp_path, monke
     """As on a file system that keeps the locks of each node to itself: every node gets every lock."""
     monkeypatch.setattr(fcntl, "flock", lambda descriptor, operation: None)
     one, other = RankWatch(tmp_path, 0, 2, 0.1), RankWatch(tmp_path, 1, 2, 0.1)
-    with pytest.warns(UserWarning, match="carries no locks between the ranks"):
+    with pytest.warns(UserWarning, match="has no locks between ranks"):
         one.start()
     assert one.describe_lost() is None
     assert not one.has_lost_process()

@@ -111,7 +111,7 @@ def build_forgetful_loader():
 def test_a_loader_that_does_not_take_its_state_is_refused_with_the_place_and_the_remedy(tmp_path):
     fit(tmp_path, build_forgetful_loader, stop=6)
     message = (
-        r"rank 0: loader 0 did not take its state \(num_given is 0 where 2 was saved\).*on_lost_data_position='warn'"
+        r"rank 0: loader 0 did not take its state \(num_given is 0, but 2 was saved\).*on_lost_data_position='warn'"
     )
     with pytest.raises(CheckpointError, match=message), pytest.warns(UserWarning, match="training ended"):
         fit(tmp_path, build_forgetful_loader)
@@ -167,4 +167,4 @@ def test_differences_name_their_place():
     assert find_difference({"a": [1, torch.ones(2)]}, {"a": [1, torch.zeros(2)]}).startswith("a.1 is tensor([0., 0.])")
     assert find_difference({"a": 1}, {}) == "a was saved and is not there"
     assert find_difference({}, {"a": 1}) == "a was not saved"
-    assert find_difference({"a": 1}, {"a": True}) == "a is True where 1 was saved"
+    assert find_difference({"a": 1}, {"a": True}) == "a is True, but 1 was saved"

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:The '.*' does not have many work
 def test_the_memory_of_copies_and_of_the_writer_are_reported_apart():
     assert describe_memory(2_000_000_000, 0) == "Saves in the background hold 2.0 GB of memory on rank 0 for copies."
     assert describe_memory(528, 400 << 20) == (
-        "Saves in the background hold 528 bytes of memory on rank 0 for copies; its writer process takes "
-        "419.4 MB more, whatever the model's size."
+        "Saves in the background hold 528 bytes of memory on rank 0 for copies; its writer process needs "
+        "419.4 MB more, independent of the model's size."
     )
 
 

@@ -832,7 +832,7 @@ def test_a_base_in_the_runs_own_directory_is_kept_or_refused(tmp_path):
     assert runs[0]["failed"] == 0
     assert sorted(path.name for path in base.parent.glob("step-*")) == [base.name, "step-00000005"]
     copy = shutil.copytree(base, tmp_path / "copy" / base.name)
-    with pytest.raises(AssertionError, match="lies in this run's directory, and this run does not go on from it"):
+    with pytest.raises(AssertionError, match="lies in this run's directory, but this run does not continue from it"):
         run_training(1, run, "single", 5, ckpt_path=str(copy), **scoped(base))
 
 

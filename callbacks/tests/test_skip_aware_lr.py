@@ -88,7 +88,7 @@ def test_a_cosine_is_half_way_in_the_middle() -> None:
 
 
 def test_parts_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match="warm-up of 8 and a decay of 3 don't fit into a run of 10"):
+    with pytest.raises(ValueError, match="warm-up of 8 and a decay of 3 do not fit into a run of 10"):
         Schedule("wsd", total=10, warmup=8, decay=3)
     with pytest.raises(ValueError, match=r"floor is 1\.5"):
         Schedule("cosine", total=10, floor=1.5)
@@ -104,7 +104,7 @@ def test_parts_that_do_not_fit_are_refused() -> None:
         ({"total_tokens": 3}, "the clock counts updates: give total_updates"),
         ({"warmup_share": 1.5}, "warmup_share is 1.5"),
         ({"decay_share": 0.5}, "only wsd has one"),
-        ({"total_updates": 5, "warmup_updates": 6}, "don't fit into a run of 5"),
+        ({"total_updates": 5, "warmup_updates": 6}, "do not fit into a run of 5"),
         ({"max_replays": -1}, "max_replays is -1"),
     ],
 )
@@ -209,7 +209,7 @@ def test_its_state_comes_back(tmp_path: Path) -> None:
             Module(has_scheduler=True),
             [SkipAwareLR(), TokenCounters()],
             {"max_steps": 3},
-            "1 LR schedulers, and shape 'cosine'",
+            "1 LR schedulers, but shape 'cosine'",
         ),
         (Module(), [SkipAwareLR(shape="own"), TokenCounters()], {}, "returns no LR scheduler"),
         (

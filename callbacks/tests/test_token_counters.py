@@ -169,7 +169,7 @@ def test_logged_counts_are_exact_beyond_what_float32_holds(tmp_path: Path) -> No
 def test_count_fn_may_be_a_dotted_path_and_a_wrong_one_is_refused_by_name() -> None:
     batch = {"labels": torch.tensor([[1, -100, 2]])}
     assert TokenCounters(count_fn="genesis_callbacks.token_counters.count_valid_labels")._count(batch) == 2
-    with pytest.raises(ValueError, match=r"'nowhere\.count' can't be imported"):
+    with pytest.raises(ValueError, match=r"'nowhere\.count' cannot be imported"):
         TokenCounters(count_fn="nowhere.count")
     with pytest.raises(ValueError, match="max_consecutive_skips is 0"):
         TokenCounters(max_consecutive_skips=0)
@@ -315,5 +315,5 @@ def _part_on_rank(directory: str, index: int) -> str:
 @pytest.mark.parametrize("index", [2, 5])
 def test_ranks_that_part_are_told_so_even_in_the_last_window(tmp_path: Path, index: int) -> None:
     for message in run_ranks(_part_on_rank, 2, str(tmp_path), index):
-        assert f"after step {index + 1} this rank counts" in message
+        assert f"after step {index + 1} this rank counted" in message
         assert f"together {2 * index + 1}" in message

@@ -458,7 +458,7 @@ def fit_without_files(root):
 
 def test_a_save_that_wrote_nothing_is_bad(tmp_path):
     (result,) = run_ranks(fit_without_files, 1, tmp_path)
-    assert "was announced as saved and is not there" in result["error"]
+    assert "was reported as saved but does not exist" in result["error"]
 
 
 def fit_and_lose_a_shard(root):

@@ -81,9 +81,9 @@ class Demo:
         self._title("4/8  Training, until it is killed")
         fit = ("fit", *self.recipe_options)
         kill = self._train_and_kill(fit)
-        self._title("5/8  Training goes on from the last checkpoint")
+        self._title("5/8  Training resumes from the last checkpoint")
         self._genesis(*fit, "--ckpt_path", "latest")
-        self._title("6/8  Validation of the last checkpoint, in a process of its own")
+        self._title("6/8  Validation of the last checkpoint, in a separate process")
         last = self._committed()[-1]
         self._genesis("validate", *self.recipe_options, "--ckpt_path", str(last))
         self._title("7/8  Text from an early and from the last checkpoint")
@@ -93,7 +93,7 @@ class Demo:
             self._genesis(
                 "generate", str(checkpoint), *prompts, "--max-new-tokens", "80", "--temperature", "0.6", "--seed", "1"
             )
-        self._title("8/8  What there is now")
+        self._title("8/8  Results")
         self._summarise(kill, last, time.monotonic() - began)
 
     def _train_and_kill(self, fit: Sequence[str]) -> Kill:
@@ -133,7 +133,7 @@ class Demo:
         _, held_out = read_curve(self.metrics, "step", "validation/bits_per_byte")
         manifest = read_manifest(last)
         print_ = self.console.print
-        print_(f"held-out text     {held_out[-1]:.3f} bits per byte (it began at {held_out[0]:.3f})")
+        print_(f"held-out text     {held_out[-1]:.3f} bits per byte ({held_out[0]:.3f} at the start)")
         print_(
             f"trained           {manifest.counters['updates']} updates, {manifest.counters['tokens_updated']:,} tokens"
         )
@@ -141,13 +141,13 @@ class Demo:
         print_(f"loss              {picture}")
         print_(f"metrics           {self.metrics}")
         print_(f"recipe            {RunDirectory(self.run_dir).recipe}")
-        print_(f"all of it took    {seconds / 60:.1f} minutes")
+        print_(f"total time        {seconds / 60:.1f} minutes")
         print_("\nNext:")
         print_(f"  genesis generate {self.run_dir} --prompt 'class '")
         print_(f"  genesis serve {self.run_dir}   a page with its checkpoints, side by side")
         longer = f"--trainer.max_steps {2 * self.num_steps} --checkpoint.allow_changed '[trainer.max_steps]'"
         options = shlex.join(self.recipe_options)
-        print_(f"  genesis fit {options} --ckpt_path latest {escape(longer)}   go on for longer")
+        print_(f"  genesis fit {options} --ckpt_path latest {escape(longer)}   continue for longer")
         print_("  configs/genesis-10m.yaml   a larger model; configs/corpora/ shows how to bring your own text")
 
     def _title(self, text: str) -> None:
@@ -179,7 +179,7 @@ def run_demo(configs: Path, num_steps: int | None = None) -> int:
     """
     recipe = configs / "demo.yaml"
     if not recipe.exists():
-        raise UserError(f"{recipe} does not exist; run the demo from a clone of the repository, or say --configs")
+        raise UserError(f"{recipe} does not exist; run the demo from a clone of the repository, or give --configs")
     directory = Path("runs/demo")
     folders = (configs / "corpora" / "demo.yaml", configs / "tokenizers" / "demo.yaml")
     demo = Demo(directory, recipe, *folders, num_steps)

@@ -87,7 +87,7 @@ class Scorer:
             cache.advance(torch.tensor([len(row.tokens) for row in rows], device=cache.lengths.device))
             self._score_contexts(batch, cache, on_progress)
         if bool(self._sums.isnan().any()):
-            raise UserError("the model gives log-likelihoods that are no numbers: its weights have diverged")
+            raise UserError("the model's log-likelihoods are not numbers: its weights have diverged")
         scores = [Score(*both) for both in zip(self._sums.tolist(), self._is_greedy.tolist(), strict=True)]
         return [scores[numbers[request]] for request in requests]
 

@@ -206,9 +206,7 @@ def check_is_number(token: NewToken) -> None:
         UserError: The model gave no numbers.
     """
     if math.isnan(token.log_prob):
-        raise UserError(
-            "the model gives logits that are no numbers: its weights have diverged; take an earlier checkpoint"
-        )
+        raise UserError("the model's logits are not numbers: its weights have diverged; use an earlier checkpoint")
 
 
 def plan_budgets(prompt_lengths: Sequence[int], max_new_tokens: int | None, max_seq_len: int) -> list[int]:
@@ -227,7 +225,7 @@ def plan_budgets(prompt_lengths: Sequence[int], max_new_tokens: int | None, max_
         if room < (max_new_tokens or 1):
             remedy = f"ask for at most {room:,} new tokens" if room > 0 else "shorten the prompt"
             raise UserError(
-                f"prompt {index} has {length:,} tokens, and {max_new_tokens or 1:,} more do not fit the model's "
+                f"prompt {index} has {length:,} tokens, and {max_new_tokens or 1:,} more exceed the model's "
                 f"context of {max_seq_len:,}: {remedy}"
             )
         budgets.append(max_new_tokens or min(DEFAULT_NEW_TOKENS, room))

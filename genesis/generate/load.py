@@ -107,7 +107,9 @@ def build_empty_decoder(
     """
     # Each layer takes its time, even without memory.
     if config.num_layers > num_tensors:
-        raise UserError(f"{checkpoint} names {config.num_layers} layers and holds {num_tensors} tensors of a decoder")
+        raise UserError(
+            f"{checkpoint} has a recipe of {config.num_layers} layers, but {num_tensors} tensors of a decoder"
+        )
     try:
         with torch.device("meta"):
             decoder = Decoder(config)
@@ -120,7 +122,7 @@ def build_empty_decoder(
 
 def _another_decoder(checkpoint: Path, error: Exception) -> UserError:
     reason = " ".join(str(error).split())[:_MAX_REASON]
-    return UserError(f"{checkpoint} does not hold the decoder that it describes: {reason}")
+    return UserError(f"{checkpoint} does not match the decoder in its recipe: {reason}")
 
 
 def require_tokenizer(tokenizer: Tokenizer | None, checkpoint: Path) -> Tokenizer:
@@ -160,7 +162,7 @@ def load_tokenizer(path: Path | None, manifest: Manifest, checkpoint: Path) -> T
             raise UserError(f"the recipe in {checkpoint} names no corpus; give --tokenizer")
         path = find_path(named, run_dir, manifest.recipe, what="the tokenizer in", remedy="give --tokenizer")
     if not path.exists():
-        raise UserError(f"the tokenizer of {checkpoint} was in {path}, which is not there; give --tokenizer")
+        raise UserError(f"the tokenizer of {checkpoint} was in {path}, which does not exist; give --tokenizer")
     tokenizer = open_tokenizer(path)
     if wanted and tokenizer.hash != wanted:  # of tokens without a tokenizer there is none
         raise _another_tokenizer(path, tokenizer, checkpoint, wanted)
@@ -184,7 +186,7 @@ def _read_export(directory: Path, tokenizer: Path | None) -> _Read:
     proved = check_files(directory)
     for name in list_file_names():
         if (directory / name).exists() and name not in proved:
-            raise UserError(f"{directory / name} was not there when the export was proved; take it away")
+            raise UserError(f"{directory / name} did not exist when the export was proved; remove it")
     if (directory / CONFIG_NAME).exists():
         family, config = read_shape(directory)
         state = read_weights(directory, config, family)
@@ -200,7 +202,7 @@ def _read_export(directory: Path, tokenizer: Path | None) -> _Read:
 
 def _another_tokenizer(path: Path, tokenizer: Tokenizer, checkpoint: Path, wanted: str) -> UserError:
     return UserError(
-        f"{path} holds tokenizer {tokenizer.hash[:16]}, and {checkpoint} was trained with {wanted[:16]}; "
+        f"{path} holds tokenizer {tokenizer.hash[:16]}, but {checkpoint} was trained with {wanted[:16]}; "
         "give the right one by --tokenizer"
     )
 

@@ -31,7 +31,7 @@ class SamplingOptions:
 
     def __post_init__(self) -> None:
         if self.temperature < 0.0:
-            raise UserError(f"temperature is {self.temperature}: it must be at least 0 (0 takes the most likely token)")
+            raise UserError(f"temperature is {self.temperature}: it must be at least 0 (0: the most likely token)")
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"top_k is {self.top_k}: it must be at least 1")
         if not 0.0 < self.top_p <= 1.0:

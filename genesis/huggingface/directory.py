@@ -67,21 +67,21 @@ def check_files(directory: Path) -> dict[str, dict[str, Any]]:
     path = directory / PROOF_NAME
     if not path.exists():
         raise UserError(
-            f"{directory} has no {PROOF_NAME}, so `genesis export` did not make it; `genesis import` takes "
-            "models of others"
+            f"{directory} has no {PROOF_NAME}, so `genesis export` did not write it; `genesis import` reads "
+            "other models"
         )
     files = read_json(path).get("files")
     if not isinstance(files, dict):
-        raise UserError(f"{path} has no hashes of files: it is older than they are; export the checkpoint again")
+        raise UserError(f"{path} is of an earlier version and has no hashes of files; export the checkpoint again")
     for name, record in files.items():
         file = directory / name
         if Path(name).name != name or not file.is_file():
-            raise UserError(f"{directory} has no file {name}, and {PROOF_NAME} lists it; export the checkpoint again")
+            raise UserError(f"{directory} has no file {name}, which {PROOF_NAME} lists; export the checkpoint again")
         if record != _describe_file(file):
             raise UserError(f"{file} has changed since it was proved; export the checkpoint again")
     for file in sorted(directory.iterdir()):
         if file.suffix in _READ_SUFFIXES and file.name not in (*files, *_NOT_HASHED):
-            raise UserError(f"{file} was not there when the export was proved; take it away")
+            raise UserError(f"{file} did not exist when the export was proved; remove it")
     return files
 
 
@@ -102,5 +102,5 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}") from None
     if not isinstance(content, dict):
-        raise UserError(f"{path} holds no JSON object")
+        raise UserError(f"{path} does not hold a JSON object")
     return content

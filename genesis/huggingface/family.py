@@ -86,7 +86,7 @@ class Family:
         block = re.fullmatch(rf"{re.escape(self.block_prefix)}\.(\d+)\.(.+)", name)
         ours = _find_key(self.block_tensors, block[2]) if block else _find_key(self.tensors, name)
         if ours is None:
-            raise UserError(f"parameter {name!r} has no place in the decoder: {self.model_type} has none of that name")
+            raise UserError(f"parameter {name!r} is unknown in models of type {self.model_type}")
         return f"blocks.{block[1]}.{ours}" if block else ours
 
     def to_theirs(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -117,7 +117,7 @@ def _check_only(path: Path, content: dict[str, Any], family: Family) -> None:
     quantisation = content.get("quantization_config")
     if quantisation is not None:
         raise UserError(
-            f"{path}: quantization_config is {quantisation!r}: quantised weights are not read; take the model in "
+            f"{path}: quantization_config is {quantisation!r}: quantised weights are not supported; use the model in "
             "bfloat16, or convert this one with transformers (from_pretrained, dequantize(), save_pretrained)"
         )
     for key, allowed in family.only.items():

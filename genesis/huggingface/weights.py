@@ -49,11 +49,11 @@ def read_weights(directory: Path, config: DecoderConfig, family: Family | None) 
             raise UserError(f"{directory}: {_name_in_files(name, family)} is missing")
         if state[name].shape != shape:
             found, file_name = list(state[name].shape), _name_in_files(name, family)
-            raise UserError(f"{directory}: {file_name} is {found}; by config.json it is {list(shape)}")
+            raise UserError(f"{directory}: {file_name} is {found}, but config.json requires {list(shape)}")
     unknown = sorted(state.keys() - shapes.keys())
     if unknown:
         file_name = _name_in_files(unknown[0], family)
-        raise UserError(f"{directory}: by config.json {file_name} has no place in the model")
+        raise UserError(f"{directory}: {file_name} is not a tensor of the model in config.json")
     return state
 
 
@@ -61,7 +61,7 @@ def _check_values(directory: Path, name: str, tensor: Tensor) -> None:
     if tensor.dtype not in _DTYPES:
         dtype = str(tensor.dtype).removeprefix("torch.")
         raise UserError(
-            f"{directory}: {name} is {dtype}, and weights must be float32, bfloat16 or float16; dequantise or convert "
+            f"{directory}: {name} is {dtype}, but weights must be float32, bfloat16 or float16; dequantise or convert "
             "the model with transformers, and save it again"
         )
     if not bool(tensor.isfinite().all()):
@@ -111,7 +111,9 @@ def read_index(directory: Path) -> dict[str, str]:
     for tensor, name in weight_map.items():
         # A path could lead out of the directory, and its file would be read as part of the model.
         if not isinstance(name, str) or Path(name).name != name:
-            raise ValueError(f"{INDEX_NAME} has {name!r} for {tensor}, which is not the name of a file beside it")
+            raise ValueError(
+                f"{INDEX_NAME} has {name!r} for {tensor}, which is not the name of a file in its directory"
+            )
     return dict(weight_map)
 
 

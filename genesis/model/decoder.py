@@ -98,7 +98,7 @@ class DecoderConfig:
             if getattr(self, part) is None and value is None:
                 raise UserError(f"{name} is missing: give it, or the configuration {part}")
             if getattr(self, part) is not None and value != default:
-                raise UserError(f"{name} is {value} and {part} is given, too: leave {name} out")
+                raise UserError(f"{name} is {value}, but {part} is also given: remove {name}")
         self.parts.attention.check(self.dim)
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f"dropout is {self.dropout}: it must be at least 0 and below 1")

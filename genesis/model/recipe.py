@@ -49,7 +49,7 @@ def build_decoder_config(content: Any, where: str) -> DecoderConfig:
         UserError: A field is unknown, missing or of the wrong type, or the shape cannot be built.
     """
     if not isinstance(content, Mapping):
-        raise UserError(f"{where}: no model shape there; give the fields of model.decoder (dim, num_layers, ...)")
+        raise UserError(f"{where}: no shape of a model found; give the fields of model.decoder (dim, num_layers, ...)")
     parts: dict[str, Any] = {}
     for name, part in (("attention", AttentionConfig), ("norm", NormConfig)):
         if content.get(name) is not None:

@@ -196,7 +196,7 @@ def _find_groups(parameters: Sequence[DTensor]) -> tuple[dist.ProcessGroup, dist
         axes = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
         if len(axes) != 1 or parameter.placements[axes[0]] != Shard(0):
             raise ValueError(
-                f"Muon needs matrices that are sharded by rows over one mesh axis, and one has {parameter.placements}: "
+                f"Muon needs matrices that are sharded by rows over one mesh axis, but one has {parameter.placements}: "
                 "shard it with fully_shard's default placement or give it to AdamW"
             )
         copies = [axis for axis in range(mesh.ndim) if axis != axes[0] and mesh.size(axis) > 1]

@@ -182,9 +182,9 @@ class KilledRun:
         """Records the outcome of each kill, and returns whether the training completed the run."""
         status = start.training.poll()
         for record in struck:
-            record.outcome = "training went on"
+            record.outcome = "training continued"
         if not struck and (status != 0 or ended_seconds is None):
-            what = f"ended with status {status}" if status else "left ranks behind that did not end"
+            what = f"ended with status {status}" if status else "left ranks running"
             raise RunEndedError(
                 f"start {self.round.num_starts} {what}, without a kill: {read_last_words(start.log)} (see {start.log})"
             )
@@ -199,7 +199,7 @@ class KilledRun:
         # The other ranks may have completed another step.
         last.at_step = start.view.look().last_step
         if last.victim == "group":
-            last.outcome = "all ended at once"
+            last.outcome = "all ended immediately"
         elif ended_seconds is None:
             last.outcome = f"the others still ran after {_OTHERS_END_SECONDS:.0f} s: killed"
         else:

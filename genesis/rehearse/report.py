@@ -168,7 +168,7 @@ def summarise(report: Report) -> list[str]:
     restarts = [kill.restart_seconds for kill in report.kills if kill.restart_seconds is not None]
     lines = [
         f"kills: {len(report.kills)}, in a save {in_saves}, in a start {in_starts}; steps trained again: "
-        f"{report.lost_steps}; all of it took {report.seconds / 60:.1f} minutes"
+        f"{report.lost_steps}; total time {report.seconds / 60:.1f} minutes"
     ]
     if restarts:
         lines.append(
@@ -185,7 +185,7 @@ def _describe_round(each: Round) -> list[str]:
         return []
     found = each.checkpoints
     lines = [
-        f"{each.directory}, {found.killed} beside the straight {found.straight}: of {found.num_tensors} tensors "
+        f"{each.directory}, {found.killed} compared with the straight {found.straight}: of {found.num_tensors} tensors "
         f"{len(found.tensors)} differ, of {each.num_losses} losses {len(each.losses)}"
     ]
     lines += [f"  {value.key}: {value.straight} straight, {value.killed} killed" for value in found.values]
@@ -208,9 +208,7 @@ def _describe_round(each: Round) -> list[str]:
 
 def _describe_verdict(report: Report) -> list[str]:
     if report.verdict == "equal":
-        return [
-            "equal: weights, optimizer, counters, data position and losses are those of the straight run, bit for bit"
-        ]
+        return ["equal: weights, optimizer, counters, data position and losses equal the straight run's, bit for bit"]
     if report.verdict == "too short":
         return [
             f"too short: the run ended after {len(report.kills)} of {report.num_wanted} kills; the results are equal "
@@ -231,5 +229,5 @@ def _explain_difference(report: Report) -> str:
         before_any_resume = [loss for loss in each.losses if loss.start == 1]
         if before_any_resume:
             step = before_any_resume[0].step
-            return f"the loss of step {step} differs before anything was resumed: the recipe does not repeat; {advice}"
-    return f"the losses agree up to the first resume: what the recipe needs may not be in its checkpoint; or {advice}"
+            return f"the loss of step {step} differs before the first resume: the recipe is not deterministic; {advice}"
+    return f"the losses agree up to the first resume: the checkpoint may lack state that the recipe needs; or {advice}"

@@ -50,7 +50,7 @@ class Degrees:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if value < 1 and not (name == "dp_shard" and value == _REST):
-                rest = ", or -1 for the ranks that the others leave" if name == "dp_shard" else ""
+                rest = ", or -1 for all remaining ranks" if name == "dp_shard" else ""
                 raise UserError(f"{name} is {value}; it is a number of ranks, at least 1{rest}")
 
     def resolve(self, world_size: int) -> "Degrees":
@@ -69,8 +69,8 @@ class Degrees:
         num_left = world_size // num_others
         if self.dp_shard not in (_REST, num_left):
             raise UserError(
-                f"dp_shard is {self.dp_shard}, and the other degrees leave {num_left} of {world_size} ranks; "
-                f"give {num_left}, or -1 for all that are left"
+                f"dp_shard is {self.dp_shard}, but the other degrees leave {num_left} of {world_size} ranks; "
+                f"give {num_left}, or -1 for all remaining ranks"
             )
         resolved = replace(self, dp_shard=num_left)
         num_lenders = num_left * self.cp * self.tp
@@ -90,7 +90,7 @@ class Degrees:
         for name, kind in _NOT_THERE_YET.items():
             value = getattr(self, name)
             if value != 1:
-                raise UserError(f"{name} is {value}, and {kind} parallelism is not there yet; leave {name} at 1")
+                raise UserError(f"{name} is {value}, and {kind} parallelism is not supported yet; leave {name} at 1")
 
     @property
     def world_size(self) -> int:

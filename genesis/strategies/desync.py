@@ -260,7 +260,7 @@ class DesyncWatchdog:
         frame = sys._current_frames().get(self._main_thread)
         stack = [] if frame is None else traceback.extract_stack(frame)
         ours = [line for line in stack if not any(path in line.filename for path in _FOREIGN_PATHS)]
-        where = f"; this rank stands in {ours[-1].name} ({ours[-1].filename}:{ours[-1].lineno})" if ours else ""
+        where = f"; this rank is in {ours[-1].name} ({ours[-1].filename}:{ours[-1].lineno})" if ours else ""
         sys.stderr.write(
             f"genesis: error: [rank {self._rank}] {verdict}{where}. Under sharding every rank must run every forward: "
             f"sample on all ranks, or from a saved checkpoint in another process\n"

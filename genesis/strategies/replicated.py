@@ -177,8 +177,8 @@ class Replicated(DDPStrategy):
         """
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             raise UserError(
-                "optimizer_states is 'sharded': Lightning's own checkpoints would hold one rank's part; "
-                "save with AsyncProcessCheckpoint, which stores every rank's"
+                "optimizer_states is 'sharded': Lightning's own checkpoints would hold only one rank's "
+                "part; save with AsyncProcessCheckpoint, which stores the parts of all ranks"
             )
         return super().optimizer_state(optimizer)
 

@@ -83,8 +83,8 @@ def _watch_ranks(processes: Sequence[subprocess.Popen[bytes]], is_over: threadin
     status = process.returncode
     how = f"exit status {status}" if status > 0 else f"killed by {signal.Signals(-status).name}"
     sys.stderr.write(
-        f"genesis: error: local rank {number} (process {process.pid}) ended ({how}), and the others, which still ran "
-        f"{_FAILED_SECONDS:g} s after, are ended, too: start the run again\n"
+        f"genesis: error: local rank {number} (process {process.pid}) ended ({how}); the others still ran "
+        f"{_FAILED_SECONDS:g} s later and are ended as well: start the run again\n"
     )
     sys.stderr.flush()
     for other in processes:
@@ -161,18 +161,18 @@ def check_same_start(own: StartOfRank, recipe: Mapping[str, Any]) -> None:
             recipes = ranks.gather(recipe)
     except RuntimeError as error:
         raise RunEndedError(
-            f"the ranks met, but one of them did not answer ({' '.join(str(error).split())}): start the run again"
+            f"the ranks connected, but one of them did not answer ({' '.join(str(error).split())}): start the run again"
         ) from error
     if found is not None:
         stray, difference = found
         message = (
-            f"rank {stray} belongs to another start ({difference}): end what an earlier start left behind, or give "
+            f"rank {stray} belongs to another start ({difference}): end the processes of the earlier start, or give "
             "this run another MASTER_PORT, and start it again"
         )
     else:
         stray = others[0]
         difference = _describe_difference(recipes[0], recipes[stray])
-        message = f"rank {stray} has another recipe than rank 0 ({difference}): start all ranks with the same one"
+        message = f"rank {stray} has another recipe than rank 0 ({difference}): start all ranks with the same recipe"
     if ranks.rank not in (0, stray):
         raise SystemExit(RunEndedError.exit_status)
     raise RunEndedError(message)
@@ -234,7 +234,7 @@ def _watch_launcher(launcher: int, stopped: threading.Event) -> None:
         return
     sys.stderr.write(
         f"genesis: error: [rank {os.environ['LOCAL_RANK']} of this node] the process that started it ({launcher}) is "
-        f"gone; this rank ends, too, {_ORPHAN_SECONDS:g} s after. The last checkpoint is good: start the run again\n"
+        f"gone; this rank ends as well {_ORPHAN_SECONDS:g} s later. The last checkpoint is good: start the run again\n"
     )
     sys.stderr.flush()
     os._exit(EXIT_STATUS)

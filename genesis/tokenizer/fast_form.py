@@ -66,7 +66,7 @@ def _describe_tokenizer(vocabulary: Vocabulary) -> dict[str, Any]:
     vocab = {piece: token for token, piece in enumerate(pieces)}
     if len(vocab) != len(pieces):
         raise UserError(
-            "two pieces of this tokenizer are spelled alike: it has no exact fast form; nothing is exported"
+            "two pieces of this tokenizer have the same spelling: it has no exact fast form; nothing is exported"
         )
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
     stripped = [strip] if vocabulary.has_prefix_space else []

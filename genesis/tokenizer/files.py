@@ -10,7 +10,7 @@ from blake3 import blake3
 from genesis.errors import UserError
 from genesis_callbacks.files import replace_file
 
-TRAIN_REMEDY: Final = "make one with `genesis tokenizer train`"
+TRAIN_REMEDY: Final = "create one with `genesis tokenizer train`"
 _MAX_FILE_BYTES: Final = 256 << 20
 
 

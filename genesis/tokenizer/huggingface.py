@@ -165,7 +165,7 @@ class HuggingFaceTokenizer:
         plain, framed = self.encode("a"), self._tokenizer.encode("a", add_special_tokens=True).ids
         start = next(start for start in range(len(framed)) if framed[start : start + len(plain)] == plain)
         if start > 1:
-            raise UserError(f"it puts {start} ids before a text, and a document begins with one at most")
+            raise UserError(f"it puts {start} ids before a text, but a document begins with at most one")
         return framed[0] if start else None
 
     def _spell_text(self, text: str) -> str:
@@ -178,7 +178,7 @@ class HuggingFaceTokenizer:
             UserError: It is otherwise.
         """
         if self.decode(self.encode(_PROBE)) != self._spell_text(_PROBE):
-            raise UserError(f"its decoder does not join the bytes of its tokens; {_REMEDY}")
+            raise UserError(f"its decoder does not concatenate the bytes of its tokens; {_REMEDY}")
         unknown = {chr(byte) if byte < 0x80 else _BEYOND_ASCII for byte in self._missing}
         for text in (*(self.pieces[token] for token in sorted(self._controls)), *unknown):
             if self._controls.intersection(self.encode(text)):
@@ -252,7 +252,7 @@ def _read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{name} is not JSON: {error}") from None
     if not isinstance(content, dict):
-        raise UserError(f"{name} holds no JSON object")
+        raise UserError(f"{name} does not hold a JSON object")
     return content
 
 

@@ -52,7 +52,7 @@ class SentencePieceTokenizer:
 
     def __init__(self, model: bytes) -> None:
         if not model:
-            raise UserError(f"the file is empty; {TRAIN_REMEDY.replace('make one', 'make a tokenizer')}")
+            raise UserError(f"the file is empty; {TRAIN_REMEDY.replace('create one', 'create a tokenizer')}")
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         except (RuntimeError, ValueError):

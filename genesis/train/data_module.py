@@ -111,7 +111,7 @@ class CorpusDataModule(pl.LightningDataModule):
             num_epochs=self.training.options.num_epochs,
         )
         if self._prefetch_windows < 0:
-            raise UserError(f"data.prefetch_windows is {self._prefetch_windows}; it counts from 0 up")
+            raise UserError(f"data.prefetch_windows is {self._prefetch_windows}; it must be at least 0")
         if self.trainer is not None:
             _check_validation(self.trainer)
         if stage == "fit":
@@ -230,7 +230,7 @@ class CorpusDataModule(pl.LightningDataModule):
         if not has_validation_set:
             raise UserError(self.training.validation_remedy)
         if self.trainer is not None and not self.trainer.limit_val_batches:
-            raise UserError("trainer.limit_val_batches is 0, so that nothing would be validated; leave it out")
+            raise UserError("trainer.limit_val_batches is 0, so that nothing would be validated; remove it")
 
     def _has_accelerator(self) -> bool:
         return self.trainer is not None and not is_host(self.trainer.strategy.root_device.type)
@@ -279,11 +279,11 @@ def _check_validation(trainer: pl.Trainer) -> None:
     limit = trainer.limit_val_batches
     if limit and not (isinstance(limit, float) and limit == 1.0):
         raise UserError(
-            f"trainer.limit_val_batches is {limit}: it counts micro-batches of each rank, which are other sequences on "
-            "another number of ranks; set data.limit_validation_sequences, which takes them from all over the set"
+            f"trainer.limit_val_batches is {limit}: it counts micro-batches of each rank, so that the sequences depend "
+            "on the number of ranks; set data.limit_validation_sequences, which spreads them over the whole set"
         )
     if trainer.world_size > 1 and "val_check_interval" not in settings:  # where Lightning keeps a number of steps
         raise UserError(
-            "trainer.val_check_interval is a time: each rank would go by its own clock, and wait for others that do "
-            "not validate; give a number of steps"
+            "trainer.val_check_interval is a time: the clocks of ranks differ, so that ranks that validate would wait "
+            "for ranks that train; give a number of steps"
         )

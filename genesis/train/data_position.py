@@ -43,8 +43,8 @@ class MoveDataPosition(pl.Callback):
             num_steps = trainer.global_step + num_left
             if trainer.min_steps and trainer.min_steps > num_steps:
                 raise UserError(
-                    f"trainer.min_steps is {trainer.min_steps}, data.max_epochs ends the data after {num_steps} steps; "
-                    "lower the one or raise the other"
+                    f"trainer.min_steps is {trainer.min_steps}, but data.max_epochs ends the data after {num_steps} "
+                    "steps; lower min_steps or raise max_epochs"
                 )
             if self.data.options.num_epochs is not None:
                 # After a resume with another batch size the same data are another number of steps.

@@ -30,7 +30,7 @@ from genesis.train.data_module import CorpusDataModule
 
 WAIT_SHARE_LIMIT = 0.05
 _JUDGED_STEPS = 20
-_REMEDY = "raise data.prefetch_windows, or leave the loader a core"
+_REMEDY = "raise data.prefetch_windows, or leave a core to the loader"
 """For a loader of windows from elsewhere; a `TrainingData` has its own."""
 
 

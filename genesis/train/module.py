@@ -151,7 +151,7 @@ class GenesisModule(pl.LightningModule):
         elif False in unset.values() and left:
             raise RunEndedError(
                 f"the restore left {len(left)} of {len(unset)} parameters without values, such as {left[0]}: the "
-                "checkpoint is not one of this model"
+                "checkpoint is of another model"
             )
         elif left:
             self._model.init_weights(self.seed)
@@ -312,12 +312,12 @@ def _check_fits(decoder: DecoderConfig, data: TrainingData) -> None:
     vocab_size = data.vocab_size
     if vocab_size > decoder.vocab_size:
         raise UserError(
-            f"model.decoder.vocab_size is {decoder.vocab_size}, {data.vocabulary_owner} has a vocabulary of "
+            f"model.decoder.vocab_size is {decoder.vocab_size}, but {data.vocabulary_owner} has a vocabulary of "
             f"{vocab_size}; set model.decoder.vocab_size to {vocab_size} or more"
         )
     seq_len = data.options.seq_len
     if seq_len > decoder.max_seq_len:
         raise UserError(
-            f"data.seq_len is {seq_len}, longer than model.decoder.max_seq_len {decoder.max_seq_len}; lower the "
-            "one or raise the other"
+            f"data.seq_len is {seq_len}, longer than model.decoder.max_seq_len {decoder.max_seq_len}; lower "
+            "seq_len or raise max_seq_len"
         )

@@ -401,7 +401,7 @@ def test_a_stub_that_other_code_writes_ends_a_fit_with_status_1(genesis: Genesis
     writer.join()
     assert outcome.status == 1
     assert outcome.err.count("genesis: error: ") == 1
-    assert "exports/model.safetensors is not what this run must save: holds 0 of " in outcome.err
+    assert "exports/model.safetensors is incomplete or wrong: holds 0 of " in outcome.err
 
 
 def test_a_file_that_is_no_checkpoint_is_misuse(tmp_path, capsys):

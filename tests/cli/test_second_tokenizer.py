@@ -186,5 +186,5 @@ def test_an_export_has_the_tokenizers_own_files_and_its_card_says_so(run: Path, 
     assert exported.text_tokenizer.hash == open_tokenizer(run).hash
     assert json.loads((out / "config.json").read_text())["eos_token_id"] == EOS
     write_files({"tokenizer.model": b"another"}, out)
-    with pytest.raises(ValueError, match=r"tokenizer\.model was not there when the export was proved"):
+    with pytest.raises(ValueError, match=r"tokenizer\.model did not exist when the export was proved"):
         load_decoder(out)

@@ -68,4 +68,4 @@ def test_the_short_demo_is_killed_goes_on_and_draws_what_happened(tmp_path: Path
     check_picture(run_dir / "loss.png", run_dir / "metrics.csv", killed_at, resumed_from)
     # Two texts for each prompt: of an early and of the last checkpoint.
     assert done.stdout.count("class Stack:") >= 2
-    assert "bits per byte (it began at" in done.stdout
+    assert " at the start)" in done.stdout

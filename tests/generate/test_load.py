@@ -92,8 +92,8 @@ def leave_the_directory(directory: Path) -> None:
     [
         (flip_weights, r"model-\d{5}-of-\d{5}\.safetensors has changed since it was proved; export"),
         (turn_faster, r"config\.json has changed since"),
-        (drop_weights, r"has no file model-00001-of-\d{5}\.safetensors, and proof\.json lists it"),
-        (add_weights, r"model\.safetensors was not there when the export was proved"),
+        (drop_weights, r"has no file model-00001-of-\d{5}\.safetensors, which proof\.json lists"),
+        (add_weights, r"model\.safetensors did not exist when the export was proved"),
         (drop_proof, r"has no proof\.json.*`genesis import`"),
         (age_proof, r"has no hashes of files.*export the checkpoint again"),
         (leave_the_directory, r"has no file \.\./elsewhere"),
@@ -123,8 +123,8 @@ def test_what_needs_a_checkpoint_says_that_an_export_is_none(exported: Path) -> 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"ffn_dim": 2**62}, "does not hold the decoder that it describes"),
-        ({"num_layers": 10**9}, "names 1000000000 layers and holds 20 tensors"),
+        ({"ffn_dim": 2**62}, "does not match the decoder in its recipe"),
+        ({"num_layers": 10**9}, "has a recipe of 1000000000 layers, but 20 tensors"),
     ],
 )
 def test_a_recipe_that_claims_what_no_memory_holds_is_refused(

@@ -75,8 +75,8 @@ def packed_rows(stream, packing):
     ends = [0, *packed.sequence_ends.tolist()]
     for row, (first, last) in enumerate(pairwise(ends)):
         starts, sizes = packed.starts[first:last], packed.lengths[first:last]
-        goes_on = bool(sizes[-1] == SEQ_LEN and stream[starts[-1] + SEQ_LEN - 1] != EOS)
-        labels[row] = fill_row(rows[row], starts, sizes, read, EOS, goes_on=goes_on)
+        is_continued = bool(sizes[-1] == SEQ_LEN and stream[starts[-1] + SEQ_LEN - 1] != EOS)
+        labels[row] = fill_row(rows[row], starts, sizes, read, EOS, is_continued=is_continued)
         mark_piece_ends(inner_ends[row], sizes)
     return rows, inner_ends, labels
 

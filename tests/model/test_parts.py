@@ -94,7 +94,7 @@ def test_a_part_that_short_fields_cannot_describe_stays_and_what_is_no_decoder_s
     ("changes", "message"),
     [
         ({"ffn_dim": None}, "ffn_dim is missing: give it, or the configuration feed_forward"),
-        ({"attention": {"num_heads": 4, "num_kv_heads": 2}}, "num_heads is 4 and attention is given, too"),
+        ({"attention": {"num_heads": 4, "num_kv_heads": 2}}, "num_heads is 4, but attention is also given"),
         ({"attention": {"num_heads": 4}, "num_heads": None}, "attention: num_kv_heads is missing"),
         ({"attention": 5}, "attention is 5: it must be a mapping of num_heads, num_kv_heads"),
         ({"norm": {"esp": 1e-6}}, "norm: unknown key 'esp'; did you mean 'eps'"),

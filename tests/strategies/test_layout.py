@@ -233,7 +233,7 @@ def refuse(strategy: str) -> str:
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        ("degrees", "ep is 2, and expert parallelism is not there yet; leave ep at 1"),
+        ("degrees", "ep is 2, and expert parallelism is not supported yet; leave ep at 1"),
         ("lightning", "trainer.strategy is a ModelParallelStrategy, whose gradients the training step does not know"),
     ],
 )

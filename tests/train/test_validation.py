@@ -318,7 +318,7 @@ TRIALS = (
     ),
     Trial("fit", RUNS[0], {"trainer.limit_val_batches": 0.5}, ("trainer.limit_val_batches is 0.5:",)),
     Trial("validate", RUNS[3], {"trainer.limit_val_batches": 3}, ("trainer.limit_val_batches is 3:",)),
-    Trial("validate", RUNS[0], {"trainer.limit_val_batches": 0}, ("nothing would be validated", "leave it out")),
+    Trial("validate", RUNS[0], {"trainer.limit_val_batches": 0}, ("nothing would be validated", "remove it")),
     Trial("validate", RUNS[0], {"data.corpus": "none"}, ("none has no validation set", "validation_fraction")),
     Trial("validate", RUNS[4], {"data.corpus": None}, ("data.stream has no validation set", "by data.corpus")),
     Trial("fit", RUNS[3], {"trainer.val_check_interval": "00:00:00:01"}, ("val_check_interval is a time", "of steps")),

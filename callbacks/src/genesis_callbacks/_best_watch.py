@@ -38,7 +38,7 @@ class BestWatch:
         """
         if self._monitor not in metrics:
             logged = ", ".join(sorted(metrics)) or "nothing"
-            raise CheckpointError(f"monitor is {self._monitor!r}, and validation logged {logged}: name one of these")
+            raise CheckpointError(f"monitor is {self._monitor!r}, but validation logged {logged}: give one of these")
         return float(metrics[self._monitor])
 
     def is_among_best(self, step: int, value: float) -> bool:

@@ -109,7 +109,7 @@ class CheckpointWatch:
                 del self._awaited[saved]
                 self._known[saved.path] = None
                 if saved in announced:
-                    yield saved, "was announced as saved and is not there"
+                    yield saved, "was reported as saved but does not exist"
 
     def _resolve(self, saved: SavedCheckpoint) -> Iterator[Found]:
         """Yields the checkpoint, unless it is a link to a known one."""

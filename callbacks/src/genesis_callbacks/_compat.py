@@ -44,7 +44,7 @@ def local_chunks(tensor: Tensor) -> list[tuple[Offsets, tuple[int, ...], Tensor]
         raise ValueError(f"a local shard of {len(chunks)} blocks: only single blocks can be saved")
     offsets, sizes = tuple(chunks[0].offsets), tuple(chunks[0].sizes)
     if tuple(local.shape) != sizes:
-        raise ValueError(f"a local shard of shape {tuple(local.shape)} where its placement says {sizes}")
+        raise ValueError(f"a local shard of shape {tuple(local.shape)} , but its placement requires {sizes}")
     return [(offsets, sizes, local)]
 
 

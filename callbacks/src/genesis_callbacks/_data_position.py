@@ -76,12 +76,12 @@ def find_difference(saved: Any, live: Any, path: str = "") -> str | None:
     if isinstance(saved, Mapping) and isinstance(live, Mapping):
         if saved.keys() != live.keys():
             key = min(map(str, saved.keys() ^ live.keys()))
-            return f"{_join(path, key)} was {'saved and is not there' if key in saved else 'not saved'}"
+            return f"{_join(path, key)} was {'saved and is missing now' if key in saved else 'not saved'}"
         pairs = [(key, saved[key], live[key]) for key in saved]
     elif isinstance(saved, list | tuple) and isinstance(live, list | tuple) and len(saved) == len(live):
         pairs = [(index, *both) for index, both in enumerate(zip(saved, live, strict=True))]
     else:
-        return None if _is_equal(saved, live) else f"{path} is {_show(live)} where {_show(saved)} was saved"
+        return None if _is_equal(saved, live) else f"{path} is {_show(live)}, but {_show(saved)} was saved"
     found = (find_difference(one, other, _join(path, key)) for key, one, other in pairs)
     return next((difference for difference in found if difference is not None), None)
 
@@ -122,7 +122,7 @@ def place(trainer: Trainer, fit_loop: Mapping[str, Any], generators: Sequence[to
         for generator, state in zip(own, generators, strict=True):
             generator.set_state(state)
     elif generators is not None:
-        problem = problem or f"{len(generators)} random generators of loaders were saved, {len(own)} are there"
+        problem = problem or f"{len(generators)} random generators of loaders were saved, but there are {len(own)} now"
     if is_epoch_over(fit_loop):
         begin_next_epoch(trainer)
     return problem
@@ -143,6 +143,6 @@ def _load(trainer: Trainer, fit_loop: Mapping[str, Any]) -> str | None:
         if difference is not None:
             return (
                 f"loader {index} did not take its state ({difference}): after load_state_dict and iter(), its "
-                "state_dict must give what was saved"
+                "state_dict must return the saved state"
             )
     return None

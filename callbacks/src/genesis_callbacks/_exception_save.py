@@ -46,7 +46,7 @@ def begin_alone(
         return False
     reason = _why_not(saves, boundary, rank_watch, exception, global_step)
     if reason is None and is_swapped:
-        reason = "a callback may have put an average in the place of the weights"
+        reason = "a callback may have replaced the weights by an average"
     if reason is not None:
         rank_zero_warn(f"step {boundary.step} is not saved: {reason}", category=SaveFailedWarning)
         return False
@@ -82,14 +82,14 @@ def _why_not(
     global_step: int,
 ) -> str | None:
     if isinstance(exception, CheckpointError | SaveFailedError):
-        return "it was a save that failed"
+        return "the error is that of a failed save"
     if global_step != boundary.step or not boundary.is_untouched:
-        return "parameters or buffers have been written since its end"
+        return "parameters or buffers have changed since the end of that step"
     if rank_watch is not None and rank_watch.has_lost_process():
         return "another rank's process is gone"
     if saves.pipeline is None:
-        return "training had ended already"
+        return "training had already ended"
     # The first save gathers what each rank writes; without that plan no rank knows which replica is its own to write.
     if saves.target.ranks.world_size > 1 and not saves.pipeline.has_plan:
-        return "several ranks cannot save without talking to one another before the first save"
+        return "before the first save, several ranks cannot save without communication"
     return None

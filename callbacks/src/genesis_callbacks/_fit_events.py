@@ -46,7 +46,7 @@ class FitEvents:
     def restore(self, restore: Restore) -> None:
         """Writes that all of a checkpoint is in place."""
         if self._is_open and self._ranks.is_first:
-            what = "its weights alone" if restore.has_weights_alone else "all of its state"
+            what = "only its weights" if restore.has_weights_alone else "all of its state"
             manifest = restore.manifest
             self.log.write("restored", step=manifest.step, clocks=manifest.counters, checkpoint=restore.path, text=what)
 

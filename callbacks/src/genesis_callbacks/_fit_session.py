@@ -191,7 +191,7 @@ class FitSession:
         # or `latest` after a kill could find a checkpoint of the abandoned future.
         last_step = self._go_on(target, before, trainer.global_step, start, run_directories)
         self.ranks.attempt(
-            "tidying the directory", lambda: self._tidy(target.sequence, last_step, scope), error_type=CheckpointError
+            "cleaning the directory", lambda: self._tidy(target.sequence, last_step, scope), error_type=CheckpointError
         )
         self.saves = FitSaves(
             trainer,
@@ -239,13 +239,13 @@ class FitSession:
         ]
         if scope is not None and any(path.samefile(scope.base) for path in others):
             raise CheckpointError(
-                f"the base {scope.base} lies in this run's directory, and this run does not go on from it: give the "
-                "run a run_dir of its own, or go on from the base"
+                f"the base {scope.base} lies in this run's directory, but this run does not continue from it: give the "
+                "run its own run_dir, or resume from the base"
             )
         target = supersede(others)
         if target is not None:
             rank_zero_warn(
-                f"{len(others)} checkpoints in {self._directory} are no ancestors of this run: see {target.name}"
+                f"{len(others)} checkpoints in {self._directory} are not ancestors of this run: see {target.name}"
             )
         if self._best is not None:
             self._best.agree_with(self._directory)

@@ -47,10 +47,10 @@ def new_gloo_group(
                 None if ranks is None else list(ranks), backend="gloo", timeout=timeout
             )
     except RuntimeError as error:
-        used = interface or environment.get(VARIABLE) or "the one that this host's name resolves to"
+        used = interface or environment.get(VARIABLE) or "of the address of this host's name"
         raise GlooGroupError(
-            f"the ranks do not reach one another by gloo, on this node by interface {used}: set {VARIABLE} to the "
-            f"interface (as `ip -brief address` lists it) by which the nodes reach one another: {error}"
+            f"the ranks cannot connect by gloo, on this node by interface {used}: set {VARIABLE} to the "
+            f"interface (as `ip -brief address` lists it) that connects the nodes: {error}"
         ) from error
     return group
 

@@ -70,7 +70,7 @@ class RankWatch:
         if not self._is_watching or self._find_all_lost():
             self._is_watching = False
             warnings.warn(
-                f"the file system of {self._directory} carries no locks between the ranks: a lost one is not named",
+                f"the file system of {self._directory} has no locks between ranks: a lost rank cannot be named",
                 stacklevel=2,
             )
             return
@@ -154,10 +154,10 @@ class RankWatch:
             (self._directory / _VERDICT_NAME).write_text(verdict, encoding="utf-8")
         if self._stopped.wait(self._grace_seconds):
             return
-        self._events.append("failed", text=f"{verdict} is gone, and this rank ends, too")
+        self._events.append("failed", text=f"{verdict} is gone; this rank ends as well")
         sys.stderr.write(
-            f"genesis-callbacks: error: [rank {self._rank}] {verdict} is gone; this rank ends, too, "
-            f"{self._grace_seconds:g} s after. The last checkpoint is good: start the run again\n"
+            f"genesis-callbacks: error: [rank {self._rank}] {verdict} is gone; this rank ends as well "
+            f"{self._grace_seconds:g} s later. The last checkpoint is good: start the run again\n"
         )
         sys.stderr.flush()
         # Not sys.exit, which ends this thread only: the main thread waits in a collective and cannot be interrupted.

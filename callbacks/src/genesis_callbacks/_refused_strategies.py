@@ -15,8 +15,8 @@ _NOT_SAVED: dict[type[Strategy], str] = {
     SingleDeviceXLAStrategy: "XLA: there is no support for it",
 }
 _NOT_COMPARED: dict[type[Strategy], str] = {
-    FSDPStrategy: "FSDP1 (FSDPStrategy): the names and shapes of its parameters are hidden while it trains",
-    DeepSpeedStrategy: "DeepSpeed: the shapes of its parameters are hidden while it trains",
+    FSDPStrategy: "FSDP1 (FSDPStrategy): the names and shapes of its parameters are hidden during training",
+    DeepSpeedStrategy: "DeepSpeed: the shapes of its parameters are hidden during training",
 }
 
 
@@ -35,7 +35,7 @@ def refuse_to_compare(strategy: Strategy) -> None:
     Raises:
         CheckpointError: It is one of them.
     """
-    _refuse(strategy, _NOT_COMPARED, "CheckpointVerification cannot know what a run must save")
+    _refuse(strategy, _NOT_COMPARED, "CheckpointVerification cannot list the tensors that a run must save")
 
 
 def _refuse(strategy: Strategy, reasons: Mapping[type[Strategy], str], what: str) -> None:

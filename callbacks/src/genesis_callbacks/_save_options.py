@@ -78,7 +78,7 @@ class SaveOptions:
         if not 1 <= self.keep_best <= _MAX_KEPT_BEST:
             raise ValueError(f"keep_best must be from 1 to {_MAX_KEPT_BEST}, not {self.keep_best}")
         if self.keep_best > 1 and self.monitor is None:
-            raise ValueError(f"keep_best is {self.keep_best} without a metric: name one by monitor")
+            raise ValueError(f"keep_best is {self.keep_best} without a metric: give one by monitor")
         object.__setattr__(self, "retention", Retention(self.keep_last, self.keep_every_n_steps))
 
     @property

@@ -29,7 +29,7 @@ def describe_memory(copy_bytes: int, writer_bytes: int, scratch_bytes: int = 0) 
         text += f" and {format_bytes(scratch_bytes)} on its device for digests"
     if writer_bytes == 0:
         return f"{text}."
-    return f"{text}; its writer process takes {format_bytes(writer_bytes)} more, whatever the model's size."
+    return f"{text}; its writer process needs {format_bytes(writer_bytes)} more, independent of the model's size."
 
 
 class SaveStatistics:

@@ -130,8 +130,8 @@ class Restore:
         self._changed = (*allowed, *warned)
         if warned:
             rank_zero_warn(
-                f"{self.path.name} was saved with other packages, or on a device that went another way, so that this "
-                f"run need not go on bit for bit: {'; '.join(warned)}",
+                f"{self.path.name} was saved with other packages, or on a device with other proofs, so that this "
+                f"run may not continue bit for bit: {'; '.join(warned)}",
                 category=DriftWarning,
             )
 
@@ -195,7 +195,7 @@ class Restore:
     def _gather_live(self, module: LightningModule, optimizers: Iterable[Optimizer]) -> list[LiveNames]:
         """Returns what each rank holds. Communicates once."""
         return self._ranks.attempt_and_gather(
-            "naming what is restored", lambda: name_live(module, optimizers), error_type=CheckpointError
+            "listing the tensors to restore", lambda: name_live(module, optimizers), error_type=CheckpointError
         )
 
     def _recorded_names(self) -> set[str]:
@@ -280,7 +280,7 @@ class Restore:
         )
         check_restored(self.manifest, parts, self._ranks)
         swapped = self._ranks.attempt(
-            "reading what callbacks gave for the model's",
+            "reading the tensors that callbacks saved for the model's",
             lambda: self._sections.merge(_SWAPPED, set(module.state_dict())),
             error_type=CheckpointError,
         )
@@ -362,7 +362,7 @@ class Restore:
             return []
         sections = self._sections
         if num_live != sections.num_optimizers:
-            raise CheckpointError(f"{sections.num_optimizers} optimizers were saved, the run has {num_live}")
+            raise CheckpointError(f"{sections.num_optimizers} optimizers were saved, but the run has {num_live}")
         names = name_parameters(module)
         settled: list[LocalShard] = []
         for index in range(num_live):
@@ -400,7 +400,7 @@ class Restore:
         if self.has_weights_alone:
             return
         problems = self._ranks.attempt_and_gather(
-            "placing the data", lambda: self._place_data(trainer), error_type=CheckpointError
+            "restoring the data's position", lambda: self._place_data(trainer), error_type=CheckpointError
         )
         found = [(rank, problem) for rank, problem in enumerate(problems) if problem is not None]
         if not found:
@@ -408,9 +408,7 @@ class Restore:
         rank, problem = found[0]
         message = f"the position in the data is lost on rank {rank}: {problem}"
         if on_lost == "raise":
-            raise CheckpointError(
-                f"{message}; on_lost_data_position='warn' goes on with the data where the loader then stands"
-            )
+            raise CheckpointError(f"{message}; on_lost_data_position='warn' continues at the loader's own position")
         self._reset_parts.append(f"the position in the data ({problem})")
         rank_zero_warn(message, category=LostDataPositionWarning)
 
@@ -429,7 +427,7 @@ class Restore:
         is_combined = hasattr(trainer.datamodule, "combine_rank_states")  # type: ignore[attr-defined]  # Lightning
         if problem is None and read_saved_states(fit_loop) and not self._match.is_same_data and not is_combined:
             num_live = len({role.data_rank for role in self._roles})
-            return f"{self._sections.num_data_ranks} ranks saved the states of their loaders, {num_live} restore"
+            return f"{self._sections.num_data_ranks} ranks saved the states of their loaders, but {num_live} restore"
         return problem
 
     def apply_rng(self) -> None:
@@ -461,7 +459,7 @@ class Restore:
             "loops, schedulers and precision",
         ]
         num_swapped = sum(name.startswith(SWAPPED_PREFIX) for name in manifest.tensors)
-        kept += [f"{num_swapped} tensors that callbacks give for the model's (an average)"] if num_swapped else []
+        kept += [f"{num_swapped} tensors that callbacks saved for the model's (an average)"] if num_swapped else []
         kept += [f"state of {', '.join(sorted(saved_callbacks))}"] if saved_callbacks else []
         data = type(trainer.datamodule).__qualname__  # type: ignore[attr-defined]  # Lightning sets it
         kept += [f"state of {data} (the data's position)"] if data in self._content["trainer"] else []
@@ -471,7 +469,7 @@ class Restore:
         if not self._match.is_same_role:
             change = f"{manifest.world_size} ranks saved, {self._ranks.world_size} restore"
             if manifest.world_size == self._ranks.world_size:
-                change = "the ranks have other data ranks or stages than those that saved"
+                change = "the ranks have other data ranks or stages than the ranks that saved"
             owner = "that of each data rank" if self._match.is_same_data else "rank 0's"
             owner += ", the data's of all ranks" if self._has_combined else ""
             rebuilt.append(f"placement of tensors ({change}); other state is {owner}")

@@ -87,7 +87,7 @@ def describe_interval(every_n_steps: int | None, batches_per_step: int) -> str |
     if every_n_steps is None or batches_per_step == 1:
         return None
     return (
-        f"Saves every {every_n_steps:,} optimizer steps, which are {every_n_steps * batches_per_step:,} batches by "
+        f"Saves every {every_n_steps:,} optimizer steps, which are {every_n_steps * batches_per_step:,} batches with "
         f"accumulate_grad_batches={batches_per_step}."
     )
 

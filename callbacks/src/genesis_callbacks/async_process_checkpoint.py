@@ -446,7 +446,7 @@ class AsyncProcessCheckpoint(Checkpoint):
             self._leave(trainer, exception)
         except Exception as error:  # a failed device, for example: it must not hide the error that ended training
             text = f"{type(error).__name__}: {error}"
-            warnings.warn(f"not all was done that is due when training ends: {text}", SaveFailedWarning, stacklevel=2)
+            warnings.warn(f"an operation at the end of training failed: {text}", SaveFailedWarning, stacklevel=2)
         finally:
             self._release()
 
@@ -454,7 +454,7 @@ class AsyncProcessCheckpoint(Checkpoint):
         lost = None if self._session is None else self._session.leave(trainer, exception)
         if lost is not None:
             self.lost_ranks = lost
-            warnings.warn(f"{lost} is gone: without it no rank can go on", LostRankWarning, stacklevel=2)
+            warnings.warn(f"{lost} is gone: no rank can continue without it", LostRankWarning, stacklevel=2)
         if self._history.target is not None:
             rank_zero_warn(f"training ended with {type(exception).__name__}; {self._history.describe()}")
 

@@ -308,20 +308,20 @@ class CheckpointVerification(Callback):
             self.last_verified = path
             if log is not None:
                 finite = ", all values finite" if self._is_finite_asked else ""
-                log.write("verified", step=verdict.step, checkpoint=path, text=f"as the live run is{finite}")
+                log.write("verified", step=verdict.step, checkpoint=path, text=f"equal to the live run's{finite}")
         values = {_VERIFIED: float(self.num_verified), _BAD: float(self.num_bad), _SECONDS: self._verify_seconds}
         for logger in trainer.loggers:
             logger.log_metrics(values, step=trainer.global_step)
 
     def _tell(self, path: Path, verdict: _Verdict) -> None:
         at_step = "" if verdict.step is None else f" of step {verdict.step}"
-        message = f"the checkpoint{at_step} at {path} is not what this run must save: {'; '.join(verdict.problems)}"
+        message = f"the checkpoint{at_step} at {path} is incomplete or wrong: {'; '.join(verdict.problems)}"
         if self._on_bad == "warn":
             warnings.warn(f"{message} ({self.num_bad} bad so far)", BadCheckpointWarning, stacklevel=2)
         elif not self._verdict:
             self._verdict = (
-                f"{message}. Training ends here, so that no more of it is lost: fix what saves (or name what need not "
-                "be saved in ignore, or go on with on_bad='warn')"
+                f"{message}. Training ends here, so that no more of it is lost: fix the code that saves (or list "
+                "tensors that need not be saved in ignore, or continue with on_bad='warn')"
             )
 
     def _finish(self, trainer: Trainer) -> None:
@@ -334,7 +334,7 @@ class CheckpointVerification(Callback):
                 return
             if time.monotonic() > deadline_seconds:
                 names = [*self._watch.growing, *(saved.path.name for saved, _ in self._waiting)]
-                rank_zero_warn(f"not verified, because it still changes: {', '.join(names)}")
+                rank_zero_warn(f"not verified, because files still change: {', '.join(names)}")
                 return
             self._judge_waiting(trainer)
             if self._watch.growing:

@@ -127,7 +127,7 @@ def decode_event(line: bytes) -> Event | None:
 def _decode(content: dict[str, Any]) -> Event:
     moment = datetime.fromisoformat(_text(content["time"]))
     if moment.tzinfo is None:
-        raise ValueError("a time without its zone")
+        raise ValueError("a time without a time zone")
     checkpoint, error_class = content.get("checkpoint"), content.get("error_class")
     rank, step = content.get("rank"), content.get("step")
     return Event(
@@ -220,7 +220,7 @@ class EventLog:
         )
         if problem is not None and not self._has_warned:
             self._has_warned = True
-            warnings.warn(f"{problem}; further events that are lost are not reported", EventWarning, stacklevel=2)
+            warnings.warn(f"{problem}; further lost events are not reported", EventWarning, stacklevel=2)
 
     def append(
         self,

@@ -47,7 +47,7 @@ def read_run_dir(given: str | Path) -> Path:
     """
     text = os.fspath(given)
     if not text.strip():
-        raise UserError(f"run_dir is {text!r}: give the run a directory, as runs/NAME")
+        raise UserError(f"run_dir is {text!r}: give the run a directory, such as runs/NAME")
     if _SCHEME.match(text):
         raise UserError(
             f"run_dir is {text!r}, a URL: checkpoints are written into a directory; give one on a disk or a mount, and "

@@ -39,7 +39,7 @@ class Schedule:
             raise UserError(f"the schedule's total is {self.total}: it must be at least 1")
         if min(self.warmup, self.decay) < 0 or self.warmup + self.decay > self.total:
             raise UserError(
-                f"a warm-up of {self.warmup} and a decay of {self.decay} don't fit into a run of {self.total}: "
+                f"a warm-up of {self.warmup} and a decay of {self.decay} do not fit into a run of {self.total}: "
                 "shorten them"
             )
         if not 0.0 <= self.floor <= 1.0:

@@ -86,7 +86,7 @@ class SkipAwareLR(pl.Callback):
         self._warmup = _pick("warmup", unit, warmup_updates, warmup_tokens, warmup_share)
         self._decay = _pick("decay", unit, decay_updates, decay_tokens, decay_share)
         if self._decay is not None and shape != "wsd":
-            raise UserError(f"a decay length is given and the shape is {shape!r}: only wsd has one")
+            raise UserError(f"a decay length is given, but the shape is {shape!r}: only wsd has a decay length")
         if self._total is not None:
             self._plan(int(self._total))
         self._schedule: Schedule | None = None
@@ -199,7 +199,7 @@ class SkipAwareLR(pl.Callback):
             return max(1, self._warmup or 0)  # a constant has no end
         unit = "updates" if self._by == "updates" else "tokens"
         other = ", or max_steps to the Trainer" if unit == "updates" else ""
-        raise UserError(f"the schedule does not know its end: give it total_{unit}{other}")
+        raise UserError(f"the schedule has no end: give total_{unit}{other}")
 
     def _plan(self, total: int) -> Schedule:
         assert self._shape != "own"
@@ -216,8 +216,8 @@ class SkipAwareLR(pl.Callback):
         num_schedulers = len(trainer.lr_scheduler_configs)
         if self._shape != "own" and num_schedulers:
             raise UserError(
-                f"configure_optimizers returns {num_schedulers} LR schedulers, and shape {self._shape!r} sets the rate "
-                'itself: leave them out, or let SkipAwareLR(shape="own") call them after updates only'
+                f"configure_optimizers returns {num_schedulers} LR schedulers, but shape {self._shape!r} sets the rate "
+                'itself: remove them, or let SkipAwareLR(shape="own") call them only after updates'
             )
         if self._shape == "own":
             _refuse_ungatable(trainer, pl_module)
@@ -319,11 +319,11 @@ def _pick(name: str, unit: str, updates: int | None, tokens: int | None, share: 
     lengths: dict[str, int | float | None] = {"updates": updates, "tokens": tokens, "share": share}
     given = {key: value for key, value in lengths.items() if value is not None}
     if len(given) > 1:
-        raise UserError(f"{' and '.join(f'{name}_{key}' for key in given)} are given: give one of them")
+        raise UserError(f"{' and '.join(f'{name}_{key}' for key in given)} are given: give only one of them")
     for key, value in given.items():
         if key not in (unit, "share"):
             raise UserError(
-                f"{name}_{key} is given and the clock counts {unit}: give {name}_{unit}, or another clock by `by`"
+                f"{name}_{key} is given, but the clock counts {unit}: give {name}_{unit}, or another clock by `by`"
             )
         if key == "share" and not 0.0 <= value <= 1.0:
             raise UserError(f"{name}_share is {value}: it is a share of the total, 0 to 1")

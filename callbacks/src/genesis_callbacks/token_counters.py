@@ -78,7 +78,7 @@ def count_tokens(batch: Any) -> int:
         if value is not None:
             return value.numel() if isinstance(value, Tensor) and name != "num_valid_tokens" else int(value)
     raise UserError(
-        f"TokenCounters can't tell how many tokens a batch of type {type(batch).__name__} has: give it count_fn, a "
+        f"TokenCounters cannot count the tokens of a batch of type {type(batch).__name__}: give it count_fn, a "
         "function from a batch to an int (or its dotted path)"
     )
 
@@ -337,9 +337,9 @@ class TokenCounters(pl.Callback):
     def _check_agreement(self, updates_of_ranks: int, world_size: int) -> None:
         if updates_of_ranks != self._updates * world_size:
             raise RankDisagreementError(
-                f"after step {self._step} this rank counts {self._updates} updates and all {world_size} together "
-                f"{updates_of_ranks}: some skipped a window that others did not, so their weights differ. Go back to "
-                "the last checkpoint and let all ranks decide a skip alike (reduce the reason before the step)."
+                f"after step {self._step} this rank counted {self._updates} updates, and all {world_size} ranks "
+                f"{updates_of_ranks}: some skipped a window that others did not, so their weights differ. Go back "
+                "to the last checkpoint and let all ranks skip the same windows (reduce the reason before the step)."
             )
 
     def _log(self, pl_module: pl.LightningModule) -> None:
@@ -373,7 +373,7 @@ def _import_function(path: str) -> Callable[[Any], int]:
     try:
         function: Callable[[Any], int] = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"count_fn {path!r} can't be imported: {error}; write package.module.function") from error
+        raise UserError(f"count_fn {path!r} cannot be imported: {error}; write package.module.function") from error
     return function
 
 

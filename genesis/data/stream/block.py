@@ -336,8 +336,8 @@ class BlockReader:
         first = 0
         for number, last in enumerate(packed.sequence_ends.tolist()):
             starts, sizes = packed.starts[first:last], packed.lengths[first:last]
-            goes_on = bool(sizes[-1] == seq_len and not is_end[starts[-1] + seq_len])
-            lengths[number] = fill_row(rows[number], starts, sizes, read, self._padding_id, goes_on=goes_on)
+            is_continued = bool(sizes[-1] == seq_len and not is_end[starts[-1] + seq_len])
+            lengths[number] = fill_row(rows[number], starts, sizes, read, self._padding_id, is_continued=is_continued)
             mark_piece_ends(ends[number], sizes)
             first = last
         return rows, ends, lengths
