@@ -130,10 +130,10 @@ def fit_two_steps(run_dir) -> None:
 @pytest.mark.process
 def test_loaders_of_another_number_of_ranks_are_refused_with_both_numbers_and_may_be_allowed(tmp_path):
     run_ranks(fit_two_steps, 2, tmp_path)
-    message = r"2 ranks saved the states of their loaders, 1 restore; on_lost_data_position='warn'"
+    message = r"2 ranks saved the states of their loaders, but 1 restore; on_lost_data_position='warn'"
     with pytest.raises(CheckpointError, match=message), pytest.warns(UserWarning, match="training ended"):
         fit(tmp_path, build_counting_loader, max_steps=4)
-    with pytest.warns(LostDataPositionWarning, match="2 ranks saved the states of their loaders, 1 restore"):
+    with pytest.warns(LostDataPositionWarning, match="2 ranks saved the states of their loaders, but 1 restore"):
         fit(tmp_path, build_counting_loader, max_steps=4, on_lost_data_position="warn")
 
 
@@ -165,6 +165,6 @@ def test_an_epoch_that_was_not_counted_is_counted():
 def test_differences_name_their_place():
     assert find_difference({"a": [1, torch.ones(2)]}, {"a": [1, torch.ones(2)]}) is None
     assert find_difference({"a": [1, torch.ones(2)]}, {"a": [1, torch.zeros(2)]}).startswith("a.1 is tensor([0., 0.])")
-    assert find_difference({"a": 1}, {}) == "a was saved and is not there"
+    assert find_difference({"a": 1}, {}) == "a was saved and is missing now"
     assert find_difference({}, {"a": 1}) == "a was not saved"
     assert find_difference({"a": 1}, {"a": True}) == "a is True, but 1 was saved"

@@ -27,7 +27,7 @@ def test_the_interval_is_described_only_where_a_step_is_more_than_a_batch():
     assert describe_interval(None, 4) is None
     assert describe_interval(500, 1) is None
     assert describe_interval(5, 4) == (
-        "Saves every 5 optimizer steps, which are 20 batches by accumulate_grad_batches=4."
+        "Saves every 5 optimizer steps, which are 20 batches with accumulate_grad_batches=4."
     )
 
 
@@ -48,5 +48,5 @@ def test_every_n_steps_counts_optimizer_steps_as_the_run_reports(tmp_path, caplo
     with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
         trainer.fit(BoringModel())
     assert [manifest.step for _, manifest in list_committed(tmp_path)] == [2, 4]
-    assert "Saves every 2 optimizer steps, which are 8 batches by accumulate_grad_batches=4." in caplog.text
+    assert "Saves every 2 optimizer steps, which are 8 batches with accumulate_grad_batches=4." in caplog.text
     assert "bytes of memory on rank 0 for copies." in caplog.text or "KB of memory on rank 0 for copies." in caplog.text

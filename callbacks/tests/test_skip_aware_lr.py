@@ -103,7 +103,7 @@ def test_parts_that_do_not_fit_are_refused() -> None:
         ({"by": "tokens_seen", "warmup_updates": 3}, "the clock counts tokens: give warmup_tokens"),
         ({"total_tokens": 3}, "the clock counts updates: give total_updates"),
         ({"warmup_share": 1.5}, "warmup_share is 1.5"),
-        ({"decay_share": 0.5}, "only wsd has one"),
+        ({"decay_share": 0.5}, "only wsd has a decay length"),
         ({"total_updates": 5, "warmup_updates": 6}, "do not fit into a run of 5"),
         ({"max_replays": -1}, "max_replays is -1"),
     ],
@@ -204,7 +204,7 @@ def test_its_state_comes_back(tmp_path: Path) -> None:
     [
         (Module(), [SkipAwareLR()], {"max_steps": 3}, r"add TokenCounters\(\)"),
         (Module(), [SkipAwareLR(), TokenCounters()], {}, "total_updates, or max_steps"),
-        (Module(), [SkipAwareLR(by="tokens_seen"), TokenCounters()], {"max_steps": 3}, "give it total_tokens$"),
+        (Module(), [SkipAwareLR(by="tokens_seen"), TokenCounters()], {"max_steps": 3}, "give total_tokens$"),
         (
             Module(has_scheduler=True),
             [SkipAwareLR(), TokenCounters()],

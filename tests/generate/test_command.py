@@ -150,7 +150,7 @@ def damaged(run, tmp_path):
         (lambda run, tmp_path: [str(run), "--max-new-tokens", "64"], "ask for at most 63 new tokens"),
         (lambda run, tmp_path: [str(run), "--temperature", "-1"], "temperature is -1"),
         (lambda run, tmp_path: [str(run), "--temprature", "1"], "did you mean --temperature"),
-        (lambda run, tmp_path: [str(run), "--tokenizer", str(tmp_path / "none")], "none, which is not there"),
+        (lambda run, tmp_path: [str(run), "--tokenizer", str(tmp_path / "none")], "none, which does not exist"),
         (bad_tokenizer, "was trained with"),
         (damaged, "its bytes have changed"),
     ],

@@ -74,7 +74,7 @@ def test_any_difference_in_any_round_is_named(of_one: Round, words: str) -> None
 def test_a_loss_that_differs_before_any_resume_points_at_the_recipe() -> None:
     before, after = (LossDifference(step, "train/loss", "5.5", "5.6", start) for step, start in ((7, 1), (41, 2)))
     assert "the recipe is not deterministic" in summarise(report(round_of(WEIGHTS, before, after)))[-1]
-    assert "may not be in its checkpoint" in summarise(report(round_of(WEIGHTS, after)))[-1]
+    assert "may lack state that the recipe needs" in summarise(report(round_of(WEIGHTS, after)))[-1]
 
 
 def test_fewer_kills_than_wanted_are_not_a_success() -> None:
