@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import torch
+
 from genesis.arguments import Parser
 from genesis.checkpoint_reference import find_export
 from genesis.cli.export import check_can_prove, print_proof
@@ -18,6 +20,8 @@ Example: genesis import Qwen/Qwen3-0.6B runs/qwen
          genesis import exports/demo runs/old
          genesis fit --config runs/old/recipe.yaml --data.corpus corpora/demo"""
 
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
 
 def main(argv: list[str]) -> int:
     """Runs `genesis import` and returns its exit status."""
@@ -30,6 +34,7 @@ def main(argv: list[str]) -> int:
         directory,
         arguments.out,
         has_tokenizer=not arguments.no_tokenizer,
+        dtype=_DTYPES[arguments.dtype],
         download=download,
         compares_models=arguments.proof == "full",
     )
@@ -56,6 +61,13 @@ def _build_parser() -> Parser:
     )
     parser.add_argument("out", type=Path, help="the run's directory to create; it must not exist")
     parser.add_argument("--no_tokenizer", action="store_true", help="import only the weights, not the tokenizer")
+    parser.add_argument(
+        "--dtype",
+        choices=tuple(_DTYPES),
+        default="float32",
+        help="type of the checkpoint's weights: float32 to train all of them; bfloat16, if they are in it, for a base "
+        "beside adapters, in half the memory (default %(default)s)",
+    )
     parser.add_argument(
         "--proof",
         choices=("full", "weights"),

@@ -64,7 +64,13 @@ def read_tokenizer(directory: Path, config: DecoderConfig) -> Tokenizer:
 
 
 def import_directory(
-    directory: Path, out: Path, *, has_tokenizer: bool, download: Download | None = None, compares_models: bool = True
+    directory: Path,
+    out: Path,
+    *,
+    has_tokenizer: bool,
+    dtype: torch.dtype = torch.float32,
+    download: Download | None = None,
+    compares_models: bool = True,
 ) -> dict[str, Any]:
     """Makes the run's directory `out` with one committed checkpoint of a model's weights and returns the proof.
 
@@ -75,6 +81,7 @@ def import_directory(
         directory: A directory in Hugging Face's layout.
         out: The run's directory to create; it must not exist.
         has_tokenizer: Whether to import the tokenizer as well.
+        dtype: Of the checkpoint's weights: float32 to train all of them, bfloat16 for a base beside adapters.
         download: The download that `directory` comes from; the proof names its repository and commit.
         compares_models: Whether the proof compares logits and generated text, beside weights and tokenizer.
 
@@ -86,12 +93,13 @@ def import_directory(
     family, config = read_shape(directory)
     tokenizer = read_tokenizer(directory, config) if has_tokenizer else None
     found = read_weights(directory, config, family)
+    _check_lossless(directory, found, dtype)
     num_bytes = sum(tensor.numel() for tensor in found.values()) * torch.float32.itemsize
-    num_widened = sum(tensor.numel() for tensor in found.values() if tensor.dtype != torch.float32)
+    num_widened = sum(tensor.numel() for tensor in found.values() if tensor.dtype != dtype)
     if compares_models:
         _check_memory(num_bytes)
     with staged(out, num_bytes + num_bytes // 10 + num_widened * torch.float32.itemsize) as staging:
-        state = _widen(found, staging / _WIDENED_NAME)
+        state = _widen(found, staging / _WIDENED_NAME) if dtype == torch.float32 else found
         if tokenizer is not None:
             write_files(tokenizer.files, staging)
         checkpoint = save_weights(state, config, tokenizer, RunDirectory(staging).checkpoints)
@@ -106,6 +114,18 @@ def import_directory(
         proof |= describe_source(download)
         write_proof(staging, proof)
     return proof
+
+
+def _check_lossless(directory: Path, state: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Checks that no weight is rounded.
+
+    Raises:
+        UserError: A weight has a finer type, or another of the same size.
+    """
+    other = next((name for name, tensor in state.items() if tensor.dtype != dtype), None)
+    if dtype != torch.float32 and other is not None:
+        found, wanted = (str(one).removeprefix("torch.") for one in (state[other].dtype, dtype))
+        raise UserError(f"{directory}: {other} is {found}, which --dtype {wanted} would round: leave --dtype out")
 
 
 def _widen(state: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:

@@ -42,6 +42,8 @@ _PLAIN: Final[Mapping[str, tuple[Any, ...]]] = {
     "alora_invocation_tokens": (None,),
     "arrow_config": (None,),
     "use_qalora": (False,),
+    # The others (pissa, olora, corda, loftq, ...) change the base's weights, too.
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }
 """Options of PEFT's with the values that the decoder's adapters have."""
 

@@ -148,8 +148,8 @@ class AdaptedLinear(nn.Linear, Part):
 
     @property
     def flops_per_token(self) -> int:
-        """Six for each weight of the adapter, less the gradient of the frozen weight, which is counted by the part."""
-        return 6 * (self.lora_A.numel() + self.lora_B.numel()) - 2 * self.weight.numel()
+        """The adapter's weights multiply every token; the part around this layer counts the base's."""
+        return 6 * (self.lora_A.numel() + self.lora_B.numel())
 
     def forward(self, x: Float[Tensor, "*N I"]) -> Float[Tensor, "*N O"]:
         """Returns what the base gives, and what the adapter adds."""

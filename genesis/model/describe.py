@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from genesis.model.adapter import AdapterConfig, attach_adapters, find_linears
 from genesis.model.decoder import Decoder, DecoderConfig
 
 BFLOAT16_BYTES, FLOAT32_BYTES = 2, 4
@@ -65,10 +66,22 @@ def describe(config: DecoderConfig) -> Description:
     )
 
 
-def count_flops_per_token(config: DecoderConfig, seq_len: int) -> float:
-    """Returns the floating-point operations of a token's forward and backward, attention included."""
+def count_flops_per_token(config: DecoderConfig, seq_len: int, adapter: AdapterConfig | None = None) -> float:
+    """Returns the floating-point operations of a token's forward and backward, attention included.
+
+    Beside adapters, the gradients of frozen weights are not computed: a third of their products.
+    """
     costs = describe(replace(config, max_seq_len=seq_len))
-    return costs.flops_per_token + costs.attention_flops_per_token
+    total = costs.flops_per_token + costs.attention_flops_per_token
+    if adapter is None:
+        return total
+    with torch.device("meta"):
+        decoder = Decoder(config)
+        adapted = attach_adapters(decoder, adapter)
+    frozen = sum(layer.weight.numel() for layer in find_linears(decoder).values())
+    if not decoder.output_weight.requires_grad:
+        frozen += decoder.output_weight.numel()
+    return total - 2 * frozen + sum(layer.flops_per_token for layer in adapted.values())
 
 
 def _part_of(name: str) -> str:

@@ -5,6 +5,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 
 from genesis.device import is_host, name_device
+from genesis.model.adapter import AdapterConfig
 from genesis.model.decoder import DecoderConfig
 from genesis.model.describe import count_flops_per_token
 from genesis_callbacks.device_peaks import PeakType, compute_mfu, read_peak_flops
@@ -25,11 +26,12 @@ class MFUMeter:
     Args:
         trainer: Whose strategy has set the device up.
         decoder: What trains.
+        adapter: The adapters that train in its place; None where all of it trains.
     """
 
-    def __init__(self, trainer: pl.Trainer, decoder: DecoderConfig) -> None:
+    def __init__(self, trainer: pl.Trainer, decoder: DecoderConfig, adapter: AdapterConfig | None = None) -> None:
         device = trainer.strategy.root_device
-        self._decoder = decoder
+        self._decoder, self._adapter = decoder, adapter
         self._flops_per_token: dict[int, float] = {}
         self._peak: float | None = None
         if is_host(device.type):
@@ -50,5 +52,5 @@ class MFUMeter:
         if self._peak is None:
             return {}
         if seq_len not in self._flops_per_token:
-            self._flops_per_token[seq_len] = count_flops_per_token(self._decoder, seq_len)
+            self._flops_per_token[seq_len] = count_flops_per_token(self._decoder, seq_len, self._adapter)
         return {"train/mfu": compute_mfu(tokens_per_second, self._flops_per_token[seq_len], self._peak)}

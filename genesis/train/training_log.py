@@ -190,8 +190,8 @@ class TrainingLog(pl.Callback):
 
 
 def _build_meter(trainer: pl.Trainer, pl_module: pl.LightningModule) -> MFUMeter | None:
-    config = vars(pl_module).get("decoder_config")
-    return MFUMeter(trainer, config) if isinstance(config, DecoderConfig) else None
+    config, adapter = (vars(pl_module).get(name) for name in ("decoder_config", "adapter_config"))
+    return MFUMeter(trainer, config, adapter) if isinstance(config, DecoderConfig) else None
 
 
 def _describe_parts(window: WindowFigures) -> dict[str, float]:

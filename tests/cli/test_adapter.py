@@ -1,6 +1,7 @@
 """Adapters through the commands: trained beside a frozen base, saved, resumed, refused where they do not fit."""
 
 import hashlib
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from genesis_callbacks.checkpoint import read_manifest, read_tensors, verify
 from tests.cli.conftest import Genesis
 from tests.cli.test_run import committed_steps, losses
 from tests.cli.tiny import build_recipe, write_recipe
+from tests.serve.test_ids import ask_all
 
 ADAPTER: dict[str, Any] = {"rank": 4, "alpha": 8.0, "dropout": 0.1}
 
@@ -168,3 +170,35 @@ def test_adapters_that_cannot_be_trained_are_refused_in_one_line(
     assert refused.status == 2
     assert message in refused.err
     assert len(refused.err.splitlines()) == 1, refused.err
+
+
+@pytest.mark.slow
+def test_adapters_are_used_exported_and_trained_further_through_the_commands(
+    genesis: Genesis, tuned: Path, tmp_path: Path
+) -> None:
+    run, prompt = str(tmp_path / "tuned"), ("--prompt", "line", "--max-new-tokens", "4", "--temperature", "0")
+    assert genesis("fit", "--config", str(tuned), "--model.adapter.dropout", "0").status == 0
+    shown = genesis("generate", run, *prompt, "--device", "cpu")
+    assert shown.status == 0, shown.err
+    ((status, answer, _),) = ask_all(tmp_path / "tuned", {"model": "latest", "prompt": "line", "max_tokens": 2})
+    assert status == 200, answer
+    refused = genesis("export", run, str(tmp_path / "out"))
+    assert (refused.status, "give --adapter" in refused.err) == (2, True)
+    merged = genesis("export", run, str(tmp_path / "merged"), "--merge")
+    assert merged.status == 0, merged.err
+    assert "merged: logits differ from the adapters' by at most" in merged.out
+    assert genesis("generate", str(tmp_path / "merged"), *prompt, "--device", "cpu").out == shown.out
+    alone = genesis("export", run, str(tmp_path / "adapter"), "--adapter", "--base_name", "ORG/NAME")
+    assert alone.status == 0, alone.err
+    assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["base_model_name_or_path"] == "ORG/NAME"
+    start = ("--model.adapter.start", str(tmp_path / "adapter"))
+    on = genesis("fit", "--config", str(tuned), "--run_dir", str(tmp_path / "on"), *start, "--trainer.max_steps", "1")
+    assert on.status == 0, on.err
+    before = read_tensors(tmp_path / "tuned/checkpoints/step-00000004", prefix="model.")
+    after = read_tensors(tmp_path / "on/checkpoints/step-00000001", prefix="model.")
+    name = "model.decoder.blocks.0.attention.query.lora_A"
+    assert 0 < float((after[name] - before[name]).abs().max()) < 0.02  # one step of 0.01 away
+    other = genesis(
+        "fit", "--config", str(tuned), "--run_dir", str(tmp_path / "x"), *start, "--model.adapter.rank", "2"
+    )
+    assert (other.status, "model.adapter.rank is 2, and the adapters in" in other.err) == (2, True)

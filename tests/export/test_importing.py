@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from genesis.errors import UserError
+from genesis.export.export import ExportOptions, export_checkpoints
 from genesis.export.importing import import_directory, read_tokenizer
 from genesis.generate.load import load_decoder
 from genesis.huggingface.directory import WEIGHTS_NAME
@@ -62,3 +63,17 @@ def test_a_tokenizer_that_cannot_be_taken_over_is_refused_with_the_way_out(expor
     (tmp_path / "tokenizer.json").write_text(json.dumps(fast))
     with pytest.raises(UserError, match=r"no exact fast form.*--no_tokenizer"):
         read_tokenizer(tmp_path, config)
+
+
+def test_weights_are_never_rounded_by_an_import(exported: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"is float32, which --dtype bfloat16 would round: leave --dtype out"):
+        import_directory(exported, tmp_path / "run", has_tokenizer=False, dtype=torch.bfloat16)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_base_for_adapters_keeps_bfloat16(checkpoint: Path, tmp_path: Path) -> None:
+    export_checkpoints([checkpoint], tmp_path / "small", ExportOptions(dtype="bfloat16"))
+    import_directory(tmp_path / "small", tmp_path / "run", has_tokenizer=True, dtype=torch.bfloat16)
+    manifest = read_manifest(tmp_path / "run/checkpoints/step-00000000")
+    assert {record.dtype for record in manifest.tensors.values()} == {"bfloat16"}

@@ -1,5 +1,6 @@
 """Adapters equal PEFT's: the same values, logits and gradients for the same tensors, and nothing else is trained."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from genesis.model.adapter import (
     merge_rows,
 )
 from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.describe import count_flops_per_token
 
 CONFIG = DecoderConfig(
     vocab_size=61, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, max_seq_len=16, norm_eps=1e-5
@@ -172,3 +174,13 @@ def test_the_head_is_trained_beside_adapters_where_it_is_not_the_embedding() -> 
     assert {name for name in trained if not is_adapter_tensor(name)} == {"embedding.weight", "output.weight"}
     with pytest.raises(UserError, match="the base is in bfloat16, in which small updates are lost"):
         attach_adapters(Decoder(untied), AdapterConfig(rank=2, also_train=("head",)), torch.bfloat16)
+
+
+def test_the_flops_of_a_token_leave_out_the_gradients_of_frozen_weights() -> None:
+    adapter = AdapterConfig(rank=2, include=("*.query",))
+    blocks, output = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48), 61 * 32
+    own = 2 * 6 * 2 * (32 + 32)
+    full = count_flops_per_token(CONFIG, 16)
+    assert count_flops_per_token(CONFIG, 16, adapter) == full - 2 * (blocks + output) + own
+    head = replace(adapter, also_train=("embedding",))
+    assert count_flops_per_token(CONFIG, 16, head) == full - 2 * blocks + own

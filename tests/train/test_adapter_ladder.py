@@ -78,6 +78,7 @@ def climb(
         pytest.param("full", 4, DORA, torch.float32, marks=pytest.mark.slow),
         pytest.param("full", 2, LORA, torch.bfloat16, marks=pytest.mark.slow),
         pytest.param("checkpointing", 2, DORA, torch.float32, marks=pytest.mark.slow),
+        pytest.param("compiled_shards", 2, LORA, torch.float32, marks=pytest.mark.slow),
         pytest.param("offload", 2, LORA, torch.float32, marks=pytest.mark.slow),
     ],
 )
