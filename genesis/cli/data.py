@@ -18,9 +18,11 @@ from genesis.cli.options import FAILED_CHECK, PLAIN_WIDTH, build_parser, make, p
 from genesis.data.conversations import ConversationCounts
 from genesis.data.corpus import open_corpus
 from genesis.data.inspect import (
+    Lengths,
     PackingReport,
     Sample,
     draw_samples,
+    measure_lengths,
     report_packings,
     verify_corpus,
     verify_plans,
@@ -41,14 +43,18 @@ needs no plan. Training finds the plan by data.packing and data.seq_len.
 Example: genesis data plan corpora/demo --packing best_fit --seq_len 2048"""
 
 _INSPECT_DESCRIPTION = """Shows the content of a corpus and some decoded samples, with a rule at each document's end.
+Of conversations, the learned text is green, or between \u27e6 and \u27e7 without colors.
 With --seq_len it reports the effect of each packing: fill is the share of positions with a label, truncated the share
-of labels whose document's beginning is cut off, dropped the number of labels that no sequence contains.
+of labels whose document's beginning is cut off, dropped the number of labels that no sequence contains, per sequence
+the mean number of documents.
 Example: genesis data inspect corpora/demo --num_samples 5 --seq_len 2048"""
 
 _VERIFY_DESCRIPTION = """Reads every shard and plan of a corpus, and compares its size and hash with the manifest.
 Exit status 1 if one of them differs. Example: genesis data verify corpora/demo"""
 
 
+_LEARNED = ("\u27e6", "\u27e7")
+"""Marks around learned text where there are no colors."""
 _LABELS_CELL = 5
 """Index of the labels cell among the cells of a source: after its tokens."""
 
@@ -125,7 +131,10 @@ def inspect_main(argv: list[str]) -> int:
     manifest = read_manifest(arguments.corpus)
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     console.print(_manifest_table(arguments.corpus, manifest))
+    _print_chat(console, manifest)
     corpus = open_corpus(arguments.corpus, verify_hashes="never")
+    for lengths in measure_lengths(corpus, options.split):
+        console.print(_describe_lengths(lengths, options.split), highlight=False)
     reports = report_packings(corpus, options.seq_len)
     if reports:
         console.print(_packing_table(reports))
@@ -246,7 +255,17 @@ def _source_cells(source: SourceRecord) -> tuple[str, ...]:
 def _packing_table(reports: Sequence[PackingReport]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title="training set in sequences")
     left = ("packing", "source", "plan")
-    for column in (*left[:2], "seq_len", "sequences", "fill", "truncated", "documents cut", "dropped", left[2]):
+    for column in (
+        *left[:2],
+        "seq_len",
+        "sequences",
+        "per sequence",
+        "fill",
+        "truncated",
+        "documents cut",
+        "dropped",
+        left[2],
+    ):
         table.add_column(column, justify="left" if column in left else "right")
     for report in reports:
         figures = report.figures
@@ -255,6 +274,7 @@ def _packing_table(reports: Sequence[PackingReport]) -> Table:
             report.source,
             f"{report.seq_len:,}",
             f"{figures.num_sequences:,}",
+            f"{figures.num_documents / max(1, figures.num_sequences):.2f}",
             f"{figures.fill(report.seq_len):.2%}",
             f"{figures.num_truncated_tokens / max(1, figures.num_valid_tokens):.2%}",
             f"{figures.num_documents_cut:,} ({figures.num_documents_cut / max(1, figures.num_documents):.2%})",
@@ -264,10 +284,32 @@ def _packing_table(reports: Sequence[PackingReport]) -> Table:
     return table
 
 
+def _describe_lengths(lengths: Lengths, split: str) -> str:
+    return (
+        f"{lengths.source}, {split}: tokens of a conversation: median {lengths.median:,}, p95 {lengths.p95:,}, longest "
+        f"{lengths.longest:,}; {lengths.num_labels:,} of {lengths.num_tokens:,} tokens are learned"
+    )
+
+
+def _color_runs(runs: Sequence[tuple[str, bool]], *, has_colors: bool) -> Text:
+    """Returns a text whose learned runs are in color, or between marks where there are no colors."""
+    text = Text()
+    for run, is_learned in runs:
+        if has_colors:
+            text.append(run, style="green" if is_learned else "")
+        else:
+            text.append(f"{_LEARNED[0]}{run}{_LEARNED[1]}" if is_learned else run)
+    return text
+
+
 def _print_sample(console: Console, sample: Sample) -> None:
     console.rule(f"{sample.shard}, from document {sample.first_document}", style="bold")
     for index, (text, num_tokens) in enumerate(zip(sample.texts, sample.num_tokens, strict=True)):
         is_cut = sample.is_cut and index + 1 == len(sample.texts)
-        console.print(Text("<s>", style="dim"), Text(text), Text("…" if is_cut else "</s>", style="dim"), sep="")
+        if sample.runs is not None:
+            end = Text("…" if is_cut else "", style="dim")
+            console.print(_color_runs(sample.runs[index], has_colors=console.color_system is not None), end, sep="")
+        else:
+            console.print(Text("<s>", style="dim"), Text(text), Text("…" if is_cut else "</s>", style="dim"), sep="")
         labels = "" if sample.num_labels is None else f", {sample.num_labels[index]:,} of them with labels"
         console.rule(f"{num_tokens:,} tokens{labels}" + (" (cut here)" if is_cut else ""), style="dim", align="right")

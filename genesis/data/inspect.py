@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from genesis.data.corpus import Corpus, TokenSource, find_fault
 from genesis.data.manifest import CorpusManifest, ShardRecord, Split, read_manifest
@@ -22,7 +24,8 @@ class Sample:
 
     The last text may be truncated (`is_cut`). `num_tokens` counts the tokens of each whole document with bos and eos.
     Without a tokenizer a text consists of the ids as numbers. `num_labels` counts the tokens with labels of each
-    document; it is None for a source whose tokens all have labels.
+    document; it is None for a source whose tokens all have labels. Where it is not None, `runs` has each text again as
+    (text, whether its tokens have labels), one after the other, control symbols spelled.
     """
 
     source: str
@@ -32,6 +35,19 @@ class Sample:
     num_tokens: tuple[int, ...]
     is_cut: bool
     num_labels: tuple[int, ...] | None = None
+    runs: tuple[tuple[tuple[str, bool], ...], ...] | None = None
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How long the documents of a source are, in tokens, and how many tokens have a label."""
+
+    source: str
+    num_tokens: int
+    num_labels: int
+    median: int
+    p95: int
+    longest: int
 
 
 @dataclass(frozen=True)
@@ -43,6 +59,29 @@ class PackingReport:
     seq_len: int
     figures: PackingFigures
     plan: Literal["ready", "of other shards", "none", "not needed"]
+
+
+def measure_lengths(corpus: Corpus, split: Split) -> list[Lengths]:
+    """Returns the lengths of the documents of each source of conversations; an empty list without such sources."""
+    if corpus.manifest.chat is None:
+        return []
+    found = []
+    for source in corpus.train if split == "train" else corpus.validation:
+        if source.name in corpus.manifest.chat.sources:
+            ends = np.concatenate([np.zeros(1, np.int64), *source.document_ends()])
+            # No label follows from the first token of a document.
+            num_first = int(_labels_at(source, ends[:-1]).sum())
+            num_labels = int(source.count_labels(np.array([0, source.num_tokens]))[1]) - num_first
+            lengths = np.sort(np.diff(ends))
+            median, p95 = (int(lengths[min(len(lengths) - 1, len(lengths) * share // 100)]) for share in (50, 95))
+            found.append(Lengths(source.name, source.num_tokens, num_labels, median, p95, int(lengths[-1])))
+    return found
+
+
+def _labels_at(source: TokenSource, places: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Returns 1 for each of these positions whose token has a label by the label column, else 0."""
+    both = np.stack((places, places + 1), axis=1).reshape(-1)
+    return np.diff(source.count_labels(both))[::2]
 
 
 def report_packings(corpus: Corpus, seq_len: int | None) -> list[PackingReport]:
@@ -158,8 +197,12 @@ def draw_samples(corpus: Corpus, split: Split, num_samples: int, sample_tokens: 
         shard = source.shard(number)
         first = int(drawn - (ends[which] - shard.num_documents))
         texts, lengths, is_cut = _read_sample(source, number, tokenizer, first, sample_tokens)
-        num_labels = _count_labels(source, source.document_start(number, first), lengths)
-        samples.append(Sample(source.name, shard.path, first, texts, lengths, is_cut, num_labels))
+        start = source.document_start(number, first)
+        num_labels = _count_labels(source, start, lengths)
+        runs = None
+        if num_labels is not None and tokenizer is not None:
+            runs = _read_runs(source, tokenizer, start, lengths, sample_tokens)
+        samples.append(Sample(source.name, shard.path, first, texts, lengths, is_cut, num_labels, runs))
     return samples
 
 
@@ -170,6 +213,28 @@ def _count_labels(source: TokenSource, start: int, lengths: Sequence[int]) -> tu
     ends = start + np.cumsum(lengths)
     counts = (source.count_labels(np.array([end - length + 1, end])) for end, length in zip(ends, lengths, strict=True))
     return tuple(int(count[1]) for count in counts)
+
+
+def _read_runs(
+    source: TokenSource, tokenizer: Tokenizer, start: int, lengths: Sequence[int], sample_tokens: int
+) -> tuple[tuple[tuple[str, bool], ...], ...]:
+    """Returns the text of each run of tokens with and without labels, document by document, up to `sample_tokens`."""
+    documents, end = [], start + sample_tokens
+    for length in lengths:
+        count = min(length, end - start)
+        tokens, has_label = np.empty(count, np.int64), np.empty(count, np.bool_)
+        source.read(start, tokens)
+        source.read_labels(start, has_label)
+        has_label[0] = False
+        edges = [0, *(np.flatnonzero(np.diff(has_label)) + 1).tolist(), count]
+        documents.append(
+            tuple(
+                (tokenizer.spell(tokens[first:last].tolist(), has_controls=True), bool(has_label[first]))
+                for first, last in pairwise(edges)
+            )
+        )
+        start += length
+    return tuple(documents)
 
 
 def _read_sample(

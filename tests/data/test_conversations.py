@@ -348,3 +348,33 @@ def test_the_commands_print_counts_labels_and_the_template(directory: Path, caps
     assert "chat: 2 conversations; 1 skipped as bad" in printed.out
     assert "skip.jsonl, line 2: the conversation is empty" in printed.err
     assert inspect_main([str(directory / "corpora" / "command"), "--num_samples", "1"]) == 0
+    assert "learned: assistant\nchat: 2 conversations; 1 skipped as bad\n" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("here")
+def test_inspect_shows_what_is_learned_the_lengths_and_conversations_per_sequence(
+    directory: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = options_for(directory, name="shown", validation_fraction=0.0, packing="best_fit", seq_len=256)
+    prepare_corpus(options)
+    arguments = [str(options.corpus), "--num_samples", "1", "--sample_tokens", "100000"]
+    assert inspect_main(arguments) == 0
+    printed = capsys.readouterr().out
+    rendered = [render(tokenizer, chat) for chat in CHATS]
+    lengths = sorted(len(one.ids) for one in rendered)
+    num_learned = sum(int(one.trained.sum()) for one in rendered)
+    assert (
+        f"median {lengths[30]}, p95 {lengths[57]}, longest {lengths[-1]}; {num_learned:,} of {sum(lengths):,} tokens are"
+        in " ".join(printed.split())
+    )
+    assert "<|im_start|>assistant\n\u27e6answer " in printed
+    assert "<|im_end|>\u27e7\n" in printed
+    plan = json.loads((options.corpus / "packing/best_fit-256/plan.json").read_text())
+    num_sequences = plan["sources"]["chat"]["figures"]["num_sequences"]
+    assert f" {NUM_CHATS / num_sequences:.2f} " in printed
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLORTERM", "truecolor")
+    assert inspect_main(arguments) == 0
+    colored = capsys.readouterr().out
+    assert "\x1b[32manswer " in colored
+    assert "\u27e6" not in colored
