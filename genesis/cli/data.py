@@ -45,8 +45,7 @@ Example: genesis data plan corpora/demo --packing best_fit --seq_len 2048"""
 _INSPECT_DESCRIPTION = """Shows the content of a corpus and some decoded samples, with a rule at each document's end.
 Of conversations, the learned text is green, or between \u27e6 and \u27e7 without colors.
 With --seq_len it reports the effect of each packing: fill is the share of positions with a label, truncated the share
-of labels whose document's beginning is cut off, dropped the number of labels that no sequence contains, per sequence
-the mean number of documents.
+of labels whose document's beginning is cut off, dropped the number of labels that no sequence contains.
 Example: genesis data inspect corpora/demo --num_samples 5 --seq_len 2048"""
 
 _VERIFY_DESCRIPTION = """Reads every shard and plan of a corpus, and compares its size and hash with the manifest.
@@ -138,6 +137,8 @@ def inspect_main(argv: list[str]) -> int:
     reports = report_packings(corpus, options.seq_len)
     if reports:
         console.print(_packing_table(reports))
+    for line in _describe_sequences(reports, manifest):
+        console.print(line, highlight=False)
     for sample in draw_samples(corpus, options.split, options.num_samples, options.sample_tokens, options.seed):
         _print_sample(console, sample)
     return 0
@@ -255,17 +256,7 @@ def _source_cells(source: SourceRecord) -> tuple[str, ...]:
 def _packing_table(reports: Sequence[PackingReport]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title="training set in sequences")
     left = ("packing", "source", "plan")
-    for column in (
-        *left[:2],
-        "seq_len",
-        "sequences",
-        "per sequence",
-        "fill",
-        "truncated",
-        "documents cut",
-        "dropped",
-        left[2],
-    ):
+    for column in (*left[:2], "seq_len", "sequences", "fill", "truncated", "documents cut", "dropped", left[2]):
         table.add_column(column, justify="left" if column in left else "right")
     for report in reports:
         figures = report.figures
@@ -274,7 +265,6 @@ def _packing_table(reports: Sequence[PackingReport]) -> Table:
             report.source,
             f"{report.seq_len:,}",
             f"{figures.num_sequences:,}",
-            f"{figures.num_documents / max(1, figures.num_sequences):.2f}",
             f"{figures.fill(report.seq_len):.2%}",
             f"{figures.num_truncated_tokens / max(1, figures.num_valid_tokens):.2%}",
             f"{figures.num_documents_cut:,} ({figures.num_documents_cut / max(1, figures.num_documents):.2%})",
@@ -289,6 +279,15 @@ def _describe_lengths(lengths: Lengths, split: str) -> str:
         f"{lengths.source}, {split}: tokens of a conversation: median {lengths.median:,}, p95 {lengths.p95:,}, longest "
         f"{lengths.longest:,}; {lengths.num_labels:,} of {lengths.num_tokens:,} tokens are learned"
     )
+
+
+def _describe_sequences(reports: Sequence[PackingReport], manifest: CorpusManifest) -> Iterator[str]:
+    """Yields how many conversations a sequence holds, for each packing."""
+    for report in reports:
+        if manifest.chat is not None and report.source in manifest.chat.sources:
+            mean = report.figures.num_documents / max(1, report.figures.num_sequences)
+            packing = f"{report.packing} at seq_len {report.seq_len:,}"
+            yield f"{report.source}, {packing}: {mean:.2f} conversations per sequence"
 
 
 def _color_runs(runs: Sequence[tuple[str, bool]], *, has_colors: bool) -> Text:

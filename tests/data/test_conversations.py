@@ -364,14 +364,14 @@ def test_inspect_shows_what_is_learned_the_lengths_and_conversations_per_sequenc
     lengths = sorted(len(one.ids) for one in rendered)
     num_learned = sum(int(one.trained.sum()) for one in rendered)
     assert (
-        f"median {lengths[30]}, p95 {lengths[57]}, longest {lengths[-1]}; {num_learned:,} of {sum(lengths):,} tokens are"
+        f"median {lengths[30]}, p95 {lengths[57]}, longest {lengths[-1]}; {num_learned:,} of {sum(lengths):,} tokens"
         in " ".join(printed.split())
     )
     assert "<|im_start|>assistant\n\u27e6answer " in printed
     assert "<|im_end|>\u27e7\n" in printed
     plan = json.loads((options.corpus / "packing/best_fit-256/plan.json").read_text())
     num_sequences = plan["sources"]["chat"]["figures"]["num_sequences"]
-    assert f" {NUM_CHATS / num_sequences:.2f} " in printed
+    assert f"best_fit at seq_len 256: {NUM_CHATS / num_sequences:.2f} conversations per sequence" in printed
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLORTERM", "truecolor")
     assert inspect_main(arguments) == 0

@@ -232,6 +232,12 @@ def _begin(options: CleanOptions, plan: dict[str, Any]) -> None:
 def _describe_plan(options: CleanOptions, files: dict[str, tuple[InputFile, ...]]) -> dict[str, Any]:
     described = {key: value for key, value in asdict(options).items() if key not in _EXECUTION}
     described["stages"] = [{"filter": stage.name, **asdict(stage)} for stage in options.stages]
+    for source in (
+        *described["sources"],
+        *(one for stage in described["stages"] for one in stage.get("evaluation", ())),
+    ):
+        if source["chat"] is None:
+            del source["chat"]  # plans of earlier versions have no such key
     plan = {
         "version": _PLAN_VERSION,
         "datatrove": read_versions()["datatrove"],

@@ -16,6 +16,7 @@ from datatrove.pipeline.decont import NGramsDecontConfig, NGramsDecontFilter
 from datatrove.utils.hashing import create_hash_func
 from datatrove.utils.text import ngrams, simplify_text
 
+from genesis.chat.conversation import load_conversation
 from genesis.data.clean.words import HASH, Words
 from genesis.data.sources import SourceOptions, Span, check_sources, read_documents
 from genesis.errors import UserError
@@ -83,7 +84,8 @@ class EvaluationIndex(PipelineStep):  # type: ignore[misc]
         hashes: set[int] = set()
         for span in self._spans[source.name]:
             for document in read_documents(source, span):
-                runs = list(ngrams(words.word_tokenize(simplify_text(document.text)), config.n_grams))
+                text = document.text if source.chat is None else load_conversation(document.text).plain_text()
+                runs = list(ngrams(words.word_tokenize(simplify_text(text)), config.n_grams))
                 self.stat_update("texts")
                 if not runs:
                     self.stat_update("texts_too_short")

@@ -20,6 +20,7 @@ import zstandard
 from datatrove.data import Document, DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
+from genesis.chat.conversation import load_conversation
 from genesis.data.cache import open_copy
 from genesis.data.clean.filters import FIELDS, LANGUAGE
 from genesis.data.remote import RemoteFile, file_name, is_url
@@ -29,6 +30,8 @@ from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis_callbacks.files import replace_file, replacing
 
+CONVERSATION = "conversation"
+"""The key of a document's metadata with its conversation as it is written; the text holds only what is said."""
 SOURCE = "source"
 """The key of a document's source in the metadata and in the written records."""
 NUM_TOKENS = "num_tokens"
@@ -91,8 +94,10 @@ class SourceReader(PipelineStep):  # type: ignore[misc]
         """Yields the documents of the task `rank`."""
         assert data is None
         for name, span in self._spans[rank]:
-            for number, (text, fields) in enumerate(_read(self._sources[name], span, self._fields)):
+            for number, (text, fields, conversation) in enumerate(_read(self._sources[name], span, self._fields)):
                 metadata: dict[str, Any] = {SOURCE: name}
+                if conversation is not None:
+                    metadata[CONVERSATION] = conversation
                 if fields:
                     metadata[FIELDS] = fields
                 num_tokens = self._counter.count(text)
@@ -200,8 +205,21 @@ def write_durably(path: Path, data: bytes) -> None:
 # Reading with fields
 
 
-def _read(source: SourceOptions, span: Span, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the texts of a span, and of each record the fields `names` that it has."""
+def _read(
+    source: SourceOptions, span: Span, names: Sequence[str]
+) -> Iterator[tuple[str, dict[str, Any], dict[str, Any] | None]]:
+    """Yields the texts of a span, of each record the fields `names` that it has, and its conversation if it is one."""
+    if source.chat is None:
+        yield from ((text, fields, None) for text, fields in _read_texts(source, span, names))
+        return
+    for document in read_documents(source, span):
+        assert document.record is not None, "a record of conversations"
+        fields = {name: document.record[name] for name in names if document.record.get(name) is not None}
+        yield load_conversation(document.text).plain_text(), fields, json.loads(document.text)
+
+
+def _read_texts(source: SourceOptions, span: Span, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the texts of a span of plain text, and of each record the fields `names` that it has."""
     texts = read_documents(source, span)
     if not names:
         yield from ((document.text, {}) for document in texts)
@@ -266,6 +284,9 @@ def _line(value: object) -> bytes:
 
 def _published(document: Document) -> dict[str, Any]:
     known = {key: document.metadata[key] for key in (SOURCE, LANGUAGE) if key in document.metadata}
+    if CONVERSATION in document.metadata:
+        fields = document.metadata.get(FIELDS, {})
+        return {**fields, **document.metadata[CONVERSATION], "id": document.id, **known}
     return {**document.metadata.get(FIELDS, {}), "text": document.text, "id": document.id, **known}
 
 

@@ -24,7 +24,7 @@ from genesis.data.clean.filters import (
     Score,
 )
 from genesis.data.clean.stages import Account, FilterStage, RemovalStage
-from genesis.data.sources import InputFile, SourceOptions, Span, check_sources, plan_spans
+from genesis.data.sources import InputFile, SourceOptions, Span, check_sources, plan_spans, refuse_conversations
 from genesis.errors import UserError
 
 CLEAN_DIRECTORY = ".clean"
@@ -97,6 +97,11 @@ class CleanOptions:
                 raise UserError(
                     f"stage {number} ({stage.name}) asks for languages, which no language filter before it has found; "
                     "put `- filter: language` above it"
+                )
+            if isinstance(stage, C4Quality):
+                of_stage = [source for source in self.sources if not stage.sources or source.name in stage.sources]
+                refuse_conversations(
+                    of_stage, f"which are kept or dropped whole; list other sources for stage {number} (c4_quality)"
                 )
             has_language = has_language or isinstance(stage, Language)
 

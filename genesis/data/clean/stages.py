@@ -16,7 +16,7 @@ from datatrove.data import Document, DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.filters.base_filter import BaseFilter, get_filter_result
 
-from genesis.data.clean.documents import NUM_TOKENS, SOURCE, TokenCounter, write_durably
+from genesis.data.clean.documents import CONVERSATION, NUM_TOKENS, SOURCE, TokenCounter, write_durably
 from genesis.data.clean.filters import LANGUAGE
 
 EXAMPLE_CHARACTERS = 600
@@ -67,7 +67,7 @@ class Stage(PipelineStep):  # type: ignore[misc]
         self.stat_update(f"dropped.{reason}")
         self._num_by_reason[reason] += 1
         if self._num_by_reason[reason] <= self._account.num_examples:
-            notes = {key: value for key, value in document.metadata.items() if key not in known}
+            notes = {key: value for key, value in document.metadata.items() if key not in (*known, CONVERSATION)}
             text = document.text[:EXAMPLE_CHARACTERS]
             self._examples.append(Example(reason, notes, document.id, document.metadata[SOURCE], text))
 
@@ -119,6 +119,7 @@ class FilterStage(Stage):
         with self.track_time():
             is_kept, reason = get_filter_result(self._inner.filter(document))
         if is_kept and document.text != before:
+            assert CONVERSATION not in document.metadata, "the options refuse filters that change conversations"
             return self._take_new_text(document)
         return bool(is_kept), reason or "dropped"
 
