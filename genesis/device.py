@@ -105,11 +105,20 @@ def read_peak_memory(kind: str, index: int | None = None) -> PeakMemory | None:
     return PeakMemory(int(module.max_memory_allocated(index)), int(module.max_memory_reserved(index)))
 
 
+def counts_memory(kind: str) -> bool:
+    """Returns whether torch counts the memory of a kind of device; it sets no device up."""
+    return is_available(kind) and hasattr(_find_module(kind), "max_memory_allocated")
+
+
 def reset_peak_memory(kind: str) -> None:
     """Begins to look for the peak again."""
-    reset = getattr(_find_module(kind), "reset_peak_memory_stats", None)
-    if reset is not None:
-        reset()
+    module = _find_module(kind)
+    if not hasattr(module, "reset_peak_memory_stats"):
+        return
+    assert module is not None
+    if hasattr(module, "init"):  # before that torch has no allocator whose peak it could reset
+        module.init()
+    module.reset_peak_memory_stats()
 
 
 def limit_memory(kind: str, num_bytes: int) -> bool:

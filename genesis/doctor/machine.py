@@ -23,6 +23,7 @@ from genesis.device import (
     name_device,
     read_capability,
     read_properties,
+    select_device,
     synchronize,
 )
 from genesis.doctor.probe import Probe, SkippedError
@@ -107,14 +108,15 @@ def measure_copies(probe: Probe) -> None:
     pageable = torch.ones(num_bytes, dtype=torch.uint8)
     pinned = _pin(probe, pageable)
     for index in range(count_devices(kind)):
+        select_device(kind, index)  # `synchronize` waits for the current device
         there = torch.empty(num_bytes, dtype=torch.uint8, device=torch.device(kind, index))
         for label, host in (("pinned", pinned), ("pageable", pageable)):
             if host is None:
                 continue
             probe.figure(f"host to {kind} {index}, {label}", _time_copy(kind, host, there), "GB/s")
-            back = host.clone().zero_() if label == "pageable" else host
-            probe.figure(f"{kind} {index} to host, {label}", _time_copy(kind, there, back), "GB/s")
-            probe.check(f"bytes come back from {kind} {index}, {label}", bool((back == 1).all()))
+            host.zero_()
+            probe.figure(f"{kind} {index} to host, {label}", _time_copy(kind, there, host), "GB/s")
+            probe.check(f"bytes come back from {kind} {index}, {label}", bool((host == 1).all()))
         probe.figure(f"copy within {kind} {index}", _time_copy(kind, there, torch.empty_like(there)), "GB/s")
     _measure_peers(probe, num_bytes)
 
@@ -145,6 +147,7 @@ def _measure_peers(probe: Probe, num_bytes: int) -> None:
     pairs = list(itertools.permutations(range(count_devices(kind)), 2))
     without = []
     for source, target in pairs:
+        select_device(kind, source)  # whose stream makes the copy
         there = torch.ones(num_bytes, dtype=torch.uint8, device=torch.device(kind, source))
         copy = torch.empty(num_bytes, dtype=torch.uint8, device=torch.device(kind, target))
         probe.figure(f"{kind} {source} to {kind} {target}", _time_copy(kind, there, copy), "GB/s")

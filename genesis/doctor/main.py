@@ -14,7 +14,7 @@ from typing import Any, Final
 from rich.console import Console
 
 from genesis.arguments import Parser
-from genesis.device import CPU, check_available, find_kind, is_host, read_properties
+from genesis.device import check_available, counts_memory, find_kind, is_host
 from genesis.doctor.parts import PARTS, Part, find_part
 from genesis.doctor.probe import Task, read_findings
 from genesis.doctor.report import begin_report, describe_part, judge, print_report, write_report
@@ -115,7 +115,7 @@ def _choose_parts(text: str) -> Sequence[str]:
 
 
 def _is_large(kind: str) -> bool:
-    return not is_host(kind) and kind != CPU and read_properties(kind) is not None
+    return not is_host(kind) and counts_memory(kind)
 
 
 def _run_part(part: Part, options: argparse.Namespace, size: str) -> dict[str, Any]:
