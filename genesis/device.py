@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 import torch
+from torch import Tensor
 
 from genesis.errors import UserError
 
@@ -81,6 +82,15 @@ def read_capability(device: torch.device) -> tuple[int, int] | None:
     read = getattr(_find_module(device.type), "get_device_capability", None)
     found = None if read is None else read(device)
     return found if isinstance(found, tuple) else None
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Returns a tensor of the host on a device, without a wait for what the device has yet to do where that is safe.
+
+    CUDA takes a copy of pageable memory before the call returns, so that the host may change or free the tensor. Of
+    other kinds this is not known, and the host waits.
+    """
+    return tensor.to(device, non_blocking=device.type == "cuda")
 
 
 def select_device(kind: str, index: int) -> None:

@@ -13,7 +13,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,16 +21,23 @@ from torch import Tensor
 
 from genesis import loss
 from genesis.arguments import Parser
-from genesis.device import CPU, check_available, is_host, name_device, read_peak_memory, reset_peak_memory, synchronize
-from genesis.generate import sample
+from genesis.device import (
+    CPU,
+    check_available,
+    is_host,
+    name_device,
+    read_peak_memory,
+    reset_peak_memory,
+    send,
+    synchronize,
+)
 from genesis.generate.batch import Batch, Request
-from genesis.generate.load import avoid_planned_attention
-from genesis.generate.sample import SamplingOptions, sample_token
+from genesis.generate.load import prepare_device
+from genesis.generate.sample import RowSampler, SamplingOptions
+from genesis.model import attend
 from genesis.model.decoder import Decoder, DecoderConfig
 
 _REPEATS: Final = 7
-_SAMPLER_NAME: Final = "sample_tokens"
-"""Function of `genesis.generate.sample` that takes logits [B, V] on the device, options and generators, a list each."""
 
 SIZES: Final[dict[str, dict[str, int]]] = {
     "tiny": {"rows": 2, "vocab": 512, "dim": 64, "layers": 2, "tokens": 256, "new": 4, "heads": 4},
@@ -54,26 +60,34 @@ def _time(kind: str, work: Callable[[], object]) -> float:
 # ---- sampling
 
 
+def _sample_row(logits: Tensor, options: SamplingOptions, generator: torch.Generator) -> int:
+    """Returns a token as before: from the logits of one row, on the host."""
+    if options.is_greedy:
+        return int(logits.argmax())
+    probs, order = (logits / options.temperature).softmax(dim=0).sort(descending=True, stable=True)
+    probs = probs.masked_fill(probs.cumsum(dim=0) - probs >= options.top_p, 0.0)
+    return int(order[torch.multinomial(probs, 1, generator=generator)])
+
+
 def measure_sampling(kind: str, size: dict[str, int]) -> dict[str, Any]:
-    """Measures a step's sampling for all rows: row by row on the host, and batched on the device if that exists."""
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(size["rows"], size["vocab"], generator=generator).to(kind)
-    batched = getattr(sample, _SAMPLER_NAME, None)
+    """Measures a step's sampling for all rows: row by row on the host, and all at once where the logits are."""
+    generator, device = torch.Generator().manual_seed(0), torch.device(kind)
+    logits = torch.randn(size["rows"], size["vocab"], generator=generator).to(device)
     result: dict[str, Any] = {"unit": "s per step", "rows": size["rows"], "vocabulary": size["vocab"]}
     for name, options in (("greedy", SamplingOptions(temperature=0.0)), ("top_p", SamplingOptions(top_p=0.9))):
         generators = [torch.Generator().manual_seed(row) for row in range(size["rows"])]
+        sampler = RowSampler([options] * size["rows"], size["vocab"], device)
 
         def by_row(options: SamplingOptions = options, generators: list[torch.Generator] = generators) -> list[int]:
             lines = logits.float().cpu()
-            return [sample_token(line, options, own) for line, own in zip(lines, generators, strict=True)]
+            return [_sample_row(line, options, own) for line, own in zip(lines, generators, strict=True)]
 
-        entry: dict[str, Any] = {"before": _time(kind, by_row)}
-        if batched is None:
-            entry["reason"] = f"genesis.generate.sample has no {_SAMPLER_NAME}"
-        else:
-            many = [options] * len(generators)
-            entry["after"] = _time(kind, partial(batched, logits, many, generators))
-        result[name] = entry
+        def together(sampler: RowSampler = sampler, generators: list[torch.Generator] = generators) -> list[int]:
+            uniforms = torch.cat([torch.rand(1, dtype=torch.float64, generator=own) for own in generators])
+            tokens: list[int] = sampler.draw(logits, send(uniforms, device)).cpu().tolist()
+            return tokens
+
+        result[name] = {"before": _time(kind, by_row), "after": _time(kind, together)}
     return result
 
 
@@ -81,7 +95,7 @@ def measure_sampling(kind: str, size: dict[str, int]) -> dict[str, Any]:
 
 
 def measure_decoding(kind: str, size: dict[str, int]) -> dict[str, Any]:
-    """Measures tokens per second of a batch whose texts grow, with cuDNN's planned attention and without it."""
+    """Measures tokens per second of a batch: under a mask, planned by cuDNN, and as texts are generated."""
     config = DecoderConfig(
         vocab_size=size["vocab"],
         dim=size["dim"],
@@ -101,7 +115,10 @@ def measure_decoding(kind: str, size: dict[str, int]) -> dict[str, Any]:
             result["reason"] = f"{kind} has no attention of cuDNN"
             continue
         if is_avoided:
-            avoid_planned_attention(torch.device(kind))
+            attend._devices_without_lengths.discard(kind)
+            prepare_device(torch.device(kind))
+        else:
+            attend.distrust_lengths(torch.device(kind))
         batch = Batch(decoder, size["rows"], set())
         for row in range(size["rows"]):
             batch.add(Request([1 + row] * (3 + row), size["new"], SamplingOptions(temperature=0.0)))

@@ -1,4 +1,4 @@
-"""Compares two versions of Genesis in one run: the training step, reading prepared data, and saving a checkpoint.
+"""Compares two versions of Genesis in one run: the training step, reading prepared data, saves, and generation.
 
 Both versions run the same workers, each from its own checkout, under this interpreter. The versions take turns in an
 alternating order, and every comparison is a ratio within a round (`genesis.bench.pairs`). A ratio divides the time of
@@ -6,6 +6,7 @@ this version by the time of the earlier version: above 1, this version is slower
 """
 
 import argparse
+import json
 import os
 import shlex
 import statistics
@@ -42,7 +43,21 @@ GOAL_RATIO = 1.02
 """The 95% interval of the median ratio includes this value or lies below it."""
 
 _ROOT = Path(__file__).resolve().parents[2]
+_PARTS = ("step", "data", "checkpoint", "generate")
 _READER = "genesis.bench.workers.corpus_reader"
+_GENERATOR = Path(__file__).resolve().parent / "workers" / "generator.py"
+"""Of this version for both, under the imports of each: the version before may have none."""
+_GENERATED = {
+    f"{name}, {num_rows} {'text' if num_rows == 1 else 'texts'}": (part, num_rows, sampling)
+    for name, part, sampling in (
+        ("draw greedy", "draw", {"temperature": 0.0}),
+        ("draw top-p", "draw", {"top_p": 0.9}),
+        ("decoder forward", "forward", {}),
+        ("greedy step", "step", {"temperature": 0.0}),
+    )
+    for num_rows in (1, 16)
+}
+"""What is measured of generation: the part of the worker, texts at a time, and how they are drawn."""
 _PAUSE_SECONDS = 0.1  # a worker's threads spin for a moment after their last work
 
 Seconds = Mapping[str, Mapping[str, Sequence[float]]]
@@ -71,6 +86,7 @@ def main(argv: list[str]) -> int:
         "step": _measure_step,
         "data": _measure_data,
         "checkpoint": _measure_checkpoint,
+        "generate": _measure_generate,
     }
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=options.dir) as directory:
@@ -102,8 +118,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--parts",
         type=lambda text: text.split(","),
-        default=["step", "data", "checkpoint"],
-        help="parts to compare, from step, data, checkpoint (default: all)",
+        default=list(_PARTS),
+        help=f"parts to compare, from {', '.join(_PARTS)} (default: all)",
     )
     parser.add_argument(
         "--model", choices=sorted(STEP_MODELS), default="9m", help="model of the part step (default %(default)s)"
@@ -117,7 +133,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=20, help="rounds of each part (default %(default)s)")
     parser.add_argument("--windows", type=int, default=5, help="windows of a turn (default %(default)s)")
     parser.add_argument(
-        "--seconds", type=float, default=1.0, help="seconds of a turn of the part data (default %(default)s)"
+        "--seconds", type=float, default=1.0, help="seconds of a turn of data and generate (default %(default)s)"
     )
     parser.add_argument(
         "--tokens", type=int, default=20_000_000, help="tokens of the corpus of the part data (default %(default)s)"
@@ -133,8 +149,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     options = parser.parse_args(argv)
     for part in options.parts:
-        if part not in ("step", "data", "checkpoint"):
-            raise UserError(f"--parts has {part!r}; there are step, data, checkpoint")
+        if part not in _PARTS:
+            raise UserError(f"--parts has {part!r}; there are {', '.join(_PARTS)}")
     for name, least in (("pairs", 1), ("windows", 2), ("tokens", 1), ("threads", 1)):
         if getattr(options, name) < least:
             raise UserError(f"--{name} is {getattr(options, name)}: it must be at least {least}")
@@ -240,6 +256,37 @@ def _measure_checkpoint(
     for key, of_key in seconds.items():
         _print_medians(console, key, of_key)
     return seconds
+
+
+def _measure_generate(
+    options: argparse.Namespace, checkouts: Sequence[Checkout], directory: Path, console: Console
+) -> Seconds:
+    measured: dict[str, dict[str, list[float]]] = {}
+    tasks = [
+        {"part": part, "num_rows": num_rows, "sampling": sampling} for part, num_rows, sampling in _GENERATED.values()
+    ]
+    with ExitStack() as stack:
+        workers = []
+        for checkout in checkouts:
+            command = [sys.executable, str(_GENERATOR), json.dumps(tasks)]
+            log_path = directory / f"{checkout.name}.log"
+            worker = WorkerProcess(checkout.name, command, log_path, 1, checkout.environment)
+            workers.append(stack.enter_context(worker))
+            worker.hear()
+        for number, name in enumerate(_GENERATED):
+            seconds: dict[str, list[float]] = {checkout.name: [] for checkout in checkouts}
+            for round_index in range(options.pairs + 1):
+                for worker in rotate_order(workers, round_index):
+                    worker.say(f"{number} {options.seconds}")
+                    turn = worker.hear()
+                    if round_index:  # the first round reads prompts and warms up
+                        seconds[worker.name].append(turn["seconds"] / turn["tokens"])
+            measured[f"generate, {name}: a token"] = seconds
+            _print_medians(console, f"generate, {name}: a token", seconds)
+        for worker in workers:
+            worker.say("quit")
+            worker.wait()
+    return measured
 
 
 def _print_medians(console: Console, key: str, seconds: Mapping[str, Sequence[float]]) -> None:

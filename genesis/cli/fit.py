@@ -35,13 +35,13 @@ from genesis.cli.precision import GenesisTrainer, resolve_precision
 from genesis.data.paths import find_path, find_source_path, record_paths
 from genesis.deprecated_options import rename_in_arguments, rename_in_yaml, rename_option
 from genesis.errors import RunEndedError, UserError, naming
+from genesis.model.device_proofs import ATTENTION_PROOF
 from genesis.model.recipe import dump_decoder_config
 from genesis.run_directory import RunDirectory
 from genesis.strategies import Replicated, Sharded
 from genesis.train.csv_log import CSVLog
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.data_telemetry import DataTelemetry
-from genesis.train.device_proofs import ATTENTION_PROOF
 from genesis.train.module import GenesisModule
 from genesis.train.progress import GenesisProgressBar
 from genesis.train.recipe_policy import RECIPE_POLICY

@@ -155,14 +155,14 @@ def measure_held_out(
         batch_tokens: Number of tokens per forward.
         on_progress: Called with the number of tokens scored since the last call.
     """
-    counts = {}
+    counts, device = {}, decoder.output_weight.device
     for source in held_out.sources:
         loss_sum, num_tokens, num_bytes = 0.0, 0, 0
         windows = ValidationWindows(
             [source], held_out.sequence_format, max(1, batch_tokens // held_out.sequence_format.seq_len), Ranks()
         )
         for index in range(len(windows)):
-            window = windows.window(index).to(decoder.output_weight.device)
+            window = windows.window(index).to(device, non_blocking=device.type == "cuda")  # as `send` does
             for micro_batch in window.micro_batches:
                 loss_sum += float(
                     decoder(

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 from torch.nn.functional import pad
 
+from genesis.device import send
 from genesis.errors import UserError
 from genesis.evaluate.plan import (
     Head,
@@ -84,7 +85,7 @@ class Scorer:
             rows = [Row(0, 0, head.tokens) for head in batch]
             cache = self._branch(rows, None)
             self._feed(rows, cache)
-            cache.advance(torch.tensor([len(row.tokens) for row in rows], device=cache.lengths.device))
+            cache.advance(torch.tensor([len(row.tokens) for row in rows]))
             self._score_contexts(batch, cache, on_progress)
         if bool(self._sums.isnan().any()):
             raise UserError("the model's log-likelihoods are not numbers: its weights have diverged")
@@ -121,11 +122,8 @@ class Scorer:
         num_slots = max(row.start for row in rows) + max(len(row.tokens) for row in rows) + spare
         if parents is None:
             return KVCache(self.decoder.config, len(rows), num_slots, weight.device, weight.dtype)
-        cache = parents.view(0, 0)
-        cache.keys = _copy_rows(parents.keys, rows, num_slots)
-        cache.values = _copy_rows(parents.values, rows, num_slots)
-        cache.lengths = torch.tensor([row.start for row in rows], device=weight.device)
-        return cache
+        keys, values = (_copy_rows(slots, rows, num_slots) for slots in (parents.keys, parents.values))
+        return KVCache.of(keys, values, [row.start for row in rows])
 
     def _feed(self, rows: Sequence[Row], cache: KVCache | None) -> None:
         """Feeds rows after their tokens in the cache, and adds up the log-probabilities of their targets."""
@@ -143,11 +141,16 @@ class Scorer:
             dtype=torch.int64,
         ).view(-1, 3)
         positions, tokens, requests = targets.unbind(1)
-        unique, which = torch.unique_consecutive(positions.to(device), return_inverse=True)
-        head = partial(score_targets, which=which, tokens=tokens.to(device))
-        logprobs, is_most_likely = self.decoder(input_ids.to(device), cache=cache, logits_to_keep=unique, head=head)
-        self._sums.index_add_(0, requests, logprobs.cpu().double())
-        self._is_greedy[requests[~is_most_likely.cpu()]] = False
+        unique, which = torch.unique_consecutive(positions, return_inverse=True)  # on the host: nothing waits
+        head = partial(score_targets, which=which, tokens=send(tokens, device))
+        logprobs, is_most_likely = self.decoder(
+            send(input_ids, device), cache=cache, logits_to_keep=send(unique, device), head=head
+        )
+        if not len(targets):  # the keys and values alone were wanted
+            return
+        logprobs, is_most_likely = torch.stack((logprobs, is_most_likely.float())).cpu()  # the forward's only wait
+        self._sums.index_add_(0, requests, logprobs.double())
+        self._is_greedy[requests[is_most_likely == 0]] = False
 
 
 def _copy_rows(
@@ -170,18 +173,20 @@ def score_targets(
     Args:
         hidden: The input of the decoder's head, at the positions of the targets.
         weight: The output weight.
-        which: Index into `hidden` of each target.
+        which: Index into `hidden` of each target, ascending, on the host.
         tokens: The id of each target.
     """
     logprobs = torch.empty(len(tokens), dtype=torch.float32, device=hidden.device)
     is_most_likely = torch.empty(len(tokens), dtype=torch.bool, device=hidden.device)
     step = max(_LEAST_PLACES, chunk_tokens(weight.shape[0], weight.device))
+    first = 0
     for start in range(0, len(hidden), step):  # all logits at one time would need more memory than the model
         logits = multiply_in_float32(hidden[start : start + step], weight)
-        inside = (which >= start) & (which < start + step)
-        rows, asked = which[inside] - start, tokens[inside]
-        logprobs[inside] = logits.log_softmax(dim=1, dtype=torch.float32)[rows, asked]
-        is_most_likely[inside] = logits[rows, asked] == logits.amax(dim=1)[rows]  # cheaper than argmax
+        end = int(torch.searchsorted(which, start + step))
+        rows, asked = send(which[first:end] - start, hidden.device), tokens[first:end]
+        logprobs[first:end] = logits.log_softmax(dim=1, dtype=torch.float32)[rows, asked]
+        is_most_likely[first:end] = logits[rows, asked] == logits.amax(dim=1)[rows]  # cheaper than argmax
+        first = end
     return logprobs, is_most_likely
 
 

@@ -3,6 +3,9 @@
 Every text has a row of one key-value cache. Running texts have the first rows and new texts the rows behind them, so
 that each forward sees a slice of the cache and nothing is gathered. If a text leaves, the last text takes its row.
 
+A step waits for the device once, for what was drawn: its other inputs are on the device or known on the host. The
+forward of running texts has one shape as long as no text joins or leaves.
+
 B  texts of a forward     V  vocabulary
 """
 
@@ -12,11 +15,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
+from genesis.device import send
 from genesis.errors import UserError
-from genesis.generate.sample import SamplingOptions, sample_token
+from genesis.generate.sample import RowSampler, SamplingOptions
 from genesis.model.decoder import Decoder, KVCache
 
 DEFAULT_NEW_TOKENS = 256
@@ -67,6 +71,12 @@ class _Row:
     """Tokens of the text at which it is full."""
     generator: torch.Generator
 
+    def draw_uniform(self) -> float:
+        """Returns the next number of the text's own stream; a greedy text has none."""
+        if self.request.sampling.is_greedy:
+            return 0.0
+        return float(torch.rand((), dtype=torch.float64, generator=self.generator))
+
 
 class Batch:
     """Continues up to `num_rows` texts together. Computes on the calling thread, and is used by one at a time.
@@ -94,9 +104,12 @@ class Batch:
         self._decoder, self._num_rows, self._stop_ids = decoder, num_rows, frozenset(stop_ids)
         self._num_slots = decoder.config.max_seq_len if num_slots is None else num_slots
         weight = decoder.output_weight
+        self._device = weight.device
         self._cache = (
             KVCache(decoder.config, num_rows, self._num_slots, weight.device, weight.dtype) if has_cache else None
         )
+        self._last_tokens: Int64[Tensor, " num_rows"] = torch.zeros(num_rows, dtype=torch.int64, device=weight.device)
+        self._sampler: RowSampler | None = None  # of the rows as they are; None once one has joined or left
         self._rows: list[_Row] = []
         self._newcomers: list[_Row] = []
         self._num_added = 0
@@ -134,69 +147,103 @@ class Batch:
         """Returns the next token of every text; those that end with it have left."""
         # Two forwards: running texts give one token each, new ones a whole prompt, and padding the former to the
         # length of a prompt would cost far more than a second call.
-        num_old = len(self._rows)
         logits = []
+        num_old = len(self._rows)
         if num_old:
-            logits.append(self._forward(0, [row.text[-1:] for row in self._rows]))
-        self._rows += self._newcomers
-        self._newcomers = []
-        if len(self._rows) > num_old:
-            logits.append(self._forward(num_old, [row.text for row in self._rows[num_old:]]))
-        tokens = [
-            self._draw(row, line)
-            for row, line in zip(self._rows, (line for part in logits for line in part), strict=True)
-        ]
+            logits.append(self._continue())
+        if self._newcomers:
+            self._rows += self._newcomers
+            self._newcomers, self._sampler = [], None
+            logits.append(self._read(num_old, [row.text for row in self._rows[num_old:]]))
+        if not logits:
+            return []
+        tokens = self._draw(logits[0] if len(logits) == 1 else torch.cat(logits))
         # From the end: a row that leaves is replaced by the last one, which has been visited by then.
         for index in reversed(range(len(tokens))):
             if tokens[index].is_last:
-                self._leave(index)
+                self._leave(index, is_number=not math.isnan(tokens[index].log_prob))
         return tokens
 
-    def _leave(self, index: int) -> None:
+    def _leave(self, index: int, *, is_number: bool = True) -> None:
         last = self._rows.pop()
+        self._sampler = None
         if index < len(self._rows):
             self._rows[index] = last
+            self._last_tokens[index] = self._last_tokens[len(self._rows)]
             if self._cache is not None:
+                if not is_number:
+                    self._cache.free_row(index, is_number=False)
                 self._cache.copy_row(len(self._rows), index)
+                is_number = True
         if self._cache is not None:
-            self._cache.lengths[len(self._rows)] = 0  # a new text in this row starts at its first slot
+            self._cache.free_row(len(self._rows), is_number=is_number)
 
-    def _forward(self, start: int, fresh: Sequence[Sequence[int]]) -> Float[Tensor, "B V"]:
-        """Returns the logits after the last token of the texts in the rows from `start` on.
-
-        Args:
-            start: Row of the first of them.
-            fresh: Of each, the tokens that the cache does not have yet.
-        """
+    def _continue(self) -> Float[Tensor, "B V"]:
+        """Returns the logits after the last token of the running texts."""
         if self._cache is None:
-            fresh = [row.text for row in self._rows[start : start + len(fresh)]]
-        lengths = torch.tensor([len(tokens) for tokens in fresh])
-        input_ids = torch.zeros((len(fresh), max(map(len, fresh))), dtype=torch.int64)  # padding is never attended
-        for line, tokens in zip(input_ids, fresh, strict=True):
-            line[: len(tokens)] = torch.tensor(tokens)
-        device = self._decoder.output_weight.device
-        lengths = lengths.to(device)
-        cache = None if self._cache is None else self._cache.view(start, start + len(fresh))
-        last = torch.arange(len(fresh), device=device) * input_ids.shape[1] + lengths - 1
-        logits: Tensor = self._decoder(input_ids.to(device), cache=cache, logits_to_keep=last)
+            return self._read(0, [row.text for row in self._rows])
+        cache = self._cache.view(0, len(self._rows))
+        logits: Tensor = self._decoder(self._last_tokens[: len(self._rows)].unsqueeze(1), cache=cache)
+        cache.advance(1)
+        return logits.squeeze(1)
+
+    def _read(self, start: int, texts: Sequence[Sequence[int]]) -> Float[Tensor, "B V"]:
+        """Returns the logits after whole texts, which are in the rows from `start` on."""
+        lengths = torch.tensor([len(text) for text in texts])
+        input_ids = torch.zeros((len(texts), max(map(len, texts))), dtype=torch.int64)  # padding is never attended
+        for line, text in zip(input_ids, texts, strict=True):
+            line[: len(text)] = torch.tensor(text)
+        last = torch.arange(len(texts)) * input_ids.shape[1] + lengths - 1
+        cache = None if self._cache is None else self._cache.view(start, start + len(texts))
+        logits: Tensor = self._decoder(
+            send(input_ids, self._device), cache=cache, logits_to_keep=send(last, self._device)
+        )
         if cache is not None:
             cache.advance(lengths)
-        return logits.float().cpu()
+        return logits
 
-    def _draw(self, row: _Row, logits: Float[Tensor, " V"]) -> NewToken:
-        if not bool(logits.isfinite().all()):  # nothing can be drawn; the other texts go on
+    def _draw(self, logits: Float[Tensor, "B V"]) -> list[NewToken]:
+        """Returns the next token of each row, and makes it the one that the row goes on from."""
+        if self._sampler is None:
+            options = [row.request.sampling for row in self._rows]
+            self._sampler = RowSampler(options, logits.shape[1], self._device)
+        uniforms = None
+        if self._sampler.needs_uniforms:
+            drawn = [row.draw_uniform() for row in self._rows]
+            uniforms = send(torch.tensor(drawn, dtype=torch.float64), self._device)
+        logits = logits.float()
+        tokens = self._sampler.draw(logits, uniforms)
+        self._last_tokens[: len(tokens)] = tokens
+        num_top = min(max(row.request.num_top_logprobs for row in self._rows), logits.shape[1])
+        figures = _gather_figures(logits, tokens, num_top).cpu().tolist()  # the step's only wait for the device
+        return [self._describe(row, *of_row) for row, of_row in zip(self._rows, figures, strict=True)]
+
+    def _describe(self, row: _Row, token: float, log_prob: float, *top: float) -> NewToken:
+        if math.isnan(log_prob):  # nothing can be drawn; the other texts go on
             return NewToken(row.handle, _NO_TOKEN, math.nan, (), is_last=True)
-        token = sample_token(logits, row.request.sampling, row.generator)
-        row.text.append(token)
-        log_probs = logits.log_softmax(dim=0)
-        top_logprobs = log_probs.topk(min(row.request.num_top_logprobs, len(log_probs)))
-        return NewToken(
-            row.handle,
-            token,
-            float(log_probs[token]),
-            tuple(zip(top_logprobs.indices.tolist(), top_logprobs.values.tolist(), strict=True)),
-            is_last=token in self._stop_ids or len(row.text) == row.end,
-        )
+        row.text.append(int(token))
+        ids, values = top[: len(top) // 2], top[len(top) // 2 :]
+        asked = slice(row.request.num_top_logprobs)
+        top_logprobs = tuple(zip(map(int, ids[asked]), values[asked], strict=True))
+        is_last = int(token) in self._stop_ids or len(row.text) == row.end
+        return NewToken(row.handle, int(token), log_prob, top_logprobs, is_last)
+
+
+def _gather_figures(
+    logits: Float[Tensor, "B V"], tokens: Int64[Tensor, " B"], num_top: int
+) -> Float64[Tensor, "B 2+2*num_top"]:
+    """Returns for each row its token, the token's log-probability, the most likely tokens, and theirs, in one tensor.
+
+    The log-probability is NaN where a logit is not finite.
+    """
+    log_probs = logits.log_softmax(dim=1)
+    is_number = log_probs.amin(dim=1, keepdim=True) > -math.inf  # also false for NaN, which any other infinity becomes
+    chosen = torch.where(is_number, log_probs.gather(1, tokens.unsqueeze(1)), math.nan)
+    figures = [tokens.unsqueeze(1).double(), chosen.double()]  # float64 holds both without rounding
+    if num_top:
+        values, ids = log_probs.topk(num_top, dim=1)
+        figures += [ids.double(), values.double()]
+    return torch.cat(figures, dim=1)
 
 
 def check_is_number(token: NewToken) -> None:

@@ -1,5 +1,7 @@
 """A decoder and its tokenizer from a checkpoint or an export: weights only, compared with their digests or hashes."""
 
+import logging
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -8,12 +10,15 @@ from torch import Tensor
 
 from genesis.checkpoint_reference import read_reference
 from genesis.data.paths import find_path, read_path
+from genesis.device import read_capability
 from genesis.errors import UserError
 from genesis.huggingface.directory import CONFIG_NAME, DECODER_NAME, check_files, read_json
 from genesis.huggingface.shape import read_shape
 from genesis.huggingface.weights import read_weights
 from genesis.model.adapter import AdapterConfig, attach_adapters
+from genesis.model.attend import FLASH_CAPABILITY
 from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.device_proofs import ATTENTION_PROOF, CACHED_ATTENTION_PROOF
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, read_adapter_config
 from genesis.run_directory import RunDirectory
 from genesis.tokenizer.open import find_format, list_file_names, open_tokenizer
@@ -21,6 +26,7 @@ from genesis.tokenizer.tokenizer import Tokenizer
 from genesis_callbacks.checkpoint import Manifest, read_manifest, read_tensors
 
 _MAX_REASON = 2000
+_log = logging.getLogger(__name__)
 
 
 class Loaded(NamedTuple):
@@ -77,18 +83,35 @@ def load_decoder(
         decoder.load_state_dict(state, assign=True)
     except RuntimeError as error:
         raise _another_decoder(checkpoint, error) from None
-    avoid_planned_attention(torch.device(device))
+    prepare_device(torch.device(device))
     return Loaded(decoder.to(device=device, dtype=dtype).eval(), found, checkpoint)
 
 
-def avoid_planned_attention(device: torch.device) -> None:
-    """Keeps torch from cuDNN's attention in this process, if the device is a CUDA one.
+def prepare_device(device: torch.device) -> None:
+    """Decides, for this process, how attention is computed on a CUDA device; nothing elsewhere.
 
-    cuDNN plans each shape when it first sees it, for 20 to 400 ms. Texts that grow, and prompts of any length, bring a
-    new shape with nearly every forward. Where shapes repeat, as in training, it stays.
+    cuDNN's attention is not used: it plans each shape when it first sees it, for 20 to 400 ms. Texts that grow, and
+    prompts of any length, bring a new shape with nearly every forward. Where shapes repeat, as in training, it stays.
+
+    Kernels that were not right on a few tokens are not used, either; a warning names each.
     """
-    if device.type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)
+    if device.type != "cuda":
+        return
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    if (read_capability(device) or (0, 0)) >= FLASH_CAPABILITY:
+        _prove_attention(device.type)
+
+
+@cache  # once in a process
+def _prove_attention(device_type: str) -> None:
+    device = torch.device(device_type)
+    for proof in (ATTENTION_PROOF, CACHED_ATTENTION_PROOF):
+        try:
+            proof.prove(device)
+        except Exception as error:  # a kernel that is missing or wrong ends nothing: there is another way
+            proof.take_slow(device)
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            _log.warning("%s: %s instead of %s for attention: %s", device, proof.slow, proof.fast, reason)
 
 
 def build_empty_decoder(

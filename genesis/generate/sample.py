@@ -1,15 +1,30 @@
-"""Samples a token from logits: the probabilities are a pure function, and the draw uses a seeded generator.
+"""Draws tokens for the rows of a batch, on the device that holds the logits, and from each row's own seed.
 
-V  vocabulary
+A token is found with one uniform number in the cumulative sum of weights that are whole numbers. Sums of whole numbers
+have no rounding, so that the token does not depend on the other rows, on the device's way to sum, or on the order in
+which equal weights are sorted.
+
+B  rows of a batch     V  vocabulary
 """
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
+from genesis.device import send
 from genesis.errors import UserError
+
+_SUM_BITS = 62
+"""Of the sum of all weights, and of a weight with its token's id beside it: each must fit int64."""
+_LEAST_TEMPERATURE = 1e-30
+"""Below, float32 has no reciprocal; it takes the most likely token, as every smaller temperature does."""
+
+_CPU_LOGITS = 1 << 16
+"""A CPU's caches hold what so many logits need: with all rows at once the same work takes twice as long."""
 
 
 @dataclass(frozen=True)
@@ -17,12 +32,16 @@ class SamplingOptions:
     """Which tokens may be drawn.
 
     Args:
-        temperature: What logits are divided by; 0 takes the most likely token.
+        temperature: What logits are divided by; 0 takes the most likely token, the first of several.
         top_k: Only the k most likely tokens; None for all.
-        top_p: Only the most likely tokens that together reach this probability.
+        top_p: Only the most likely tokens that together reach this probability, after temperature and top-k. The token
+            that reaches it is one of them.
 
     Raises:
         UserError: A value is out of its range.
+
+    References:
+        Holtzman et al., The Curious Case of Neural Text Degeneration, arXiv:1904.09751, section 3.1.
     """
 
     temperature: float = 1.0
@@ -30,40 +49,155 @@ class SamplingOptions:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0.0:
-            raise UserError(f"temperature is {self.temperature}: it must be at least 0 (0: the most likely token)")
+        if not 0.0 <= self.temperature < math.inf:
+            raise UserError(
+                f"temperature is {self.temperature}: it must be a number of at least 0 (0: the most likely token)"
+            )
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"top_k is {self.top_k}: it must be at least 1")
         if not 0.0 < self.top_p <= 1.0:
             raise UserError(f"top_p is {self.top_p}: it must be above 0 and at most 1")
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether nothing is drawn."""
+        return self.temperature == 0.0
 
-def token_probabilities(logits: Float[Tensor, " V"], options: SamplingOptions) -> Float[Tensor, " V"]:
-    """Returns the probability with which each token is drawn: temperature, then top-k, then top-p of what is left.
+    @property
+    def is_ranked(self) -> bool:
+        """Whether a token's rank among the others decides if it may be drawn."""
+        return not self.is_greedy and (self.top_k is not None or self.top_p < 1.0)
 
-    Top-p keeps the token that crosses the threshold, so that one always remains.
 
-    References:
-        Holtzman et al., The Curious Case of Neural Text Degeneration, arXiv:1904.09751, section 3.1.
+@dataclass(frozen=True)
+class _Draws:
+    """The rows of a batch whose tokens are drawn in one of two ways: by rank, or from the whole vocabulary."""
+
+    rows: Int64[Tensor, " n"] | None
+    """None for all rows of the batch."""
+    temperature: Float[Tensor, "n 1"]
+    last_rank: Int64[Tensor, "n 1"] | None
+    """Of the tokens that top-k leaves; None where ranks decide nothing."""
+    top_p: Float64[Tensor, "n 1"]
+
+
+class RowSampler:
+    """Draws a token for each row of a batch, whose rows may have different options.
+
+    It holds the options as vectors on the device. Neither building nor drawing waits for the device.
+
+    Args:
+        options: Of each row.
+        vocab_size: Columns of the logits.
+        device: Of the logits.
     """
-    if options.temperature == 0.0:
-        return torch.zeros_like(logits).scatter_(0, logits.argmax(dim=0, keepdim=True), 1.0)
-    # The largest is 0, so that a tiny temperature makes no infinity of it.
-    all_probs = ((logits - logits.max()) / options.temperature).softmax(dim=0)
-    if options.top_k is None and options.top_p == 1.0:
-        return all_probs
-    probs, order = all_probs.sort(descending=True, stable=True)
-    if options.top_k is not None:
-        probs[options.top_k :] = 0.0
-        probs /= probs.sum()
-    if options.top_p < 1.0:
-        before = probs.cumsum(dim=0) - probs
-        probs = probs.masked_fill(before >= options.top_p, 0.0)
-        probs /= probs.sum()
-    return torch.zeros_like(probs).scatter_(0, order, probs)
+
+    def __init__(self, options: Sequence[SamplingOptions], vocab_size: int, device: torch.device) -> None:
+        self._index_bits = max(1, (vocab_size - 1).bit_length())
+        self._weight_bits = _SUM_BITS - self._index_bits
+        self._draws = []
+        for is_ranked in (False, True):
+            rows = [index for index, of_row in enumerate(options) if _needs_draw(of_row, is_ranked=is_ranked)]
+            if rows:
+                self._draws.append(_build_draws(rows, options, vocab_size, device))
+
+    @property
+    def needs_uniforms(self) -> bool:
+        """Whether any row draws its token."""
+        return bool(self._draws)
+
+    def draw(self, logits: Float[Tensor, "B V"], uniforms: Float64[Tensor, " B"] | None) -> Int64[Tensor, " B"]:
+        """Returns a token of each row. That of a row with NaN or infinity has no meaning, but is in the vocabulary.
+
+        A logit of -infinity is a token that is never drawn.
+
+        Args:
+            logits: In float32.
+            uniforms: For each row a number from 0 up to, not including, 1; only rows that are not greedy use it. None
+                where `needs_uniforms` is false.
+        """
+        tokens: Tensor = logits.max(dim=1).indices  # of equal ones the first; on a CPU faster than argmax
+        for draws in self._draws:
+            assert uniforms is not None
+            if draws.rows is None:
+                return self._draw(logits, uniforms.unsqueeze(1), draws)
+            drawn = self._draw(logits[draws.rows], uniforms[draws.rows].unsqueeze(1), draws)
+            tokens = tokens.index_copy(0, draws.rows, drawn)
+        return tokens
+
+    def _draw(
+        self, logits: Float[Tensor, "n V"], uniforms: Float64[Tensor, "n 1"], draws: _Draws
+    ) -> Int64[Tensor, " n"]:
+        draw: Callable[..., Tensor] = self._draw_from_all if draws.last_rank is None else self._draw_by_rank
+        inputs = [logits, uniforms, draws.temperature]
+        if draws.last_rank is not None:
+            inputs += [draws.top_p, draws.last_rank]
+        if logits.device.type != "cpu":
+            return draw(*inputs).squeeze(1)
+        num_rows = max(1, _CPU_LOGITS // logits.shape[1])
+        parts = zip(*(torch.split(part, num_rows) for part in inputs), strict=True)
+        return torch.cat([draw(*of_part) for of_part in parts]).squeeze(1)
+
+    def _draw_from_all(self, logits: Tensor, uniforms: Tensor, temperature: Tensor) -> Int64[Tensor, "n 1"]:
+        sums = self._weigh(logits, temperature).cumsum(dim=1)
+        return _find(sums, uniforms, sums[:, -1:]).clamp_(max=logits.shape[1] - 1)
+
+    def _draw_by_rank(
+        self, logits: Tensor, uniforms: Tensor, temperature: Tensor, top_p: Tensor, last_rank: Tensor
+    ) -> Int64[Tensor, "n 1"]:
+        last = logits.shape[1] - 1
+        ranked = self._rank(self._weigh(logits, temperature))
+        sums = ((1 << self._weight_bits) - (ranked >> self._index_bits)).cumsum(dim=1)
+        total = sums.gather(1, last_rank)
+        limit = torch.where(top_p < 1.0, (top_p * total.double()).ceil().to(torch.int64), total)
+        last_rank = torch.searchsorted(sums, limit.clamp_(min=1)).clamp_(max=last)
+        rank = _find(sums, uniforms, sums.gather(1, last_rank)).clamp_(max=last)
+        return ranked.gather(1, rank) & ((1 << self._index_bits) - 1)
+
+    def _weigh(self, logits: Float[Tensor, "n V"], temperature: Float[Tensor, "n 1"]) -> Int64[Tensor, "n V"]:
+        """Returns each token's share as a whole number; 0 for tokens without a chance, and for NaN."""
+        # The largest logit becomes 0, so that a tiny temperature makes no infinity of it.
+        scaled = (logits - logits.amax(dim=1, keepdim=True)).div_(temperature)
+        return scaled.exp_().nan_to_num_(0.0).mul_(2.0**self._weight_bits).to(torch.int64)
+
+    def _rank(self, weights: Int64[Tensor, "n V"]) -> Int64[Tensor, "n V"]:
+        """Returns, most likely first, what a weight lacks to the largest one with the token's id in the lowest bits.
+
+        No two are equal: of tokens with equal weights the lower id comes first, whichever way they are sorted.
+        """
+        ids = torch.arange(weights.shape[1], device=weights.device)
+        keys = ((1 << self._weight_bits) - weights).bitwise_left_shift_(self._index_bits).bitwise_or_(ids)
+        if keys.device.type != "cpu":
+            return keys.sort(dim=1).values
+        keys.numpy().sort(axis=1)  # in place, and many times as fast as torch's
+        return keys
 
 
-def sample_token(logits: Float[Tensor, " V"], options: SamplingOptions, generator: torch.Generator) -> int:
-    """Returns one token, drawn on the CPU so that a seed means the same on every device."""
-    probs = token_probabilities(logits.float().cpu(), options)
-    return int(torch.multinomial(probs, 1, generator=generator))
+def _needs_draw(options: SamplingOptions, *, is_ranked: bool) -> bool:
+    return not options.is_greedy and options.is_ranked == is_ranked
+
+
+def _build_draws(
+    rows: Sequence[int], options: Sequence[SamplingOptions], vocab_size: int, device: torch.device
+) -> _Draws:
+    chosen = [options[row] for row in rows]
+
+    def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        return send(torch.tensor(values, dtype=dtype).unsqueeze(1), device)
+
+    last_ranks = [min(one.top_k or vocab_size, vocab_size) - 1 for one in chosen]
+    return _Draws(
+        rows=None if len(rows) == len(options) else send(torch.tensor(rows), device),
+        temperature=column([max(one.temperature, _LEAST_TEMPERATURE) for one in chosen], torch.float32),
+        last_rank=column(last_ranks, torch.int64) if chosen[0].is_ranked else None,
+        top_p=column([one.top_p for one in chosen], torch.float64),
+    )
+
+
+def _find(
+    sums: Int64[Tensor, "n V"], uniforms: Float64[Tensor, "n 1"], total: Int64[Tensor, "n 1"]
+) -> Int64[Tensor, "n 1"]:
+    """Returns the first place whose sum exceeds the share `uniforms` of `total`."""
+    # The product may round up to the total, which no place below it exceeds.
+    target = torch.minimum((uniforms * total.double()).to(torch.int64), total - 1)
+    return torch.searchsorted(sums, target, right=True)

@@ -7,32 +7,28 @@ L  slots of a key-value cache
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, cast
 
 import torch
-from jaxtyping import Bool, Float, Int32, Int64
+from jaxtyping import Float, Int32, Int64
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import pad, scaled_dot_product_attention
 
-from genesis.device import read_capability
 from genesis.errors import UserError
+from genesis.model.attend import (
+    KEYS_STEP,
+    AttentionMetadata,
+    CachedTokens,
+    UsedSlots,
+    attend,
+    document_mask,
+    document_offsets,
+    document_positions,
+    needs_expanded_keys,
+    suits_lengths,
+    suits_offsets,
+)
 from genesis.model.initial import InitialValues
 from genesis.model.norm import RMSNorm
 from genesis.model.part import MATRICES, VECTORS, ParameterGroup, Part, check_counts
-
-MIN_MEAN_DOCUMENT_TOKENS = 24
-"""On CPU, shorter documents are masked: attention one by one would cost more in calls than it saves in work."""
-
-FLASH_CAPABILITY, FLASH_HEAD_DIM = (8, 0), 256
-"""The oldest GPUs (Ampere) and the widest heads that flash kernels exist for."""
-
-_distrusted_devices: set[str] = set()
-
-
-def distrust_offsets(device: torch.device) -> None:
-    """Makes attention on devices of this type use masks from now on: document by document it was found wrong there."""
-    _distrusted_devices.add(device.type)
 
 
 @dataclass(frozen=True)
@@ -142,30 +138,12 @@ class AttentionConfig:
         return Attention(self, dim, layer)
 
 
-class AttentionMetadata(NamedTuple):
-    """Where each token of a forward stands and what it may see: computed once, read by every block.
-
-    At most one of `offsets` and `mask` is given; without either, each row is causal as a whole.
-    """
-
-    cos: Float[Tensor, "B S 1 E"]
-    sin: Float[Tensor, "B S 1 E"]
-    offsets: Int32[Tensor, " num_documents+1"] | None = None
-    """Where documents begin in the flattened batch, and its end."""
-    mask: Bool[Tensor, "B 1 S L"] | None = None
-    slots: Int64[Tensor, "B S"] | None = None
-    """Where in the cache these tokens go."""
-    window: int | None = None
-    """How many tokens each token sees, itself included, where `offsets` are given; a mask holds it already."""
-
-
 def build_attention_metadata(
     config: AttentionConfig,
     x: Float[Tensor, "B S D"],
     document_ids: Int32[Tensor, "B S"] | None,
     offsets: Int32[Tensor, " num_documents+1"] | None = None,
-    cached_lengths: Int64[Tensor, " B"] | None = None,
-    num_slots: int = 0,
+    cached: CachedTokens | None = None,
 ) -> AttentionMetadata:
     """Returns the attention metadata of a forward.
 
@@ -175,29 +153,21 @@ def build_attention_metadata(
         document_ids: Which document of its row each token belongs to; None for one document per row.
         offsets: Where documents begin in the flattened batch, and its end. Without them they are found in
             `document_ids`, for which the host waits for the device.
-        cached_lengths: How many tokens of each row a cache holds already; None without a cache.
-        num_slots: How many tokens of a row that cache can hold.
+        cached: What a cache holds already; None without a cache.
     """
+    if cached is not None:
+        assert document_ids is None, "a cache holds one document per row"
+        return _build_cached_metadata(config, x, cached)
     batch_size, seq_len, device = x.shape[0], x.shape[1], x.device
     head_dim, window = config.head_width(x.shape[2]), config.sliding_window
     positions = torch.arange(seq_len, device=device).unsqueeze(0)
     assert offsets is None or document_ids is not None
-    mask = slots = None
+    mask = None
     is_windowed = window is not None and window < seq_len
-    if cached_lengths is None and document_ids is None and is_windowed:
+    if document_ids is None and is_windowed:
         document_ids = torch.zeros((batch_size, seq_len), device=device, dtype=torch.int32)
-    if cached_lengths is not None:
-        assert document_ids is None, "a cache holds one document per row"
-        slots = positions = positions + cached_lengths.unsqueeze(1)
-        # The host waits here once per forward. The mask is cut to the longest row, instead of covering all slots.
-        num_cached = int(cached_lengths.max())
-        assert num_cached + seq_len <= num_slots, "the cache is full"
-        if num_cached or is_windowed:
-            held = torch.arange(num_cached + seq_len, device=device)
-            mask = (held <= positions.unsqueeze(2)).unsqueeze(1)
-            if window is not None:
-                mask &= (held > positions.unsqueeze(2) - window).unsqueeze(1)
-    elif document_ids is not None:
+        offsets = _row_offsets(batch_size, seq_len, device)
+    if document_ids is not None:
         if offsets is None:
             offsets = document_offsets(document_ids)
         num_documents = offsets.numel() - 1
@@ -205,23 +175,47 @@ def build_attention_metadata(
             positions = document_positions(document_ids)
         if num_documents == batch_size and not is_windowed:
             offsets = None
-        elif not _suits_offsets(x, num_documents, head_dim):
+        elif not suits_offsets(x, num_documents, head_dim):
             offsets, mask = None, document_mask(document_ids, window)
     cos, sin = rotary_tables(positions, head_dim, config.rope_theta, config.rope_scaling)
-    return AttentionMetadata(cos, sin, offsets, mask, slots, window)
+    expands_keys = needs_expanded_keys(x, head_dim, mask)
+    return AttentionMetadata(cos, sin, offsets, mask, window, expands_keys=expands_keys)
 
 
-def _suits_offsets(x: Tensor, num_documents: int, head_dim: int) -> bool:
-    """Whether attention document by document beats a mask, and exists at all (CUDA: flash kernels)."""
-    if x.device.type in _distrusted_devices:
-        return False
-    if x.device.type == "cpu":
-        return num_documents * MIN_MEAN_DOCUMENT_TOKENS <= x.shape[0] * x.shape[1]
-    is_autocast = torch.is_autocast_enabled(x.device.type)
-    dtype = torch.get_autocast_dtype(x.device.type) if is_autocast else x.dtype
-    if x.device.type != "cuda" or (read_capability(x.device) or (0, 0)) < FLASH_CAPABILITY:
-        return False
-    return dtype in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= FLASH_HEAD_DIM
+def _build_cached_metadata(
+    config: AttentionConfig, x: Float[Tensor, "B S D"], cached: CachedTokens
+) -> AttentionMetadata:
+    batch_size, seq_len, device = x.shape[0], x.shape[1], x.device
+    head_dim, window = config.head_width(x.shape[2]), config.sliding_window
+    assert cached.longest + seq_len <= cached.num_slots, "the cache is full"
+    positions = torch.arange(seq_len, device=device).unsqueeze(0) + cached.lengths.unsqueeze(1)
+    cos, sin = rotary_tables(positions, head_dim, config.rope_theta, config.rope_scaling)
+    slots = (positions + torch.arange(batch_size, device=device).unsqueeze(1) * cached.num_slots).flatten()
+    if (cached.longest or window is not None) and suits_lengths(x, head_dim):
+        used = UsedSlots(
+            num_keys=(cached.lengths + seq_len).to(torch.int32),
+            query_offsets=_row_offsets(batch_size, seq_len, device),
+            key_offsets=_row_offsets(batch_size, cached.num_slots, device),
+        )
+        return AttentionMetadata(cos, sin, window=window, slots=slots, used=used)
+    num_keys = cached.longest + seq_len
+    is_windowed = window is not None and window < num_keys
+    is_on_host = device.type == "cpu"
+    is_plain = is_on_host and seq_len == 1 and cached.shortest == cached.longest  # every slot is seen
+    mask = None
+    if is_windowed or (cached.longest and not is_plain):
+        if not is_on_host:  # so that the shapes stay for many tokens
+            num_keys = min(-(-num_keys // KEYS_STEP) * KEYS_STEP, cached.num_slots)
+        held = torch.arange(num_keys, device=device)
+        mask = (held <= positions.unsqueeze(2)).unsqueeze(1)
+        if window is not None:
+            mask &= (held > positions.unsqueeze(2) - window).unsqueeze(1)
+    expands_keys = needs_expanded_keys(x, head_dim, mask)
+    return AttentionMetadata(cos, sin, mask=mask, slots=slots, num_keys=num_keys, expands_keys=expands_keys)
+
+
+def _row_offsets(num_rows: int, length: int, device: torch.device) -> Int32[Tensor, " num_rows+1"]:
+    return torch.arange(0, (num_rows + 1) * length, length, dtype=torch.int32, device=device)
 
 
 def rotary_tables(
@@ -249,84 +243,6 @@ def rotate(
     first, second = x.chunk(2, dim=-1)
     turned: Tensor = torch.addcmul(x * cos, torch.cat((second, first), dim=-1), sin)
     return turned.to(x.dtype)
-
-
-def document_positions(document_ids: Int32[Tensor, "B S"]) -> Int64[Tensor, "B S"]:
-    """Returns each token's place in its document, from 0."""
-    index = torch.arange(document_ids.shape[1], device=document_ids.device)
-    starts: Tensor = torch.where(_is_start(document_ids), index, 0).cummax(dim=1).values
-    return index - starts
-
-
-def document_offsets(document_ids: Int32[Tensor, "B S"]) -> Int32[Tensor, " num_documents+1"]:
-    """Returns where documents begin in the flattened batch, and its end. Waits for the device: the count is data."""
-    starts = _is_start(document_ids).flatten().nonzero().flatten()
-    return pad(starts, (0, 1), value=document_ids.numel()).to(torch.int32)
-
-
-def document_mask(document_ids: Int32[Tensor, "B S"], window: int | None = None) -> Bool[Tensor, "B 1 S S"]:
-    """Returns which tokens (last dimension) each token may see: those of its document and window up to itself."""
-    is_same = document_ids[:, :, None] == document_ids[:, None, :]
-    is_seen = is_same.tril() if window is None else is_same.tril().triu(1 - window)
-    return is_seen.unsqueeze(1)
-
-
-def _is_start(document_ids: Tensor) -> Tensor:
-    return pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)
-
-
-def attend(
-    query: Float[Tensor, "B S H E"],
-    key: Float[Tensor, "B L K E"],
-    value: Float[Tensor, "B L K E"],
-    metadata: AttentionMetadata,
-) -> Float[Tensor, "B S H E"]:
-    """Returns softmax(query key^T / sqrt(E)) value over what `metadata` lets each token see."""
-    if metadata.offsets is None:
-        return _attend_rows(query, key, value, metadata.mask)
-    if query.device.type == "cpu":
-        by_document: Tensor = _attend_each_document(query, key, value, metadata.offsets, metadata.window)
-        return by_document
-    groups, seq_len = query.shape[2] // key.shape[2], query.shape[1]
-    out = varlen_attn(
-        query.flatten(0, 1),
-        key.repeat_interleave(groups, dim=2).flatten(0, 1),  # torch 2.11's has no enable_gqa
-        value.repeat_interleave(groups, dim=2).flatten(0, 1),
-        metadata.offsets,
-        metadata.offsets,
-        seq_len,
-        seq_len,
-        window_size=(-1 if metadata.window is None else metadata.window - 1, 0),  # causal; itself is not counted
-    )
-    return cast("Tensor", out).view(query.shape)
-
-
-def _attend_rows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    out: Tensor = scaled_dot_product_attention(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        attn_mask=mask,
-        is_causal=mask is None,
-        enable_gqa=query.shape[2] != key.shape[2],
-    )
-    return out.transpose(1, 2)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
-def _attend_each_document(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, window: int | None) -> Tensor:
-    lengths = offsets.diff().tolist()  # not traced by torch.compile, which would compile again for every packing
-    documents = zip(*(torch.split(x.flatten(0, 1), lengths) for x in (query, key, value)), strict=True)
-    attended = [_attend_rows(q[None], k[None], v[None], _window_mask(q, window))[0] for q, k, v in documents]
-    return torch.cat(attended).view(query.shape)
-
-
-def _window_mask(query: Float[Tensor, "S H E"], window: int | None) -> Bool[Tensor, "1 1 S S"] | None:
-    """Returns which tokens of one document each of its tokens may see; None where the window holds all of them."""
-    seq_len = query.shape[0]
-    if window is None or seq_len <= window:
-        return None
-    return document_mask(torch.zeros((1, seq_len), device=query.device, dtype=torch.int32), window)
 
 
 class Attention(Part):
@@ -398,10 +314,9 @@ def _remember(
     key: Tensor, value: Tensor, metadata: AttentionMetadata, cache: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
     assert metadata.slots is not None
-    keys, values = cache
-    rows = torch.arange(key.shape[0], device=key.device).unsqueeze(1)
-    keys[rows, metadata.slots] = key.to(keys.dtype)
-    values[rows, metadata.slots] = value.to(values.dtype)
-    end = key.shape[1] if metadata.mask is None else metadata.mask.shape[-1]
+    for kept, fresh in zip(cache, (key, value), strict=True):
+        kept.flatten(0, 1).index_copy_(0, metadata.slots, fresh.flatten(0, 1).to(kept.dtype))
+    if metadata.used is not None:
+        return cache[0].to(key.dtype), cache[1].to(value.dtype)
     # Slots beyond a row's own length hold padding or an earlier text; the mask hides them.
-    return keys[:, :end].to(key.dtype), values[:, :end].to(value.dtype)
+    return cache[0][:, : metadata.num_keys].to(key.dtype), cache[1][:, : metadata.num_keys].to(value.dtype)

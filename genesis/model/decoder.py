@@ -13,7 +13,7 @@ so that sharding, activation checkpointing and compilation are applied to them f
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -22,8 +22,10 @@ from jaxtyping import Float, Int32, Int64
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from genesis.device import send
 from genesis.errors import UserError
-from genesis.model.attention import AttentionConfig, AttentionMetadata, build_attention_metadata
+from genesis.model.attend import AttentionMetadata, CachedTokens
+from genesis.model.attention import AttentionConfig, build_attention_metadata
 from genesis.model.feed_forward import DenseConfig, FeedForwardConfig
 from genesis.model.initial import INIT_STD, InitialValues, fill_normal
 from genesis.model.norm import NormConfig
@@ -125,7 +127,8 @@ class KVCache:
     """Keys and values of the tokens that were already given to the model, one slot per token and sequence.
 
     Sequences of a batch may have different lengths: give them padded on the right, then `advance` by what was real.
-    What padding left behind is overwritten before anything may look at it.
+    What padding left behind is overwritten before anything may look at it. The lengths are known on the host, too, so
+    that no forward waits for the device.
     """
 
     def __init__(
@@ -134,26 +137,71 @@ class KVCache:
         shape = (config.num_layers, batch_size, max_len, config.parts.attention.num_kv_heads, config.head_dim)
         self.keys: Float[Tensor, "layers B L K E"] = torch.zeros(shape, device=device, dtype=dtype)
         self.values: Float[Tensor, "layers B L K E"] = torch.zeros(shape, device=device, dtype=dtype)
-        self.lengths: Int64[Tensor, " B"] = torch.zeros(batch_size, device=device, dtype=torch.int64)
+        self._set_lengths(torch.zeros(batch_size, dtype=torch.int64))
 
-    def advance(self, num_tokens: Int64[Tensor, " B"]) -> None:
-        """Counts the tokens of each sequence in the forward that just ran as present."""
-        self.lengths += num_tokens
+    @classmethod
+    def of(
+        cls, keys: Float[Tensor, "layers B L K E"], values: Float[Tensor, "layers B L K E"], lengths: Sequence[int]
+    ) -> "KVCache":
+        """Returns a cache of these keys and values, which hold so many tokens of each sequence."""
+        cache = cls.__new__(cls)
+        cache.keys, cache.values = keys, values
+        cache._set_lengths(torch.tensor(lengths, dtype=torch.int64))
+        return cache
+
+    def _set_lengths(self, lengths: Int64[Tensor, " B"]) -> None:
+        self.host_lengths = lengths
+        self.lengths: Int64[Tensor, " B"] = send(lengths, self.keys.device)
+        self._is_on_host = self.keys.device.type == "cpu"  # where both are one tensor
+
+    @property
+    def cached(self) -> CachedTokens:
+        """What attention needs to know of the tokens in the cache."""
+        shortest, longest = self.host_lengths.aminmax()
+        return CachedTokens(self.lengths, int(shortest), int(longest), self.keys.shape[2])
+
+    def advance(self, num_tokens: Int64[Tensor, " B"] | int) -> None:
+        """Counts the tokens of each sequence in the forward that just ran as present.
+
+        Args:
+            num_tokens: On the host.
+        """
+        self.host_lengths += num_tokens
+        if not self._is_on_host:
+            if isinstance(num_tokens, Tensor):
+                num_tokens = send(num_tokens, self.keys.device)
+            self.lengths += num_tokens
 
     def view(self, start: int, stop: int) -> "KVCache":
         """Returns the cache of the sequences from `start` to `stop`; both share their memory."""
         part = copy.copy(self)
         part.keys, part.values = self.keys[:, start:stop], self.values[:, start:stop]
-        part.lengths = self.lengths[start:stop]
+        part.lengths, part.host_lengths = self.lengths[start:stop], self.host_lengths[start:stop]
         return part
 
     def copy_row(self, source: int, target: int) -> None:
         """Copies the keys and values of sequence `source` over those of sequence `target`."""
         # Only the slots in use: the rest of a row may be long, and is overwritten before it is read.
-        length = int(self.lengths[source])
+        length = int(self.host_lengths[source])
         self.keys[:, target, :length] = self.keys[:, source, :length]
         self.values[:, target, :length] = self.values[:, source, :length]
-        self.lengths[target] = length
+        self._set_length(target, length)
+
+    def free_row(self, row: int, *, is_number: bool = True) -> None:
+        """Makes room for a new sequence, which starts at the first slot.
+
+        Args:
+            row: Of the sequence that ends.
+            is_number: Whether all of its keys and values are finite. A mask hides the old ones by a weight of zero,
+                and zero times NaN would be NaN.
+        """
+        if not is_number:
+            self.keys[:, row], self.values[:, row] = 0.0, 0.0
+        self._set_length(row, 0)
+
+    def _set_length(self, row: int, length: int) -> None:
+        self.lengths[row].fill_(length)
+        self.host_lengths[row] = length
 
 
 class Block(nn.Module):
@@ -270,8 +318,8 @@ class Decoder(nn.Module):
             has_statistics: Whether what the parts report is returned, too, by the canonical name of each that does.
         """
         x = self.embedding(input_ids)
-        cached = () if cache is None else (cache.lengths, cache.keys.shape[2])
-        metadata = build_attention_metadata(self._attention, x, document_ids, document_offsets, *cached)
+        cached = None if cache is None else cache.cached
+        metadata = build_attention_metadata(self._attention, x, document_ids, document_offsets, cached)
         statistics: dict[str, Statistics] = {}
         for index, block in enumerate(self.blocks):
             kept = logits_to_keep if index == len(self.blocks) - 1 else None

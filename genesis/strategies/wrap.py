@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from genesis.device import CPU, find_kind
 from genesis.errors import UserError
-from genesis.model.attention import AttentionMetadata
+from genesis.model.attend import AttentionMetadata
 from genesis.model.decoder import Decoder
 from genesis.model.part import Part
 

@@ -19,7 +19,7 @@ def test_two_checkouts_take_turns_and_the_record_has_their_ratios_without_paths(
     assert main(arguments) == 0
 
     record = json.loads(out.read_text(encoding="utf-8"))
-    assert {key.split(",")[0] for key in record["results"]} == {"step", "data", "checkpoint"}
+    assert {key.split(",")[0] for key in record["results"]} == {"step", "data", "checkpoint", "generate"}
     for result in record["results"].values():
         assert result["ratio"]["num_pairs"] == 2
         assert result["median_seconds"].keys() == {NOW, BEFORE}

@@ -3,25 +3,29 @@
 import warnings
 from collections.abc import Callable
 from inspect import unwrap
+from types import SimpleNamespace
 from typing import Any, Final
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from genesis import device
+from genesis.data.loader import SequenceFormat
 from genesis.doctor import training as doctor
+from genesis.evaluate.heldout import HeldOut, TextSource, measure_held_out
 from genesis.evaluate.plan import Request as ScoreRequest
 from genesis.evaluate.score import Scorer
+from genesis.generate import load
 from genesis.generate.batch import Batch, Request
-from genesis.generate.load import avoid_planned_attention
 from genesis.generate.sample import SamplingOptions
-from genesis.model.decoder import Decoder
+from genesis.generate.stream import GenerateOptions, generate
+from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.precision import choose_precision
+from genesis_callbacks.checkpoint import digest as digests
 from tests.fakecuda.combinations import Combination
 from tests.fakecuda.fits import SHAPE, run_fit
 from tests.fakecuda.watch import FakeMode, Watch
-
-NUM_CACHED: Final = 7
-"""Tokens that a cache is said to hold."""
 
 
 def fit(combination: dict[str, Any], **options: Any) -> dict[str, Any]:
@@ -29,45 +33,66 @@ def fit(combination: dict[str, Any], **options: Any) -> dict[str, Any]:
     return run_fit(Combination(**combination), **options)
 
 
-def _build_decoder(dtype: str) -> Decoder:
+def _build_decoder(dtype: str, **fields: Any) -> Decoder:
     with torch.device("cuda"):
-        decoder = Decoder(SHAPE)
+        decoder = Decoder(DecoderConfig(**{**vars(SHAPE), **fields}))
     decoder = decoder.to(getattr(torch, dtype)).eval()
-    avoid_planned_attention(decoder.output_weight.device)
+    prepare: Any = load
+    prepare._prove_attention = lambda device_type: None  # the fake device computes no number
+    load.prepare_device(decoder.output_weight.device)
     return decoder
 
 
-def _describe(watch: Watch) -> dict[str, Any]:
-    return {
-        "syncs": dict(watch.syncs),
-        "kernels": dict(watch.kernels),
-        "has_planned_attention": torch.backends.cuda.cudnn_sdp_enabled(),
-    }
+def _take(watch: Watch) -> dict[str, Any]:
+    """Returns what has happened since the last call."""
+    counts = {"syncs": dict(watch.syncs), "kernels": dict(watch.kernels), "lines": dict(watch.lines)}
+    for counter in (watch.syncs, watch.kernels, watch.casts):
+        counter.clear()
+    return {**counts, "has_planned_attention": torch.backends.cuda.cudnn_sdp_enabled()}
 
 
-def batch(dtype: str, num_tokens: int, options: list[dict[str, Any]]) -> dict[str, Any]:
-    """Continues a text for each of the sampling options by some tokens, as the server does; tells the last step."""
-    with Watch({"build_attention_metadata": NUM_CACHED, "copy_row": NUM_CACHED}, FakeMode()) as watch:
-        texts = Batch(_build_decoder(dtype), len(options) + 1, set())
-        for given in options:
-            texts.add(Request([1, 2, 3], num_tokens, SamplingOptions(**given), num_top_logprobs=2))
-        for _ in range(num_tokens):
-            for counts in (watch.syncs, watch.kernels):
-                counts.clear()
-            new = texts.step()
-    return {**_describe(watch), "num_new": len(new)}
+def batch(dtype: str, options: list[dict[str, Any]], num_layers: int = 2) -> dict[str, Any]:
+    """Continues a text for each of the sampling options, as the server does: reads, decodes, lets one leave and join.
+
+    Returns what happens in each of these steps, and how many tokens each brings.
+    """
+    with Watch(fake=FakeMode()) as watch:
+        texts = Batch(_build_decoder(dtype, num_layers=num_layers), len(options) + 1, set())
+        requests = [
+            Request([1, 2, 3 + n], 9, SamplingOptions(**one), num_top_logprobs=2) for n, one in enumerate(options)
+        ]
+        handles = [texts.add(request) for request in requests]
+        found = {}
+        for name in ("read", "first", "decode", "decode again", "leave and join", "decode the others"):
+            if name == "leave and join":
+                texts.remove(handles[0])
+                texts.add(requests[0])
+            _take(watch)
+            num_tokens = len(texts.step())
+            found[name] = {**_take(watch), "num_tokens": num_tokens}
+    return found
+
+
+def text(dtype: str, sampling: dict[str, Any]) -> dict[str, Any]:
+    """Generates text after two prompts, as the command does."""
+    with Watch(fake=FakeMode()) as watch:
+        decoder = _build_decoder(dtype)
+        _take(watch)
+        tokens = list(generate(decoder, [[1, 2, 3], [4]], GenerateOptions(5, SamplingOptions(**sampling)), set()))
+        return {**_take(watch), "num_tokens": len(tokens)}
 
 
 def score(dtype: str) -> dict[str, Any]:
     """Scores requests with contexts in common."""
     with Watch(fake=FakeMode()) as watch:
         scorer = Scorer(_build_decoder(dtype), batch_tokens=64)
+        _take(watch)
         context = tuple(range(1, 30))
         requests = [ScoreRequest(context, (number, number + 1)) for number in range(5)]
         requests.append(ScoreRequest((1, 2), (3,)))
         with torch.no_grad():  # not its own inference mode, in which fake tensors leave their mode
             scores = unwrap(Scorer.score)(scorer, requests)
-    return {**_describe(watch), "num_scores": len(scores)}
+        return {**_take(watch), "num_scores": len(scores)}
 
 
 def device_layer() -> dict[str, Any]:
@@ -93,4 +118,37 @@ def device_layer() -> dict[str, Any]:
     }
 
 
-CASES: Final[dict[str, Callable[..., Any]]] = {"fit": fit, "batch": batch, "score": score, "device_layer": device_layer}
+def held_out(dtype: str) -> dict[str, Any]:
+    """Measures held-out text of several documents a sequence: two batches."""
+    ids = [list(range(1, length)) for length in (40, 90, 7, 200, 60, 100)]
+    tokenizer: Any = SimpleNamespace(
+        encode_batch=lambda documents, num_threads: ids, bos_id=1, eos_id=2, vocab_size=SHAPE.vocab_size
+    )
+    source = TextSource("web", [""] * len(ids), tokenizer)
+    seq_format = SequenceFormat(SHAPE.max_seq_len, 0, np.full(SHAPE.vocab_size, 3, np.uint8), np.dtype(np.uint16))
+    with Watch(fake=FakeMode()) as watch:
+        decoder = _build_decoder(dtype)
+        _take(watch)
+        measures = measure_held_out(decoder, HeldOut((source,), seq_format, ""), 2 * SHAPE.max_seq_len)
+        return {**_take(watch), "num_measures": len(measures)}
+
+
+def digest(dtype: str) -> dict[str, Any]:
+    """Takes the digests of all weights on the device, as a save does."""
+    with Watch(fake=FakeMode()) as watch:
+        weights: list[Tensor] = list(_build_decoder(dtype).state_dict().values())
+        scratch = digests.DigestScratch(weights[0].device, 1 << 12)
+        _take(watch)
+        found = scratch.digest_all((weight, tuple(weight.shape), (0,) * weight.ndim) for weight in weights)
+        return {**_take(watch), "num_digests": len(found), "num_weights": len(weights)}
+
+
+CASES: Final[dict[str, Callable[..., Any]]] = {
+    "fit": fit,
+    "batch": batch,
+    "text": text,
+    "score": score,
+    "held_out": held_out,
+    "digest": digest,
+    "device_layer": device_layer,
+}

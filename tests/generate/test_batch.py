@@ -68,7 +68,7 @@ def test_probabilities_are_the_models_own_whatever_is_sampled(decoder):
     assert batch.num_free == 2
 
 
-def test_a_text_without_numbers_ends_and_the_others_go_on():
+def build_untied():
     config = DecoderConfig(
         vocab_size=97,
         dim=48,
@@ -81,6 +81,11 @@ def test_a_text_without_numbers_ends_and_the_others_go_on():
     )
     decoder = Decoder(config).eval()
     decoder.init_weights(0)
+    return decoder
+
+
+def test_a_text_without_numbers_ends_and_the_others_go_on():
+    decoder = build_untied()
     with torch.no_grad():
         decoder.embedding.weight[96] = torch.nan
     batch = Batch(decoder, 2, NO_STOP)
@@ -92,6 +97,52 @@ def test_a_text_without_numbers_ends_and_the_others_go_on():
     assert sum(len(batch.step()) for _ in range(5)) == 4
     with pytest.raises(UserError, match="weights have diverged"):
         list(generate(decoder, [[1, 96]], GenerateOptions(5), NO_STOP))
+
+
+@pytest.mark.parametrize("lengths", [(30, 1), (2, 30)], ids=["its row is taken", "another row moves there"])
+def test_what_a_text_without_numbers_leaves_in_the_cache_reaches_no_other(lengths):
+    decoder = build_untied()
+    with torch.no_grad():
+        decoder.embedding.weight[96] = torch.nan
+    first, second = ([3 + number] * length for number, length in enumerate(lengths))
+    batch, bad = Batch(decoder, 2, NO_STOP), Request([1, 96] * 10, 5, GREEDY)
+    texts = {}
+    if lengths[0] > lengths[1]:
+        texts[batch.add(Request(first, 5, GREEDY))] = (first, [])
+        bad_handle = batch.add(bad)
+    else:
+        bad_handle = batch.add(bad)
+        texts[batch.add(Request(first, 5, GREEDY))] = (first, [])
+    for _ in range(10):
+        for token in batch.step():
+            if token.request == bad_handle:
+                assert token.is_last
+                texts[batch.add(Request(second, 5, GREEDY))] = (second, [])
+            else:
+                texts[token.request][1].append(token.id)
+    for prompt, text in texts.values():
+        assert text == slow_greedy(decoder, prompt, 5)
+
+
+@pytest.mark.parametrize("sampling", [SamplingOptions(0.9), SamplingOptions(1.2, 30, 0.9)])
+def test_a_seed_gives_the_same_text_alone_and_beside_texts_with_other_options(decoder, sampling):
+    def run(requests):
+        batch = Batch(decoder, len(requests), NO_STOP)
+        texts = {batch.add(request): [] for request in requests}
+        while tokens := batch.step():
+            for token in tokens:
+                texts[token.request].append(token.id)
+        return list(texts.values())
+
+    prompts = build_prompts(6)
+    others = [GREEDY, SamplingOptions(2.0, 5), SamplingOptions(), SamplingOptions(1.0, None, 0.5), GREEDY]
+    requests = [Request(prompts[0], 30, sampling, seed=9)]
+    for number, (prompt, options) in enumerate(zip(prompts[1:], others, strict=True)):
+        requests.append(Request(prompt, 20 + 2 * number, options, seed=number))
+    alone = [run([request])[0] for request in requests]
+    assert run(requests) == alone
+    assert run(requests[::-1]) == alone[::-1]
+    assert run([Request(prompts[0], 30, sampling, seed=10)]) != alone[:1]
 
 
 def test_a_request_that_does_not_fit_is_refused_and_takes_no_row(decoder):

@@ -1,6 +1,7 @@
 """An export is loaded as its checkpoint is, and refused where it is not what was proved."""
 
 import json
+import logging
 import re
 import shutil
 from collections.abc import Callable
@@ -13,7 +14,9 @@ from genesis.checkpoint_reference import find_checkpoint
 from genesis.cli.generate import main
 from genesis.errors import UserError
 from genesis.export.export import ExportOptions, export_checkpoints
+from genesis.generate import load
 from genesis.generate.load import load_decoder
+from genesis_callbacks.checkpoint import DeviceProof
 from tests.tiny_runs import build_decoder, save
 
 
@@ -135,3 +138,20 @@ def test_a_recipe_that_claims_what_no_memory_holds_is_refused(
         load_decoder(path)
     with pytest.raises(UserError, match=message):
         export_checkpoints([path], tmp_path / "out", ExportOptions(layout="safetensors"))
+
+
+def test_a_kernel_that_fails_its_proof_is_named_and_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(device: torch.device) -> None:
+        raise RuntimeError(f"wrong on {device}\nwith a second line")
+
+    distrusted: list[torch.device] = []
+    monkeypatch.setattr(
+        load, "ATTENTION_PROOF", DeviceProof("a", "fast", "slow", lambda device: None, distrusted.append)
+    )
+    monkeypatch.setattr(load, "CACHED_ATTENTION_PROOF", DeviceProof("b", "fast", "slow", fail, distrusted.append))
+    with caplog.at_level(logging.WARNING):
+        load._prove_attention.__wrapped__("cpu")
+    assert distrusted == [torch.device("cpu")]
+    assert caplog.messages == ["cpu: slow instead of fast for attention: wrong on cpu"]

@@ -15,9 +15,9 @@ from genesis.errors import UserError
 from genesis.huggingface.llama import LLAMA
 from genesis.huggingface.shape import write_shape
 from genesis.loss import sum_cross_entropy
-from genesis.model import attention as attention_module
+from genesis.model import attend as attend_module
 from genesis.model import initial
-from genesis.model.attention import AttentionMetadata, attend, document_mask, document_offsets, document_positions
+from genesis.model.attend import AttentionMetadata, attend, document_mask, document_offsets, document_positions
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.initial import INIT_STD
 from genesis_callbacks.testing import run_ranks
@@ -52,7 +52,7 @@ def documents_of(document_ids):
 @pytest.fixture(params=["document by document", "mask"])
 def packed_path(request, monkeypatch):
     """Sends packed rows through one of the two ways in which a CPU attends by document."""
-    monkeypatch.setattr(attention_module, "MIN_MEAN_DOCUMENT_TOKENS", 1 if request.param != "mask" else 10_000)
+    monkeypatch.setattr(attend_module, "MIN_MEAN_DOCUMENT_TOKENS", 1 if request.param != "mask" else 10_000)
 
 
 @pytest.mark.parametrize("changes", [{}, {"has_tied_embeddings": False}, {"num_kv_heads": 6}, {"rope_theta": 1e4}])

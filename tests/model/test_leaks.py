@@ -9,6 +9,7 @@ import torch
 
 from genesis.data.loader import SequenceFormat, build_window
 from genesis.data.packing import fill_row, mark_piece_ends, pack_documents
+from genesis.model import attend as attend_module
 from genesis.model import attention as attention_module
 from genesis.model.decoder import Decoder, DecoderConfig
 
@@ -34,7 +35,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="a path of
 def logits_of(request, monkeypatch):
     """Gives a function from a micro-batch to logits that goes one way, and says which way it went."""
     path = request.param
-    monkeypatch.setattr(attention_module, "MIN_MEAN_DOCUMENT_TOKENS", 10_000 if "mask" in path else 1)
+    monkeypatch.setattr(attend_module, "MIN_MEAN_DOCUMENT_TOKENS", 10_000 if "mask" in path else 1)
     device = "cuda" if "cuda" in path else "cpu"
     decoder = Decoder(CONFIG)
     decoder.init_weights(0)

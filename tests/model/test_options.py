@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from genesis.errors import UserError
-from genesis.model import attention as attention_module
+from genesis.model import attend as attend_module
 from genesis.model.attention import AttentionConfig, RopeScaling, rotary_tables
 from genesis.model.decoder import Decoder, DecoderConfig, KVCache
 from genesis.model.describe import describe
@@ -58,7 +58,7 @@ def random_ids(*shape: int) -> Tensor:
 def test_packed_documents_give_the_logits_of_each_alone(
     config: DecoderConfig, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_module, "MIN_MEAN_DOCUMENT_TOKENS", 1 if path != "mask" else 10_000)
+    monkeypatch.setattr(attend_module, "MIN_MEAN_DOCUMENT_TOKENS", 1 if path != "mask" else 10_000)
     decoder, ids = build(config), random_ids(*PACKED.shape)
     packed = decoder(ids, document_ids=PACKED)
     for row, start, end in ((0, 0, 40), (0, 40, 41), (0, 41, 96), (1, 0, 96), (2, 0, 7), (2, 7, 96)):

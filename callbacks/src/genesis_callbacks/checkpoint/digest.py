@@ -219,7 +219,7 @@ class DigestScratch:
             for block in blocks:
                 self._sum_block(runs, block, _SUMS_PER_BLOCK * number)
                 number += 1
-        sums = iter(self._sums[: _SUMS_PER_BLOCK * num_blocks].tolist())
+        sums = iter(self._sums[: _SUMS_PER_BLOCK * num_blocks].cpu().tolist())
         return [
             sum(block.total(next(sums), next(sums), next(sums)) for block in blocks) % DIGEST_MODULUS
             for _, blocks in work

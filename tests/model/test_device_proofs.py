@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from genesis.model import attention
+from genesis.model import attend
 from genesis.model.attention import AttentionConfig, build_attention_metadata
-from genesis.train.device_proofs import ATTENTION_PROOF
+from genesis.model.device_proofs import ATTENTION_PROOF
 
 CPU = torch.device("cpu")
 
@@ -16,14 +16,14 @@ def test_attention_by_documents_and_under_a_mask_agree() -> None:
 
 @pytest.mark.parametrize("wrong", [1.1, float("nan")])
 def test_a_kernel_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
-    right = attention._attend_each_document
-    monkeypatch.setattr(attention, "_attend_each_document", lambda *inputs: right(*inputs) * wrong)
+    right = attend._attend_each_document
+    monkeypatch.setattr(attend, "_attend_each_document", lambda *inputs: right(*inputs) * wrong)
     with pytest.raises(RuntimeError, match="differs from attention under a mask by"):
         ATTENTION_PROOF.prove(CPU)
 
 
 def test_where_the_proof_fails_masks_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_distrusted_devices", set())
+    monkeypatch.setattr(attend, "_distrusted_devices", set())
     config = AttentionConfig(num_heads=2, num_kv_heads=2)
     ids = torch.arange(2, dtype=torch.int32).repeat_interleave(64)[None]
     x = torch.zeros(1, 128, 32)

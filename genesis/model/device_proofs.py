@@ -1,0 +1,87 @@
+"""What Genesis wants to know of an accelerator before it relies on it, beside what checkpoints prove there."""
+
+from typing import Final
+
+import torch
+
+from genesis.model.attend import (
+    AttentionMetadata,
+    CachedTokens,
+    attend,
+    distrust_lengths,
+    distrust_offsets,
+    document_mask,
+    document_offsets,
+)
+from genesis.model.attention import AttentionConfig, build_attention_metadata
+from genesis_callbacks.checkpoint import DeviceProof
+
+_NUM_TOKENS, _NUM_HEADS, _NUM_KV_HEADS, _HEAD_DIM = 64, 4, 2, 32
+_DOCUMENT_LENGTHS = (1, 20, 7, 36)
+_CACHED_LENGTHS, _WINDOW = (0, 40, 7), 9
+# bfloat16 has 8 bits of mantissa, and the two kernels add in another order.
+_TOLERANCE = 2e-2
+
+
+def prove_attention(device: torch.device) -> None:
+    """Compares attention document by document with attention under a mask, on a few short documents.
+
+    Raises:
+        RuntimeError: They differ, or the device has no kernel for the former.
+    """
+    query, key, value = _draw_heads(1, _NUM_TOKENS, _NUM_TOKENS, device)
+    lengths = torch.tensor(_DOCUMENT_LENGTHS)
+    document_ids = torch.arange(len(lengths)).repeat_interleave(lengths).to(device, torch.int32)[None]
+    tables = torch.empty(0, device=device), torch.empty(0, device=device)  # rotation comes before
+    with torch.no_grad():
+        by_document = attend(query, key, value, AttentionMetadata(*tables, offsets=document_offsets(document_ids)))
+        masked = attend(query, key, value, AttentionMetadata(*tables, mask=document_mask(document_ids)))
+    _compare("document by document", by_document, masked)
+
+
+def prove_cached_attention(device: torch.device) -> None:
+    """Compares attention over a cache by lengths with attention under a mask: for one and for several new tokens.
+
+    Where no kernel takes lengths, the mask is used anyway, and there is nothing to prove.
+
+    Raises:
+        RuntimeError: They differ, or the kernel fails.
+    """
+    lengths = torch.tensor(_CACHED_LENGTHS)
+    cached = CachedTokens(lengths.to(device), int(lengths.min()), int(lengths.max()), _NUM_TOKENS)
+    for window in (None, _WINDOW):
+        config = AttentionConfig(_NUM_HEADS, _NUM_KV_HEADS, sliding_window=window)
+        for num_new in (1, 5):
+            query, key, value = _draw_heads(len(lengths), num_new, _NUM_TOKENS, device)
+            with torch.no_grad():
+                metadata = build_attention_metadata(config, query.flatten(2), None, cached=cached)
+                if metadata.used is None:
+                    return
+                positions = cached.lengths.view(-1, 1, 1, 1) + torch.arange(num_new, device=device).unsqueeze(1)
+                slots = torch.arange(_NUM_TOKENS, device=device)
+                mask = (slots <= positions) & (slots > positions - (window or _NUM_TOKENS))
+                masked = attend(query, key, value, metadata._replace(used=None, mask=mask))
+                _compare("by lengths", attend(query, key, value, metadata), masked)
+
+
+def _draw_heads(
+    batch_size: int, num_queries: int, num_keys: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((num_queries, _NUM_HEADS), (num_keys, _NUM_KV_HEADS), (num_keys, _NUM_KV_HEADS))
+    query, key, value = (
+        torch.randn(batch_size, *shape, _HEAD_DIM, generator=generator).to(device, torch.bfloat16) for shape in shapes
+    )
+    return query, key, value
+
+
+def _compare(name: str, found: torch.Tensor, masked: torch.Tensor) -> None:
+    difference = float((found.float() - masked.float()).abs().max())
+    if not difference <= _TOLERANCE:  # NaN is a difference, too
+        raise RuntimeError(f"attention {name} differs from attention under a mask by {difference:.3g}")
+
+
+ATTENTION_PROOF: Final = DeviceProof("attention", "varlen", "mask", prove_attention, distrust_offsets)
+CACHED_ATTENTION_PROOF: Final = DeviceProof(
+    "cached_attention", "lengths", "mask", prove_cached_attention, distrust_lengths
+)

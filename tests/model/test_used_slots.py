@@ -1,0 +1,141 @@
+"""Attention over a cache by lengths, against what torch documents of its kernel, which runs on GPUs alone."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from genesis.generate.batch import Batch, Request
+from genesis.generate.sample import SamplingOptions
+from genesis.model import attend as attend_module
+from genesis.model.attend import CachedTokens
+from genesis.model.attention import AttentionConfig, build_attention_metadata
+from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.device_proofs import CACHED_ATTENTION_PROOF
+from tests.generate.slow import NO_STOP
+
+CPU = torch.device("cpu")
+SHAPE = DecoderConfig(dim=48, num_layers=2, num_heads=6, num_kv_heads=2, ffn_dim=64, max_seq_len=64, vocab_size=97)
+
+
+def slow_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_offsets: Tensor,
+    key_offsets: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+    seqused_k: Tensor,
+) -> Tensor:
+    """Attends row by row and query by query, as `torch.nn.attention.varlen.varlen_attn` says that it does."""
+    assert query_offsets.dtype == key_offsets.dtype == seqused_k.dtype == torch.int32
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    left, right = window_size
+    out = torch.empty_like(query)
+    for row, used in enumerate(seqused_k.tolist()):
+        start, end = query_offsets[row : row + 2].tolist()
+        first, last = key_offsets[row : row + 2].tolist()
+        assert used <= last - first <= max_k
+        assert end - start <= max_q
+        keys, values = (
+            part[first : first + used].repeat_interleave(query.shape[1] // key.shape[1], dim=1) for part in (key, value)
+        )
+        for index in range(start, end):
+            position = used - (end - index)  # the last query stands at the last key
+            low = 0 if left < 0 else max(0, position - left)
+            high = used if right < 0 else position + right + 1
+            scores = torch.einsum("he,lhe->hl", query[index].float(), keys[low:high].float()) * query.shape[2] ** -0.5
+            out[index] = torch.einsum("hl,lhe->he", scores.softmax(dim=1), values[low:high].float()).to(out.dtype)
+    return out
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Makes the CPU a device with the kernel; returns what each call is given."""
+    calls: list[dict[str, Any]] = []
+
+    def watch(query: Tensor, key: Tensor, *inputs: Any, **options: Any) -> Tensor:
+        calls.append({"shapes": (query.shape, key.shape), **options})
+        return slow_varlen(query, key, *inputs, **options)
+
+    monkeypatch.setattr(attend_module, "varlen_attn", watch)
+    monkeypatch.setattr(attend_module, "has_flash", lambda x, head_dim: True)
+    monkeypatch.setattr(attend_module, "suits_offsets", lambda *inputs: False)
+    monkeypatch.setattr(attend_module, "_devices_without_lengths", set())
+    return calls
+
+
+def generate(decoder: Decoder) -> list[list[int]]:
+    """Returns texts that join at different times, so that rows have different lengths."""
+    batch = Batch(decoder, 3, NO_STOP)
+    texts: dict[int, list[int]] = {}
+    for start, (length, number) in enumerate([(5, 12), (1, 6), (9, 20), (3, 8), (2, 9)]):
+        while not batch.num_free:
+            for token in batch.step():
+                texts[token.request].append(token.id)
+        texts[batch.add(Request(list(range(start, start + length)), number, SamplingOptions(0.0)))] = []
+        for token in batch.step():
+            texts[token.request].append(token.id)
+    while tokens := batch.step():
+        for token in tokens:
+            texts[token.request].append(token.id)
+    return list(texts.values())
+
+
+def build(window: int | None) -> Decoder:
+    attention = AttentionConfig(6, 2, sliding_window=window)
+    config = replace(SHAPE, num_heads=None, num_kv_heads=None, attention=attention, rope_theta=500_000.0)
+    decoder = Decoder(config).eval()
+    decoder.init_weights(0)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.mul_(4.0)
+    return decoder
+
+
+@pytest.mark.parametrize("window", [None, 1, 7])
+def test_texts_are_the_same_by_lengths_and_under_a_mask(kernel: list[dict[str, Any]], window: int | None) -> None:
+    decoder = build(window)
+    by_lengths = generate(decoder)
+    assert kernel
+    num_calls = len(kernel)
+    attend_module.distrust_lengths(CPU)
+    assert generate(decoder) == by_lengths
+    assert len(kernel) == num_calls
+
+
+def test_shapes_depend_on_the_number_of_rows_and_on_no_length(kernel: list[dict[str, Any]]) -> None:
+    generate(build(None))
+    assert {call["shapes"] for call in kernel} == {
+        ((num_rows, 6, 8), (num_rows * SHAPE.max_seq_len, 2, 8)) for num_rows in (1, 2, 3)
+    }
+
+
+def test_the_proof_holds_and_sees_a_kernel_that_is_wrong(
+    kernel: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    CACHED_ATTENTION_PROOF.prove(CPU)
+    assert {call["window_size"] for call in kernel} == {(-1, -1), (-1, 0), (8, 0)}
+
+    def ignore_lengths(*inputs: Any, seqused_k: Tensor, **options: Any) -> Tensor:
+        return slow_varlen(*inputs, seqused_k=torch.full_like(seqused_k, 64), **options)
+
+    monkeypatch.setattr(attend_module, "varlen_attn", ignore_lengths)
+    with pytest.raises(RuntimeError, match="attention by lengths differs from attention under a mask by"):
+        CACHED_ATTENTION_PROOF.prove(CPU)
+
+
+def test_where_the_proof_fails_masks_are_used(kernel: list[dict[str, Any]]) -> None:
+    x, config = torch.zeros(2, 1, 48), AttentionConfig(6, 2)
+    cached = CachedTokens(torch.tensor([3, 9]), 3, 9, 64)
+    assert build_attention_metadata(config, x, None, cached=cached).used is not None
+    CACHED_ATTENTION_PROOF.take_slow(CPU)
+    metadata = build_attention_metadata(config, x, None, cached=cached)
+    assert metadata.used is None
+    assert metadata.mask is not None
