@@ -272,19 +272,19 @@ def _measure_generate(
             log_path = directory / f"{checkout.name}.log"
             worker = WorkerProcess(checkout.name, command, log_path, 1, checkout.environment)
             workers.append(stack.enter_context(worker))
-            worker.hear()
+            worker.receive()
         for number, name in enumerate(_GENERATED):
             seconds: dict[str, list[float]] = {checkout.name: [] for checkout in checkouts}
             for round_index in range(options.pairs + 1):
                 for worker in rotate_order(workers, round_index):
-                    worker.say(f"{number} {options.seconds}")
-                    turn = worker.hear()
+                    worker.send(f"{number} {options.seconds}")
+                    turn = worker.receive()
                     if round_index:  # the first round reads prompts and warms up
                         seconds[worker.name].append(turn["seconds"] / turn["tokens"])
             measured[f"generate, {name}: a token"] = seconds
             _print_medians(console, f"generate, {name}: a token", seconds)
         for worker in workers:
-            worker.say("quit")
+            worker.send("quit")
             worker.wait()
     return measured
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from genesis.generate.batch import Batch, Request
 from genesis.generate.sample import SamplingOptions
 from genesis.model import attend as attend_module
-from genesis.model.attend import CachedTokens
+from genesis.model.attend import AttentionMetadata, CachedTokens, attend, needs_expanded_keys
 from genesis.model.attention import AttentionConfig, build_attention_metadata
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.device_proofs import CACHED_ATTENTION_PROOF
@@ -139,3 +139,33 @@ def test_where_the_proof_fails_masks_are_used(kernel: list[dict[str, Any]]) -> N
     metadata = build_attention_metadata(config, x, None, cached=cached)
     assert metadata.used is None
     assert metadata.mask is not None
+
+
+@pytest.mark.parametrize("num_queries", [1, 9])
+@pytest.mark.parametrize("has_mask", [True, False])
+def test_expanded_keys_give_the_same_attention_and_gradients(num_queries: int, has_mask: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, num_queries, 6, 8), (2, 9, 2, 8), (2, 9, 2, 8))
+    heads = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    mask = torch.ones(2, 1, num_queries, 9, dtype=torch.bool).tril(9 - num_queries) if has_mask else None
+    found = []
+    for expands_keys in (False, True):
+        out = attend(*heads, AttentionMetadata(torch.empty(0), torch.empty(0), mask=mask, expands_keys=expands_keys))
+        found.append((out, *torch.autograd.grad(out.square().sum(), heads)))
+    for plain, expanded in zip(*found, strict=True):
+        torch.testing.assert_close(plain, expanded)
+
+
+def test_keys_are_expanded_where_cuda_has_no_fused_kernel_for_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attend_module, "read_capability", lambda device: (8, 0))
+    mask = torch.ones(1, dtype=torch.bool)
+
+    class OnCUDA:
+        device, dtype = torch.device("cuda"), torch.float32
+
+    x: Any = OnCUDA()
+    assert needs_expanded_keys(x, 64, None)
+    x.dtype = torch.bfloat16
+    assert not needs_expanded_keys(x, 64, None)
+    assert needs_expanded_keys(x, 64, mask)
+    assert not needs_expanded_keys(torch.empty(0), 64, mask)  # on the CPU
