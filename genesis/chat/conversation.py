@@ -37,6 +37,7 @@ _SHAREGPT_ROLES: Final = {
     "observation": "tool",
     "function_response": "tool",
 }
+_MEDIA: Final = ("image", "images", "video", "videos", "audio", "audios")
 _VARIABLES: Final = "chat_template_kwargs"
 
 
@@ -189,6 +190,9 @@ _READERS: Final[dict[Form, Callable[[Mapping[str, Any], str | None], Conversatio
 def _build(record: Mapping[str, Any], messages: list[Message]) -> Conversation:
     if not messages:
         raise ConversationError("the conversation is empty: it has no turns; remove it")
+    media = next((name for name in _MEDIA if record.get(name)), None)
+    if media is not None:
+        raise ConversationError(f"the record has {media}, and only text can be learned; remove the record")
     variables = record.get(_VARIABLES) or {}
     if not isinstance(variables, Mapping):
         raise ConversationError(f"{_VARIABLES} is not an object; correct it")

@@ -153,7 +153,7 @@ def _print_chat(console: Console, manifest: CorpusManifest) -> None:
     if manifest.chat is None:
         return
     chat = manifest.chat
-    today = "" if chat.date is None else f", which prints the date {chat.date}"
+    today = "" if chat.date is None else f", with the date {chat.date}"
     console.print(f"chat template {chat.template_name}{today}; learned: {chat.labels}", highlight=False)
     for name, counts in chat.sources.items():
         found = ConversationCounts(**counts)

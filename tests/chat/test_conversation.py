@@ -118,6 +118,7 @@ def test_calls_as_openai_writes_them_and_names_of_reasoning_become_what_template
         ({"conversations": [{"from": "function_call", "value": "look"}]}, "the function call of turn 1 is not JSON"),
         ({"instruction": "a", "output": None}, "turn 2 of the assistant is empty"),
         ({"instruction": "a", "output": "b", "history": [["a"]]}, "history is not a list of pairs"),
+        ({"messages": [QUESTION, ANSWER], "images": ["a.png"]}, "the record has images, and only text can be learned"),
         ({"messages": [QUESTION, ANSWER], "chat_template_kwargs": 3}, "chat_template_kwargs is not an object"),
     ],
 )

@@ -344,7 +344,7 @@ def test_the_commands_print_counts_labels_and_the_template(directory: Path, caps
     config.write_text(json.dumps(recipe))
     assert prepare_main(["--config", str(config)]) == 0
     printed = capsys.readouterr()
-    assert "chat template of the tokenizer, which prints the date 2026-01-31; learned: assistant" in printed.out
+    assert "chat template of the tokenizer, with the date 2026-01-31; learned: assistant" in printed.out
     assert "chat: 2 conversations; 1 skipped as bad" in printed.out
     assert "skip.jsonl, line 2: the conversation is empty" in printed.err
     assert inspect_main([str(directory / "corpora" / "command"), "--num_samples", "1"]) == 0
