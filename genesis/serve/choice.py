@@ -8,18 +8,22 @@ from typing import Any, Literal, NamedTuple
 
 from genesis.generate.batch import NewToken
 from genesis.generate.ids import IdWriter, build_writer
+from genesis.generate.prompt_scores import ScoredToken
 from genesis.tokenizer.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length"]
 
 
 class ShownToken(NamedTuple):
-    """A token that may be sent; `offset` is the position in the text at which the token's characters begin."""
+    """A token that may be sent; `offset` is the position in the text at which the token's characters begin.
+
+    The first token of a prompt has no log-probability.
+    """
 
     name: str
     offset: int
-    log_prob: float
-    top_logprobs: dict[str, float]
+    log_prob: float | None
+    top_logprobs: dict[str, float] | None
 
 
 class Shown(NamedTuple):
@@ -111,6 +115,26 @@ class Choice:
             if other != token.id and math.isfinite(log_prob)
         }
         return ShownToken(name, start, token.log_prob, {name: token.log_prob, **top_logprobs})
+
+
+def show_prompt(tokenizer: Tokenizer | None, tokens: Sequence[ScoredToken]) -> list[ShownToken]:
+    """Returns the tokens of a prompt as those of generated text are shown."""
+    writer, shown = build_writer(tokenizer), []
+    length = 0 if tokenizer is not None else -1  # ids are written with spaces between them, and none before the first
+    for token in tokens:
+        name = token_name(tokenizer, token.id)
+        top: dict[str, float] | None = None
+        if token.log_prob is not None:
+            others = {
+                token_name(tokenizer, other): log_prob
+                for other, log_prob in token.top_logprobs
+                if other != token.id and math.isfinite(log_prob)
+            }
+            top = {name: token.log_prob, **others}
+        shown.append(ShownToken(name, max(0, length), token.log_prob, top))
+        if tokenizer is None or token.id < tokenizer.vocab_size:
+            length += len(writer.feed(token.id))
+    return shown
 
 
 def token_name(tokenizer: Tokenizer | None, token: int) -> str:

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, Self
 from genesis.errors import UserError
 from genesis.generate.batch import NewToken, Request
 from genesis.generate.ids import write_ids
-from genesis.serve.choice import Choice, Shown
+from genesis.serve.choice import Choice, Shown, show_prompt
 from genesis.serve.conversation import encode_conversation
 from genesis.serve.errors import ApiError
 from genesis.serve.form import ChatForm, Form, Part, TextForm
 from genesis.serve.request import DEFAULT_NEW_TOKENS, ChatPrompt, CompletionRequest, Prompt
-from genesis.serve.worker import Facts, Ticket, Worker
+from genesis.serve.worker import Facts, PromptScores, Result, Ticket, Worker
 from genesis.tokenizer.tokenizer import encode_prompt
 
 _END = b"data: [DONE]\n\n"
@@ -57,7 +57,7 @@ def _encode(prompt: Prompt, asked: CompletionRequest, facts: Facts, chat_templat
     else:
         ids, text = prompt, _decode_ids(prompt, facts)
     room = context - len(ids)
-    if room < 1:
+    if room < (0 if max_new_tokens == 0 else 1):
         raise _too_long(f"has {len(ids):,} tokens", context)
     if max_new_tokens is not None and max_new_tokens > room:
         raise ApiError(
@@ -66,8 +66,10 @@ def _encode(prompt: Prompt, asked: CompletionRequest, facts: Facts, chat_templat
             param="max_tokens",
             code="context_length_exceeded",
         )
-    # OpenAI's defaults: a completion has 16 tokens, a turn of a chat ends where the model ends it.
-    return EncodedPrompt(ids, text, max_new_tokens or (room if asked.is_chat else min(DEFAULT_NEW_TOKENS, room)))
+    if max_new_tokens is None:
+        # OpenAI's defaults: a completion has 16 tokens, a turn of a chat ends where the model ends it.
+        max_new_tokens = room if asked.is_chat else min(DEFAULT_NEW_TOKENS, room)
+    return EncodedPrompt(ids, text, max_new_tokens)
 
 
 def _encode_text(text: str, facts: Facts) -> tuple[tuple[int, ...], str]:
@@ -126,8 +128,12 @@ class Completion:
     ) -> None:
         self._asked, self._worker, self._prompts = asked, worker, prompts
         texts = [prompt for prompt in prompts for _ in range(asked.num_choices)]
-        self._echoes = [prompt.text if asked.has_echo else "" for prompt in texts]
-        self._choices = [Choice(facts.tokenizer, asked.stop, len(echo)) for echo in self._echoes]
+        repeated = [prompt.text if asked.has_echo else "" for prompt in texts]
+        self._choices = [Choice(facts.tokenizer, asked.stop, len(text)) for text in repeated]
+        # A prompt with log-probabilities comes from the worker, as the first part of its text.
+        self._num_prompt_logprobs = asked.num_top_logprobs if asked.has_echo else None
+        self._echoes = [""] * len(texts) if self._num_prompt_logprobs is not None else repeated
+        self._texts, self._tokenizer = texts, facts.tokenizer
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
         self._requests = [
             Request(
@@ -152,11 +158,12 @@ class Completion:
         }
         self._tickets: list[Ticket] = []
         # Holds at most all tokens of the request: a slow client leaves here the tokens it has not read yet.
-        self._results: asyncio.Queue[tuple[int, NewToken | UserError]] = asyncio.Queue()
+        self._results: asyncio.Queue[tuple[int, Result]] = asyncio.Queue()
 
     def __enter__(self) -> Self:
         for index, request in enumerate(self._requests):
-            self._tickets.append(self._worker.submit(request, partial(self._receive, index)))
+            receive = partial(self._receive, index)
+            self._tickets.append(self._worker.submit(request, receive, self._num_prompt_logprobs))
         return self
 
     def __exit__(
@@ -186,7 +193,7 @@ class Completion:
             yield _event({**self._head, "choices": [], "usage": self._usage()})
         yield _END
 
-    def _receive(self, index: int, result: NewToken | UserError) -> None:
+    def _receive(self, index: int, result: Result) -> None:
         self._results.put_nowait((index, result))
 
     async def _parts(self) -> AsyncIterator[Part]:
@@ -200,11 +207,22 @@ class Completion:
                 if isinstance(result, UserError):
                     raise result
                 if self._choices[index].finish_reason is None:
-                    by_index.setdefault(index, []).append(self._feed(index, result))
+                    if isinstance(result, PromptScores):
+                        part = self._show_prompt(index, result)
+                    else:
+                        part = self._feed(index, result)
+                    by_index.setdefault(index, []).append(part)
             for parts in by_index.values():
                 part = _join(parts)
                 if part.shown.tokens or part.finish_reason:
                     yield part
+
+    def _show_prompt(self, index: int, scores: PromptScores) -> Part:
+        choice = self._choices[index]
+        if scores.is_last:
+            choice.finish_reason = "length"
+        shown = Shown(self._texts[index].text, show_prompt(self._tokenizer, scores.tokens))
+        return Part(index, shown, choice.finish_reason)
 
     def _feed(self, index: int, token: NewToken) -> Part:
         choice = self._choices[index]

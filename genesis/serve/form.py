@@ -105,6 +105,8 @@ class ChatForm:
     def _log_probs(self, tokens: Sequence[ShownToken]) -> list[dict[str, Any]]:
         found = []
         for token in tokens:
+            assert token.log_prob is not None  # only the first token of a prompt has none, and a chat shows no prompt
+            assert token.top_logprobs is not None
             top = sorted(token.top_logprobs.items(), key=lambda item: -item[1])[: self._num_top_logprobs]
             alternatives = [_describe_token(name, log_prob) for name, log_prob in top]
             found.append({**_describe_token(token.name, token.log_prob), "top_logprobs": alternatives})

@@ -127,7 +127,7 @@ def parse_completion(body: bytes, max_texts: int) -> CompletionRequest:
     request = CompletionRequest(
         model=fields.required_text("model"),
         prompts=_read_prompts(fields),
-        max_new_tokens=fields.integer("max_tokens", 1, _LARGEST_COUNT),
+        max_new_tokens=fields.integer("max_tokens", 0, _LARGEST_COUNT),
         sampling=_read_sampling(fields),
         num_choices=fields.integer("n", 1, max_texts) or 1,
         stop=_read_stop(fields),
@@ -140,8 +140,8 @@ def parse_completion(body: bytes, max_texts: int) -> CompletionRequest:
     best_of = fields.integer("best_of", 1, _LARGEST_COUNT)
     if best_of not in (None, request.num_choices):
         refuse("best_of", f"is {best_of} but n is {request.num_choices}: remove best_of, or set it to n")
-    if request.has_echo and request.num_top_logprobs is not None:
-        refuse("echo", "with logprobs is not supported, the prompt's tokens have no probabilities: remove one of them")
+    if request.max_new_tokens == 0 and not (request.has_echo and request.num_top_logprobs is not None):
+        refuse("max_tokens", "is 0, which only serves the probabilities of a prompt: set echo and logprobs, too")
     if request.num_texts > max_texts:
         refuse(
             "prompt",

@@ -16,6 +16,8 @@ from typing import NamedTuple
 from genesis.errors import UserError
 from genesis.generate.batch import Batch, NewToken, Request
 from genesis.generate.load import Loaded
+from genesis.generate.prompt_scores import ScoredToken, score_prompt
+from genesis.model.decoder import Decoder
 from genesis.serve.errors import ApiError, stopping
 from genesis.tokenizer.tokenizer import Tokenizer
 
@@ -30,12 +32,27 @@ class Facts(NamedTuple):
     vocab_size: int
 
 
+class PromptScores(NamedTuple):
+    """The tokens of a prompt with their log-probabilities; `is_last` if no new token follows."""
+
+    tokens: list[ScoredToken]
+    is_last: bool
+
+
+Result = NewToken | PromptScores | UserError
+
+
 @dataclass(eq=False)
 class Ticket:
-    """One submitted text. `receive` is called with each of its tokens, or with the error that ended it."""
+    """One submitted text.
+
+    `receive` is called with the scores of its prompt, if they are asked for, with each of its tokens, or with the error
+    that ended it.
+    """
 
     request: Request
-    receive: Callable[[NewToken | UserError], None]
+    receive: Callable[[Result], None]
+    num_prompt_logprobs: int | None = None
     is_cancelled: bool = False
 
 
@@ -53,6 +70,7 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._changed = threading.Condition()
         self._waiting: deque[Ticket] = deque()
+        self._unscored: deque[Ticket] = deque()
         self._live: dict[int, Ticket] = {}
         self._is_stopped = False
         self._reason: UserError = stopping()
@@ -68,7 +86,7 @@ class Worker:
     @property
     def num_waiting(self) -> int:
         """The number of texts that have no row yet."""
-        return len(self._waiting)
+        return len(self._waiting) + len(self._unscored)
 
     @property
     def has_ended(self) -> bool:
@@ -80,9 +98,18 @@ class Worker:
         """Whether the thread is alive, which may still hold the model's memory."""
         return self._thread.is_alive()
 
-    def submit(self, request: Request, receive: Callable[[NewToken | UserError], None]) -> Ticket:
-        """Queues a text; `receive` is called in the event loop's thread."""
-        ticket = Ticket(request, receive)
+    def submit(
+        self, request: Request, receive: Callable[[Result], None], num_prompt_logprobs: int | None = None
+    ) -> Ticket:
+        """Queues a text; `receive` is called in the event loop's thread.
+
+        Args:
+            request: The text; with scores of its prompt it may have no new tokens.
+            receive: Called with each result.
+            num_prompt_logprobs: The number of alternatives of each token of the prompt, whose scores are wanted; None
+                if they are not.
+        """
+        ticket = Ticket(request, receive, num_prompt_logprobs)
         with self._changed:
             if self._is_stopped:
                 raise self._reason
@@ -125,10 +152,12 @@ class Worker:
             return
         config = loaded.decoder.config
         self._post(self._finish_loading, Facts(loaded.tokenizer, config.max_seq_len, config.vocab_size))
+        decoder = loaded.decoder
         del loaded
         try:
             while self._admit(batch):
-                results: list[tuple[Ticket, NewToken | UserError]] = []
+                self._score_next(decoder)
+                results: list[tuple[Ticket, Result]] = []
                 for token in batch.step():
                     ticket = self._live.pop(token.request) if token.is_last else self._live[token.request]
                     results.append((ticket, token))
@@ -146,7 +175,7 @@ class Worker:
                     del self._live[handle]
                 while self._waiting and (batch.num_free or self._waiting[0].is_cancelled):
                     self._add(batch, self._waiting.popleft())
-                if self._live:
+                if self._live or self._unscored:
                     return True
                 self._changed.wait()
         return False
@@ -154,16 +183,35 @@ class Worker:
     def _add(self, batch: Batch, ticket: Ticket) -> None:
         if ticket.is_cancelled:
             return
+        if ticket.num_prompt_logprobs is not None:
+            self._unscored.append(ticket)
+            return
         try:
             self._live[batch.add(ticket.request)] = ticket
         except UserError as error:
             self._post(self._deliver, [(ticket, error)])
 
+    def _score_next(self, decoder: Decoder) -> None:
+        """Scores one prompt that waits for it: only one, so that running texts do not wait for all of them."""
+        with self._changed:
+            ticket = self._unscored.popleft() if self._unscored else None
+        if ticket is None or ticket.is_cancelled:
+            return
+        assert ticket.num_prompt_logprobs is not None
+        tokens = score_prompt(decoder, ticket.request.prompt, ticket.num_prompt_logprobs)
+        is_last = ticket.request.max_new_tokens == 0
+        if not is_last:
+            ticket.num_prompt_logprobs = None
+            with self._changed:
+                self._waiting.appendleft(ticket)
+        self._post(self._deliver, [(ticket, PromptScores(tokens, is_last))])
+
     def _end(self, error: UserError) -> None:
         with self._changed:
             self._is_stopped, self._reason = True, error
-            tickets = [*self._live.values(), *self._waiting]
+            tickets = [*self._live.values(), *self._unscored, *self._waiting]
             self._live.clear()
+            self._unscored.clear()
             self._waiting.clear()
         self._post(self._deliver, [(ticket, error) for ticket in tickets])
 
@@ -189,7 +237,7 @@ class Worker:
             self.loaded.exception()  # marks it as retrieved: the client that asked for it may have disconnected
 
     @staticmethod
-    def _deliver(results: list[tuple[Ticket, NewToken | UserError]]) -> None:
+    def _deliver(results: list[tuple[Ticket, Result]]) -> None:
         for ticket, result in results:
             if not ticket.is_cancelled:
                 ticket.receive(_check(result))
@@ -205,8 +253,13 @@ def _check_is_finite(loaded: Loaded) -> None:
         )
 
 
-def _check(result: NewToken | UserError) -> NewToken | UserError:
-    if isinstance(result, NewToken) and not math.isfinite(result.log_prob):
+def _check(result: Result) -> Result:
+    log_probs: list[float | None] = []
+    if isinstance(result, NewToken):
+        log_probs = [result.log_prob]
+    elif isinstance(result, PromptScores):
+        log_probs = [token.log_prob for token in result.tokens]
+    if not all(log_prob is None or math.isfinite(log_prob) for log_prob in log_probs):
         return ApiError(
             "the model's probabilities are not finite, its weights have diverged: request an earlier checkpoint",
             status=500,

@@ -123,9 +123,11 @@ def test_the_options_of_a_stream_are_read_strictly():
     assert not parse(stream=True, stream_options={}).has_usage
 
 
-def test_echo_with_probabilities_is_refused_because_the_prompt_has_none():
-    assert parse(echo=True).has_echo
-    assert refused(echo=True, logprobs=1).param == "echo"
+def test_no_new_tokens_are_asked_for_only_with_the_probabilities_of_the_prompt():
+    asked = parse(echo=True, logprobs=1, max_tokens=0)
+    assert (asked.has_echo, asked.max_new_tokens, asked.num_top_logprobs) == (True, 0, 1)
+    for fields in ({}, {"echo": True}, {"logprobs": 1}):
+        assert refused(max_tokens=0, **fields).param == "max_tokens"
 
 
 def test_an_unknown_field_is_refused_with_the_nearest():
