@@ -72,6 +72,9 @@ class GroupedOptimizer(Optimizer):
     Args:
         params: Groups.
 
+    Attributes:
+        found_inf: Where this is 1, the next step changes nothing: a number on the device, or None. For fused AdamW.
+
     Raises:
         ValueError: A group's algorithm is unknown, or it sets an option that only torch's own optimizers have.
     """
@@ -92,6 +95,7 @@ class GroupedOptimizer(Optimizer):
             groups.append(known | group)
         super().__init__(groups, {})
         self._replicas: dist.ProcessGroup | None = None
+        self.found_inf: Tensor | None = None
 
     def share_matrices(self, replicas: dist.ProcessGroup) -> None:
         """Makes Muon compute each whole matrix on one rank alone, which gives the result to the others.
@@ -123,6 +127,7 @@ class GroupedOptimizer(Optimizer):
         return loss
 
     def _step_adamw(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        assert self.found_inf is None or group["fused"], "only the fused kernel skips"
         states = [self.state[parameter] for parameter in parameters]
         for parameter, state in zip(parameters, states, strict=True):
             # Like the parameter, and so a DTensor where it is one: checkpoints find the shard's place in it.
@@ -140,6 +145,7 @@ class GroupedOptimizer(Optimizer):
             [state["step"] for state in states],
             foreach=group["foreach"],
             fused=group["fused"],
+            found_inf=self.found_inf,
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
@@ -150,6 +156,7 @@ class GroupedOptimizer(Optimizer):
         )
 
     def _step_muon(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        assert self.found_inf is None, "Muon does not skip on the device"
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

@@ -64,7 +64,7 @@ class MoveDataPosition(pl.Callback):
         batch_idx: int,
     ) -> None:
         """Moves the position."""
-        has_tokens = getattr(pl_module, "skip_reason", None) != "no_valid_tokens"
+        has_tokens = getattr(pl_module, "has_valid_tokens", True)
         note = self.data.advance(batch, has_tokens=has_tokens)
         if note is not None:
             rank_zero_info(note)

@@ -1,6 +1,5 @@
 """The norm of a gradient that may be sharded, and the scaling of gradients."""
 
-import math
 from collections.abc import Iterable
 
 import torch
@@ -44,11 +43,19 @@ def _total_norm(gradients: list[Tensor]) -> Tensor:
 def global_gradient_norm(
     parameters: Iterable[nn.Parameter], device: torch.device, *, num_stage_ranks: int, world_size: int
 ) -> float:
-    """Returns the 2-norm of all gradients together, the same float on every rank; 0.0 where there are none.
+    """Returns what `measure_gradients` does as a float. Waits for the device."""
+    norm = measure_gradients(parameters, device, num_stage_ranks=num_stage_ranks, world_size=world_size)
+    return float(norm)
+
+
+def measure_gradients(
+    parameters: Iterable[nn.Parameter], device: torch.device, *, num_stage_ranks: int, world_size: int
+) -> Tensor:
+    """Returns the 2-norm of all gradients together, the same on every rank; 0 where there are none.
 
     Gradients may be sharded over any axes, of one mesh or of several, and stages of a pipeline may each hold some. It
-    communicates once over all ranks, unless each of them holds every gradient whole: every rank calls it. Waits for the
-    device.
+    communicates once over all ranks, unless each of them holds every gradient whole: every rank calls it. It does not
+    wait for the device.
 
     Args:
         parameters: Their `.grad` is a DTensor without partial placements, or whole on every rank of the stage.
@@ -58,7 +65,7 @@ def global_gradient_norm(
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if num_stage_ranks == world_size and not any(isinstance(gradient, DTensor) for gradient in gradients):
-        return float(_total_norm(gradients)) if gradients else 0.0
+        return _total_norm(gradients) if gradients else torch.zeros((), device=device)
     by_weight: dict[float, list[Tensor]] = {}
     for gradient in gradients:
         by_weight.setdefault(_weight(gradient, num_stage_ranks), []).append(_local(gradient))
@@ -68,10 +75,26 @@ def global_gradient_norm(
         if weight:
             squared += _total_norm(parts).to(squared).square() * weight
     dist.all_reduce(squared)
-    return math.sqrt(float(squared))
+    return squared.sqrt()
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiplies every gradient by `factor` in place. Does not communicate."""
     gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     torch._foreach_mul_(gradients, factor)
+
+
+def clip_on_device(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+    """Scales every gradient in place so that their norm is at most `max_norm`, with the bits of `scale_gradients`.
+
+    Neither communicates nor waits for the device. A norm that is not finite leaves garbage, for a skip to throw away.
+    """
+    # The host divides in float64, and the kernels take the factor in float32; times 1 changes no bit.
+    norm = norm.double()
+    factor = torch.where(norm > max_norm, max_norm / norm, torch.ones_like(norm)).float()
+    gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    torch._foreach_mul_([gradient for gradient in gradients if gradient.dtype == torch.float32], factor)
+    for gradient in gradients:
+        if gradient.dtype != torch.float32:
+            # A factor that is a tensor would be rounded to the gradient's own 16 bits.
+            gradient.copy_(gradient.float().mul_(factor))

@@ -9,8 +9,9 @@
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -25,11 +26,12 @@ from genesis.model.adapter import AdapterConfig, attach_adapters, fill_trained, 
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.initial import is_unset, mark_unset
 from genesis.model.statistics import name_figures, read_figures
-from genesis.optim import OptimizerOptions, build_optimizer
+from genesis.optim import GroupedOptimizer, OptimizerOptions, build_optimizer
 from genesis.strategies.layout import LayoutStrategy, layout_strategy
 from genesis.strategies.wrap import free_gathered_parameters
 from genesis.train.data_module import CorpusDataModule
-from genesis.train.gradients import global_gradient_norm, scale_gradients
+from genesis.train.gradients import clip_on_device, measure_gradients, scale_gradients
+from genesis.train.late_outcome import LateOutcome, refuse_device_norm, sum_on_device
 from genesis.train.lightning_signals import leave_signals_to_votes
 from genesis.train.logged_values import log_exactly
 from genesis.train.metrics import BitsPerByte, TokenLoss
@@ -67,6 +69,8 @@ class GenesisModule(pl.LightningModule):
         optimizer: The optimizer and its peak learning rate.
         seed: Of the initial weights, and of dropout.
         adapter: Adapters beside the frozen weights of a base; None to train all weights.
+        gradient_norm: Where the gradient's norm is used: on the `host`, which waits for the device in each step, or on
+            the `device`, which then clips and skips by itself. Every number of a run is the same. `device` needs AdamW.
 
     Attributes:
         base_dtype: Of the base's tensors, where there are adapters; to be set before a fit.
@@ -82,6 +86,7 @@ class GenesisModule(pl.LightningModule):
         optimizer: OptimizerOptions | None = None,
         seed: int = 0,
         adapter: AdapterConfig | None = None,
+        gradient_norm: Literal["host", "device"] = "host",
     ) -> None:
         super().__init__()
         self.decoder_config = decoder
@@ -93,7 +98,9 @@ class GenesisModule(pl.LightningModule):
         self.decoder: Decoder | None = None
         self.is_restored = False
         self._has_unset_weights = False
-        self.skip_reason: str | None = None
+        self.gradient_norm = gradient_norm
+        self._skip_reason: str | None = None
+        self._outcome: LateOutcome | None = None
         self._num_valid_tokens = 0
         self._num_bytes = 0
         self._grad_norm = math.nan
@@ -101,7 +108,7 @@ class GenesisModule(pl.LightningModule):
         self._part_sums: dict[str, Tensor] = {}
         self._part_figure_names: list[str] = []
         self._loss_sum_of_ranks: Pending[float] | None = None
-        self._training_log = TrainingLog(self._read_window)
+        self._training_log = TrainingLog(self._end_window, is_late=gradient_norm == "device")
         self.validation_loss, self.validation_bits = TokenLoss(), BitsPerByte()
 
     # ---- building
@@ -180,6 +187,8 @@ class GenesisModule(pl.LightningModule):
                 f"trainer.accumulate_grad_batches is {self.trainer.accumulate_grad_batches}; a window is accumulated "
                 "inside one step, set data.global_batch_size and data.micro_batch_size instead"
             )
+        if self.gradient_norm == "device":
+            refuse_device_norm(self.trainer, self.optimizer_options)
         leave_signals_to_votes(self.trainer)
 
     def on_train_start(self) -> None:
@@ -193,8 +202,7 @@ class GenesisModule(pl.LightningModule):
         strategy, layout = self._strategy, self._strategy.layout
         # Here and not in `optimizer_zero_grad`: Lightning calls that after this method, when the window's earlier
         # micro-batches have run backward.
-        for parameter in self.parameters():
-            parameter.grad = None
+        self._remove_gradients()
         # A seed for each step, so that a resumed run draws the same dropout whatever was drawn before the save.
         torch.manual_seed(seed_of_step(self.seed, self.trainer.global_step, layout.data_rank))
         # Every rank needs the global count before its first backward, so this sum is awaited. It runs on gloo between
@@ -217,21 +225,64 @@ class GenesisModule(pl.LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Takes the norm of the synchronised gradient once, then clips, or vetoes by removing every gradient."""
-        self._grad_norm = global_gradient_norm(
+        norm = measure_gradients(
             self.parameters(),
             self.trainer.strategy.root_device,
             num_stage_ranks=len(self._strategy.layout.stage_ranks),
             world_size=self.trainer.world_size,
         )
+        if self.gradient_norm == "device":
+            self._decide_on_device(optimizer, norm, gradient_clip_val)
+            return
+        self._grad_norm = float(norm)
         self._sum_window_loss()
         # The norm and the token count are the same on all ranks, so all ranks come to the same decision without a
         # further reduction. Gradients of None leave Adam's state and the weight decay alone; zeros would not.
-        self.skip_reason = self._find_skip_reason()
-        if self.skip_reason is not None:
-            for parameter in self.parameters():
-                parameter.grad = None
+        self._skip_reason = self._find_skip_reason()
+        if self._skip_reason is not None:
+            self._remove_gradients()
         elif gradient_clip_val and self._grad_norm > gradient_clip_val:
             scale_gradients(self.parameters(), gradient_clip_val / self._grad_norm)
+
+    def _decide_on_device(self, optimizer: Optimizer, norm: Tensor, max_norm: float | None) -> None:
+        """Clips, or makes the optimizer skip, by numbers that the host has not read."""
+        assert isinstance(optimizer, GroupedOptimizer)
+        assert self._window_loss_sum is not None
+        figures = sum_on_device(
+            [self._window_loss_sum, *self._part_sums.values()], self._strategy.layout.token_process_group
+        )
+        self._part_figure_names = name_figures(self._part_sums)
+        self._window_loss_sum, self._part_sums = None, {}
+        self._outcome = LateOutcome(norm, figures)
+        # The count of tokens is known here, and such a window has no norm to judge by: its gradients are zeros.
+        self._skip_reason = None if self._num_valid_tokens else "no_valid_tokens"
+        optimizer.found_inf = None
+        if self._skip_reason is not None:
+            self._remove_gradients()
+            return
+        if max_norm:
+            clip_on_device(self.parameters(), norm, max_norm)
+        optimizer.found_inf = (~norm.isfinite()).float()
+
+    def _remove_gradients(self) -> None:
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    @property
+    def late_outcome(self) -> LateOutcome | None:
+        """The last window's outcome, if only the device knows whether the optimizer skipped it."""
+        return None if self._skip_reason is not None else self._outcome
+
+    @property
+    def skip_reason(self) -> str | None:
+        """Why the last window was skipped, or None. Waits for the device if `gradient_norm` is `device`."""
+        late = self.late_outcome
+        return self._skip_reason if late is None else late.skip_reason
+
+    @property
+    def has_valid_tokens(self) -> bool:
+        """Whether the last window had a valid token on any rank."""
+        return self._num_valid_tokens > 0
 
     def _find_skip_reason(self) -> str | None:
         if self._num_valid_tokens == 0:
@@ -263,19 +314,31 @@ class GenesisModule(pl.LightningModule):
         self._part_figure_names = name_figures(self._part_sums)
         self._window_loss_sum, self._part_sums = None, {}
 
-    def _read_window(self) -> WindowFigures:
-        assert self._loss_sum_of_ranks is not None
-        loss_sum, *part_figures = self._loss_sum_of_ranks.wait()
-        self._loss_sum_of_ranks = None
-        return WindowFigures(
-            loss_sum=loss_sum,
+    def _end_window(self) -> Callable[[], WindowFigures]:
+        """Returns what gives the figures of the window that has just ended; only the device may know them yet."""
+        names, outcome = self._part_figure_names, self._outcome
+        known = WindowFigures(
+            loss_sum=math.nan,
             num_valid_tokens=self._num_valid_tokens,
             num_bytes=self._num_bytes,
             grad_norm=self._grad_norm,
             scale_factor=self._strategy.layout.gradient_divisor / max(self._num_valid_tokens, 1),
-            is_skipped=self.skip_reason is not None,
-            part_figures=dict(zip(self._part_figure_names, part_figures, strict=True)),
+            is_skipped=self._skip_reason is not None,
         )
+        if outcome is not None:
+
+            def read_late() -> WindowFigures:
+                norm, (loss_sum, *figures) = outcome.wait()
+                is_skipped = known.is_skipped or outcome.skip_reason is not None
+                named = dict(zip(names, figures, strict=True))
+                return replace(known, loss_sum=loss_sum, grad_norm=norm, is_skipped=is_skipped, part_figures=named)
+
+            return read_late
+        assert self._loss_sum_of_ranks is not None
+        loss_sum, *figures = self._loss_sum_of_ranks.wait()
+        self._loss_sum_of_ranks = None
+        window = replace(known, loss_sum=loss_sum, part_figures=dict(zip(names, figures, strict=True)))
+        return lambda: window
 
     # ---- validation
 

@@ -15,6 +15,8 @@ _FREE: Final = (
     *("trainer.default_root_dir", "trainer.use_distributed_sampler", "trainer.sync_batchnorm"),
     # How the same windows are read and cut: the sum over a global batch is the same.
     *("data.micro_batch_size", "data.prefetch_windows", "data.verify_hashes"),
+    # Where the same numbers are used.
+    "model.gradient_norm",
     # The data module compares it, and refuses another.
     "data.packing",
     *("data.stream.num_workers", "data.stream.max_worker_restarts", "data.stream.tokenizer"),

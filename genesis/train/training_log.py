@@ -30,6 +30,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch.optim import Optimizer
 
 from genesis.errors import UserError
 from genesis.model.decoder import DecoderConfig
@@ -72,11 +73,15 @@ class TrainingLog(pl.Callback):
     a resumed run, on any number of ranks, logs what the uninterrupted one logs.
 
     Args:
-        read_window: Returns the figures of the window that has just ended.
+        end_window: Returns what gives the figures of the window that has just ended.
+        is_late: Whether reading them waits for the device: they are read when the next window's backward is launched,
+            or when a log line or a checkpoint needs them.
     """
 
-    def __init__(self, read_window: Callable[[], WindowFigures]) -> None:
-        self._read_window = read_window
+    def __init__(self, end_window: Callable[[], Callable[[], WindowFigures]], is_late: bool = False) -> None:
+        self._end_window = end_window
+        self._is_late = is_late
+        self._open: Callable[[], WindowFigures] | None = None
         self._timed_from_seconds = math.nan
         self._timed_tokens = self._timed_positions = 0
         self._mfu: MFUMeter | None = None
@@ -96,6 +101,7 @@ class TrainingLog(pl.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the sums since the last log line, over all ranks; a float keeps all of its digits in a checkpoint."""
+        self._close_window()
         return {
             "version": _STATE_VERSION,
             "loss_sum": self._loss_sum,
@@ -110,6 +116,7 @@ class TrainingLog(pl.Callback):
                 f"the checkpoint's training log has version {state_dict['version']}, this release reads "
                 f"{_STATE_VERSION}: resume with the release of Genesis that wrote it"
             )
+        self._open = None
         self._loss_sum = state_dict["loss_sum"]
         self._num_tokens = state_dict["num_tokens"]
         self._num_bytes = state_dict["num_bytes"]
@@ -118,6 +125,7 @@ class TrainingLog(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begins to measure time, and to add up where no checkpoint was restored."""
+        self._open = None
         if trainer.global_step == 0:
             self._reset()
         self._timed_from_seconds = time.perf_counter()
@@ -131,26 +139,41 @@ class TrainingLog(pl.Callback):
         align_log_steps(trainer)
         forget_logged(trainer)
 
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Reads the window before: the device has this one's backward to do meanwhile."""
+        self._close_window()
+
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Counts the window and, every `log_every_n_steps`, logs."""
-        window = self._read_window()
-        self._timed_tokens += window.num_valid_tokens
+        self._close_window()  # the one before, if this one never came to its optimizer step
+        self._open = self._end_window()
         self._timed_positions += sum(micro_batch.input_ids.numel() for micro_batch in batch.micro_batches)
-        if not window.is_skipped:
-            self._loss_sum += window.loss_sum
-            self._num_tokens += window.num_valid_tokens
-            self._num_bytes += window.num_bytes
         every = vars(trainer)["log_every_n_steps"]  # a public attribute that Lightning's annotations leave out
         is_log_step = every > 0 and trainer.global_step % every == 0
+        window = self._close_window() if is_log_step or not self._is_late else None
         if is_log_step or trainer.should_stop:  # Lightning logs in both cases
             log_exactly(
                 pl_module,
                 self._take(trainer, pl_module, window, batch.micro_batches[0].input_ids.shape[1])
-                if is_log_step
+                if is_log_step and window is not None
                 else {},
             )
+
+    def _close_window(self) -> WindowFigures | None:
+        """Adds the window that has ended and is not counted yet, if there is one, and returns its figures."""
+        if self._open is None:
+            return None
+        window, self._open = self._open(), None
+        self._timed_tokens += window.num_valid_tokens
+        if not window.is_skipped:
+            self._loss_sum += window.loss_sum
+            self._num_tokens += window.num_valid_tokens
+            self._num_bytes += window.num_bytes
+        return window
 
     # ---- parts of the hooks
 

@@ -128,6 +128,8 @@ def pretend() -> None:
     cuda.get_rng_state = outside(lambda device=None: torch.get_rng_state())
     cuda.get_rng_state_all = outside(lambda: [torch.get_rng_state()])
     cuda.Stream, cuda.Event = FakeStream, FakeEvent
+    anywhere: Any = torch
+    anywhere.Event = FakeEvent
     cuda.stream = lambda stream: contextlib.nullcontext() if stream is None else stream
     cuda.device = lambda device: contextlib.nullcontext()
     torch.Event = FakeEvent  # type: ignore[misc, assignment]

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import lightning.pytorch as pl
 import numpy as np
@@ -227,6 +227,7 @@ def run_fit(
     capability: tuple[int, int] = (9, 0),
     strategy_options: dict[str, Any] | None = None,
     free_bytes: int = 0,
+    gradient_norm: Literal["host", "device"] = "host",
     **options: Any,
 ) -> dict[str, Any]:
     """Runs a fit in this process, which can run no other one. Returns what its last step did, or what refused it.
@@ -237,6 +238,7 @@ def run_fit(
         capability: Of the device.
         strategy_options: Of the strategy, beside those of the combination.
         free_bytes: What is free on the device.
+        gradient_norm: Of the module.
         options: Of the Trainer.
     """
     warnings.simplefilter("ignore")
@@ -268,7 +270,11 @@ def run_fit(
                 default_root_dir=tempfile.gettempdir(),
                 **{"log_every_n_steps": 100, "val_check_interval": STEPS, "check_val_every_n_epoch": None, **options},
             )
-            module = GenesisModule(replace(SHAPE, **(shape or {})), OptimizerOptions(name=combination.optimizer))
+            module = GenesisModule(
+                replace(SHAPE, **(shape or {})),
+                OptimizerOptions(name=combination.optimizer),
+                gradient_norm=gradient_norm,
+            )
             trainer.fit(module, datamodule=Windows())
         except (UserError, ValueError) as error:
             if keep.num_steps:

@@ -46,6 +46,12 @@ def test_flash_kernels_are_asked_for_where_they_exist(
     assert ("torch_attn::_varlen_attn" in kernels) == has_kernel
 
 
+@pytest.mark.parametrize("combination", [Combination(), Combination("full", num_ranks=2)], ids=str)
+def test_with_the_norm_on_the_device_no_step_waits_for_it(fake_device: FakeDevice, combination: Combination) -> None:
+    result = run(fake_device, combination, gradient_norm="device")
+    assert result["syncs"] == {}, result["lines"]
+
+
 def count_gathers(device: FakeDevice, **options: Any) -> int:
     kernels = run(device, Combination("full", num_ranks=2), **options)["kernels"]
     return sum(count for name, count in kernels.items() if "allgather" in name)

@@ -1,0 +1,81 @@
+"""A window's figures that stay on the device until somebody asks: `GenesisModule(gradient_norm="device")`.
+
+By default the host reads the gradient's norm in each step and decides on clip and skip; the device idles until the
+host has launched more. With the option the device decides: the clip is a factor in its memory, and the fused optimizer
+gets the skip as a number. The host learns of both when it has launched the next window's backward, or when a log line,
+a save or a progress bar asks earlier.
+"""
+
+import math
+from collections.abc import Sequence
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor
+
+from genesis.errors import UserError
+from genesis.optim import GroupedOptimizer, OptimizerOptions
+from genesis.strategies.layout import layout_strategy
+
+
+class LateOutcome:
+    """The norm and the summed figures of one window, copied to the host while the device goes on.
+
+    Args:
+        norm: Of the window's gradient, on the device.
+        figures: Summed over ranks, on the device.
+    """
+
+    def __init__(self, norm: Tensor, figures: Tensor) -> None:
+        values = torch.cat([norm.reshape(1).to(figures.dtype), figures])
+        # Torch copies to page-locked memory here, so that the host does not wait; the event tells when it is there.
+        self._copy = values.to("cpu", non_blocking=True)
+        self._event: torch.Event | None = None
+        if values.device.type != "cpu":
+            self._event = torch.Event(values.device)
+            self._event.record(torch.accelerator.current_stream(values.device))
+        self._values: list[float] | None = None
+
+    def wait(self) -> tuple[float, list[float]]:
+        """Returns the norm and the figures; waits for this window alone, and not for what was launched after it."""
+        if self._values is None:
+            if self._event is not None:
+                self._event.synchronize()
+            self._values = self._copy.tolist()
+        return self._values[0], self._values[1:]
+
+    @property
+    def skip_reason(self) -> str | None:
+        """Why the optimizer has skipped the window, or None. Waits as `wait` does."""
+        return None if math.isfinite(self.wait()[0]) else "nonfinite_gradient"
+
+
+def sum_on_device(figures: Sequence[Tensor], group: dist.ProcessGroup | None) -> Tensor:
+    """Returns all numbers of `figures` in float64, summed over the ranks of `group` (all ranks if None)."""
+    summed = torch.cat([figure.detach().flatten().double() for figure in figures])
+    if dist.is_initialized() and dist.get_world_size(group) > 1:
+        dist.all_reduce(summed, group=group)
+    return summed
+
+
+def refuse_device_norm(trainer: pl.Trainer, options: OptimizerOptions) -> None:
+    """Refuses what cannot skip a window on the device exactly as the host does.
+
+    Raises:
+        UserError: With the value and the remedy.
+    """
+    strategy, reason = trainer.strategy, None
+    if options.name != "adamw":
+        reason = f"model.optimizer.name is {options.name!r}, which cannot skip a window on the device: use adamw"
+    elif isinstance(strategy.precision_plugin, MixedPrecision) and strategy.precision_plugin.scaler is not None:
+        reason = f"trainer.precision is {strategy.precision_plugin.precision!r}, whose scaler reads on the host"
+    elif layout_strategy(strategy).parameter_device.type != strategy.root_device.type:
+        reason = "cpu_offload is true, so that the optimizer runs on the host"
+    elif not all(isinstance(optimizer, GroupedOptimizer) for optimizer in trainer.optimizers):
+        reason = "optimizer_states is 'sharded', whose optimizer passes no skip on"
+    elif not all(group["fused"] for optimizer in trainer.optimizers for group in optimizer.param_groups):
+        reason = "an optimizer group is not fused, and only the fused AdamW skips on the device"
+    if reason is not None:
+        raise UserError(f"model.gradient_norm is 'device' and {reason}; or set model.gradient_norm to host")
