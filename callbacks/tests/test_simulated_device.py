@@ -416,6 +416,50 @@ def test_a_lost_device_does_not_hide_the_error_nor_keep_anything(tmp_path, mode)
     assert "Restored step 2" in run["report"]
 
 
+# ---- several ranks
+
+
+@pytest.mark.parametrize(
+    ("mode", "first_us", "other_us"),
+    [
+        ("thread", LATE_US, 0),
+        pytest.param("process", LATE_US, 0, marks=pytest.mark.slow),
+        pytest.param("process", 0, LATE_US, marks=pytest.mark.slow),
+    ],
+)
+def test_several_ranks_with_late_kernels_save_together_what_was_live(tmp_path, mode, first_us, other_us):
+    for run in run_ranks(fit, 2, tmp_path, first_us, other_us, {"mode": mode}):
+        check_saved(run, 2, 4)
+        assert run["failed"] == 0
+        assert warned(run, "SlowDeviceWarning") == warned(run, "TornSnapshotWarning") == []
+
+
+class KillRank(Callback):
+    """Kills rank 1 within the fourth step, whose kernels are under way, while the save of step 2 may be."""
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
+        if trainer.global_step == 3 and trainer.global_rank == 1:
+            kills.die()
+
+
+def fit_until_a_rank_is_killed(run_dir: Path, mode: str) -> None:
+    load(LATE_US, LATE_US)
+    train(run_dir, max_steps=6, callbacks=(KillRank(),), mode=mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_after_the_kill_of_a_rank_a_resume_ends_bit_for_bit(tmp_path, mode):
+    straight = run_ranks(fit, 2, tmp_path / "straight", 0, 0, {"max_steps": 6, "mode": mode})
+    with pytest.raises(AssertionError):
+        run_ranks(fit_until_a_rank_is_killed, 2, tmp_path / "run", mode, timeout_seconds=120)
+    resumed = run_ranks(fit, 2, tmp_path / "run", LATE_US, 0, {"max_steps": 6, "latest": True, "mode": mode})
+    for one, other in zip(straight, resumed, strict=True):
+        assert "Restored step 2" in other["report"]
+        assert one["end"].keys() == other["end"].keys()
+        assert all(torch.equal(tensor, other["end"][name]) for name, tensor in one["end"].items())
+
+
 # ---- the proof at the start
 
 

@@ -9,15 +9,15 @@ a save or a progress bar asks earlier.
 import math
 from collections.abc import Sequence
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
 from genesis.errors import UserError
-from genesis.optim import GroupedOptimizer, OptimizerOptions
-from genesis.strategies.layout import layout_strategy
+from genesis.optim import OptimizerOptions
+from genesis.strategies import Replicated, Sharded
 
 
 class LateOutcome:
@@ -30,7 +30,7 @@ class LateOutcome:
 
     def __init__(self, norm: Tensor, figures: Tensor) -> None:
         values = torch.cat([norm.reshape(1).to(figures.dtype), figures])
-        # Torch copies to page-locked memory here, so that the host does not wait; the event tells when it is there.
+        # Torch copies to page-locked memory here, so that the host does not wait; the event marks the end of the copy.
         self._copy = values.to("cpu", non_blocking=True)
         self._event: torch.Event | None = None
         if values.device.type != "cpu":
@@ -60,22 +60,22 @@ def sum_on_device(figures: Sequence[Tensor], group: dist.ProcessGroup | None) ->
     return summed
 
 
-def refuse_device_norm(trainer: pl.Trainer, options: OptimizerOptions) -> None:
-    """Refuses what cannot skip a window on the device exactly as the host does.
+def refuse_device_norm(strategy: Strategy, options: OptimizerOptions) -> None:
+    """Refuses what cannot skip a window on the device exactly as the host does, before the ranks meet.
 
     Raises:
         UserError: With the value and the remedy.
     """
-    strategy, reason = trainer.strategy, None
+    plugin, reason = strategy.precision_plugin, None
     if options.name != "adamw":
         reason = f"model.optimizer.name is {options.name!r}, which cannot skip a window on the device: use adamw"
-    elif isinstance(strategy.precision_plugin, MixedPrecision) and strategy.precision_plugin.scaler is not None:
-        reason = f"trainer.precision is {strategy.precision_plugin.precision!r}, whose scaler reads on the host"
-    elif layout_strategy(strategy).parameter_device.type != strategy.root_device.type:
+    elif isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+        reason = f"trainer.precision is {plugin.precision!r}, whose scaler reads on the host"
+    elif plugin.precision == "bf16-true":
+        reason = "trainer.precision is 'bf16-true', in which a factor on the device is rounded in another way"
+    elif isinstance(strategy, Sharded) and strategy.cpu_offload:
         reason = "cpu_offload is true, so that the optimizer runs on the host"
-    elif not all(isinstance(optimizer, GroupedOptimizer) for optimizer in trainer.optimizers):
+    elif isinstance(strategy, Replicated) and strategy.optimizer_states == "sharded":
         reason = "optimizer_states is 'sharded', whose optimizer passes no skip on"
-    elif not all(group["fused"] for optimizer in trainer.optimizers for group in optimizer.param_groups):
-        reason = "an optimizer group is not fused, and only the fused AdamW skips on the device"
     if reason is not None:
         raise UserError(f"model.gradient_norm is 'device' and {reason}; or set model.gradient_norm to host")

@@ -114,8 +114,10 @@ class GenesisModule(pl.LightningModule):
     # ---- building
 
     def setup(self, stage: str) -> None:
-        """Refuses a corpus or a precision that the decoder can't take, before it is built."""
+        """Refuses a corpus, a precision or an option that the decoder can't take, before it is built."""
         prepare_precision(self.trainer.strategy)
+        if self.gradient_norm == "device":
+            refuse_device_norm(self.trainer.strategy, self.optimizer_options)
         data = vars(self.trainer).get("datamodule")
         if isinstance(data, CorpusDataModule):
             _check_fits(self.decoder_config, data.training)
@@ -187,8 +189,6 @@ class GenesisModule(pl.LightningModule):
                 f"trainer.accumulate_grad_batches is {self.trainer.accumulate_grad_batches}; a window is accumulated "
                 "inside one step, set data.global_batch_size and data.micro_batch_size instead"
             )
-        if self.gradient_norm == "device":
-            refuse_device_norm(self.trainer, self.optimizer_options)
         leave_signals_to_votes(self.trainer)
 
     def on_train_start(self) -> None:

@@ -52,7 +52,13 @@ def train(run_dir: str, gradient_norm: Any, strategy: str, precision: str, max_s
         build_strategy(strategy),
         world_size,
         max_steps,
-        [TokenCounters(), SkipAwareLR(warmup_updates=5), PoisonOneRank(POISONED, world_size - 1), checkpoint, rates],
+        [
+            TokenCounters(),
+            SkipAwareLR(total_updates=10, warmup_updates=5),
+            PoisonOneRank(POISONED, world_size - 1),
+            checkpoint,
+            rates,
+        ],
         gradient_clip_val=MAX_NORM,
         precision=precision,
         log_every_n_steps=2,
@@ -80,7 +86,6 @@ def train(run_dir: str, gradient_norm: Any, strategy: str, precision: str, max_s
         ("replicated", "32-true"),
         pytest.param("full", "32-true", marks=pytest.mark.slow),
         pytest.param("full", "bf16-mixed", marks=pytest.mark.slow),
-        pytest.param("replicated", "bf16-true", marks=pytest.mark.slow),
     ],
 )
 def test_clips_skips_clocks_rates_and_log_lines_are_those_of_the_host(
@@ -131,13 +136,22 @@ def refuse(strategy: str, optimizer: str, precision: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "optimizer", "reason"),
+    ("strategy", "optimizer", "precision", "reason"),
     [
-        ("replicated", "muon", "optimizer.name is 'muon', which cannot skip a window on the device: use adamw; or set"),
-        pytest.param("zero1", "adamw", "optimizer_states is 'sharded'", marks=pytest.mark.slow),
+        (
+            "replicated",
+            "muon",
+            "32-true",
+            "optimizer.name is 'muon', which cannot skip a window on the device: use adamw; or set",
+        ),
+        pytest.param("zero1", "adamw", "32-true", "optimizer_states is 'sharded'", marks=pytest.mark.slow),
+        pytest.param("offload", "adamw", "32-true", "cpu_offload is true", marks=pytest.mark.slow),
+        pytest.param("full", "adamw", "bf16-true", "precision is 'bf16-true'", marks=pytest.mark.slow),
     ],
 )
-def test_what_cannot_skip_on_the_device_is_refused_by_name(strategy: str, optimizer: str, reason: str) -> None:
-    for message in run_ranks(refuse, 2, strategy, optimizer, "32-true"):
+def test_what_cannot_skip_on_the_device_is_refused_by_name(
+    strategy: str, optimizer: str, precision: str, reason: str
+) -> None:
+    for message in run_ranks(refuse, 2, strategy, optimizer, precision):
         assert reason in message
         assert message.startswith("model.gradient_norm is 'device' and ")

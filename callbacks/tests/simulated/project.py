@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -33,12 +34,57 @@ class DeviceModel(LightningModule):
 
     def training_step(self, batch, batch_idx):
         self.num_windows += 1
-        generator = torch.Generator().manual_seed(self.global_step)
+        generator = torch.Generator().manual_seed(self.global_step + 1000 * self.global_rank)
         data = torch.randn(8, 24, generator=generator).to(self.device)
         return (self.body(data) * self.narrow - data).square().mean()
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Replicas(DDPStrategy):
+    """Ranks that each train on a simulated device of their own and average their gradients through the host.
+
+    Gloo knows nothing of the device, so that DDP cannot wrap the model.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(process_group_backend="gloo", accelerator=SimulatedAccelerator())
+
+    @property
+    def root_device(self) -> torch.device:
+        return the_device()
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def _register_ddp_hooks(self) -> None:
+        pass
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(tensor, Tensor):
+            return tensor
+        on_host = tensor.to("cpu")
+        dist.all_reduce(on_host)
+        return (on_host / dist.get_world_size() if reduce_op in ("mean", "avg") else on_host).to(tensor.device)
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        pass
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        assert self.model is not None
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            gradient = parameter.grad.to("cpu")
+            dist.all_reduce(gradient)
+            parameter.grad.copy_(gradient / dist.get_world_size())
+
+
+def build_strategy() -> Strategy:
+    """Returns the strategy for the ranks of this run."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return Replicas()
+    return SingleDeviceStrategy(device=the_device(), accelerator=SimulatedAccelerator())
 
 
 class RememberLive(Callback):
@@ -75,11 +121,12 @@ def train(
     remember = RememberLive()
     options = {"every_n_steps": 2, "keep_last": None, "mode": "thread", **options}
     checkpoint = AsyncProcessCheckpoint(run_dir=run_dir, **options)
-    strategy = SingleDeviceStrategy(device=the_device(), accelerator=SimulatedAccelerator())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = Trainer(
-            strategy=strategy,
+            strategy=build_strategy(),
+            devices=int(os.environ.get("WORLD_SIZE", "1")),
+            use_distributed_sampler=False,
             max_steps=max_steps,
             logger=False,
             enable_progress_bar=False,
@@ -87,6 +134,8 @@ def train(
             callbacks=[remember, *callbacks, checkpoint],
             default_root_dir=run_dir,
         )
+        # A broadcast of Lightning's from the device, of which gloo knows nothing.
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
         trainer.fit(DeviceModel(), DataLoader(range(100)), ckpt_path=checkpoint.latest() if latest else None)
     saved = {}
     for path in sorted(checkpoint.directory.glob("step-????????")) if checks else ():
