@@ -74,7 +74,7 @@ class AdapterConfig:
         check_counts(self)
         for name in ("include", "exclude", "also_train"):  # lists, as YAML and JSON have them
             value = getattr(self, name)
-            if isinstance(value, str) or not all(isinstance(item, str) for item in value):
+            if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
                 raise UserError(f"{name} is {value!r}: it must be a list of texts")
             object.__setattr__(self, name, tuple(value))
         if not (self.alpha > 0.0 and math.isfinite(self.alpha)):

@@ -20,6 +20,7 @@ from genesis.model.adapter import (
 )
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.describe import count_flops_per_token
+from genesis.model.recipe import read_adapter_config
 
 CONFIG = DecoderConfig(
     vocab_size=61, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, max_seq_len=16, norm_eps=1e-5
@@ -184,3 +185,18 @@ def test_the_flops_of_a_token_leave_out_the_gradients_of_frozen_weights() -> Non
     assert count_flops_per_token(CONFIG, 16, adapter) == full - 2 * (blocks + output) + own
     head = replace(adapter, also_train=("embedding",))
     assert count_flops_per_token(CONFIG, 16, head) == full - 2 * blocks + own
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"include": 5}, "include is 5: it must be a list of texts"),
+        ({"include": "*"}, r"include is '\*': it must be a list of texts"),
+        ({"rank": "four"}, "rank is 'four'; it must be int"),
+        ({"also_train": ["norm"]}, "also_train has 'norm': it must be 'embedding' or 'head'"),
+        ({"r": 4}, "unknown key 'r'"),
+    ],
+)
+def test_a_recipe_with_adapters_that_make_no_sense_is_refused(content: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_adapter_config({"model": {"adapter": content}}, where="the recipe")
