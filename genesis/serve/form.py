@@ -1,9 +1,13 @@
 """The two forms of a response: a text completion, and a turn of a chat."""
 
+import re
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 from genesis.serve.choice import FinishReason, Shown, ShownToken
+
+_BYTE = re.compile(r"bytes:\\x([0-9a-f]{2})")
+"""The name of a token that is one byte of a character, as `token_name` writes it."""
 
 
 class Part(NamedTuple):
@@ -114,4 +118,6 @@ class ChatForm:
 
 
 def _describe_token(name: str, log_prob: float) -> dict[str, Any]:
-    return {"token": name, "logprob": log_prob, "bytes": list(name.encode("utf-8", "replace"))}
+    single = _BYTE.fullmatch(name)
+    content = bytes.fromhex(single[1]) if single else name.encode("utf-8", "replace")
+    return {"token": name, "logprob": log_prob, "bytes": list(content)}

@@ -165,7 +165,8 @@ def find_offsets(text: str, spellings: Sequence[bytes]) -> list[tuple[int, int]]
         [(0, 1), (0, 1), (1, 2)]
     """
     characters = np.repeat(np.arange(len(text)), [len(character.encode()) for character in text]).tolist()
-    assert b"".join(spellings) == text.encode(), "the tokens do not spell the text"
+    is_spelled = b"".join(spellings) == text.encode()
+    assert is_spelled, "the tokens do not spell the text"
     offsets, start = [], 0
     for spelling in spellings:
         end = start + len(spelling)

@@ -11,6 +11,7 @@ from playwright.sync_api import Page, expect, sync_playwright
 from tests.serve.conftest import DAMAGED
 from tests.serve.support import save_endless, start, wait_until
 from tests.tiny_runs import build_decoder, save
+from tests.tokenizer.test_huggingface import qwen
 
 pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.xdist_group("page")]
 
@@ -255,3 +256,40 @@ def test_a_server_with_a_token_asks_for_it_once_and_keeps_it_out_of_the_address(
         expect(page.locator("#main")).to_be_visible()
     page.get_by_role("button", name="Generate").click()
     expect(panel(page, "a").locator(".error")).to_have_text("The server does not respond.")
+
+
+def test_a_chat_shows_its_turns_and_sends_those_before_with_the_next(browser, page, tmp_path):
+    directory = tmp_path / "run"
+    directory.mkdir()
+    qwen(directory)
+    save(directory / "checkpoints", 1, build_decoder(5), {})
+    with start(directory) as running:
+        page.goto(f"{running.url}#temperature=0&max_tokens=6")
+        page.get_by_label("Chat", exact=True).check(force=True)
+        turns = panel(page, "a").locator(".turn")
+        messages = []
+        for text in ("All human?", "And beings?"):
+            page.get_by_label("Message").fill(text)
+            page.get_by_role("button", name="Send").click()
+            expect(page.get_by_role("button", name="Send")).to_be_visible()
+            messages.append({"role": "user", "content": text})
+            asked = {"model": "latest", "messages": messages, "temperature": 0, "max_tokens": 6}
+            status, answer, _ = running.ask("/v1/chat/completions", asked)
+            assert status == 200, answer
+            content = answer["choices"][0]["message"]["content"]
+            expect(turns).to_have_count(len(messages) + 1)
+            expect(turns.nth(len(messages) - 1)).to_have_text(text)
+            assert "".join(turns.nth(len(messages)).locator(".token").all_text_contents()) == content
+            messages.append({"role": "assistant", "content": content})
+            expect(page.get_by_label("Message")).to_have_value("")
+        if os.environ.get("GENESIS_SCREENSHOT"):
+            page.screenshot(path=os.environ["GENESIS_SCREENSHOT"])
+        page.get_by_role("button", name="New chat").click()
+        expect(turns).to_have_count(0)
+
+
+def test_a_model_without_a_chat_template_says_so_in_its_panel(server, page):
+    page.goto(f"{server.url}#chat=1")
+    page.get_by_label("Message").fill("Hello")
+    page.get_by_role("button", name="Send").click()
+    expect(panel(page, "a").locator(".error")).to_contain_text("this model has no chat template")

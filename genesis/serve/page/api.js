@@ -29,10 +29,10 @@ export async function listModels() {
   return response.json();
 }
 
-// Yields the events of a completion as they arrive.
+// Yields the events of a completion, or of a chat's next turn if `body` has messages, as they arrive.
 export async function* complete(body, signal) {
   const response = await check(
-    await fetch("v1/completions", {
+    await fetch(body.messages ? "v1/chat/completions" : "v1/completions", {
       method: "POST",
       headers: { ...headers(), "Content-Type": "application/json" },
       body: JSON.stringify({ ...body, stream: true }),

@@ -8,8 +8,9 @@ import { hideTip, showTip } from "./tip.js";
 
 const POLL_MS = 2000;
 const ADDRESS_MS = 250;  // browsers limit the rate of address changes
-const NUM_LIKELIEST = 5;
+const NUM_MOST_LIKELY = 5;
 const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed"];
+const SWITCHES = ["compare", "chat", "shade"];
 const $ = (id) => document.getElementById(id);
 
 let models = [];
@@ -32,7 +33,7 @@ for (const name of ["a", "b"]) {
 function readAddress() {
   const kept = new URLSearchParams(location.hash.slice(1));
   for (const id of [...NUMBERS, "prompt"]) if (kept.has(id)) $(id).value = kept.get(id);
-  for (const id of ["compare", "shade"]) if (kept.has(id)) $(id).checked = kept.get(id) === "1";
+  for (const id of SWITCHES) if (kept.has(id)) $(id).checked = kept.get(id) === "1";
   picked.a = kept.get("a") ?? picked.a;
   picked.b = kept.get("b") ?? picked.b;
 }
@@ -46,7 +47,7 @@ function writeAddress() {
   const kept = new URLSearchParams();
   for (const name of names()) kept.set(name, picked[name]);
   for (const id of [...NUMBERS, "prompt"]) kept.set(id, $(id).value);
-  for (const id of ["compare", "shade"]) kept.set(id, $(id).checked ? "1" : "0");
+  for (const id of SWITCHES) kept.set(id, $(id).checked ? "1" : "0");
   history.replaceState(null, "", `#${kept}`);
 }
 
@@ -126,6 +127,11 @@ function show() {
   document.body.classList.toggle("is-compare", isCompare);
   document.body.classList.toggle("has-shade", $("shade").checked);
   $("legend").hidden = !$("shade").checked;
+  const isChat = $("chat").checked;
+  $("clear").hidden = !isChat;
+  $("prompt-label").textContent = isChat ? "Message" : "Prompt";
+  $("prompt").placeholder = isChat ? "A message of the user" : "The beginning of a text";
+  $("go").textContent = isChat ? "Send" : "Generate";
   for (const name of names()) {
     const model = find(picked[name]);
     fillSelect(panels[name].select, picked[name]);
@@ -163,7 +169,10 @@ function askForToken() {
 // --- texts
 
 function body(seed) {
-  const asked = { prompt: $("prompt").value, seed, logprobs: NUM_LIKELIEST };
+  const isChat = $("chat").checked;
+  const asked = isChat
+    ? { seed, logprobs: true, top_logprobs: NUM_MOST_LIKELY }
+    : { prompt: $("prompt").value, seed, logprobs: NUM_MOST_LIKELY };
   for (const id of ["temperature", "top_p", "top_k", "max_tokens"]) {
     if ($(id).value !== "") asked[id] = Number($(id).value);
   }
@@ -180,12 +189,21 @@ function run() {
 }
 
 async function write(signal) {
-  if (signal.aborted) return;
+  if (signal.aborted || ($("chat").checked && $("prompt").value.trim() === "")) return;
   $("go").hidden = true;
   $("stop").hidden = false;
   const seed = $("seed").value === "" ? Math.floor(Math.random() * 2 ** 31) : Number($("seed").value);
+  const asked = body(seed);
+  const message = $("prompt").value;
+  const isChat = $("chat").checked;
+  if (isChat) $("prompt").value = "";
   try {
-    await Promise.all(names().map((name) => panels[name].run({ ...body(seed), model: picked[name] }, signal)));
+    await Promise.all(
+      names().map((name) => {
+        const ofPanel = { ...asked, model: picked[name] };
+        return isChat ? panels[name].chat(ofPanel, message, signal) : panels[name].run(ofPanel, signal);
+      }),
+    );
   } catch (error) {
     if (!(error instanceof TokenRequired)) throw error;
     askForToken();
@@ -193,6 +211,11 @@ async function write(signal) {
     $("go").hidden = false;
     $("stop").hidden = true;
   }
+}
+
+// Another kind of request, or a new chat, begins with empty panels.
+function clear() {
+  for (const panel of Object.values(panels)) panel.clear();
 }
 
 // --- events
@@ -206,6 +229,12 @@ $("ask").addEventListener("keydown", (event) => {
 });
 $("ask").addEventListener("input", () => show());
 $("stop").addEventListener("click", () => running.abort());
+for (const id of ["chat", "clear"]) {
+  $(id).addEventListener(id === "chat" ? "change" : "click", () => {
+    running.abort();
+    finished = finished.then(clear, clear);
+  });
+}
 $("login").addEventListener("submit", async (event) => {
   event.preventDefault();
   setToken($("token").value);

@@ -16,6 +16,7 @@ export class Panel {
     this.error = this.root.querySelector(".error");
     this.foot = this.root.querySelector(".foot");
     this.tokens = new Map();
+    this.messages = [];
     this.hooks = hooks;
     this.select.addEventListener("change", () => hooks.pick(this.select.value));
     this.text.addEventListener("pointerover", (event) => this.#point(event.target));
@@ -28,14 +29,48 @@ export class Panel {
 
   // Continues the prompt until the text ends, the user stops it, or an error occurs, which the panel shows.
   async run(body, signal) {
-    this.#begin(body.prompt);
+    this.#begin();
+    this.target = this.text;
+    const span = document.createElement("span");
+    span.className = "prompt";
+    span.textContent = body.prompt;
+    this.text.replaceChildren(span);
+    await this.#follow(body, signal, (choice) => this.#append(choice));
+  }
+
+  // Sends a message of the user with the turns before it, and shows the answer under it.
+  async chat(body, message, signal) {
+    this.#begin();
+    if (this.messages.length === 0) this.text.replaceChildren();
+    const asked = { role: "user", content: message };
+    this.#addTurn("turn user").textContent = message;
+    this.target = this.#addTurn("turn");
+    let answer = "";
+    const isWhole = await this.#follow({ ...body, messages: [...this.messages, asked] }, signal, (choice) => {
+      answer += choice.delta.content ?? "";
+      this.#appendTurn(choice);
+    });
+    // A turn that failed is not part of the conversation; one that the user stopped is.
+    if (isWhole || answer !== "") this.messages.push(asked, { role: "assistant", content: answer });
+  }
+
+  // Forgets the conversation.
+  clear() {
+    this.#begin();
+    this.messages = [];
+    this.text.replaceChildren();
+    this.foot.textContent = "";
+  }
+
+  // Gives each event's choice to `append`, and returns whether the text has ended.
+  async #follow(body, signal, append) {
     const begun = performance.now();
-    let reason = "stopped";
+    let reason = null;
     this.root.classList.add("is-running");
     this.foot.textContent = "waiting";
     try {
       for await (const event of complete(body, signal)) {
-        this.#append(event.choices[0]);
+        append(event.choices[0]);
         reason = event.choices[0].finish_reason ?? reason;
         this.#showProgress(begun, "");
       }
@@ -50,19 +85,23 @@ export class Panel {
     } finally {
       this.root.classList.remove("is-running");
     }
+    return reason !== null;
   }
 
-  #begin(prompt) {
+  #addTurn(name) {
+    const turn = document.createElement("div");
+    turn.className = name;
+    this.text.append(turn);
+    return turn;
+  }
+
+  #begin() {
     this.hooks.point(null, null);
     this.tokens.clear();
     this.numTokens = 0;
     this.sumLogProb = 0;
     this.waiting = [];
     this.error.textContent = "";
-    const span = document.createElement("span");
-    span.className = "prompt";
-    span.textContent = prompt;
-    this.text.replaceChildren(span);
   }
 
   // Offsets count Unicode characters, as in Python, not the UTF-16 units of JavaScript strings.
@@ -83,6 +122,18 @@ export class Panel {
     });
   }
 
+  // An event of a chat has no offsets: its tokens are shown together, which are more than one only if they came together.
+  #appendTurn(choice) {
+    for (const token of choice.logprobs?.content ?? []) {
+      const topLogprobs = Object.fromEntries(token.top_logprobs.map((other) => [other.token, other.logprob]));
+      this.numTokens += 1;
+      this.sumLogProb += token.logprob;
+      this.waiting.push({ name: token.token, logProb: token.logprob, topLogprobs });
+    }
+    const text = choice.delta.content ?? "";
+    if (this.waiting.length > 0 && (text !== "" || choice.finish_reason)) this.#show(text);
+  }
+
   #show(text) {
     const parts = this.waiting;
     this.waiting = [];
@@ -95,7 +146,7 @@ export class Panel {
     span.style.setProperty("--surprise", Math.min(1, -logProb / DARKEST_NATS).toFixed(3));
     span.setAttribute("aria-describedby", "tip");
     this.tokens.set(span, { text, probability, parts });
-    this.text.append(span);
+    this.target.append(span);
   }
 
   #showProgress(begun, ending) {
