@@ -3,7 +3,7 @@
 Every text has a row of one key-value cache. Running texts have the first rows and new texts the rows behind them, so
 that each forward sees a slice of the cache and nothing is gathered. If a text leaves, the last text takes its row.
 
-A step waits for the device once, for what was drawn: its other inputs are on the device or known on the host. The
+A step waits for the device once, for the sampled tokens: all other inputs are on the device or known on the host. The
 forward of running texts has one shape as long as no text joins or leaves.
 
 B  texts of a forward     V  vocabulary
@@ -25,7 +25,7 @@ from genesis.model.decoder import Decoder, KVCache
 
 DEFAULT_NEW_TOKENS = 256
 _NO_TOKEN = -1
-"""In place of a token that could not be drawn."""
+"""Stands in for a token that could not be sampled."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Request:
     """A text to continue.
 
     Args:
-        prompt: Its ids, at least one.
-        max_new_tokens: At most so many; None for 256 or what the context leaves, whichever is less.
-        sampling: Which tokens may be drawn.
-        seed: Of this text's own generator.
-        num_top_logprobs: Of how many of the most likely tokens each new token brings the probabilities.
+        prompt: The ids of the prompt, at least one.
+        max_new_tokens: Upper bound of new tokens; None for 256 or the rest of the context, whichever is less.
+        sampling: Which tokens may be sampled.
+        seed: Seed of the random generator of this text.
+        num_top_logprobs: Number of most likely tokens whose log-probabilities come with each new token.
     """
 
     prompt: Sequence[int]
@@ -51,11 +51,11 @@ class NewToken(NamedTuple):
     """One new token.
 
     `log_prob` and `top_logprobs` (most likely first) are natural logarithms of the model's own distribution, before
-    temperature, top-k and top-p. Where the model gives no numbers the text ends, and `log_prob` is NaN.
+    temperature, top-k and top-p. If the model's logits are not finite, the text ends and `log_prob` is NaN.
     """
 
     request: int
-    """What `Batch.add` returned."""
+    """The handle that `Batch.add` returned."""
     id: int
     log_prob: float
     top_logprobs: tuple[tuple[int, float], ...]
@@ -68,27 +68,27 @@ class _Row:
     request: Request
     text: list[int]
     end: int
-    """Tokens of the text at which it is full."""
+    """Number of tokens at which the text has to end."""
     generator: torch.Generator
 
     def draw_uniform(self) -> float:
-        """Returns the next number of the text's own stream; a greedy text has none."""
+        """Returns the next random number of the text's own generator; greedy texts use no random numbers."""
         if self.request.sampling.is_greedy:
             return 0.0
         return float(torch.rand((), dtype=torch.float64, generator=self.generator))
 
 
 class Batch:
-    """Continues up to `num_rows` texts together. Computes on the calling thread, and is used by one at a time.
+    """Continues up to `num_rows` texts together. Computes on the calling thread; only one thread may use it at a time.
 
-    What a text gives depends on its request, not on the others beside it, up to the rounding of other matrix shapes.
+    The tokens of a text depend on its request, not on the other texts, except for the rounding of other matrix shapes.
 
     Args:
-        decoder: In evaluation mode.
-        num_rows: Texts at a time.
-        stop_ids: The tokens that end a text; the one that does is given out.
-        num_slots: Tokens of the longest text, prompt included; None for the model's context.
-        has_cache: Whether keys and values are kept, or each text is computed whole for every token.
+        decoder: The model, in evaluation mode.
+        num_rows: Maximum number of texts at a time.
+        stop_ids: The tokens that end a text; the stop token itself is part of the output.
+        num_slots: Number of tokens of the longest text, prompt included; None for the model's context.
+        has_cache: Whether to keep keys and values; otherwise every new token computes its whole text again.
     """
 
     def __init__(
@@ -109,18 +109,18 @@ class Batch:
             KVCache(decoder.config, num_rows, self._num_slots, weight.device, weight.dtype) if has_cache else None
         )
         self._last_tokens: Int64[Tensor, " num_rows"] = torch.zeros(num_rows, dtype=torch.int64, device=weight.device)
-        self._sampler: RowSampler | None = None  # of the rows as they are; None once one has joined or left
+        self._sampler: RowSampler | None = None  # valid for the current rows; None once a text has joined or left
         self._rows: list[_Row] = []
         self._newcomers: list[_Row] = []
         self._num_added = 0
 
     @property
     def num_free(self) -> int:
-        """How many more texts there is room for."""
+        """The number of texts that can still be added."""
         return self._num_rows - len(self._rows) - len(self._newcomers)
 
     def add(self, request: Request) -> int:
-        """Takes a text in, from the next step on, and returns its handle. There must be room.
+        """Adds a text from the next step on and returns its handle. There must be a free row.
 
         Raises:
             UserError: The prompt is empty, or it and its new tokens are longer than the context.
@@ -144,7 +144,7 @@ class Batch:
 
     @torch.no_grad()
     def step(self) -> list[NewToken]:
-        """Returns the next token of every text; those that end with it have left."""
+        """Returns the next token of every text, and removes the texts that end with it."""
         # Two forwards: running texts give one token each, new ones a whole prompt, and padding the former to the
         # length of a prompt would cost far more than a second call.
         logits = []
@@ -188,7 +188,7 @@ class Batch:
         return logits.squeeze(1)
 
     def _read(self, start: int, texts: Sequence[Sequence[int]]) -> Float[Tensor, "B V"]:
-        """Returns the logits after whole texts, which are in the rows from `start` on."""
+        """Returns the logits after the last token of whole texts, which are in the rows from `start` on."""
         lengths = torch.tensor([len(text) for text in texts])
         input_ids = torch.zeros((len(texts), max(map(len, texts))), dtype=torch.int64)  # padding is never attended
         for line, text in zip(input_ids, texts, strict=True):
@@ -203,7 +203,7 @@ class Batch:
         return logits
 
     def _draw(self, logits: Float[Tensor, "B V"]) -> list[NewToken]:
-        """Returns the next token of each row, and makes it the one that the row goes on from."""
+        """Returns the next token of each row, and stores it as the row's next input."""
         if self._sampler is None:
             options = [row.request.sampling for row in self._rows]
             self._sampler = RowSampler(options, logits.shape[1], self._device)
@@ -219,7 +219,7 @@ class Batch:
         return [self._describe(row, *of_row) for row, of_row in zip(self._rows, figures, strict=True)]
 
     def _describe(self, row: _Row, token: float, log_prob: float, *top: float) -> NewToken:
-        if math.isnan(log_prob):  # nothing can be drawn; the other texts go on
+        if math.isnan(log_prob):  # no token can be sampled; the other texts continue
             return NewToken(row.handle, _NO_TOKEN, math.nan, (), is_last=True)
         row.text.append(int(token))
         ids, values = top[: len(top) // 2], top[len(top) // 2 :]
@@ -247,10 +247,10 @@ def _gather_figures(
 
 
 def check_is_number(token: NewToken) -> None:
-    """Refuses a token that could not be drawn.
+    """Checks that a token could be sampled.
 
     Raises:
-        UserError: The model gave no numbers.
+        UserError: The model's logits were not finite.
     """
     if math.isnan(token.log_prob):
         raise UserError("the model's logits are not numbers: its weights have diverged; use an earlier checkpoint")
@@ -260,7 +260,7 @@ def plan_budgets(prompt_lengths: Sequence[int], max_new_tokens: int | None, max_
     """Returns how many new tokens each prompt may get.
 
     Raises:
-        UserError: There is no prompt, one is empty, or what was asked does not fit the context.
+        UserError: There is no prompt, a prompt is empty, or the requested tokens do not fit the context.
     """
     if not prompt_lengths:
         raise UserError("no prompt to continue")

@@ -14,7 +14,7 @@ class IdWriter:
         return f" {token}"
 
     def flush(self) -> str:
-        """Returns an empty text: no id is held back."""
+        """Returns an empty text, because no id is held back."""
         return ""
 
 
@@ -36,11 +36,11 @@ def parse_ids(text: str, vocab_size: int) -> tuple[int, ...]:
     """Returns the ids in a text, which are separated by spaces or commas.
 
     Args:
-        text: As `5 17 300`.
-        vocab_size: Of the model.
+        text: Ids such as `5 17 300`.
+        vocab_size: The model's vocabulary size.
 
     Raises:
-        UserError: There are none, or one is no id of the model.
+        UserError: The text has no ids, or one of them is outside the model's vocabulary.
     """
     words = re.findall(r"[^\s,]+", text)
     wrong = next((word for word in words if not re.fullmatch(r"[0-9]{1,10}", word) or int(word) >= vocab_size), None)

@@ -30,12 +30,12 @@ _log = logging.getLogger(__name__)
 
 
 class Loaded(NamedTuple):
-    """What `load_decoder` found.
+    """A loaded decoder, with its tokenizer and the directory that it came from.
 
     Args:
-        decoder: In evaluation mode.
-        tokenizer: None where the model was trained on tokens without one, and none was given.
-        checkpoint: The checkpoint's directory, or the export's.
+        decoder: The model, in evaluation mode.
+        tokenizer: The tokenizer; None if the model was trained on ids without a tokenizer and the user named none.
+        checkpoint: The directory of the checkpoint or the export.
     """
 
     decoder: Decoder
@@ -44,7 +44,7 @@ class Loaded(NamedTuple):
 
     @property
     def text_tokenizer(self) -> Tokenizer:
-        """Returns the tokenizer, for what needs text.
+        """Returns the tokenizer, for callers that need text.
 
         Raises:
             UserError: There is no tokenizer.
@@ -57,18 +57,18 @@ def load_decoder(
 ) -> Loaded:
     """Returns the decoder of a checkpoint or an export, in evaluation mode, and its tokenizer. Nothing is unpickled.
 
-    Adapters stay beside the weights of their base, which is found by the checkpoint's reference to it.
+    Adapters stay separate from the weights of their base; the checkpoint's reference names the base.
 
     Args:
-        path: A run (its newest good checkpoint is taken; bad ones stay where they are), a checkpoint or an export: all
-            that `genesis.checkpoint_reference` reads.
-        tokenizer: A tokenizer's file or directory; None for what `load_tokenizer` finds, or the export's own.
-        device: Where the decoder goes.
-        dtype: Of its weights; None for what was saved.
+        path: A run, a checkpoint or an export, in any form that `genesis.checkpoint_reference` reads. Of a run, the
+            newest valid checkpoint is loaded, and damaged checkpoints stay in their place.
+        tokenizer: A tokenizer's file or directory; None for the one that `load_tokenizer` finds, or the export's own.
+        device: The device of the decoder.
+        dtype: The dtype of the weights; None for the dtype in the files.
 
     Raises:
-        UserError: There is no checkpoint, it is damaged, or its tokenizer is not found or another; an export has
-            changed since it was proved.
+        UserError: The checkpoint does not exist or is damaged, its tokenizer is missing or a different one, or an
+            export has changed since it was proved.
     """
     reference = read_reference(path)
     if reference.kind == "export":
@@ -88,12 +88,12 @@ def load_decoder(
 
 
 def prepare_device(device: torch.device) -> None:
-    """Decides, for this process, how attention is computed on a CUDA device; nothing elsewhere.
+    """Selects the attention kernels of this process on a CUDA device; does nothing on other devices.
 
     cuDNN's attention is not used: it plans each shape when it first sees it, for 20 to 400 ms. Texts that grow, and
-    prompts of any length, bring a new shape with nearly every forward. Where shapes repeat, as in training, it stays.
+    prompts of any length, bring a new shape with nearly every forward. Training, whose shapes repeat, still uses it.
 
-    Kernels that were not right on a few tokens are not used, either; a warning names each.
+    Kernels that give wrong results on a few test tokens are not used, either; a warning names each of them.
     """
     if device.type != "cuda":
         return
@@ -102,13 +102,13 @@ def prepare_device(device: torch.device) -> None:
         _prove_attention(device.type)
 
 
-@cache  # once in a process
+@cache  # once per process
 def _prove_attention(device_type: str) -> None:
     device = torch.device(device_type)
     for proof in (ATTENTION_PROOF, CACHED_ATTENTION_PROOF):
         try:
             proof.prove(device)
-        except Exception as error:  # a kernel that is missing or wrong ends nothing: there is another way
+        except Exception as error:  # a missing or wrong kernel is no error, because torch has other kernels
             proof.take_slow(device)
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             _log.warning("%s: %s instead of %s for attention: %s", device, proof.slow, proof.fast, reason)
@@ -117,18 +117,18 @@ def _prove_attention(device_type: str) -> None:
 def build_empty_decoder(
     config: DecoderConfig, num_tensors: int, checkpoint: Path, adapter: AdapterConfig | None = None
 ) -> Decoder:
-    """Returns the decoder of a recipe that may claim anything, on the meta device.
+    """Returns the decoder of an untrusted recipe on the meta device.
 
     Args:
-        config: What the recipe describes.
-        num_tensors: How many tensors of a decoder the checkpoint holds.
-        checkpoint: Where it lies.
+        config: The decoder's shape in the recipe.
+        num_tensors: The number of the decoder's tensors in the checkpoint.
+        checkpoint: The checkpoint's directory.
         adapter: The adapters in the recipe.
 
     Raises:
-        UserError: It has more layers than tensors, or sizes that torch cannot count.
+        UserError: The recipe has more layers than the checkpoint has tensors, or sizes that torch cannot represent.
     """
-    # Each layer takes its time, even without memory.
+    # Building a layer takes time even on the meta device, so a recipe with a huge number of layers would hang here.
     if config.num_layers > num_tensors:
         raise UserError(
             f"{checkpoint} has a recipe of {config.num_layers} layers, but {num_tensors} tensors of a decoder"
@@ -160,16 +160,16 @@ def require_tokenizer(tokenizer: Tokenizer | None, checkpoint: Path) -> Tokenize
 
 
 def load_tokenizer(path: Path | None, manifest: Manifest, checkpoint: Path) -> Tokenizer | None:
-    """Returns the tokenizer that a checkpoint was trained with; None if it was trained without and none is given.
+    """Returns the tokenizer that a checkpoint was trained with; None if there was none and `path` is None.
 
     Args:
-        path: Its file or directory; None for the one in the run's directory, where an import puts it, or else the
-            one in the corpus that the recipe names (`genesis.data.paths` says where that is looked for).
-        manifest: The checkpoint's.
-        checkpoint: Where that lies.
+        path: The tokenizer's file or directory. None searches the run's directory, where an import stores it, and then
+            the corpus that the recipe names (`genesis.data.paths` documents where a corpus is searched).
+        manifest: The checkpoint's manifest.
+        checkpoint: The checkpoint's directory.
 
     Raises:
-        UserError: It is not found, or another.
+        UserError: The tokenizer is not found, or is a different one.
     """
     run_dir = RunDirectory.of(checkpoint).path
     wanted = manifest.identity.get("tokenizer_hash")
@@ -187,7 +187,7 @@ def load_tokenizer(path: Path | None, manifest: Manifest, checkpoint: Path) -> T
     if not path.exists():
         raise UserError(f"the tokenizer of {checkpoint} was in {path}, which does not exist; give --tokenizer")
     tokenizer = open_tokenizer(path)
-    if wanted and tokenizer.hash != wanted:  # of tokens without a tokenizer there is none
+    if wanted and tokenizer.hash != wanted:  # a corpus of ids has no tokenizer
         raise _another_tokenizer(path, tokenizer, checkpoint, wanted)
     return tokenizer
 

@@ -10,14 +10,14 @@ from torch import Tensor
 from genesis.model.decoder import Decoder
 
 _CHUNK_TOKENS = 256
-"""Positions whose logits exist at a time: those of a long prompt at once would take gigabytes."""
+"""Number of positions whose logits are computed at a time: all logits of a long prompt would take gigabytes."""
 
 
 class ScoredToken(NamedTuple):
     """A token of a prompt.
 
     `log_prob` and `top_logprobs` (most likely first) are natural logarithms of the model's distribution after the
-    tokens before it. The first token has none.
+    tokens before it. The first token has no log-probability.
     """
 
     id: int
@@ -30,8 +30,8 @@ def score_prompt(decoder: Decoder, ids: Sequence[int], num_top_logprobs: int) ->
     """Returns each token of a prompt with its log-probability.
 
     Args:
-        decoder: In evaluation mode.
-        ids: The prompt, at least one token and at most the model's context.
+        decoder: The model, in evaluation mode.
+        ids: The ids of the prompt: at least one, at most the model's context.
         num_top_logprobs: Number of the most likely tokens at each position, with their log-probabilities.
     """
     first = ScoredToken(ids[0], None, ())

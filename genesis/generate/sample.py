@@ -1,8 +1,8 @@
-"""Draws tokens for the rows of a batch, on the device that holds the logits, and from each row's own seed.
+"""Samples tokens for the rows of a batch, on the device that holds the logits, and from each row's own seed.
 
 A token is found with one uniform number in the cumulative sum of weights that are whole numbers. Sums of whole numbers
-have no rounding, so that the token does not depend on the other rows, on the device's way to sum, or on the order in
-which equal weights are sorted.
+have no rounding, so that the token does not depend on the other rows, on the device's order of summation, or on how
+equal weights are sorted.
 
 B  rows of a batch     V  vocabulary
 """
@@ -19,20 +19,20 @@ from genesis.device import send
 from genesis.errors import UserError
 
 _SUM_BITS = 62
-"""Of the sum of all weights, and of a weight with its token's id beside it: each must fit int64."""
+"""Bits of the sum of all weights, and of a weight together with its token's id: each must fit int64."""
 _LEAST_TEMPERATURE = 1e-30
-"""Below, float32 has no reciprocal; it takes the most likely token, as every smaller temperature does."""
+"""A smaller temperature has no finite reciprocal in float32; it takes the most likely token."""
 
 _CPU_LOGITS = 1 << 16
-"""A CPU's caches hold what so many logits need: with all rows at once the same work takes twice as long."""
+"""Number of logits whose data fit a CPU's caches: with all rows at once the same work takes twice as long."""
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """Which tokens may be drawn.
+    """The options that decide which tokens may be sampled.
 
     Args:
-        temperature: What logits are divided by; 0 takes the most likely token, the first of several.
+        temperature: Divisor of the logits; 0 takes the most likely token, with the lowest id among equal ones.
         top_k: Only the k most likely tokens; None for all.
         top_p: Only the most likely tokens that together reach this probability, after temperature and top-k. The token
             that reaches it is one of them.
@@ -60,36 +60,36 @@ class SamplingOptions:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether nothing is drawn."""
+        """Whether the most likely token is always taken."""
         return self.temperature == 0.0
 
     @property
     def is_ranked(self) -> bool:
-        """Whether a token's rank among the others decides if it may be drawn."""
+        """Whether a token must be among the most likely tokens to be sampled."""
         return not self.is_greedy and (self.top_k is not None or self.top_p < 1.0)
 
 
 @dataclass(frozen=True)
 class _Draws:
-    """The rows of a batch whose tokens are drawn in one of two ways: by rank, or from the whole vocabulary."""
+    """The rows of a batch that sample in the same way: among the most likely tokens, or from the whole vocabulary."""
 
     rows: Int64[Tensor, " n"] | None
-    """None for all rows of the batch."""
+    """Indices of the rows; None for all rows of the batch."""
     temperature: Float[Tensor, "n 1"]
     last_rank: Int64[Tensor, "n 1"] | None
-    """Of the tokens that top-k leaves; None where ranks decide nothing."""
+    """The largest number of tokens that top-k keeps; None if neither top-k nor top-p is used."""
     top_p: Float64[Tensor, "n 1"]
 
 
 class RowSampler:
-    """Draws a token for each row of a batch, whose rows may have different options.
+    """Samples a token for each row of a batch, whose rows may have different options.
 
-    It holds the options as vectors on the device. Neither building nor drawing waits for the device.
+    The options are kept as vectors on the device. Neither building nor sampling waits for the device.
 
     Args:
-        options: Of each row.
-        vocab_size: Columns of the logits.
-        device: Of the logits.
+        options: The options of each row.
+        vocab_size: Number of columns of the logits.
+        device: The device of the logits.
     """
 
     def __init__(self, options: Sequence[SamplingOptions], vocab_size: int, device: torch.device) -> None:
@@ -103,20 +103,20 @@ class RowSampler:
 
     @property
     def needs_uniforms(self) -> bool:
-        """Whether any row draws its token."""
+        """Whether any row needs a random number."""
         return bool(self._draws)
 
     def draw(self, logits: Float[Tensor, "B V"], uniforms: Float64[Tensor, " B"] | None) -> Int64[Tensor, " B"]:
-        """Returns a token of each row. That of a row with NaN or infinity has no meaning, but is in the vocabulary.
+        """Returns a token for each row. For a row with NaN or infinity the token is arbitrary, but in the vocabulary.
 
-        A logit of -infinity is a token that is never drawn.
+        A token whose logit is -infinity is never sampled.
 
         Args:
-            logits: In float32.
-            uniforms: For each row a number from 0 up to, not including, 1; only rows that are not greedy use it. None
-                where `needs_uniforms` is false.
+            logits: The logits in float32.
+            uniforms: A random number in [0, 1) for each row; greedy rows ignore theirs. None if `needs_uniforms` is
+                false.
         """
-        tokens: Tensor = logits.max(dim=1).indices  # of equal ones the first; on a CPU faster than argmax
+        tokens: Tensor = logits.max(dim=1).indices  # takes the first of equal logits; on a CPU faster than argmax
         for draws in self._draws:
             assert uniforms is not None
             if draws.rows is None:
@@ -155,21 +155,21 @@ class RowSampler:
         return ranked.gather(1, rank) & ((1 << self._index_bits) - 1)
 
     def _weigh(self, logits: Float[Tensor, "n V"], temperature: Float[Tensor, "n 1"]) -> Int64[Tensor, "n V"]:
-        """Returns each token's share as a whole number; 0 for tokens without a chance, and for NaN."""
+        """Returns each token's probability as a whole number; 0 for tokens that are never sampled, and for NaN."""
         # The largest logit becomes 0, so that a tiny temperature makes no infinity of it.
         scaled = (logits - logits.amax(dim=1, keepdim=True)).div_(temperature)
         return scaled.exp_().nan_to_num_(0.0).mul_(2.0**self._weight_bits).to(torch.int64)
 
     def _rank(self, weights: Int64[Tensor, "n V"]) -> Int64[Tensor, "n V"]:
-        """Returns, most likely first, what a weight lacks to the largest one with the token's id in the lowest bits.
+        """Returns sort keys, most likely first: the largest weight minus the token's, with the id in the lowest bits.
 
-        No two are equal: of tokens with equal weights the lower id comes first, whichever way they are sorted.
+        No two keys are equal: of tokens with equal weights the lower id comes first, with any sorting algorithm.
         """
         ids = torch.arange(weights.shape[1], device=weights.device)
         keys = ((1 << self._weight_bits) - weights).bitwise_left_shift_(self._index_bits).bitwise_or_(ids)
         if keys.device.type != "cpu":
             return keys.sort(dim=1).values
-        keys.numpy().sort(axis=1)  # in place, and many times as fast as torch's
+        keys.numpy().sort(axis=1)  # sorts in place, and is many times as fast as torch's sort
         return keys
 
 
@@ -197,7 +197,7 @@ def _build_draws(
 def _find(
     sums: Int64[Tensor, "n V"], uniforms: Float64[Tensor, "n 1"], total: Int64[Tensor, "n 1"]
 ) -> Int64[Tensor, "n 1"]:
-    """Returns the first place whose sum exceeds the share `uniforms` of `total`."""
-    # The product may round up to the total, which no place below it exceeds.
+    """Returns the first index whose cumulative sum exceeds `uniforms` times `total`."""
+    # The product may round up to the total, which no cumulative sum exceeds.
     target = torch.minimum((uniforms * total.double()).to(torch.int64), total - 1)
     return torch.searchsorted(sums, target, right=True)

@@ -14,14 +14,14 @@ from genesis.model.decoder import Decoder
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """How text is continued.
+    """Options of text generation.
 
     Args:
-        max_new_tokens: At most so many for each prompt; None for 256 or what the context leaves, whichever is less.
-        sampling: Which tokens may be drawn.
-        seed: A prompt's text depends on the seed and the prompt, not on the other prompts; a repeated prompt gets
-            another draw.
-        has_cache: Whether keys and values are kept, or the whole text is computed for every token.
+        max_new_tokens: Upper bound for each prompt; None for 256 or the rest of the context, whichever is less.
+        sampling: Which tokens may be sampled.
+        seed: The seed of sampling. A prompt's text depends on the seed and the prompt, not on the other prompts; a
+            repeated prompt gets a different text.
+        has_cache: Whether to keep keys and values; otherwise every new token computes the whole text again.
     """
 
     max_new_tokens: int | None = None
@@ -45,12 +45,12 @@ class Token(NamedTuple):
 def generate(
     decoder: Decoder, prompts: Sequence[Sequence[int]], options: GenerateOptions, stop_ids: Set[int]
 ) -> Iterator[Token]:
-    """Continues all prompts together and yields their tokens round by round, with the one of `stop_ids` that ends it.
+    """Continues all prompts together and yields their tokens step by step, with the stop token that ends a text.
 
     Args:
-        decoder: In evaluation mode.
-        prompts: The ids of each, at least one.
-        options: How.
+        decoder: The model, in evaluation mode.
+        prompts: The ids of each prompt, at least one id each.
+        options: Options of the generation.
         stop_ids: The tokens that end a text.
 
     Raises:
@@ -67,7 +67,7 @@ def generate(
 
 
 def plan_seeds(prompts: Sequence[Sequence[int]], seed: int) -> list[int]:
-    """Returns the seed of each prompt's generator: of `seed`, the prompt, and how often it stood there before."""
+    """Returns the seed of each prompt's generator, from `seed`, the prompt, and its number of earlier occurrences."""
     num_before: Counter[str] = Counter()
     seeds = []
     for text in (str(list(prompt)) for prompt in prompts):
@@ -79,7 +79,7 @@ def plan_seeds(prompts: Sequence[Sequence[int]], seed: int) -> list[int]:
 
 def _stream(batch: Batch) -> Iterator[Token]:
     while tokens := batch.step():
-        # By request, because rows change places when a text leaves: the output must not depend on that.
+        # Sorted by request: rows move when a text ends, and the output must not depend on that.
         for token in sorted(tokens, key=lambda token: token.request):
             check_is_number(token)
             yield Token(token.request, token.id, token.is_last)

@@ -1,6 +1,6 @@
 """A directory in Hugging Face's layout: the names of its files, and their hashes.
 
-What `genesis export` wrote says in its `proof.json` which bytes were proved; `check_files` compares them.
+The `proof.json` of an export lists the hashes of the files that were proved; `check_files` compares them.
 """
 
 import json
@@ -20,9 +20,9 @@ INDEX_NAME = "model.safetensors.index.json"
 CARD_NAME = "README.md"
 PROOF_NAME = "proof.json"
 _NOT_HASHED = (CARD_NAME, PROOF_NAME)
-"""The card is for people, who may write in it; the proof has the hashes."""
+"""Files without a hash: users may edit the model card, and the proof contains the hashes."""
 _READ_SUFFIXES = (".json", ".safetensors", ".model")
-"""Of files that would be read, by us or by transformers, wherever they came from."""
+"""Suffixes of files that genesis or transformers would read, whoever added them."""
 
 
 _OTHER_FORMATS = (
@@ -32,7 +32,7 @@ _OTHER_FORMATS = (
     (".onnx", "ONNX", "the model that it was made from"),
     (".h5", "TensorFlow", "from_pretrained(DIRECTORY, from_tf=True), in transformers 4"),
 )
-"""Suffix of files of weights that are not read, what they are, and how transformers loads them."""
+"""Suffix of weight files that genesis does not read, their format, and how transformers loads them."""
 
 
 def explain_other_formats(names: Iterable[str], where: str) -> str:
@@ -49,20 +49,20 @@ def explain_other_formats(names: Iterable[str], where: str) -> str:
 
 
 def hash_files(directory: Path) -> dict[str, dict[str, Any]]:
-    """Returns size and sha256, which the Hub shows too, of each file by its name, but for the card and the proof."""
+    """Returns size and sha256 (as on the Hub) of each file by its name, except for the model card and the proof."""
     return {path.name: _describe_file(path) for path in sorted(directory.iterdir()) if path.name not in _NOT_HASHED}
 
 
 def is_export(path: Path) -> bool:
-    """Says whether there is a directory that looks like what `genesis export` writes, or like its kind."""
+    """Returns whether `path` is a directory that looks like an export or another model in Hugging Face's layout."""
     return any((path / name).is_file() for name in (CONFIG_NAME, DECODER_NAME))
 
 
 def check_files(directory: Path) -> dict[str, dict[str, Any]]:
-    """Returns size and hash of each file that was proved; all are as they were.
+    """Returns size and hash of each file that was proved, after checking that none has changed.
 
     Raises:
-        UserError: There is no proof with hashes, or a file is missing, has changed or was added.
+        UserError: The directory has no proof with hashes, or a file is missing, has changed or was added.
     """
     path = directory / PROOF_NAME
     if not path.exists():
@@ -90,10 +90,10 @@ def _describe_file(path: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns what is in a file of the directory.
+    """Returns the content of a JSON file of the directory.
 
     Raises:
-        UserError: It cannot be read, or is no JSON object.
+        UserError: The file cannot be read, or is not a JSON object.
     """
     try:
         content = json.loads(path.read_bytes())

@@ -1,6 +1,6 @@
-"""What a family of models is called in Hugging Face's layout: its tensors, and the keys of its `config.json`.
+"""The names that a family of models has in Hugging Face's layout: its tensors, and the keys of its `config.json`.
 
-Nothing is transposed or permuted: the rotary halves pair as they do there. An embedding that is tied is stored once.
+Tensors keep their layout, because the decoder pairs rotary halves as transformers does. Tied embeddings occur once.
 """
 
 import re
@@ -20,22 +20,22 @@ OUTPUT_WEIGHT: Final = "output.weight"
 
 @dataclass(frozen=True)
 class Family:
-    """The tables of one `model_type`. A family differs from another by its tables alone.
+    """The tables of one `model_type`. Families differ only in these tables.
 
     Args:
         model_type: The value of this key in `config.json`.
         architecture: The class of transformers that loads the model.
         feed_forward: The feed-forward part of its blocks.
-        tensors: Our name of a parameter outside of the blocks, to theirs.
-        block_prefix: What their names have before the number of a block.
-        block_tensors: Our name of a parameter within its block, to theirs.
+        tensors: The decoder's name of a parameter outside of the blocks, to the family's name.
+        block_prefix: The beginning of the family's names, up to the number of a block.
+        block_tensors: The decoder's name of a parameter within its block, to the family's name.
         keys: Key of `config.json` to field of `DecoderConfig`, in the order in which an export writes them.
-        constants: Keys that an export writes beside these, whatever the shape.
-        defaults: The value that transformers takes for a missing key: it is part of the model's meaning.
-        only: Key to the values that the decoder can represent, beside null and a missing key.
-        attention: Fields of `AttentionConfig` that all its models have, where they are not the defaults.
-        free: Fields of `AttentionConfig` that `config.json` can give, beside those in `keys`.
-        norm_placement: Where the norms of a block stand.
+        constants: Keys that an export also writes, with the same value for every shape.
+        defaults: The value that transformers uses for a missing key; a `config.json` relies on it.
+        only: Key to the values that the decoder can represent, in addition to null and a missing key.
+        attention: Fields of `AttentionConfig` that differ from the defaults in all models of the family.
+        free: Fields of `AttentionConfig` that `config.json` can set, in addition to those in `keys`.
+        norm_placement: Where a block has its norms.
     """
 
     model_type: str
@@ -53,13 +53,13 @@ class Family:
     norm_placement: str = "before"
 
     def can_hold(self, config: DecoderConfig) -> bool:
-        """Whether a decoder's parts are those of this family."""
+        """Whether a decoder consists of the parts of this family."""
         parts = config.parts
         attention = asdict(parts.attention)
         options = {one.name: one.default for one in fields(AttentionConfig) if one.default is not MISSING}
         options |= {**self.attention, "rope_theta": parts.attention.rope_theta}
         if parts.attention.qk_norm is not None:
-            options["qk_norm_eps"] = parts.norm.eps  # config.json has one for all norms
+            options["qk_norm_eps"] = parts.norm.eps  # config.json has one epsilon for all norms
         return (
             type(parts.feed_forward) is self.feed_forward
             and parts.norm.placement == self.norm_placement
@@ -97,12 +97,12 @@ class Family:
         """Returns the family's state under the decoder's names; the tensors are the same, not copies.
 
         Args:
-            state: As a checkpoint of transformers holds it; an output weight beside tied embeddings is their copy and
-                left out.
-            config: The decoder's.
+            state: The tensors of a transformers checkpoint. An output weight next to tied embeddings is a copy of them
+                and is skipped.
+            config: The decoder's shape.
 
         Raises:
-            UserError: A parameter has no place in the decoder.
+            UserError: The decoder has no parameter for a tensor.
         """
         renamed = {self.our_name(name): tensor for name, tensor in state.items()}
         if config.has_tied_embeddings:

@@ -1,4 +1,4 @@
-"""Llama: what the decoder is without options, and what exports of it are written as."""
+"""Llama: the family of a decoder with default options."""
 
 from typing import Final
 
@@ -46,7 +46,7 @@ LLAMA: Final = Family(
         "intermediate_size": 11_008,
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
-        "num_key_value_heads": None,  # as many as query heads
+        "num_key_value_heads": None,  # defaults to the number of query heads
         "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10_000.0,

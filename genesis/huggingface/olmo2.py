@@ -23,7 +23,7 @@ OLMO2: Final = replace(
         "intermediate_size": 11_008,
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
-        "num_key_value_heads": None,  # as many as query heads
+        "num_key_value_heads": None,  # defaults to the number of query heads
         "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10_000.0,

@@ -13,16 +13,16 @@ _SCALING_KEYS: Final = {
     "high_freq_factor": "high_freq_factor",
     "original_max_position_embeddings": "original_seq_len",
 }
-"""Of the rope_type "llama3", to fields of `RopeScaling`."""
+"""Keys of the rope_type "llama3", to fields of `RopeScaling`."""
 
 
 def read_rope_scaling(path: Path, content: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
-    """Returns the base of the rotary wavelengths and the fields of their scaling, None where they are not scaled.
+    """Returns the base of the rotary wavelengths and the fields of their scaling; None if they are not scaled.
 
     Raises:
-        UserError: They are scaled in a way that the decoder cannot represent.
+        UserError: The wavelengths are scaled in a way that the decoder cannot represent.
     """
-    key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"  # the order of transformers
+    key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"  # the same precedence as in transformers
     rope = content.get(key) or {}
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
     known = {"default": set[str](), "llama3": set(_SCALING_KEYS)}
@@ -48,15 +48,15 @@ def write_rope_scaling(attention: AttentionConfig) -> dict[str, Any]:
 
 
 def read_sliding_window(path: Path, content: Mapping[str, Any], can_have: bool) -> int | None:
-    """Returns the window of attention; None where there is none that is shorter than the context.
+    """Returns the window of attention; None if the model has no window that is shorter than the context.
 
     Args:
-        path: Of the file, for the message.
-        content: Of the file.
-        can_have: Whether the family's models have a window wherever the key is given.
+        path: The path of `config.json`, for the message.
+        content: The content of `config.json`.
+        can_have: Whether transformers applies the key to models of this family.
 
     Raises:
-        UserError: It is no number, or the family has none in transformers.
+        UserError: The window is not a number, or transformers has no window for this family.
     """
     window, context = content.get("sliding_window"), content.get("max_position_embeddings")
     if window is None or (not can_have and content.get("use_sliding_window") is False):
@@ -74,10 +74,10 @@ def read_sliding_window(path: Path, content: Mapping[str, Any], can_have: bool) 
 
 
 def read_no_rope_every(path: Path, content: Mapping[str, Any]) -> int | None:
-    """Returns which layers have no rotary positions, as `AttentionConfig.no_rope_every`; None where all have them.
+    """Returns which layers have no rotary positions, as `AttentionConfig.no_rope_every`; None if all layers have them.
 
     Raises:
-        UserError: They do not follow each other at one distance.
+        UserError: The layers without rotary positions are not evenly spaced.
     """
     num_layers, layers = content["num_hidden_layers"], content.get("no_rope_layers")
     every = content.get("no_rope_layer_interval")

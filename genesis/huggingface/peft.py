@@ -1,6 +1,6 @@
 """Adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`, written and read strictly.
 
-An export of ours names its base by a fingerprint of the base's tensors, in the header of the safetensors file. Other
+`genesis export` identifies the base by a fingerprint of its tensors, in the header of the safetensors file. Other
 programs ignore the fingerprint; without it, an adapter for another base of the same shape cannot be recognised.
 """
 
@@ -42,18 +42,18 @@ _PLAIN: Final[Mapping[str, tuple[Any, ...]]] = {
     "alora_invocation_tokens": (None,),
     "arrow_config": (None,),
     "use_qalora": (False,),
-    # The others (pissa, olora, corda, loftq, ...) change the base's weights, too.
+    # Other initialisations (pissa, olora, corda, loftq, ...) change the base's weights, too.
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }
-"""Options of PEFT's with the values that the decoder's adapters have."""
+"""PEFT options with the only values that the decoder's adapters support."""
 
 
 def fingerprint(manifest: Manifest, prefix: str) -> str:
-    """Returns a hash of a base's tensors: the same for the same values, whenever the base was imported.
+    """Returns a hash of a base's tensors, which depends only on their values, not on when the base was imported.
 
     Args:
-        manifest: The base's.
-        prefix: Of the decoder's tensors in it.
+        manifest: The base's manifest.
+        prefix: The prefix of the decoder's tensor names in the manifest.
     """
     records = [
         (name.removeprefix(prefix), record.dtype, list(record.shape), record.digest)
@@ -64,7 +64,7 @@ def fingerprint(manifest: Manifest, prefix: str) -> str:
 
 
 def name_adapter_tensor(name: str, family: Family) -> str:
-    """Returns PEFT's name of an adapter's tensor, or of one that is trained beside adapters.
+    """Returns PEFT's name of an adapter's tensor, or of another tensor that is trained together with adapters.
 
     Example:
         >>> from genesis.huggingface.llama import LLAMA
@@ -78,7 +78,7 @@ def name_adapter_tensor(name: str, family: Family) -> str:
 
 
 def name_tied_output(family: Family) -> str:
-    """Returns PEFT's name of the output weight, which its files hold beside a trained embedding that is tied to it."""
+    """Returns PEFT's name of the output weight, which PEFT stores in addition to a trained embedding tied to it."""
     return _PREFIX + family.tensors[OUTPUT_WEIGHT]
 
 
@@ -99,11 +99,11 @@ def build_adapter_config(
 
     Args:
         config: The adapters.
-        family: The base's.
+        family: The base's family.
         layers: The names of the layers with adapters.
         linears: The names of all linear layers in the blocks.
         is_tied: Whether the output weight is the embedding.
-        base_name: Under which name or path PEFT finds the base; None for no name.
+        base_name: Name or path under which PEFT finds the base; None for no name.
     """
     leaves = {_leaf(layer, family) for layer in layers}
     is_regular = all((_leaf(layer, family) in leaves) == (layer in layers) for layer in linears)
@@ -119,7 +119,7 @@ def build_adapter_config(
         "use_dora": config.dora,
         "target_modules": sorted(leaves if is_regular else {_name_module(layer, family) for layer in layers}),
         "modules_to_save": [extra.rpartition(".")[2] for extra in extras] or None,
-        # PEFT copies a module that is trained as a whole, and would leave a tied output weight to the base.
+        # PEFT copies a module that is trained as a whole, and would use the base's weights for a tied output weight.
         **({"ensure_weight_tying": True} if extras and is_tied else {}),
         "bias": "none",
         "fan_in_fan_out": False,
@@ -144,17 +144,17 @@ def read_adapters(
     shapes: Mapping[str, tuple[int, ...]],
     base_fingerprint: str,
 ) -> dict[str, Tensor]:
-    """Returns the tensors of adapters in PEFT's format by our names, float32.
+    """Returns the tensors of adapters in PEFT's format as float32, under the decoder's names.
 
     Args:
-        directory: Where the two files lie.
+        directory: The directory of the two files.
         config: The adapters that the recipe asks for; those in the directory must be the same.
-        family: The base's.
+        family: The base's family.
         shapes: The name and shape of each trained tensor.
-        base_fingerprint: Of this run's base.
+        base_fingerprint: The fingerprint of this run's base.
 
     Raises:
-        UserError: The files cannot be read, or hold other adapters, or adapters for another base.
+        UserError: The files cannot be read, or contain different adapters, or adapters for another base.
     """
     if not is_adapter_export(directory):
         raise UserError(f"{directory} has no {CONFIG_NAME}: give a directory in PEFT's format for model.adapter.start")
@@ -163,7 +163,7 @@ def read_adapters(
     try:
         with safe_open(path, framework="pt") as file:
             made_for = (file.metadata() or {}).get(FINGERPRINT)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - the file is not a mapping
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
     if made_for is not None and made_for != base_fingerprint:
@@ -205,7 +205,7 @@ def _compare_options(path: Path, content: Mapping[str, Any], config: AdapterConf
         value = content.get(key, allowed[0])
         if value not in allowed:
             raise UserError(f"{path}: {key} is {value!r}, and the decoder's adapters have {allowed[0]!r} only")
-    rank, alpha = content.get("r", 8), content.get("lora_alpha", 8)  # PEFT's defaults
+    rank, alpha = content.get("r", 8), content.get("lora_alpha", 8)  # the defaults of PEFT
     if not isinstance(alpha, int | float) or isinstance(alpha, bool):
         raise UserError(f"{path}: lora_alpha is {alpha!r}: it must be a number")
     given = {

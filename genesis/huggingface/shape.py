@@ -1,4 +1,4 @@
-"""`config.json`: a decoder's shape as one of the families writes it, and back."""
+"""Reads a decoder's shape from a `config.json` of any family, and writes it."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +18,7 @@ from genesis.model.recipe import build_decoder_config
 
 FAMILIES: Final[tuple[Family, ...]] = (LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, SMOLLM3)
 _DERIVED: Final = ("num_key_value_heads", "head_dim", "rope_theta", "rms_norm_eps", "tie_word_embeddings")
-"""Keys whose values are not simply those of the decoder's fields."""
+"""Keys whose values need a conversion to the decoder's fields."""
 
 
 def read_shape(directory: Path) -> tuple[Family, DecoderConfig]:
@@ -61,7 +61,7 @@ def write_shape(family: Family, config: DecoderConfig) -> dict[str, Any]:
     attention = config.parts.attention
     for key, field in family.keys.items():
         content[key] = _read_field(config, field)
-        if key == "rope_theta":  # which transformers 4 reads; transformers 5 reads the other
+        if key == "rope_theta":  # transformers 4 reads this key; transformers 5 reads the other one
             content |= write_rope_scaling(attention)
     if "sliding_window" in family.free:
         content["sliding_window"] = attention.sliding_window
@@ -131,7 +131,7 @@ def _check_only(path: Path, content: dict[str, Any], family: Family) -> None:
 
 
 def _read_head_dim(content: dict[str, Any], dim: Any, num_heads: Any) -> Any:
-    """Returns the width of a head where it is not that which follows from the model's."""
+    """Returns the width of a head if it differs from the model's width divided by the number of heads."""
     head_dim = content.get("head_dim")
     if isinstance(dim, int) and isinstance(num_heads, int) and num_heads > 0 and head_dim == dim // num_heads:
         return None

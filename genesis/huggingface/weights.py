@@ -16,7 +16,7 @@ from genesis.model.decoder import Decoder, DecoderConfig
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ADAPTER_NAME = "adapter_config.json"
 _DERIVED_SUFFIX = "rotary_emb.inv_freq"
-"""Old checkpoints of transformers have it beside the weights; it follows from rope_theta."""
+"""A tensor that old checkpoints of transformers contain; it follows from rope_theta and is skipped."""
 
 
 def read_weights(directory: Path, config: DecoderConfig, family: Family | None) -> dict[str, Tensor]:
@@ -27,11 +27,11 @@ def read_weights(directory: Path, config: DecoderConfig, family: Family | None) 
     Args:
         directory: Holds safetensors files.
         config: The decoder's shape.
-        family: Whose names the files have; None for the decoder's own.
+        family: The family whose names the files have; None for the decoder's own names.
 
     Raises:
-        UserError: There are no safetensors files, or a tensor is missing, has no place, another shape or dtype, or
-            values that are not finite.
+        UserError: There are no safetensors files, or a tensor is missing, is unknown to the decoder, has a wrong shape
+            or dtype, or has values that are not finite.
     """
     if (directory / _ADAPTER_NAME).exists():
         raise UserError(f"{directory} has an adapter ({_ADAPTER_NAME}); merge it into the weights first, or remove it")
@@ -87,7 +87,7 @@ def _read_state(directory: Path, family: Family | None) -> dict[str, Tensor]:
 
 
 def read_file_names(directory: Path) -> dict[str, str]:
-    """Returns each tensor's file, as transformers finds it: an index counts only without a `model.safetensors`.
+    """Returns each tensor's file, as transformers finds it: an index is ignored if there is a `model.safetensors`.
 
     Raises:
         ValueError: The index has no map of tensors to names of files beside it.
@@ -118,9 +118,9 @@ def read_index(directory: Path) -> dict[str, str]:
 
 
 def iterate_tensors(directory: Path, names: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """Yields every tensor of a directory of safetensors files, file by file, but for what follows from the shape."""
+    """Yields every tensor of a directory of safetensors files, file by file, except for derived rotary tensors."""
     for file_name in sorted(set(names.values())):
         with safe_open(directory / file_name, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - it is no mapping
+            for name in file.keys():  # noqa: SIM118 - the file is not a mapping
                 if not name.endswith(_DERIVED_SUFFIX):
                     yield name, file.get_tensor(name)
