@@ -82,6 +82,7 @@ def climb(
         pytest.param("full", 2, LORA, torch.bfloat16, marks=pytest.mark.slow),
         pytest.param("checkpointing", 2, DORA, torch.float32, marks=pytest.mark.slow),
         pytest.param("offload", 2, LORA, torch.float32, marks=pytest.mark.slow),
+        pytest.param("compiled_shards", 1, LORA, torch.float32, marks=pytest.mark.long),
     ],
 )
 def test_killed_adapters_climb_on_bit_for_bit(
@@ -109,6 +110,25 @@ def test_killed_adapters_climb_on_bit_for_bit(
     held = {name.removeprefix("model.decoder.") for name in manifest.own_tensors if name.startswith("model.")}
     extra = {"embedding.weight"} if adapter is DORA else set()
     assert {name for name in held if not is_adapter_tensor(name)} == extra
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        pytest.param({"rank": 3}, marks=pytest.mark.slow, id="lora"),
+        pytest.param({"rank": 3, "dora": True}, marks=pytest.mark.long, id="dora"),
+    ],
+)
+def test_compiled_blocks_give_adapters_the_same_weights(
+    tmp_path: Path, tiny_corpus: Path, adapter: dict[str, Any]
+) -> None:
+    base = make_base(tmp_path / "base", tiny_corpus)
+    eager, compiled = (
+        run_ranks(climb, 1, str(tmp_path / strategy), str(base), str(tiny_corpus), strategy, "sync", adapter)[0]
+        for strategy in ("replicated", "compiled")
+    )
+    for name, tensor in eager["weights"].items():
+        torch.testing.assert_close(compiled["weights"][name], tensor, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("strategy", ["full", pytest.param("replicated", marks=pytest.mark.slow)])
