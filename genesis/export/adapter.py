@@ -44,7 +44,7 @@ class AdapterExportOptions:
 
     Args:
         dtype: The type of the adapters in the file: a name in `DTYPES`.
-        base_name: Under which name or path PEFT finds the base; None for no name.
+        base_name: Name or path under which PEFT finds the base; None for no name.
     """
 
     dtype: str = "float32"
@@ -55,7 +55,7 @@ def read_adapter(manifest: Manifest, path: Path) -> AdapterConfig:
     """Returns the adapters of a checkpoint.
 
     Raises:
-        UserError: It has none.
+        UserError: The checkpoint has no adapters.
     """
     adapter = read_adapter_config(manifest.recipe, where=f"the recipe in {path}")
     if adapter is None or manifest.base is None:
@@ -72,7 +72,7 @@ def export_adapter(checkpoint: Path, out: Path, options: AdapterExportOptions) -
         options: The options.
 
     Raises:
-        UserError: The checkpoint has no adapters, no family of transformers' has the decoder, or `out` exists.
+        UserError: The checkpoint has no adapters, no family of transformers represents the decoder, or `out` exists.
         RunEndedError: The proof failed. No partial export is left.
     """
     check_is_new(out)

@@ -1,4 +1,4 @@
-"""Writes the model card: the facts in the checkpoint, for people, without the paths of this machine."""
+"""Writes the model card: the facts of the checkpoint in readable form, without the paths of this machine."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -23,11 +23,11 @@ from genesis_callbacks.checkpoint import dtype_name, read_committed_hash, read_s
 PLACE = "THIS_DIRECTORY"
 """The placeholder for the model's directory in a card."""
 _LEFT_OUT = ("run_dir", "logger", "default_root_dir")
-"""Keys of a recipe that only say where a run wrote and logged."""
+"""Keys of a recipe that only define where a run wrote and logged."""
 _PATH_KEY = re.compile(r"(.*_)?(corpus|tokenizer|paths?|file|filename|directory|dir|dirpath)")
 _USAGE_HEADS = ("tokens consumed", "epochs consumed")
 _PATH = re.compile(r"[/~\\]|\.{1,2}/|[A-Za-z]:\\|[a-z][a-z0-9+.-]*://")
-"""Beginnings of values that are paths whatever their key."""
+"""Beginnings of values that are paths under any key."""
 _USE: dict[Layout, str] = {
     "huggingface": """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -39,7 +39,7 @@ class ExportOptions:
         dtype: The type of the weights in the files: a name in `DTYPES`.
         max_file_bytes: Size limit of a weights file; a single larger tensor gets a file of its own.
         tokenizer: Tokenizer file or directory; None for the checkpoint's own tokenizer.
-        may_be_unproved: Whether to accept a `tokenizer` whose hash is not the run's; proof and card report this.
+        may_be_unproved: Whether to accept a `tokenizer` whose hash differs from the run's; proof and card report this.
         is_merged: Whether the checkpoint's adapters are merged into the weights of their base.
     """
 
@@ -62,7 +62,7 @@ class ExportOptions:
 def export_checkpoints(checkpoints: Sequence[Path], out: Path, options: ExportOptions) -> dict[str, Any]:
     """Writes the directory `out` from one checkpoint, or the mean of several, and returns the proof.
 
-    Peak memory is that of a few blocks of rows, whatever the model's size; the proof runs in its own process.
+    Peak memory is a few blocks of rows for any model size; the proof runs in its own process.
 
     Args:
         checkpoints: Committed checkpoints; the last one provides card, shape and tokenizer.
@@ -104,10 +104,10 @@ def export_checkpoints(checkpoints: Sequence[Path], out: Path, options: ExportOp
 
 
 def _open(checkpoint: Path, *, is_merged: bool, is_alone: bool) -> Source:
-    """Returns a verified checkpoint; one with adapters only if these are to be merged.
+    """Returns a verified checkpoint. It has adapters exactly if the options merge them.
 
     Raises:
-        UserError: The checkpoint has adapters and they are not to be merged, or the other way around.
+        UserError: The checkpoint has adapters but `is_merged` is false, or it has none but `is_merged` is true.
     """
     manifest = verify(checkpoint, "full")
     if not is_merged:
@@ -191,7 +191,7 @@ def _write_tokenizer(
 
 
 def _left_out(tokenizer: Tokenizer) -> str:
-    """Returns the characters that a tokenizer of others changes."""
+    """Returns the characters that an imported tokenizer changes."""
     return tokenizer.altered_characters if FAST_NAME in tokenizer.files else ""
 
 
@@ -205,7 +205,7 @@ def _write_configs(
         "pad_token_id": None if tokenizer is None else tokenizer.pad_id,
     }
     _write_json(staging / CONFIG_NAME, {**write_shape(family, config), **ids, "dtype": dtype})
-    if tokenizer is None or GENERATION_CONFIG_NAME not in tokenizer.files:  # an imported one is taken along
+    if tokenizer is None or GENERATION_CONFIG_NAME not in tokenizer.files:  # an imported tokenizer has the file
         _write_json(staging / GENERATION_CONFIG_NAME, {**ids, "do_sample": True, "temperature": 1.0, "top_k": 0})
 
 

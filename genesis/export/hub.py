@@ -55,7 +55,7 @@ class Download:
 
 
 def read_hub_model(text: str) -> HubModel | None:
-    """Returns the model on the Hub that a word may name; None if it has another form.
+    """Returns the model on the Hub that a string may name; None if the string has another form.
 
     Example:
         >>> read_hub_model("Qwen/Qwen3-0.6B@main")
@@ -68,11 +68,11 @@ def read_hub_model(text: str) -> HubModel | None:
 
 
 def download_model(model: HubModel, say: Callable[[str], None]) -> Download:
-    """Downloads what an import needs of a model, into the cache of huggingface_hub (`HF_HOME`).
+    """Downloads the files that an import needs into the cache of huggingface_hub (`HF_HOME`).
 
     Args:
         model: The model.
-        say: Gets one line before the weights are downloaded.
+        say: Receives one line of text before the weights are downloaded.
 
     Raises:
         UserError: The Hub cannot be reached or refuses, the repository has no safetensors files, or the decoder cannot
@@ -120,7 +120,7 @@ def _ask(model: HubModel, request: Callable[[], T]) -> T:
     """
     from huggingface_hub import constants, errors  # noqa: PLC0415 - takes a second
 
-    http_error: type[Exception] = vars(errors)["HTTPError"]  # of httpx or its successor, whichever it uses
+    http_error: type[Exception] = vars(errors)["HTTPError"]  # of httpx or its successor
     try:
         return request()
     except errors.GatedRepoError:

@@ -72,7 +72,7 @@ def import_directory(
     download: Download | None = None,
     compares_models: bool = True,
 ) -> dict[str, Any]:
-    """Makes the run's directory `out` with one committed checkpoint of a model's weights and returns the proof.
+    """Creates the run's directory `out` with one committed checkpoint of a model's weights and returns the proof.
 
     The weights stay in mapped files, so that an import takes little memory. The comparison of logits loads the model,
     as float32, by transformers and then by us.
@@ -81,9 +81,9 @@ def import_directory(
         directory: A directory in Hugging Face's layout.
         out: The run's directory to create; it must not exist.
         has_tokenizer: Whether to import the tokenizer as well.
-        dtype: Of the checkpoint's weights: float32 to train all of them, bfloat16 for a base beside adapters.
+        dtype: The type of the checkpoint's weights: float32 to train all of them, bfloat16 for a base with adapters.
         download: The download that `directory` comes from; the proof names its repository and commit.
-        compares_models: Whether the proof compares logits and generated text, beside weights and tokenizer.
+        compares_models: Whether the proof compares logits and generated text in addition to weights and tokenizer.
 
     Raises:
         UserError: The model cannot be represented, the disk has too little space, or `out` exists.
@@ -120,7 +120,7 @@ def _check_lossless(directory: Path, state: Mapping[str, Tensor], dtype: torch.d
     """Checks that no weight is rounded.
 
     Raises:
-        UserError: A weight has a finer type, or another of the same size.
+        UserError: A weight has a type that `dtype` cannot represent exactly.
     """
     other = next((name for name, tensor in state.items() if tensor.dtype != dtype), None)
     if dtype != torch.float32 and other is not None:
@@ -129,9 +129,9 @@ def _check_lossless(directory: Path, state: Mapping[str, Tensor], dtype: torch.d
 
 
 def _widen(state: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """Returns the tensors as float32: those of another dtype as views of the mapped file `path`, which it makes.
+    """Returns the tensors as float32. Those of another dtype become views of the mapped file `path`, which is created.
 
-    A model of 8 B parameters takes 32 GB as float32. In a mapped file the system can write them out.
+    A model of 8 B parameters takes 32 GB as float32. The system can write a mapped file back to disk to free memory.
     """
     narrow = {name: tensor for name, tensor in state.items() if tensor.dtype != torch.float32}
     if not narrow:
@@ -147,10 +147,10 @@ def _widen(state: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
 
 
 def _check_memory(num_bytes: int) -> None:
-    """Checks that the comparison of logits can load the model: without memory the system would kill it at the end.
+    """Checks that the machine has enough memory to compare logits, before the system would kill the process.
 
     Raises:
-        UserError: The machine has less memory available.
+        UserError: The machine has too little free memory.
     """
     available = available_memory()
     if available is not None and available < num_bytes:
@@ -166,10 +166,10 @@ def save_weights(
     """Commits a checkpoint of step 0 with the decoder's weights alone and returns its directory.
 
     Args:
-        state: The decoder's, by its own names.
+        state: The decoder's tensors under its own names.
         config: The decoder's shape.
-        tokenizer: The model's; None where it has none.
-        checkpoints: The directory of checkpoints to make.
+        tokenizer: The model's tokenizer; None if it has none.
+        checkpoints: The directory of checkpoints to create.
     """
     checkpoints.mkdir()
     identity = {} if tokenizer is None else {"tokenizer_hash": tokenizer.hash}

@@ -1,4 +1,4 @@
-"""How much memory this process can take."""
+"""Measures the memory that is available to this process."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_memory() -> int | None:
-    """Returns the bytes that this process can take without swapping, also within a container; None if unknown."""
+    """Returns the number of bytes that this process can use without swapping, also in a container; None if unknown."""
     try:
         lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
         available = int(lines["MemAvailable"].split()[0]) * 1024
@@ -18,7 +18,7 @@ def available_memory() -> int | None:
 
 
 def _read_container_limit() -> int | None:
-    """Returns what the container has left, not counting what it can drop; None without a limit or another layout."""
+    """Returns the bytes below the container's limit, plus droppable caches; None without a limit or a known layout."""
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()
         used = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())

@@ -39,7 +39,7 @@ def run_proof(
         tokenizer: The tokenizer's directory; None without a tokenizer.
         layout: `huggingface`, or `safetensors` for our own names, of which only weights are compared.
         is_import: Whether another project made the directory. Its tokenizer may change some characters, which are then
-            left out, and may encode the names of control symbols as these symbols, which is then turned off.
+            skipped, and may encode the names of control symbols as these symbols, which is then turned off.
         compares_models: Whether logits and generated text are compared, which loads the model as float32.
         is_merged: Whether the checkpoint's adapters were merged into the weights of their base.
 

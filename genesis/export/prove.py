@@ -1,11 +1,11 @@
 """The proof: a separate process that loads the result with transformers and compares it with the checkpoint.
 
-weights      every tensor in the directory is, bit for bit, the checkpoints' (their average) cast to its dtype
-tokenizer    ids and decoded text, for every byte, every assigned character, real text in many scripts, all pieces
-logits       transformers' model and our decoder, both in float32 from the weights in the directory, on real text; one
-             sequence goes beyond a sliding window and the context before rotary positions were scaled
-generation   greedy text of both; where they differ, the two tokens must be equally likely up to rounding
-adapters     if they were merged: logits of the merged weights, and of the base beside its adapters
+weights      every tensor in the directory equals, bit for bit, the checkpoints' (average) tensor cast to its dtype
+tokenizer    equal ids and decoded text for every byte, every assigned character, texts in many scripts, all pieces
+logits       of transformers' model and our decoder, both in float32 from the directory's weights, on real text; one
+             sequence is longer than a sliding window and than the context before rotary scaling
+generation   greedy text of both models; where it differs, the two tokens must be equally likely up to rounding
+adapters     if merged: logits of the merged weights equal those of the base with separate adapters
 """
 
 import gc
@@ -39,7 +39,7 @@ from genesis.tokenizer.tokenizer import Tokenizer, encode_prompt
 from genesis_callbacks.checkpoint import read_manifest, read_tensors
 
 RELATIVE_TOLERANCE = 1e-4
-"""Relative to the largest logit: the difference that two orders of summation may cause in float32."""
+"""Largest allowed difference, relative to the largest logit: the effect of another summation order in float32."""
 _NUM_SEQUENCES = 8
 _SEQUENCE_TOKENS = 128
 _PROMPT_TOKENS = 16
@@ -73,7 +73,7 @@ def _prove(request: dict[str, Any]) -> dict[str, Any]:
         return result
     recipe = read_manifest(checkpoints[0]).recipe
     config = build_decoder_config(recipe["model"]["decoder"], where=str(checkpoints[0]))
-    is_open = ours is not None and ours.huggingface_files(config.max_seq_len) is not None  # to transformers
+    is_open = ours is not None and ours.huggingface_files(config.max_seq_len) is not None  # passed to transformers
     result["tokenizer"] = _compare_tokenizers(directory, ours, request["is_import"]) if ours and is_open else None
     if request["compares_models"]:
         result |= _compare_models(directory, names, config, family, ours)
@@ -96,7 +96,7 @@ def _compare_weights(
         ours = DECODER_PREFIX + (name if family is None else family.our_name(name))
         if ours not in missing:
             if ours == DECODER_PREFIX + OUTPUT_WEIGHT:
-                continue  # a copy of tied embeddings, which the import has already compared
+                continue  # a copy of tied embeddings, already compared by the import
             raise UserError(f"{name} is in the directory but not in the checkpoint")
         missing.remove(ours)
         num_values += tensor.numel()
@@ -113,7 +113,7 @@ def _compare_weights(
 
 
 def _compare_merged(checkpoint: Path, name: str, theirs: Tensor, scaling: float) -> None:
-    """Compares a weight with the base's and its adapter, merged at once; the export merges some rows at a time."""
+    """Compares a weight with base and adapter merged in one operation; the export merges a few rows at a time."""
     layer = name.removesuffix(".weight")
     held = read_tensors(checkpoint, prefix=f"{layer}.")
     merged = merge_rows({full.removeprefix(f"{layer}."): tensor for full, tensor in held.items()}, scaling)
@@ -127,7 +127,7 @@ def _read_average(checkpoints: Sequence[Path], name: str) -> Tensor:
     if not others:
         return first
     total = first.double()
-    for other in others:  # in order: the last bit of a sum depends on the order
+    for other in others:  # in the export's order, because the last bit of a sum depends on the order
         total += other.double()
     return total / len(checkpoints)
 
@@ -136,12 +136,12 @@ def _read_average(checkpoints: Sequence[Path], name: str) -> Tensor:
 
 
 def _compare_tokenizers(directory: Path, ours: Tokenizer, is_import: bool) -> dict[str, Any]:
-    # Ours takes the spelling of a control symbol for text; a tokenizer of others does so when it is asked to.
+    # Our tokenizers read the spelling of a control symbol as text; transformers does so with this option.
     is_of_others = is_import or FAST_NAME in ours.files
     fast: Any = AutoTokenizer.from_pretrained(directory, **({"split_special_tokens": True} if is_of_others else {}))
     bos = [] if ours.bos_id is None else [ours.bos_id]
     framed, plain = fast.encode("a"), fast.encode("a", add_special_tokens=False)
-    # What transformers puts before a text that it has no tokenizer.json for, differs between its versions.
+    # Without a tokenizer.json, versions of transformers differ in the ids that they add before a text.
     if (directory / FAST_NAME).exists() and framed[: len(bos) + len(plain)] != bos + plain:
         raise UserError(f"the text 'a' is {bos + plain} here, with bos, and {framed} in transformers")
     left_out = ours.altered_characters if is_of_others else ""
@@ -207,7 +207,7 @@ def _compare_models(
 
 
 def _compare_adapters(checkpoint: Path, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Compares the logits of the base beside its adapters with those of merged weights, before these are rounded."""
+    """Compares the logits of the base with separate adapters with those of merged weights before rounding."""
     adapted = load_decoder(checkpoint, dtype=torch.float32).decoder
     with torch.device("meta"):
         merged = Decoder(adapted.config)
@@ -249,7 +249,7 @@ def _build_sequences(config: DecoderConfig, tokenizer: Tokenizer | None) -> list
 
 
 def _find_long_length(config: DecoderConfig) -> int:
-    """Returns the length of a sequence that shows windows and scaled positions: as many tokens beyond each."""
+    """Returns the length of a sequence that exceeds the window and the unscaled context by as many tokens again."""
     attention = config.parts.attention
     bounds = [0 if attention.sliding_window is None else attention.sliding_window]
     bounds.append(0 if attention.rope_scaling is None else attention.rope_scaling.original_seq_len)
@@ -291,7 +291,7 @@ def _build_decoder(directory: Path, names: dict[str, str], config: DecoderConfig
 
 
 def _count_equal(decoder: Decoder, prompt: list[int], ours: list[int], theirs: list[int], tolerance: float) -> int:
-    """Returns the number of equal new tokens; where texts differ, the two tokens must be equally likely."""
+    """Returns the number of equal new tokens, after checking that the first different tokens are equally likely."""
     if ours == theirs:
         return len(ours)
     pairs = zip(ours, theirs, strict=False)

@@ -1,7 +1,7 @@
 """The proof of exported adapters: a separate process that loads them with PEFT and compares them with the checkpoint.
 
-weights      every tensor in the directory is, bit for bit, the checkpoint's cast to its dtype
-logits       PEFT's model of transformers and our decoder with its adapters, both in float32, on random tokens
+weights      every tensor in the directory equals, bit for bit, the checkpoint's tensor cast to its dtype
+logits       of transformers' model with PEFT and our decoder with its adapters, both in float32, on random tokens
 """
 
 import json
@@ -29,7 +29,7 @@ from genesis.model.recipe import DECODER_PREFIX
 from genesis_callbacks.checkpoint import read_tensors
 
 RELATIVE_TOLERANCE = 1e-4
-"""Relative to the largest logit: the difference that two orders of summation may cause in float32."""
+"""Largest allowed difference, relative to the largest logit: the effect of another summation order in float32."""
 _NUM_SEQUENCES = 4
 _SEQUENCE_TOKENS = 64
 _PACKAGES = ("genesis-lm", "genesis-callbacks", "torch", "safetensors", "transformers", "peft")
@@ -51,7 +51,7 @@ def _prove(directory: Path, checkpoint: Path, base: Path) -> dict[str, Any]:
     family = find_family(decoder.config)
     held, dtype = _compare_weights(directory, checkpoint, family)
     for parameter in decoder.parameters():
-        if parameter.requires_grad:  # rounded as in the file
+        if parameter.requires_grad:  # rounded to the dtype of the file
             parameter.data = parameter.data.to(dtype).float()
     return {
         "weights": held,
@@ -95,7 +95,7 @@ def _compare_logits(directory: Path, base: Path, decoder: Decoder, family: Famil
     if left or loaded.unexpected_keys:
         raise UserError(f"transformers has other tensors than the base, such as {[*left, *loaded.unexpected_keys][0]}")
     with warnings.catch_warnings():
-        warnings.simplefilter("error", RuntimeWarning)  # PEFT's, of layers that the config and the file do not share
+        warnings.simplefilter("error", RuntimeWarning)  # PEFT warns if the config and the file name different layers
         warnings.filterwarnings("error", message=".*missing adapter keys.*")
         adapted: Any = PeftModel.from_pretrained(model, str(directory)).eval()
     length = min(_SEQUENCE_TOKENS, config.max_seq_len)

@@ -49,7 +49,7 @@ class Source:
     scaling: float | None = None
 
     def find_adapter(self, name: str) -> dict[str, str]:
-        """Returns the names of the adapter's tensors beside a weight by what they are; none without an adapter."""
+        """Returns the names of the tensors of a weight's adapter by their role; empty without an adapter."""
         layer = name.removesuffix(".weight")
         names = {tensor: f"{layer}.{tensor}" for tensor in ADAPTER_TENSORS}
         return {tensor: full for tensor, full in names.items() if full in self.manifest.tensors}
@@ -146,7 +146,7 @@ def iterate_blocks(sources: Sequence[Source], name: str, dtype: torch.dtype) -> 
 
 
 def _merge(source: Source, name: str, block: Tensor, adapter: Mapping[str, Tensor], rows: slice) -> Tensor:
-    """Returns rows of a weight with the adapter beside it added, in float64."""
+    """Returns rows of a weight plus its adapter, in float64."""
     assert source.scaling is not None
     held = {tensor: adapter[full] for tensor, full in source.find_adapter(name).items()}
     cut = {tensor: value if tensor == "lora_A" else value[rows] for tensor, value in held.items()}

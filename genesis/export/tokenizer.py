@@ -14,7 +14,7 @@ from genesis.export.texts import SCRIPTS
 from genesis.tokenizer.tokenizer import Tokenizer
 
 _SPACE_MARK: Final = "\u2581"
-"""Many tokenizers replace spaces by it in their pieces, so that a text which contains it is a hard case."""
+"""The replacement of spaces in the pieces of many tokenizers, which makes a text with this character a hard case."""
 _CHARACTERS_AT_ONCE = 64
 _NUM_PIECE_TEXTS = 2000
 _REMEDY: Final = "use one of `genesis tokenizer train`, or --format safetensors"
@@ -55,7 +55,7 @@ def compare_tokenizers(
         tokenizer: Our tokenizer.
         encode: The other tokenizer's encoding, without bos and eos.
         decode: The other tokenizer's decoding.
-        left_out: Characters that are left out of the texts, because the other tokenizer changes them.
+        left_out: Characters to remove from the texts, because the other tokenizer changes them.
         remedy: What the user can do about a difference.
 
     Raises:
@@ -109,7 +109,7 @@ def _every_character() -> Iterator[str]:
 
 
 def _piece_texts(tokenizer: Tokenizer) -> Iterator[str]:
-    """Yields every piece, and sequences of pieces, which reveal a wrong order of merges."""
+    """Yields every piece, and sequences of pieces, which detect a wrong order of merges."""
     pieces = list(_piece_spellings(tokenizer))
     yield from pieces
     chooser = random.Random(0)
@@ -118,7 +118,7 @@ def _piece_texts(tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def _run_texts(tokenizer: Tokenizer) -> Iterator[str]:
-    """Yields runs of each character with a piece for two of it, which also reveal a wrong order of merges."""
+    """Yields runs of each character that has a piece for a pair of it, which also detect a wrong order of merges."""
     pieces = _piece_spellings(tokenizer)
     for piece in sorted({piece[:1] for piece in pieces if len(set(piece)) == 1 and len(piece) > 1}):
         for length in _RUN_LENGTHS:
@@ -127,7 +127,7 @@ def _run_texts(tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def _piece_spellings(tokenizer: Tokenizer) -> Iterator[str]:
-    """Yields the text of every piece that is not a part of a character."""
+    """Yields the text of every piece that consists of whole characters."""
     for token in range(tokenizer.vocab_size):
         if not (tokenizer.is_control(token) or tokenizer.is_byte(token)):
             with suppress(UnicodeDecodeError):

@@ -36,7 +36,7 @@ class Entry:
         run: The name of the run, or of the export.
         created_seconds: Unix time of the commit.
         step: The checkpoint's step; None for an export.
-        tokens_seen: The checkpoint's token count; None where the manifest has no such counter.
+        tokens_seen: The checkpoint's token count; None if the manifest has no such counter.
         train_loss: The training loss at that step in the run's log, if the log has one.
         validation_loss: The validation loss at that step in the run's log, if the log has one.
     """
@@ -53,7 +53,7 @@ class Entry:
 
 
 class Catalogue:
-    """The models in the given directories, read again when a directory has changed. Thread-safe.
+    """Lists the models in the given directories; reads a directory again when it has changed. Thread-safe.
 
     Args:
         paths: Runs, checkpoints or exports.
@@ -78,12 +78,12 @@ class Catalogue:
         return [entry for source in self._sources for entry in source.entries()]
 
     def newest(self) -> dict[str, Entry]:
-        """Returns the newest model of each source, under the name that always means the newest."""
+        """Returns the newest model of each source, under its alias for the newest checkpoint."""
         found = {source.latest_id: source.entries()[-1:] for source in self._sources}
         return {name: entries[0] for name, entries in found.items() if entries}
 
     def by_id(self) -> dict[str, Entry]:
-        """Returns every model under its own id and, for the newest, also under that name."""
+        """Returns every model under its own id, and the newest models also under their aliases."""
         return {**{entry.id: entry for entry in self.entries()}, **self.newest()}
 
     def find(self, model: str) -> Entry:
@@ -240,7 +240,7 @@ def read_losses(path: Path, steps: Iterable[int]) -> dict[int, dict[str, float]]
 
 
 def _to_float(text: str | None) -> float | None:
-    """Returns the number in a cell; None for an empty cell, a half-written one, and text that is no finite number."""
+    """Returns the number in a cell; None for an empty or half-written cell and for text that is not a finite number."""
     try:
         value = float(text or "")
     except ValueError:

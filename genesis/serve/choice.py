@@ -118,9 +118,9 @@ class Choice:
 
 
 def show_prompt(tokenizer: Tokenizer | None, tokens: Sequence[ScoredToken]) -> list[ShownToken]:
-    """Returns the tokens of a prompt as those of generated text are shown."""
+    """Returns the tokens of a prompt in the form of generated tokens."""
     writer, shown = build_writer(tokenizer), []
-    length = 0 if tokenizer is not None else -1  # ids are written with spaces between them, and none before the first
+    length = 0 if tokenizer is not None else -1  # ids have spaces between them, but no space before the first id
     for token in tokens:
         name = token_name(tokenizer, token.id)
         top: dict[str, float] | None = None
@@ -157,7 +157,7 @@ def token_name(tokenizer: Tokenizer | None, token: int) -> str:
 
 
 def _num_held(text: str, stop: Sequence[str]) -> int:
-    """Returns how many characters at the end of `text` may be the beginning of a stop text.
+    """Returns the number of characters at the end of `text` that may be the beginning of a stop text.
 
     >>> _num_held("one tw", ["two", "w"])
     2

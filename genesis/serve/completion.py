@@ -25,7 +25,7 @@ _END = b"data: [DONE]\n\n"
 
 
 class EncodedPrompt(NamedTuple):
-    """A prompt as tokens and as text, and how many new tokens may follow."""
+    """A prompt as tokens and as text, and the maximum number of new tokens."""
 
     ids: tuple[int, ...]
     text: str
@@ -38,7 +38,7 @@ def encode_prompts(asked: CompletionRequest, facts: Facts, chat_template: str | 
     Args:
         asked: The request.
         facts: The facts about the model.
-        chat_template: A chat template that replaces the model's own; None for that one.
+        chat_template: A chat template that replaces the model's own; None for the model's own.
 
     Raises:
         ApiError: A prompt does not fit the model's context, or holds a token that the model does not have.
@@ -67,7 +67,7 @@ def _encode(prompt: Prompt, asked: CompletionRequest, facts: Facts, chat_templat
             code="context_length_exceeded",
         )
     if max_new_tokens is None:
-        # OpenAI's defaults: a completion has 16 tokens, a turn of a chat ends where the model ends it.
+        # OpenAI's defaults: a completion has 16 tokens; a turn of a chat has no limit of its own.
         max_new_tokens = room if asked.is_chat else min(DEFAULT_NEW_TOKENS, room)
     return EncodedPrompt(ids, text, max_new_tokens)
 
@@ -81,7 +81,7 @@ def _encode_text(text: str, facts: Facts) -> tuple[tuple[int, ...], str]:
             code="no_tokenizer",
         )
     longest = int(tokenizer.token_num_bytes.max())
-    if len(text.encode()) > context * longest:  # too long whichever way the text is tokenized
+    if len(text.encode()) > context * longest:  # too long under any tokenization of the text
         raise _too_long(f"has more than {context:,} tokens", context)
     return encode_prompt(tokenizer, text), text
 
@@ -130,7 +130,7 @@ class Completion:
         texts = [prompt for prompt in prompts for _ in range(asked.num_choices)]
         repeated = [prompt.text if asked.has_echo else "" for prompt in texts]
         self._choices = [Choice(facts.tokenizer, asked.stop, len(text)) for text in repeated]
-        # A prompt with log-probabilities comes from the worker, as the first part of its text.
+        # The worker returns a prompt with log-probabilities as the first part of the text.
         self._num_prompt_logprobs = asked.num_top_logprobs if asked.has_echo else None
         self._echoes = [""] * len(texts) if self._num_prompt_logprobs is not None else repeated
         self._texts, self._tokenizer = texts, facts.tokenizer
@@ -157,7 +157,7 @@ class Completion:
             "model": model,
         }
         self._tickets: list[Ticket] = []
-        # Holds at most all tokens of the request: a slow client leaves here the tokens it has not read yet.
+        # Bounded by the request's number of tokens, even if a slow client leaves all of its tokens here.
         self._results: asyncio.Queue[tuple[int, Result]] = asyncio.Queue()
 
     def __enter__(self) -> Self:

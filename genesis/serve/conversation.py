@@ -17,8 +17,8 @@ def encode_conversation(prompt: ChatPrompt, tokenizer: Tokenizer | None, templat
 
     Args:
         prompt: The conversation.
-        tokenizer: The model's; None if it has none.
-        template: A chat template that replaces the tokenizer's own; None for that one.
+        tokenizer: The model's tokenizer; None if it has none.
+        template: A chat template that replaces the tokenizer's own; None for the tokenizer's own.
 
     Raises:
         ApiError: The model has no chat template, or it refuses the conversation.
@@ -38,7 +38,7 @@ def encode_conversation(prompt: ChatPrompt, tokenizer: Tokenizer | None, templat
             code="no_chat_template",
         )
     try:
-        options = ChatOptions(variables=dict(prompt.variables))  # refuses names that mean something else
+        options = ChatOptions(variables=dict(prompt.variables))  # checks the variables' names
         renderer = ChatRenderer(tokenizer, _compile(text, datetime.date.today()), options.variables)
         ids = renderer.render_prompt(prompt.messages, prompt.tools)
     except ConversationError as error:

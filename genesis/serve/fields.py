@@ -1,4 +1,4 @@
-"""Reads the fields of a request's JSON body: unknown, wrong and unsupported ones are refused by name."""
+"""Reads the fields of a request's JSON body; an error names an unknown, invalid or unsupported field."""
 
 import difflib
 import json
@@ -33,7 +33,7 @@ def parse_object(body: bytes, table: FieldTable) -> "Fields":
 
     Args:
         body: JSON.
-        table: The fields that it may have.
+        table: The fields that the object may have.
 
     Raises:
         ApiError: The body is not a JSON object, or a field is unknown or not supported.
@@ -81,7 +81,7 @@ def refuse(param: str, problem: str) -> NoReturn:
 
 
 def show(value: Any) -> str:
-    """Returns a value for a message, shortened, in one line."""
+    """Returns a value as one short line for a message."""
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:60] + "..."
 

@@ -24,7 +24,7 @@ class Form(Protocol):
     id_prefix: str
 
     def kind(self, *, is_stream: bool) -> str:
-        """Returns the value of `object`."""
+        """Returns the value of the response's field `object`."""
 
     def opening(self, choice: int, echo: str) -> dict[str, Any] | None:
         """Returns the choice in a stream's first event, before any text; None if there is no such event."""
@@ -49,7 +49,7 @@ class TextForm:
         self._has_log_probs = has_log_probs
 
     def kind(self, *, is_stream: bool) -> str:
-        """Returns the same for streams and whole responses."""
+        """Returns the same value for streams and whole responses."""
         return "text_completion"
 
     def opening(self, choice: int, echo: str) -> dict[str, Any] | None:
@@ -71,7 +71,7 @@ class TextForm:
 
 
 class ChatForm:
-    """`/v1/chat/completions`: text of the assistant, in which a tool's call stands as the model writes it.
+    """`/v1/chat/completions`: text of the assistant, which contains tool calls as the model wrote them.
 
     Args:
         num_top_logprobs: How many alternatives each token comes with; None for tokens without log-probabilities.
@@ -109,7 +109,7 @@ class ChatForm:
     def _log_probs(self, tokens: Sequence[ShownToken]) -> list[dict[str, Any]]:
         found = []
         for token in tokens:
-            assert token.log_prob is not None  # only the first token of a prompt has none, and a chat shows no prompt
+            assert token.log_prob is not None  # only a prompt's first token has none; chats return no prompt
             assert token.top_logprobs is not None
             top = sorted(token.top_logprobs.items(), key=lambda item: -item[1])[: self._num_top_logprobs]
             alternatives = [_describe_token(name, log_prob) for name, log_prob in top]

@@ -22,7 +22,7 @@ class Limits:
 
     Args:
         max_concurrent: Texts that one model generates together.
-        max_queue: Texts that wait for a row in a batch, or for their model; requests beyond get status 429.
+        max_queue: Texts that may wait for a row in a batch or for their model; further requests get status 429.
         max_models: Models in memory.
         max_request_seconds: Time from a request's arrival to its last token.
         max_write_seconds: Time that the server waits for a client that does not read.
@@ -47,7 +47,7 @@ class Limits:
 
 
 class _Seat:
-    """A slot in memory, and the model that occupies it."""
+    """A slot in memory and the model in it."""
 
     def __init__(self, entry: Entry, worker: Worker) -> None:
         self.entry, self.worker, self.num_leases = entry, worker, 0
@@ -204,5 +204,5 @@ def _key(entry: Entry) -> _Key:
 
 
 def _count_waiting(num_admitted: dict[_Key, int], seated: Any, num_rows: int) -> int:
-    """Returns how many texts have no row: those beyond the rows of a loaded model, and all texts of other models."""
+    """Returns the number of waiting texts: those beyond a loaded model's rows, and all texts of other models."""
     return sum(max(0, number - num_rows) if key in seated else number for key, number in num_admitted.items())

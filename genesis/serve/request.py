@@ -15,7 +15,7 @@ _MAX_STOPS = 4
 _MAX_STOP_CHARS = 1000
 _LARGEST_COUNT = 2**31 - 1
 _SMALLEST_POSITIVE = 1e-6
-"""In float32 a smaller number becomes zero or has no reciprocal."""
+"""Lower bound of a temperature: in float32 a smaller number becomes zero or has no finite reciprocal."""
 _COMMON_FIELDS = (
     "model",
     "max_tokens",

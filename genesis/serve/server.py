@@ -25,7 +25,7 @@ from genesis.serve.request import CompletionRequest, parse_chat, parse_completio
 
 MAX_BODY_BYTES: Final = 4 * 2**20
 _SEND_BUFFER_BYTES: Final = 2**16
-"""Size of the kernel's send buffer: data that a client which stopped reading can leave there."""
+"""Size of the kernel's send buffer, which bounds the unsent data of a client that has stopped reading."""
 _SHUTDOWN_SECONDS: Final = 5.0
 _KEEPALIVE_SECONDS: Final = 75.0
 _BACKLOG: Final = 512
@@ -44,7 +44,7 @@ class Server:
         load: Loads one of these models; called in a thread.
         guard: The access rule.
         limits: The capacity limits.
-        chat_template: A chat template that replaces those of the models; None for their own.
+        chat_template: A chat template that replaces the models' templates; None for the models' own.
     """
 
     def __init__(
@@ -273,7 +273,7 @@ def bind(host: str, port: int) -> socket.socket:
     sock = socket.socket(family, kind, protocol)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)  # accepted connections inherit it
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)  # inherited by accepted connections
         sock.bind(address)
         sock.listen(_BACKLOG)
     except OSError as error:

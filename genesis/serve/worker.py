@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class Facts(NamedTuple):
-    """Facts about a loaded model for other threads. It holds no reference to the model, which must be freed."""
+    """Facts about a loaded model for other threads, without a reference to the model, whose memory must become free."""
 
     tokenizer: Tokenizer | None
     max_seq_len: int
@@ -61,7 +61,7 @@ class Worker:
 
     Args:
         load: Loads the model; called in the worker's thread.
-        num_rows: Texts in the batch at a time; others wait in order of arrival.
+        num_rows: Maximum number of texts in the batch; further texts wait in order of arrival.
         before: A stopped worker whose memory must be freed before this worker loads its model.
     """
 
@@ -95,7 +95,7 @@ class Worker:
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread is alive, which may still hold the model's memory."""
+        """Whether the thread is alive and may still hold the model's memory."""
         return self._thread.is_alive()
 
     def submit(
@@ -104,10 +104,10 @@ class Worker:
         """Queues a text; `receive` is called in the event loop's thread.
 
         Args:
-            request: The text; with scores of its prompt it may have no new tokens.
+            request: The text to continue; if only its prompt is scored, it may ask for no new tokens.
             receive: Called with each result.
-            num_prompt_logprobs: The number of alternatives of each token of the prompt, whose scores are wanted; None
-                if they are not.
+            num_prompt_logprobs: The number of alternatives for each token of the prompt; None to return no scores of
+                the prompt.
         """
         ticket = Ticket(request, receive, num_prompt_logprobs)
         with self._changed:
@@ -192,7 +192,7 @@ class Worker:
             self._post(self._deliver, [(ticket, error)])
 
     def _score_next(self, decoder: Decoder) -> None:
-        """Scores one prompt that waits for it: only one, so that running texts do not wait for all of them."""
+        """Scores one waiting prompt; only one per step, so that running texts do not wait for all prompts."""
         with self._changed:
             ticket = self._unscored.popleft() if self._unscored else None
         if ticket is None or ticket.is_cancelled:
@@ -244,7 +244,7 @@ class Worker:
 
 
 def _check_is_finite(loaded: Loaded) -> None:
-    """Refuses a model with weights that are not finite: sampling one such row would fail for the whole batch."""
+    """Checks that all weights are finite: sampling one row that is not finite would fail for the whole batch."""
     if not all(bool(parameter.isfinite().all()) for parameter in loaded.decoder.parameters()):
         raise ApiError(
             f"{loaded.checkpoint} has weights that are not finite, training diverged: request an earlier checkpoint",

@@ -1,8 +1,9 @@
-"""The form that transformers opens: a fast tokenizer by merges, in the order of SentencePiece's scores.
+"""Converts a SentencePiece vocabulary to the files of a fast tokenizer, which transformers opens.
 
-A space is spelled as itself in its pieces, not as SentencePiece's U+2581; so no normalizer is needed, and a U+2581 of
-the text falls back to its three bytes, as ours has it. The files are JSON and follow from the vocabulary alone, so that
-the library `tokenizers` is not needed to write them. Whether the form is exact is compared by the export.
+Merges have the order of SentencePiece's scores. Pieces contain a space as itself, not as SentencePiece's U+2581; so no
+normalizer is needed, and a U+2581 in a text falls back to its three bytes, as in `SentencePieceTokenizer`. The files
+are JSON and depend on the vocabulary alone, so that writing them does not need the library `tokenizers`. The export
+compares the fast tokenizer with the original one.
 """
 
 import json
@@ -22,14 +23,14 @@ class Vocabulary:
     """A vocabulary of byte-pair encoding with byte fallback.
 
     Args:
-        pieces: Of each id, text spelled as itself.
-        text_ids: Ids that stand for their piece as text, in the order in which pairs are merged to them.
-        control_ids: Ids that stand for no text, rising.
-        bos_id: Put before a text where special tokens are asked for.
-        eos_id: Ends a document.
-        pad_id: Fills places without a token; None where there is none.
-        unk_id: Of a character without bytes, which there is none of.
-        has_prefix_space: Whether a space is put before a text.
+        pieces: The piece of each id, with spaces as themselves.
+        text_ids: Ids that stand for their piece as text, in the order of their merges.
+        control_ids: Ids that stand for no text, in ascending order.
+        bos_id: The id before a text if special tokens are requested.
+        eos_id: The id at the end of a document.
+        pad_id: The id that fills positions without a token; None if the vocabulary has no such id.
+        unk_id: The id of unknown characters, which is never used because every character has bytes.
+        has_prefix_space: Whether encoding adds a space before a text.
     """
 
     pieces: Sequence[str]
@@ -43,16 +44,16 @@ class Vocabulary:
 
 
 def describe_fast_tokenizer(vocabulary: Vocabulary, max_seq_len: int) -> dict[str, bytes]:
-    """Returns the files of the fast tokenizer by name; bos is put before a text where special tokens are asked for.
+    """Returns the files of the fast tokenizer by name; it adds bos before a text if special tokens are requested.
 
     Raises:
-        UserError: There is no exact one: two pieces are spelled alike.
+        UserError: The vocabulary has no exact fast form, because two pieces have the same spelling.
     """
     config = _describe_config(vocabulary, max_seq_len)
     names: dict[str, Any] = {
         key: config[key] for key in ("bos_token", "eos_token", "pad_token", "unk_token") if key in config
     }
-    # The library writes no newline at the end of its file, and people's editors find one in the others.
+    # The library writes no newline at the end of its own file; the other files end with one for people's editors.
     return {
         FAST_NAME: _to_json(_describe_tokenizer(vocabulary)),
         CONFIG_NAME: _to_json(config) + b"\n",
@@ -121,15 +122,15 @@ def _describe_config(vocabulary: Vocabulary, max_seq_len: int) -> dict[str, Any]
         "unk_token": vocabulary.pieces[vocabulary.unk_id],
         "model_max_length": max_seq_len,
         "clean_up_tokenization_spaces": False,
-        # For llama.cpp's converter, which takes a missing key for true and puts a space before every text.
+        # For llama.cpp's converter: if the key is missing, it adds a space before every text.
         "add_prefix_space": vocabulary.has_prefix_space,
-        # A text that spells a control symbol is text, as it was in training.
+        # The spelling of a control symbol in a text is read as text, as in training.
         "split_special_tokens": True,
     }
 
 
 def _splits(piece: str, ids: dict[str, int]) -> Iterator[tuple[str, str]]:
-    """Yields the ways to merge `piece`, the longest left part first: in a run of one character the odd one is last."""
+    """Yields the pairs that merge to `piece`, longest left part first: a run of a character ends with the odd one."""
     for cut in range(len(piece) - 1, 0, -1):
         if piece[:cut] in ids and piece[cut:] in ids:
             yield piece[:cut], piece[cut:]

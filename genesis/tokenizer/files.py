@@ -1,4 +1,4 @@
-"""The files of a tokenizer: read, written and hashed, whatever they hold."""
+"""Reads, writes and hashes the files of a tokenizer, independent of their format."""
 
 import stat
 from collections.abc import Mapping, Sequence
@@ -18,20 +18,20 @@ def read_files(directory: Path, names: Sequence[str]) -> dict[str, bytes]:
     """Returns the content of the files `names` of a directory.
 
     Raises:
-        UserError: One cannot be read, or is no file of a tokenizer's size.
+        UserError: A file cannot be read, is not a regular file, or is too large for a tokenizer.
     """
     return {name: read_file(directory / name) for name in names}
 
 
 def read_file(path: Path) -> bytes:
-    """Returns the content of one file of a tokenizer; nothing of what is not a file, or is too large for one.
+    """Returns the content of a tokenizer's file; empty if `path` is not a regular file or is too large.
 
     Raises:
-        UserError: It cannot be read.
+        UserError: The file cannot be read.
     """
     try:
         found = path.stat()
-        # The path may be one that a stranger's checkpoint names, and a device has no end.
+        # The path may come from an untrusted checkpoint, and reading a device such as /dev/zero would never end.
         is_file = stat.S_ISREG(found.st_mode) and found.st_size <= _MAX_FILE_BYTES
         return path.read_bytes() if is_file and found.st_size else b""
     except OSError as error:
@@ -39,7 +39,7 @@ def read_file(path: Path) -> bytes:
 
 
 def write_files(files: Mapping[str, bytes], directory: Path) -> None:
-    """Writes a tokenizer's files into a directory, each whole or not at all, durable when this returns.
+    """Writes a tokenizer's files into a directory, each atomically; the files are durable when this returns.
 
     Raises:
         OSError: The disk is full, or the directory cannot be written.

@@ -1,15 +1,15 @@
 """Tokenizers of the library `tokenizers`: a `tokenizer.json`, as most open models have it, and the files beside it.
 
-Byte-pair encoding in its two forms is read, because only there the bytes of each id are known: over the bytes of the
-text (GPT-2, Llama 3, Qwen, SmolLM, OLMo) and over characters with bytes for those without a token (Llama 2, Mistral).
+Only the two forms of byte-pair encoding are supported, because only these define the bytes of each id: over the bytes
+of the text (GPT-2, Llama 3, Qwen, SmolLM, OLMo), and over characters with a fallback to bytes (Llama 2, Mistral).
 
 - A *special* token of the vocabulary is a control symbol: it stands for no bytes, and no text is encoded to it. Any
   other added token (`<tool_call>` of Qwen, runs of spaces) is text and stands for its bytes.
 - bos, eos and pad are those of `tokenizer_config.json` and `special_tokens_map.json`, in the order of transformers. A
   document begins with bos only where the tokenizer itself puts it before a text. Generated text stops at eos and at the
   `eos_token_id` of `generation_config.json`.
-- Some tokenizers normalise texts first (NFC in Qwen2), put a space before each (Llama 2), or leave a byte out that they
-  have no token for (SmolLM2). Bytes are those that the ids spell, after that.
+- Some tokenizers normalise texts first (NFC in Qwen2), add a space before each text (Llama 2), or drop a byte without
+  a token (SmolLM2). Counts and decoded bytes refer to the text after these changes.
 """
 
 import json
@@ -28,26 +28,26 @@ from genesis.tokenizer.files import hash_files
 GENERATION_NAME: Final = "generation_config.json"
 TEMPLATE_NAME: Final = "chat_template.jinja"
 IDENTITY_NAMES: Final = (CONFIG_NAME, SPECIAL_NAME, TEMPLATE_NAME)
-"""Files that are part of the tokenizer's identity where they are there."""
+"""Optional files that are part of the tokenizer's identity."""
 _NAMED: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SPACE_MARK: Final = "\u2581"
 _PROBE: Final = "Probe: 1234  two spaces\t\r\n \ufb01 \u0958e\u0301 \U0001f469\u200d\U0001f467 it's \u4f60\u597d\0 end "
 _NEVER_IN_TEXT: Final = frozenset((0xC0, 0xC1, *range(0xF5, 0x100)))
-"""Bytes that UTF-8 never has."""
+"""Bytes that never occur in UTF-8."""
 _BEYOND_ASCII: Final = "".join(
     map(chr, (*range(0x80, 0x800), *range(0x800, 0xD800, 0x400), *range(0xE000, 0x110000, 0x1000)))
 )
-"""Text with every byte above 0x7F that UTF-8 has."""
+"""A text that contains every byte above 0x7F that occurs in UTF-8."""
 
 
 class HuggingFaceTokenizer:
     """A `genesis.tokenizer.tokenizer.Tokenizer` of a `tokenizer.json` and the files beside it.
 
     Args:
-        files: Their contents by name; all but `tokenizer.json` may be missing.
+        files: The contents of the files by name; all files except `tokenizer.json` are optional.
 
     Raises:
-        UserError: A file cannot be read, or the bytes of its ids cannot be known.
+        UserError: A file is invalid, or does not define the bytes of its ids.
     """
 
     kind: Final = "Hugging Face"
@@ -92,7 +92,7 @@ class HuggingFaceTokenizer:
 
     def encode_batch(self, texts: Sequence[str], num_threads: int = 1) -> list[NDArray[np.int32]]:
         """Returns the ids of each text, without bos and eos; the number of threads does not change them."""
-        if num_threads == 1:  # the library's own threads are as many as there are processors
+        if num_threads == 1:  # the library starts one thread per processor
             return [np.array(self.encode(text), np.int32) for text in texts]
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, np.int32) for one in encoded]
@@ -103,14 +103,14 @@ class HuggingFaceTokenizer:
         return ids
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Returns the ids of `encode_with_controls`, and the first character of each and the one after its last."""
+        """Returns the ids of `encode_with_controls`, and each id's start and end (exclusive) in characters."""
         encoded = self._with_controls.encode(text, add_special_tokens=False)
         return encoded.ids, encoded.offsets
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of `ids`; control symbols give nothing, bytes that are no UTF-8 give U+FFFD.
+        """Returns the text of `ids`, without control symbols and with U+FFFD for bytes that are not valid UTF-8.
 
-        The space that the tokenizer puts before a text is left out.
+        The space that the tokenizer adds before a text is removed.
         """
         content = self.decode_bytes(ids)
         return (content.removeprefix(b" ") if self._strips_space else content).decode("utf-8", errors="replace")
@@ -129,11 +129,11 @@ class HuggingFaceTokenizer:
         return token in self._controls
 
     def is_byte(self, token: int) -> bool:
-        """Whether the id spells bytes that are no whole characters."""
+        """Whether the id spells bytes that do not form whole characters."""
         return self._is_partial[token]
 
     def huggingface_files(self, max_seq_len: int) -> Mapping[str, bytes]:
-        """Returns its own files: transformers opens them as they are."""
+        """Returns the tokenizer's own files, because transformers opens them unchanged."""
         return self.files
 
     @cached_property
@@ -157,10 +157,10 @@ class HuggingFaceTokenizer:
         return token
 
     def _find_bos(self) -> int | None:
-        """Returns the id that `tokenizer.json` puts before a text, whatever `add_bos_token` says, as in transformers.
+        """Returns the id that `tokenizer.json` adds before a text. As in transformers, `add_bos_token` is ignored.
 
         Raises:
-            UserError: It puts more there than one id.
+            UserError: The tokenizer adds more than one id before a text.
         """
         plain, framed = self.encode("a"), self._tokenizer.encode("a", add_special_tokens=True).ids
         start = next(start for start in range(len(framed)) if framed[start : start + len(plain)] == plain)
@@ -175,7 +175,7 @@ class HuggingFaceTokenizer:
         """Checks that ids spell what the library decodes, and that no text gives a control symbol.
 
         Raises:
-            UserError: It is otherwise.
+            UserError: An id spells other text, or a text is encoded to a control symbol.
         """
         if self.decode(self.encode(_PROBE)) != self._spell_text(_PROBE):
             raise UserError(f"its decoder does not concatenate the bytes of its tokens; {_REMEDY}")
@@ -186,7 +186,7 @@ class HuggingFaceTokenizer:
 
 
 def _spell_bytes(piece: str) -> bytes:
-    """Returns what a piece over bytes stands for, each byte a character of GPT-2's map; other pieces are plain text."""
+    """Returns the bytes of a piece whose characters stand for bytes by GPT-2's map; other pieces are plain text."""
     try:
         return bytes([_BYTE_OF[character] for character in piece])
     except KeyError:
@@ -257,7 +257,7 @@ def _read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 
 
 def _read_config(files: Mapping[str, bytes]) -> dict[str, Any]:
-    """Returns `tokenizer_config.json`; transformers reads the other file only where it lists no added tokens."""
+    """Returns `tokenizer_config.json`; transformers reads the other file only if this one lists no added tokens."""
     config = _read_json(files, CONFIG_NAME)
     return config if "added_tokens_decoder" in config else {**config, **_read_json(files, SPECIAL_NAME)}
 
@@ -268,7 +268,7 @@ def _read_piece(value: Any) -> str | None:
 
 
 def _iterate_missing_tokens(config: Mapping[str, Any], built: tokenizers.Tokenizer) -> Iterator[tokenizers.AddedToken]:
-    """Yields what `tokenizer_config.json` adds to `tokenizer.json`, in the order of transformers."""
+    """Yields the tokens that `tokenizer_config.json` adds to `tokenizer.json`, in the order of transformers."""
     held = {_describe(one) for one in built.get_added_tokens_decoder().values()}
     known = {one.content for one in built.get_added_tokens_decoder().values()}
     names = {piece for key in _NAMED if (piece := _read_piece(config.get(key))) is not None}
@@ -308,7 +308,7 @@ def _read_template(files: Mapping[str, bytes], config: Mapping[str, Any]) -> str
     if TEMPLATE_NAME in files:
         return files[TEMPLATE_NAME].decode()
     template = config.get("chat_template")
-    if isinstance(template, list):  # several by name
+    if isinstance(template, list):  # a list of templates with names
         template = next((one.get("template") for one in template if one.get("name") == "default"), None)
     return template if isinstance(template, str) else None
 

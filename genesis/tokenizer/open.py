@@ -30,8 +30,8 @@ class TokenizerFormat:
         kind: The kind's name for people.
         file_names: Its files; a directory that has all of them holds such a tokenizer.
         build: Builds the tokenizer from the files' contents by name. Raises UserError if the contents are invalid.
-        identity_names: Files that belong to it where they are there, and are part of its identity.
-        other_names: Files that belong to it where they are there, and are not.
+        identity_names: Optional files that are part of the tokenizer's identity.
+        other_names: Optional files that are not part of its identity.
     """
 
     kind: str
@@ -41,7 +41,7 @@ class TokenizerFormat:
     other_names: tuple[str, ...] = ()
 
     def find_names(self, directory: Path) -> tuple[str, ...]:
-        """Returns the names of its files in a directory."""
+        """Returns the names of the format's files that a directory contains."""
         optional = (*self.identity_names, *self.other_names)
         return (*self.file_names, *(name for name in optional if (directory / name).exists()))
 
@@ -58,10 +58,10 @@ FORMATS: Final = (SENTENCEPIECE, HUGGINGFACE)
 def open_tokenizer(path: Path | str) -> Tokenizer:
     """Returns the tokenizer in the directory `path`, or the one that the file `path` belongs to.
 
-    A file whose name no format has is taken for a SentencePiece model.
+    A file with a name that belongs to no format is read as a SentencePiece model.
 
     Raises:
-        UserError: There is no tokenizer, its files cannot be read, or they are not what their names say.
+        UserError: There is no tokenizer, or its files cannot be read or have a format other than their names suggest.
     """
     path = Path(path)
     if path.is_dir():
@@ -91,10 +91,11 @@ def build_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
 
 
 def find_format(directory: Path) -> TokenizerFormat | None:
-    """Returns the format of the tokenizer in a directory, None where there is no tokenizer.
+    """Returns the format of the tokenizer in a directory; None if the directory has no tokenizer.
 
-    Where both a SentencePiece model and a `tokenizer.json` lie, the former is ours, unless it puts a space before each
-    text: then the directory is of others, and transformers opens the latter.
+    If a directory has both a SentencePiece model and a `tokenizer.json`, the former is used, because genesis writes
+    both. If the SentencePiece model adds a space before each text, another project wrote the directory, and the
+    `tokenizer.json` is used, as in transformers.
     """
     found = [one for one in _iterate_formats() if all((directory / name).exists() for name in one.file_names)]
     is_of_others = {SENTENCEPIECE, HUGGINGFACE} <= {*found} and puts_space_before_text(
@@ -104,10 +105,10 @@ def find_format(directory: Path) -> TokenizerFormat | None:
 
 
 def hash_tokenizer(directory: Path) -> str | None:
-    """Returns the hash of the tokenizer in a directory without opening it, None where there is no tokenizer.
+    """Returns the hash of the tokenizer in a directory without opening it; None if the directory has no tokenizer.
 
     Raises:
-        UserError: Its files cannot be read.
+        UserError: The tokenizer's files cannot be read.
     """
     found = find_format(directory)
     if found is None:
@@ -118,7 +119,7 @@ def hash_tokenizer(directory: Path) -> str | None:
 
 
 def list_file_names() -> list[str]:
-    """Returns the names that tokenizers' files have, of all formats."""
+    """Returns the file names of all formats."""
     return [name for one in _iterate_formats() for name in (*one.file_names, *one.identity_names, *one.other_names)]
 
 

@@ -5,10 +5,10 @@ Three things are added to what the library does:
 - U+2581, which SentencePiece treats as a space, is encoded as its three bytes, so that every text round-trips.
 - A long text is encoded in chunks cut where no piece can reach across. The ids are the same, the speed does not fall
   with the length of the document, and memory stays small.
-- Decoding joins the bytes that the ids stand for, so that half a character is never lost or printed broken.
+- Decoding joins the bytes of the ids, so that half a character is never lost or printed broken.
 
-A model that puts a space before each text, as those of Llama 2 and Mistral do, gets it here, so that a text in chunks
-gets it once. `decode` takes it away, and the first id of a text counts its byte.
+If a model adds a space before each text, as those of Llama 2 and Mistral do, this module adds the space itself, so that
+a text in chunks gets only one. `decode` removes the space, and the first id of a text counts its byte.
 """
 
 import re
@@ -31,7 +31,7 @@ _SPACE_MARK: Final = "\u2581"
 """SentencePiece's stand-in for a space inside pieces."""
 _CHUNK_CHARS: Final = 2048
 _PROBE: Final = "  two spaces\t\r\n\0 \u2581\ufb01 \u0958e\u0301 <s> <|user|> \U0001f469\u200d\U0001f467 \U0010ffff "
-"""Text that a tokenizer which normalises, trims or knows no bytes does not give back."""
+"""A text that does not round-trip if a tokenizer normalises, trims, or has no fallback to bytes."""
 
 
 class SentencePieceTokenizer:
@@ -41,7 +41,7 @@ class SentencePieceTokenizer:
         model: The content of the model's file.
 
     Raises:
-        UserError: The bytes are not a SentencePiece model, or one that does not give text back as it was.
+        UserError: The bytes are not a SentencePiece model, or the model does not round-trip text.
     """
 
     chat_template: Final = None
@@ -107,7 +107,7 @@ class SentencePieceTokenizer:
         ]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of `ids`; control symbols give nothing, bytes that are no UTF-8 give U+FFFD."""
+        """Returns the text of `ids`, without control symbols and with U+FFFD for bytes that are not valid UTF-8."""
         return self.decode_bytes(ids).removeprefix(self._prefix.encode()).decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
@@ -115,10 +115,10 @@ class SentencePieceTokenizer:
         return b"".join([self._bytes[token] for token in ids])
 
     def spell(self, ids: Iterable[int], *, has_controls: bool) -> str:
-        """Returns the text of ids as the fast tokenizer gives it.
+        """Returns the text of ids as the fast tokenizer decodes it.
 
-        It differs from `decode` in bytes that are no text: in a run of byte tokens that is not all UTF-8, each byte is
-        U+FFFD.
+        The text differs from that of `decode` where bytes are not valid UTF-8: in a run of byte tokens that is not
+        valid as a whole, each byte becomes U+FFFD.
         """
         parts = []
         shown = (token for token in ids if has_controls or not self.is_control(token))
@@ -136,7 +136,7 @@ class SentencePieceTokenizer:
         return self.encode_with_offsets(text)[0]
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Returns the ids of `encode_with_controls`, and the first character of each and the one after its last."""
+        """Returns the ids of `encode_with_controls`, and each id's start and end (exclusive) in characters."""
         spellings = [self.pieces[token] for token in range(self.vocab_size) if self.is_control(token)]
         parts = re.split(f"({'|'.join(map(re.escape, sorted(spellings, key=len, reverse=True)))})", text)
         ids: list[int] = []
@@ -182,7 +182,7 @@ class SentencePieceTokenizer:
         return describe_fast_tokenizer(vocabulary, max_seq_len)
 
     def token_id(self, piece: str) -> int:
-        """Returns the id of a piece by its name, as `<|user|>`.
+        """Returns the id of a piece by its name, such as `<|user|>`.
 
         Raises:
             UserError: The tokenizer has no such piece.
@@ -224,7 +224,7 @@ class SentencePieceTokenizer:
         return chunks
 
     def _cut_at_spaces(self, text: str) -> list[str]:
-        # A piece holds spaces only at its beginning, so none lies across the place between a character and a space.
+        # A piece contains spaces only at its beginning, so no piece crosses from a character to a following space.
         if not self._can_cut:
             return [text]
         chunks = []
@@ -242,7 +242,7 @@ class SentencePieceTokenizer:
 
 
 def puts_space_before_text(model: bytes) -> bool:
-    """Whether a model's file is that of a tokenizer which puts a space before each text."""
+    """Whether a model's file belongs to a tokenizer that adds a space before each text."""
     try:
         return _has_dummy_prefix(sentencepiece.SentencePieceProcessor(model_proto=model))
     except (RuntimeError, ValueError):

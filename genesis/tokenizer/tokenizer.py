@@ -1,7 +1,7 @@
-"""What a tokenizer is: text to ids and back, byte for byte, whatever library computes it.
+"""The protocol of tokenizers: text to ids and back, byte for byte, with any library.
 
-`genesis.tokenizer.open` opens one; `genesis.tokenizer.sentencepiece` is the first implementation. What follows from the
-protocol alone, for every implementation, is here: how a text and a document begin and end, and decoding as ids come.
+`genesis.tokenizer.open` opens a tokenizer; `genesis.tokenizer.sentencepiece` is the first implementation. This module
+also has the functions that need only the protocol: the first and last ids of a document, and streaming decoding.
 """
 
 import codecs
@@ -22,38 +22,38 @@ class Tokenizer(Protocol):
 
     @property
     def kind(self) -> str:
-        """Returns what people call this kind of tokenizer, as "SentencePiece"."""
+        """Returns the common name of this kind of tokenizer, such as "SentencePiece"."""
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """Returns the distributions that compute it, whose versions a record names."""
+        """Returns the distributions that compute the ids; records list their versions."""
 
     @property
     def files(self) -> Mapping[str, bytes]:
-        """Returns the files that it was opened from, by name: what a corpus, a run and an export keep of it."""
+        """Returns the files of the tokenizer by name; a corpus, a run and an export contain copies of them."""
 
     @property
     def hash(self) -> str:
-        """Returns its identity: `genesis.tokenizer.files.hash_files` of `files`."""
+        """Returns the identity of the tokenizer: `genesis.tokenizer.files.hash_files` of `files`."""
 
     @property
     def vocab_size(self) -> int:
-        """Returns how many ids there are."""
+        """Returns the number of ids."""
 
     @property
     def bos_id(self) -> int | None:
-        """Returns the id that begins a document; None where documents begin with their text."""
+        """Returns the id that begins a document; None if documents begin with their text."""
 
     @property
     def eos_id(self) -> int | None:
-        """Returns the id that `genesis data prepare` ends a document with; None where documents end with their text.
+        """Returns the id that `genesis data prepare` adds after a document; None if documents end with their text.
 
-        It may stand within documents, too: a document ends where the corpus's index says.
+        The id may also occur within documents: the corpus's index defines where a document ends.
         """
 
     @property
     def pad_id(self) -> int | None:
-        """Returns the id that fills places without a token; None where there is no such id."""
+        """Returns the id that fills positions without a token; None if there is no such id."""
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -61,27 +61,27 @@ class Tokenizer(Protocol):
 
     @property
     def pieces(self) -> Sequence[str]:
-        """Returns how each id is spelled in the tokenizer's own vocabulary."""
+        """Returns the spelling of each id in the tokenizer's own vocabulary."""
 
     @property
     def token_num_bytes(self) -> NDArray[np.int32]:
-        """Returns the UTF-8 bytes of text that each id stands for, 0 for control symbols; bits per byte need it."""
+        """Returns the number of UTF-8 bytes that each id stands for, 0 for control symbols; used for bits per byte."""
 
     @property
     def named_tokens(self) -> Mapping[str, str]:
-        """Returns the spelling of bos, eos and other tokens by the names that chat templates have for them."""
+        """Returns the spelling of bos, eos and other tokens by their names in chat templates."""
 
     @property
     def altered_characters(self) -> str:
-        """Returns characters that other tokenizers of this kind change, and that the proof of an import leaves out."""
+        """Returns characters that the tokenizer itself changes; the proof of an import skips them."""
 
     @property
     def is_lossless(self) -> bool:
-        """Whether decoding gives every text back, but for `altered_characters`; others normalise some texts first."""
+        """Whether every text without `altered_characters` round-trips; other tokenizers normalise some texts first."""
 
     @property
     def chat_template(self) -> str | None:
-        """Returns the Jinja template that writes a conversation as text; None where there is none."""
+        """Returns the Jinja template that writes a conversation as text; None if the tokenizer has none."""
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of `text`, without bos and eos."""
@@ -90,23 +90,23 @@ class Tokenizer(Protocol):
         """Returns the ids of a text in which the spelling of a control symbol stands for that symbol."""
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Returns the ids of `encode_with_controls`, and the first character of each and the one after its last."""
+        """Returns the ids of `encode_with_controls`, and each id's start and end (exclusive) in characters."""
 
     def encode_batch(self, texts: Sequence[str], num_threads: int = 1) -> list[NDArray[np.int32]]:
         """Returns the ids of each text, without bos and eos; the number of threads does not change them."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of `ids`; control symbols give nothing, bytes that are no UTF-8 give U+FFFD."""
+        """Returns the text of `ids`, without control symbols and with U+FFFD for bytes that are not valid UTF-8."""
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """Returns the UTF-8 bytes of `ids`, which may begin or end within a character."""
 
     def spell(self, ids: Iterable[int], *, has_controls: bool) -> str:
-        """Returns the text of `ids` as `huggingface_files` decode it, where bytes that are no UTF-8 may differ.
+        """Returns the text of `ids` as transformers decodes it; it may differ where bytes are not valid UTF-8.
 
         Args:
             ids: Any ids of the vocabulary.
-            has_controls: Whether control symbols are spelled or left out.
+            has_controls: Whether the text contains the spelling of control symbols.
         """
 
     def is_control(self, token: int) -> bool:
@@ -116,7 +116,7 @@ class Tokenizer(Protocol):
         """Whether the id spells one byte of a character that has no piece."""
 
     def huggingface_files(self, max_seq_len: int) -> Mapping[str, bytes] | None:
-        """Returns the files that transformers opens it from, by name; None where transformers has no form of it.
+        """Returns the tokenizer's files for transformers by name; None if transformers cannot represent this kind.
 
         An export compares ids and texts of the `tokenizer.json` among them with this tokenizer's.
 
@@ -124,30 +124,30 @@ class Tokenizer(Protocol):
             max_seq_len: The model's context.
 
         Raises:
-            UserError: Its kind has such a form, but this tokenizer has none that is exact.
+            UserError: Transformers has this kind of tokenizer, but cannot represent this one exactly.
         """
 
 
 class StreamingDecoder:
-    """Turns ids that come one at a time into text, holding back half a character until its other half comes."""
+    """Decodes ids one at a time, and delays an incomplete character until its other bytes come."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, token: int) -> str:
-        """Returns the text that `token` completes, perhaps none."""
+        """Returns the text that `token` completes, which may be empty."""
         return self._decoder.decode(self._tokenizer.decode_bytes([token]))
 
     def flush(self) -> str:
-        """Returns what is left, U+FFFD for a character that never came whole, and starts again with the next id."""
+        """Returns the remaining text, with U+FFFD for an incomplete character, and resets the decoder."""
         rest = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         return rest
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """Returns the ids of a text to continue: bos before it, where there is bos.
+    """Returns the ids of a text to continue, with bos first if the tokenizer has bos.
 
     An empty text without bos begins as a new document does after another one: with eos.
     """
@@ -158,7 +158,7 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
 
 
 def find_offsets(text: str, spellings: Sequence[bytes]) -> list[tuple[int, int]]:
-    """Returns the first character of each token in a text that they spell together, and the one after its last.
+    """Returns the start and end (exclusive) of each token, in characters of the text that they spell together.
 
     Example:
         >>> find_offsets("\u00e9a", [b"\xc3", b"\xa9", b"a"])
@@ -177,12 +177,12 @@ def find_offsets(text: str, spellings: Sequence[bytes]) -> list[tuple[int, int]]
 
 
 def padding_id(tokenizer: Tokenizer) -> int:
-    """Returns the id that fills the places of a sequence without a token: eos, as ever, or any other."""
+    """Returns the id that fills positions without a token: eos, or 0 if the tokenizer has no eos."""
     return 0 if tokenizer.eos_id is None else tokenizer.eos_id
 
 
 def frame_document(tokenizer: Tokenizer, ids: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Returns a document's tokens: its text's ids between bos and eos, where the tokenizer has them."""
+    """Returns a document's tokens: the ids of its text, between bos and eos if the tokenizer has these."""
     return np.concatenate((_as_array(tokenizer.bos_id), ids, _as_array(tokenizer.eos_id)))
 
 

@@ -1,4 +1,4 @@
-"""Trains the tokenizer: SentencePiece byte-pair encoding that gives every text back byte for byte.
+"""Trains the tokenizer: SentencePiece byte-pair encoding under which every text round-trips byte for byte.
 
 The ids of a trained tokenizer begin the same way at any vocabulary size:
 
@@ -7,7 +7,7 @@ The ids of a trained tokenizer begin the same way at any vocabulary size:
     2  <s>   bos     6  <|assistant|>   272..    pieces learned from the text, then single characters
     3  </s>  eos     7  <|end|>
 
-Ids below 16 are control symbols: no text, not even one that spells `<|user|>`, is ever encoded to them.
+Ids below 16 are control symbols: no text is encoded to them, not even the text `<|user|>`.
 """
 
 import io
@@ -29,18 +29,18 @@ CONTROL_SYMBOLS = CHAT_TOKENS + RESERVED_TOKENS
 
 _CHUNK_CHARS = 4096
 _NUM_THREADS = 16
-"""SentencePiece writes it into the model: a constant, so that every machine makes the same file."""
+"""A value that SentencePiece writes into the model: a constant, so that every machine writes the same file."""
 _UNTRAINABLE = re.compile("[\0\u2581\u2585]+")
-"""SentencePiece drops a whole line that has one of these: its end-of-string, its space and its unknown character."""
+"""SentencePiece drops every line with one of these: its end-of-string, its space and its unknown character."""
 
 
 @dataclass(frozen=True)
 class TokenizerOptions:
-    """What to learn.
+    """Options of the training of a tokenizer.
 
     Args:
-        vocab_size: Ids in all: the control symbols, the 256 bytes and the learned pieces.
-        character_coverage: Share of the text's characters that get a piece of their own; the rest is spelled in bytes.
+        vocab_size: Total number of ids: the control symbols, the 256 bytes and the learned pieces.
+        character_coverage: Share of the text's characters with a piece of their own; the others are encoded as bytes.
     """
 
     vocab_size: int = 49_152
@@ -59,11 +59,11 @@ class TokenizerOptions:
 def train_tokenizer(texts: Iterable[str], options: TokenizerOptions, out: Path) -> Path:
     """Trains on `texts`, writes the model into the directory `out` and returns its path.
 
-    The same texts and options give the same file. All of `texts` is held in memory while it learns: give a sample
+    The same texts and options give the same file. Training holds all of `texts` in memory: give it a sample
     (`genesis.data.sources.sample_texts`) of a large corpus.
 
     Raises:
-        UserError: There is no text, or the vocabulary is too large (or too small) for it; the line names the bound.
+        UserError: There is no text, or the vocabulary is too large or too small for it; the message names the bound.
     """
     model = io.BytesIO()
     try:
