@@ -29,7 +29,7 @@ MAGNITUDE: Final = "lora_magnitude"
 ADAPTER_TENSORS: Final = ("lora_A", "lora_B", MAGNITUDE)
 """The names of an adapter's tensors in its layer."""
 EXTRA_TENSORS: Final = {"embedding": "embedding.weight", "head": "output.weight"}
-"""What `also_train` may name: tensors of the decoder outside of the blocks."""
+"""The allowed values of `also_train`: tensors of the decoder outside of the blocks."""
 _ROUTER: Final = "router"
 _NUM_NAMED: Final = 3
 
@@ -40,20 +40,20 @@ class AdapterConfig:
 
     Args:
         rank: Width between the two matrices of an adapter.
-        alpha: What an adapter adds is multiplied by `alpha / rank`, or by `alpha / sqrt(rank)` with `rslora`.
+        alpha: The update of an adapter is scaled by `alpha / rank`, or by `alpha / sqrt(rank)` with `rslora`.
         dropout: Share of an adapter's inputs that is dropped, in training.
         rslora: Whether the factor is `alpha / sqrt(rank)`, so that a larger rank does not make smaller updates.
         dora: Whether the length of each row of the adapted weight is trained separately from its direction.
         include: Patterns of the layers with adapters, such as `*.attention.*`; a pattern matches a whole name
             (`blocks.0.attention.query`), with `*` and `?` as in a shell.
-        exclude: Patterns of layers without adapters among these.
-        also_train: Tensors outside of the blocks that are trained, too: `embedding`, `head`.
-        base: The base: a checkpoint, or a run (its newest), such as `genesis import` makes. None for the checkpoint in
+        exclude: Patterns of layers among these that get no adapters.
+        also_train: Tensors outside of the blocks that are also trained: `embedding`, `head`.
+        base: The base: a checkpoint or a run (its newest checkpoint), such as `genesis import` writes. None for that in
             `ckpt_path`, or the base of the checkpoint that is resumed.
         start: A directory with adapters in PEFT's format to start from; None for new ones.
 
     Raises:
-        UserError: A value that cannot be used.
+        UserError: A value is invalid.
 
     References:
         Hu et al., LoRA, arXiv:2106.09685. Kalajdzievski, rsLoRA, arXiv:2312.03732. Liu et al., DoRA, arXiv:2402.09353.
@@ -72,7 +72,7 @@ class AdapterConfig:
 
     def __post_init__(self) -> None:
         check_counts(self)
-        for name in ("include", "exclude", "also_train"):  # lists, as YAML and JSON have them
+        for name in ("include", "exclude", "also_train"):  # YAML and JSON give lists
             value = getattr(self, name)
             if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
                 raise UserError(f"{name} is {value!r}: it must be a list of texts")
@@ -91,7 +91,7 @@ class AdapterConfig:
 
     @property
     def scaling(self) -> float:
-        """The factor of what an adapter adds."""
+        """The factor of an adapter's update."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
@@ -102,8 +102,8 @@ class AdaptedLinear(nn.Linear, Part):
     so that a base in bfloat16 keeps the speed of bfloat16.
 
     Args:
-        base: The layer that is adapted; its parameters become this layer's.
-        config: The adapters'.
+        base: The layer to adapt; its parameters become this layer's parameters.
+        config: The options of the adapters.
     """
 
     lora_magnitude: nn.Parameter | None
@@ -121,9 +121,9 @@ class AdaptedLinear(nn.Linear, Part):
         )
 
     def init_weights(self, initial: InitialValues) -> None:
-        """Fills the adapter, which then adds nothing: A as `nn.Linear` is filled by torch, B with zeros.
+        """Initializes the adapter so that its update is zero: A as torch initializes `nn.Linear`, B with zeros.
 
-        The weight must have its values; DoRA's magnitude is the length of its rows.
+        The base's weight must have its values, because DoRA's magnitude is the length of its rows.
         """
         initial.fill_uniform("lora_A", self.lora_A, 1.0 / math.sqrt(self.in_features))
         nn.init.zeros_(self.lora_B)
@@ -134,7 +134,7 @@ class AdaptedLinear(nn.Linear, Part):
         """Fills DoRA's magnitude with the length of each row of the weight. Does not communicate."""
         if self.lora_magnitude is None:
             return
-        # Rows are sharded alike, so that each rank has the rows whose length it needs.
+        # Weight and magnitude have the same sharding of rows, so that each rank has the rows that it needs.
         rows = local_shards("weight", self.weight, "parameter")
         lengths = local_shards("magnitude", self.lora_magnitude, "parameter")
         for weight, length in zip(rows, lengths, strict=True):
@@ -142,19 +142,19 @@ class AdaptedLinear(nn.Linear, Part):
             length.data.copy_(weight.data.float().norm(dim=1))
 
     def parameter_groups(self) -> dict[str, ParameterGroup]:
-        """Returns the group of each tensor of the adapter; the part around this layer answers for the base's."""
+        """Returns the group of each tensor of the adapter; the part around this layer returns the base's groups."""
         groups = {"lora_A": ADAPTERS, "lora_B": ADAPTERS}
         return groups if self.lora_magnitude is None else {**groups, MAGNITUDE: VECTORS}
 
     @property
     def flops_per_token(self) -> int:
-        """The adapter's weights multiply every token; the part around this layer counts the base's."""
+        """The FLOPs of the adapter, which multiplies every token; the part around this layer counts the base's."""
         return 6 * (self.lora_A.numel() + self.lora_B.numel())
 
     def forward(self, x: Float[Tensor, "*N I"]) -> Float[Tensor, "*N O"]:
-        """Returns what the base gives, and what the adapter adds."""
+        """Returns the output of the base plus the adapter's update."""
         base = linear(x, self.weight, self.bias if self.lora_magnitude is None else None)
-        if not torch.is_autocast_enabled(x.device.type):  # which casts to its own dtype
+        if not torch.is_autocast_enabled(x.device.type):  # the base casts to its own dtype
             x = x.to(self.lora_A.dtype)
         low = linear(dropout(x, self.dropout, self.training), self.lora_A)
         update = linear(low * self.scaling, self.lora_B)
@@ -173,12 +173,12 @@ class AdaptedLinear(nn.Linear, Part):
 def attach_adapters(
     decoder: Decoder, config: AdapterConfig, base_dtype: torch.dtype = torch.float32
 ) -> dict[str, AdaptedLinear]:
-    """Puts adapters into a freshly built decoder, in place, and freezes all but them and `config.also_train`.
+    """Adds adapters to a newly built decoder in place, and freezes all other tensors except `config.also_train`.
 
     Args:
         decoder: Not wrapped yet, on the meta device or not.
         config: The adapters.
-        base_dtype: Of the base's tensors; adapters are float32.
+        base_dtype: The dtype of the base's tensors; adapters are float32.
 
     Returns:
         The adapted layers by name.
@@ -198,7 +198,7 @@ def attach_adapters(
 
 
 def select_layers(decoder: Decoder, config: AdapterConfig) -> dict[str, nn.Linear]:
-    """Returns the linear layers that get adapters, by name: those of the blocks, without routers.
+    """Returns the linear layers that get adapters, by name: only layers of the blocks, and no routers.
 
     Raises:
         UserError: A pattern matches no layer, or a layer cannot have the rank.
@@ -233,7 +233,7 @@ def select_layers(decoder: Decoder, config: AdapterConfig) -> dict[str, nn.Linea
 
 
 def find_linears(decoder: Decoder) -> dict[str, nn.Linear]:
-    """Returns the linear layers that may have adapters, by name: all in the blocks but routers."""
+    """Returns the linear layers that may have adapters, by name: all linear layers of the blocks except routers."""
     return {
         f"blocks.{name}": module
         for name, module in decoder.blocks.named_modules()
@@ -265,7 +265,7 @@ def _find_extra(decoder: Decoder, extra: str, base_dtype: torch.dtype) -> str:
 
 
 def is_adapter_tensor(name: str) -> bool:
-    """Returns whether a tensor's name is that of an adapter's.
+    """Returns whether a name belongs to a tensor of an adapter.
 
     >>> is_adapter_tensor("blocks.0.attention.query.lora_A"), is_adapter_tensor("blocks.0.attention.query.weight")
     (True, False)
@@ -274,9 +274,9 @@ def is_adapter_tensor(name: str) -> bool:
 
 
 def init_adapters(decoder: Decoder, seed: int) -> None:
-    """Fills all adapters: the same values for the same seed, whatever the sharding. Does not communicate.
+    """Initializes all adapters, with the same values for the same seed under any sharding. Does not communicate.
 
-    The base must have its values, because DoRA begins with the lengths of its rows.
+    The base must have its values, because DoRA starts with the lengths of its rows.
     """
     for name, part in decoder.parts.items():
         if isinstance(part, AdaptedLinear):
@@ -285,7 +285,7 @@ def init_adapters(decoder: Decoder, seed: int) -> None:
 
 @torch.no_grad()
 def fill_trained(decoder: Decoder, tensors: Mapping[str, Tensor]) -> None:
-    """Fills adapters, and what is trained beside them, with whole tensors by name. Does not communicate."""
+    """Copies whole tensors by name into adapters and other trained parameters. Does not communicate."""
     for name, tensor in tensors.items():
         for local in local_shards(name, decoder.get_parameter(name), "parameter"):
             corner = zip(local.part.offsets, local.part.sizes, strict=True)
@@ -296,8 +296,8 @@ def merge_rows(tensors: Mapping[str, Float[Tensor, "..."]], scaling: float) -> F
     """Returns rows of a layer's weight with the adapter added, in float64.
 
     Args:
-        tensors: `weight` and `lora_B`, the same rows of both; `lora_A`; for DoRA those rows of `lora_magnitude`.
-        scaling: The adapters' factor.
+        tensors: The same rows of `weight` and `lora_B`; the whole `lora_A`; for DoRA the same rows of `lora_magnitude`.
+        scaling: The factor of the adapters' update.
     """
     weight, low, high = (tensors[name].double() for name in ("weight", "lora_A", "lora_B"))
     merged = torch.addmm(weight, high, low, alpha=scaling)

@@ -33,19 +33,19 @@ from genesis.model.part import MATRICES, VECTORS, ParameterGroup, Part, check_co
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Rotary wavelengths stretched for contexts beyond the one that was trained first, as in Llama 3.1.
+    """The scaling of rotary wavelengths for contexts beyond the original one, as in Llama 3.1.
 
     Wavelengths above `original_seq_len / low_freq_factor` are multiplied by `factor`, those below
     `original_seq_len / high_freq_factor` are kept, and between the two the frequency is interpolated.
 
     Args:
-        factor: At least 1.
-        low_freq_factor: How often the longest wavelength that is not stretched in full fits into the original context.
-        high_freq_factor: The same for the longest wavelength that is kept.
+        factor: The factor of long wavelengths, at least 1.
+        low_freq_factor: The original context divided by the shortest wavelength that is multiplied by `factor`.
+        high_freq_factor: The original context divided by the longest wavelength that is kept.
         original_seq_len: The original context in tokens.
 
     Raises:
-        UserError: A value that cannot be used.
+        UserError: A value is invalid.
     """
 
     factor: float
@@ -64,8 +64,8 @@ class RopeScaling:
             )
 
     def scale(self, frequencies: Tensor) -> Tensor:
-        """Returns rotary frequencies, in radians per token, after the stretch."""
-        turns = frequencies * (self.original_seq_len / (2.0 * math.pi))  # in the original context
+        """Returns the scaled rotary frequencies in radians per token."""
+        turns = frequencies * (self.original_seq_len / (2.0 * math.pi))  # wavelengths per original context
         span = self.high_freq_factor - self.low_freq_factor
         kept_share = ((turns - self.low_freq_factor) / span).clamp(0.0, 1.0)
         return torch.lerp(frequencies / self.factor, frequencies, kept_share)
@@ -76,20 +76,20 @@ class AttentionConfig:
     """Grouped-query attention with rotary positions.
 
     Args:
-        num_heads: Query heads.
-        num_kv_heads: Key and value heads; each serves `num_heads / num_kv_heads` query heads.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of key and value heads; each serves `num_heads / num_kv_heads` query heads.
         rope_theta: Base of the rotary wavelengths.
         head_dim: Width of each head, even for the rotary halves; None for `dim / num_heads`.
-        rope_scaling: How rotary wavelengths are stretched; None for none of them.
+        rope_scaling: The scaling of rotary wavelengths; None for no scaling.
         no_rope_every: Every layer whose number, counted from 1, is a multiple of this has no rotary positions.
-        sliding_window: How many tokens each token sees, itself included; None for all before it.
+        sliding_window: Number of tokens that each token sees, itself included; None for all previous tokens.
         has_qkv_bias: Whether query, key and value have biases.
         qk_norm: Which vectors of queries and keys an RMSNorm scales: those of each `head`, before rotation, or each
             whole `projection`, before it is split into heads; None for no norm.
         qk_norm_eps: Added to the mean square in these norms.
 
     Raises:
-        UserError: A shape that cannot be built.
+        UserError: The shape is invalid.
     """
 
     num_heads: int
@@ -118,7 +118,7 @@ class AttentionConfig:
         """Checks that heads of a model of width `dim` have an even width.
 
         Raises:
-            UserError: They have not.
+            UserError: The width is odd, or not a whole number.
         """
         if self.head_dim is not None:
             if self.head_dim % 2:
@@ -148,12 +148,12 @@ def build_attention_metadata(
     """Returns the attention metadata of a forward.
 
     Args:
-        config: The attention's.
-        x: What enters the first block: device, dtype and sizes are read of it.
+        config: The options of the attention.
+        x: The input of the first block, whose device, dtype and sizes are used.
         document_ids: Which document of its row each token belongs to; None for one document per row.
-        offsets: Where documents begin in the flattened batch, and its end. Without them they are found in
-            `document_ids`, for which the host waits for the device.
-        cached: What a cache holds already; None without a cache.
+        offsets: Where documents begin in the flattened batch, and its end. None computes them from `document_ids`, for
+            which the host waits for the device.
+        cached: The lengths of the rows in a cache; None without a cache.
     """
     if cached is not None:
         assert document_ids is None, "a cache holds one document per row"
@@ -201,10 +201,10 @@ def _build_cached_metadata(
     num_keys = cached.longest + seq_len
     is_windowed = window is not None and window < num_keys
     is_on_host = device.type == "cpu"
-    is_plain = is_on_host and seq_len == 1 and cached.shortest == cached.longest  # every slot is seen
+    is_plain = is_on_host and seq_len == 1 and cached.shortest == cached.longest  # the token sees every slot
     mask = None
     if is_windowed or (cached.longest and not is_plain):
-        if not is_on_host:  # so that the shapes stay for many tokens
+        if not is_on_host:  # rounded up, so that shapes stay the same for many tokens
             num_keys = min(-(-num_keys // KEYS_STEP) * KEYS_STEP, cached.num_slots)
         held = torch.arange(num_keys, device=device)
         mask = (held <= positions.unsqueeze(2)).unsqueeze(1)
@@ -222,7 +222,7 @@ def rotary_tables(
     positions: Int64[Tensor, "B S"], head_dim: int, theta: float, scaling: RopeScaling | None = None
 ) -> tuple[Tensor, Tensor]:
     """Returns the cosine and the signed sine of each position's angles, for all dimensions of a head, in float32."""
-    # float32 even under bf16-true: bfloat16 cannot tell positions above 256 apart.
+    # float32 even under bf16-true: bfloat16 cannot represent all positions above 256.
     exponents = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
     frequencies = 1.0 / theta**exponents
     if scaling is not None:
@@ -235,7 +235,7 @@ def rotary_tables(
 def rotate(
     x: Float[Tensor, "B S H E"], cos: Float[Tensor, "B S 1 E"], sin: Float[Tensor, "B S 1 E"]
 ) -> Float[Tensor, "B S H E"]:
-    """Returns `x` turned by its position; dimension i of a head pairs with i + E/2, as in Hugging Face's Llama.
+    """Returns `x` rotated by its position; dimension i of a head pairs with i + E/2, as in Hugging Face's Llama.
 
     References:
         Su et al., RoFormer, arXiv:2104.09864, equation 34.
@@ -265,7 +265,7 @@ class Attention(Part):
             self.key_norm = RMSNorm(self.head_dim if is_by_head else kv_dim, config.qk_norm_eps)
 
     def init_weights(self, initial: InitialValues) -> None:
-        """Fills the four weights; biases begin at zero. The norms are parts of their own."""
+        """Initializes the four weights, and biases with zeros. The norms are parts of their own."""
         initial.fill("query.weight", self.query.weight)
         initial.fill("key.weight", self.key.weight)
         initial.fill("value.weight", self.value.weight)
@@ -284,7 +284,7 @@ class Attention(Part):
 
     @property
     def flops_per_token(self) -> int:
-        """Every weight multiplies every token."""
+        """The FLOPs of the weights, each of which multiplies every token."""
         return 6 * sum(linear.weight.numel() for linear in (self.query, self.key, self.value, self.output))
 
     def context_flops_per_token(self, context: int) -> int:

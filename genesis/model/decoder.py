@@ -40,7 +40,7 @@ SHORT_FIELDS: Final = {
     "ffn_dim": ("feed_forward", "ffn_dim"),
     "norm_eps": ("norm", "eps"),
 }
-"""Fields of `DecoderConfig` that stand for a field of a part's configuration, where that is not given itself."""
+"""Fields of `DecoderConfig` that set a field of a part's configuration if that configuration is not given."""
 
 
 class Parts(NamedTuple):
@@ -56,26 +56,26 @@ class DecoderConfig:
     """The shape of a decoder.
 
     The short fields (`num_heads`, `num_kv_heads`, `rope_theta`, `ffn_dim`, `norm_eps`) describe the usual parts. A part
-    whose own configuration is given takes nothing from them.
+    whose own configuration is given ignores them.
 
     Args:
         dim: Width of the residual stream.
-        num_layers: Blocks.
-        num_heads: Query heads; `dim / num_heads` is the width of each and must be even for the rotary halves.
-        num_kv_heads: Key and value heads; each serves `num_heads / num_kv_heads` query heads.
+        num_layers: Number of blocks.
+        num_heads: Number of query heads; `dim / num_heads` is the width of each and must be even for rotary positions.
+        num_kv_heads: Number of key and value heads; each serves `num_heads / num_kv_heads` query heads.
         ffn_dim: Width inside the feed-forward part.
         max_seq_len: Longest context in tokens.
         vocab_size: Rows of the embedding.
         rope_theta: Base of the rotary wavelengths.
         norm_eps: Added to the mean square in RMSNorm.
         dropout: Share of each part's output that is dropped before it joins the residual stream, in training.
-        has_tied_embeddings: Whether the embedding is the output weight too.
-        attention: The attention part; None for the one of the short fields.
-        feed_forward: The feed-forward part; None for the dense one of `ffn_dim`.
+        has_tied_embeddings: Whether the embedding is also the output weight.
+        attention: The attention part; None for the part that the short fields describe.
+        feed_forward: The feed-forward part; None for a dense part with `ffn_dim`.
         norm: The norms; None for RMSNorm with `norm_eps`.
 
     Raises:
-        UserError: A shape that cannot be built.
+        UserError: The shape is invalid.
     """
 
     dim: int
@@ -107,7 +107,7 @@ class DecoderConfig:
 
     @property
     def parts(self) -> Parts:
-        """The configurations of the parts, made of the short fields where they are not given."""
+        """The configurations of the parts; those that are not given follow from the short fields."""
         given: dict[str, dict[str, Any]] = {}
         for name, (part, field) in SHORT_FIELDS.items():
             given.setdefault(part, {})[field] = getattr(self, name)
@@ -119,16 +119,16 @@ class DecoderConfig:
 
     @property
     def head_dim(self) -> int:
-        """Width of one head."""
+        """The width of one head."""
         return self.parts.attention.head_width(self.dim)
 
 
 class KVCache:
     """Keys and values of the tokens that were already given to the model, one slot per token and sequence.
 
-    Sequences of a batch may have different lengths: give them padded on the right, then `advance` by what was real.
-    What padding left behind is overwritten before anything may look at it. The lengths are known on the host, too, so
-    that no forward waits for the device.
+    Sequences of a batch may have different lengths: pad them on the right, then call `advance` with the lengths without
+    padding. Slots of padding are overwritten before any token can attend to them. The lengths are also known on the
+    host, so that no forward waits for the device.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class KVCache:
     def of(
         cls, keys: Float[Tensor, "layers B L K E"], values: Float[Tensor, "layers B L K E"], lengths: Sequence[int]
     ) -> "KVCache":
-        """Returns a cache of these keys and values, which hold so many tokens of each sequence."""
+        """Returns a cache of these keys and values with these numbers of tokens of each sequence."""
         cache = cls.__new__(cls)
         cache.keys, cache.values = keys, values
         cache._set_lengths(torch.tensor(lengths, dtype=torch.int64))
@@ -152,19 +152,19 @@ class KVCache:
     def _set_lengths(self, lengths: Int64[Tensor, " B"]) -> None:
         self.host_lengths = lengths
         self.lengths: Int64[Tensor, " B"] = send(lengths, self.keys.device)
-        self._is_on_host = self.keys.device.type == "cpu"  # where both are one tensor
+        self._is_on_host = self.keys.device.type == "cpu"  # where host and device share a tensor
 
     @property
     def cached(self) -> CachedTokens:
-        """What attention needs to know of the tokens in the cache."""
+        """The numbers of tokens in the cache, for attention."""
         shortest, longest = self.host_lengths.aminmax()
         return CachedTokens(self.lengths, int(shortest), int(longest), self.keys.shape[2])
 
     def advance(self, num_tokens: Int64[Tensor, " B"] | int) -> None:
-        """Counts the tokens of each sequence in the forward that just ran as present.
+        """Adds the tokens of the last forward to each sequence's length.
 
         Args:
-            num_tokens: On the host.
+            num_tokens: The number of new tokens of each sequence, on the host.
         """
         self.host_lengths += num_tokens
         if not self._is_on_host:
@@ -173,7 +173,7 @@ class KVCache:
             self.lengths += num_tokens
 
     def view(self, start: int, stop: int) -> "KVCache":
-        """Returns the cache of the sequences from `start` to `stop`; both share their memory."""
+        """Returns the cache of the sequences from `start` to `stop`, which shares memory with this one."""
         part = copy.copy(self)
         part.keys, part.values = self.keys[:, start:stop], self.values[:, start:stop]
         part.lengths, part.host_lengths = self.lengths[start:stop], self.host_lengths[start:stop]
@@ -191,9 +191,9 @@ class KVCache:
         """Makes room for a new sequence, which starts at the first slot.
 
         Args:
-            row: Of the sequence that ends.
-            is_number: Whether all of its keys and values are finite. A mask hides the old ones by a weight of zero,
-                and zero times NaN would be NaN.
+            row: The row of the sequence that ends.
+            is_number: Whether all of its keys and values are finite. A mask gives old values a weight of zero, and
+                zero times NaN would be NaN.
         """
         if not is_number:
             self.keys[:, row], self.values[:, row] = 0.0, 0.0
@@ -207,7 +207,7 @@ class KVCache:
 class Block(nn.Module):
     """One layer: attention, then feed-forward, each added to the residual stream.
 
-    The norms stand before the parts, or after them, on what they add.
+    The norms are applied to the inputs of the parts, or to their outputs.
     """
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
@@ -227,14 +227,14 @@ class Block(nn.Module):
         cache: tuple[Tensor, Tensor] | None = None,
         logits_to_keep: Int64[Tensor, " P"] | None = None,
     ) -> tuple[Float[Tensor, "B S D"] | Float[Tensor, "P D"], Statistics | None]:
-        """Returns the residual stream after this layer, and what its feed-forward part has to report.
+        """Returns the residual stream after this layer, and the statistics of its feed-forward part.
 
-        The stream is returned as a whole, or at some positions of the flattened batch.
+        The stream is returned for all positions, or for some positions of the flattened batch.
         """
         is_before = self.has_norms_before
         update = self.attention(self.attention_norm(x) if is_before else x, metadata, cache)
         x = x + self.dropout(update if is_before else self.attention_norm(update))
-        # After the attention, whose keys and values need every position; the feed-forward and the head need only these.
+        # After the attention, whose keys and values need every position; feed-forward and head need only these.
         if logits_to_keep is not None:
             x = x.flatten(0, 1)[logits_to_keep]
         update, statistics = self.feed_forward(self.feed_forward_norm(x) if is_before else x)
@@ -249,7 +249,7 @@ def project(hidden: Float[Tensor, "B S D"], output_weight: Float[Tensor, "V D"])
 class Decoder(nn.Module):
     """The language model.
 
-    May be built on the meta device: `to_empty` and `init_weights` then make it real. It has no buffers.
+    It may be built on the meta device; `to_empty` and `init_weights` then allocate and fill it. It has no buffers.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -274,11 +274,11 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Fills every parameter: the same values for the same seed, whatever the device, the sharding or the rank.
+        """Fills every parameter, with the same values for the same seed on any device, sharding and rank.
 
-        Normal with deviation `INIT_STD`; what writes into the residual stream is scaled by 1/sqrt(number of such
-        writes), so that the stream's variance at the last layer does not grow with depth; norms begin at one. A rank
-        draws only what it holds (`genesis.model.initial`).
+        Values are normal with deviation `INIT_STD`. Weights that write into the residual stream are scaled by
+        1/sqrt(number of such weights), so that the stream's variance at the last layer does not grow with depth. Norms
+        start at one. A rank computes only the values that it holds (`genesis.model.initial`).
         """
         residual_std = INIT_STD / math.sqrt(2 * self.config.num_layers)
         fill_normal(self.embedding.weight, INIT_STD, f"{seed} embedding.weight")
@@ -288,7 +288,7 @@ class Decoder(nn.Module):
             fill_normal(self.output.weight, INIT_STD, f"{seed} output.weight")
 
     def parameter_groups(self) -> dict[str, ParameterGroup]:
-        """Returns the optimizer's group of each parameter by its canonical name, as the parts have it."""
+        """Returns the optimizer's group of each parameter by its canonical name, as its part defines it."""
         groups = {"embedding.weight": EMBEDDINGS}
         for name, part in self.parts.items():
             groups |= {f"{name}.{own}": group for own, group in part.parameter_groups().items()}
@@ -305,17 +305,17 @@ class Decoder(nn.Module):
         head: Callable[[Tensor, Tensor], T] = project,  # type: ignore[assignment]  # a default cannot bind T
         has_statistics: bool = False,
     ) -> T | tuple[T, dict[str, Statistics]]:
-        """Returns what `head` makes of the final hidden states and the output weight: the logits, if not given.
+        """Returns the result of `head` for the final hidden states and the output weight: by default the logits.
 
         Args:
             input_ids: Tokens.
             document_ids: Which document of its row each token belongs to; None for one document per row.
-            document_offsets: Where these documents begin in the flattened batch, and its end; None to find them.
+            document_offsets: Where these documents begin in the flattened batch, and its end; None to compute them.
             cache: Earlier tokens of the same sequences; this forward's are added to it, but only counted by `advance`.
-            logits_to_keep: The positions of the flattened batch whose logits are wanted; the last block computes only
-                those. None for all.
+            logits_to_keep: The positions of the flattened batch whose logits are returned; the last block computes
+                only these positions. None for all positions.
             head: Called as `head(hidden, output_weight)` inside the forward, where a sharded weight is whole.
-            has_statistics: Whether what the parts report is returned, too, by the canonical name of each that does.
+            has_statistics: Whether to return the parts' statistics as well, by the parts' canonical names.
         """
         x = self.embedding(input_ids)
         cached = None if cache is None else cache.cached

@@ -15,15 +15,15 @@ class Description:
     """The figures of one shape.
 
     Attributes:
-        parameters: By part; together they are all of the model's.
-        flops_per_token: One forward and backward, without attention's products of tokens with tokens: what the parts
-            count, and six for each element of the output weight.
-        attention_flops_per_token: What those products add at a context of `max_seq_len`, counted in full although half
-            of them are masked, as is the custom for MFU; a sliding window bounds the context.
-        kv_cache_bytes_per_token: Of one sequence in bfloat16.
-        weights_bytes: In float32, as trained; half of it in bfloat16.
-        gradients_bytes: In float32.
-        optimizer_bytes: Of AdamW's two moments in float32.
+        parameters: Numbers of parameters by part; they add up to the whole model.
+        flops_per_token: FLOPs of one forward and backward without attention's products of tokens with tokens: those of
+            the parts, and six for each element of the output weight.
+        attention_flops_per_token: FLOPs of these products at a context of `max_seq_len`, including the masked half, as
+            usual for MFU; a sliding window bounds the context.
+        kv_cache_bytes_per_token: Bytes of keys and values for a token of one sequence in bfloat16.
+        weights_bytes: Bytes of the weights in float32, as trained; bfloat16 takes half of that.
+        gradients_bytes: Bytes of the gradients in float32.
+        optimizer_bytes: Bytes of AdamW's two moments in float32.
 
     References:
         Chowdhery et al., PaLM, arXiv:2204.02311, appendix B: 6N + 12LHQT.
@@ -40,12 +40,12 @@ class Description:
 
     @property
     def num_parameters(self) -> int:
-        """All of them; tied embeddings count once."""
+        """The number of all parameters; tied embeddings count once."""
         return sum(self.parameters.values())
 
 
 def describe(config: DecoderConfig) -> Description:
-    """Returns the figures of `config`, counted on a decoder that exists on the meta device only."""
+    """Returns the figures of `config`, counted on a decoder on the meta device."""
     with torch.device("meta"):
         decoder = Decoder(config)
     parameters = dict.fromkeys(("embedding", "attention", "feed_forward", "norms", "output"), 0)
@@ -69,7 +69,7 @@ def describe(config: DecoderConfig) -> Description:
 def count_flops_per_token(config: DecoderConfig, seq_len: int, adapter: AdapterConfig | None = None) -> float:
     """Returns the floating-point operations of a token's forward and backward, attention included.
 
-    Beside adapters, the gradients of frozen weights are not computed: a third of their products.
+    With adapters, the gradients of frozen weights are not computed, which saves a third of their FLOPs.
     """
     costs = describe(replace(config, max_seq_len=seq_len))
     total = costs.flops_per_token + costs.attention_flops_per_token

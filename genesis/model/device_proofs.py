@@ -1,4 +1,4 @@
-"""What Genesis wants to know of an accelerator before it relies on it, beside what checkpoints prove there."""
+"""Tests of an accelerator's attention kernels before Genesis uses them."""
 
 from typing import Final
 
@@ -19,7 +19,7 @@ from genesis_callbacks.checkpoint import DeviceProof
 _NUM_TOKENS, _NUM_HEADS, _NUM_KV_HEADS, _HEAD_DIM = 64, 4, 2, 32
 _DOCUMENT_LENGTHS = (1, 20, 7, 36)
 _CACHED_LENGTHS, _WINDOW = (0, 40, 7), 9
-# bfloat16 has 8 bits of mantissa, and the two kernels add in another order.
+# bfloat16 has 8 bits of mantissa, and the two kernels add in different orders.
 _TOLERANCE = 2e-2
 
 
@@ -27,12 +27,12 @@ def prove_attention(device: torch.device) -> None:
     """Compares attention document by document with attention under a mask, on a few short documents.
 
     Raises:
-        RuntimeError: They differ, or the device has no kernel for the former.
+        RuntimeError: The results differ, or the device has no kernel for attention by documents.
     """
     query, key, value = _draw_heads(1, _NUM_TOKENS, _NUM_TOKENS, device)
     lengths = torch.tensor(_DOCUMENT_LENGTHS)
     document_ids = torch.arange(len(lengths)).repeat_interleave(lengths).to(device, torch.int32)[None]
-    tables = torch.empty(0, device=device), torch.empty(0, device=device)  # rotation comes before
+    tables = torch.empty(0, device=device), torch.empty(0, device=device)  # the rotation has been applied before
     with torch.no_grad():
         by_document = attend(query, key, value, AttentionMetadata(*tables, offsets=document_offsets(document_ids)))
         masked = attend(query, key, value, AttentionMetadata(*tables, mask=document_mask(document_ids)))
@@ -42,10 +42,10 @@ def prove_attention(device: torch.device) -> None:
 def prove_cached_attention(device: torch.device) -> None:
     """Compares attention over a cache by lengths with attention under a mask: for one and for several new tokens.
 
-    Where no kernel takes lengths, the mask is used anyway, and there is nothing to prove.
+    If no kernel takes lengths, the mask is used anyway, and no test is needed.
 
     Raises:
-        RuntimeError: They differ, or the kernel fails.
+        RuntimeError: The results differ, or the kernel fails.
     """
     lengths = torch.tensor(_CACHED_LENGTHS)
     cached = CachedTokens(lengths.to(device), int(lengths.min()), int(lengths.max()), _NUM_TOKENS)
@@ -77,7 +77,7 @@ def _draw_heads(
 
 def _compare(name: str, found: torch.Tensor, masked: torch.Tensor) -> None:
     difference = float((found.float() - masked.float()).abs().max())
-    if not difference <= _TOLERANCE:  # NaN is a difference, too
+    if not difference <= _TOLERANCE:  # NaN also counts as a difference
         raise RuntimeError(f"attention {name} differs from attention under a mask by {difference:.3g}")
 
 

@@ -43,7 +43,7 @@ class DenseConfig(FeedForwardConfig):
     """SwiGLU.
 
     Args:
-        ffn_dim: Width inside the part.
+        ffn_dim: Width of the hidden layer.
     """
 
     ffn_dim: int
@@ -72,7 +72,7 @@ class Dense(FeedForward):
         self.down = nn.Linear(ffn_dim, dim, bias=False)
 
     def init_weights(self, initial: InitialValues) -> None:
-        """Fills the three weights."""
+        """Initializes the three weights."""
         initial.fill("gate.weight", self.gate.weight)
         initial.fill("up.weight", self.up.weight)
         initial.fill_residual("down.weight", self.down.weight)
@@ -83,7 +83,7 @@ class Dense(FeedForward):
 
     @property
     def flops_per_token(self) -> int:
-        """Every weight multiplies every token."""
+        """The FLOPs of the weights, each of which multiplies every token."""
         return 6 * sum(linear.weight.numel() for linear in (self.gate, self.up, self.down))
 
     def forward(self, x: Float[Tensor, "*N D"]) -> tuple[Float[Tensor, "*N D"], None]:

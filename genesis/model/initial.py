@@ -1,7 +1,7 @@
-"""Initial weights, drawn in blocks of rows, or marked as unset where a restore follows.
+"""Initial weights, generated in blocks of rows, or marked as unset if a restore follows.
 
-Each block has a generator of its own, seeded from the parameter's name and the block's number. So a rank draws only the
-blocks of which it holds rows, and how parameters are sharded does not change a value.
+Each block has its own generator, seeded by the parameter's name and the block's number. So a rank generates only the
+blocks whose rows it holds, and sharding does not change any value.
 """
 
 import hashlib
@@ -16,21 +16,21 @@ from genesis_callbacks.checkpoint import local_shards
 
 INIT_STD: Final = 0.02
 BLOCK_ROWS: Final = 64
-"""Of a parameter; another number gives other values. Fewer would cost more generators, more would draw for nobody."""
+"""Rows of a block; another number gives other values. Smaller blocks need more generators, larger ones waste rows."""
 _UNSET_BITS: Final = {2: 0x7FDE, 4: 0x7FDEADED, 8: 0x7FFDEADEDEADEDED}
-"""By bytes of an element: a quiet NaN that no arithmetic gives. A use of it is seen, and a restored NaN is another."""
+"""The mark by an element's bytes: a quiet NaN that arithmetic never gives, so that a restored NaN differs from it."""
 _INTEGERS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
 def mark_unset(parameter: Tensor) -> None:
-    """Fills what this rank holds of a parameter with a NaN that `is_unset` knows. Does not communicate."""
+    """Fills this rank's part of a parameter with the NaN that `is_unset` detects. Does not communicate."""
     for local in local_shards("unset", parameter, "parameter"):
         _view_bits(local.data).fill_(_UNSET_BITS[parameter.element_size()])
 
 
 def is_unset(parameter: Tensor) -> bool | None:
-    """Returns whether what this rank holds of a parameter is as `mark_unset` left it; None if it holds nothing."""
+    """Returns whether `mark_unset` filled this rank's part of a parameter; None if the rank holds no part."""
     found = None
     for local in local_shards("unset", parameter, "parameter"):
         bits, mark = _view_bits(local.data), _UNSET_BITS[parameter.element_size()]
@@ -44,11 +44,11 @@ def _view_bits(data: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class InitialValues:
-    """Draws the initial values of one part: a function of the seed and the parameters' canonical names.
+    """Generates the initial values of one part: a function of the seed and the parameters' canonical names.
 
     Args:
         key: The seed and the part's canonical name: `0 blocks.3.attention`.
-        residual_std: The deviation of what writes into the residual stream.
+        residual_std: The deviation of parameters that write into the residual stream.
 
     References:
         Radford et al., Language Models are Unsupervised Multitask Learners (GPT-2), section 2.3.
@@ -67,17 +67,17 @@ class InitialValues:
         _fill_blocks(parameter, lambda shape, number: draw_uniform_block(shape, bound, key, number))
 
     def fill_residual(self, name: str, parameter: Tensor) -> None:
-        """Does the same for a parameter that writes into the residual stream."""
+        """Fills a parameter that writes into the residual stream with normal values of deviation `residual_std`."""
         fill_normal(parameter, self.residual_std, f"{self.key}.{name}")
 
 
 def fill_normal(parameter: Tensor, std: float, key: str) -> None:
-    """Fills what this rank holds of a parameter with normal values of mean 0. Does not communicate.
+    """Fills this rank's part of a parameter with normal values of mean 0. Does not communicate.
 
     Args:
-        parameter: Plain or a DTensor, on any device, with at least one dimension.
+        parameter: A plain tensor or a DTensor on any device, with at least one dimension.
         std: The deviation.
-        key: Decides the values, together with shape and deviation: seed and name.
+        key: The seed and the name, which determine the values together with shape and deviation.
     """
     _fill_blocks(parameter, lambda shape, number: draw_block(shape, std, key, number))
 
@@ -111,7 +111,7 @@ def draw_block(shape: tuple[int, ...], std: float, key: str, number: int) -> Ten
 
 
 def draw_uniform_block(shape: tuple[int, ...], bound: float, key: str, number: int) -> Tensor:
-    """Returns the same with values that are uniform between `-bound` and `bound`."""
+    """Returns the rows of one block like `draw_block`, with uniform values between `-bound` and `bound`."""
     block, generator = _begin_block(shape, key, number)
     return block.uniform_(-bound, bound, generator=generator)
 
@@ -119,6 +119,6 @@ def draw_uniform_block(shape: tuple[int, ...], bound: float, key: str, number: i
 def _begin_block(shape: tuple[int, ...], key: str, number: int) -> tuple[Tensor, torch.Generator]:
     seed = int.from_bytes(hashlib.sha256(f"{key} {number}".encode()).digest()[:8], "little") >> 1
     num_rows = min(BLOCK_ROWS, shape[0] - number * BLOCK_ROWS)
-    # On the CPU and in float32, because a device's generator gives other numbers for the same seed.
+    # On the CPU in float32, because other devices' generators give different numbers for the same seed.
     block = torch.empty((num_rows, *shape[1:]), device="cpu", dtype=torch.float32)
     return block, torch.Generator("cpu").manual_seed(seed)

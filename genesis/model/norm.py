@@ -23,10 +23,10 @@ class NormConfig:
 
     Args:
         eps: Added to the mean square.
-        placement: Where the two norms of a block stand: `before` its parts, or `after` them, on what they give.
+        placement: Whether the norms of a block apply to the inputs of its parts (`before`) or their outputs (`after`).
 
     Raises:
-        UserError: A value that cannot be used.
+        UserError: A value is invalid.
     """
 
     eps: float = 1e-5
@@ -58,7 +58,7 @@ class RMSNorm(Part):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def init_weights(self, initial: InitialValues) -> None:
-        """Fills the weight with ones."""
+        """Initializes the weight with ones."""
         nn.init.ones_(self.weight)
 
     def parameter_groups(self) -> dict[str, ParameterGroup]:
@@ -67,13 +67,13 @@ class RMSNorm(Part):
 
     @property
     def flops_per_token(self) -> int:
-        """None that are counted: nothing is multiplied by a matrix."""
+        """Returns 0, because a norm multiplies no matrix."""
         return 0
 
     def forward(self, x: Float[Tensor, "B S D"]) -> Float[Tensor, "B S D"]:
         """Returns `x` normalised over its last dimension."""
         out: Tensor
-        # torch.compile fuses torch's own form into few passes by itself.
+        # torch.compile itself fuses torch's own form into few passes.
         is_eager_cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
         if is_eager_cpu and x.dtype == self.weight.dtype == torch.float32:
             out = _RMSNormCPU.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]  # torch's
@@ -83,7 +83,7 @@ class RMSNorm(Part):
 
 
 class _RMSNormCPU(torch.autograd.Function):
-    """The same in few passes over memory; on CPU torch puts its own together from parts, at four times the cost."""
+    """RMSNorm in few passes over memory; on CPU torch's own consists of separate operations at four times the cost."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -99,7 +99,7 @@ class _RMSNormCPU(torch.autograd.Function):
         (grad,) = grads
         normed = x * scale
         products = (grad * normed).flatten(0, -2)
-        is_trained = ctx.needs_input_grad[1]  # not where the model is frozen beside its adapters
+        is_trained = ctx.needs_input_grad[1]  # a frozen model with adapters needs no such gradient
         with torch.autocast("cpu", enabled=False):
             grad_weight = products.new_ones(products.shape[0]) @ products if is_trained else None
             inner = (products @ weight).view(scale.shape).div_(-x.shape[-1])

@@ -15,10 +15,10 @@ from genesis.model.initial import InitialValues
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """What the optimizer must know of some parameters.
+    """A group of parameters for the optimizer.
 
     Args:
-        name: Of their group in the optimizer, and so in checkpoints.
+        name: The name of the group in the optimizer, and therefore in checkpoints.
         kind: `matrix` for weights between hidden dimensions, which may be Muon's; `head` for an output weight and
             `embedding` for a table, whose rows belong to tokens; `vector` for norms and biases, which never decay.
     """
@@ -34,23 +34,23 @@ VECTORS: Final = ParameterGroup("vectors", "vector")
 
 
 class Statistics(NamedTuple):
-    """What a part reports of one forward: sums over its tokens, so that micro-batches and ranks add up.
+    """The statistics of a part in one forward: sums over its tokens, which can be added over micro-batches and ranks.
 
     A block returns them. They are not added to a buffer, because activation checkpointing runs a forward twice.
     """
 
     counts: dict[str, Tensor]
-    """Scalars or vectors without gradient by name, the unit in it: `load_tokens`. The log shows their sums."""
+    """Scalars or vectors without gradient by name, including the unit: `load_tokens`. The log shows their sums."""
     loss_sum: Tensor | None = None
     """An auxiliary loss, a float32 scalar; it joins the sum that the step divides by the number of valid tokens."""
 
 
 class Part(nn.Module, ABC):
-    """A module that answers for the parameters that it holds; a part within it answers for its own.
+    """A module that describes its own parameters; parts within it describe theirs.
 
     Attributes:
-        draws_random_numbers: Whether its forward does, so that activation checkpointing has to save and set the state
-            of the generators, which takes the host's time for each block.
+        draws_random_numbers: Whether the forward uses random numbers, so that activation checkpointing has to save and
+            restore the generators' state, which costs host time for each block.
     """
 
     draws_random_numbers: bool = True
@@ -69,7 +69,7 @@ class Part(nn.Module, ABC):
         """Floating-point operations of a token's forward and backward: six for each weight that it multiplies."""
 
     def context_flops_per_token(self, context: int) -> int:
-        """Returns what the products of a token with those of a context of so many tokens add to that."""
+        """Returns the additional FLOPs of a token for its products with the tokens of a context of this length."""
         return 0
 
 
@@ -77,7 +77,7 @@ def check_counts(config: Any) -> None:
     """Checks that each whole number of a configuration is at least 1.
 
     Raises:
-        UserError: One is not.
+        UserError: A number is below 1.
     """
     for field in fields(config):
         value = getattr(config, field.name)

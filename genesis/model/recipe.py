@@ -1,4 +1,4 @@
-"""The shape of a decoder in a recipe or a YAML file of its own: read strictly, and written in the same form."""
+"""Reads the shape of a decoder from a recipe or from its own YAML file, strictly, and writes it in the same form."""
 
 import difflib
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ from genesis.model.feed_forward import FeedForwardConfig
 from genesis.model.norm import NormConfig
 
 DECODER_PREFIX: Final = "model.decoder."
-"""Of the decoder's tensors in a checkpoint."""
+"""The prefix of the decoder's tensors in a checkpoint."""
 _PLAIN_TYPES: Final = (int, float, bool, str, NoneType)
 
 
@@ -25,7 +25,7 @@ def read_decoder_config(path: Path) -> DecoderConfig:
     """Returns the shape in the YAML file `path`: a recipe of `genesis fit`, or the fields of `DecoderConfig` alone.
 
     Raises:
-        UserError: The file cannot be read or names no shape that can be built.
+        UserError: The file cannot be read, or has no valid shape.
     """
     content = _read_yaml(path)
     if isinstance(content, dict) and "model" in content:
@@ -39,10 +39,10 @@ def read_decoder_config(path: Path) -> DecoderConfig:
 def build_decoder_config(content: Any, where: str) -> DecoderConfig:
     """Returns the shape whose fields `content` maps to values.
 
-    No code is imported because a file names it: a class of a part must be known already.
+    A file cannot cause an import of code: it may only name classes of parts that are already known.
 
     Args:
-        content: What a YAML or JSON file held.
+        content: The content of a YAML or JSON file.
         where: The file's name, for the message.
 
     Raises:
@@ -61,14 +61,14 @@ def build_decoder_config(content: Any, where: str) -> DecoderConfig:
 
 
 def read_adapter_config(recipe: Any, where: str) -> AdapterConfig | None:
-    """Returns the adapters that a recipe has beside its decoder, None without any.
+    """Returns the adapters in a recipe; None if it has no adapters.
 
     Args:
         recipe: Plain JSON, as a manifest has it.
-        where: The recipe's place, for the message.
+        where: The recipe's path, for the message.
 
     Raises:
-        UserError: A field is unknown or has a value that cannot be used.
+        UserError: A field is unknown or has an invalid value.
     """
     model = recipe.get("model") if isinstance(recipe, Mapping) else None
     content = model.get("adapter") if isinstance(model, Mapping) else None
@@ -79,10 +79,10 @@ def read_adapter_config(recipe: Any, where: str) -> AdapterConfig | None:
 
 
 def dump_decoder_config(config: DecoderConfig) -> dict[str, Any]:
-    """Returns the fields of a shape as a recipe has them, plain JSON.
+    """Returns the fields of a shape in the form of a recipe, as plain JSON.
 
     `build_decoder_config` reads it. A part that the short fields can describe is written by them, which earlier
-    releases read, too.
+    releases can also read.
     """
     config = _shorten(config)
     content: dict[str, Any] = {}
@@ -99,10 +99,10 @@ def dump_decoder_config(config: DecoderConfig) -> dict[str, Any]:
 
 
 def unify_decoder(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a recipe whose decoder has each part in the short form that can have it.
+    """Returns a recipe whose decoder uses short fields for each part that they can describe.
 
-    Two recipes of the same decoder then have equal decoders, however they spell it. A recipe without a decoder that
-    can be built is returned as it is.
+    Two recipes of the same decoder then have equal decoders, even if they describe it differently. A recipe without a
+    valid decoder is returned unchanged.
 
     Args:
         recipe: Plain JSON, as a manifest has it.
@@ -118,14 +118,14 @@ def unify_decoder(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _shorten(config: DecoderConfig) -> DecoderConfig:
-    """Returns the same decoder with short fields in the place of each part's configuration that they can describe."""
+    """Returns the decoder with each part's configuration replaced by short fields if these can describe it."""
     for part in Parts._fields:
         given = getattr(config, part)
         short = {name: getattr(given, field, None) for name, (owner, field) in SHORT_FIELDS.items() if owner == part}
         if given is not None and None not in short.values():
             changes: dict[str, Any] = {part: None, **short}
             shortened = replace(config, **changes)
-            if shortened.parts == config.parts:  # not where the part is of another class, or has fields of its own
+            if shortened.parts == config.parts:  # except for parts of another class or with fields of their own
                 config = shortened
     return config
 
@@ -181,7 +181,7 @@ def _options(wanted: Any) -> tuple[Any, ...]:
 
 
 def _has_type(value: Any, wanted: Any) -> bool:
-    """Returns whether a value has one of the types that are wanted; what else than plain values there is, is built."""
+    """Returns whether a value has one of the expected types; only plain values are checked, other types are built."""
     options = _options(wanted)
     return not set(options) <= set(_PLAIN_TYPES) or type(value) in (*options, *((int,) if float in options else ()))
 

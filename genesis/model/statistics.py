@@ -1,4 +1,4 @@
-"""Sums of what the parts report: over the micro-batches of a window, and as plain numbers that ranks can add up."""
+"""Sums the parts' statistics over the micro-batches of a window, and as plain numbers that ranks can add up."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -9,25 +9,25 @@ from torch import Tensor
 from genesis.model.part import Statistics
 
 LOSS_SUM: Final = "loss_sum"
-"""The last word of the name of an auxiliary loss."""
+"""The last component of the name of an auxiliary loss."""
 
 
 def add_auxiliary_losses(loss_sum: Tensor, statistics: Mapping[str, Statistics]) -> Tensor:
-    """Returns what a step minimises: the summed loss and what the parts add to it; without such parts, the same tensor.
+    """Returns the loss that a step minimises: the summed loss plus auxiliary losses; without these, the same tensor.
 
     Args:
         loss_sum: Nats, a sum over the tokens of one forward.
-        statistics: Of that forward.
+        statistics: The statistics of that forward.
     """
     return sum((part.loss_sum for part in statistics.values() if part.loss_sum is not None), start=loss_sum)
 
 
 def add_statistics(sums: dict[str, Tensor], statistics: Mapping[str, Statistics]) -> None:
-    """Adds what one forward reported to `sums`, float64 tensors by the names of part and figure. Does not wait.
+    """Adds one forward's statistics to `sums`, float64 tensors by the names of part and figure. Does not wait.
 
     Args:
-        sums: Of the forwards before, changed in place.
-        statistics: By the canonical names of parts, as the decoder gives them.
+        sums: The sums of the previous forwards, changed in place.
+        statistics: The statistics by the canonical names of parts, as the decoder returns them.
     """
     for part, reported in statistics.items():
         auxiliary = {} if reported.loss_sum is None else {LOSS_SUM: reported.loss_sum}

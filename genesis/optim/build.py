@@ -20,16 +20,16 @@ class OptimizerOptions:
         lr: AdamW's learning rate.
         betas: Decay of AdamW's first and second moment.
         eps: Added to the root of AdamW's second moment.
-        weight_decay: AdamW's, of matrices; vectors (norms, biases) are never decayed.
+        weight_decay: AdamW's weight decay of matrices; vectors (norms, biases) are never decayed.
         decayed: Whether the embedding table decays with the matrices.
         muon_lr: Muon's learning rate.
         muon_momentum: Muon's momentum (Nesterov's).
-        muon_weight_decay: Muon's.
-        muon_lr_scaling: By what `muon_lr` is multiplied for a shape: `original`, or `match_rms_adamw`, under which
-            AdamW's learning rates serve.
+        muon_weight_decay: Muon's weight decay.
+        muon_lr_scaling: The factor of `muon_lr` for a matrix shape: `original`, or `match_rms_adamw`, under which
+            AdamW's learning rates can be used.
 
     Raises:
-        UserError: A value that no run can use.
+        UserError: A value is out of its range.
     """
 
     name: Literal["adamw", "muon"] = "adamw"
@@ -65,8 +65,8 @@ class GroupedModule(Protocol):
 def build_optimizer(model: GroupedModule, options: OptimizerOptions) -> GroupedOptimizer:
     """Builds the optimizer of a model's trainable parameters, in the groups that its parts name.
 
-    The four usual groups come first, in an order that checkpoints know: `matrices`, which alone may be Muon's, `head`
-    (the output weight where it is not the embedding table), `embeddings` and `vectors`. Groups of a part's own follow.
+    The four usual groups come first, in the order of checkpoints: `matrices`, the only group for Muon, `head`
+    (the output weight if it is not the embedding table), `embeddings` and `vectors`. Additional groups of parts follow.
 
     Raises:
         UserError: Muon is chosen, and a part has matrices that are not two-dimensional.

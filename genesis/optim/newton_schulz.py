@@ -11,23 +11,23 @@ from jaxtyping import BFloat16, Shaped
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-# Torch's own Muon has these; a quintic whose slope at zero is as steep as convergence allows.
+# The coefficients of torch's own Muon: a quintic whose slope at zero is as steep as convergence allows.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
 NUM_STEPS = 5
 
-# As torch's Muon has it. Also on CPUs: those with avx512_bf16 or AMX take a quarter of float32's time.
+# The dtype of torch's Muon. Also on CPUs: those with avx512_bf16 or AMX take a quarter of float32's time.
 _DTYPE = torch.bfloat16
 
 BATCH_BYTES = 256 * 2**20
-"""Of the matrices that a rank multiplies at once; the products take several times as much."""
+"""Bytes of the matrices that a rank multiplies at once; the products take several times as much memory."""
 
 
 def orthogonalize(matrices: Sequence[Tensor], replicas: dist.ProcessGroup | None = None) -> list[Tensor]:
     """Returns for each matrix one with the same singular vectors and singular values near 1.
 
     Args:
-        matrices: Two-dimensional.
+        matrices: Two-dimensional matrices.
         replicas: Ranks that hold the same matrices, of which each computes a share; it communicates.
 
     References:
@@ -42,12 +42,12 @@ def orthogonalize(matrices: Sequence[Tensor], replicas: dist.ProcessGroup | None
 
 
 def count_ranks(group: dist.ProcessGroup | None) -> int:
-    """Returns how many ranks share the work: 1 without a group."""
+    """Returns the number of ranks that share the work: 1 without a group."""
     return 1 if group is None else dist.get_world_size(group)
 
 
 def count_flops(shape: Sequence[int]) -> int:
-    """Returns the floating-point operations that one matrix takes. Pure."""
+    """Returns the number of floating-point operations for one matrix. Pure."""
     small, large = min(shape), max(shape)
     # A step has two products with the matrix itself and one of its Gram matrix with itself.
     return NUM_STEPS * (4 * small * small * large + 2 * small**3)
@@ -57,8 +57,8 @@ class Batch(NamedTuple):
     """Matrices of one shape that are multiplied together.
 
     Args:
-        members: Their numbers.
-        owners: For each the rank that computes it; no rank has two more than another.
+        members: The numbers of the matrices.
+        owners: The rank that computes each matrix; the ranks' counts differ by at most one.
     """
 
     members: list[int]
@@ -66,9 +66,9 @@ class Batch(NamedTuple):
 
 
 def plan_batches(shapes: Sequence[Sequence[int]], num_ranks: int = 1) -> list[Batch]:
-    """Returns the batches: of one shape (turned to be wide), and of limited size on each rank. Pure.
+    """Returns batches of matrices of one shape (transposed to be wide), with limited size on each rank. Pure.
 
-    What is left over of a shape goes to the ranks that have the least to compute so far.
+    The remaining matrices of a shape go to the ranks that have the least to compute so far.
 
     Args:
         shapes: Rows and columns of each matrix.
@@ -79,7 +79,7 @@ def plan_batches(shapes: Sequence[Sequence[int]], num_ranks: int = 1) -> list[Ba
         by_shape.setdefault((min(rows, columns), max(rows, columns)), []).append(index)
     batches = []
     load = [0] * num_ranks
-    # The most expensive first: the cheap ones then even out what the expensive ones left uneven.
+    # The most expensive shapes first, because cheap matrices then balance the load of the expensive ones.
     for (rows, columns), indices in sorted(by_shape.items(), key=lambda item: (-count_flops(item[0]), item[0])):
         size = num_ranks * max(1, BATCH_BYTES // max(1, rows * columns * _DTYPE.itemsize))
         for start in range(0, len(indices), size):
@@ -95,13 +95,13 @@ def plan_batches(shapes: Sequence[Sequence[int]], num_ranks: int = 1) -> list[Ba
 def orthogonalize_batch(
     read: Callable[[int], Tensor], owners: Sequence[int], replicas: dist.ProcessGroup | None = None
 ) -> list[Tensor]:
-    """Returns the orthogonalised matrices of one batch of `plan_batches`, turned to be wide, in bfloat16.
+    """Returns the orthogonalised matrices of one batch of `plan_batches`, transposed to be wide, in bfloat16.
 
     With a group, each rank computes its share of them and receives the other results: the same bits on every rank,
-    whatever the GPUs, and no rank repeats the work of another. Every rank of the group calls it, and it communicates.
+    even with different GPUs, and no rank repeats another's work. Every rank of the group calls it; it communicates.
 
     Args:
-        read: Returns a matrix of the batch by its number; of a shared batch only this rank's own are read, or one.
+        read: Returns a matrix of the batch by its number; in a shared batch only this rank's matrices are read, or one.
         owners: The rank of each matrix within the group.
         replicas: Ranks that hold the same matrices.
     """
@@ -111,7 +111,7 @@ def orthogonalize_batch(
     if replicas is None:
         return results
     num_ranks = dist.get_world_size(replicas)
-    # all_gather needs equal sizes, so ranks with fewer matrices append zeros, which nobody reads.
+    # all_gather needs equal sizes, so ranks with fewer matrices append zeros, which no rank reads.
     like = own[0] if own else torch.zeros_like(_to_wide(read(0)), dtype=_DTYPE)
     per_rank = max(owners.count(other) for other in range(num_ranks))
     given = torch.stack([*results, *(torch.zeros_like(like) for _ in range(per_rank - len(results)))])
@@ -126,7 +126,7 @@ def orthogonalize_batch(
 
 
 def turn_back(direction: Tensor, shape: Sequence[int]) -> Tensor:
-    """Returns a matrix of a batch, turned as the one of `shape` that it was made of."""
+    """Returns a matrix of a batch in its original orientation, that of `shape`."""
     return direction if direction.shape == shape else direction.mT
 
 
@@ -148,16 +148,16 @@ def orthogonalize_sharded(updates: Sequence[Tensor], parameters: Sequence[DTenso
     """Returns this rank's rows of the orthogonalised matrices whose rows are spread over ranks.
 
     Each matrix has one owner, which gathers it, iterates and sends the rows back: two all-to-alls for all matrices
-    together, and no rank repeats another's work. Where the shards are replicated (hybrid), the replicas of an owner
+    together, and no rank repeats another's work. If the shards are replicated (hybrid), the replicas of an owner
     share its matrices and exchange the results. Every rank of the mesh calls it with the same parameters in the same
     order.
 
     Args:
         updates: This rank's rows of each matrix.
-        parameters: Where they belong; they say how rows are spread.
+        parameters: The parameters of the updates; their placements define how rows are sharded.
 
     Raises:
-        ValueError: A matrix is sharded by other than its rows.
+        ValueError: A matrix is sharded along a dimension other than its rows.
     """
     group, replicas, device = _find_groups(parameters)
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -209,7 +209,7 @@ def _find_groups(parameters: Sequence[DTensor]) -> tuple[dist.ProcessGroup, dist
 
 def _plan_owners(shapes: Sequence[tuple[int, ...]], world_size: int) -> list[list[int]]:
     """Returns the matrices of each rank: the most expensive first, each to the rank with the least to compute. Pure."""
-    # Numbers break ties: every rank must come to the same owners, since they are never exchanged.
+    # Numbers break ties: every rank must compute the same owners, since ranks never exchange them.
     owned: list[list[int]] = [[] for _ in range(world_size)]
     load = [(0, rank) for rank in range(world_size)]  # a heap
     for index in sorted(range(len(shapes)), key=lambda i: (-count_flops(shapes[i]), i)):
@@ -233,7 +233,7 @@ def _rows_of(matrix: Tensor, rank: int, world_size: int) -> Tensor:
 def _concatenate(tensors: Sequence[Tensor], device: str) -> BFloat16[Tensor, " n"]:
     if not tensors:
         return torch.empty(0, dtype=_DTYPE, device=device)
-    # At once, because each copy from offloaded tensors waits for the device.
+    # In one copy, because each copy from offloaded tensors waits for the device.
     return torch.cat([tensor.to(dtype=_DTYPE).reshape(-1) for tensor in tensors]).to(device)
 
 

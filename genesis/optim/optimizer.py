@@ -23,7 +23,7 @@ from genesis.optim.newton_schulz import (
     turn_back,
 )
 
-# The keys of torch's own groups, so that a state can move between ours and theirs.
+# The keys of torch's own groups, so that a state can be moved between this optimizer and torch's.
 _GROUP_DEFAULTS: dict[str, dict[str, Any]] = {
     "adamw": {
         "lr": 1e-3,
@@ -50,7 +50,7 @@ _GROUP_DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 
-# Options of torch's optimizers that this one does not have.
+# Options of torch's optimizers that this optimizer does not support.
 _FIXED = {
     "amsgrad",
     "maximize",
@@ -70,10 +70,10 @@ class GroupedOptimizer(Optimizer):
     unscaling and skipping to the gradient scaler.
 
     Args:
-        params: Groups.
+        params: The groups of parameters.
 
     Attributes:
-        found_inf: Where this is 1, the next step changes nothing: a number on the device, or None. For fused AdamW.
+        found_inf: A number on the device; if it is 1, the next step changes nothing. None to step. Fused AdamW only.
 
     Raises:
         ValueError: A group's algorithm is unknown, or it sets an option that only torch's own optimizers have.
@@ -98,7 +98,7 @@ class GroupedOptimizer(Optimizer):
         self.found_inf: Tensor | None = None
 
     def share_matrices(self, replicas: dist.ProcessGroup) -> None:
-        """Makes Muon compute each whole matrix on one rank alone, which gives the result to the others.
+        """Makes Muon compute each whole matrix on only one rank, which sends the result to the others.
 
         Args:
             replicas: Ranks that hold the same parameters and gradients and step together.
@@ -130,12 +130,12 @@ class GroupedOptimizer(Optimizer):
         assert self.found_inf is None or group["fused"], "only the fused kernel skips"
         states = [self.state[parameter] for parameter in parameters]
         for parameter, state in zip(parameters, states, strict=True):
-            # Like the parameter, and so a DTensor where it is one: checkpoints find the shard's place in it.
+            # Like the parameter, so a DTensor if the parameter is one: checkpoints read the shard's position from it.
             if not state:
                 state["step"] = torch.zeros((), device=parameter.device if group["fused"] else "cpu")
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
-        # It works element by element, so each rank's shard is enough.
+        # AdamW works element by element, so each rank only needs its shard.
         adamw(
             [_local(parameter) for parameter in parameters],
             [_local_gradient(parameter) for parameter in parameters],
@@ -163,7 +163,7 @@ class GroupedOptimizer(Optimizer):
         gradients = [_local_gradient(parameter) for parameter in parameters]
         buffers = [_local(self.state[parameter]["momentum_buffer"]) for parameter in parameters]
         torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
-        # Decoupled decay: it scales the parameter alone and never enters the momentum.
+        # Decoupled decay scales only the parameter and never enters the momentum.
         torch._foreach_mul_([_local(parameter) for parameter in parameters], 1 - group["lr"] * group["weight_decay"])
 
         def update_of(i: int) -> Tensor:
@@ -175,7 +175,7 @@ class GroupedOptimizer(Optimizer):
 
         sharded = {i: parameter for i, parameter in enumerate(parameters) if isinstance(parameter, DTensor)}
         whole = [i for i in range(len(parameters)) if i not in sharded]
-        # Each batch is applied before the next is made, and its updates exist no longer: a model's would not fit.
+        # Each batch is applied and freed before the next one: the updates of a whole model would not fit into memory.
         for batch in plan_batches([parameters[i].shape for i in whole], count_ranks(self._replicas)):
             members = [whole[number] for number in batch.members]
             directions = orthogonalize_batch(partial(_read, update_of, members), batch.owners, self._replicas)
@@ -192,10 +192,10 @@ def _read(update_of: Callable[[int], Tensor], members: Sequence[int], number: in
 
 
 def lr_ratio(shape: torch.Size, adjust_lr_fn: str | None) -> float:
-    """Returns by what Muon's learning rate is multiplied for a matrix of a shape.
+    """Returns the factor of Muon's learning rate for a matrix of a shape.
 
     `original` (and None) is Jordan's sqrt(max(1, rows / columns)). `match_rms_adamw` gives updates the size of AdamW's,
-    so that its learning rate and weight decay serve (Liu et al., Muon is Scalable for LLM Training, 2025, section 2.2).
+    so that its learning rate and weight decay fit (Liu et al., Muon is Scalable for LLM Training, 2025, section 2.2).
     """
     rows, columns = shape
     return (

@@ -1,4 +1,4 @@
-"""How parameters live on the ranks and how gradients meet: Lightning strategies.
+"""Lightning strategies: the placement of parameters on ranks, and the reduction of gradients.
 
 Importing this package makes the names `replicated` and `sharded` known to `Trainer(strategy=...)`.
 """

@@ -1,4 +1,4 @@
-"""How many ranks each kind of parallelism takes, and which ranks belong together: arithmetic, no process group.
+"""The number of ranks for each kind of parallelism, and the groups of ranks: arithmetic without process groups.
 
     pp             stages of a pipeline
     dp_replicate   copies of the parameters that read different data
@@ -29,15 +29,15 @@ class Degrees:
     """The size of each axis.
 
     Args:
-        dp_replicate: See the module's text, as for all of them.
-        dp_shard: -1 stands for the ranks that the other axes leave.
-        cp: Context.
-        tp: Tensor.
-        ep: Experts.
-        pp: Pipeline.
+        dp_replicate: Copies of the parameters; the module's docstring describes every axis.
+        dp_shard: Ranks that share one copy; -1 for all ranks that remain after the other axes.
+        cp: Ranks of context parallelism.
+        tp: Ranks of tensor parallelism.
+        ep: Ranks of expert parallelism.
+        pp: Stages of the pipeline.
 
     Raises:
-        UserError: One of them is not a number of ranks.
+        UserError: A degree is not a number of ranks.
     """
 
     dp_replicate: int = 1
@@ -57,7 +57,7 @@ class Degrees:
         """Returns these degrees for `world_size` ranks, with `dp_shard` filled in.
 
         Raises:
-            UserError: They do not make up `world_size` ranks, or `ep` does not divide the ranks it is taken from.
+            UserError: The product is not `world_size`, or `ep` does not divide `dp_shard * cp * tp`.
         """
         others = {name: getattr(self, name) for name in ("pp", "dp_replicate", "cp", "tp")}
         num_others = prod(others.values())
@@ -85,7 +85,7 @@ class Degrees:
         """Refuses degrees that training does not support yet.
 
         Raises:
-            UserError: A degree that is not one of data parallelism is not 1.
+            UserError: A degree other than those of data parallelism is not 1.
         """
         for name, kind in _NOT_THERE_YET.items():
             value = getattr(self, name)
@@ -94,13 +94,13 @@ class Degrees:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all. Of resolved degrees."""
+        """The total number of ranks; the degrees must be resolved."""
         assert self.dp_shard != _REST
         return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
 
     @property
     def data_world_size(self) -> int:
-        """Ranks that read different data. Of resolved degrees."""
+        """The number of ranks that read different data; the degrees must be resolved."""
         assert self.dp_shard != _REST
         return self.dp_replicate * self.dp_shard
 
@@ -118,15 +118,15 @@ class Degrees:
         return {"pp": self.pp, "dp_replicate": self.dp_replicate, "efsdp": num_lenders // self.ep, "ep": self.ep}
 
     def data_rank(self, rank: int) -> int:
-        """Returns which share of the data a rank reads."""
+        """Returns the index of the share of the data that a rank reads."""
         return place_on(self.data_axes(), rank)["dp"]
 
     def token_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Returns the ranks in groups each of which reads every row of a global batch once, in parts."""
+        """Returns groups of ranks; the ranks of each group together read every row of a global batch once."""
         return groups_along(self.data_axes(), ("dp", "cp"))
 
     def stage_ranks(self, rank: int) -> tuple[int, ...]:
-        """Returns the ranks that hold the same pipeline stage as `rank`: all, without a pipeline."""
+        """Returns the ranks that hold the same pipeline stage as `rank`; without a pipeline, all ranks."""
         size = self.world_size // self.pp
         first = rank // size * size
         return tuple(range(first, first + size))
@@ -137,7 +137,7 @@ class Degrees:
 
 
 def place_on(axes: Mapping[str, int], rank: int) -> dict[str, int]:
-    """Returns a rank's place on each axis; the last axis varies fastest.
+    """Returns a rank's coordinate on each axis; the last axis varies fastest.
 
     >>> place_on({"dp": 2, "tp": 4}, 6)
     {'dp': 1, 'tp': 2}
@@ -147,7 +147,7 @@ def place_on(axes: Mapping[str, int], rank: int) -> dict[str, int]:
 
 
 def groups_along(axes: Mapping[str, int], names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Returns all ranks in groups whose members differ only in their places along `names`.
+    """Returns all ranks in groups whose members differ only in their coordinates along `names`.
 
     >>> groups_along({"dp": 2, "tp": 2}, ["dp"])
     ((0, 2), (1, 3))

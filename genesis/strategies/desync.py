@@ -1,13 +1,13 @@
-"""Names a forward that not all ranks enter, and ends the run, which would hang otherwise.
+"""Detects a forward that not all ranks enter, and ends the run, which would hang otherwise.
 
 Under sharding every forward gathers parameters from other ranks. A callback that samples text on rank 0 alone makes
-rank 0 gather from peers that have gone on: the collectives pair up wrongly or wait until the process group's timeout,
-without a name. So each rank counts the forwards of its sharded root and notes their kind (training or not, with
-gradients or not). A thread publishes the count in a store beside the process group. The first of the ranks compares:
+rank 0 gather from ranks that have moved on: the collectives pair up wrongly or wait until the process group's timeout,
+without naming a rank. So each rank counts the forwards of its sharded root and notes their kind (training or not, with
+gradients or not). A thread publishes the count in a store of its own. The first of the ranks compares the counts:
 two ranks whose forward of the same number is of another kind, or a rank that stays ahead for longer than allowed, end
 all ranks with the name of the rank and the line that called.
 
-How long a rank is ahead says nothing until every rank has ended its first windows: before that, one of them may be
+Being ahead is no sign of a desync until every rank has ended its first windows: before that, a rank may be
 compiling its blocks, opening its connections or reading data for the first time, which takes minutes.
 
 Does it communicate? Through a TCP store of its own, never through a process group; the training thread only increments.
@@ -37,7 +37,7 @@ EXIT_STATUS = 70
 
 _INTERVAL_SECONDS = 0.5
 _RANKS_PER_SECOND = 128
-"""How many ranks at most the store serves in a second, with two requests of each."""
+"""Upper bound for the ranks that the store serves in a second, with two requests from each."""
 _NUM_FIRST_WINDOWS = 2
 _NUM_KINDS_KEPT = 256
 _FOREIGN_PATHS = (f"{os.sep}torch{os.sep}", f"{os.sep}lightning{os.sep}", f"{os.sep}genesis{os.sep}model{os.sep}")
@@ -57,7 +57,7 @@ class ForwardLog:
     num_windows: int = _NUM_FIRST_WINDOWS
 
     def kind(self, number: int) -> str | None:
-        """Returns the kind of forward `number` (from 0), or None if it is not known yet or no longer."""
+        """Returns the kind of forward `number` (from 0); None if the log does not contain it yet or any more."""
         index = number - (self.num_forwards - len(self.kinds))
         return self.kinds[index] if 0 <= index < len(self.kinds) else None
 
@@ -67,7 +67,7 @@ def find_divergence(logs: Sequence[ForwardLog]) -> tuple[int, int, str] | None:
 
     The named rank is the one in the minority; of two ranks, the one that is not training, since all ranks should train.
     """
-    # Only forwards whose kind every rank still has: each log keeps a bounded number of them.
+    # Only forwards whose kind is still in every rank's log, since each log keeps a bounded number of forwards.
     first = max(log.num_forwards - len(log.kinds) for log in logs)
     for number in range(first, min(log.num_forwards for log in logs)):
         kinds = {log.rank: log.kind(number) for log in logs}
@@ -94,7 +94,7 @@ _KIND_NAMES = {"t": "training", "e": "without gradients", "g": "in eval mode wit
 
 
 def interval_seconds(num_ranks: int) -> float:
-    """Returns how often each of `num_ranks` ranks asks the store. Pure."""
+    """Returns the interval between two requests of each of `num_ranks` ranks to the store. Pure."""
     return max(_INTERVAL_SECONDS, num_ranks / _RANKS_PER_SECOND)
 
 
@@ -105,13 +105,13 @@ class LogStore(Protocol):
         """Sets the value of a key."""
 
     def check(self, keys: list[str], /) -> bool:
-        """Returns whether all keys are there."""
+        """Returns whether all keys exist."""
 
     def get(self, key: str, /) -> bytes:
         """Returns the value of a key."""
 
     def multi_get(self, keys: list[str], /) -> list[bytes]:
-        """Returns the values of keys, by one request."""
+        """Returns the values of several keys in one request."""
 
 
 class LogExchange:
@@ -120,7 +120,7 @@ class LogExchange:
     Args:
         store: Serves all ranks.
         rank: This rank.
-        ranks: The ranks that run the same forwards, including this one. The first of them reads and judges.
+        ranks: The ranks that run the same forwards, including this one. The first of them compares the logs.
     """
 
     def __init__(self, store: LogStore, rank: int, ranks: Sequence[int]) -> None:
@@ -131,7 +131,7 @@ class LogExchange:
 
     @property
     def is_judge(self) -> bool:
-        """Whether this rank reads the logs of all."""
+        """Whether this rank reads the logs of all ranks."""
         return self._rank == self._ranks[0]
 
     def publish(self, log: ForwardLog) -> None:
@@ -139,8 +139,8 @@ class LogExchange:
         self._store.set(f"log/{self._rank}", f"{log.num_forwards} {log.num_windows} {log.kinds}")
 
     def read_logs(self) -> list[ForwardLog]:
-        """Returns the logs of all ranks, or none as long as a rank has not published its first."""
-        # Reading a key that is not there would wait for it, and after the store's timeout end the watch.
+        """Returns the logs of all ranks; empty as long as a rank has not published a log."""
+        # Reading a missing key would wait for it, and would end the watch after the store's timeout.
         self._is_complete = self._is_complete or self._store.check(self._keys)
         if not self._is_complete:
             return []
@@ -187,7 +187,7 @@ class DesyncWatchdog:
         self._exchange = LogExchange(self._meet(), self._rank, ranks)
 
     def _meet(self) -> TCPStore:
-        """Opens a store on a port that the system picks, and sends its address to the others. All ranks call it."""
+        """Opens a store on a port that the system picks, and sends its address to all ranks. Every rank calls it."""
         # A store of its own and not the process group's: a thread that reads from that one could block the store's
         # single connection while the training thread needs it for a new group.
         timeout = timedelta(seconds=30)
@@ -217,7 +217,7 @@ class DesyncWatchdog:
 
     def _count(self, module: nn.Module, _: Any) -> None:
         kind = ("t" if module.training else "g") if torch.is_grad_enabled() else "e"
-        # Both change together, or the thread would take the newest kind for that of the forward before.
+        # Count and kind change together: otherwise the thread could read the newest kind with the previous count.
         with self._lock:
             self._kinds.append(kind)
             self._num_forwards += 1
@@ -230,13 +230,13 @@ class DesyncWatchdog:
                 self._exchange.publish(own)
                 verdict = self._judge() if self._exchange.is_judge else self._exchange.read_verdict()
             except (RuntimeError, ValueError, dist.DistStoreError):
-                # Rank 0, which serves the store, is gone, and has printed the reason itself.
+                # Rank 0, which serves the store, has ended and has printed the reason itself.
                 return
             if verdict is not None:
                 self._end(verdict)
 
     def _judge(self) -> str | None:
-        """Returns what is wrong with the forwards of the ranks, after sending it to the others, or None."""
+        """Returns the desync between the ranks' forwards, after sending it to the others; None if there is none."""
         logs = self._exchange.read_logs()
         if not logs:
             return None
@@ -256,7 +256,7 @@ class DesyncWatchdog:
         return verdict
 
     def _end(self, verdict: str) -> None:
-        """Ends this process with the reason; the others read the same verdict."""
+        """Ends this process with the reason; the other ranks read the same verdict."""
         frame = sys._current_frames().get(self._main_thread)
         stack = [] if frame is None else traceback.extract_stack(frame)
         ours = [line for line in stack if not any(path in line.filename for path in _FOREIGN_PATHS)]
@@ -267,7 +267,7 @@ class DesyncWatchdog:
         )
         sys.stderr.flush()
         if self._rank == 0:
-            # Rank 0 serves the store: the others must read the verdict first.
+            # Rank 0 serves the store, so the other ranks must read the verdict first.
             time.sleep(4 * self._interval_seconds)
         # Not sys.exit, which ends this thread alone: the main thread hangs in a collective.
         os._exit(EXIT_STATUS)

@@ -18,7 +18,7 @@ KeepGathered = Literal["auto"] | bool
 """`auto` keeps parameters gathered if the device's memory allows it."""
 
 _SPARE = 1.2
-"""Free memory in relation to the gathered bytes: an allocator's free memory is not in one piece."""
+"""Required free memory per gathered byte: more than 1, because an allocator's free memory is fragmented."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class DeviceMemory:
     """The memory of a device, in bytes.
 
     Args:
-        free: What the driver could still give to any process.
-        reserved: What this process's allocator holds, used or not.
-        allocated: What its tensors take now.
-        peak_allocated: What its tensors took at most.
+        free: The memory that the driver could still give to any process.
+        reserved: The memory that this process's allocator holds, used or not.
+        allocated: The memory of this process's tensors now.
+        peak_allocated: The largest memory of its tensors so far.
     """
 
     free: int
@@ -39,7 +39,7 @@ class DeviceMemory:
 
 
 def read_device_memory(device: torch.device) -> DeviceMemory | None:
-    """Returns the memory of `device`; None for the CPU, and where torch does not know it. Does not wait."""
+    """Returns the memory of `device`; None for the CPU and if torch has no figures. Does not wait for the device."""
     if device.type == "cpu":
         return None
     try:
@@ -55,23 +55,23 @@ def read_device_memory(device: torch.device) -> DeviceMemory | None:
 
 
 def has_room(before: DeviceMemory, after: DeviceMemory, gathered_bytes: int) -> bool:
-    """Returns whether gathered parameters fit beside what the next windows take. Pure.
+    """Returns whether gathered parameters fit into memory together with the next windows. Pure.
 
     Args:
-        before: When the first window began: the optimizer has no state yet, unless it was restored.
-        after: When the first window's optimizer step was made.
-        gathered_bytes: What the parameters of all units take.
+        before: The memory at the beginning of the first window, without optimizer state unless that was restored.
+        after: The memory after the first window's optimizer step.
+        gathered_bytes: The size of the parameters of all units.
     """
     next_peak_bytes = after.peak_allocated + max(0, after.allocated - before.allocated)
     return after.free + after.reserved - next_peak_bytes >= _SPARE * gathered_bytes
 
 
 class GatheringChoice:
-    """Decides once, after the first window, and alike on all ranks.
+    """Decides once, after the first window, and identically on all ranks, whether parameters stay gathered.
 
     Args:
         keep: The option.
-        device: Where parameters are gathered.
+        device: The device on which parameters are gathered.
     """
 
     def __init__(self, keep: KeepGathered, device: torch.device) -> None:
@@ -91,8 +91,8 @@ class GatheringChoice:
         """Decides after the first window. All ranks of `ranks` call it; it communicates once in a fit.
 
         Args:
-            decoder: Its parameters are sharded.
-            dtype: In which they are gathered; None for their own.
+            decoder: The decoder with sharded parameters.
+            dtype: The dtype in which parameters are gathered; None for their own dtype.
             ranks: All ranks that gather together.
         """
         if self._is_decided:
@@ -101,7 +101,7 @@ class GatheringChoice:
         gathered_bytes = sum(p.numel() * (dtype or p.dtype).itemsize for p in decoder.parameters())
         after = read_device_memory(self._device)
         is_possible = self._before is not None and after is not None and has_room(self._before, after, gathered_bytes)
-        # A rank that keeps its parameters takes no part in a gather, for which the others would wait.
+        # All ranks must agree: a rank that keeps its parameters skips the gather, and other ranks would wait for it.
         (num_without,) = ranks.sum((int(not is_possible),)).wait()
         self.is_kept = num_without == 0
         if self.is_kept:

@@ -25,16 +25,16 @@ from genesis_callbacks.host_group import HostGroup
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Where this rank stands among all ranks.
+    """The role of this rank among all ranks.
 
     Args:
-        degrees: How many ranks each kind of parallelism takes.
-        data_rank: Which share of each global batch this rank reads. Ranks of one share read the same rows and draw the
-            same dropout.
-        data_world_size: How many shares there are.
+        degrees: The number of ranks for each kind of parallelism.
+        data_rank: The index of the share of each global batch that this rank reads. Ranks with the same index read the
+            same rows and use the same dropout masks.
+        data_world_size: The number of shares.
         stage_ranks: The ranks that hold the same part of the model's layers, each a shard or a copy, and run the same
             forwards: all, without a pipeline.
-        token_group: Sums figures of this rank's rows over ranks that together read every row once.
+        token_group: Sums figures of this rank's rows over the ranks that together read every row once.
         token_process_group: The same ranks, for tensors on the device; None for all ranks.
         gradient_divisor: The divisor that the gradients' reduction applies to their sum over ranks: 1 for a plain sum.
     """
@@ -58,7 +58,7 @@ def lay_out(
     """Returns the layout of one rank. Does not communicate.
 
     Args:
-        degrees: Resolved.
+        degrees: The resolved degrees.
         rank: The global rank.
         gradient_divisor: See `ParallelLayout`.
         token_process_group: See `ParallelLayout`.
@@ -75,15 +75,15 @@ def lay_out(
 
 
 class LayoutStrategy(Protocol):
-    """A Lightning strategy, as training sees it."""
+    """The interface of a Lightning strategy for the training step."""
 
     @property
     def layout(self) -> ParallelLayout:
-        """Where this rank stands."""
+        """The role of this rank among all ranks."""
 
     @property
     def parameter_device(self) -> torch.device:
-        """Where parameters live between steps."""
+        """The device that holds the parameters between steps."""
 
     def apply_to(self, decoder: Decoder) -> None:
         """Cuts, wraps and shards a freshly built decoder on the meta device, in place."""
@@ -95,21 +95,21 @@ class LayoutStrategy(Protocol):
         """Runs forwards and backwards of one window; gradients are reduced once the returned loss has run backward."""
 
     def sum_losses(self, decoder: Decoder, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Returns the summed loss of micro-batches of validation."""
+        """Returns the summed loss of validation micro-batches."""
 
 
 def layout_strategy(strategy: Strategy) -> LayoutStrategy:
-    """Returns a Trainer's strategy as training sees it: itself, or an adapter for one of Lightning's own strategies."""
+    """Returns a `LayoutStrategy` for a Trainer's strategy: the strategy itself, or an adapter for Lightning's."""
     if hasattr(type(strategy), "layout"):  # on the class, because reading the instance's property computes it
         return cast("LayoutStrategy", strategy)
     return LightningStrategy(strategy)
 
 
 class LightningStrategy:
-    """Answers for a strategy that knows nothing of layouts: Lightning's for one device, and DDP.
+    """Adapts a strategy without a layout to `LayoutStrategy`: Lightning's for one device, and DDP.
 
     Args:
-        strategy: The Trainer's.
+        strategy: The Trainer's strategy.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -117,7 +117,7 @@ class LightningStrategy:
 
     @property
     def layout(self) -> ParallelLayout:
-        """Where this rank stands: every rank reads different data, and DDP averages gradients over all."""
+        """The role of this rank: every rank reads different data, and DDP averages gradients over all ranks."""
         strategy, rank, world_size = self._strategy, 0, 1
         if isinstance(strategy, ParallelStrategy):
             sampler = strategy.distributed_sampler_kwargs
@@ -126,11 +126,11 @@ class LightningStrategy:
 
     @property
     def parameter_device(self) -> torch.device:
-        """Where parameters live between steps."""
+        """The device that holds the parameters between steps."""
         return self._strategy.root_device
 
     def apply_to(self, decoder: Decoder) -> None:
-        """Leaves the decoder as it is.
+        """Returns without changing the decoder.
 
         Raises:
             UserError: The strategy has several ranks and is not DDP, so that its reduction of gradients may not be the
@@ -151,5 +151,5 @@ class LightningStrategy:
         return train_in_turn(decoder, micro_batches, scale, head=self.head, backward=self._strategy.backward)
 
     def sum_losses(self, decoder: Decoder, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Returns the summed loss of micro-batches of validation."""
+        """Returns the summed loss of validation micro-batches."""
         return sum_in_turn(decoder, micro_batches, head=self.head)

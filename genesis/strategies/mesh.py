@@ -2,7 +2,7 @@
 
 All views come from one 1-D mesh, so that torch can combine them in one tensor (a parameter that tensor parallelism and
 FSDP2 both shard). Making a view makes process groups, which is a collective: every rank asks for the same views in the
-same order. An unused view costs nothing.
+same order. Unused views cost nothing.
 """
 
 from functools import cached_property
@@ -13,14 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from genesis.strategies.degrees import Degrees
 
 _ALWAYS_REAL: Final = ("dp", "fsdp", "efsdp")
-"""Axes over which torch communicates even where they have one rank."""
+"""Axes over which torch communicates even if they have only one rank."""
 
 
 class WorldMesh:
-    """The mesh of all ranks, cut by degrees. Every rank makes one; it communicates.
+    """The mesh of all ranks, divided by degrees. Every rank creates one; creating it communicates.
 
     Args:
-        degrees: Resolved for the world at hand.
+        degrees: The degrees, resolved for the number of ranks.
         device_type: `cpu` or `cuda`.
     """
 
@@ -56,6 +56,6 @@ class WorldMesh:
         return self.data["dp"] if self._degrees.cp == 1 else self.data["dp", "cp"]._flatten("tokens")
 
     def _view(self, axes: dict[str, int]) -> DeviceMesh:
-        # An axis of one rank needs no process group: torch's fake backend stands in for it.
+        # An axis of one rank needs no process group: torch's fake backend replaces it.
         alone = {name: "fake" for name, size in axes.items() if size == 1 and name not in _ALWAYS_REAL}
         return self._world._unflatten(0, tuple(axes.values()), tuple(axes), backend_override=alone)  # type: ignore[arg-type]

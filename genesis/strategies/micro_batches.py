@@ -15,16 +15,16 @@ from genesis.model.statistics import add_auxiliary_losses, add_statistics
 from genesis.strategies.wrap import set_gradient_sync
 
 Head = Callable[[Tensor, Tensor], Tensor]
-"""From final hidden states and output weight to the summed loss."""
+"""A function of the final hidden states and the output weight that returns the summed loss."""
 
 
 class WindowLoss(NamedTuple):
-    """What a window's micro-batches came to on this rank.
+    """The results of a window's micro-batches on this rank.
 
     Args:
         to_backward: The scaled loss whose backward Lightning still has to run.
-        loss_sum: Nats over this rank's valid tokens, without a graph and without what the parts add.
-        part_sums: What the parts of the model reported, summed over this rank's micro-batches
+        loss_sum: Nats over this rank's valid tokens, detached, without the auxiliary losses of parts.
+        part_sums: The statistics of the model's parts, summed over this rank's micro-batches
             (`genesis.model.statistics`).
     """
 
@@ -38,8 +38,8 @@ def sum_loss(decoder: Decoder, micro_batch: MicroBatch, head: Callable[[Tensor],
 
     Args:
         decoder: The model.
-        micro_batch: Its inputs and labels.
-        head: From labels to the head that computes their loss.
+        micro_batch: The inputs and labels.
+        head: A function that returns the loss-computing head for given labels.
     """
     labels = micro_batch.labels
     total: Tensor = decoder(
@@ -67,10 +67,10 @@ def train_in_turn(
         decoder: The model.
         micro_batches: This rank's micro-batches between two optimizer steps, at least one.
         scale: The factor of each loss before its backward.
-        head: From labels to the head that computes their loss.
-        backward: The strategy's, with Lightning's hooks around it.
+        head: A function that returns the loss-computing head for given labels.
+        backward: The strategy's backward, which includes Lightning's hooks.
         gradient_reduction: Whether sharded gradients are reduced in the last backward alone, or in every backward.
-        set_gathering: Called before each micro-batch with whether it is the last: says when parameters are freed.
+        set_gathering: Called before each micro-batch with whether it is the last; decides when parameters are freed.
     """
     # The sum stays on the device: reading it here would make the host wait for every micro-batch.
     loss_sum = torch.zeros((), dtype=torch.float32, device=micro_batches[0].labels.device)

@@ -29,18 +29,18 @@ from genesis.strategies.wrap import ActivationCheckpointing, apply_wrappers
 
 
 class Replicated(DDPStrategy):
-    """DDP over all ranks. One that is alone has no process group: it opens no port and wraps nothing.
+    """DDP over all ranks. A single rank has no process group: it opens no port and needs no DDP wrapper.
 
     Args:
         optimizer_states: `replicated`, or `sharded` (ZeRO-1): each rank keeps and updates the optimizer state of its
             part of the parameters, and broadcasts them after the step.
         activation_checkpointing: `none`, `block`, or n for every n-th block.
         compile_blocks: Whether each block is compiled by torch.compile.
-        process_group_backend: `gloo` or `nccl`; by default the one of the device.
-        timeout_seconds: How long a collective may wait.
+        process_group_backend: `gloo` or `nccl`; by default the device's own backend.
+        timeout_seconds: Time limit of a collective.
 
     Attributes:
-        start: What the ranks compare when they have met.
+        start: The record that the ranks compare after they have joined the process group.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Replicated(DDPStrategy):
             timeout=timedelta(seconds=timeout_seconds),
             # The bucket is the gradient: one copy of every gradient less.
             gradient_as_bucket_view=True,
-            # Otherwise DDP sorts gradients into other buckets after its first step. A bucket's place decides in which
+            # Otherwise DDP sorts gradients into other buckets after its first step. The buckets decide in which
             # order three or more ranks are added, so a resumed run would differ from one that was never killed.
             find_unused_parameters=True,
         )
@@ -70,7 +70,7 @@ class Replicated(DDPStrategy):
 
     @property
     def layout(self) -> ParallelLayout:
-        """Where this rank stands; to be asked once the ranks have met."""
+        """The role of this rank among all ranks; available once the ranks have joined the process group."""
         assert self._layout is not None, "setup_distributed makes the layout"
         return self._layout
 
@@ -81,17 +81,17 @@ class Replicated(DDPStrategy):
 
     @property
     def parallel_degrees(self) -> dict[str, int]:
-        """How many ranks each kind of parallelism takes, for the manifests of checkpoints."""
+        """The number of ranks for each kind of parallelism, for the manifests of checkpoints."""
         return self.layout.degrees.named()
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """This rank among those that read different data, as Lightning and its callbacks ask for it."""
+        """This rank's index among ranks with different data, in the form that Lightning and its callbacks need."""
         return {"num_replicas": self.layout.data_world_size, "rank": self.layout.data_rank}
 
     @property
     def parameter_device(self) -> torch.device:
-        """Where parameters live between steps."""
+        """The device that holds the parameters between steps."""
         return self.root_device
 
     def apply_to(self, decoder: Decoder) -> None:
@@ -107,7 +107,7 @@ class Replicated(DDPStrategy):
         return train_in_turn(decoder, micro_batches, scale, head=self.head, backward=self.backward)
 
     def sum_losses(self, decoder: Decoder, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Returns the summed loss of micro-batches of validation."""
+        """Returns the summed loss of validation micro-batches."""
         return sum_in_turn(decoder, micro_batches, head=self.head)
 
     # ---- Lightning's hooks
@@ -124,7 +124,7 @@ class Replicated(DDPStrategy):
     def setup_distributed(self) -> None:
         """Joins the process group and compares starts with the other ranks, unless this rank is alone."""
         if self.is_alone:
-            # The parts of the base's method that need no process group.
+            # The parts of the base's method that work without a process group.
             reset_seed()
             self.set_world_ranks()
         else:
@@ -142,7 +142,7 @@ class Replicated(DDPStrategy):
             super().setup(trainer)
 
     def teardown(self) -> None:
-        """Ends what the start began, and what the base did."""
+        """Stops the watch of this start, and tears down the base."""
         self.start.end()
         super().teardown()
 
@@ -163,7 +163,7 @@ class Replicated(DDPStrategy):
         if self.optimizer_states == "sharded":
             self.optimizers = [_spread(optimizer) for optimizer in self.optimizers]
             return
-        # All ranks hold the same gradients after DDP, so each can orthogonalise a share of Muon's matrices.
+        # After DDP all ranks hold the same gradients, so that each can orthogonalise a share of Muon's matrices.
         assert dist.group.WORLD is not None
         for optimizer in self.optimizers:
             if isinstance(optimizer, GroupedOptimizer):
@@ -173,7 +173,7 @@ class Replicated(DDPStrategy):
         """Returns the optimizer's state, for Lightning's own saves.
 
         Raises:
-            UserError: Under ZeRO-1: one rank's part would pass for the whole.
+            UserError: Under ZeRO-1, because one rank's part would be saved as the whole state.
         """
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             raise UserError(

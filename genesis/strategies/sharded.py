@@ -35,16 +35,16 @@ class Sharded(ModelParallelStrategy):
         shard: `full` frees a unit's parameters after its forward and gathers them again in backward; `grad_op` keeps
             them from forward to backward (reduced gradients and optimizer state are sharded all the same); `hybrid`
             shards as `full` within a group of `ranks_per_shard_group` ranks and replicates over the groups.
-        ranks_per_shard_group: For `hybrid`; by default the ranks of one node.
+        ranks_per_shard_group: Size of a group under `hybrid`; by default the ranks of one node.
         blocks_per_unit: Blocks whose parameters are gathered by one collective.
-        max_gathers_in_flight: Units gathered or being gathered at once; 1 prefetches nothing.
-        gather_dtype: In what parameters are gathered and computed; by default bfloat16 under `bf16-mixed`, else as
-            they are.
-        reduce_dtype: In what gradients are reduced.
-        gradient_reduction: After every window, or after every micro-batch. A window's gradients are added up before
-            they are reduced, so that from two micro-batches on every rank holds the gradients of the whole model in
-            `reduce_dtype` (4 bytes for each parameter), whatever is sharded. Reduced after every micro-batch they stay
-            sharded, for as many times the communication.
+        max_gathers_in_flight: Maximum number of units gathered or being gathered at once; 1 disables prefetching.
+        gather_dtype: The dtype in which parameters are gathered and computed; by default bfloat16 under `bf16-mixed`,
+            else the parameters' own.
+        reduce_dtype: The dtype in which gradients are reduced.
+        gradient_reduction: After every window, or after every micro-batch. After every window, gradients are added up
+            before the reduction, so that with two or more micro-batches every rank holds all gradients of the model in
+            `reduce_dtype` (4 bytes for each parameter), under any `shard`. After every micro-batch, gradients stay
+            sharded, and communication grows with the number of micro-batches.
         keep_gathered: Whether parameters stay gathered between the micro-batches of a window: `true`, `false`, or
             `auto`, which keeps them if after the first window the device's free memory exceeds what they take by 20%,
             on every rank, and never on CPUs. A window then gathers each unit once, and every rank holds the whole model
@@ -52,13 +52,13 @@ class Sharded(ModelParallelStrategy):
         cpu_offload: Whether parameters, gradients and optimizer state live in CPU memory between uses.
         activation_checkpointing: `none`, `block`, or n for every n-th block.
         compile_blocks: Whether each block is compiled by torch.compile.
-        desync_seconds: A rank that is alone in a forward for longer ends the run with its name; the first two windows
+        desync_seconds: If a rank is alone in a forward for longer, the run ends and names it; the first two windows
             of each rank, in which it compiles and connects, may take any time.
-        process_group_backend: `gloo` or `nccl`; by default the one of the device.
-        timeout_seconds: How long a collective may wait.
+        process_group_backend: `gloo` or `nccl`; by default the device's own backend.
+        timeout_seconds: Time limit of a collective.
 
     Attributes:
-        start: What the ranks compare when they have met.
+        start: The record that the ranks compare after they have joined the process group.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Sharded(ModelParallelStrategy):
 
     @property
     def layout(self) -> ParallelLayout:
-        """Where this rank stands; to be asked once the ranks have met."""
+        """The role of this rank among all ranks; available once the ranks have joined the process group."""
         assert self._layout is not None, "setup_environment makes the layout"
         return self._layout
 
@@ -122,17 +122,17 @@ class Sharded(ModelParallelStrategy):
 
     @property
     def parallel_degrees(self) -> dict[str, int]:
-        """How many ranks each kind of parallelism takes, for the manifests of checkpoints."""
+        """The number of ranks for each kind of parallelism, for the manifests of checkpoints."""
         return self.layout.degrees.named()
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """This rank among those that read different data, as Lightning and its callbacks ask for it."""
+        """This rank's index among ranks with different data, in the form that Lightning and its callbacks need."""
         return {"num_replicas": self.layout.data_world_size, "rank": self.layout.data_rank}
 
     @property
     def parameter_device(self) -> torch.device:
-        """Where parameters live between steps."""
+        """The device that holds the parameters between steps."""
         return torch.device("cpu") if self.cpu_offload else self.root_device
 
     def apply_to(self, decoder: Decoder) -> None:
@@ -156,7 +156,7 @@ class Sharded(ModelParallelStrategy):
 
     @property
     def computed_dtype(self) -> torch.dtype | None:
-        """The dtype in which parameters are gathered; None for their own."""
+        """The dtype in which parameters are gathered; None for their own dtype."""
         default = "bfloat16" if self.precision_plugin.precision == "bf16-mixed" else None
         gathered = self.gather_dtype or default
         return None if gathered is None else getattr(torch, gathered)
@@ -166,11 +166,11 @@ class Sharded(ModelParallelStrategy):
         return partial(sum_cross_entropy, labels=labels)
 
     def train_micro_batches(self, decoder: Decoder, micro_batches: Sequence[MicroBatch], scale: float) -> WindowLoss:
-        """Runs the micro-batches one after the other; gradients are reduced as `gradient_reduction` says."""
+        """Runs the micro-batches one after the other; `gradient_reduction` decides when gradients are reduced."""
         if self._gathering is None:
             self._gathering = GatheringChoice(self.keep_gathered, self.root_device)
         self._gathering.begin_window()
-        # A window of one micro-batch has nothing to keep parameters for.
+        # Keeping parameters gathered only helps if the window has a further micro-batch.
         is_kept = self._gathering.is_kept and len(micro_batches) > 1
         window = train_in_turn(
             decoder,
@@ -182,7 +182,7 @@ class Sharded(ModelParallelStrategy):
             set_gathering=partial(self._set_gathering, decoder) if is_kept else None,
         )
         if is_kept:
-            # All forwards are over; the last backward, which Lightning runs, still frees. A validation frees as ever.
+            # All forwards are done. The last backward, which Lightning runs, and validation free parameters.
             set_resharding(decoder, after_forward=self._frees_after_forward, after_backward=True)
         return window
 
@@ -194,7 +194,7 @@ class Sharded(ModelParallelStrategy):
         return self.shard != "grad_op"
 
     def sum_losses(self, decoder: Decoder, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Returns the summed loss of micro-batches of validation."""
+        """Returns the summed loss of validation micro-batches."""
         return sum_in_turn(decoder, micro_batches, head=self.head)
 
     # ---- Lightning's hooks
@@ -207,7 +207,7 @@ class Sharded(ModelParallelStrategy):
     def setup_environment(self) -> None:
         """Joins the ranks and makes the mesh.
 
-        Not as the base does, whose mesh has an axis for data and one for tensor parallelism and no others.
+        The base's method does not fit, because its mesh has only an axis for data and one for tensor parallelism.
         """
         degrees = self._plan_degrees()
         degrees.check_available()
@@ -218,19 +218,19 @@ class Sharded(ModelParallelStrategy):
         self._device_mesh = self.lightning_module._device_mesh = self._mesh.dense
 
     def _lay_out(self, degrees: Degrees, mesh: WorldMesh) -> ParallelLayout:
-        # Where all ranks together read every row once, they need no further process group.
+        # If all ranks together read every row once, they need no further process group.
         tokens = mesh.tokens.get_group() if len(degrees.token_groups()) > 1 else None
         return lay_out(degrees, self.global_rank, gradient_divisor=1, token_process_group=tokens)
 
     def _setup_distributed(self) -> None:
-        # Before the mesh, whose making is a collective: ranks of another start must not take part in one.
+        # Before the mesh is created, which is a collective: ranks of another start must not take part in one.
         self.start.begin()
         super()._setup_distributed()
         self.start.check(self.node_rank)
 
     def setup(self, trainer: "pl.Trainer") -> None:
         """Prepares training; starts the watchdog over forwards that one rank enters alone."""
-        # A parameter first gathered under inference mode is an inference tensor for ever: backward would fail on it.
+        # A parameter first gathered under inference mode stays an inference tensor, on which backward would fail.
         for loop in (
             trainer.fit_loop.epoch_loop.val_loop,
             trainer.validate_loop,
@@ -266,7 +266,7 @@ class Sharded(ModelParallelStrategy):
             self._watchdog.end_window()
 
     def teardown(self) -> None:
-        """Ends the watchdog, what the start began, and what the base did."""
+        """Stops the watchdog and the watch of this start, and tears down the base."""
         self.start.end()
         if self._watchdog is not None:
             self._watchdog.stop()
@@ -274,11 +274,11 @@ class Sharded(ModelParallelStrategy):
         super().teardown()
 
     def model_to_device(self) -> None:
-        """Moves what is not sharded; offloaded parameters stay in CPU memory."""
+        """Moves tensors that are not sharded; offloaded parameters stay in CPU memory."""
         if not self.cpu_offload:
             super().model_to_device()
             return
         assert self.model is not None
         for module in self.model.modules():
-            if isinstance(module, Metric):  # its sums are added to on the device
+            if isinstance(module, Metric):  # its sums are updated on the device
                 module.to(self.root_device)

@@ -1,11 +1,11 @@
-"""Checks that the ranks that meet were started together, and ends ranks that outlive their launcher.
+"""Checks that all ranks of a process group were started together, and ends ranks that outlive their launcher.
 
-On a fixed port, a rank that an earlier start left behind can be taken for a rank of this start: its checkpoints would
+On a fixed port, a rank left over from an earlier start can join the ranks of this start: its checkpoints would
 verify although its weights belong to another run. So right after the process group exists, all ranks compare their
 launchers and their recipes.
 
     launcher     the same on all ranks    the same on the ranks of a node
-    Lightning    -                        a number that local rank 0 draws, inherited by the ranks that it starts
+    Lightning    -                        a random number of local rank 0, inherited by the ranks that it starts
     torchrun     the run's id             the count of restarts, which each node's agent keeps for itself
     unknown      -                        -
 """
@@ -42,7 +42,7 @@ EXIT_STATUS = 70
 
 _ANSWER_SECONDS = 300.0
 _POLL_SECONDS = 1.0
-# The process group and the checkpoint callback's watch notice a lost rank earlier, and name it.
+# The process group and the checkpoint callback's watch detect a lost rank earlier, and name it.
 _ORPHAN_SECONDS = 60.0
 _FAILED_SECONDS = 30.0
 
@@ -51,7 +51,7 @@ class Launcher(_SubprocessScriptLauncher):
     """Lightning's launcher of further ranks, with another watch over them; each rank knows its launcher and its start.
 
     Lightning's own watch kills all ranks some seconds after one has ended, before they have named the lost one or
-    finished a save. Here they have time for both, and the rank that ended is named.
+    finished a save. This launcher gives them time for both, and names the rank that ended.
     """
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -188,7 +188,7 @@ class Start:
     """The start of this rank, from before it meets the others until its strategy ends.
 
     Attributes:
-        recipe: The resolved recipe, the same on all ranks; to be set before they meet.
+        recipe: The resolved recipe, the same on all ranks; set it before the ranks join the process group.
     """
 
     def __init__(self) -> None:
@@ -196,11 +196,11 @@ class Start:
         self._stopped: threading.Event | None = None
 
     def begin(self) -> None:
-        """Ties this rank to its launcher. Called before the ranks meet."""
+        """Makes this rank end with its launcher. Called before the ranks join the process group."""
         end_with_parent()
 
     def check(self, node: int) -> None:
-        """Compares this start with that of all ranks, which have just met. Communicates.
+        """Compares this start with those of all ranks, which have just joined the process group. Communicates.
 
         Raises:
             RunEndedError: See `check_same_start`.
@@ -208,7 +208,7 @@ class Start:
         if dist.get_world_size() > 1:
             check_same_start(read_start(node, self.recipe), self.recipe)
         if is_launched() and self._stopped is None:
-            # Until here a rank dies with its launcher at once, since it might wait in the rendezvous for ever. From
+            # Until here a rank ends immediately with its launcher, since it might wait forever in the rendezvous. From
             # here on other ranks notice the loss of rank 0 and name it, and at the run's end rank 0 may end first.
             self._stopped = threading.Event()
             watch = threading.Thread(

@@ -2,7 +2,7 @@
 
     1. activation checkpointing   innermost: recomputes what a block kept, with that block's gathered parameters
     2. compile                    sees block and checkpoint as one graph, and nothing of the communication
-    3. shard                      outermost: its hooks gather before, and free after, whatever is inside
+    3. shard                      outermost: its hooks gather parameters before the forward, and free them after it
 
 Checkpointing and compilation replace a block's `forward` and leave the module tree alone, so that parameter names,
 and with them checkpoints, are the same under every option.
@@ -40,7 +40,7 @@ class ShardOptions:
         blocks_per_unit: Blocks whose parameters are gathered by one collective.
         max_gathers_in_flight: Units that are gathered or being gathered at once: the one that computes and those
             prefetched.
-        precision: What is gathered, and in what gradients are reduced.
+        precision: The dtypes of gathered parameters and of reduced gradients.
         offload_to_cpu: Whether parameters, gradients and optimizer live in CPU memory between uses.
     """
 
@@ -80,8 +80,8 @@ def apply_wrappers(
 def _run_compiled(
     compiled: Callable[..., Any], x: Tensor, metadata: AttentionMetadata, *arguments: Any, **options: Any
 ) -> Any:
-    # Torch takes every size for fixed until it has changed once, and each number of documents for a size: marked, the
-    # first compilation already serves all of them. Where a kernel needs a fixed size after all, the mark is ignored.
+    # Torch treats every size as fixed until it changes, and the number of documents is a size. With the mark, the
+    # first compilation already serves all numbers. If a kernel needs a fixed size after all, torch ignores the mark.
     if metadata.offsets is not None:
         maybe_mark_dynamic(metadata.offsets, 0)
     return compiled(x, metadata, *arguments, **options)
@@ -111,7 +111,7 @@ def _apply_shard(decoder: Decoder, options: ShardOptions) -> None:
     units: list[list[nn.Module]] = [
         blocks[start : start + options.blocks_per_unit] for start in range(0, len(blocks), options.blocks_per_unit)
     ]
-    # Pinning needs an accelerator; without one the default policy fails.
+    # Pinned memory needs an accelerator; without one the default policy fails.
     offload = CPUOffloadPolicy(pin_memory=find_kind() != CPU) if options.offload_to_cpu else OffloadPolicy()
     # The units first and the root last: `fully_shard` on the root takes only the parameters that no unit has taken.
     for unit in units:
@@ -122,7 +122,7 @@ def _apply_shard(decoder: Decoder, options: ShardOptions) -> None:
             mp_policy=options.precision,
             offload_policy=offload,
         )
-    # The root (embedding, final norm, head) is used last in forward and first in backward: freeing it between is waste.
+    # The root (embedding, final norm, head) is last in forward and first in backward, so it is not freed in between.
     fully_shard(
         decoder, mesh=options.mesh, reshard_after_forward=False, mp_policy=options.precision, offload_policy=offload
     )
@@ -137,7 +137,7 @@ def _sum_gradients(decoder: Decoder) -> None:
     """
     for module in decoder.modules():
         if isinstance(module, FSDPModule):
-            # The factor alone would ask for a product before the sum, which gloo lacks.
+            # The factor alone would need a product before the sum, which gloo does not support.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
 
@@ -169,7 +169,7 @@ def set_resharding(decoder: Decoder, *, after_forward: bool, after_backward: boo
     root: nn.Module = decoder
     for child in root.modules():
         if isinstance(child, FSDPModule):
-            # The root is used last in forward and first in backward: between them it never frees.
+            # The root is last in forward and first in backward, so it is never freed between them.
             child.set_reshard_after_forward(after_forward and child is not root, recurse=False)
             child.set_reshard_after_backward(after_backward, recurse=False)
 
