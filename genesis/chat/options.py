@@ -22,8 +22,8 @@ class ChatOptions:
     Args:
         template: File of a Jinja chat template; by default the tokenizer's own, or the training template of its family.
         date: The date that a template prints which asks for today's, as 2026-01-31.
-        labels: The tokens to learn: the turns of the assistant, its last turn, or all tokens. A message with weight 0
-            is never learned.
+        labels: The tokens to learn: the turns of the assistant, its last turn, or all tokens. A turn of the
+            assistant with weight 0 is never learned.
         variables: Further variables of the template, as `enable_thinking: false`.
         max_tokens: Number of tokens above which a conversation is long; by default the seq_len of a packing if one is
             given, else no limit.

@@ -89,6 +89,8 @@ class ChatRenderer:
         is_assistant = [message["role"] == "assistant" for message in normal]
         if not normal or (labels != "all" and not any(is_assistant)):
             raise ConversationError("the conversation has no turn of the assistant to learn; remove it")
+        if labels == "all":
+            _check_weights(normal, weights)
         spans: list[Span] = []
         if labels == "all" and all(weights):
             text = self.template.render(normal, definitions, merged)
@@ -209,6 +211,16 @@ def read_template(path: Path, today: date | None = None) -> ChatTemplate:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise UserError(f"cannot read the chat template {path} ({reason}); correct its path") from None
     return ChatTemplate(text, str(path), today)
+
+
+def _check_weights(messages: Sequence[Message], weights: Sequence[int]) -> None:
+    """Refuses a weight without effect: where all tokens are learned, only the assistant's turns have spans."""
+    for number, (message, weight) in enumerate(zip(messages, weights, strict=True), 1):
+        if not weight and message["role"] != "assistant":
+            raise ConversationError(
+                f"turn {number} ({message['role']}) has weight 0, and with chat.labels all only turns of the assistant "
+                "can be left out; remove the weight, or choose other labels"
+            )
 
 
 def _mark(

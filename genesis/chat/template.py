@@ -5,6 +5,7 @@ find the marked text, each block is rendered between two marks that no message c
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from functools import cached_property
@@ -25,6 +26,7 @@ Message = dict[str, Any]
 _OPEN, _CLOSE = "\ue000<generation>\ue001", "\ue001</generation>\ue000"
 _IS_MARKED: Final = "_generation_is_marked"
 _MAX_SHOWN: Final = 160
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 
 class ConversationError(UserError):
@@ -134,11 +136,14 @@ class ChatTemplate:
             "add_generation_prompt": has_prompt,
         }
         try:
-            return self._compiled.render(given)
+            text = self._compiled.render(given)
         except UserError:
             raise
         except Exception as error:  # templates of others raise anything
             raise ConversationError(f"the chat template {self.name} refuses it: {shorten(error)}") from None
+        if not text.isascii() and _SURROGATE.search(text):  # of JSON such as "\ud800"; no tokenizer takes it
+            raise ConversationError("the conversation contains a lone surrogate, which is not a character; remove it")
+        return text
 
     def _format_today(self, pattern: str) -> str:
         if self.today is None:

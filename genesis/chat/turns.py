@@ -82,10 +82,17 @@ def check_nothing_dropped(
     Raises:
         ConversationError: It leaves out a turn's content, reasoning or tool calls, or the tools.
     """
+    # Whether a text occurs says nothing: "a" occurs in every text. A mark after each part is found only if the part is.
+    try:
+        shown = template.render(
+            [_add_marks(message, number) for number, message in enumerate(messages)], tools, variables
+        )
+    except ConversationError:
+        shown = ""
     for number, message in enumerate(messages):
         for key in ("content", "reasoning_content", "tool_calls"):
             value = message.get(key)
-            if not value or (isinstance(value, str) and (not value.strip() or value.strip() in text)):
+            if not value or (isinstance(value, str) and (not value.strip() or _part_mark(number, key) in shown)):
                 continue
             others = [dict(other) for other in messages]
             others[number] = _without(message, key)
@@ -103,11 +110,26 @@ def check_nothing_dropped(
 def _without(message: Message, key: str) -> Message:
     """Returns the message with another content, or without a part of it that is no content."""
     if key == "content":
-        return {**message, "content": "another text"}
+        return {**message, "content": message["content"] + " and more"}
     return {name: value for name, value in message.items() if name not in (key, *_ALIASES.get(key, ()))}
 
 
-_ALIASES = {"reasoning_content": ("thinking",)}
+_ALIASES = {"reasoning_content": ("thinking", "reasoning")}
+
+
+def _part_mark(number: int, key: str) -> str:
+    return f"\ue000{number} {key}\ue001"
+
+
+def _add_marks(message: Message, number: int) -> Message:
+    """Returns the message with a mark after its content and after its reasoning."""
+    marked = dict(message)
+    for key in ("content", "reasoning_content"):
+        for name in (key, *_ALIASES.get(key, ())):
+            value = marked.get(name)
+            if isinstance(value, str) and value.strip():
+                marked[name] = value + _part_mark(number, key)
+    return marked
 
 
 def _is_unchanged(render: Callable[[], str], text: str) -> bool:

@@ -58,6 +58,20 @@ def test_a_turn_of_weight_zero_is_not_learned(tokenizer: Tokenizer, template: st
     assert before.endswith("<|im_start|>assistant\n" if template == CHATML else "one<|im_end|>\n")
 
 
+def test_with_all_labels_only_turns_of_the_assistant_can_be_left_out(tokenizer: Tokenizer) -> None:
+    renderer = ChatRenderer(tokenizer, ChatTemplate(CHATML, "chatml"))
+    turns = [{**TURNS[0], "weight": 0}, *TURNS[1:]]
+    with pytest.raises(ConversationError, match=r"^turn 1 \(user\) has weight 0, and with chat\.labels all only turns"):
+        renderer.render(turns, labels="all")
+    assert learned(renderer, renderer.render(turns)) == ["two<|im_end|>", "four<|im_end|>"]
+
+
+def test_no_content_is_taken_for_what_replaces_it_in_checks(tokenizer: Tokenizer) -> None:
+    renderer = ChatRenderer(tokenizer, ChatTemplate(CHATML.replace("m.content", "m.content | upper"), "loud"))
+    rendered = renderer.render([TURNS[0], {"role": "assistant", "content": "another text"}])
+    assert learned(renderer, rendered) == ["ANOTHER TEXT<|im_end|>"]
+
+
 def test_the_prompt_is_the_text_before_the_next_turn(tokenizer: Tokenizer) -> None:
     renderer = ChatRenderer(tokenizer, ChatTemplate(CHATML, "chatml"))
     prompt, rendered = renderer.render_prompt(TURNS[:3]), renderer.render(TURNS, labels="last")
@@ -126,6 +140,17 @@ REFUSED: dict[str, tuple[str, list[dict[str, Any]], str]] = {
     "never closes": (CHATML.replace("<|im_end|>", ""), TURNS, "never closes turn 2: no control symbol"),
     "goes on": (CHATML.replace("\n{% endfor", " bye\n{% endfor"), TURNS, r"never closes turn 2: .*' bye\\n'"),
     "drops a turn": (DROPS_A_TURN, TURNS, "leaves out the content of turn 3"),
+    "drops a turn that is part of others": (
+        DROPS_A_TURN,
+        [*TURNS[:2], {"role": "user", "content": "o"}, TURNS[3]],
+        "turn 3",
+    ),
+    "drops a turn that is said twice": (
+        DROPS_A_TURN,
+        [*TURNS[:2], TURNS[0], TURNS[3]],
+        "leaves out the content of turn 3",
+    ),
+    "a surrogate": (CHATML, [{"role": "user", "content": "\ud800"}, TURNS[1]], "contains a lone surrogate"),
     "drops tools": (CHATML, TURNS, "leaves out the tools"),
     "drops a role": (DROPS_A_ROLE, [DEVELOPER, *TURNS], "leaves out the content of turn 1 \\(developer\\)"),
     "two system turns": (ONE_SYSTEM, [SYSTEM, SYSTEM, *TURNS], "refuses it: one system"),

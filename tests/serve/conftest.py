@@ -10,6 +10,11 @@ from tests.serve.support import Running, start
 
 DAMAGED = "step-00000002"
 MAX_CONCURRENT = 32
+CHAT_TEMPLATE = (
+    "{% if tools %}{{ tools | tojson(indent=indent) }}{% endif %}{% for m in messages %}{{ m.role }}: "
+    "{{ m.content or m.name }}{% for call in m.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}\n"
+    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}{{ last }}"
+)
 
 
 @pytest.fixture(scope="session")
@@ -24,5 +29,8 @@ def served_run(tmp_path_factory: pytest.TempPathFactory, run: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def server(served_run: Path) -> Iterator[Running]:
-    with start(served_run, "--max_concurrent", str(MAX_CONCURRENT), "--max_queue", "200") as running:
+    template = served_run.parent / "chat.jinja"
+    template.write_text(CHAT_TEMPLATE)
+    limits = ("--max_concurrent", str(MAX_CONCURRENT), "--max_queue", "200")
+    with start(served_run, *limits, "--chat_template", template) as running:
         yield running

@@ -21,6 +21,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=8,
 )
+CALLS = st.fixed_dictionaries({"name": st.text(max_size=5)}, optional={"arguments": VALUES})
 LIKELY = {
     "model": st.sampled_from(["step-00000001", "latest"]),
     "prompt": st.text(max_size=30)
@@ -44,6 +45,37 @@ BODIES = st.fixed_dictionaries(
     optional={
         **{name: values | VALUES for name, values in LIKELY.items() if name not in ("model", "prompt")},
         "suffix": VALUES,
+        "anything": VALUES,
+    },
+)
+CHAT_MESSAGES = st.fixed_dictionaries(
+    {"role": st.sampled_from(["system", "user", "assistant", "tool"]) | VALUES},
+    optional={
+        "content": st.text(max_size=20) | st.lists(st.fixed_dictionaries({"text": st.text(max_size=5)})) | VALUES,
+        "name": VALUES,
+        "reasoning_content": VALUES,
+        "weight": VALUES,
+        "tool_calls": st.lists(st.fixed_dictionaries({"function": VALUES | CALLS}), max_size=2) | VALUES,
+        "anything": VALUES,
+    },
+)
+LIKELY_CHAT = {
+    **{name: values for name, values in LIKELY.items() if name not in ("prompt", "echo", "logprobs")},
+    "max_completion_tokens": st.integers(-1, 12),
+    "logprobs": st.booleans(),
+    "top_logprobs": st.integers(-1, 6),
+    "tools": st.lists(st.dictionaries(st.sampled_from(["name", "function"]) | st.text(max_size=5), VALUES), max_size=2),
+    "chat_template_kwargs": st.dictionaries(
+        st.sampled_from(["indent", "last", "messages", "self", "raise_exception"]) | st.text(max_size=5), VALUES
+    ),
+    "tool_choice": st.just("auto"),
+    "metadata": VALUES,
+}
+CHATS = st.fixed_dictionaries(
+    {"model": LIKELY["model"], "messages": st.lists(CHAT_MESSAGES, max_size=4) | VALUES},
+    optional={
+        **{name: values | VALUES for name, values in LIKELY_CHAT.items() if name != "model"},
+        "response_format": VALUES,
         "anything": VALUES,
     },
 )
@@ -119,10 +151,30 @@ def test_a_head_that_is_huge_or_wrong_is_refused(server, head):
 @QUICK
 @given(body=BODIES)
 def test_json_of_right_and_wrong_types_is_answered_or_refused_by_a_field(server, body):
+    check_answer(server, "/v1/completions", body)
+
+
+@QUICK
+@given(body=CHATS)
+def test_chats_of_right_and_wrong_types_are_answered_or_refused_by_a_field(server, body):
+    check_answer(server, "/v1/chat/completions", body)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("chat_template_kwargs", {"last": "\ud800"}), ("tools", [{"a": "\ud800"}])]
+)
+def test_half_a_character_in_what_the_template_prints_is_refused(server, field, value):
+    indent = {"chat_template_kwargs": {"indent": 1}} if field == "tools" else {}
+    body = {"model": "latest", "messages": [{"role": "user", "content": "a"}], **indent, field: value}
+    status, answer, _ = server.ask("/v1/chat/completions", body)
+    assert (status, "contains a lone surrogate" in answer["error"]["message"]) == (400, True), answer
+
+
+def check_answer(server, path, body):
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     try:
         content = json.dumps(body).encode()
-        connection.request("POST", "/v1/completions", content, {"Content-Type": "application/json"})
+        connection.request("POST", path, content, {"Content-Type": "application/json"})
         answer = connection.getresponse()
         data = answer.read()
     finally:
@@ -139,4 +191,5 @@ def test_json_of_right_and_wrong_types_is_answered_or_refused_by_a_field(server,
 @QUICK
 @given(body=VALUES | st.dictionaries(st.text(max_size=8), VALUES, max_size=4))
 def test_json_that_is_no_request_is_refused(server, body):
-    assert server.ask("/v1/completions", json.dumps(body).encode())[0] == 400
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        assert server.ask(path, json.dumps(body).encode())[0] == 400
