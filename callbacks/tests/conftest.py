@@ -22,4 +22,4 @@ def pytest_configure(config: pytest.Config) -> None:
     The controller runs no tests, and its workers start only after its imports: torch and Lightning take seconds.
     """
     if config.getoption("dist", "no") == "no":
-        config.pluginmanager.import_plugin("fixtures")
+        config.pluginmanager.import_plugin("save_fixtures")  # "fixtures" is a plugin of pytest itself

@@ -63,7 +63,7 @@ def test_an_empty_group_is_kept_or_dropped_on_either_side():
 
 
 def test_parameters_that_were_saved_with_other_options_are_not_put_into_one_group():
-    with pytest.raises(CheckpointError, match=r"0 has c\.w in a group .* another weight_decay \(0\.1 and 0\.2\)"):
+    with pytest.raises(CheckpointError, match=r"0 has c\.w in a group .* another saved weight_decay \(0\.1 and 0\.2\)"):
         options(WHOLE, save(FIRST), save(SECOND, (0.2, 0.0)))
 
 
