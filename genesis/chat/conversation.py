@@ -1,11 +1,11 @@
 """A conversation, and the forms of records that hold one.
 
-    messages            {"messages": [{"role": "user", "content": ...}, ...], "tools": [...]}, as OpenAI has it
+    messages            {"messages": [{"role": "user", "content": ...}, ...], "tools": [...]}, the form of OpenAI
     sharegpt            {"conversations": [{"from": "human", "value": ...}, ...], "system": ..., "tools": ...}
     alpaca              {"instruction": ..., "input": ..., "output": ..., "system": ..., "history": [[...], ...]}
     prompt_completion   {"prompt": ..., "completion": ...}, each a text or a list of messages
 
-Whatever the form, a conversation is a list of messages as templates take them: the arguments of a tool's call are an
+Every form becomes a list of messages for templates: the arguments of a tool's call are an
 object, reasoning is `reasoning_content`, and a key without a value is left out.
 """
 
@@ -20,7 +20,7 @@ Form = Literal["messages", "sharegpt", "alpaca", "prompt_completion"]
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 WEIGHT: Final = "weight"
-"""The key of a message that is 0 where nothing of it is learned."""
+"""The key of a message whose value 0 means that the message is not learned."""
 
 _TURN_FIELDS: Final = ("messages", "conversations", "conversation")
 _REASONING: Final = ("reasoning_content", "thinking", "reasoning")
@@ -59,7 +59,7 @@ class Conversation:
         return json.dumps(content, ensure_ascii=False)
 
     def plain_text(self) -> str:
-        """Returns what is said, turn after turn with its role: what the filters of `genesis data clean` read."""
+        """Returns the text of all turns with their roles, for the filters of `genesis data clean`."""
         return "\n\n".join(f"{message['role']}: {_plain(message)}" for message in self.messages)
 
 
@@ -75,8 +75,8 @@ def read_conversation(
     """Returns the conversation in a record.
 
     Args:
-        record: Its fields, in plain types.
-        form: The form; `auto` goes by the names of the fields.
+        record: The fields of the record, in plain types.
+        form: The form; `auto` decides by the names of the fields.
         turn_field: The field with the turns of the forms `messages` and `sharegpt`; None for the usual names.
 
     Raises:
@@ -93,7 +93,7 @@ def find_form(record: Mapping[str, Any], turn_field: str | None = None) -> Form:
     """Returns the form of a record, by the names of its fields and of those of its first turn.
 
     Raises:
-        ConversationError: It has no conversation.
+        ConversationError: The record has no conversation.
     """
     name = _find_turn_field(record, turn_field)
     if name is not None:
@@ -111,19 +111,19 @@ def find_form(record: Mapping[str, Any], turn_field: str | None = None) -> Form:
 
 
 def normalize_messages(messages: Iterable[Any]) -> list[Message]:
-    """Returns messages as templates take them.
+    """Returns messages in the form that templates expect.
 
     Raises:
-        ConversationError: A message has no known role, or a part that no template takes.
+        ConversationError: A message has an unknown role, or a part that no template supports.
     """
     return [_normalize(message, number) for number, message in enumerate(messages, 1)]
 
 
 def normalize_tools(tools: Any) -> list[Mapping[str, Any]] | None:
-    """Returns the definitions of tools as templates take them; they may be given as JSON. None for no tools.
+    """Returns the definitions of tools in the form that templates expect, also from JSON text. None for no tools.
 
     Raises:
-        ConversationError: They are no list of definitions.
+        ConversationError: The tools are not a list of definitions.
     """
     tools = _parse(tools, "tools") if isinstance(tools, str) and tools.strip() else tools
     if not tools:

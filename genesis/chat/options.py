@@ -21,14 +21,14 @@ class ChatOptions:
 
     Args:
         template: File of a Jinja chat template; by default the tokenizer's own, or the training template of its family.
-        date: The date that a template prints which asks for today's, as 2026-01-31.
+        date: The date, such as 2026-01-31, for templates that print today's date.
         labels: The tokens to learn: the turns of the assistant, its last turn, or all tokens. A turn of the
             assistant with weight 0 is never learned.
-        variables: Further variables of the template, as `enable_thinking: false`.
+        variables: Further variables of the template, such as `enable_thinking: false`.
         max_tokens: Number of tokens above which a conversation is long; by default the seq_len of a packing if one is
             given, else no limit.
-        on_long: What to do with a long conversation: error, cut its end off, or drop it.
-        on_bad_row: What to do with a record that is no conversation, or that the template refuses: error, or skip it.
+        on_long: The action for a long conversation: error, cut off its end, or drop it.
+        on_bad_row: The action for a record without a conversation, or one that the template rejects: error or skip.
     """
 
     template: Path | None = None

@@ -2,7 +2,7 @@
 
 Ids equal those of transformers' `apply_chat_template`: the text of the template, in which the spelling of a control
 symbol is that symbol, without anything before or after it. A token is learned if it stands in a turn of the assistant,
-the token that closes the turn included. Where the boundary of a turn lies within a token, the token belongs to the
+including the token that closes the turn. If the boundary of a turn is within a token, the token belongs to the
 turn, as in transformers.
 """
 
@@ -60,7 +60,7 @@ class ChatRenderer:
 
     @property
     def hash(self) -> str:
-        """Returns what identifies the template, the date that it prints, and its variables."""
+        """Returns the identity of the renderer: the template's hash, the date that it prints, and its variables."""
         return blake3(f"{self.template.hash}{sorted(self._given.items())!r}".encode()).hexdigest()
 
     def render(
@@ -74,14 +74,14 @@ class ChatRenderer:
         """Returns the ids of a conversation, and which of them are learned.
 
         Args:
-            messages: As OpenAI has them; a turn with `weight: 0` is not learned.
+            messages: Messages in OpenAI's form; a turn with `weight: 0` is not learned.
             tools: The definitions of the tools; None for none.
             labels: The turns of the assistant, its last turn, or all tokens.
             variables: Further variables of the template, for this conversation.
 
         Raises:
             ConversationError: The template refuses the conversation, leaves out a part of it, never closes a turn, or
-                writes turns otherwise once others follow, so that the labels cannot be exact.
+                renders turns differently once others follow, so that the labels cannot be exact.
         """
         normal = normalize_messages(messages)
         weights = [message.pop(WEIGHT, 1) for message in normal]
@@ -102,13 +102,13 @@ class ChatRenderer:
         if not ids:
             raise ConversationError(f"the chat template {self.template.name} writes no text for the conversation")
         of_turns = [weight for weight, is_turn in zip(weights, is_assistant, strict=True) if is_turn]
-        # Where not each turn has one span, no turn is left out.
+        # If turns do not have one span each, no turn has weight 0.
         by_span = of_turns if len(of_turns) == len(spans) else [1] * len(spans)
         trained = _mark(np.array(offsets, np.int64), labels, spans, by_span)
         return RenderedChat(np.array(ids, np.int32), trained)
 
     def render_conversation(self, conversation: Conversation, labels: Labels = "assistant") -> RenderedChat:
-        """Returns what `render` does, of a conversation that was read from a record."""
+        """Returns the result of `render` for a conversation that was read from a record."""
         return self.render(conversation.messages, conversation.tools, labels=labels, variables=conversation.variables)
 
     def render_prompt(
@@ -133,16 +133,16 @@ class ChatRenderer:
         variables: Mapping[str, Any] | None = None,
         continues_last: bool = False,
     ) -> str:
-        """Returns the text after which a model writes.
+        """Returns the text after which a model generates.
 
         Args:
-            messages: As OpenAI has them.
+            messages: Messages in OpenAI's form.
             tools: The definitions of the tools; None for none.
             variables: Further variables of the template, for this conversation.
-            continues_last: Whether the model goes on with the last message instead of beginning the assistant's turn.
+            continues_last: Whether the model continues the last message instead of starting a turn of the assistant.
 
         Raises:
-            ConversationError: The template refuses the conversation, or does not write its last message as it is.
+            ConversationError: The template rejects the conversation, or changes its last message.
         """
         normal: list[Message] = normalize_messages(messages)
         for message in normal:
@@ -157,13 +157,13 @@ class ChatRenderer:
             raise ConversationError(
                 f"the chat template {self.template.name} changes the last message, which is to go on"
             )
-        # Templates may strip what they write: then so does the text that goes on.
+        # Templates may strip a message, and then the continued text is stripped as well.
         whole = content.lstrip()
         return text[: start + len(whole if text[start:].startswith(whole) else content.strip())]
 
 
 def open_renderer(tokenizer: Tokenizer, options: ChatOptions, *, is_training: bool = True) -> ChatRenderer:
-    """Returns the renderer by options: of the file that they name, or of the tokenizer's own template.
+    """Returns the renderer for options: with the template file that they name, or the tokenizer's own template.
 
     Args:
         tokenizer: The tokenizer.
@@ -171,7 +171,7 @@ def open_renderer(tokenizer: Tokenizer, options: ChatOptions, *, is_training: bo
         is_training: Whether the training template of the family replaces a model's own.
 
     Raises:
-        UserError: There is no template, or it cannot be used.
+        UserError: There is no template, or it is invalid.
     """
     template = open_template(tokenizer, options)
     if is_training:
@@ -232,7 +232,7 @@ def _mark(
         is_wanted = bool(weight) and (labels == "assistant" or number + 1 == len(spans))
         if labels != "all" and not is_wanted:
             continue
-        # A token may have no characters of its own, as a space that the tokenizer puts before a text.
+        # A token may have no characters of its own, such as the space that a tokenizer adds before a text.
         ends = np.maximum(offsets[:, 1], offsets[:, 0] + 1)
         trained[(offsets[:, 0] < span.end) & (ends > span.start)] = bool(weight)
     return trained

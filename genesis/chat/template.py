@@ -1,6 +1,6 @@
-"""A chat template: Jinja in the sandbox and with the functions of transformers, but for the date, which is given.
+"""A chat template: Jinja in the sandbox and with the functions of transformers, but with a given date.
 
-A template marks what the assistant writes by `{% generation %}` ... `{% endgeneration %}`, where it has these tags. To
+A template may mark the assistant's text by the tags `{% generation %}` ... `{% endgeneration %}`. To
 find the marked text, each block is rendered between two marks that no message contains.
 """
 
@@ -30,7 +30,7 @@ _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 
 class ConversationError(UserError):
-    """A conversation cannot be rendered, or not with exact labels; another one may."""
+    """A conversation cannot be rendered with exact labels; other conversations may still work."""
 
 
 class Span(NamedTuple):
@@ -45,8 +45,8 @@ class ChatTemplate:
 
     Args:
         text: The template.
-        name: What messages call it, as the path of its file.
-        today: The date that the template prints if it asks for today's; None refuses a template that asks.
+        name: The template's name in messages, such as the path of its file.
+        today: The date for templates that print today's date; None rejects such templates.
 
     Raises:
         UserError: The text is not a template.
@@ -72,7 +72,7 @@ class ChatTemplate:
 
     @cached_property
     def has_generation_tags(self) -> bool:
-        """Whether the template marks what the assistant writes."""
+        """Whether the template marks the assistant's text."""
         tags = self._environment.parse(self.text).find_all(nodes.CallBlock)
         return any(_is_generation(tag) for tag in tags)
 
@@ -89,7 +89,7 @@ class ChatTemplate:
         Args:
             messages: The turns.
             tools: The definitions of the tools; None for none.
-            variables: Further variables of the template, as the spellings of bos and eos.
+            variables: Further variables of the template, such as the spellings of bos and eos.
             has_prompt: Whether the beginning of the assistant's next turn follows.
 
         Raises:
@@ -104,7 +104,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> tuple[str, list[Span]]:
-        """Returns a conversation as text, and what stands between the tags `generation` in it.
+        """Returns a conversation as text, and the spans between its tags `generation`.
 
         Raises:
             ConversationError: The template fails on these messages, or changes the text between the tags.
@@ -139,7 +139,7 @@ class ChatTemplate:
             text = self._compiled.render(given)
         except UserError:
             raise
-        except Exception as error:  # templates of others raise anything
+        except Exception as error:  # a template may raise anything
             raise ConversationError(f"the chat template {self.name} refuses it: {shorten(error)}") from None
         if not text.isascii() and _SURROGATE.search(text):  # of JSON such as "\ud800"; no tokenizer takes it
             raise ConversationError("the conversation contains a lone surrogate, which is not a character; remove it")
@@ -198,7 +198,7 @@ class _SafeNamespace(Namespace):
 
 
 class _SafeDict:
-    """What `dict` is in a template: the function alone, without the class."""
+    """The value of `dict` in a template: only the function, without the class."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -218,7 +218,7 @@ def _raise_exception(message: object) -> None:
 
 def _to_json(
     value: Any,
-    ensure_ascii: bool = False,  # as templates call it
+    ensure_ascii: bool = False,  # the name of the argument in templates
     indent: int | None = None,
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
@@ -239,7 +239,7 @@ def _build_environment(format_today: Callable[[str], str]) -> ImmutableSandboxed
 
 
 def _split_marked(marked: str) -> tuple[str | None, list[Span]]:
-    """Returns the text without marks, and what stood between two marks; None if the marks are not in pairs."""
+    """Returns the text without marks, and the spans between two marks; None if the marks are not in pairs."""
     head, *rest = marked.split(_OPEN)
     parts, spans, length = [head], [], len(head)
     for part in rest:

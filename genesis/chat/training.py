@@ -1,6 +1,6 @@
-"""Training templates of our own, for families whose template drops text of earlier turns.
+"""Training templates for families of models whose template drops text of earlier turns.
 
-A family is recognised by what its template writes: conversations of one turn, with tools and with reasoning, and the
+A family is recognised by its template's output for conversations of one turn, with tools and with reasoning, and the
 prompt for the assistant. A training template that writes the same texts belongs to it.
 """
 
@@ -50,7 +50,7 @@ _PROBES: Final = (
 
 
 def find_training_template(template: ChatTemplate, variables: Mapping[str, Any]) -> ChatTemplate:
-    """Returns our training template for the family of `template`, else `template` itself, as where it has tags.
+    """Returns the training template for the family of `template`; `template` itself if it has tags or no known family.
 
     Args:
         template: A model's own template.
@@ -67,7 +67,7 @@ def find_training_template(template: ChatTemplate, variables: Mapping[str, Any])
 
 
 def _write(template: ChatTemplate, probe: _Probe, variables: Mapping[str, Any]) -> str | None:
-    """Returns what a template writes for a probe; None where it refuses it or lacks a date."""
+    """Returns a template's output for a probe; None if the template rejects the probe or lacks a date."""
     try:
         return template.render(
             probe.messages, probe.tools, {**variables, **(probe.variables or {})}, has_prompt=probe.has_prompt

@@ -1,6 +1,6 @@
-"""Where the turns of the assistant stand in a rendered conversation, exactly or not at all.
+"""Finds the exact spans of the assistant's turns in a rendered conversation, or raises an error.
 
-A template with `generation` tags says it by itself. For any other template, turn i is what rendering the first i + 1
+A template with `generation` tags marks the turns. For any other template, turn i is the text that rendering i + 1
 messages adds to rendering the i messages before it with the prompt for the assistant. This is exact if each of these
 texts begins the text of the whole conversation, which is checked for every conversation. The turn ends with the last
 control symbol that the template writes in it, so that a model that learns it stops there.
@@ -17,7 +17,7 @@ Tools = Sequence[Mapping[str, Any]]
 
 
 class RenderedTurns(NamedTuple):
-    """The text of a conversation, and where in it the turn of each assistant's message stands."""
+    """The text of a conversation, and the spans of the assistant's turns in it."""
 
     text: str
     spans: list[Span]
@@ -35,12 +35,12 @@ def find_turns(
     """Returns the text of a conversation and the spans of the assistant's turns in it.
 
     Args:
-        template: Writes the conversation.
-        tokenizer: Knows the control symbols.
+        template: The template that renders the conversation.
+        tokenizer: The tokenizer, which defines the control symbols.
         messages: The turns.
         tools: The definitions of the tools.
         variables: Further variables of the template.
-        is_by_turn: Whether there must be one span for each of the assistant's messages.
+        is_by_turn: Whether each of the assistant's messages must have one span.
 
     Raises:
         ConversationError: The template fails on the conversation, never closes a turn, or no exact spans are known.
@@ -77,10 +77,10 @@ def check_nothing_dropped(
     tools: Tools | None,
     variables: Mapping[str, Any],
 ) -> None:
-    """Checks that the template writes everything that a conversation holds into its text.
+    """Checks that the rendered text contains every part of the conversation.
 
     Raises:
-        ConversationError: It leaves out a turn's content, reasoning or tool calls, or the tools.
+        ConversationError: The template omits a turn's content, reasoning or tool calls, or the tools.
     """
     # Whether a text occurs says nothing: "a" occurs in every text. A mark after each part is found only if the part is.
     try:
@@ -108,7 +108,7 @@ def check_nothing_dropped(
 
 
 def _without(message: Message, key: str) -> Message:
-    """Returns the message with another content, or without a part of it that is no content."""
+    """Returns the message with another content, or without one of its other parts."""
     if key == "content":
         return {**message, "content": message["content"] + " and more"}
     return {name: value for name, value in message.items() if name not in (key, *_ALIASES.get(key, ()))}
@@ -135,7 +135,7 @@ def _add_marks(message: Message, number: int) -> Message:
 def _is_unchanged(render: Callable[[], str], text: str) -> bool:
     try:
         return render() == text
-    except ConversationError:  # what the template cannot do without, it reads
+    except ConversationError:  # the template reads this part, because it fails without it
         return False
 
 

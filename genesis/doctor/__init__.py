@@ -1,1 +1,1 @@
-"""`genesis doctor`: what a machine's devices do and how fast, each part in a process of its own."""
+"""`genesis doctor`: tests correctness and speed of a machine's devices, each part in a process of its own."""

@@ -1,4 +1,4 @@
-"""The part of the doctor that runs every proof of a fit's start."""
+"""The part of the doctor that runs every proof from the start of a fit."""
 
 from genesis.doctor.machine import run_proofs
 from genesis.doctor.probe import Probe

@@ -40,7 +40,7 @@ SIZES: Final = {
         DecoderConfig(vocab_size=512, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=128, max_seq_len=64),
         2,
     ),
-    # 124 million parameters: on a card of 8 GB, and large enough to keep it busy.
+    # 124 million parameters: fits a GPU of 8 GB, and is large enough to keep it busy.
     "small": Size(
         DecoderConfig(
             vocab_size=32768, dim=768, num_layers=12, num_heads=12, num_kv_heads=12, ffn_dim=2048, max_seq_len=1024
@@ -54,8 +54,8 @@ class RandomWindows(pl.LightningDataModule):
     """Windows of random tokens with several documents a row; a window follows from its step and rank alone.
 
     Args:
-        size: Their shape.
-        rank: Of this process.
+        size: The shape of the windows.
+        rank: The rank of this process.
     """
 
     def __init__(self, size: Size, rank: int = 0) -> None:
@@ -125,7 +125,7 @@ def build_module(task: Task) -> GenesisModule:
 
 
 class KeepLosses(pl.Callback):
-    """Keeps each step's summed loss, on the device: to read it would be a wait."""
+    """Keeps each step's summed loss on the device, because reading it would wait for the device."""
 
     def __init__(self) -> None:
         self._sums: list[torch.Tensor] = []

@@ -32,18 +32,18 @@ from genesis_callbacks.device_peaks import PeakType, read_peak_flops
 
 _COPY_BYTES: Final = 256 << 20
 _SMALL_COPY_BYTES: Final = 8 << 20
-"""Where a copy is not what the device is for: on the CPU and on devices that torch does not count memory of."""
+"""The size of copies on the CPU and on devices whose memory torch does not report."""
 _REPEATS: Final = 5
 _MATRIX_SIZES: Final = {CPU: 512}
 _MATRIX_SIZE: Final = 8192
 _QUERY_SECONDS: Final = 20.0
 _MAX_REASON: Final = 120
-"""Characters of an error: torch lists all of its backends in one line."""
+"""Maximum number of characters of an error, because torch lists all of its backends in one line."""
 _DISK_BYTES: Final = 256 << 20
 
 
 def inspect_devices(probe: Probe) -> None:
-    """Names the devices, and lets each compute something whose result is known."""
+    """Lists the devices, and compares a computation on each with its known result."""
     kind = probe.task.kind
     probe.figure("torch", torch.__version__)
     for name in ("cuda", "hip", "xpu"):
@@ -80,7 +80,7 @@ def inspect_devices(probe: Probe) -> None:
 
 
 def read_driver() -> str | None:
-    """Returns the version of NVIDIA's or AMD's driver, None where it cannot be found."""
+    """Returns the version of NVIDIA's or AMD's driver; None if it cannot be found."""
     program = shutil.which("nvidia-smi")
     if program is not None:
         command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -131,7 +131,7 @@ def _pin(probe: Probe, pageable: Tensor) -> Tensor | None:
 
 
 def _time_copy(kind: str, source: Tensor, target: Tensor) -> float:
-    """Returns 10^9 bytes per second, the median of some copies after one that is not counted."""
+    """Returns the speed in 10^9 bytes per second: the median of some copies after a first copy that is not counted."""
     rates = []
     for _ in range(_REPEATS + 1):
         synchronize(kind)
@@ -147,7 +147,7 @@ def _measure_peers(probe: Probe, num_bytes: int) -> None:
     pairs = list(itertools.permutations(range(count_devices(kind)), 2))
     without = []
     for source, target in pairs:
-        select_device(kind, source)  # whose stream makes the copy
+        select_device(kind, source)  # the stream of this device makes the copy
         there = torch.ones(num_bytes, dtype=torch.uint8, device=torch.device(kind, source))
         copy = torch.empty(num_bytes, dtype=torch.uint8, device=torch.device(kind, target))
         probe.figure(f"{kind} {source} to {kind} {target}", _time_copy(kind, there, copy), "GB/s")
@@ -166,7 +166,7 @@ def _measure_peers(probe: Probe, num_bytes: int) -> None:
 
 
 def run_proofs(probe: Probe, others: tuple[DeviceProof, ...]) -> None:
-    """Runs the proofs that a fit begins with, and measures each."""
+    """Runs the proofs from the start of a fit, and measures the time of each."""
     kind = probe.task.kind
     if is_host(kind):
         for proof in others:
@@ -200,7 +200,7 @@ def _time_proof(probe: Probe, proof: DeviceProof, device: torch.device) -> None:
     try:
         proof.prove(device)
         failure = ""
-    except Exception as error:  # as at the start of a fit, any error sends training to the slow path
+    except Exception as error:  # at the start of a fit, any error makes training use the slow path
         failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:_MAX_REASON]}"
     probe.figure(f"proof of {proof.name}", time.perf_counter() - begin, "s")
     probe.figure(proof.name, proof.slow if failure else proof.fast)
@@ -219,7 +219,7 @@ _PRODUCTS: tuple[tuple[str, torch.dtype, PeakType, str], ...] = (
 
 
 def measure_products(probe: Probe) -> None:
-    """Measures how fast the device multiplies large matrices, beside the published peak."""
+    """Measures the speed of products of large matrices, and compares it with the published peak."""
     kind = probe.task.kind
     size = _MATRIX_SIZE if read_properties(kind) is not None else _MATRIX_SIZES[CPU]
     name = name_device(kind)
@@ -241,7 +241,7 @@ def measure_products(probe: Probe) -> None:
 
 
 def _time_work(kind: str, work: Callable[[], object], seconds: float = 0.5) -> float:
-    """Returns how often a second the device does `work`."""
+    """Returns how many times per second the device does `work`."""
     work()
     synchronize(kind)
     begin, count = time.perf_counter(), 0
@@ -257,7 +257,7 @@ def _time_work(kind: str, work: Callable[[], object], seconds: float = 0.5) -> f
 
 
 def measure_disk(probe: Probe) -> None:
-    """Writes a file as a save does, with its bytes on the disk at the end, and reads it again."""
+    """Writes a file in the same way as a save, flushed to disk at the end, and reads it again."""
     directory = Path(probe.task.directory)
     free = shutil.disk_usage(directory).free
     probe.figure("free", free / 2**30, "GiB")

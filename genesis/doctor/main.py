@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     parts = [find_part(name) for name in options.parts]
     size = options.size or ("small" if _is_large(options.device) else "tiny")
     report = begin_report(options.device, size, parts)
-    write_report(report, options.out)  # refuses a place that cannot be written before anything is measured
+    write_report(report, options.out)  # reports a path that cannot be written before the measurements
     progress = Console(stderr=True)
     is_interrupted = False
     try:
@@ -137,7 +137,7 @@ def _empty_directory(parent: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _interrupted_by_termination() -> Iterator[None]:
-    """Takes SIGTERM and SIGHUP as Ctrl-C within the block, so that the report and the processes end in order."""
+    """Handles SIGTERM and SIGHUP like Ctrl-C within the block, so that the report and the processes end in order."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt

@@ -10,14 +10,14 @@ from genesis.doctor.probe import PartFunction
 
 @dataclass(frozen=True)
 class Part:
-    """One part.
+    """A part of the doctor.
 
     Args:
-        name: As `--parts` takes it.
-        summary: What it finds, for the table.
-        limit_seconds: How long it may run on an idle machine.
+        name: The part's name for `--parts`.
+        summary: A description of the part for the table.
+        limit_seconds: Time limit of the part on an idle machine.
         target: `module:function` below `genesis.doctor`.
-        arguments: What the function takes beside the probe.
+        arguments: Arguments of the function in addition to the probe.
     """
 
     name: str
@@ -56,5 +56,5 @@ PARTS = (
 
 
 def find_part(name: str) -> Part:
-    """Returns the part of a name in `PARTS`."""
+    """Returns the part in `PARTS` with a name."""
     return next(part for part in PARTS if part.name == name)

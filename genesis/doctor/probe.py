@@ -1,6 +1,6 @@
-"""What a part of the doctor measures and checks, written to a file after each figure.
+"""The findings of a part of the doctor, written to a file after each figure.
 
-A part that hangs or crashes has then left what it found until there.
+So the findings of a part that hangs or crashes are kept up to that point.
 """
 
 import json
@@ -19,14 +19,14 @@ class SkippedError(Exception):
 
 @dataclass(frozen=True)
 class Task:
-    """What a part works on.
+    """The input of a part.
 
     Args:
         kind: Kind of device: `cpu`, `cuda` ...
         size: Name of the model shape in `genesis.doctor.fits.SIZES`.
         directory: An empty directory on the file system of the checkpoints, which is removed after the part.
         rank: Number of this process among those of the part.
-        num_ranks: How many processes the part has.
+        num_ranks: The number of processes of the part.
     """
 
     kind: str
@@ -47,13 +47,13 @@ def task_from_json(text: str) -> Task:
 
 @dataclass
 class Findings:
-    """What a part has found so far, in plain types.
+    """The findings of a part so far, in plain types.
 
     Args:
         figures: Name, value and unit of each measurement.
-        checks: Name and result of each check, with what was found.
-        notes: What follows for the user.
-        skipped: Why the part does not apply, if so.
+        checks: Name and result of each check, with a description.
+        notes: Conclusions for the user.
+        skipped: The reason why the part does not apply; None if it applies.
     """
 
     figures: list[dict[str, Any]] = field(default_factory=list)
@@ -68,10 +68,10 @@ class Findings:
 
 
 class Probe:
-    """Takes a part's findings.
+    """Collects a part's findings.
 
     Args:
-        task: What the part works on.
+        task: The input of the part.
         path: File of the findings; None writes none.
     """
 
@@ -88,12 +88,12 @@ class Probe:
         self._write()
 
     def check(self, name: str, passed: bool, found: str = "") -> None:
-        """Adds a check and what was found."""
+        """Adds the result of a check, with a description."""
         self.findings.checks.append({"name": name, "passed": bool(passed), "found": found})
         self._write()
 
     def note(self, text: str) -> None:
-        """Adds a sentence on what follows."""
+        """Adds a conclusion for the user."""
         self.findings.notes.append(text)
         self._write()
 
@@ -108,7 +108,7 @@ class Probe:
 
 
 def read_findings(path: Path) -> Findings:
-    """Returns what a part wrote; nothing if it has written nothing."""
+    """Returns the findings that a part wrote; empty findings if it wrote none."""
     if not path.exists():
         return Findings()
     return Findings(**json.loads(path.read_text(encoding="utf-8")))

@@ -95,7 +95,7 @@ def judge(report: Mapping[str, Any]) -> str:
 
 
 def write_report(report: Mapping[str, Any], path: Path) -> None:
-    """Writes the report in place of an earlier one, whole at every moment."""
+    """Writes the report atomically, in place of an earlier one."""
     replace_file(path, (json.dumps(report, indent=1) + "\n").encode())
 
 

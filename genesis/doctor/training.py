@@ -48,7 +48,7 @@ _WARMUP_STEPS: Final = 5
 _STEPS: Final = 20
 _RANK_STEPS: Final = 4
 _WORST_LOSS_DIFFERENCE: Final = 0.05
-"""Of a window's loss on a device and on the CPU, in nats: bfloat16 against float32."""
+"""Largest difference between losses on a device and on the CPU, in nats: bfloat16 against float32."""
 _SAVE_EVERY: Final = 3
 _KILL_AT: Final = 8
 _END_AT: Final = 12
@@ -78,7 +78,7 @@ class _StepTimes(pl.Callback):
         self.tokens = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begins with the first steps."""
+        """Starts with the first steps, which are not timed."""
         self._begin_seconds = time.perf_counter()
 
     def on_train_batch_end(
@@ -89,7 +89,7 @@ class _StepTimes(pl.Callback):
         batch: AccumulationWindow,
         batch_idx: int,
     ) -> None:
-        """Takes the time where steps begin to count and where they end."""
+        """Reads the clock before and after the timed steps."""
         step = trainer.global_step
         if step > self._first:
             self.tokens += sum(micro_batch.input_ids.numel() for micro_batch in batch.micro_batches)
@@ -115,7 +115,7 @@ def counting_waits(kind: str) -> Iterator[Counter[str] | None]:
 
     with warnings.catch_warnings(), warning_of_waits(kind) as can_warn:
         warnings.simplefilter("always")
-        warnings.showwarning = show  # type: ignore[assignment]  # it takes the same arguments
+        warnings.showwarning = show  # type: ignore[assignment]  # has the same arguments
         yield waits if can_warn else None
 
 
@@ -207,16 +207,16 @@ VARIANTS: Final[dict[str, tuple[Callable[[], Strategy], str | None]]] = {
     "bf16-true": (Replicated, "bf16-true"),
     "zero1": (partial(Replicated, optimizer_states="sharded"), None),
 }
-"""Strategies to train with, each with its precision; None for the device's."""
+"""Strategies to train with, each with its precision; None for the device's usual precision."""
 
 
 def train_on_all(probe: Probe, variant: str, num_ranks: int | None = None) -> None:
-    """Starts ranks that train a few steps, and compares what they have.
+    """Starts ranks that train a few steps, and compares their parameters and losses.
 
     Args:
-        probe: Of the part.
-        variant: Name in `VARIANTS`.
-        num_ranks: By default one for each device, and two on the CPU.
+        probe: The probe of the part.
+        variant: A name in `VARIANTS`.
+        num_ranks: The number of ranks; by default one for each device, and two on the CPU.
     """
     task = probe.task
     if not is_host(task.kind) and not _has_collectives(task.kind):
@@ -254,13 +254,13 @@ def _is_equal(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 def _needs_group(task: Task, variant: str) -> bool:
-    """Returns whether ranks meet before the Trainer is built: `Sharded` always, `Replicated` if it is not alone."""
+    """Returns whether a strategy needs a process group: `Sharded` always, `Replicated` with several ranks."""
     build, _ = VARIANTS[variant]
     return task.num_ranks > 1 or (build.func if isinstance(build, partial) else build) is Sharded
 
 
 def _join(task: Task, store: str) -> None:
-    """Makes the process group of the ranks, without a port."""
+    """Creates the process group of the ranks without a port."""
     select_device(task.kind, task.rank)
     dist.init_process_group(
         name_collectives(task.kind),
@@ -271,7 +271,7 @@ def _join(task: Task, store: str) -> None:
 
 
 def train_one_rank(task: Task, variant: str) -> None:
-    """Trains as one rank of `train_on_all`, and writes what it has at the end."""
+    """Trains as one rank of `train_on_all`, and writes its results at the end."""
     if _needs_group(task, variant):
         _join(task, "store")
     losses, times = KeepLosses(), _StepTimes(task.kind, 2, _RANK_STEPS - 2)
@@ -324,7 +324,7 @@ def fit_for_kill(task: Task, variant: str, mode: Any, name: str, is_killed: bool
     """Trains a run, from its newest checkpoint if there is one, to its end or until its ranks kill themselves."""
     if _needs_group(task, variant):
         _join(task, f"store-{name}-{is_killed}")
-    pl.seed_everything(0, verbose=False)  # what a checkpoint holds of generators is compared, too
+    pl.seed_everything(0, verbose=False)  # so that the state of generators in checkpoints is also compared
     run_dir = Path(task.directory) / name
     checkpoint = AsyncProcessCheckpoint(run_dir=run_dir, every_n_steps=_SAVE_EVERY, mode=mode)
     callbacks: list[pl.Callback] = [checkpoint, *([_KillSelf()] if is_killed else [])]
@@ -337,7 +337,7 @@ def fit_for_kill(task: Task, variant: str, mode: Any, name: str, is_killed: bool
 
 
 def kill_and_resume(probe: Probe, mode: str, variant: str = "ddp", num_ranks: int = 1) -> None:
-    """Kills a run by SIGKILL, resumes it, and compares its end with that of a run that nobody killed, bit for bit."""
+    """Kills a run by SIGKILL, resumes it, and compares its end, bit for bit, with a run that was not killed."""
     task = probe.task
     ranks = [Task(task.kind, task.size, task.directory, rank, num_ranks) for rank in range(num_ranks)]
 

@@ -10,7 +10,7 @@ from genesis.model.decoder import Decoder
 from genesis.tokenizer.tokenizer import Tokenizer
 
 _MORE_TOKENS: Final = 2
-"""Number of tokens that a generated stop string may have beyond its encoding and still be found at once."""
+"""Number of tokens beyond its encoding that a generated stop string may have and still be found immediately."""
 
 
 class CompleteOptions(NamedTuple):
@@ -91,7 +91,7 @@ class _StopFinder:
         self._stop = [(string, len(tokenizer.encode(string)) + _MORE_TOKENS) for string in stop if string]
 
     def end(self, ids: Sequence[int]) -> bool:
-        """Returns whether the text of the last ids contains a stop string, whichever ids it consists of."""
+        """Returns whether the text of the last ids contains a stop string, for any ids of the stop string."""
         return any(
             string in spell(self._tokenizer, ids[-num_tokens:], has_controls=True) for string, num_tokens in self._stop
         )

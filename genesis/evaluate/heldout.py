@@ -39,7 +39,7 @@ class NamedStream(TokenStream, Protocol):
 
 
 class TextSource:
-    """The tokens of some documents as one stream, in memory, as `TokenSource` has those of a corpus."""
+    """The tokens of some documents as one stream in memory, like `TokenSource` for a corpus."""
 
     end_id: Final = None
     has_label_column: Final = False
@@ -150,7 +150,7 @@ def measure_held_out(
     """Returns bits per byte and loss of each source, and over all sources.
 
     Args:
-        decoder: In evaluation mode.
+        decoder: The model, in evaluation mode.
         held_out: The text.
         batch_tokens: Number of tokens per forward.
         on_progress: Called with the number of tokens scored since the last call.
@@ -162,7 +162,7 @@ def measure_held_out(
             [source], held_out.sequence_format, max(1, batch_tokens // held_out.sequence_format.seq_len), Ranks()
         )
         for index in range(len(windows)):
-            window = windows.window(index).to(device, non_blocking=device.type == "cuda")  # as `send` does
+            window = windows.window(index).to(device, non_blocking=device.type == "cuda")  # the same copy as in `send`
             for micro_batch in window.micro_batches:
                 loss_sum += float(
                     decoder(
@@ -182,7 +182,7 @@ def measure_held_out(
 
 
 def _describe(name: str, loss_sum: float, num_tokens: int, num_bytes: int) -> list[Measure]:
-    bits = loss_sum / num_bytes / math.log(2) if num_bytes else None  # without a tokenizer no byte is known
+    bits = loss_sum / num_bytes / math.log(2) if num_bytes else None  # bytes are unknown without a tokenizer
     loss = loss_sum / num_tokens if num_tokens else None
     return [
         Measure(name, "bits_per_byte", bits, None, is_higher_better=False, num_items=num_bytes),

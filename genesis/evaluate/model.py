@@ -59,7 +59,7 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
         self._on_progress = on_progress
         # A template writes control symbols by their spelling; in other contexts that spelling is text.
         encode = tokenizer.encode if chat is None else tokenizer.encode_with_controls
-        # A context is encoded once for each of its continuations.
+        # The same context comes once for each of its continuations.
         self._encode = lru_cache(_CACHED_TEXTS)(encode)
 
     @property
@@ -69,7 +69,7 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
 
     @property
     def prefix_token_id(self) -> int:
-        """Returns the token before a text: bos, or eos where no text begins with bos."""
+        """Returns the token before a text: bos, or eos if texts do not begin with bos."""
         return self._require(self._tokenizer.bos_id, self._tokenizer.eos_id)
 
     @property
@@ -87,7 +87,7 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
         return "" if self._chat is None else self._chat.template.text
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Returns a conversation as text; without a generation prompt its last message goes on.
+        """Returns a conversation as text; without a generation prompt the model continues its last message.
 
         Raises:
             UserError: The template refuses the conversation.
@@ -96,7 +96,7 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
         return self._chat.prompt_text(chat_history, continues_last=not add_generation_prompt)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Returns the ids of a text, with bos before it unless the text begins with bos or none is wanted."""
+        """Returns the ids of a text, with bos before it unless the text begins with bos or the caller wants no bos."""
         ids, bos_id = list(self._encode(string)), self._tokenizer.bos_id
         if bos_id is None:
             return ids

@@ -70,7 +70,7 @@ class ChatQuestion:
     Args:
         options: The chat template and the date that it prints.
         system: The system message; None for none.
-        is_multiturn: Whether each example is a turn of the user and one of the assistant, or all stand in one turn.
+        is_multiturn: Whether each example becomes a turn of the user and one of the assistant, or all share one turn.
     """
 
     options: ChatOptions
@@ -81,7 +81,7 @@ class ChatQuestion:
         """Returns the renderer for a tokenizer.
 
         Raises:
-            UserError: There is no chat template, or it cannot be used.
+            UserError: There is no chat template, or it is invalid.
         """
         return open_renderer(tokenizer, self.options, is_training=False)
 

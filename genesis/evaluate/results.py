@@ -43,7 +43,7 @@ class Measure:
 
     @property
     def key(self) -> str:
-        """Returns the name under which it is logged."""
+        """Returns the name of the measure in logs."""
         return f"evaluation/{self.subject}_{self.metric}"
 
 
@@ -119,7 +119,7 @@ def read_result(path: Path) -> Result:
 def select_comparable(
     results: Sequence[Result], hashes: Mapping[str, str], asked: Sequence[Result] = ()
 ) -> tuple[list[Result], list[str]]:
-    """Returns the results that can be compared with each other, and a line about each kind of the others.
+    """Returns the results that can be compared with each other, and a line about each kind of other results.
 
     Results of a checkpoint that was replaced since are left out. Of several results with the same name, those of
     another question are left out: other rows, other settings, another dtype, another lm-eval.
@@ -127,7 +127,7 @@ def select_comparable(
     Args:
         results: All results, by step.
         hashes: Hashes of the existing checkpoints by name; results of removed checkpoints are kept.
-        asked: Results whose questions are the reference; for other names, the last result is.
+        asked: Results whose questions are the reference; for other names, the last result is the reference.
     """
     questions = {result.name: result.question for result in [*results, *asked]}
     lines, comparable = [], []

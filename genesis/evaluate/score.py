@@ -37,7 +37,7 @@ _BATCHES_IN_GROUP: Final = 4
 
 
 def default_batch_tokens(device_type: str) -> int:
-    """Returns how many tokens a forward feeds and keeps; on a CPU, about as many as the cores' caches hold."""
+    """Returns the number of tokens that a forward feeds and keeps; on a CPU, about as many as fit the cores' caches."""
     return _BATCH_TOKENS_CUDA if device_type == "cuda" else _BATCH_TOKENS_OF_THREAD * torch.get_num_threads()
 
 
@@ -52,7 +52,7 @@ class Scorer:
     """Scores requests with one decoder, in batches of limited size. Deterministic; not thread-safe.
 
     Args:
-        decoder: In evaluation mode.
+        decoder: The model, in evaluation mode.
         batch_tokens: Tokens that a forward feeds plus the tokens of the cache that it reuses, with padding; None
             chooses a size that suits the device.
 
@@ -141,12 +141,12 @@ class Scorer:
             dtype=torch.int64,
         ).view(-1, 3)
         positions, tokens, requests = targets.unbind(1)
-        unique, which = torch.unique_consecutive(positions, return_inverse=True)  # on the host: nothing waits
+        unique, which = torch.unique_consecutive(positions, return_inverse=True)  # on the host, without a wait
         head = partial(score_targets, which=which, tokens=send(tokens, device))
         logprobs, is_most_likely = self.decoder(
             send(input_ids, device), cache=cache, logits_to_keep=send(unique, device), head=head
         )
-        if not len(targets):  # the keys and values alone were wanted
+        if not len(targets):  # only the keys and values are needed
             return
         logprobs, is_most_likely = torch.stack((logprobs, is_most_likely.float())).cpu()  # the forward's only wait
         self._sums.index_add_(0, requests, logprobs.double())

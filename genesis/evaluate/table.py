@@ -14,9 +14,10 @@ MAX_COLUMNS: Final = 5
 
 
 def select_shown(results: Sequence[Result]) -> list[tuple[Result, Measure]]:
-    """Returns the measures worth a row.
+    """Returns the measures that get a row in the table.
 
-    Of a group of tasks its own, if it has any, and not those of its tasks; of text bits per byte, where they are known.
+    A group of tasks has its own measures, if it has any, instead of those of its tasks. Text has bits per byte, if they
+    are known.
     """
     shown = []
     for result in results:

@@ -18,7 +18,7 @@ POLL_SECONDS: Final = 5.0
 
 
 class Watched(NamedTuple):
-    """How many checkpoints were passed over, and how many questions could not be asked of a model."""
+    """The number of skipped checkpoints, and of questions that do not apply to a model."""
 
     num_passed_over: int
     num_unanswered: int
@@ -33,11 +33,11 @@ def watch(
     until_step: int | None = None,
     poll_seconds: float = POLL_SECONDS,
 ) -> Watched:
-    """Evaluates every checkpoint that stands in a run and that comes; returns how many could not be.
+    """Evaluates every existing and every new checkpoint of a run; returns the numbers of failures.
 
-    The newest is next, so that what is learned is of today even where evaluation is slower than training; older ones
-    follow while nothing new comes. One that retention removes before or while it is read is passed over, and one that
-    cannot be evaluated, each with a line.
+    The newest checkpoint is always next, so that results are recent even if evaluation is slower than training; older
+    checkpoints follow while no new one appears. A checkpoint that retention removes before or during its evaluation is
+    skipped with a message, and so is a checkpoint that cannot be evaluated.
     """
     done: set[tuple[str, float]] = set()
     last_step, num_passed_over, num_unanswered = -1, 0, 0

@@ -7,10 +7,10 @@ from itertools import cycle, islice, product
 from typing import Literal, get_args
 
 Victim = Literal["group", "rank", "writer"]
-"""All ranks at once, one rank alone, or the process that writes one rank's part of a checkpoint."""
+"""The processes to kill: all ranks, a single rank, or the process that writes one rank's part of a checkpoint."""
 
 Aim = Literal["step", "save", "start"]
-"""Within a step, within a save, or between a restart and its first step."""
+"""The time of a kill: within a step, within a save, or between a restart and its first step."""
 
 Phase = Literal["imports", "rendezvous", "restore", "first step"]
 """The phases of a start. `imports` begins at the launch; `rendezvous`, when a second rank runs, before the ranks have
@@ -20,7 +20,7 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 """The phases in their order."""
 
 _STARTS_SHARE = 4
-"""The number of kills of which one falls into a restart."""
+"""One of this many kills falls into a restart."""
 
 # All ranks, the first alone, the last alone: the victim, and the draw that chooses the rank.
 _ALL_RANKS: tuple[Victim, float] = ("group", 0.0)
@@ -155,7 +155,7 @@ class Trigger:
         """Returns the duration of the step, the save or the phase into which the kill falls."""
         if self.kill.aim == "save":
             return pace.save
-        if self.kill.phase in ("imports", "rendezvous"):  # each rank imports equally much before they meet
+        if self.kill.phase in ("imports", "rendezvous"):  # all ranks import the same modules before the rendezvous
             return _IMPORTS_SHARE * pace.start
         if self.kill.aim == "start":  # the later phases are short: a restore, and a first step
             return pace.step

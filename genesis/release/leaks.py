@@ -1,4 +1,4 @@
-"""Finds what must not leave this machine in a text: its paths, its name, its user's name, and credentials."""
+"""Finds private facts of this machine in a text: its paths, its name, its user's name, and credentials."""
 
 import getpass
 import io
@@ -93,10 +93,10 @@ def check_text(name: str, data: bytes, machine: Machine, allowed: Sequence[str])
         name: The file's name; every member of a wheel is checked.
         data: The file's content.
         machine: The facts about this machine.
-        allowed: Words and paths that may be public; a credential never may.
+        allowed: Words and paths that may be public; credentials are never allowed.
 
     Raises:
-        UserError: The file contains one. The message has file, line and kind, and only the beginning of a credential.
+        UserError: The file contains such a fact. Of a credential, the message quotes only the beginning.
     """
     if name.endswith(WHEEL_SUFFIX):
         with zipfile.ZipFile(io.BytesIO(data)) as wheel:

@@ -13,7 +13,7 @@ from genesis.release.folder import SUMS_NAME
 from genesis.release.options import ReleaseOptions
 
 _HTTP_ERROR: type[Exception] = vars(errors)["HTTPError"]
-"""The base class of HTTP errors, of httpx or its successor, whichever huggingface_hub uses."""
+"""The base class of HTTP errors: of httpx or its successor, depending on the version of huggingface_hub."""
 _REPLACED: Final = ["*.safetensors", "*.json", "*.model", "*.whl"]
 """Files of an earlier version that would still be loaded or installed: the commit deletes those that are not new."""
 

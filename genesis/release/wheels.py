@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from genesis.errors import UserError
 
 _EPOCH: Final = (1980, 1, 1, 0, 0, 0)
-"""The same code gives the same bytes."""
+"""A fixed time, so that the same code gives the same bytes."""
 _WHEEL_FILE = "Wheel-Version: 1.0\nGenerator: genesis-lm\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 _METADATA_NAMES: Final = ("METADATA", "entry_points.txt")
 
@@ -49,7 +49,7 @@ def pack_wheel(name: str, package: str) -> tuple[str, bytes]:
 
 
 def pin_requirements(*names: str) -> dict[str, str]:
-    """Returns the installed version of what distributions need without their extras, but for themselves."""
+    """Returns the installed versions of distributions' dependencies, without extras and without themselves."""
     pins = {}
     for name in names:
         for line in distribution(name).requires or ():
@@ -57,7 +57,7 @@ def pin_requirements(*names: str) -> dict[str, str]:
             if requirement.name not in names and (
                 requirement.marker is None or requirement.marker.evaluate({"extra": ""})
             ):
-                # Which build of a version it is, torch's for the CPU, is not the version's.
+                # The local label (torch's build for CPUs, for example) is not part of the version.
                 pins[requirement.name] = distribution(requirement.name).version.partition("+")[0]
     return dict(sorted(pins.items()))
 

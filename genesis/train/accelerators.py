@@ -1,4 +1,4 @@
-"""Lightning's accelerator for any kind of device: its own for CPUs and CUDA, ours on `torch.accelerator` for others."""
+"""Lightning's accelerator for any kind of device: its own for CPU and CUDA, a `torch.accelerator` one for others."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ class TorchAccelerator(Accelerator):
     """A kind of device that torch knows and Lightning does not, such as XPU.
 
     Args:
-        kind: As torch names it.
+        kind: The kind of device in torch, such as `xpu`.
     """
 
     def __init__(self, kind: str) -> None:
@@ -23,7 +23,7 @@ class TorchAccelerator(Accelerator):
         select_device(device.type, device.index or 0)
 
     def get_device_stats(self, device: torch.device | str | int) -> dict[str, Any]:
-        """Returns nothing; `memory/...` is logged by the training log."""
+        """Returns no statistics, because the training log logs `memory/...`."""
         return {}
 
     def teardown(self) -> None:
@@ -43,7 +43,7 @@ class TorchAccelerator(Accelerator):
 
     @staticmethod
     def auto_device_count() -> int:
-        """Returns how many devices there are."""
+        """Returns the number of devices."""
         found = torch.accelerator.current_accelerator()
         return 0 if found is None else count_devices(found.type)
 

@@ -1,4 +1,4 @@
-"""The base of a run with adapters: which checkpoint it is, and what each save leaves to it."""
+"""The base checkpoint of a run with adapters, and the tensors that each save leaves out because the base has them."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,9 +31,9 @@ class AdapterBase(NamedTuple):
     """The checkpoint whose weights adapters change.
 
     Args:
-        path: Its directory, absolute.
-        manifest_hash: The hash of its manifest, by which the saves name it.
-        dtype: Of its weights.
+        path: The checkpoint's directory, as an absolute path.
+        manifest_hash: The hash of the checkpoint's manifest, by which the saves refer to it.
+        dtype: The dtype of the checkpoint's weights.
     """
 
     path: Path
@@ -46,12 +46,12 @@ def find_adapter_base(given: str | None, continued: Path | None) -> AdapterBase:
 
     Args:
         given: The base in the recipe, if there is one.
-        continued: The checkpoint that the run begins with, if there is one: one with adapters, whose base is taken, or
-            the base itself.
+        continued: The checkpoint that the run starts from, if any: either a checkpoint with adapters, whose base is
+            used, or the base itself.
 
     Raises:
-        UserError: No checkpoint is named, it is not of a decoder, it cannot be a base, or it is another base than that
-            of the adapters that the run goes on with.
+        UserError: No checkpoint is named, the checkpoint has no decoder, it cannot be a base, or it is not the base of
+            the adapters that the run continues with.
     """
     manifest = None if continued is None else read_manifest(continued)
     recorded = None if manifest is None else manifest.base
@@ -78,12 +78,12 @@ def find_adapter_base(given: str | None, continued: Path | None) -> AdapterBase:
 
 
 def _find_recorded(given: str | None, continued: Path, recorded: BaseReference) -> Path:
-    """Returns where the base lies that a checkpoint names, and refuses another one."""
+    """Returns the directory of the base that a checkpoint refers to, and rejects any other base."""
     if given is None or not Path(given).exists():
         return find_base(continued, recorded)[0]
     reference = read_reference(given)
     if reference.kind == "run" and reference.selector in (None, LATEST):
-        # A run may have gone on since its newest checkpoint became the base.
+        # A run may have continued since its newest checkpoint became the base.
         for path, _ in list_committed(reference.path):
             if read_committed_hash(path) == recorded.manifest_hash:
                 return path
@@ -99,10 +99,10 @@ def _find_recorded(given: str | None, continued: Path, recorded: BaseReference) 
 
 
 def read_start(config: AdapterConfig, decoder_config: DecoderConfig, base: AdapterBase) -> dict[str, Tensor]:
-    """Returns the adapters of others with which a run begins, by our names; none without `config.start`.
+    """Returns the adapters in PEFT's format that a run starts with, by our names; empty without `config.start`.
 
     Raises:
-        UserError: They cannot be read, are other adapters than those of the recipe, or belong to another base.
+        UserError: The adapters cannot be read, differ from those of the recipe, or belong to another base.
     """
     if config.start is None:
         return {}
@@ -124,15 +124,15 @@ def _read_dtype(path: Path, manifest: Manifest) -> torch.dtype:
 
 
 def build_scope(base: AdapterBase, *, has_magnitudes: bool, also_train: Sequence[str]) -> SaveScope:
-    """Returns the scope of the saves: they hold what is trained and leave all other weights to the base.
+    """Returns the scope of the saves: they contain the trained tensors, and the base provides all other weights.
 
     Args:
         base: The base.
         has_magnitudes: Whether the adapters have the magnitudes of DoRA.
-        also_train: As in `AdapterConfig`.
+        also_train: The same field as in `AdapterConfig`.
     """
     held = [f"{DECODER_PREFIX}*.{name}" for name in ADAPTER_TENSORS if has_magnitudes or name != MAGNITUDE]
-    # What is not known is refused by `AdapterConfig`.
+    # `AdapterConfig` rejects unknown names.
     held += [DECODER_PREFIX + EXTRA_TENSORS[extra] for extra in also_train if extra in EXTRA_TENSORS]
     return SaveScope(
         base=base.path, in_base=(f"{DECODER_PREFIX}*",), not_in_base=tuple(held), base_hash=base.manifest_hash

@@ -22,7 +22,7 @@ class CSVLog(Logger):
     may have logged beyond its last checkpoint.
 
     Args:
-        path: The file; made with its directory when the first row is written.
+        path: The file; it is created with its directory when the first row is written.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -54,7 +54,7 @@ class CSVLog(Logger):
         return str(self._path.parent)
 
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: the resolved recipe lies beside the log."""
+        """Does nothing, because the resolved recipe is in the same directory as the log."""
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -76,12 +76,12 @@ class CSVLog(Logger):
         line = io.StringIO()
         csv.DictWriter(line, self._columns).writerow(self._row)
         data = line.getvalue().encode()
-        # Training waits for this: a descriptor is opened in a fraction of a file object's time.
+        # Training waits for this write, and opening a descriptor takes a fraction of a file object's time.
         descriptor = os.open(self._path, os.O_RDWR)
         try:
             if is_new_row:
                 self._row_offset_bytes = os.lseek(descriptor, 0, os.SEEK_END)
-            # Validation's metrics come after training's for the same step. The row grows: what it held stays.
+            # Validation's metrics come after training's for the same step, so they are added to the existing row.
             os.pwrite(descriptor, data, self._row_offset_bytes)
             if not is_new_row:
                 os.ftruncate(descriptor, self._row_offset_bytes + len(data))
@@ -93,7 +93,7 @@ class CSVLog(Logger):
             return []
         with self._path.open(newline="", encoding="utf-8") as file:
             lines = file.readlines()
-        # A line torn by a kill has no end, and may yet begin like another step's.
+        # A line truncated by a kill has no newline, and may look like the beginning of another step's row.
         reader = csv.DictReader(line for line in lines if line.endswith("\n"))
         written = list(reader.fieldnames or ["step"])
         self._columns = written + [column for column in self._columns if column not in written]

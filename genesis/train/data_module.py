@@ -4,10 +4,10 @@ The data are a `TrainingData` (`genesis.data`), which has the position. This mod
 implements Lightning's hooks. A callback that the module puts before all others moves the position
 (`data_position.py`).
 
-An epoch, in Lightning's sense, is as many windows as the corpus has sequences for, whatever the mix; it ends nothing:
-position and order go on. So `max_steps` is the natural length of a run, `trainer.max_epochs` counts corpus sizes. Only
-limits on all sources (`data.max_epochs`) make the data end, and the run with them. Lightning's epoch of a stream never
-ends: nobody has counted its sequences.
+An epoch, in Lightning's sense, is as many windows as the corpus has sequences for, with any mix. Position and order
+continue after it, so `max_steps` is the natural length of a run, and `trainer.max_epochs` counts corpus sizes. The data
+end, and the run with them, only if all sources have limits (`data.max_epochs`). Lightning's epoch of a stream never
+ends, because the number of its sequences is unknown.
 
 With `data.num_epochs` the number of steps follows from the corpus: the module sets it as the Trainer's `max_steps`
 before the schedule, which is set up after it, looks for its end.
@@ -39,8 +39,8 @@ from genesis.train.data_position import MoveDataPosition
 class CorpusDataModule(pl.LightningDataModule):
     """Windows of a prepared corpus or of a stream; the batch of its loaders is an `AccumulationWindow`.
 
-    Every rank calls it alike; it communicates nothing, but for a stream's figures when they are logged. A run that goes
-    on starts from a restored state; a new run takes a new data module.
+    All ranks make the same calls. Only logging a stream's figures communicates. A resumed run starts from a restored
+    state; a new run needs a new data module.
 
     Args:
         corpus: The directory that `genesis data prepare` wrote. Beside a stream it gives the validation set and the
@@ -48,24 +48,24 @@ class CorpusDataModule(pl.LightningDataModule):
         seq_len: Tokens of a sequence.
         micro_batch_size: Sequences of one forward and backward on one rank.
         global_batch_size: Sequences of one step, over all ranks.
-        seed: Of the order.
+        seed: The seed of the order.
         mix: Integer weights of sources, by their tokens (of a stream, by their sequences); by default those that the
             corpus was prepared with, or the stream's sources have.
-        max_epochs: How often a source is drawn at most; one that it does not name has no limit.
-        packing: How documents are put into sequences. Of a corpus, `best_fit` and `pad` need the plan of
+        max_epochs: Maximum number of epochs by source; a source that is not named has no limit.
+        packing: How documents are put into sequences. With a corpus, `best_fit` and `pad` need the plan of
             `genesis data plan`.
         num_epochs: Trains on each source so many times, but for those that `max_epochs` names, and sets the number of
             steps, which trainer.max_steps then must not give. The last sequences, too few for a batch, are dropped.
         stream: Raw shards to train on instead of a corpus.
         validation_micro_batch_size: Sequences of one validation forward; by default `micro_batch_size`.
-        limit_validation_sequences: Validates on so many sequences, evenly spread, instead of on all.
-        prefetch_windows: How many windows a thread makes ahead of the training step.
+        limit_validation_sequences: Number of validation sequences, evenly spread; by default all of them.
+        prefetch_windows: Number of windows that a thread prepares ahead of the training step.
         verify_hashes: Whether to compare each shard with its hash when it is first read.
-        tokenizer_hash: The tokenizer that the corpus must have been made with; by default any.
+        tokenizer_hash: The hash of the tokenizer that the corpus must have been prepared with; by default any.
 
     Attributes:
-        training: What is trained on.
-        copy_clock: How long windows take to a GPU.
+        training: The training data.
+        copy_clock: Measures the time of copying windows to a GPU.
     """
 
     def __init__(
@@ -97,13 +97,13 @@ class CorpusDataModule(pl.LightningDataModule):
         self._limit_validation_sequences = limit_validation_sequences
         self._prefetch_windows = prefetch_windows
         self._has_set_max_steps = False
-        self._limit_val_batches: int | float | None = None  # the trainer's own, while there is nothing to validate
+        self._limit_val_batches: int | float | None = None  # the trainer's own value, while there is no validation set
 
     # ---- Lightning's hooks
 
     def setup(self, stage: str) -> None:
-        """Opens the data and refuses what can't be trained on, before a model is built."""
-        self._give_back_validation()  # what raised before may have had no teardown
+        """Opens the data and checks that they can be trained on, before a model is built."""
+        self._give_back_validation()  # an earlier error may have skipped the teardown
         check_counts(
             seq_len=self.training.options.seq_len,
             validation_micro_batch_size=self._validation_micro_batch_size,
@@ -126,7 +126,7 @@ class CorpusDataModule(pl.LightningDataModule):
             self.trainer.limit_val_batches = 0  # else Lightning warns of a loader without batches
 
     def train_dataloader(self) -> WindowLoader:
-        """Returns this rank's windows from the position on."""
+        """Returns this rank's windows from the current position on."""
         self.training.open(self._ranks())
         return WindowLoader(
             self.training.window,
@@ -137,7 +137,7 @@ class CorpusDataModule(pl.LightningDataModule):
         )
 
     def val_dataloader(self) -> WindowLoader:
-        """Returns this rank's share of the validation set: no window where there is no such set."""
+        """Returns this rank's share of the validation set; no windows if there is no such set."""
         windows = ValidationWindows(
             self.training.validation,
             self.training.sequence_format,
@@ -156,7 +156,7 @@ class CorpusDataModule(pl.LightningDataModule):
         return self.copy_clock.copy(batch, device)
 
     def teardown(self, stage: str) -> None:
-        """Undoes what `setup` did to the trainer, and ends a stream's workers."""
+        """Reverts the changes of `setup` to the trainer, and ends a stream's workers."""
         self.training.close()
         self._give_back_validation()
         if self.trainer is not None and self._has_set_max_steps:
@@ -167,14 +167,14 @@ class CorpusDataModule(pl.LightningDataModule):
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns where the data stand after the last trained window, in plain types."""
+        """Returns the position after the last trained window, in plain types."""
         return self.training.state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on where a saved run stood, with this run's mix from there on. Validation needs none of it.
+        """Continues at a saved run's position, with this run's mix from there on. Validation does not use this state.
 
         Raises:
-            UserError: The saved run's order can't be continued here.
+            UserError: This data module cannot continue the saved run's order.
         """
         if self.trainer is not None and self.trainer.state.fn == TrainerFn.VALIDATING:
             return
@@ -183,13 +183,13 @@ class CorpusDataModule(pl.LightningDataModule):
             rank_zero_info(note)
 
     def combine_rank_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """Returns one state for `load_state_dict` from those of all ranks that saved."""
+        """Returns one state for `load_state_dict` from the states of all ranks that saved."""
         return self.training.combine_states(states)
 
     # ---- parts
 
     def _positions(self) -> range:
-        """Returns the positions of an epoch's windows, fewer where the data end before."""
+        """Returns the positions of an epoch's windows; fewer if the data end before the epoch."""
         training, step = self.training, self.training.options.global_batch_size
         end = training.data_position + training.num_windows * step
         if training.last_position is not None:
@@ -197,7 +197,7 @@ class CorpusDataModule(pl.LightningDataModule):
         return range(training.data_position, end, step)
 
     def _ranks(self) -> Ranks:
-        """Returns this rank among those that the strategy gives different data."""
+        """Returns this rank's index among the ranks with different data."""
         if self.trainer is None:
             return Ranks()
         layout = layout_strategy(self.trainer.strategy).layout
@@ -243,7 +243,7 @@ class CorpusDataModule(pl.LightningDataModule):
 
     def _put_position_callback_first(self) -> None:
         callbacks = self._callbacks()
-        # First in the list: whatever saves at a batch's end must find the position after that batch.
+        # First in the list, because a callback that saves at a batch's end must find the position after that batch.
         if not any(self._is_own(callback) for callback in callbacks):
             callbacks.insert(0, MoveDataPosition(self.training))
 
@@ -272,9 +272,9 @@ def _build_training_data(
 
 
 def _check_validation(trainer: pl.Trainer) -> None:
-    """Refuses what would make validation another one on another number of ranks, or leave a rank waiting."""
+    """Rejects options under which validation depends on the number of ranks, or a rank would wait forever."""
     settings = vars(trainer)
-    if settings["fast_dev_run"] or settings["overfit_batches"]:  # these try things out, on few batches
+    if settings["fast_dev_run"] or settings["overfit_batches"]:  # both are tests on a few batches
         return
     limit = trainer.limit_val_batches
     if limit and not (isinstance(limit, float) and limit == 1.0):
@@ -282,7 +282,7 @@ def _check_validation(trainer: pl.Trainer) -> None:
             f"trainer.limit_val_batches is {limit}: it counts micro-batches of each rank, so that the sequences depend "
             "on the number of ranks; set data.limit_validation_sequences, which spreads them over the whole set"
         )
-    if trainer.world_size > 1 and "val_check_interval" not in settings:  # where Lightning keeps a number of steps
+    if trainer.world_size > 1 and "val_check_interval" not in settings:  # set if it is a number of steps
         raise UserError(
             "trainer.val_check_interval is a time: the clocks of ranks differ, so that ranks that validate would wait "
             "for ranks that train; give a number of steps"

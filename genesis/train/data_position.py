@@ -1,11 +1,11 @@
-"""The callback that moves the position of a run's data, logs what was consumed, and ends the run with the data.
+"""The callback that advances the position of a run's data, logs consumption, and ends the run when the data end.
 
 logged                       unit and meaning
-data/epochs_SOURCE           how often the source was consumed: its sequences consumed over those that it has; of a
-                             stream, spans of its files read over those that there are
-data/tokens_SOURCE           tokens consumed from it, padding not counted
-data/bad_documents_SOURCE    of a stream: documents skipped because they could not be read
-data/damaged_spans_SOURCE    of a stream: spans of damaged files whose rest was skipped
+data/epochs_SOURCE           epochs of the source: its consumed sequences divided by all its sequences; for a
+                             stream, the read spans of its files divided by all spans
+data/tokens_SOURCE           tokens consumed from the source, without padding
+data/bad_documents_SOURCE    streams only: documents skipped because they could not be read
+data/damaged_spans_SOURCE    streams only: spans of damaged files whose rest was skipped
 """
 
 from typing import Any
@@ -22,21 +22,21 @@ from genesis.strategies.layout import layout_strategy
 
 
 class MoveDataPosition(pl.Callback):
-    """Moves the data's position when a window has been trained. The data module puts it before all other callbacks.
+    """Advances the data's position when a window has been trained. The data module puts it before all other callbacks.
 
-    So whatever saves at `on_train_batch_end` saves the position after the window. The callback has no state. All ranks
-    come to the same position by themselves, or by what the module has summed before; a stream's figures are summed over
-    ranks when they are logged.
+    So a callback that saves at `on_train_batch_end` saves the position after the window. The callback has no state. All
+    ranks compute the same position by themselves, or from sums that the module has already computed. A stream's figures
+    are summed over ranks when they are logged.
 
     Args:
-        data: What is trained on.
+        data: The training data.
     """
 
     def __init__(self, data: TrainingData) -> None:
         self.data = data
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Reports a length of training that the data do not have; ends a run whose data ended before."""
+        """Warns if the data are too short for the length of training; ends a run whose data have already ended."""
         last = self.data.last_position
         if last is not None:
             num_left = max(0, last - self.data.data_position) // self.data.options.global_batch_size
@@ -47,7 +47,7 @@ class MoveDataPosition(pl.Callback):
                     "steps; lower min_steps or raise max_epochs"
                 )
             if self.data.options.num_epochs is not None:
-                # After a resume with another batch size the same data are another number of steps.
+                # After a resume with another batch size the same data give another number of steps.
                 trainer.fit_loop.epoch_loop.max_steps = num_steps
             elif trainer.max_steps > num_steps:
                 rank_zero_info(
@@ -63,7 +63,7 @@ class MoveDataPosition(pl.Callback):
         batch: AccumulationWindow,
         batch_idx: int,
     ) -> None:
-        """Moves the position."""
+        """Advances the position."""
         has_tokens = getattr(pl_module, "has_valid_tokens", True)
         note = self.data.advance(batch, has_tokens=has_tokens)
         if note is not None:

@@ -1,18 +1,18 @@
-"""Whether the data keep up with training.
+"""Measures whether the data keep up with training.
 
     logged                     unit and meaning
-    data/tokens_per_second     what the data could give: valid tokens over the time spent on making their windows; of a
-                               stream, tokens over the time that its workers spent on them, times their number
-    data/headroom              data/tokens_per_second over the tokens per second trained; below 1 training waits
+    data/tokens_per_second     possible speed of the data: valid tokens over the time to make their windows; for a
+                               stream, tokens over the time of its workers, times the number of workers
+    data/headroom              data/tokens_per_second over the trained tokens per second; below 1 training waits
     data/wait_ms               milliseconds that a step waited for its window, mean over the steps
-    data/wait_share            of the time, a fraction 0..1
-    data/host_to_device_ms     of copying a window to the GPU, mean (CUDA only)
-    data/packer_fill           valid labels over places for them, a fraction 0..1
-    data/queue_depth           windows that lie ready
+    data/wait_share            share of the time spent waiting, a fraction 0..1
+    data/host_to_device_ms     milliseconds to copy a window to the GPU, mean (CUDA only)
+    data/packer_fill           valid labels over all label positions, a fraction 0..1
+    data/queue_depth           windows that are ready
     data/queue_depth_N         blocks that worker N of a stream still has to make
 
-All of them speak of the time since the last log line, on rank 0. Nothing waits for the device, and ranks do not talk to
-one another: each warns for itself.
+All values cover the time since the last log line, on rank 0. The callback neither waits for the device nor
+communicates: each rank warns by itself.
 """
 
 import time
@@ -31,20 +31,20 @@ from genesis.train.data_module import CorpusDataModule
 WAIT_SHARE_LIMIT = 0.05
 _JUDGED_STEPS = 20
 _REMEDY = "raise data.prefetch_windows, or leave a core to the loader"
-"""For a loader of windows from elsewhere; a `TrainingData` has its own."""
+"""The remedy for a loader of other windows; a `TrainingData` has its own remedy."""
 
 
 class DataWaitWarning(UserWarning):
-    """Training waits for its data."""
+    """The warning that training waits for its data."""
 
 
 def rate_data(times: LoaderTimes, seconds: float, stream_tokens_per_second: float | None = None) -> dict[str, float]:
-    """Returns the metrics of a stretch of training, those that are known, by key.
+    """Returns the known metrics of an interval of training by key.
 
     Args:
-        times: What the loader did in it.
-        seconds: How long it was.
-        stream_tokens_per_second: What a stream's workers can make, whose blocks the loader only hands on.
+        times: The loader's measurements in this interval.
+        seconds: The length of the interval.
+        stream_tokens_per_second: Speed of a stream's workers, whose blocks the loader only passes on.
     """
     values: dict[str, float] = {}
     if times.num_given:
@@ -65,9 +65,9 @@ def _find_training_data(trainer: pl.Trainer) -> TrainingData | None:
 
 
 class DataTelemetry(pl.Callback):
-    """Logs how the data keep up, every `log_every_n_steps`, and warns when more than 5% of the time is waiting.
+    """Logs the speed of the data every `log_every_n_steps`, and warns if training waits more than 5% of the time.
 
-    The first steps are not judged: caches are cold and workers start. It has no state and does not communicate.
+    The first steps cause no warning, because caches are cold and workers start. No state, no communication.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class DataTelemetry(pl.Callback):
         self._has_warned = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begins to measure."""
+        """Starts the measurements."""
         self._log_from_seconds = self._judge_from_seconds = time.perf_counter()
         self._num_steps, self._wait_seconds, self._has_warned = -_JUDGED_STEPS, 0.0, False
 
@@ -90,7 +90,7 @@ class DataTelemetry(pl.Callback):
         batch: AccumulationWindow,
         batch_idx: int,
     ) -> None:
-        """Logs and judges, where it is time for it."""
+        """Logs and warns at the steps of the log."""
         loader, data = trainer.train_dataloader, vars(trainer).get("datamodule")
         if not isinstance(loader, WindowLoader) or trainer.global_step % vars(trainer)["log_every_n_steps"]:
             return

@@ -14,7 +14,7 @@ def _local(gradient: Tensor) -> Tensor:
 
 
 def _weight(gradient: Tensor, num_stage_ranks: int) -> float:
-    """Returns how often this rank's part of a gradient counts, so that each element counts once over all ranks.
+    """Returns the weight of this rank's part of a gradient, so that each element counts once over all ranks.
 
     Of the copies on the gradient's own mesh only the first counts. Ranks of the stage outside of that mesh hold equal
     copies, and so do all ranks of the stage for a plain tensor: each of these counts for its share.
@@ -24,14 +24,14 @@ def _weight(gradient: Tensor, num_stage_ranks: int) -> float:
     mesh = gradient.device_mesh
     is_partial = any(placement.is_partial() for placement in gradient.placements)
     assert not is_partial, "FSDP2 leaves no partial gradient"
-    # Not `is_shard()`: torch's strided shard, of tensor parallelism under FSDP2, says no to it.
+    # Not `is_shard()`, which is false for torch's strided shard of tensor parallelism under FSDP2.
     copies = [axis for axis, placement in enumerate(gradient.placements) if placement.is_replicate()]
     is_first = all(mesh.get_local_rank(axis) == 0 for axis in copies)
     return mesh.size() / num_stage_ranks if is_first else 0.0
 
 
 def _total_norm(gradients: list[Tensor]) -> Tensor:
-    """Returns the 2-norm of whole tensors together, summed in float32 or more."""
+    """Returns the 2-norm of all of the whole tensors together, summed in float32 or more."""
     # torch gives the norm of a 16-bit tensor in 16 bits: too few digits for a clip, and float16 overflows early.
     if all(gradient.element_size() >= torch.float32.itemsize for gradient in gradients):
         return get_total_norm(gradients)
@@ -43,7 +43,7 @@ def _total_norm(gradients: list[Tensor]) -> Tensor:
 def global_gradient_norm(
     parameters: Iterable[nn.Parameter], device: torch.device, *, num_stage_ranks: int, world_size: int
 ) -> float:
-    """Returns what `measure_gradients` does as a float. Waits for the device."""
+    """Returns the result of `measure_gradients` as a float. Waits for the device."""
     norm = measure_gradients(parameters, device, num_stage_ranks=num_stage_ranks, world_size=world_size)
     return float(norm)
 
@@ -51,17 +51,17 @@ def global_gradient_norm(
 def measure_gradients(
     parameters: Iterable[nn.Parameter], device: torch.device, *, num_stage_ranks: int, world_size: int
 ) -> Tensor:
-    """Returns the 2-norm of all gradients together, the same on every rank; 0 where there are none.
+    """Returns the 2-norm of all gradients together, the same on every rank; 0 without gradients.
 
     Gradients may be sharded over any axes, of one mesh or of several, and stages of a pipeline may each hold some. It
     communicates once over all ranks, unless each of them holds every gradient whole: every rank calls it. It does not
     wait for the device.
 
     Args:
-        parameters: Their `.grad` is a DTensor without partial placements, or whole on every rank of the stage.
-        device: Where the default process group communicates; offloaded gradients are on another.
+        parameters: Parameters whose `.grad` is a DTensor without partial placements, or whole on every rank of a stage.
+        device: The device of the default process group; offloaded gradients are on another device.
         num_stage_ranks: The ranks that hold the same stage as this one.
-        world_size: All ranks.
+        world_size: The number of all ranks.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if num_stage_ranks == world_size and not any(isinstance(gradient, DTensor) for gradient in gradients):
@@ -88,7 +88,7 @@ def clip_on_device(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: f
     """Scales every gradient in place so that their norm is at most `max_norm`, with the bits of `scale_gradients`.
 
     All gradients are float32: a factor that is a tensor would be rounded to 16 bits beside 16-bit gradients.
-    Neither communicates nor waits for the device. A norm that is not finite leaves garbage, for a skip to throw away.
+    Neither communicates nor waits for the device. If the norm is not finite, the caller must skip the update.
     """
     # The host divides in float64, and the kernels take the factor in float32; times 1 changes no bit.
     norm = norm.double()

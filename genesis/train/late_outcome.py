@@ -1,4 +1,4 @@
-"""A window's figures that stay on the device until somebody asks: `GenesisModule(gradient_norm="device")`.
+"""A window's figures that stay on the device until they are needed: `GenesisModule(gradient_norm="device")`.
 
 By default the host reads the gradient's norm in each step and decides on clip and skip; the device idles until the
 host has launched more. With the option the device decides: the clip is a factor in its memory, and the fused optimizer
@@ -21,11 +21,11 @@ from genesis.strategies import Replicated, Sharded
 
 
 class LateOutcome:
-    """The norm and the summed figures of one window, copied to the host while the device goes on.
+    """The norm and the summed figures of one window, copied to the host while the device continues.
 
     Args:
-        norm: Of the window's gradient, on the device.
-        figures: Summed over ranks, on the device.
+        norm: The norm of the window's gradient, on the device.
+        figures: The window's figures, summed over ranks, on the device.
     """
 
     def __init__(self, norm: Tensor, figures: Tensor) -> None:
@@ -39,7 +39,7 @@ class LateOutcome:
         self._values: list[float] | None = None
 
     def wait(self) -> tuple[float, list[float]]:
-        """Returns the norm and the figures; waits for this window alone, and not for what was launched after it."""
+        """Returns the norm and the figures; waits for this window, but not for later work of the device."""
         if self._values is None:
             if self._event is not None:
                 self._event.synchronize()
@@ -48,7 +48,7 @@ class LateOutcome:
 
     @property
     def skip_reason(self) -> str | None:
-        """Why the optimizer has skipped the window, or None. Waits as `wait` does."""
+        """The reason why the optimizer has skipped the window, or None. Waits as `wait` does."""
         return None if math.isfinite(self.wait()[0]) else "nonfinite_gradient"
 
 
@@ -61,10 +61,10 @@ def sum_on_device(figures: Sequence[Tensor], group: dist.ProcessGroup | None) ->
 
 
 def refuse_device_norm(strategy: Strategy, options: OptimizerOptions) -> None:
-    """Refuses what cannot skip a window on the device exactly as the host does, before the ranks meet.
+    """Rejects options with which the device cannot skip a window exactly as the host does, before the ranks meet.
 
     Raises:
-        UserError: With the value and the remedy.
+        UserError: An option is not supported; the message has its value and the remedy.
     """
     plugin, reason = strategy.precision_plugin, None
     if options.name != "adamw":

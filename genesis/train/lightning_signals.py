@@ -1,4 +1,4 @@
-"""Lightning's own agreement of ranks on SIGTERM, which a run with `AsyncProcessCheckpoint` does without."""
+"""Disables Lightning's own agreement of ranks on SIGTERM, which `AsyncProcessCheckpoint` replaces."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def leave_signals_to_votes(trainer: pl.Trainer) -> None:
     the queue while the host fetches, copies and adds up counts (Lightning #21487). The callback's votes take part in
     the reduction at a window's end, on the host. Without the callback, or its `save_on_signal`, Lightning's way stays.
     """
-    callbacks = vars(trainer)["callbacks"]  # a public attribute that Lightning's annotations leave out
+    callbacks = vars(trainer)["callbacks"]  # a public attribute without an annotation in Lightning
     if any(isinstance(callback, AsyncProcessCheckpoint) and callback.has_signal_votes for callback in callbacks):
         epoch_loop: Any = trainer.fit_loop.epoch_loop
         # Lightning's private name: where it is missing, the assignment would silently change nothing.

@@ -1,4 +1,4 @@
-"""How metrics reach the loggers through Lightning: exact, in the right step, and each value once."""
+"""Logs metrics through Lightning exactly, in the right step, and each value once."""
 
 from collections.abc import Mapping
 
@@ -25,7 +25,7 @@ def forget_logged(trainer: pl.Trainer) -> None:
     Lightning keeps every value that a step has logged, and passes all of them to the loggers whenever it logs. An old
     value would therefore appear in a step that did not log it.
     """
-    results = trainer._results  # private: nothing public removes a value
+    results = trainer._results  # private: Lightning has no public way to remove a value
     assert results is not None
     for logged in results.values():
         if logged.meta.fx == _BATCH_END and not logged.meta.on_epoch:
@@ -38,4 +38,4 @@ def align_log_steps(trainer: pl.Trainer) -> None:
     Lightning decides by a count of its own, which is one too high in a run that resumes from a save made at an
     exception or at the end of training.
     """
-    trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step  # private: nothing public sets it
+    trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step  # private: no public way to set it

@@ -1,4 +1,4 @@
-"""Peak memory of this process, where it trains."""
+"""Peak memory of this process on the device that it trains on."""
 
 import resource
 import sys

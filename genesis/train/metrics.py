@@ -30,7 +30,7 @@ class TokenLoss(Metric):
         self.num_tokens += num_tokens
 
     def compute(self) -> Tensor:
-        """Returns nats per valid token, float64; NaN where there was no token."""
+        """Returns nats per valid token as float64; NaN without tokens."""
         return self.loss_sum / self.num_tokens
 
 
@@ -60,6 +60,6 @@ class BitsPerByte(Metric):
         self.num_bytes += num_bytes
 
     def compute(self) -> Tensor:
-        """Returns bits per byte, float64; NaN where there was no byte."""
+        """Returns bits per byte as float64; NaN without bytes."""
         bits = self.loss_sum / self.num_bytes / math.log(2)
-        return torch.where(self.num_bytes == 0, torch.nan, bits)  # without a tokenizer no byte is known
+        return torch.where(self.num_bytes == 0, torch.nan, bits)  # without a tokenizer the number of bytes is unknown

@@ -1,4 +1,4 @@
-"""The denominator of MFU: what the devices of a fit could compute at most, in the type that the fit multiplies."""
+"""The denominator of MFU: the peak of a fit's devices in the type of its matrix products."""
 
 import lightning.pytorch as pl
 import torch
@@ -12,7 +12,7 @@ from genesis_callbacks.device_peaks import PeakType, compute_mfu, read_peak_flop
 
 
 def choose_peak_type(precision: str | None) -> PeakType:
-    """Returns which peak counts under a precision, as the Trainer names it and torch multiplies now."""
+    """Returns the type of the peak for a Trainer's precision under torch's current settings for matrix products."""
     if precision in ("bf16-mixed", "bf16-true"):
         return "bfloat16"
     if precision == "16-mixed":
@@ -24,9 +24,9 @@ class MFUMeter:
     """Computes the MFU of a fit on this rank's device, if the device's peak is known. No communication.
 
     Args:
-        trainer: Whose strategy has set the device up.
-        decoder: What trains.
-        adapter: The adapters that train in its place; None where all of it trains.
+        trainer: The Trainer, whose strategy has set up the device.
+        decoder: The model.
+        adapter: The trained adapters; None if the whole model is trained.
     """
 
     def __init__(self, trainer: pl.Trainer, decoder: DecoderConfig, adapter: AdapterConfig | None = None) -> None:
@@ -43,11 +43,11 @@ class MFUMeter:
             rank_zero_info(f"the peak of {name!r} for products of {peak_type} is not known: train/mfu is not logged")
 
     def measure(self, tokens_per_second: float, seq_len: int) -> dict[str, float]:
-        """Returns the MFU of this rank's device by its metric key; nothing where the peak is not known.
+        """Returns the MFU of this rank's device by its metric key; empty if the peak is unknown.
 
         Args:
-            tokens_per_second: Of this rank, those without a label included, which cost the same.
-            seq_len: Length of the sequences.
+            tokens_per_second: The tokens of this rank per second, including those without a label, which cost the same.
+            seq_len: The length of the sequences.
         """
         if self._peak is None:
             return {}

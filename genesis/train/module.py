@@ -41,7 +41,7 @@ from genesis_callbacks.host_group import Pending
 
 
 def seed_of_step(seed: int, step: int, data_rank: int) -> int:
-    """Returns the 63-bit seed of what is random in one step on one rank (dropout): a function, not a state.
+    """Returns the 63-bit seed of one step on one rank (for dropout), a function of its arguments without state.
 
     SplitMix64's finalizer over the three, so that neighbouring steps and ranks have unrelated seeds
     (Steele et al., "Fast splittable pseudorandom number generators", 2014).
@@ -67,17 +67,17 @@ class GenesisModule(pl.LightningModule):
     Args:
         decoder: The model's shape.
         optimizer: The optimizer and its peak learning rate.
-        seed: Of the initial weights, and of dropout.
-        adapter: Adapters beside the frozen weights of a base; None to train all weights.
+        seed: The seed of the initial weights and of dropout.
+        adapter: Adapters on the frozen weights of a base; None to train all weights.
         gradient_norm: Where the gradient's norm is used: on the `host`, which waits for the device in each step, or on
             the `device`, which then clips and skips by itself. Every number of a run is the same. `device` needs AdamW.
 
     Attributes:
-        base_dtype: Of the base's tensors, where there are adapters; to be set before a fit.
-        start: Adapters of others by name, with which a fit beside the base alone begins; to be set before it.
+        base_dtype: The dtype of the base's tensors if there are adapters; set it before a fit.
+        start: Adapter tensors by name with which a fit on a base starts; set them before the fit.
 
-    Set `is_restored` before a fit or a validation that begins with a checkpoint: then no initial weights are drawn.
-    They are NaN until the restore; should none come, they are drawn when training or validation starts.
+    Set `is_restored` before a fit or a validation that starts from a checkpoint: then no initial weights are generated.
+    Weights are NaN until the restore; without a restore, they are generated when training or validation starts.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class GenesisModule(pl.LightningModule):
     # ---- building
 
     def setup(self, stage: str) -> None:
-        """Refuses a corpus, a precision or an option that the decoder can't take, before it is built."""
+        """Checks that the decoder supports corpus, precision and options, before it is built."""
         prepare_precision(self.trainer.strategy)
         if self.gradient_norm == "device":
             refuse_device_norm(self.trainer.strategy, self.optimizer_options)
@@ -144,9 +144,9 @@ class GenesisModule(pl.LightningModule):
         self.decoder = decoder
 
     def _draw_what_was_not_restored(self) -> None:
-        """Draws the initial weights if they were left to a restore and none came. Does not communicate.
+        """Generates the initial weights if a restore was expected but did not happen. Does not communicate.
 
-        A restore from a base leaves the adapters alone without values; then only they are drawn.
+        A restore from a base gives no values to the adapters; then only these are generated.
         """
         if not self._has_unset_weights:
             return
@@ -183,7 +183,7 @@ class GenesisModule(pl.LightningModule):
         return layout_strategy(self.trainer.strategy)
 
     def on_fit_start(self) -> None:
-        """Refuses what would break the step's arithmetic."""
+        """Rejects options of the Trainer that would break the step's arithmetic."""
         if self.trainer.accumulate_grad_batches != 1:
             raise UserError(
                 f"trainer.accumulate_grad_batches is {self.trainer.accumulate_grad_batches}; a window is accumulated "
@@ -192,18 +192,18 @@ class GenesisModule(pl.LightningModule):
         leave_signals_to_votes(self.trainer)
 
     def on_train_start(self) -> None:
-        """Makes sure that there are weights."""
+        """Generates the weights if no restore has filled them."""
         self._draw_what_was_not_restored()
 
     # ---- the step
 
     def training_step(self, window: AccumulationWindow, batch_idx: int) -> dict[str, Tensor]:
-        """Runs one window's micro-batches; Lightning runs the last backward, the one in which gradients meet."""
+        """Runs one window's micro-batches; Lightning runs the last backward, in which gradients are reduced."""
         strategy, layout = self._strategy, self._strategy.layout
         # Here and not in `optimizer_zero_grad`: Lightning calls that after this method, when the window's earlier
         # micro-batches have run backward.
         self._remove_gradients()
-        # A seed for each step, so that a resumed run draws the same dropout whatever was drawn before the save.
+        # A seed for each step, so that a resumed run has the same dropout masks, independent of earlier random numbers.
         torch.manual_seed(seed_of_step(self.seed, self.trainer.global_step, layout.data_rank))
         # Every rank needs the global count before its first backward, so this sum is awaited. It runs on gloo between
         # hosts: on nccl it would wait for the device's queue.
@@ -211,7 +211,7 @@ class GenesisModule(pl.LightningModule):
             (window.num_valid_tokens, window.num_bytes)
         ).wait()
         # The reduction of gradients sums over ranks, and may divide that sum (DDP does). 0 keeps an empty window's
-        # graph connected: every rank runs the same forwards and backwards, whatever it holds.
+        # graph connected: every rank runs the same forwards and backwards, even without valid tokens.
         scale = layout.gradient_divisor / self._num_valid_tokens if self._num_valid_tokens else 0.0
         loss, self._window_loss_sum, self._part_sums = strategy.train_micro_batches(
             self._model, window.micro_batches, scale
@@ -245,7 +245,7 @@ class GenesisModule(pl.LightningModule):
             scale_gradients(self.parameters(), gradient_clip_val / self._grad_norm)
 
     def _decide_on_device(self, optimizer: Optimizer, norm: Tensor, max_norm: float | None) -> None:
-        """Clips, or makes the optimizer skip, by numbers that the host has not read."""
+        """Clips, or makes the optimizer skip, by numbers on the device that the host has not read."""
         assert isinstance(optimizer, GroupedOptimizer)
         assert self._window_loss_sum is not None
         figures = sum_on_device(
@@ -270,12 +270,12 @@ class GenesisModule(pl.LightningModule):
 
     @property
     def late_outcome(self) -> LateOutcome | None:
-        """The last window's outcome, if only the device knows whether the optimizer skipped it."""
+        """The outcome of the last window, if only the device knows whether the optimizer skipped it."""
         return None if self._skip_reason is not None else self._outcome
 
     @property
     def skip_reason(self) -> str | None:
-        """Why the last window was skipped, or None. Waits for the device if `gradient_norm` is `device`."""
+        """The reason why the last window was skipped, or None. Waits for the device if `gradient_norm` is `device`."""
         late = self.late_outcome
         return self._skip_reason if late is None else late.skip_reason
 
@@ -292,7 +292,7 @@ class GenesisModule(pl.LightningModule):
         return None
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        """Does nothing: Lightning calls it when earlier micro-batches have already run backward."""
+        """Does nothing, because Lightning calls it when earlier micro-batches have already run backward."""
 
     def _gradient_scaler(self) -> Any | None:
         plugin = self.trainer.precision_plugin
@@ -301,13 +301,13 @@ class GenesisModule(pl.LightningModule):
     # ---- figures of the window
 
     def _sum_window_loss(self) -> None:
-        """Begins to add the window's loss, and what the parts reported, over all ranks, while the optimizer steps.
+        """Starts to sum the window's loss and the parts' statistics over all ranks while the optimizer steps.
 
-        Here, because the norm has waited for the device: what was computed before it is read without another wait.
+        Done here because the norm has waited for the device, so that earlier results are read without another wait.
         """
         assert self._window_loss_sum is not None
         if self._loss_sum_of_ranks is not None:
-            self._loss_sum_of_ranks.wait()  # the window was repeated: gloo needs the wait, the first loss is dropped
+            self._loss_sum_of_ranks.wait()  # a repeated window: gloo needs the wait, and the first loss is dropped
         self._loss_sum_of_ranks = self._strategy.layout.token_group.sum_floats(
             (float(self._window_loss_sum), *read_figures(self._part_sums))
         )
@@ -315,7 +315,7 @@ class GenesisModule(pl.LightningModule):
         self._window_loss_sum, self._part_sums = None, {}
 
     def _end_window(self) -> Callable[[], WindowFigures]:
-        """Returns what gives the figures of the window that has just ended; only the device may know them yet."""
+        """Returns a function for the figures of the last window, which may still be only on the device."""
         names, outcome = self._part_figure_names, self._outcome
         known = WindowFigures(
             loss_sum=math.nan,
@@ -343,11 +343,11 @@ class GenesisModule(pl.LightningModule):
     # ---- validation
 
     def on_validation_start(self) -> None:
-        """Makes sure that there are weights."""
+        """Generates the weights if no restore has filled them."""
         self._draw_what_was_not_restored()
 
     def validation_step(self, window: AccumulationWindow, batch_idx: int) -> None:
-        """Adds one batch of the validation set; ranks run the same number of batches, and nothing is gathered."""
+        """Adds one batch of the validation set; all ranks run the same number of batches, without a gather."""
         loss_sum = self._strategy.sum_losses(self._model, window.micro_batches)
         self.validation_loss.update(loss_sum, window.num_valid_tokens)
         self.validation_bits.update(loss_sum, window.num_bytes)

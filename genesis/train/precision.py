@@ -1,6 +1,6 @@
-"""The dtypes in which a run computes: Lightning's plugins, adapted to windows.
+"""The dtypes of a run's computations: Lightning's plugins, adapted to windows.
 
-bf16-mixed   parameters in float32, computed in bfloat16: by autocast, or under `Sharded` as they are gathered
+bf16-mixed   parameters in float32, computed in bfloat16: by autocast, or under `Sharded` by the dtype of gathers
 32-true      all in float32; on CUDA, products of matrices take TF32
 16-mixed     parameters in float32, computed in float16 with a gradient scaler; not under `Sharded`
 bf16-true    parameters, gradients and optimizer state in bfloat16; sums of losses stay in float32
@@ -26,7 +26,7 @@ _TRAINABLE: Final = (MIXED, FULL, "16-mixed", "bf16-true")
 class TrueBFloat16(HalfPrecision):
     """`bf16-true` for windows, whose tensors are integers; metrics and new tensors keep their types.
 
-    Lightning's own maps over the batch, which a frozen dataclass refuses, and makes bfloat16 the default type while a
+    Lightning's own maps over the batch, which fails for a frozen dataclass, and sets bfloat16 as default type while a
     step runs, so that a sum that starts from zero would lose its digits.
     """
 
@@ -38,7 +38,7 @@ class TrueBFloat16(HalfPrecision):
         return data
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Casts the module's parameters; the sums of its metrics stay as they are."""
+        """Casts the module's parameters, but not the sums of its metrics."""
         for child in module.children():
             if not isinstance(child, Metric):
                 child.to(torch.bfloat16)
@@ -51,7 +51,7 @@ class TrueBFloat16(HalfPrecision):
 
 
 class GatheredBFloat16(Precision):
-    """`bf16-mixed` where FSDP2 gathers the parameters in bfloat16: autocast would only cast back and forth."""
+    """`bf16-mixed` if FSDP2 gathers the parameters in bfloat16, so that autocast would only cast back and forth."""
 
     precision = MIXED
 
@@ -60,7 +60,7 @@ def prepare_precision(strategy: Strategy) -> None:
     """Replaces the precision plugin of a Trainer's strategy by one that fits windows, before the model is built.
 
     Raises:
-        UserError: Windows can't be trained on in this precision.
+        UserError: Genesis cannot train in this precision.
     """
     # In the module's `setup`, because Lightning lets the plugin convert the module after that hook.
     plugin = strategy.precision_plugin

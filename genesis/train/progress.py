@@ -32,7 +32,7 @@ def _tokens_text(num_tokens: float) -> str:
 class GenesisProgressBar(ProgressBar):
     """Shows steps, updates, tokens, tokens/s, loss and the time left, on rank 0.
 
-    On a terminal it is a live bar; elsewhere (a log file) it prints a line now and then. Does not communicate.
+    On a terminal it is a live bar; otherwise (a log file) it prints a line at intervals. Does not communicate.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class GenesisProgressBar(ProgressBar):
         self._is_enabled = True
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begins the bar."""
+        """Starts the bar."""
         self._rate_from = None
         if not self._is_enabled or not self._console.is_terminal:
             return
@@ -76,11 +76,11 @@ class GenesisProgressBar(ProgressBar):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Refreshes, now and then."""
+        """Refreshes the bar at intervals."""
         now = time.monotonic()
         interval = _REFRESH_SECONDS if self._progress is not None else _LOG_LINE_SECONDS
         is_last = trainer.global_step == trainer.max_steps
-        # Before anything is read: a metric's value lies on the device, and reading one for every step would wait there.
+        # Before any value is read: metrics are on the device, and reading one in every step would wait for it.
         if not self._is_enabled or (now - self._shown_at < interval and not is_last):
             return
         self._shown_at = now

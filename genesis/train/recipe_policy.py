@@ -1,4 +1,4 @@
-"""Which keys of a genesis recipe may change when a run goes on."""
+"""The keys of a genesis recipe that may change when a run continues."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -9,28 +9,28 @@ from genesis.precision import unify_precision
 from genesis_callbacks.checkpoint import DriftPolicy
 
 _FREE: Final = (
-    # Where it runs, and where its things lie.
+    # Where the run executes, and the paths of its files.
     *("run_dir", "fork", "ckpt_path", "weights_only", "config", "data.corpus", "data.tokenizer_hash"),
     *("trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.strategy"),
     *("trainer.default_root_dir", "trainer.use_distributed_sampler", "trainer.sync_batchnorm"),
     # How the same windows are read and cut: the sum over a global batch is the same.
     *("data.micro_batch_size", "data.prefetch_windows", "data.verify_hashes"),
-    # Where the same numbers are used.
+    # On which device the same numbers are used.
     "model.gradient_norm",
-    # The data module compares it, and refuses another.
+    # The data module compares the packing, and rejects another one.
     "data.packing",
     *("data.stream.num_workers", "data.stream.max_worker_restarts", "data.stream.tokenizer"),
-    # Where a source lies; the identity of the stream has the hash of its files.
+    # The path of a source; the identity of the stream has the hash of its files.
     "data.stream.sources.*.paths",
-    # What is saved, logged and shown.
+    # Saving, logging and display.
     *("checkpoint", "verification", "trainer.logger", "trainer.log_every_n_steps", "trainer.enable_*"),
     *("trainer.model_registry", "trainer.profiler", "trainer.barebones", "trainer.detect_anomaly"),
     *("trainer.fast_dev_run",),
-    # What is validated.
+    # Validation.
     *("data.validation_micro_batch_size", "data.limit_validation_sequences", "trainer.limit_*_batches"),
     *("trainer.val_check_interval", "trainer.check_val_every_n_epoch", "trainer.num_sanity_val_steps"),
     *("trainer.inference_mode",),
-    # When it gives up.
+    # Limits at which the run gives up.
     *("trainer.max_time", "counters.max_consecutive_skips"),
 )
 _NEVER: Final = ("tokenizer_hash", "model.decoder", "model.adapter", "data.seed", "data.seq_len")
@@ -46,7 +46,7 @@ RECIPE_POLICY: Final = DriftPolicy(
         ("allow", "model.decoder.dropout"),
         ("allow", "trainer.limit_train_batches"),
         ("allow", "model.adapter.dropout"),
-        # The base is compared by hash, and adapters of others serve the first start alone.
+        # The base is compared by hash, and `start` affects only the first start.
         ("free", "model.adapter.base"),
         ("free", "model.adapter.start"),
         *(("never", pattern) for pattern in _NEVER),
@@ -63,4 +63,4 @@ RECIPE_POLICY: Final = DriftPolicy(
     remedy="--checkpoint.allow_changed '{keys}'",
     unify=unify_recipe,
 )
-"""What neither list names (learning rate, schedule, max_steps, mix, precision, ...) must be allowed by its key."""
+"""Keys in neither list (learning rate, schedule, max_steps, mix, precision, ...) need permission by name to change."""

@@ -1,23 +1,23 @@
 """Logs the training windows, and keeps the sums between two log lines in checkpoints.
 
     logged                     unit and meaning
-    train/loss                 nats per valid token since the last log line, over all ranks; absent where every window
+    train/loss                 nats per valid token since the last log line, over all ranks; absent if every window
                                since then was skipped
-    train/perplexity           exp of it
+    train/perplexity           exp of train/loss
     train/bits_per_byte        bits per byte of text
     train/valid_tokens         valid tokens of this window, over all ranks
     train/tokens_per_second    valid tokens over wall time since the last log line, over all ranks
-    train/mfu                  share of the device's dense peak that the model's arithmetic takes, of rank 0, all tokens
-                               counted; absent where the peak is not known (`genesis_callbacks.device_peaks`)
+    train/mfu                  share of the device's dense peak that the model's arithmetic uses, on rank 0, for all
+                               tokens; absent if the peak is unknown (`genesis_callbacks.device_peaks`)
     train/grad_norm            2-norm of the synchronised gradient before the clip
-    train/scale_factor         what a rank's summed loss is multiplied by: 1 / valid tokens where gradients are summed
-                               over ranks (sharded), number of ranks / valid tokens where they are averaged (replicated)
-    train/loss_scale           the gradient scaler's scale, where there is one
-    train/auxiliary_loss       what parts of the model add to the loss of this window, per valid token, over all ranks
-    parts/NAME                 what a part reports, summed over the tokens of this window on all ranks, for each part
-                               that does: parts/blocks.3.feed_forward.load_tokens.0
-    memory/allocated_bytes     peak memory that tensors took, memory/reserved_bytes what the allocator reserved (CUDA);
-                               memory/resident_bytes elsewhere
+    train/scale_factor         the factor of a rank's summed loss: 1 / valid tokens if gradients are summed
+                               over ranks (sharded), number of ranks / valid tokens if they are averaged (replicated)
+    train/loss_scale           the gradient scaler's scale, if there is a scaler
+    train/auxiliary_loss       auxiliary losses of the model's parts in this window, per valid token, over all ranks
+    parts/NAME                 statistics of a part, summed over the tokens of this window on all ranks, for each part
+                               that has any: parts/blocks.3.feed_forward.load_tokens.0
+    memory/allocated_bytes     peak memory of tensors, memory/reserved_bytes that of the allocator (CUDA);
+                               memory/resident_bytes on other devices
 
 Does it communicate? No: the figures of a window are already those of all ranks.
 """
@@ -44,16 +44,16 @@ _STATE_VERSION = 1
 
 @dataclass(frozen=True)
 class WindowFigures:
-    """What one window was, over all ranks.
+    """The figures of one window over all ranks.
 
     Args:
-        loss_sum: Nats, over the valid tokens.
-        num_valid_tokens: Tokens that the loss counts.
-        num_bytes: Of the text of these tokens; 0 where no tokenizer is known.
-        grad_norm: Before the clip.
-        scale_factor: What a rank's summed loss was multiplied by.
+        loss_sum: The sum of the losses of the valid tokens, in nats.
+        num_valid_tokens: The number of tokens in the loss.
+        num_bytes: The number of bytes of these tokens' text; 0 without a tokenizer.
+        grad_norm: The norm of the gradient before the clip.
+        scale_factor: The factor of a rank's summed loss.
         is_skipped: Whether the window changed no parameter.
-        part_figures: What the parts reported, by the names of part and figure.
+        part_figures: The statistics of the parts, by the names of part and figure.
     """
 
     loss_sum: float
@@ -68,13 +68,13 @@ class WindowFigures:
 class TrainingLog(pl.Callback):
     """Adds up the windows that were not skipped and logs their means, every `log_every_n_steps`.
 
-    It is a callback, because callbacks see the end of a batch before the checkpoint's does: what a save at some step
-    holds includes that step. Its state is the sums since the last log line, exact and the same on every rank, so that
-    a resumed run, on any number of ranks, logs what the uninterrupted one logs.
+    It is a callback that runs before the checkpoint callback at the end of a batch, so that a save at some step
+    includes that step. Its state is the sums since the last log line, exact and the same on every rank, so that a
+    resumed run, on any number of ranks, logs the same values as an uninterrupted run.
 
     Args:
-        end_window: Returns what gives the figures of the window that has just ended.
-        is_late: Whether reading them waits for the device: they are read when the next window's backward is launched,
+        end_window: Returns a function for the figures of the window that has just ended.
+        is_late: Whether reading the figures waits for the device; then they are read after the next window's backward,
             or when a log line or a checkpoint needs them.
     """
 
@@ -96,7 +96,7 @@ class TrainingLog(pl.Callback):
 
     @property
     def state_key(self) -> str:
-        """The key of our state in a checkpoint."""
+        """The key of this callback's state in a checkpoint."""
         return "genesis.TrainingLog"
 
     def state_dict(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class TrainingLog(pl.Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the sums of a checkpoint."""
+        """Restores the sums of a checkpoint."""
         if state_dict["version"] != _STATE_VERSION:
             raise UserError(
                 f"the checkpoint's training log has version {state_dict['version']}, this release reads "
@@ -124,7 +124,7 @@ class TrainingLog(pl.Callback):
     # ---- hooks
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begins to measure time, and to add up where no checkpoint was restored."""
+        """Starts the measurement of time, and the sums if no checkpoint was restored."""
         self._open = None
         if trainer.global_step == 0:
             self._reset()
@@ -135,24 +135,24 @@ class TrainingLog(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Makes Lightning log in the same steps as this callback, and nothing of the steps before."""
+        """Makes Lightning log in the same steps as this callback, without values of earlier steps."""
         align_log_steps(trainer)
         forget_logged(trainer)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Reads the window before: the device has this one's backward to do meanwhile."""
+        """Reads the previous window, while the device runs this window's backward."""
         self._close_window()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Counts the window and, every `log_every_n_steps`, logs."""
-        self._close_window()  # the one before, if this one never came to its optimizer step
+        """Adds the window to the sums and logs every `log_every_n_steps`."""
+        self._close_window()  # the previous window, if this one had no optimizer step
         self._open = self._end_window()
         self._timed_positions += sum(micro_batch.input_ids.numel() for micro_batch in batch.micro_batches)
-        every = vars(trainer)["log_every_n_steps"]  # a public attribute that Lightning's annotations leave out
+        every = vars(trainer)["log_every_n_steps"]  # a public attribute without an annotation in Lightning
         is_log_step = every > 0 and trainer.global_step % every == 0
         window = self._close_window() if is_log_step or not self._is_late else None
         if is_log_step or trainer.should_stop:  # Lightning logs in both cases
@@ -164,7 +164,7 @@ class TrainingLog(pl.Callback):
             )
 
     def _close_window(self) -> WindowFigures | None:
-        """Adds the window that has ended and is not counted yet, if there is one, and returns its figures."""
+        """Adds the last window to the sums unless it is already included, and returns its figures."""
         if self._open is None:
             return None
         window, self._open = self._open(), None
@@ -180,7 +180,7 @@ class TrainingLog(pl.Callback):
     def _take(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, window: WindowFigures, seq_len: int
     ) -> dict[str, float]:
-        """Returns the metrics of a log line, and begins the next."""
+        """Returns the metrics of a log line, and resets the sums for the next line."""
         now_seconds = time.perf_counter()
         seconds = now_seconds - self._timed_from_seconds
         values = {
