@@ -99,7 +99,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise UserError(f"cannot read {path} ({error.strerror}): give a directory of Hugging Face's layout") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON: {error}") from None
     if not isinstance(content, dict):
         raise UserError(f"{path} does not hold a JSON object")

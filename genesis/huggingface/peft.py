@@ -7,6 +7,7 @@ programs ignore the fingerprint; without it, an adapter for another base of the 
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -28,6 +29,7 @@ FINGERPRINT: Final = "genesis_base"
 _PREFIX: Final = "base_model.model."
 _SUFFIXES: Final = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
 _NUM_NAMED: Final = 3
+_ALPHA_SHOWN: Final = 40
 _HASH_SHOWN: Final = 16
 _PLAIN: Final[Mapping[str, tuple[Any, ...]]] = {
     "peft_type": ("LORA",),
@@ -42,6 +44,10 @@ _PLAIN: Final[Mapping[str, tuple[Any, ...]]] = {
     "alora_invocation_tokens": (None,),
     "arrow_config": (None,),
     "use_qalora": (False,),
+    "use_bdlora": (None, False),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "velora_config": (None,),
     # Other initialisations (pissa, olora, corda, loftq, ...) change the base's weights, too.
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }
@@ -184,9 +190,12 @@ def read_adapters(
                 f"the adapters in {directory} are for another base: {name} is {list(tensor.shape)} there, and "
                 f"{list(shapes[ours])} for this base"
             )
-        if not (tensor.is_floating_point() and bool(tensor.isfinite().all())):
-            raise UserError(f"{path}: {name} has values that are no finite numbers: export the adapters again")
+        if not tensor.is_floating_point():
+            raise UserError(f"{path}: {name} is {tensor.dtype}, not floating point: export the adapters again")
+        # The values that training gets are checked: float64 may overflow, and torch cannot check all 8-bit types.
         found[ours] = tensor.to(torch.float32)
+        if not bool(found[ours].isfinite().all()):
+            raise UserError(f"{path}: {name} has values that are no finite numbers: export the adapters again")
     return found
 
 
@@ -206,8 +215,8 @@ def _compare_options(path: Path, content: Mapping[str, Any], config: AdapterConf
         if value not in allowed:
             raise UserError(f"{path}: {key} is {value!r}, and the decoder's adapters have {allowed[0]!r} only")
     rank, alpha = content.get("r", 8), content.get("lora_alpha", 8)  # the defaults of PEFT
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool):
-        raise UserError(f"{path}: lora_alpha is {alpha!r}: it must be a number")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= sys.float_info.max:
+        raise UserError(f"{path}: lora_alpha is {str(alpha)[:_ALPHA_SHOWN]!r}: it must be a finite number")
     given = {
         "rank": rank,
         "alpha": float(alpha),

@@ -104,7 +104,10 @@ def read_index(directory: Path) -> dict[str, str]:
     Raises:
         ValueError: The index has no map of tensors to names of files beside it.
     """
-    index = json.loads((directory / INDEX_NAME).read_bytes())
+    try:
+        index = json.loads((directory / INDEX_NAME).read_bytes())
+    except RecursionError:
+        raise ValueError(f"{INDEX_NAME} is nested too deeply") from None
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict):
         raise ValueError(f"{INDEX_NAME} has no weight_map of tensors to files")

@@ -249,7 +249,7 @@ _REMEDY: Final = "only byte-pair encoding whose tokens spell bytes can be read"
 def _read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     try:
         content = json.loads(files.get(name, b"{}"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{name} is not JSON: {error}") from None
     if not isinstance(content, dict):
         raise UserError(f"{name} does not hold a JSON object")

@@ -256,6 +256,8 @@ def test_long_conversations_are_refused_cut_or_dropped_and_counted(directory: Pa
 
 BAD = {
     "json": ('{"messages": [', r"line 2 is not JSON"),
+    "deep": ('{"messages": ' + "[" * 100_000, "line 2 is not JSON"),
+    "digits": ('{"messages": [{"role": "user", "content": 1' + "0" * 5000 + "}]}", "line 2 is not JSON"),
     "array": ("[1]", "line 2 is a JSON list, not an object"),
     "empty": ({"messages": []}, "line 2: the conversation is empty: it has no turns"),
     "role": ({"messages": [{"role": "robot", "content": "a"}]}, "line 2: turn 1 has the unknown role 'robot'"),

@@ -139,8 +139,30 @@ def test_training_starts_from_adapters_in_pefts_format_and_refuses_those_that_do
     save_file(narrow, out / WEIGHTS_NAME)  # as others write it, without a fingerprint
     with pytest.raises(UserError, match=r"are for another base: .*lora_A.weight is \[4, 5\] there, and \[4, 32\]"):
         start_from(out, found)
-    save_file({name: tensor * float("nan") for name, tensor in tensors.items()}, out / WEIGHTS_NAME)
+    path = out / WEIGHTS_NAME
+    save_file({name: tensor * float("nan") for name, tensor in tensors.items()}, path)
     with pytest.raises(UserError, match="has values that are no finite numbers"):
+        start_from(out, found)
+    for dtype, value, message in (
+        (torch.float64, 1e300, "has values that are no finite numbers"),
+        (torch.int32, 1, r"is torch\.int32, not floating point"),
+    ):
+        save_file({name: torch.full_like(tensor, value, dtype=dtype) for name, tensor in tensors.items()}, path)
+        with pytest.raises(UserError, match=message):
+            start_from(out, found)
+    save_file({name: tensor.to(torch.float8_e4m3fn) for name, tensor in tensors.items()}, path)
+    assert start_from(out, found).keys() == started.keys()
+    for forged, message in (
+        ({"lora_alpha": 10**400}, "lora_alpha is '1000.*it must be a finite number"),
+        ({"lora_alpha": float("nan")}, "lora_alpha is 'nan'"),
+        ({"kasa_config": {}}, "kasa_config is {}, and the decoder's adapters have None only"),
+        ({"use_bdlora": {"nblocks": 2}}, "use_bdlora is"),
+    ):
+        (out / "adapter_config.json").write_text(json.dumps({**config, **forged}))
+        with pytest.raises(UserError, match=message):
+            start_from(out, found)
+    (out / "adapter_config.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match="is not JSON: maximum recursion depth"):
         start_from(out, found)
     (out / "adapter_config.json").write_text(json.dumps({**config, "peft_type": "LOHA"}))
     with pytest.raises(UserError, match="peft_type is 'LOHA', and the decoder's adapters have 'LORA' only"):

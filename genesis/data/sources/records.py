@@ -47,7 +47,7 @@ def _read_record(
     shown = offset if is_located else 0
     try:
         fields = json.loads(decoded.text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # a number of too many digits is a plain ValueError
         raise UserError(f"{_line(span, shown)} is not JSON ({one_line(error)}); fix or remove it") from None
     if source.chat is not None:
         found = decode_conversation(source, _object_of(span, shown, fields), position, partial(_line, span, shown))
