@@ -46,7 +46,16 @@ class Rule(NamedTuple):
 
 RULES = (
     Rule(r"(?i)\bskew watchdog\b", "desync watchdog"),
-    Rule(r"(?i)\bput(s|ting)?[ _]aside\b", "quarantined"),
+    Rule(r"(?i)\bput(s|ting)?[ _]((it|them)[ _])?aside\b", "quarantined"),
+    Rule(r"(?i)\bta(ke|kes|ken|king) (it|them) away\b", "removes", (*PACKAGES, "docs/")),
+    Rule(r"(?i)\bsays? so\b", "warns, is documented", (*PACKAGES, "docs/")),
+    Rule(r"(?i)\bwhatever it was\b", "the condition, such as: under any dtype"),
+    Rule(r"(?i)\bwas saved it is\b", "the order subject, verb, object"),
+    Rule(r"(?i)\bby the way of\b", "by, with"),
+    Rule(r"(?i)\b(training|(a|the) run) (goes|that goes) on\b", "continues", PACKAGES),
+    Rule(r"^ +\w+: Whose\b", "a noun: the family whose names", PACKAGES),
+    Rule(r"(?i): At most so (many|much)\b", "upper bound, maximum number", PACKAGES),
+    Rule(r"^ +\w+: In evaluation mode\b", "the model, in evaluation mode", PACKAGES),
     Rule(r"(?i)\bbegun differently\b", "started with different options"),
     Rule(r"(?i)\ba word of it\b", "a warning"),
     Rule(r"(?i)\bits card has\b", "the model card lists"),

@@ -23,7 +23,7 @@ def prepare_adapter(config: Namespace, reference: Reference | None, run_dir: Pat
         run_dir: The directory in which this run saves.
 
     Raises:
-        UserError: The base is not found, is another than that of the adapters to go on with, or is this run itself.
+        UserError: The base is not found, is not the base of the adapters to continue with, or is this run itself.
     """
     if config.get("model.adapter") is None:
         return None

@@ -4,7 +4,7 @@ model        GenesisModule        data        CorpusDataModule        trainer   
 checkpoint   AsyncProcessCheckpoint   counters    TokenCounters       schedule    SkipAwareLR
 verification CheckpointVerification
 run_dir      where checkpoints, metrics and configs of the run lie
-fork         of `fit`: a name; the run goes on from --ckpt_path in a directory of that name beside run_dir
+fork         of `fit`: a name; the run continues from --ckpt_path in a directory of that name beside run_dir
 """
 
 import argparse

@@ -33,7 +33,7 @@ def resolve_precision(precision: Any, accelerator: Any, restored: Reference | No
     Args:
         precision: As given.
         accelerator: As given.
-        restored: Where the run goes on from; its precision stands for `auto`.
+        restored: The checkpoint from which the run continues; its precision replaces `auto`.
     """
     if precision != AUTO:
         return precision

@@ -34,7 +34,7 @@ class TrainingOptions:
         mix: Integer weights of sources; None uses the weights of the data.
         max_epochs: Maximum number of epochs by source; a source that is not listed has no limit.
         packing: How documents are put into sequences.
-        num_epochs: How often each source is consumed that `max_epochs` does not name; None for no limit.
+        num_epochs: Number of epochs of each source that `max_epochs` does not name; None for no limit.
     """
 
     seq_len: int

@@ -9,7 +9,7 @@ from .checkpoint.rng import read_rng_state
 
 
 class Boundary:
-    """Remembers a window's end: the random generators, and how often each parameter and buffer had been written.
+    """Records a window's end: the random generators, and the number of writes to each parameter and buffer.
 
     Args:
         step: Windows attempted.

@@ -51,7 +51,7 @@ class CheckpointWatch:
     Args:
         directory: Where other code writes checkpoints; None for no such directory.
         holding: What that code writes there.
-        poll_seconds: How often the disk is read when no callback announced a checkpoint. A checkpoint in `directory`
+        poll_seconds: Interval of disk checks when no callback announced a checkpoint. A checkpoint in `directory`
             counts as complete when it did not change for so long.
     """
 

@@ -66,7 +66,7 @@ def local_layout(tensor: Tensor) -> MemoryLayout:
 
 
 def write_counts(tensors: Sequence[Tensor]) -> list[int]:
-    """Returns how often the data of each tensor was written in place, through any of its views.
+    """Returns the number of in-place writes to the data of each tensor, through any of its views.
 
     The count is 0 where torch does not count. Writes through `.data` are not counted.
     """

@@ -19,7 +19,7 @@ _STATES = "combined_loader"
 
 
 class LostDataPositionWarning(UserWarning):
-    """A loader did not take its saved state, and training goes on by `on_lost_data_position="warn"`."""
+    """A loader did not take its saved state, and training continues by `on_lost_data_position="warn"`."""
 
 
 def read_saved_states(fit_loop: Mapping[str, Any]) -> list[dict[str, Any]]:

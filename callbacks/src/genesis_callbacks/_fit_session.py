@@ -68,12 +68,12 @@ def _list_verified(start: Restore | None, scope: SaveScope) -> tuple[str, ...]:
 class FitSession:
     """Everything that lives from `setup` to the end of one fit.
 
-    Every rank makes one, then calls `open`, `start`, and at the end `release`, in this order. A method that
-    communicates says so.
+    Every rank makes one, then calls `open`, `start`, and at the end `release`, in this order. The docstring of a method
+    that communicates mentions it.
 
     Args:
-        options: The callback's.
-        ranks: The run's.
+        options: The options of the callback.
+        ranks: The ranks of the run.
         history: The run's.
         statistics: The run's.
         best: Follows the monitored metric; None without one.
@@ -117,7 +117,7 @@ class FitSession:
         Raises:
             CheckpointError: The directory cannot be taken; on every rank alike.
         """
-        # `attempt` gathers each rank's error before any rank raises, so that no rank goes on to wait for one that
+        # `attempt` gathers each rank's error before any rank raises, so that no rank waits forever for one that
         # has failed. It also keeps the other ranks here until rank 0 has cleared the files of the rank watch.
         self.ranks.attempt("taking the checkpoint directory", self._take_directory, error_type=CheckpointError)
         run_dir, lost_rank_seconds = self._directory.parent, self._options.lost_rank_seconds
@@ -219,9 +219,9 @@ class FitSession:
         if start is not None:
             target.continue_from(_name_ancestor(start, self._directory), start.manifest.sequence)
             self._history.last_step = start.manifest.step if start.path.parent == self._directory else None
-            # The checkpoints of this run up to there, in whichever of its directories, are what it goes on from.
+            # The run continues from its checkpoints up to this step, in any of its directories.
             return start.manifest.step if start.path.parent in run_directories else -1
-        if before is not None and global_step > 0:  # the same Trainer goes on with another fit
+        if before is not None and global_step > 0:  # the same Trainer runs another fit
             target.continue_from(before.previous, before.sequence)
             return global_step
         self._history.last_step = None

@@ -131,7 +131,7 @@ class RestoreRoute:
         is_fit = trainer.state.fn == TrainerFn.FITTING
         is_elsewhere = found.parent != self._options.directory
         restore.has_weights_alone = is_fit and self._options.restore == "weights" and is_elsewhere
-        # An own checkpoint without optimizer state, too: there is no other way to go on from it.
+        # Also an own checkpoint without optimizer state, because there is no other way to continue from it.
         may_leave = is_elsewhere or not restore.manifest.has_optimizer
         restore.leaves_optimizer = is_fit and self._options.restore == "no_optimizer" and may_leave
         restore.check_drift(

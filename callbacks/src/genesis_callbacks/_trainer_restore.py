@@ -79,7 +79,7 @@ class Restore:
         self.has_weights_alone = False
         """Whether the run restores only the weights and starts everything else from scratch."""
         self.leaves_optimizer = False
-        """Whether the optimizers start from scratch, and everything else goes on."""
+        """Whether the optimizers start from scratch, and everything else continues."""
         self._reset_parts: list[str] = []
         self._changed: tuple[str, ...] = ()
         self._roles = [role for _, role in answers]

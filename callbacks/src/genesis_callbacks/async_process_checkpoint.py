@@ -123,13 +123,13 @@ class AsyncProcessCheckpoint(Checkpoint):
             where training changed it, the save is made again and staging stays blocking.
         when_busy: What a due save does while the one before still runs: "wait" for it, or "skip" with a
             `SaveSkippedWarning` and a count. A save that ends the run always waits.
-        save_timeout_seconds: After so long a writer that does not answer is killed, and its save has failed.
-        lost_rank_seconds: When another rank's process is gone, this one is ended so long after, with the name of the
-            lost one, if its process group has not noticed by itself; None never.
-        on_save_failure: "raise" ends training with the error; "warn" goes on, with a `SaveFailedWarning`. The last good
+        save_timeout_seconds: Time after which a writer that does not answer is killed; its save has then failed.
+        lost_rank_seconds: When another rank's process has ended, this rank ends after this time and names the lost
+            rank, unless the process group has noticed by itself; None disables this watch.
+        on_save_failure: "raise" ends training with the error; "warn" gives a `SaveFailedWarning`. The last good
             checkpoint stays in either case.
-        on_lost_data_position: What a restore does if a data loader does not take its saved state, or another number of
-            ranks had saved it: "raise" refuses; "warn" goes on, with a `LostDataPositionWarning`.
+        on_lost_data_position: The action if a data loader does not accept its saved state, or if another number of
+            ranks had saved it: "raise" refuses; "warn" continues, with a `LostDataPositionWarning`.
         verify_level: How much a restore verifies before it begins; what is placed is always compared by digest. Below
             "deep", `latest` stops at a checkpoint whose hashes are right and whose tensors are not.
         recipe: The resolved recipe as plain JSON, for the manifest. May be set as an attribute until training starts.

@@ -68,7 +68,7 @@ class CheckpointVerification(Callback):
     Every rank has one with the same arguments. It communicates as the module says. Not thread-safe. It has no state.
 
     Args:
-        on_bad: "raise" ends training on every rank with a `BadCheckpointError`; "warn" goes on, with a
+        on_bad: "raise" ends training on every rank with a `BadCheckpointError`; "warn" continues, with a
             `BadCheckpointWarning` and a count.
         finite: Also reads every floating tensor, in a thread of rank 0 beside training, and looks for values that are
             not finite. Buffers may be infinite, as masks are.
@@ -77,7 +77,7 @@ class CheckpointVerification(Callback):
         directory_holds: What those are meant to hold: "all" or "weights"; None means weights for safetensors and all
             for the rest.
         ignore: Globs of the names of parameters and buffers that need not be saved, such as "teacher.*".
-        poll_seconds: How often rank 0 looks at the disk for checkpoints that nobody announced.
+        poll_seconds: Interval at which rank 0 checks the disk for checkpoints that no callback announced.
 
     Attributes:
         num_verified: Checkpoints that held what they must, in the last fit; counted on rank 0.

@@ -2,13 +2,13 @@
 
     kind          written by                       about
     started       every rank                       a fit has taken the run's directory, before anything is restored
-    restored      rank 0                           the checkpoint that training goes on from, once it is in place
+    restored      rank 0                           the checkpoint from which training continues, after the restore
     saved         rank 0's writer                  a checkpoint that has just been committed
     verified      rank 0                           a checkpoint that holds what it must
     quarantined   rank 0, or a command             a checkpoint that does not verify and was renamed
     validated     rank 0                           the metrics of a validation
     evaluated     a command                        the metrics of an evaluation of a checkpoint
-    failed        rank 0 (a save), every rank      a save (`checkpoint` names it; the run may go on), or the fit itself
+    failed        rank 0 (a save), every rank      a save (`checkpoint` has its name; the run may continue), or the fit
     ended         every rank                       a fit came to its end, or was stopped by a signal
 
 A start without an `ended` or a `failed` of its own was killed. Only the checkpoints on the disk are authoritative: a
@@ -50,7 +50,7 @@ _MAX_COUNT: Final = 1 << 62
 
 
 class EventWarning(UserWarning):
-    """An event could not be written; training goes on."""
+    """An event could not be written; training continues."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +261,7 @@ def _append_line(path: Path, line: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = _open(path)
     try:
-        # One writer per file makes this safe: nobody appends between this look and the write. A kill within the write
+        # One writer per file makes this safe: no process appends between check and write. A kill within the write
         # leaves a part of one line, which the next start ends here.
         num_bytes = os.fstat(descriptor).st_size
         if num_bytes > 0 and os.pread(descriptor, 1, num_bytes - 1) != b"\n":

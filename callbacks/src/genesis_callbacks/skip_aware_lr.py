@@ -55,7 +55,7 @@ class SkipAwareLR(pl.Callback):
         decay_tokens: Length of the decay of `wsd`.
         decay_share: Length of the decay of `wsd` as a share of the total; 0.2 if no length is given.
         floor_share: Lowest learning rate, as a share of the peak.
-        max_replays: How often a window is run again at once after a gradient scaler's overflow, with the lower scale.
+        max_replays: Maximum number of repetitions of a window, with a lower scale, after a gradient scaler's overflow.
             Lightning's global_step, the data's position and `tokens_seen` count such a window once.
 
     Raises:

@@ -117,7 +117,7 @@ def _fork_writer(end: socket.socket) -> Any:
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(1)  # whatever happens, this process must not go on as the trainer that it was forked from
+        os._exit(1)  # this process must never continue as the trainer from which it was forked
 
 
 def _serve_rank(

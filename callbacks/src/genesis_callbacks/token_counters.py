@@ -101,8 +101,8 @@ class TokenCounters(pl.Callback):
     next window ends. `is_settled` says whether reading waits.
 
     The counts are exact from our `on_train_batch_end` on. A run that starts at global_step 0 starts its clocks at 0;
-    one that resumes from a checkpoint without our state says so and counts from there. A run with skipped windows warns
-    at its end how many of how many they were, by reason.
+    a run that resumes from a checkpoint without our state warns and counts from there. A run with skipped windows warns
+    at its end, with the number of skipped windows by reason.
 
     Args:
         count_fn: Tokens of one rank's batch; a function or its dotted path. By default `count_tokens`.
