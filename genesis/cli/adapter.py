@@ -60,6 +60,19 @@ def _find_continued(reference: Reference) -> Path | None:
     return reference.find_checkpoint(level="quick")
 
 
+def check_has_adapters(checkpoint: Path, base: AdapterBase) -> None:
+    """Refuses to validate the base alone with a recipe that has adapters.
+
+    Raises:
+        UserError: The checkpoint is the base.
+    """
+    if checkpoint.resolve() == base.path:
+        raise UserError(
+            f"{checkpoint} is the base, without adapters: give a checkpoint of the run with adapters, or "
+            "--model.adapter null to validate the base alone"
+        )
+
+
 def start_adapter(model: GenesisModule, base: AdapterBase) -> None:
     """Prepares a module for its base, and reads the adapters that it begins with, if the recipe names some.
 

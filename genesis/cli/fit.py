@@ -29,7 +29,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_warn
 
 from genesis.checkpoint_reference import LATEST, read_reference
-from genesis.cli.adapter import prepare_adapter, start_adapter
+from genesis.cli.adapter import check_has_adapters, prepare_adapter, start_adapter
 from genesis.cli.options import check_is_yaml
 from genesis.cli.precision import GenesisTrainer, resolve_precision
 from genesis.data.paths import find_path, find_source_path, record_paths
@@ -304,6 +304,8 @@ class GenesisCLI(LightningCLI):
         if subcommand == "validate" and arguments["ckpt_path"] is None:
             place = f"{self.checkpoint.directory} has none" if wanted == LATEST else "none is given"
             raise UserError(f"validation needs a checkpoint, but {place}; give one by --ckpt_path")
+        if subcommand == "validate" and self._adapter_base is not None:
+            check_has_adapters(arguments["ckpt_path"], self._adapter_base)
         return arguments
 
     def _find(self, wanted: str) -> Path | None:

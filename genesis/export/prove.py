@@ -269,6 +269,7 @@ def _ask_transformers(
     model.eval()
     build: Any = GenerationConfig
     greedy = build(max_new_tokens=num_new, do_sample=False, eos_token_id=None, pad_token_id=0)
+    model.generation_config = greedy  # or transformers would fill in the eos of the directory, and end there
     with torch.no_grad():
         logits = [
             model(input_ids=torch.tensor([sequence]), logits_to_keep=num_kept).logits[0].float()

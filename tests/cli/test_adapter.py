@@ -77,6 +77,17 @@ def test_a_save_holds_the_adapters_alone_and_the_base_is_never_written(
     assert resolved["model"]["adapter"]["base"] == str(base / "checkpoints/step-00000000")
 
 
+def test_the_base_is_validated_without_the_recipes_adapters(genesis: Genesis, base: Path, tuned: Path) -> None:
+    options = ("--config", str(tuned), "--ckpt_path", str(base))
+    refused = genesis("validate", *options)
+    assert refused.status == 2
+    assert "is the base, without adapters" in refused.err
+    assert len([line for line in refused.err.splitlines() if line.startswith("genesis: error")]) == 1
+    alone = genesis("validate", *options, "--model.adapter", "null")
+    assert alone.status == 0, alone.err
+    assert "validation/loss" in alone.out
+
+
 def test_a_resumed_run_equals_one_that_was_never_stopped(genesis: Genesis, tuned: Path, tmp_path: Path) -> None:
     options = ("--config", str(tuned))
     # As a job that restarts itself writes it: there is nothing to resume at first.
