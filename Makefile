@@ -15,7 +15,7 @@ STAMP := .venv/installed
 
 #   DEVICE   the device of `make gpu-session`: cuda, xpu ..., or cpu or simulated to try the session out
 #   MINUTES  its time
-.PHONY: gpu-session install demo demo-short test test-rest test-all test-long check docs format golden clean
+.PHONY: gpu-session install demo demo-finetune demo-short test test-rest test-all test-long check docs format golden clean
 
 install: $(STAMP)
 
@@ -29,6 +29,10 @@ $(STAMP): pyproject.toml callbacks/pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	@$(BIN)/genesis demo
+
+# Downloads an open model and conversations (100 MB), and fine-tunes the model.
+demo-finetune: $(STAMP)
+	@$(BIN)/genesis demo finetune
 
 # Three workers on two cores, because tests wait for disks, for processes that end, for limits of time. One thread each:
 # more would only spin against the others'.

@@ -14,10 +14,10 @@ PRINT = "--print_config"
 
 
 def command_of(name: str) -> list[str]:
-    """Returns the command that takes the file `name`: complete recipes lie at the top, parts in folders."""
+    """Returns the command that takes the file `name`: recipes lie at the top and in finetune, parts elsewhere."""
     file = str(CONFIGS / name)
     match Path(name).parent.name:
-        case "":
+        case "" | "finetune":
             return ["fit", "--config", file, PRINT]
         case "loggers" | "strategies":
             return ["fit", "--config", str(CONFIGS / "demo.yaml"), "--config", file, PRINT]
