@@ -110,13 +110,24 @@ def find_form(record: Mapping[str, Any], turn_field: str | None = None) -> Form:
     )
 
 
-def normalize_messages(messages: Iterable[Any]) -> list[Message]:
+def normalize_messages(messages: Iterable[Any], *, has_empty_turns: bool = False) -> list[Message]:
     """Returns messages in the form that templates expect.
+
+    Args:
+        messages: As OpenAI has them.
+        has_empty_turns: Whether the assistant may have said nothing: a model may, but nothing is learned from it.
 
     Raises:
         ConversationError: A message has an unknown role, or a part that no template supports.
     """
-    return [_normalize(message, number) for number, message in enumerate(messages, 1)]
+    normal = [_normalize(message, number) for number, message in enumerate(messages, 1)]
+    for number, message in enumerate(normal, 1):
+        parts = (message.get(key) for key in ("content", "tool_calls", "reasoning_content"))
+        if message["role"] == "assistant" and not any(parts):
+            if not has_empty_turns:
+                raise ConversationError(f"turn {number} of the assistant is empty; remove it, or the conversation")
+            message["content"] = ""
+    return normal
 
 
 def normalize_tools(tools: Any) -> list[Mapping[str, Any]] | None:
@@ -247,8 +258,6 @@ def _normalize(message: Any, number: int) -> Message:
         raise ConversationError(f"turn {number} has weight {weight!r}; a weight is 0 (not learned) or 1")
     if WEIGHT in found:
         found[WEIGHT] = int(weight)
-    if role == "assistant" and not (found.get("content") or found.get("tool_calls") or reasoning):
-        raise ConversationError(f"turn {number} of the assistant is empty; remove it, or the conversation")
     return found
 
 

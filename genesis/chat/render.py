@@ -144,7 +144,7 @@ class ChatRenderer:
         Raises:
             ConversationError: The template rejects the conversation, or changes its last message.
         """
-        normal: list[Message] = normalize_messages(messages)
+        normal: list[Message] = normalize_messages(messages, has_empty_turns=True)
         for message in normal:
             message.pop(WEIGHT, None)
         merged = {**self._variables, **(variables or {})}

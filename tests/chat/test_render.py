@@ -58,6 +58,15 @@ def test_a_turn_of_weight_zero_is_not_learned(tokenizer: Tokenizer, template: st
     assert before.endswith("<|im_start|>assistant\n" if template == CHATML else "one<|im_end|>\n")
 
 
+@pytest.mark.parametrize("said", [{"content": ""}, {"content": None}, {}])
+def test_a_prompt_goes_on_after_an_answer_without_text(tokenizer: Tokenizer, said: dict[str, Any]) -> None:
+    renderer = ChatRenderer(tokenizer, ChatTemplate(CHATML, "chatml"))
+    turns = [TURNS[0], {"role": "assistant", **said}, TURNS[2]]
+    assert "<|im_start|>assistant\n<|im_end|>\n" in renderer.prompt_text(turns)
+    with pytest.raises(ConversationError, match=r"^turn 2 of the assistant is empty; remove it"):
+        renderer.render(turns)
+
+
 def test_with_all_labels_only_turns_of_the_assistant_can_be_left_out(tokenizer: Tokenizer) -> None:
     renderer = ChatRenderer(tokenizer, ChatTemplate(CHATML, "chatml"))
     turns = [{**TURNS[0], "weight": 0}, *TURNS[1:]]

@@ -165,7 +165,7 @@ def test_a_file_that_is_not_what_its_name_says_is_refused(tmp_path):
         with pytest.raises(UserError, match=f"{name} is truncated or damaged"):
             read_all(SourceOptions("web", (str(tmp_path / name),)))
     (tmp_path / "c.parquet").write_bytes(b"no parquet")
-    with pytest.raises(UserError, match=r"c\.parquet is not a whole parquet file"):
+    with pytest.raises(UserError, match=r"c\.parquet is not a complete parquet file"):
         read_all(SourceOptions("web", (str(tmp_path / "c.parquet"),)))
 
 
