@@ -8,8 +8,8 @@ from genesis.device import has_bfloat16, read_capability
 from genesis.doctor.probe import Probe, SkippedError
 from genesis.doctor.training import VARIANTS, kill_and_resume, train_on_all, watch_waits
 from genesis.loss import sum_cross_entropy
+from genesis.model.attend import FLASH_CAPABILITY
 from genesis.model.attention import (
-    FLASH_CAPABILITY,
     AttentionMetadata,
     attend,
     document_mask,
