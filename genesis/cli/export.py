@@ -79,7 +79,9 @@ def check_can_prove(command: str) -> None:
 
 def print_proof(proof: dict[str, Any]) -> None:
     """Prints the results of the comparisons, one line each."""
-    print(f"weights: {proof['weights']['num_values']:,} values bit-equal")
+    num_values, num_merged = proof["weights"]["num_values"], proof["weights"].get("num_merged", 0)
+    merged = f", {num_merged:,} merged values equal to one rounding" if num_merged else ""
+    print(f"weights: {num_values - num_merged:,} values bit-equal{merged}")
     tokenizer, logits, generation = (proof.get(key) for key in ("tokenizer", "logits", "generation"))
     if tokenizer:
         print(f"tokenizer: {sum(tokenizer['num_texts'].values()):,} texts with equal ids and equal decoded text")

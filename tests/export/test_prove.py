@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from genesis.cli.export import print_proof
 from genesis.export import prove
 
 
@@ -21,3 +23,10 @@ def test_greedy_text_of_transformers_goes_on_beyond_eos(tmp_path: Path) -> None:
     _, text = prove._ask_transformers(tmp_path, [prompt], [len(prompt)], prompt, 8)
     assert text[0] == first
     assert len(text) == 8
+
+
+def test_merged_values_are_not_called_bit_equal(capsys: pytest.CaptureFixture[str]) -> None:
+    print_proof({"weights": {"num_values": 5000, "num_different": 0, "num_merged": 3000}})
+    assert capsys.readouterr().out == "weights: 2,000 values bit-equal, 3,000 merged values equal to one rounding\n"
+    print_proof({"weights": {"num_values": 5000, "num_different": 0}})
+    assert capsys.readouterr().out == "weights: 5,000 values bit-equal\n"
