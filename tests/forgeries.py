@@ -464,7 +464,7 @@ def attack(source: Path, directory: Path, seed: int, count: int, first: int = 0)
     with contextlib.suppress(ValueError):
         resource.setrlimit(resource.RLIMIT_AS, (_peak_bytes() * 4 + 16 * LIMIT_BYTES, resource.RLIM_INFINITY))
     signal.signal(signal.SIGALRM, _expire)
-    genesis.export.export.run_proof = lambda *_: {"weights": {"num_values": 0}}  # type: ignore[attr-defined]  # a process
+    genesis.export.export.run_proof = lambda *_, **__: {"weights": {"num_values": 0}}  # type: ignore[attr-defined]  # a process
     failures: list[dict[str, Any]] = []
     kinds: Counter[str] = Counter()
     statuses: Counter[str] = Counter()

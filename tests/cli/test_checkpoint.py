@@ -234,7 +234,7 @@ def test_show_and_diff_of_a_damaged_checkpoint_are_bad_in_one_line(tmp_path, cap
         status, out = run_command(capsys, *arguments)
         assert status == 1
         assert len(out.splitlines()) == 1
-        assert "manifest.json is not the one that COMMITTED vouches for" in out
+        assert "manifest.json does not have the hash in COMMITTED" in out
 
 
 # ---- verify

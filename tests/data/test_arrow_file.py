@@ -51,6 +51,6 @@ def test_a_file_that_is_no_stream_or_has_no_text_is_refused(saved: Path) -> None
     file = sorted(saved.glob("*.arrow"))[0]
     for content in (file.read_bytes()[:-8], file.read_bytes()[:-500], b"no stream at all", b""):
         file.write_bytes(content)
-        with pytest.raises(UserError, match=r"\.arrow is not a whole arrow file|cannot read .*\.arrow") as error:
+        with pytest.raises(UserError, match=r"\.arrow is not a complete arrow file|cannot read .*\.arrow") as error:
             spans_of(SourceOptions("web", (str(saved),)), 1)
         assert "\n" not in str(error.value)

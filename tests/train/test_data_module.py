@@ -439,7 +439,7 @@ def test_the_run_ends_with_the_data_and_says_what_is_left(
 
 def test_more_steps_than_the_data_have_are_refused_where_they_are_a_must(corpus: Path, tmp_path: Path) -> None:
     data = data_module(corpus, max_epochs={"web": 1, "code": 1})
-    with pytest.raises(UserError, match=r"trainer.min_steps is 999, data.max_epochs ends the data after \d+ steps"):
+    with pytest.raises(UserError, match=r"trainer.min_steps is 999, but data.max_epochs ends the data after \d+ steps"):
         fit(tmp_path, data, 1_000, min_steps=999)
 
 
