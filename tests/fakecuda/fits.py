@@ -3,6 +3,7 @@
 import os
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +17,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.loops import fit_loop
 from lightning.pytorch.strategies import ddp as lightning_ddp
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import distributed as ddp
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -105,16 +107,31 @@ class KeepStep(pl.Callback):
 
     def __init__(self, watch: Watch) -> None:
         self.watch, self.syncs, self.kernels, self.casts = watch, {}, {}, {}
+        self.memory: dict[str, int] = {}
         self.num_steps = 0
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.num_steps = trainer.global_step
+        self.memory = count_bytes(pl_module, trainer.optimizers[0])
         watch = self.watch
         self.syncs, self.kernels, self.casts = dict(watch.syncs), dict(watch.kernels), dict(watch.casts)
         for counts in (watch.syncs, watch.kernels, watch.casts):
             counts.clear()
+
+
+def count_bytes(module: pl.LightningModule, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Returns the bytes that this rank holds between two steps, by what holds them and where."""
+    found: Counter[str] = Counter()
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    gradients = [parameter.grad for parameter in module.parameters()]
+    for what, tensors in (("parameters", module.parameters()), ("gradients", gradients), ("optimizer state", states)):
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                found[f"{what} on {local.device.type}"] += local.numel() * local.element_size()
+    return dict(sorted(found.items()))
 
 
 class Votes(AsyncProcessCheckpoint):
@@ -285,6 +302,7 @@ def run_fit(
         "syncs": keep.syncs,
         "kernels": keep.kernels,
         "casts": keep.casts,
+        "memory": keep.memory,
         "lines": watch.lines,
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "num_streams_entered": len(device.STREAMS_ENTERED),

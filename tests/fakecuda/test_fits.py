@@ -89,7 +89,7 @@ def list_counts(title: str, counts: dict[str, float]) -> list[str]:
 def test_a_step_waits_for_the_device_where_it_did_and_runs_the_kernels_that_it_ran(
     fake_device: FakeDevice, name: str
 ) -> None:
-    """A wait that is new fails with its line; so does a cast or a kernel more in a block."""
+    """A wait that is new fails with its line; so does a cast or a kernel more in a block, or more memory of a rank."""
     combination = GOLDEN_STEPS[name]
     two, four = (run(fake_device, combination, shape={"num_layers": number}) for number in (2, 4))
     assert two["syncs"] == four["syncs"], "the host waits for each block"
@@ -97,6 +97,8 @@ def test_a_step_waits_for_the_device_where_it_did_and_runs_the_kernels_that_it_r
     lines = [str(combination), *list_counts("the host waits, in a step of 3 micro-batches", two["syncs"])]
     lines += list_counts("casts of a block and micro-batch: forward, backward and step", casts)
     lines += list_counts("kernels of a block and micro-batch", {"in all": sum(kernels.values())})
+    lines += ["  bytes that a rank holds after a step, with two blocks"]
+    lines += [f"    {count:,} {name}" for name, count in two["memory"].items()]
     fresh = "".join(f"{line}\n" for line in lines)
     golden = read_golden(f"fakecuda/{name}.txt", fresh)
     new = [two["lines"][key] for key, count in two["syncs"].items() if f"    {count} {key}\n" not in golden]
