@@ -8,6 +8,7 @@ from genesis.demo.finetune import run_finetune_demo
 from genesis.demo.main import run_demo
 from genesis.errors import UserError
 
+_KINDS = ("pretrain", "finetune")
 _DESCRIPTION = """Runs the whole workflow in minutes on a CPU, each step as a command that you could type yourself:
 Python's own sources as text, a tokenizer, token shards, training with one real SIGKILL in the middle and a resume,
 validation, text from an early and the last checkpoint, a plot of the loss. All results are in runs/demo.
@@ -22,8 +23,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "kind",
         nargs="?",
-        choices=("pretrain", "finetune"),
         default="pretrain",
+        metavar="{pretrain,finetune}",
         help="train a small model from scratch, or fine-tune an open one (default %(default)s)",
     )
     parser.add_argument("--configs", type=Path, default=Path("configs"), help="the repository's folder of configs")
@@ -34,6 +35,9 @@ def main(argv: list[str]) -> int:
         help="number of training steps; intervals are scaled (default: the recipe's 1000)",
     )
     arguments = parser.parse_args(argv)
+    # Not by argparse's choices: the value of a misspelt option would then be refused instead of the option.
+    if arguments.kind not in _KINDS:
+        raise UserError(f"genesis demo: there is no demo {arguments.kind!r}; give {' or '.join(_KINDS)}")
     if arguments.kind == "finetune":
         if arguments.steps is not None:
             raise UserError("--steps shortens the demo of pretraining: leave it out beside finetune")

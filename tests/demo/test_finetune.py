@@ -119,3 +119,8 @@ def test_what_the_demo_cannot_do_is_refused(
     assert main(["demo", "finetune", "--steps", "50", "--configs", str(REPOSITORY / "configs")]) == 2
     assert "--steps shortens the demo of pretraining" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_demo_that_there_is_none_of_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "fintune"]) == 2
+    assert "there is no demo 'fintune'; give pretrain or finetune" in capsys.readouterr().err
