@@ -1,7 +1,9 @@
 """Fixtures that many tests share, and the setup of a process that runs tests."""
 
+import os
 import random
 import shutil
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from genesis.evaluate.environment import make_quiet
 from genesis.export import proof
 from genesis.export.export import ExportOptions, export_checkpoints
 from genesis.export.texts import SCRIPTS
+from genesis.parent import LAUNCHER_NAME, NONCE_NAME
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
 from genesis_callbacks.testing import fork_writers, preload
@@ -33,6 +36,27 @@ fork_writers()
 proof.run_prove = run_prove
 _start_real_worker = processes.start_worker
 processes.start_worker = start_worker  # type: ignore[assignment]
+
+
+_PLACE_NAMES = (
+    *(LAUNCHER_NAME, NONCE_NAME, "MASTER_ADDR", "MASTER_PORT"),
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK"),
+)
+"""What a fit leaves in the environment of its process. Ranks of later tests would take it for their own launcher's."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    """Restores the place among ranks after each test: a test may train in this process."""
+    before = {name: os.environ.get(name) for name in _PLACE_NAMES}
+    try:
+        return (yield)
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 @pytest.fixture

@@ -288,8 +288,9 @@ def test_a_chat_shows_its_turns_and_sends_those_before_with_the_next(browser, pa
         expect(turns).to_have_count(0)
 
 
-def test_a_model_without_a_chat_template_says_so_in_its_panel(server, page):
-    page.goto(f"{server.url}#chat=1")
-    page.get_by_label("Message").fill("Hello")
-    page.get_by_role("button", name="Send").click()
-    expect(panel(page, "a").locator(".error")).to_contain_text("this model has no chat template")
+def test_a_model_without_a_chat_template_says_so_in_its_panel(served_run, page):
+    with start(served_run) as running:
+        page.goto(f"{running.url}#chat=1")
+        page.get_by_label("Message").fill("Hello")
+        page.get_by_role("button", name="Send").click()
+        expect(panel(page, "a").locator(".error")).to_contain_text("this model has no chat template")
