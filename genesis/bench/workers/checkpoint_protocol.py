@@ -73,7 +73,7 @@ class Task:
 
     def to_json(self) -> str:
         """Returns the one line that `task_from_json` reads."""
-        return json.dumps(asdict(self))
+        return json.dumps({**asdict(self), "workload": self.workload.to_plain()})
 
 
 def task_from_json(text: str) -> Task:

@@ -83,7 +83,14 @@ class Workload:
 
     def to_json(self) -> str:
         """Returns the one line that `workload_from_json` reads."""
-        return json.dumps(asdict(self))
+        return json.dumps(self.to_plain())
+
+    def to_plain(self) -> dict[str, Any]:
+        """Returns the fields; without `memory_bytes`, which earlier versions do not have, if it is not given."""
+        fields = asdict(self)
+        if self.memory_bytes is None:
+            del fields["memory_bytes"]
+        return fields
 
 
 def workload_from_json(text: str) -> Workload:
