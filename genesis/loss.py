@@ -1,8 +1,9 @@
-"""The sum of next-token cross-entropy over the valid tokens, without the logits ever standing whole in memory.
+"""Next-token cross-entropy, summed over the valid tokens or for each of them, without the logits ever standing whole.
 
 N  tokens (all leading dimensions of `hidden` together)     D  model width     V  vocabulary
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -51,17 +52,53 @@ def sum_cross_entropy(
         weight: The output weight; logits are `hidden @ weight.T`.
         labels: Of the shape of `hidden` without its last dimension.
     """
-    # A custom Function is not cast by autocast, so the dtype is read here. Autocast is off inside, because it
-    # would cast the products in float32 to 16 bits.
-    device_type = hidden.device.type
-    dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else hidden.dtype
+    dtype = _product_dtype(hidden)
     hidden, labels = hidden.flatten(0, -2), labels.flatten()
-    with torch.autocast(device_type, enabled=False):
+    with torch.autocast(hidden.device.type, enabled=False):
         needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
         loss_sum: Tensor = _SumCrossEntropy.apply(  # type: ignore[no-untyped-call]  # torch's
             hidden, weight, labels, dtype, needs_grad, needs_grad and weight.requires_grad
         )
     return loss_sum.float()
+
+
+def token_losses(
+    hidden: Float[Tensor, "*N D"], weight: Float[Tensor, "V D"], labels: Int64[Tensor, "*N"]
+) -> Float32[Tensor, " N"]:
+    """Returns -log p(label) of each token, in nats, with all leading dimensions in one; 0 where the label is ignored.
+
+    For losses that are no sum over tokens, such as those of preferences: each token has its own gradient from above.
+    Logits are therefore computed again in the backward. The dtypes are those of `sum_cross_entropy`.
+
+    Args:
+        hidden: What the decoder gives to its head.
+        weight: The output weight; logits are `hidden @ weight.T`.
+        labels: Of the shape of `hidden` without its last dimension.
+    """
+    dtype = _product_dtype(hidden)
+    hidden, labels = hidden.flatten(0, -2), labels.flatten()
+    with torch.autocast(hidden.device.type, enabled=False):
+        if hidden.device.type != "cpu":  # to count the valid labels there, the host would have to wait
+            return _apply_token_losses(hidden, weight, labels, dtype)
+        # Questions have no labels: often most of the tokens.
+        valid = (labels != IGNORE_INDEX).nonzero().squeeze(1)
+        losses = _apply_token_losses(hidden[valid], weight, labels[valid], dtype)
+        return losses.new_zeros(len(labels)).index_copy(0, valid, losses)
+
+
+def _product_dtype(hidden: Tensor) -> torch.dtype:
+    """Returns the dtype of the products with the output weight.
+
+    A custom Function is not cast by autocast, so the dtype is read before it. Autocast is off inside, because it would
+    cast the products in float32 to 16 bits.
+    """
+    device_type = hidden.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else hidden.dtype
+
+
+def _apply_token_losses(hidden: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
+    losses: Tensor = _TokenLosses.apply(hidden, weight, labels, dtype)  # type: ignore[no-untyped-call]  # torch's
+    return losses
 
 
 class _SumCrossEntropy(torch.autograd.Function):
@@ -96,10 +133,7 @@ class _SumCrossEntropy(torch.autograd.Function):
             is_ignored = target == IGNORE_INDEX
             target = target.masked_fill(is_ignored, 0)
             logits = chunk @ low_weight.t()
-            # The sum over the vocabulary needs float32: in bfloat16, 8 bits of mantissa lose the small terms.
-            probs = torch.softmax(logits, dim=-1, dtype=torch.float32)
-            # The normaliser from the largest entry, which is never tiny: one exponential less than by log_softmax.
-            log_normaliser = logits.amax(1, keepdim=True) - probs.amax(1, keepdim=True).log_()
+            probs, log_normaliser = _normalise(logits)
             loss_sum += (log_normaliser - logits.gather(1, target)).masked_fill_(is_ignored, 0).sum()
             if grad_hidden is None:
                 continue
@@ -120,6 +154,65 @@ class _SumCrossEntropy(torch.autograd.Function):
         grad_hidden, grad_weight = ctx.saved_tensors
         (scale,) = grad_outputs
         return grad_hidden.mul_(scale), None if grad_weight is None else grad_weight.mul_(scale), None, None, None, None
+
+
+class _TokenLosses(torch.autograd.Function):
+    """Computes the losses chunk by chunk, and the logits of each chunk a second time in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
+        # The weight as it came: its cast would be a copy of a parameter that sharding frees until the backward.
+        ctx.save_for_backward(hidden, weight, labels)
+        ctx.dtype = dtype
+        losses = torch.zeros(len(labels), dtype=torch.float32, device=hidden.device)
+        low_weight = weight.to(dtype)
+        for run in _chunks(len(labels), weight):
+            target = labels[run, None]
+            is_ignored = target == IGNORE_INDEX
+            logits = hidden[run].to(dtype) @ low_weight.t()
+            _, log_normaliser = _normalise(logits)
+            own = log_normaliser - logits.gather(1, target.masked_fill(is_ignored, 0))
+            losses[run] = own.masked_fill_(is_ignored, 0).squeeze(1)
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        hidden, weight, labels = ctx.saved_tensors
+        needs_hidden_grad, needs_weight_grad, *_ = ctx.needs_input_grad
+        (factors,) = grad_outputs
+        grad_hidden = torch.empty_like(hidden) if needs_hidden_grad else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight_grad else None
+        low_weight = weight.to(ctx.dtype)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for run in _chunks(len(labels), weight):
+                target = labels[run, None]
+                is_ignored = target == IGNORE_INDEX
+                target = target.masked_fill(is_ignored, 0)
+                chunk = hidden[run].to(ctx.dtype)
+                probs, _ = _normalise(chunk @ low_weight.t())
+                # d(-log p)/d(logits) = softmax - onehot. The factors come before the cast: in float16 their product
+                # with the scale of a loss may be all that keeps a gradient from being 0.
+                probs.scatter_add_(1, target, probs.new_full(target.shape, -1.0))
+                grad_logits = (probs * factors[run, None].masked_fill(is_ignored, 0)).to(ctx.dtype)
+                if grad_hidden is not None:
+                    grad_hidden[run] = (grad_logits @ low_weight).masked_fill_(is_ignored, 0)
+                if grad_weight is not None:
+                    grad_weight = _add_product(grad_weight, grad_logits.t(), chunk.masked_fill(is_ignored, 0))
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
+
+
+def _chunks(num_tokens: int, weight: Tensor) -> Iterator[slice]:
+    step = split_tokens(num_tokens, weight.shape[0], weight.device)
+    return (slice(start, start + step) for start in range(0, num_tokens, step))
+
+
+def _normalise(logits: Float[Tensor, "N V"]) -> tuple[Float32[Tensor, "N V"], Float[Tensor, "N 1"]]:
+    """Returns the probabilities, and the logarithm of the sum of the exponentials."""
+    # The sum over the vocabulary needs float32: in bfloat16, 8 bits of mantissa lose the small terms.
+    probs = torch.softmax(logits, dim=-1, dtype=torch.float32)
+    # The normaliser from the largest entry, which is never tiny: one exponential less than by log_softmax.
+    return probs, logits.amax(1, keepdim=True) - probs.amax(1, keepdim=True).log_()
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
