@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from genesis_callbacks.checkpoint import MANIFEST_NAME
+from genesis_callbacks.run_directory import MANIFEST_NAME
 from genesis_callbacks.run_directory import RunDirectory as CallbacksDirectory
 
 RUNS_NAME: Final = "runs"

@@ -20,7 +20,8 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from genesis.data.remote import RemoteFile, StoreOptions, WriteError, download
+from genesis.data.remote import RemoteFile, download
+from genesis.data.store import StoreOptions, WriteError
 from genesis.errors import UserError
 from genesis_callbacks.files import sync_directory
 

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from genesis.data.cache import CacheOptions, _lock, open_copy
-from genesis.data.remote import RemoteFile, StoreError, list_files
+from genesis.data.remote import RemoteFile, list_files
+from genesis.data.store import StoreError
 from genesis.errors import UserError
 from tests.data.store_support import FaultyStore
 

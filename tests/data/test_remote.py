@@ -9,17 +9,8 @@ import time
 import fsspec
 import pytest
 
-from genesis.data.remote import (
-    RemoteFile,
-    StoreError,
-    StoreOptions,
-    download,
-    file_name,
-    is_url,
-    list_files,
-    plan_wait_seconds,
-    strip_local,
-)
+from genesis.data.remote import RemoteFile, download, file_name, list_files, strip_local
+from genesis.data.store import StoreError, StoreOptions, is_url, plan_wait_seconds
 from genesis.errors import UserError
 from tests.data.store_support import BUCKET, CREDENTIALS, FaultyStore, serve_s3
 
@@ -30,7 +21,7 @@ DATA = random.Random(0).randbytes(300_000)
 def short_limits(monkeypatch):
     monkeypatch.setenv("GENESIS_STORE_ATTEMPTS", "3")
     monkeypatch.setenv("GENESIS_STORE_ATTEMPT_SECONDS", "20")
-    monkeypatch.setattr("genesis.data.remote._FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr("genesis.data.store._FIRST_WAIT_SECONDS", 0.01)
 
 
 @pytest.fixture

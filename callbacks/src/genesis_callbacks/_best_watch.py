@@ -6,7 +6,7 @@ from typing import Any
 
 from .checkpoint.best import Measured, MonitorMode, mark_best, rank, read_best
 from .checkpoint.errors import CheckpointError
-from .checkpoint.manifest import step_of
+from .run_directory import step_of
 
 
 class BestWatch:

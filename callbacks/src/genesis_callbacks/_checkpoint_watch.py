@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from .checkpoint.contents import find_format
-from .checkpoint.manifest import is_staging_name
+from .run_directory import is_staging_name
 
 Holding = Literal["all", "weights"]
 Fingerprint = tuple[tuple[str, int, int, int], ...]

@@ -23,10 +23,10 @@ from .checkpoint.collect import MODEL_PREFIX, name_parameters
 from .checkpoint.device import DevicePath, is_host
 from .checkpoint.errors import CheckpointError, SaveFailedError, UnreadableCheckpointError
 from .checkpoint.job import Outcome
-from .checkpoint.manifest import checkpoint_name
 from .checkpoint.pipeline import Progress, SavePipeline
 from .checkpoint.save_target import RetentionWarning, SaveTarget, Snapshot
 from .checkpoint.writer_process import WriterProcess
+from .run_directory import checkpoint_name
 
 _NUM_RECENT = 8
 

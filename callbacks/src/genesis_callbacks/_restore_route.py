@@ -17,9 +17,9 @@ from ._trainer_restore import Restore
 from .checkpoint.drift import DriftPolicy
 from .checkpoint.errors import CheckpointError
 from .checkpoint.lineage import find_holder, find_latest, wait_for_orphans
-from .checkpoint.manifest import COMMITTED_NAME, MANIFEST_NAME, is_checkpoint_name
 from .checkpoint.ranks import Ranks, WorldRanks
 from .checkpoint.verify import VerifyLevel
+from .run_directory import COMMITTED_NAME, MANIFEST_NAME, is_checkpoint_name
 
 LATEST = "latest"
 

@@ -12,6 +12,7 @@
     RUN/.ranks/                         one file for each rank that lives, while there are several
 
 Names in `checkpoints/` are constants, because the engine also works on a directory of checkpoints that lies in no run.
+Each checkpoint has a `manifest.json` and, from its commit on, a marker `COMMITTED` with the manifest's hash.
 """
 
 import os
@@ -22,17 +23,52 @@ from typing import Final
 
 from .errors import UserError
 
-__all__ = ["TRASH_NAME", "RunDirectory", "read_run_dir"]
+__all__ = [
+    "BEST_NAME",
+    "COMMITTED_NAME",
+    "MANIFEST_NAME",
+    "TRASH_NAME",
+    "RunDirectory",
+    "checkpoint_name",
+    "is_checkpoint_name",
+    "is_staging_name",
+    "read_run_dir",
+    "step_of",
+]
 
 CHECKPOINTS_NAME: Final = "checkpoints"
 LOCK_NAME: Final = ".lock"
 BEST_NAME: Final = "best.json"
 TRASH_NAME: Final = ".trash"
+MANIFEST_NAME: Final = "manifest.json"
+COMMITTED_NAME: Final = "COMMITTED"
 
 _RANKS_NAME: Final = ".ranks"
 _EVENTS_NAME: Final = "events"
+_CHECKPOINT_NAME: Final = re.compile(r"step-(\d{8,})")
+_STAGING_NAME: Final = re.compile(r"step-\d{8,}\.staging-\w+")
 _SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 """As a URL begins; a `Path` made of a URL has one slash of the two."""
+
+
+def checkpoint_name(step: int) -> str:
+    """Returns the directory name of the checkpoint at `step`."""
+    return f"step-{step:08d}"
+
+
+def is_checkpoint_name(name: str) -> bool:
+    """Returns whether `name` is the name of a committed checkpoint; other entries are foreign or unfinished."""
+    return _CHECKPOINT_NAME.fullmatch(name) is not None
+
+
+def step_of(name: str) -> int:
+    """Returns the step in the name of a committed checkpoint."""
+    return int(name.removeprefix("step-"))
+
+
+def is_staging_name(name: str) -> bool:
+    """Returns whether `name` is the name of an unfinished save, in progress or abandoned."""
+    return _STAGING_NAME.fullmatch(name) is not None
 
 
 def read_run_dir(given: str | Path) -> Path:

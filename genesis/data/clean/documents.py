@@ -23,9 +23,10 @@ from datatrove.pipeline.base import PipelineStep
 from genesis.chat.conversation import load_conversation
 from genesis.data.cache import open_copy
 from genesis.data.clean.filters import FIELDS, LANGUAGE
-from genesis.data.remote import RemoteFile, file_name, is_url
+from genesis.data.remote import RemoteFile, file_name
 from genesis.data.shards import hash_file
 from genesis.data.sources import InputFile, SourceOptions, Span, read_documents
+from genesis.data.store import is_url
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis_callbacks.files import replace_file, replacing

@@ -11,8 +11,9 @@ import pyarrow as pa
 import zstandard
 
 from genesis.data.cache import open_copy
-from genesis.data.remote import RemoteFile, is_url
+from genesis.data.remote import RemoteFile
 from genesis.data.sources.files import InputFile, Span, compression_of
+from genesis.data.store import is_url
 
 DAMAGE: Final = (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError, pa.ArrowException)
 """Exceptions that readers raise for truncated and damaged files."""

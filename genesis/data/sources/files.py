@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from genesis.data.remote import file_name, is_url, list_files, strip_local
+from genesis.data.remote import file_name, list_files, strip_local
 from genesis.data.sources.options import Kind, SourceOptions
+from genesis.data.store import is_url
 from genesis.errors import UserError
 
 Compression = Literal[".gz", ".zst"]

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 
-from genesis.data.remote import is_url
 from genesis.data.sources.blocks import DAMAGE, can_cut
 from genesis.data.sources.entry import DamagedFileError, Document, Entry, one_line
 from genesis.data.sources.files import InputFile, Span, check_unchanged, compression_of, explain_unreadable, kind_of
 from genesis.data.sources.options import SourceOptions
 from genesis.data.sources.records import find_delimiter, record_entries
 from genesis.data.sources.tables import TABLES, plan_row_groups, row_entries
+from genesis.data.store import is_url
 from genesis.errors import UserError
 
 

@@ -4,6 +4,15 @@ The engine uses torch, but not Lightning. A checkpoint directory has one `step-X
 neither counts nor changes files and directories with names that it did not give.
 """
 
+from genesis_callbacks.run_directory import (
+    COMMITTED_NAME,
+    MANIFEST_NAME,
+    checkpoint_name,
+    is_checkpoint_name,
+    is_staging_name,
+    step_of,
+)
+
 from .best import Best, find_best, read_best, read_marked_names
 from .compare import TensorComparison, compare_tensors
 from .contents import Contents, find_format, find_non_finite, read_contents
@@ -36,21 +45,15 @@ from .inventory import (
 from .lightning_file import export_lightning_checkpoint
 from .lineage import DirectoryLock, QuarantineWarning, check_not_in_use, checkpoints_in, find_latest, list_committed
 from .manifest import (
-    COMMITTED_NAME,
-    MANIFEST_NAME,
     BaseReference,
     ChunkRecord,
     FileRecord,
     Manifest,
     TensorRecord,
-    checkpoint_name,
     dtype_name,
     encode_manifest,
-    is_checkpoint_name,
-    is_staging_name,
     read_committed_hash,
     read_manifest,
-    step_of,
 )
 from .plan import LocalShard, TensorShard, local_shards
 from .ranks import Ranks

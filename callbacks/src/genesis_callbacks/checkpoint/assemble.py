@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from genesis_callbacks.run_directory import MANIFEST_NAME, checkpoint_name
+
 from .._compat import build_dcp_metadata
 from .commit import commit
 from .errors import CheckpointError, CorruptCheckpointError, SaveFailedError
 from .hashing import HashAlgorithm
 from .manifest import (
     DCP_METADATA_NAME,
-    MANIFEST_NAME,
     STATE_NAME,
     Ancestor,
     BaseReference,
     ChunkRecord,
     Manifest,
     TensorRecord,
-    checkpoint_name,
     dtype_name,
     encode_manifest,
     schema_for,

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from genesis_callbacks.files import replace_file
-from genesis_callbacks.run_directory import BEST_NAME
+from genesis_callbacks.run_directory import BEST_NAME, checkpoint_name, is_checkpoint_name
 
 from .errors import CorruptCheckpointError
 from .lineage import checkpoints_in
-from .manifest import checkpoint_name, is_checkpoint_name, read_committed_hash
+from .manifest import read_committed_hash
 from .safe_read import MAX_NOTE_BYTES, parse_json, read_file
 
 MonitorMode = Literal["min", "max"]

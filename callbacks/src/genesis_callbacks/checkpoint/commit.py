@@ -12,19 +12,19 @@ from pathlib import Path
 
 from genesis_callbacks.events import EventLog
 from genesis_callbacks.files import sync_directory
-from genesis_callbacks.run_directory import TRASH_NAME, RunDirectory
-
-from .errors import SaveFailedError
-from .hashing import hash_bytes
-from .manifest import (
+from genesis_callbacks.run_directory import (
     COMMITTED_NAME,
     MANIFEST_NAME,
-    Manifest,
-    encode_manifest,
+    TRASH_NAME,
+    RunDirectory,
     is_checkpoint_name,
     is_staging_name,
     step_of,
 )
+
+from .errors import SaveFailedError
+from .hashing import hash_bytes
+from .manifest import Manifest, encode_manifest
 from .write import write_file
 
 QUARANTINE_PREFIX = "quarantined-"

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from genesis_callbacks.files import find_irregular_kind
-from genesis_callbacks.run_directory import CHECKPOINTS_NAME, LOCK_NAME
+from genesis_callbacks.run_directory import CHECKPOINTS_NAME, LOCK_NAME, is_checkpoint_name, is_staging_name, step_of
 
 from .commit import discard, quarantine, remove_empty_trash
 from .descriptor import PrivateDescriptor
 from .errors import CheckpointError, CorruptCheckpointError, DirectoryInUseError
-from .manifest import Manifest, is_checkpoint_name, is_staging_name, read_manifest, step_of
+from .manifest import Manifest, read_manifest
 from .safe_read import reading
 from .verify import VerifyLevel, verify
 

@@ -17,6 +17,13 @@ from typing import Any, NoReturn
 
 import torch
 
+from genesis_callbacks.run_directory import (
+    COMMITTED_NAME,
+    MANIFEST_NAME,
+    checkpoint_name,
+    is_checkpoint_name,
+)
+
 from .errors import CheckpointError, CorruptCheckpointError
 from .hashing import HashAlgorithm, hash_bytes
 from .safe_read import MAX_DOCUMENT_BYTES, MAX_NOTE_BYTES, parse_json, read_file, reading
@@ -26,12 +33,9 @@ SCHEMA_VERSION = 3
 ancestor (always the checkpoint's own directory); schema 2 had no `base`."""
 _SCHEMA_WITHOUT_BASE = 2
 """The schema of a checkpoint that holds all of its tensors; earlier versions can read it."""
-MANIFEST_NAME = "manifest.json"
-COMMITTED_NAME = "COMMITTED"
 STATE_NAME = "state.json"
 DCP_METADATA_NAME = ".metadata"
 _CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
-_STAGING_NAME = re.compile(r"step-\d{8,}\.staging-\w+")
 _FILE_NAME = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9_.-]{1,200}")
 _HASH = re.compile(r"[0-9a-f]{64}")
 _MARKER = re.compile(r"(?:blake3|sha256):[0-9a-f]{64}")
@@ -49,26 +53,6 @@ MAX_DIMS = 64
 _MAX_SECONDS = 253_402_300_800  # the year 10000, which the standard library's `datetime` cannot represent
 _MAX_SHOWN = 80
 _BASE_TENSOR_KEYS = ("shape", "dtype", "digest")
-
-
-def checkpoint_name(step: int) -> str:
-    """Returns the directory name of the checkpoint at `step`."""
-    return f"step-{step:08d}"
-
-
-def is_checkpoint_name(name: str) -> bool:
-    """Returns whether `name` is the name of a committed checkpoint; other entries are foreign or unfinished."""
-    return _CHECKPOINT_NAME.fullmatch(name) is not None
-
-
-def step_of(name: str) -> int:
-    """Returns the step in the name of a committed checkpoint."""
-    return int(name.removeprefix("step-"))
-
-
-def is_staging_name(name: str) -> bool:
-    """Returns whether `name` is the name of an unfinished save, in progress or abandoned."""
-    return _STAGING_NAME.fullmatch(name) is not None
 
 
 @dataclass(frozen=True)

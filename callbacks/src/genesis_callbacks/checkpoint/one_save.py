@@ -7,11 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from genesis_callbacks.files import sync_directory
+from genesis_callbacks.run_directory import COMMITTED_NAME, checkpoint_name
 
 from .commit import discard
 from .errors import CheckpointError, SaveFailedError
 from .job import Outcome, failed_outcome, leave_failure
-from .manifest import COMMITTED_NAME, checkpoint_name, read_committed_hash
+from .manifest import read_committed_hash
 
 _NOTE_WAIT_SECONDS = 5.0
 _BEGIN_POLL_SECONDS = 0.002

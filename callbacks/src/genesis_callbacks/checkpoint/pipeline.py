@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from genesis_callbacks.run_directory import checkpoint_name
+
 from .._compat import plain_write_counts
 from .device import DevicePath, find_device
 from .errors import SaveFailedError
@@ -29,7 +31,7 @@ from .job import (
     WriteJob,
     perform,
 )
-from .manifest import Ancestor, checkpoint_name
+from .manifest import Ancestor
 from .one_save import OneSave
 from .plan import SavePlan, TensorShard, plan_save
 from .ranks import Ranks

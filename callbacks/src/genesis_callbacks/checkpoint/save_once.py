@@ -4,8 +4,9 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+from genesis_callbacks.run_directory import checkpoint_name
+
 from .job import error_from
-from .manifest import checkpoint_name
 from .pipeline import Progress, SavePipeline
 from .save_target import RetentionWarning, SaveTarget, Snapshot
 

@@ -4,8 +4,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
+from genesis_callbacks.run_directory import COMMITTED_NAME, MANIFEST_NAME, is_checkpoint_name
+
 from ..errors import CheckpointError, CorruptCheckpointError
-from ..manifest import COMMITTED_NAME, DCP_METADATA_NAME, MANIFEST_NAME, is_checkpoint_name
+from ..manifest import DCP_METADATA_NAME
 from .dcp_format import LIGHTNING_META_NAME, read_dcp
 from .genesis_format import read_genesis
 from .safetensors_format import read_safetensors
