@@ -4,9 +4,12 @@
     metrics.csv                         the log of training
     data_paths.json                     paths of the run's data, relative to this directory (`genesis.data.paths`)
     evaluations/                        results of `genesis evaluate`
+    crashes/NUMBER-CLASS/               a record of each crash, by `genesis supervise` (`genesis.supervise.crashes`)
+    supervisor/                         state of `genesis supervise`: status.json, its lock, the output of each attempt
     recipe.yaml, proof.json             written by `genesis import`, together with the tokenizer's file
     loss.png                            written by `genesis demo`
-    checkpoints/, events/, .ranks/      written by the callbacks: `genesis_callbacks.run_directory`
+    checkpoints/, events/,              written by the callbacks: `genesis_callbacks.run_directory`
+    heartbeats/, .ranks/
 
 `genesis.checkpoint_reference` resolves the names of runs and checkpoints that users give to commands.
 """
@@ -36,6 +39,9 @@ class RunDirectory:
         data_paths: The recorded paths of the run's data.
         old_data_paths: The same file under the name that versions before 0.2 gave it.
         evaluations: The directory of evaluation results.
+        crashes: Holds a directory for each crash.
+        supervisor: The state of the supervisor.
+        supervisor_status: The supervisor's snapshot for other programs.
         imported_recipe: The recipe for training that starts from an import.
         loss_plot: The loss curve that `genesis demo` plots.
     """
@@ -48,6 +54,9 @@ class RunDirectory:
         self.data_paths = path / "data_paths.json"
         self.old_data_paths = path / "data_places.json"
         self.evaluations = path / "evaluations"
+        self.crashes = path / "crashes"
+        self.supervisor = path / "supervisor"
+        self.supervisor_status = self.supervisor / "status.json"
         self.imported_recipe = path / "recipe.yaml"
         self.loss_plot = path / "loss.png"
 

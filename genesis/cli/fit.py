@@ -45,7 +45,7 @@ from genesis.train.data_telemetry import DataTelemetry
 from genesis.train.module import GenesisModule
 from genesis.train.progress import GenesisProgressBar
 from genesis.train.recipe_policy import RECIPE_POLICY
-from genesis_callbacks import AsyncProcessCheckpoint, CheckpointVerification, SkipAwareLR, TokenCounters
+from genesis_callbacks import AsyncProcessCheckpoint, CheckpointVerification, Heartbeat, SkipAwareLR, TokenCounters
 from genesis_callbacks.checkpoint import MANIFEST_NAME, check_not_in_use, list_committed
 from genesis_callbacks.run_directory import read_run_dir
 
@@ -271,7 +271,8 @@ class GenesisCLI(LightningCLI):
         callbacks: list[Callback] = [SaveRecipe(run_dir, self.config_dump), DataTelemetry()]
         if config.get("enable_progress_bar") is not False:
             callbacks.append(GenesisProgressBar())
-        # The bar comes after all other callbacks, so that it shows the counters of the current step.
+        # Bar and heartbeat come after all other callbacks, so that they have the counters of the current step.
+        callbacks.append(Heartbeat(run_dir))
         self.trainer_defaults["callbacks"] = callbacks
         trainer = super().instantiate_trainer(default_root_dir=str(run_dir), logger=loggers, **kwargs)
         if isinstance(trainer.strategy, Replicated | Sharded):

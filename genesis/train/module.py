@@ -274,6 +274,11 @@ class GenesisModule(pl.LightningModule):
         return None if self._skip_reason is not None else self._outcome
 
     @property
+    def logged_loss(self) -> float | None:
+        """The training loss of the last log line, for `Heartbeat`; None before."""
+        return self._training_log.last_loss
+
+    @property
     def skip_reason(self) -> str | None:
         """The reason why the last window was skipped, or None. Waits for the device if `gradient_norm` is `device`."""
         late = self.late_outcome

@@ -76,6 +76,9 @@ class TrainingLog(pl.Callback):
         end_window: Returns a function for the figures of the window that has just ended.
         is_late: Whether reading the figures waits for the device; then they are read after the next window's backward,
             or when a log line or a checkpoint needs them.
+
+    Attributes:
+        last_loss: The loss of the last log line; None before.
     """
 
     def __init__(self, end_window: Callable[[], Callable[[], WindowFigures]], is_late: bool = False) -> None:
@@ -85,6 +88,7 @@ class TrainingLog(pl.Callback):
         self._timed_from_seconds = math.nan
         self._timed_tokens = self._timed_positions = 0
         self._mfu: MFUMeter | None = None
+        self.last_loss: float | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -204,7 +208,7 @@ class TrainingLog(pl.Callback):
     def _read_means(self) -> dict[str, float]:
         if self._num_tokens == 0:  # every window since the last log line was skipped
             return {}
-        loss = self._loss_sum / self._num_tokens
+        loss = self.last_loss = self._loss_sum / self._num_tokens
         return {
             "train/loss": loss,
             "train/perplexity": float(torch.tensor(loss, dtype=torch.float64).exp()),  # infinite instead of an error

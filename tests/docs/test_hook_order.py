@@ -23,7 +23,7 @@ from genesis.train.data_telemetry import DataTelemetry
 from genesis.train.module import GenesisModule
 from genesis.train.progress import GenesisProgressBar
 from genesis.train.training_log import TrainingLog
-from genesis_callbacks import AsyncProcessCheckpoint, CheckpointVerification, SkipAwareLR, TokenCounters
+from genesis_callbacks import AsyncProcessCheckpoint, CheckpointVerification, Heartbeat, SkipAwareLR, TokenCounters
 from tests.cli.tiny import build_recipe, write_recipe
 from tests.commands import REPOSITORY
 
@@ -39,6 +39,7 @@ CALLBACKS = (
     TrainingLog,
     DataTelemetry,
     GenesisProgressBar,
+    Heartbeat,
     AsyncProcessCheckpoint,
 )
 STEP_HOOKS = (

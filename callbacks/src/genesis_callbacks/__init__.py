@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "AsyncProcessCheckpoint": ".async_process_checkpoint",
     "CheckpointVerification": ".checkpoint_verification",
+    "Heartbeat": ".heartbeat",
     "SaveScope": ".checkpoint.scope",
     "SkipAwareLR": ".skip_aware_lr",
     "TokenCounters": ".token_counters",
@@ -20,6 +21,7 @@ _MODULES = {
 __all__ = [
     "AsyncProcessCheckpoint",
     "CheckpointVerification",
+    "Heartbeat",
     "SaveScope",
     "SkipAwareLR",
     "TokenCounters",

@@ -25,7 +25,7 @@ MAX_READ_BYTES: Final = 16 << 20
 """Of all files together, by one call: where there is more, the oldest events of each file are left out."""
 MAX_FILES: Final = 1 << 14
 
-_FILE_NAME: Final = re.compile(r"rank-\d{1,7}\.jsonl|commands\.jsonl")
+_FILE_NAME: Final = re.compile(r"rank-\d{1,7}\.jsonl|commands\.jsonl|supervisor\.jsonl")
 
 
 def read_events(run_dir: Path | str) -> list[Event]:

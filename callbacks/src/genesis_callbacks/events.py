@@ -10,14 +10,19 @@
     evaluated     a command                        the metrics of an evaluation of a checkpoint
     failed        rank 0 (a save), every rank      a save (`checkpoint` has its name; the run may continue), or the fit
     ended         every rank                       a fit came to its end, or was stopped by a signal
+    launched      the supervisor                   the ranks of an attempt were started
+    crashed       the supervisor                   an attempt ended before the run did: its class and the rank
+    recovered     the supervisor                   the first new step after a crash: what the crash has cost
+    stopped       the supervisor                   the run is not restarted any more, or waits for its queue: the reason
+    completed     the supervisor                   the run has reached its end
 
 A start without an `ended` or a `failed` of its own was killed. Only the checkpoints on the disk are authoritative: a
 kill, or a power failure, right after a commit may lose the last events.
 
-Each rank appends to a file of its own, and commands that work beside the training to another one, since appending from
-two machines to one file is not safe on every file system. `genesis_callbacks.event_reader` merges them. A line is
-appended by one write, so that a kill tears at most the last line; an append after a torn line begins a new one. Nothing
-is forced to the disk. No torch is imported here, and nothing communicates.
+Each rank appends to a file of its own, the supervisor to another one, and so do commands that work beside the training,
+since appending from two machines to one file is not safe on every file system. `genesis_callbacks.event_reader` merges
+them. A line is appended by one write, so that a kill tears at most the last line; an append after a torn line begins a
+new one. Nothing is forced to the disk. No torch is imported here, and nothing communicates.
 """
 
 import json
@@ -32,13 +37,15 @@ from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 from .errors import printable
-from .run_directory import RunDirectory
+from .run_directory import EventWriter, RunDirectory
 
 __all__ = ["Event", "EventKind", "EventLog", "EventWarning", "decode_event", "encode_event"]
 
-EventKind = Literal[
+_FitKind = Literal[
     "started", "restored", "saved", "verified", "quarantined", "validated", "evaluated", "failed", "ended"
 ]
+_SupervisorKind = Literal["launched", "crashed", "recovered", "stopped", "completed"]
+EventKind = Literal[_FitKind, _SupervisorKind]
 MAX_LINE_BYTES: Final = 1 << 16
 """More than any line that is written."""
 
@@ -61,7 +68,7 @@ class Event:
         kind: What happened.
         time_seconds: Unix time, by the clock of the machine that wrote it.
         monotonic_seconds: That machine's monotonic clock, for differences between two events of one boot.
-        rank: The rank that wrote it; None for a command beside the training.
+        rank: The rank that wrote it; None for the supervisor, and for a command beside the training.
         step: Windows attempted; None if the step is not known yet.
         clocks: Exact counts at that step, such as `tokens_seen` and `updates`.
         checkpoint: The checkpoint that it is about, relative to the run's directory of checkpoints.
@@ -173,20 +180,20 @@ def _entries(value: Any) -> list[tuple[Any, Any]]:
 
 
 class EventLog:
-    """Writes the events of one rank, or of a command beside the training. It keeps no file open, and may be pickled.
+    """Writes the events of one rank, the supervisor, or a command. It keeps no file open, and may be pickled.
 
     An event that cannot be written never raises: `write` warns of the first one, `append` returns the reason.
 
     Args:
         run_dir: The run's directory.
-        rank: The rank that writes; None for a command beside the training.
+        writer: The rank that writes, "supervisor", or None for a command beside the training.
     """
 
-    def __init__(self, run_dir: Path, rank: int | None) -> None:
+    def __init__(self, run_dir: Path, writer: EventWriter) -> None:
         run = RunDirectory(run_dir)
-        self._path = run.event_file(rank)
+        self._path = run.event_file(writer)
         self._checkpoints = run.checkpoints
-        self._rank = rank
+        self._rank = writer if isinstance(writer, int) else None
         self._has_warned = False
 
     def name_checkpoint(self, path: Path) -> str:

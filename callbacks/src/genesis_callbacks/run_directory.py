@@ -9,6 +9,8 @@
         superseded-N/                   checkpoints that the run does not descend from
     RUN/events/rank-N.jsonl             `event_file`: what happened, by rank (`genesis_callbacks.events`)
                commands.jsonl           what commands beside the training did
+               supervisor.jsonl         what the supervisor of the run did
+    RUN/heartbeats/rank-N.json          `heartbeat_file`: where each rank stands, rewritten at most once a second
     RUN/.ranks/                         one file for each rank that lives, while there are several
 
 Names in `checkpoints/` are constants, because the engine also works on a directory of checkpoints that lies in no run.
@@ -19,13 +21,14 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from .errors import UserError
 
 __all__ = [
     "BEST_NAME",
     "COMMITTED_NAME",
+    "EventWriter",
     "MANIFEST_NAME",
     "TRASH_NAME",
     "RunDirectory",
@@ -35,6 +38,9 @@ __all__ = [
     "read_run_dir",
     "step_of",
 ]
+
+EventWriter = int | Literal["supervisor"] | None
+"""Who writes events: a rank, the supervisor of the run, or a command beside the training (None)."""
 
 CHECKPOINTS_NAME: Final = "checkpoints"
 LOCK_NAME: Final = ".lock"
@@ -47,6 +53,7 @@ _RANKS_NAME: Final = ".ranks"
 _EVENTS_NAME: Final = "events"
 _CHECKPOINT_NAME: Final = re.compile(r"step-(\d{8,})")
 _STAGING_NAME: Final = re.compile(r"step-\d{8,}\.staging-\w+")
+_HEARTBEATS_NAME: Final = "heartbeats"
 _SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 """As a URL begins; a `Path` made of a URL has one slash of the two."""
 
@@ -137,6 +144,17 @@ class RunDirectory:
         """Holds the files of events."""
         return self.path / _EVENTS_NAME
 
-    def event_file(self, rank: int | None) -> Path:
-        """Returns where a rank, or a command beside the training (None), writes its events."""
-        return self.events / ("commands.jsonl" if rank is None else f"rank-{rank}.jsonl")
+    @property
+    def heartbeats(self) -> Path:
+        """Holds a file for each rank, with its last heartbeat."""
+        return self.path / _HEARTBEATS_NAME
+
+    def heartbeat_file(self, rank: int) -> Path:
+        """Returns where a rank writes its heartbeat."""
+        return self.heartbeats / f"rank-{rank}.json"
+
+    def event_file(self, writer: EventWriter) -> Path:
+        """Returns where a rank, the supervisor, or a command beside the training (None) writes its events."""
+        if writer is None:
+            return self.events / "commands.jsonl"
+        return self.events / (f"{writer}.jsonl" if isinstance(writer, str) else f"rank-{writer}.jsonl")

@@ -1,0 +1,162 @@
+"""Where each rank of a run stands: a small file for each, rewritten at most once a second. Imports no torch.
+
+    read_heartbeats(Path("runs/a"))      the last heartbeat of each rank, by rank
+
+`genesis_callbacks.Heartbeat` writes them; supervisors, lists of runs and metrics read them. A heartbeat is replaced as
+a whole, so that a reader never sees a part of one, and is not forced to the disk: it is about a process that lives.
+Files may come from any source: what is no heartbeat is skipped.
+"""
+
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+from .errors import printable
+from .run_directory import RunDirectory
+
+__all__ = ["HeartbeatRecord", "Phase", "read_heartbeats", "write_heartbeat"]
+
+Phase = Literal["train", "validate", "ended", "failed"]
+
+_PHASES: dict[str, Phase] = {phase: phase for phase in get_args(Phase)}
+_FILE_NAME: Final = re.compile(r"rank-(\d{1,7})\.json")
+_MAX_BYTES: Final = 1 << 14
+_MAX_FILES: Final = 1 << 14
+_MAX_ENTRIES: Final = 24
+_MAX_TEXT: Final = 200
+_MAX_COUNT: Final = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatRecord:
+    """Where one rank stood when it last wrote.
+
+    Attributes:
+        rank: The rank.
+        world_size: Number of ranks.
+        pid: Its process.
+        host: The name of its machine.
+        phase: "train" from the restore on, "validate", "ended", or "failed" after an exception.
+        step: Windows attempted, Lightning's global step.
+        clocks: The other exact counts, such as `tokens_seen`. Those that only the device knows so far are older.
+        loss: The training loss that was last logged; None before.
+        tokens_per_second: Over all ranks, since the heartbeat before; None if tokens are not counted.
+        time_seconds: Unix time, by the clock of that machine.
+        monotonic_seconds: That machine's monotonic clock.
+        milestones: When this process first came to "setup", "train" and "first_step", by the same monotonic clock.
+    """
+
+    rank: int
+    world_size: int
+    pid: int
+    host: str
+    phase: Phase
+    step: int
+    time_seconds: float
+    monotonic_seconds: float
+    clocks: Mapping[str, int] = field(default_factory=dict)
+    loss: float | None = None
+    tokens_per_second: float | None = None
+    milestones: Mapping[str, float] = field(default_factory=dict)
+
+
+def write_heartbeat(run_dir: Path, record: HeartbeatRecord) -> None:
+    """Replaces the heartbeat of a rank, atomically; it does not wait for the disk.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    path = RunDirectory(run_dir).heartbeat_file(record.rank)
+    content = asdict(record)
+    if record.loss is not None and not math.isfinite(record.loss):
+        content["loss"] = str(record.loss)  # JSON has no NaN
+    staging = path.with_name(f".{path.name}.staging")
+    try:
+        _write(staging, content)
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write(staging, content)
+    staging.replace(path)
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    data = json.dumps(content, allow_nan=False).encode("ascii")
+    descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    try:
+        num_written = os.write(descriptor, data)
+    finally:
+        os.close(descriptor)
+    if num_written < len(data):
+        raise OSError(f"only {num_written} of {len(data)} bytes were written to {path}")
+
+
+def read_heartbeats(run_dir: Path | str) -> dict[int, HeartbeatRecord]:
+    """Returns the last heartbeat of each rank, by rank; ranks of earlier attempts are among them."""
+    directory = RunDirectory(Path(run_dir)).heartbeats
+    try:
+        with os.scandir(directory) as entries:
+            names = sorted(entry.name for entry in entries if _FILE_NAME.fullmatch(entry.name))
+    except OSError:
+        return {}
+    found = (_read(directory / name) for name in names[:_MAX_FILES])
+    return {record.rank: record for record in found if record is not None}
+
+
+def _read(path: Path) -> HeartbeatRecord | None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+            data = os.pread(descriptor, _MAX_BYTES + 1, 0) if is_regular else b""
+        finally:
+            os.close(descriptor)
+        return _decode(json.loads(data)) if 0 < len(data) <= _MAX_BYTES else None
+    # The file may be replaced, forged or unreadable: it is then no heartbeat, which the reader notices by its age.
+    except (OSError, ValueError, TypeError, LookupError, OverflowError, RecursionError):
+        return None
+
+
+def _decode(content: dict[str, Any]) -> HeartbeatRecord:
+    loss, speed = content["loss"], content["tokens_per_second"]
+    return HeartbeatRecord(
+        rank=_count(content["rank"]),
+        world_size=_count(content["world_size"]),
+        pid=_count(content["pid"]),
+        host=printable(str(content["host"])[:_MAX_TEXT]),
+        phase=_PHASES[content["phase"]],
+        step=_count(content["step"]),
+        time_seconds=_number(content["time_seconds"]),
+        monotonic_seconds=_number(content["monotonic_seconds"]),
+        clocks={_name(name): _count(value) for name, value in _entries(content["clocks"])},
+        loss=None if loss is None else float(loss),
+        tokens_per_second=None if speed is None else _number(speed),
+        milestones={_name(name): _number(value) for name, value in _entries(content["milestones"])},
+    )
+
+
+def _name(value: Any) -> str:
+    return printable(str(value)[:_MAX_TEXT])
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < _MAX_COUNT:
+        raise ValueError("not a count")
+    return value
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise ValueError("not a finite number")
+    return float(value)
+
+
+def _entries(value: Any) -> list[tuple[Any, Any]]:
+    if not isinstance(value, dict) or len(value) > _MAX_ENTRIES:
+        raise ValueError("not a small mapping")
+    return list(value.items())

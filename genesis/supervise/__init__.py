@@ -1,0 +1,1 @@
+"""`genesis supervise`: keeps one run alive, and records why it stopped."""

@@ -1,0 +1,75 @@
+"""Reads small JSON files that anybody may have written, and turns their values into dataclasses of plain fields."""
+
+import json
+import math
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from genesis.errors import printable
+
+MAX_BYTES: Final = 1 << 20
+_MAX_TEXT: Final = 2000
+_MAX_ENTRIES: Final = 4096
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """Returns the JSON object in a file; None if there is no regular file of moderate size that holds one."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            found = os.fstat(descriptor)
+            is_fine = stat.S_ISREG(found.st_mode) and found.st_size <= MAX_BYTES
+            data = os.pread(descriptor, MAX_BYTES, 0) if is_fine else b"null"
+        finally:
+            os.close(descriptor)
+        content = json.loads(data)
+    except (OSError, ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def text(value: Any) -> str:
+    """Returns a text that is safe to print.
+
+    Raises:
+        ValueError: The value is not a text.
+    """
+    if not isinstance(value, str):
+        raise ValueError("not a text")
+    return printable(value[:_MAX_TEXT])
+
+
+def count(value: Any) -> int:
+    """Returns a whole number.
+
+    Raises:
+        ValueError: The value is not a whole number of moderate size.
+    """
+    if type(value) is not int or not -(1 << 62) < value < 1 << 62:
+        raise ValueError("not a whole number")
+    return value
+
+
+def number(value: Any) -> float:
+    """Returns a finite number.
+
+    Raises:
+        ValueError: The value is not a finite number.
+    """
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise ValueError("not a finite number")
+    return float(value)
+
+
+def entries(value: Any) -> Mapping[str, Any]:
+    """Returns a small mapping, with names that are safe to print.
+
+    Raises:
+        ValueError: The value is not a small mapping.
+    """
+    if not isinstance(value, dict) or len(value) > _MAX_ENTRIES:
+        raise ValueError("not a small mapping")
+    return {text(name): each for name, each in value.items()}
