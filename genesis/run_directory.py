@@ -6,7 +6,7 @@
     evaluations/                        results of `genesis evaluate`
     crashes/NUMBER-CLASS/               a record of each crash, by `genesis supervise` (`genesis.supervise.crashes`)
     supervisor/                         state of `genesis supervise`: status.json, its lock, the output of each attempt
-    recipe.yaml, proof.json             written by `genesis import`, together with the tokenizer's file
+    recipe.yaml, proof.json             written by `genesis import` and `genesis model add-tokens`, with the tokenizer
     loss.png                            written by `genesis demo`
     checkpoints/, events/,              written by the callbacks: `genesis_callbacks.run_directory`
     heartbeats/, .ranks/

@@ -29,6 +29,7 @@ from genesis.tokenizer.files import write_files
 from genesis.tokenizer.open import open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis_callbacks.checkpoint import (
+    Ancestor,
     Ranks,
     RunMetadata,
     SaveTarget,
@@ -161,7 +162,11 @@ def _check_memory(num_bytes: int) -> None:
 
 
 def save_weights(
-    state: Mapping[str, Tensor], config: DecoderConfig, tokenizer: Tokenizer | None, checkpoints: Path
+    state: Mapping[str, Tensor],
+    config: DecoderConfig,
+    tokenizer: Tokenizer | None,
+    checkpoints: Path,
+    ancestor: Ancestor | None = None,
 ) -> Path:
     """Commits a checkpoint of step 0 with the decoder's weights alone and returns its directory.
 
@@ -170,6 +175,7 @@ def save_weights(
         config: The decoder's shape.
         tokenizer: The model's tokenizer; None if it has none.
         checkpoints: The directory of checkpoints to create.
+        ancestor: The checkpoint that the weights come from; None if there is none.
     """
     checkpoints.mkdir()
     identity = {} if tokenizer is None else {"tokenizer_hash": tokenizer.hash}
@@ -179,6 +185,7 @@ def save_weights(
     ]
     section, _ = encode_tagged(_begin_trainer_state(), "state.0")
     target = SaveTarget(checkpoints, Ranks(), origin=origin)
+    target.continue_from(ancestor, sequence=0)
     return save_blocking(target, lambda: Snapshot(0, {"step": 0}, parts, section, has_optimizer=False))
 
 

@@ -56,8 +56,8 @@ class HuggingFaceTokenizer:
     def __init__(self, files: Mapping[str, bytes]) -> None:
         self.files = files
         self.hash: str = hash_files({name: content for name, content in files.items() if name != GENERATION_NAME})
-        content = _read_json(files, FAST_NAME)
-        self._config = _read_config(files)
+        content = read_json(files, FAST_NAME)
+        self._config = read_config(files)
         self._tokenizer = self._build(has_controls_in_text=False)
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
@@ -143,7 +143,7 @@ class HuggingFaceTokenizer:
     def _build(self, *, has_controls_in_text: bool) -> tokenizers.Tokenizer:
         try:
             built = tokenizers.Tokenizer.from_str(self.files[FAST_NAME].decode())
-            built.add_tokens(list(_iterate_missing_tokens(self._config, built)))
+            built.add_tokens(list(iterate_missing_tokens(self._config, built)))
         except Exception as error:  # the library raises nothing more specific
             raise UserError(f"{FAST_NAME} cannot be read ({' '.join(str(error).split())[:200]})") from None
         built.no_truncation()
@@ -246,7 +246,12 @@ _BYTE_OF: Final = _map_bytes()
 _REMEDY: Final = "only byte-pair encoding whose tokens spell bytes can be read"
 
 
-def _read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+def read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """Returns the content of one of a tokenizer's files; empty if there is no such file.
+
+    Raises:
+        UserError: The file does not hold a JSON object.
+    """
     try:
         content = json.loads(files.get(name, b"{}"))
     except (ValueError, RecursionError) as error:
@@ -256,10 +261,10 @@ def _read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     return content
 
 
-def _read_config(files: Mapping[str, bytes]) -> dict[str, Any]:
+def read_config(files: Mapping[str, bytes]) -> dict[str, Any]:
     """Returns `tokenizer_config.json`; transformers reads the other file only if this one lists no added tokens."""
-    config = _read_json(files, CONFIG_NAME)
-    return config if "added_tokens_decoder" in config else {**config, **_read_json(files, SPECIAL_NAME)}
+    config = read_json(files, CONFIG_NAME)
+    return config if "added_tokens_decoder" in config else {**config, **read_json(files, SPECIAL_NAME)}
 
 
 def _read_piece(value: Any) -> str | None:
@@ -267,7 +272,7 @@ def _read_piece(value: Any) -> str | None:
     return content if isinstance(content, str) else None
 
 
-def _iterate_missing_tokens(config: Mapping[str, Any], built: tokenizers.Tokenizer) -> Iterator[tokenizers.AddedToken]:
+def iterate_missing_tokens(config: Mapping[str, Any], built: tokenizers.Tokenizer) -> Iterator[tokenizers.AddedToken]:
     """Yields the tokens that `tokenizer_config.json` adds to `tokenizer.json`, in the order of transformers."""
     held = {_describe(one) for one in built.get_added_tokens_decoder().values()}
     known = {one.content for one in built.get_added_tokens_decoder().values()}
@@ -300,7 +305,7 @@ def _describe(added: tokenizers.AddedToken) -> tuple[Any, ...]:
 
 
 def _read_stop_ids(files: Mapping[str, bytes]) -> frozenset[int]:
-    ids = _read_json(files, GENERATION_NAME).get("eos_token_id")
+    ids = read_json(files, GENERATION_NAME).get("eos_token_id")
     return frozenset(token for token in (ids if isinstance(ids, list) else [ids]) if isinstance(token, int))
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from genesis.errors import UserError
+from genesis.tokenizer.addition import TokenAddition, extend_huggingface, extend_sentencepiece
 from genesis.tokenizer.fast_form import FAST_NAME
 from genesis.tokenizer.files import TRAIN_REMEDY, hash_files, read_file, read_files
 from genesis.tokenizer.huggingface import GENERATION_NAME, IDENTITY_NAMES, HuggingFaceTokenizer
@@ -32,6 +33,8 @@ class TokenizerFormat:
         build: Builds the tokenizer from the files' contents by name. Raises UserError if the contents are invalid.
         identity_names: Optional files that are part of the tokenizer's identity.
         other_names: Optional files that are not part of its identity.
+        extend: Returns the files with more special tokens. Raises UserError if the tokenizer cannot have them. None if
+            tokens cannot be added to this kind.
     """
 
     kind: str
@@ -39,6 +42,7 @@ class TokenizerFormat:
     build: Callable[[Mapping[str, bytes]], Tokenizer]
     identity_names: tuple[str, ...] = ()
     other_names: tuple[str, ...] = ()
+    extend: Callable[[Mapping[str, bytes], TokenAddition], Mapping[str, bytes]] | None = None
 
     def find_names(self, directory: Path) -> tuple[str, ...]:
         """Returns the names of the format's files that a directory contains."""
@@ -47,10 +51,13 @@ class TokenizerFormat:
 
 
 SENTENCEPIECE: Final = TokenizerFormat(
-    "SentencePiece", (MODEL_NAME,), lambda files: SentencePieceTokenizer(files[MODEL_NAME])
+    "SentencePiece",
+    (MODEL_NAME,),
+    lambda files: SentencePieceTokenizer(files[MODEL_NAME]),
+    extend=extend_sentencepiece,
 )
 HUGGINGFACE: Final = TokenizerFormat(
-    "Hugging Face", (FAST_NAME,), HuggingFaceTokenizer, IDENTITY_NAMES, (GENERATION_NAME,)
+    "Hugging Face", (FAST_NAME,), HuggingFaceTokenizer, IDENTITY_NAMES, (GENERATION_NAME,), extend_huggingface
 )
 FORMATS: Final = (SENTENCEPIECE, HUGGINGFACE)
 
@@ -84,9 +91,29 @@ def build_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
     Raises:
         UserError: No format has files of these names.
     """
+    return _find_owner(files).build(files)
+
+
+def extend_tokenizer(tokenizer: Tokenizer, addition: TokenAddition) -> Tokenizer:
+    """Returns the tokenizer with more special tokens, after checking that all other tokens stay as they are.
+
+    Raises:
+        UserError: The tokenizer cannot have the tokens.
+    """
+    owner = _find_owner(tokenizer.files)
+    if owner.extend is None:
+        raise UserError(f"tokens cannot be added to a tokenizer of the kind {tokenizer.kind}: create it with them")
+    extended = owner.build(owner.extend(tokenizer.files, addition))
+    wanted = (*tokenizer.pieces, *addition.tokens)
+    if tuple(extended.pieces) != wanted or not all(map(extended.is_control, range(tokenizer.vocab_size, len(wanted)))):
+        raise UserError("tokens cannot be added to this tokenizer: its library gives them other ids than the next ones")
+    return extended
+
+
+def _find_owner(files: Mapping[str, bytes]) -> TokenizerFormat:
     for one in _iterate_formats():
         if set(one.file_names) <= files.keys() <= {*one.file_names, *one.identity_names, *one.other_names}:
-            return one.build(files)
+            return one
     raise UserError(f"unknown kind of tokenizer, with the files {', '.join(files)}; install the package that adds it")
 
 

@@ -26,6 +26,7 @@ OPTIONS = {
     "data plan": ("corpus", "--packing", "--seq_len"),
     "data verify": ("corpus",),
     "model describe": ("--config", "--json"),
+    "model add-tokens": ("model", "out", "tokens", "--eos", "--chat_template", "--multiple_of"),
     "fit": ("--config", "--model.decoder.dim", "--data.corpus", "--checkpoint.every_n_steps", "--ckpt_path"),
     "validate": ("--config", "--data.corpus", "--ckpt_path"),
     "generate": ("checkpoint", "--prompt", "--temperature", "--top-p"),

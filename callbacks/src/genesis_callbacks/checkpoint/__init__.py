@@ -45,6 +45,7 @@ from .inventory import (
 from .lightning_file import export_lightning_checkpoint
 from .lineage import DirectoryLock, QuarantineWarning, check_not_in_use, checkpoints_in, find_latest, list_committed
 from .manifest import (
+    Ancestor,
     BaseReference,
     ChunkRecord,
     FileRecord,
@@ -68,6 +69,7 @@ from .tensor_places import PLACES_VARIABLE, find_base
 from .verify import VerifyLevel, verify
 
 __all__ = [
+    "Ancestor",
     "BaseCheckpointError",
     "BaseReference",
     "Best",
