@@ -6,7 +6,7 @@ Tensors keep their layout, because the decoder pairs rotary halves as transforme
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from torch import Tensor
 
@@ -36,6 +36,8 @@ class Family:
         attention: Fields of `AttentionConfig` that differ from the defaults in all models of the family.
         free: Fields of `AttentionConfig` that `config.json` can set, in addition to those in `keys`.
         norm_placement: Where a block has its norms.
+        windows: Which layers have the window where `config.json` does not list them: all; the last ones, from
+            `max_window_layers` on; or those without rotary positions. None if models of the family have no window.
     """
 
     model_type: str
@@ -51,6 +53,7 @@ class Family:
     attention: Mapping[str, Any] = field(default_factory=dict)
     free: frozenset[str] = frozenset({"head_dim", "rope_scaling"})
     norm_placement: str = "before"
+    windows: Literal["all", "last", "without_rope"] | None = None
 
     def can_hold(self, config: DecoderConfig) -> bool:
         """Whether a decoder consists of the parts of this family."""

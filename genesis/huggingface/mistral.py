@@ -23,4 +23,5 @@ MISTRAL: Final = replace(
         "sliding_window": 4096,
     },
     free=LLAMA.free | {"sliding_window"},
+    windows="all",
 )

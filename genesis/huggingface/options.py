@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from genesis.errors import UserError
+from genesis.huggingface.family import Family
 from genesis.model.attention import AttentionConfig
 
 _SCALING_KEYS: Final = {
@@ -14,6 +15,9 @@ _SCALING_KEYS: Final = {
     "original_max_position_embeddings": "original_seq_len",
 }
 """Keys of the rope_type "llama3", to fields of `RopeScaling`."""
+_MAX_LAYERS: Final = 10_000
+_WHOLE: Final = "full_attention"
+_WINDOWED: Final = "sliding_attention"
 
 
 def read_rope_scaling(path: Path, content: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
@@ -47,30 +51,93 @@ def write_rope_scaling(attention: AttentionConfig) -> dict[str, Any]:
     return {"rope_parameters": {"rope_theta": attention.rope_theta, **fields}, "rope_scaling": fields}
 
 
-def read_sliding_window(path: Path, content: Mapping[str, Any], can_have: bool) -> int | None:
-    """Returns the window of attention; None if the model has no window that is shorter than the context.
+def read_windows(
+    path: Path, content: Mapping[str, Any], family: Family, no_rope_every: int | None
+) -> tuple[int | None, tuple[int, ...] | None]:
+    """Returns the window of attention, and the layers that have it, as in `AttentionConfig`.
+
+    The window is None if it would not be shorter than the context, or if no layer has it.
 
     Args:
         path: The path of `config.json`, for the message.
-        content: The content of `config.json`.
-        can_have: Whether transformers applies the key to models of this family.
+        content: The content of `config.json`, with the family's defaults.
+        family: The family.
+        no_rope_every: Which layers have no rotary positions, as in `AttentionConfig`.
 
     Raises:
-        UserError: The window is not a number, or transformers has no window for this family.
+        UserError: The window is not a number, transformers has no window for this family, or the layers with the
+            window are not known.
     """
-    window, context = content.get("sliding_window"), content.get("max_position_embeddings")
-    if window is None or (not can_have and content.get("use_sliding_window") is False):
+    listed = content.get("layer_types")
+    if listed is not None and (not isinstance(listed, list) or set(map(str, listed)) - {_WHOLE, _WINDOWED}):
+        raise UserError(f"{path}: layer_types is {listed!r}; it must list {_WHOLE!r} and {_WINDOWED!r}")
+    has_switch = family.windows in ("last", "without_rope")
+    window = _read_window(path, content, family, has_switch=has_switch)
+    if listed is not None and (not has_switch or window is None) and _WINDOWED in listed:
+        raise UserError(
+            f"{path}: layer_types is {listed!r}, but models of {family.model_type} with these settings have no layers "
+            f"of their own for the window; all layers must be {_WHOLE!r}"
+        )
+    context = content.get("max_position_embeddings")
+    if window is None or not isinstance(context, int) or window >= context:
+        return None, None
+    if family.windows == "all":
+        return window, None
+    layers = _list_window_layers(path, content, family, no_rope_every)
+    return (window, None if len(layers) == content["num_hidden_layers"] else layers) if layers else (None, None)
+
+
+def _read_window(path: Path, content: Mapping[str, Any], family: Family, *, has_switch: bool) -> int | None:
+    """Returns the window that transformers applies to some layers; None if it applies none."""
+    window, switch = content.get("sliding_window"), content.get("use_sliding_window")
+    if has_switch and switch is not None and type(switch) is not bool:
+        raise UserError(f"{path}: use_sliding_window is {switch!r}; it must be true or false")
+    if window is None or (not switch if has_switch else switch is False and family.windows is None):
         return None
     if type(window) is not int or window < 1:
         raise UserError(f"{path}: sliding_window is {window!r}; it must be a number of tokens or null")
-    if not isinstance(context, int) or window >= context:
-        return None
-    if not can_have:
+    context = content.get("max_position_embeddings")
+    if family.windows is None and isinstance(context, int) and window < context:
         raise UserError(
-            f"{path}: sliding_window is {window!r}, which models of {content['model_type']} do not have; set it to "
-            "null if the model was trained without one"
+            f"{path}: sliding_window is {window!r}, which models of {family.model_type} do not have; set it to null if "
+            "the model was trained without one"
         )
-    return window
+    return window if family.windows is not None else None
+
+
+def _list_window_layers(
+    path: Path, content: Mapping[str, Any], family: Family, no_rope_every: int | None
+) -> tuple[int, ...]:
+    """Returns the layers that have the window, counted from 0."""
+    num_layers, listed = content["num_hidden_layers"], content.get("layer_types")
+    if type(num_layers) is not int or not 1 <= num_layers <= _MAX_LAYERS:
+        raise UserError(f"{path}: num_hidden_layers is {num_layers!r}; it must be from 1 to {_MAX_LAYERS:,}")
+    if listed is not None:
+        if len(listed) != num_layers:
+            raise UserError(f"{path}: layer_types has {len(listed)} entries; it must have one for each of {num_layers}")
+        return tuple(layer for layer, kind in enumerate(listed) if kind == _WINDOWED)
+    if family.windows == "last":
+        first = content["max_window_layers"]
+        if type(first) is not int:
+            raise UserError(f"{path}: max_window_layers is {first!r}; it must be a number of layers")
+        return tuple(range(num_layers))[max(first, 0) :]
+    return tuple(layer for layer in range(num_layers) if no_rope_every and (layer + 1) % no_rope_every == 0)
+
+
+def write_windows(attention: AttentionConfig, family: Family, num_layers: int) -> dict[str, Any]:
+    """Returns the keys of `config.json` for the window of attention and the layers that have it."""
+    if family.windows is None:
+        return {}
+    window = attention.sliding_window
+    if family.windows == "all" or window is None:
+        switch = {} if family.windows == "all" else {"use_sliding_window": False}
+        return {"sliding_window": window, **switch}
+    has_window = [attention.has_window(layer) for layer in range(num_layers)]
+    first = has_window.index(True)
+    # Versions of transformers that do not read `layer_types` read where the layers with the window begin.
+    begin = {"max_window_layers": first} if family.windows == "last" and all(has_window[first:]) else {}
+    kinds = [_WINDOWED if has else _WHOLE for has in has_window]
+    return {"use_sliding_window": True, "sliding_window": window, **begin, "layer_types": kinds}
 
 
 def read_no_rope_every(path: Path, content: Mapping[str, Any]) -> int | None:

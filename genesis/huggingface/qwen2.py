@@ -15,7 +15,7 @@ QWEN2: Final = replace(
         "attention.key.bias": "self_attn.k_proj.bias",
         "attention.value.bias": "self_attn.v_proj.bias",
     },
-    constants={"hidden_act": "silu", "use_sliding_window": False},
+    constants={"hidden_act": "silu"},
     defaults={
         "vocab_size": 151_936,
         "hidden_size": 4096,
@@ -28,7 +28,10 @@ QWEN2: Final = replace(
         "rope_theta": 10_000.0,
         "tie_word_embeddings": False,
         "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
     },
-    only={**LLAMA.only, "use_sliding_window": (False,)},
     attention={"has_qkv_bias": True},
+    free=LLAMA.free | {"sliding_window", "window_layers"},
+    windows="last",
 )

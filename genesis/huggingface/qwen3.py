@@ -16,7 +16,7 @@ QWEN3: Final = replace(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     block_tensors={**LLAMA.block_tensors, **QK_NORMS},
-    constants={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
+    constants={"hidden_act": "silu", "attention_bias": False},
     defaults={**QWEN2.defaults, "head_dim": 128},
     attention={"qk_norm": "head"},
 )

@@ -9,7 +9,13 @@ from genesis.huggingface.family import Family
 from genesis.huggingface.llama import LLAMA
 from genesis.huggingface.mistral import MISTRAL
 from genesis.huggingface.olmo2 import OLMO2
-from genesis.huggingface.options import read_no_rope_every, read_rope_scaling, read_sliding_window, write_rope_scaling
+from genesis.huggingface.options import (
+    read_no_rope_every,
+    read_rope_scaling,
+    read_windows,
+    write_rope_scaling,
+    write_windows,
+)
 from genesis.huggingface.qwen2 import QWEN2
 from genesis.huggingface.qwen3 import QWEN3
 from genesis.huggingface.smollm3 import SMOLLM3
@@ -63,8 +69,7 @@ def write_shape(family: Family, config: DecoderConfig) -> dict[str, Any]:
         content[key] = _read_field(config, field)
         if key == "rope_theta":  # transformers 4 reads this key; transformers 5 reads the other one
             content |= write_rope_scaling(attention)
-    if "sliding_window" in family.free:
-        content["sliding_window"] = attention.sliding_window
+    content |= write_windows(attention, family, config.num_layers)
     if "no_rope_every" in family.free:
         every = attention.no_rope_every or config.num_layers + 1
         content["no_rope_layer_interval"] = every
@@ -92,12 +97,15 @@ def _build_shape(path: Path, content: dict[str, Any], family: Family) -> Decoder
         "num_kv_heads": content.get("num_key_value_heads") or num_heads,
         "rope_theta": rope_theta,
     }
+    no_rope_every = read_no_rope_every(path, content) if "no_rope_every" in family.free else None
+    sliding_window, window_layers = read_windows(path, content, family, no_rope_every)
     options = {
         **family.attention,
         "head_dim": _read_head_dim(content, shape["dim"], num_heads),
         "rope_scaling": rope_scaling,
-        "sliding_window": read_sliding_window(path, content, "sliding_window" in family.free),
-        "no_rope_every": read_no_rope_every(path, content) if "no_rope_every" in family.free else None,
+        "sliding_window": sliding_window,
+        "window_layers": window_layers,
+        "no_rope_every": no_rope_every,
     }
     options = {name: value for name, value in options.items() if value is not None}
     if "qk_norm" in options:
@@ -125,9 +133,6 @@ def _check_only(path: Path, content: dict[str, Any], family: Family) -> None:
         if value is not None and value not in allowed:
             wanted = " or ".join(map(repr, allowed)) or "null"
             raise UserError(f"{path}: {key} is {value!r}, which the decoder cannot represent; it must be {wanted}")
-    layers = content.get("layer_types")
-    if layers is not None and (not isinstance(layers, list) or set(layers) - {"full_attention"}):
-        raise UserError(f"{path}: layer_types is {layers!r}; all layers must be 'full_attention'")
 
 
 def _read_head_dim(content: dict[str, Any], dim: Any, num_heads: Any) -> Any:

@@ -9,7 +9,7 @@ SMOLLM3: Final = replace(
     LLAMA,
     model_type="smollm3",
     architecture="SmolLM3ForCausalLM",
-    constants={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False},
+    constants={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     defaults={
         "vocab_size": 128_256,
         "hidden_size": 2048,
@@ -24,6 +24,6 @@ SMOLLM3: Final = replace(
         "use_sliding_window": False,
         "no_rope_layer_interval": 4,
     },
-    only={**LLAMA.only, "use_sliding_window": (False,)},
-    free=LLAMA.free | {"no_rope_every"},
+    free=LLAMA.free | {"no_rope_every", "sliding_window", "window_layers"},
+    windows="without_rope",
 )

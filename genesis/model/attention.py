@@ -6,7 +6,8 @@ L  slots of a key-value cache
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int32, Int64
@@ -83,6 +84,8 @@ class AttentionConfig:
         rope_scaling: The scaling of rotary wavelengths; None for no scaling.
         no_rope_every: Every layer whose number, counted from 1, is a multiple of this has no rotary positions.
         sliding_window: Number of tokens that each token sees, itself included; None for all previous tokens.
+        window_layers: The layers with the window, counted from 0; in other layers a token sees all previous tokens.
+            None for all layers.
         has_qkv_bias: Whether query, key and value have biases.
         qk_norm: Which vectors of queries and keys an RMSNorm scales: those of each `head`, before rotation, or each
             whole `projection`, before it is split into heads; None for no norm.
@@ -99,6 +102,7 @@ class AttentionConfig:
     rope_scaling: RopeScaling | None = None
     no_rope_every: int | None = None
     sliding_window: int | None = None
+    window_layers: tuple[int, ...] | None = None
     has_qkv_bias: bool = False
     qk_norm: str | None = None
     qk_norm_eps: float = 1e-6
@@ -113,13 +117,30 @@ class AttentionConfig:
             raise UserError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if self.rope_theta <= 0.0:
             raise UserError(f"rope_theta is {self.rope_theta}: it must be above 0")
+        if self.window_layers is not None:
+            self._check_window_layers()
 
-    def check(self, dim: int) -> None:
-        """Checks that heads of a model of width `dim` have an even width.
+    def _check_window_layers(self) -> None:
+        layers: Any = self.window_layers
+        if not isinstance(layers, list | tuple) or not all(type(layer) is int and layer >= 0 for layer in layers):
+            raise UserError(f"window_layers is {layers!r}: it must be a list of numbers of layers, counted from 0")
+        object.__setattr__(self, "window_layers", tuple(sorted({*layers})))  # YAML and JSON give lists
+        if self.sliding_window is None or not layers:
+            raise UserError(
+                f"window_layers is {list(layers)} and sliding_window is {self.sliding_window}: give both, with at "
+                "least one layer, or neither"
+            )
+
+    def check(self, dim: int, num_layers: int) -> None:
+        """Checks that heads of a model of width `dim` have an even width, and that the layers with a window exist.
 
         Raises:
-            UserError: The width is odd, or not a whole number.
+            UserError: The width is odd, or not a whole number, or there are fewer layers.
         """
+        if self.window_layers is not None and self.window_layers[-1] >= num_layers:
+            raise UserError(
+                f"window_layers has {self.window_layers[-1]}, but the {num_layers} layers are counted from 0: remove it"
+            )
         if self.head_dim is not None:
             if self.head_dim % 2:
                 raise UserError(f"head_dim is {self.head_dim}: it must be even")
@@ -133,9 +154,36 @@ class AttentionConfig:
         """Returns the width of one head."""
         return dim // self.num_heads if self.head_dim is None else self.head_dim
 
+    def has_window(self, layer: int) -> bool:
+        """Returns whether tokens see only the window in block number `layer`, counted from 0."""
+        return self.sliding_window is not None and (self.window_layers is None or layer in self.window_layers)
+
     def build(self, dim: int, layer: int) -> "Attention":
         """Builds the part of block number `layer`, counted from 0."""
         return Attention(self, dim, layer)
+
+
+def build_layers_metadata(
+    config: AttentionConfig,
+    num_layers: int,
+    x: Float[Tensor, "B S D"],
+    document_ids: Int32[Tensor, "B S"] | None,
+    offsets: Int32[Tensor, " num_documents+1"] | None = None,
+    cached: CachedTokens | None = None,
+) -> list[AttentionMetadata]:
+    """Returns the attention metadata of each layer of a forward; equal layers share theirs.
+
+    The arguments are those of `build_attention_metadata`, and the number of layers.
+    """
+    if config.window_layers is None:
+        return [build_attention_metadata(config, x, document_ids, offsets, cached)] * num_layers
+    if document_ids is not None and offsets is None:
+        offsets = document_offsets(document_ids)  # waits for the device, once for both kinds of layers
+    windowed = build_attention_metadata(config, x, document_ids, offsets, cached)
+    whole_config = replace(config, sliding_window=None, window_layers=None)
+    whole = build_attention_metadata(whole_config, x, document_ids, offsets, cached)
+    whole = whole._replace(cos=windowed.cos, sin=windowed.sin)  # one copy of the tables in memory
+    return [windowed if config.has_window(layer) else whole for layer in range(num_layers)]
 
 
 def build_attention_metadata(
@@ -145,7 +193,7 @@ def build_attention_metadata(
     offsets: Int32[Tensor, " num_documents+1"] | None = None,
     cached: CachedTokens | None = None,
 ) -> AttentionMetadata:
-    """Returns the attention metadata of a forward.
+    """Returns the attention metadata of the layers of a forward that have the window, if there is one.
 
     Args:
         config: The options of the attention.
@@ -252,7 +300,8 @@ class Attention(Part):
 
     def __init__(self, config: AttentionConfig, dim: int, layer: int) -> None:
         super().__init__()
-        self.head_dim, self.window, self.qk_norm = config.head_width(dim), config.sliding_window, config.qk_norm
+        self.head_dim, self.qk_norm = config.head_width(dim), config.qk_norm
+        self.window = config.sliding_window if config.has_window(layer) else None
         self.has_rope = config.no_rope_every is None or (layer + 1) % config.no_rope_every != 0
         query_dim, kv_dim = config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
         self.query = nn.Linear(dim, query_dim, bias=config.has_qkv_bias)

@@ -25,7 +25,7 @@ from torch.nn.functional import linear
 from genesis.device import send
 from genesis.errors import UserError
 from genesis.model.attend import AttentionMetadata, CachedTokens
-from genesis.model.attention import AttentionConfig, build_attention_metadata
+from genesis.model.attention import AttentionConfig, build_layers_metadata
 from genesis.model.feed_forward import DenseConfig, FeedForwardConfig
 from genesis.model.initial import INIT_STD, InitialValues, fill_normal
 from genesis.model.norm import NormConfig
@@ -101,7 +101,7 @@ class DecoderConfig:
                 raise UserError(f"{name} is missing: give it, or the configuration {part}")
             if getattr(self, part) is not None and value != default:
                 raise UserError(f"{name} is {value}, but {part} is also given: remove {name}")
-        self.parts.attention.check(self.dim)
+        self.parts.attention.check(self.dim, self.num_layers)
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f"dropout is {self.dropout}: it must be at least 0 and below 1")
 
@@ -319,12 +319,12 @@ class Decoder(nn.Module):
         """
         x = self.embedding(input_ids)
         cached = None if cache is None else cache.cached
-        metadata = build_attention_metadata(self._attention, x, document_ids, document_offsets, cached)
+        metadata = build_layers_metadata(self._attention, len(self.blocks), x, document_ids, document_offsets, cached)
         statistics: dict[str, Statistics] = {}
         for index, block in enumerate(self.blocks):
             kept = logits_to_keep if index == len(self.blocks) - 1 else None
             held = None if cache is None else (cache.keys[index], cache.values[index])
-            x, reported = block(x, metadata, held, kept)
+            x, reported = block(x, metadata[index], held, kept)
             if reported is not None:
                 statistics[f"blocks.{index}.feed_forward"] = reported
         # Inside the forward, where FSDP2's hooks have gathered the output weight: elsewhere it may be a shard.

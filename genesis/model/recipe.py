@@ -92,10 +92,14 @@ def dump_decoder_config(config: DecoderConfig) -> dict[str, Any]:
         if isinstance(value, FeedForwardConfig):
             content[field.name] = {"class_path": _path_of(type(value)), "init_args": asdict(value)}  # type: ignore[call-overload]  # it is a dataclass
         elif is_dataclass(value):
-            content[field.name] = asdict(value)  # type: ignore[arg-type]  # it is no class
+            content[field.name] = _to_plain(asdict(value))  # type: ignore[arg-type]  # it is no class
         elif value is not None and (part == field.name or getattr(config, part) is None):
             content[field.name] = value
     return content
+
+
+def _to_plain(content: dict[str, Any]) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in content.items()}
 
 
 def unify_decoder(recipe: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -40,8 +40,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": 40, "head_dim": 12}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen2, window in the last layers": (
+        "qwen2",
+        {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1},
+    ),
+    "qwen3, window in listed layers": (
+        "qwen3",
+        {
+            "num_hidden_layers": 3,
+            "use_sliding_window": True,
+            "sliding_window": 40,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
     "olmo2": ("olmo2", {}),
     "smollm3": ("smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 2}),
+    "smollm3, window": (
+        "smollm3",
+        {"num_hidden_layers": 4, "no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 40},
+    ),
 }
 SLOW = set(FAMILIES) - {"mistral"}
 NUM_STEPS = 3
@@ -73,7 +90,7 @@ def test_a_model_is_imported_trained_and_exported_as_transformers_has_it(name: s
             assert parameter.isfinite().all(), key
     theirs.save_pretrained(tmp_path / "theirs")
     proof = import_directory(tmp_path / "theirs", tmp_path / "run", has_tokenizer=False)
-    beyond = {"llama 3.1": 64, "mistral": 40}.get(name, 0)
+    beyond = 64 if name == "llama 3.1" else changes.get("sliding_window", 0)
     assert proof["logits"]["longest_context"] == 128 + beyond
     ours = load_decoder(tmp_path / "run").decoder.train()
     ids = torch.randint(90, (2, 300))
@@ -93,6 +110,8 @@ def test_a_model_is_imported_trained_and_exported_as_transformers_has_it(name: s
     proof = export_checkpoints([checkpoint], tmp_path / "back", ExportOptions())
     assert proof["logits"]["num_same_choice"] == proof["logits"]["num_tokens"]
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    for key in ("layer_types", "sliding_window"):
+        assert getattr(again.config, key, None) == getattr(shape, key, None), key
     assert again.config.model_type == model_type
     with torch.no_grad():
         found, wanted = again(input_ids=ids).logits, theirs.eval()(input_ids=ids).logits

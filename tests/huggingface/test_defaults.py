@@ -43,6 +43,8 @@ PARTS: dict[str, dict[str, Any]] = {
     "qwen3": {"qk_norm": "head"},
     "olmo2": {"qk_norm": "projection"},
 }
+LAYERED = ("qwen2", "qwen3", "smollm3")
+"""Families in which layers differ in whether they have the window."""
 FULL: dict[str, Any] = {
     "vocab_size": 90,
     "hidden_size": 64,
@@ -82,6 +84,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "head_dim of its own": {"head_dim": 6},
     "no head_dim": {"head_dim": ...},
     "window": {"sliding_window": 100},
+    "window in the last layers": {"sliding_window": 100, "use_sliding_window": True},
+    "window in all layers": {"sliding_window": 100, "use_sliding_window": True, "max_window_layers": 0},
+    "window in listed layers": {
+        "sliding_window": 100,
+        "use_sliding_window": True,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "default window": {"sliding_window": ..., "use_sliding_window": True, "max_position_embeddings": 8192},
     "scaled": {
         "rope_parameters": {
             "rope_type": "llama3",
@@ -104,9 +114,18 @@ def build_theirs(family: str, content: dict[str, Any]) -> DecoderConfig | None:
     """Returns the shape that transformers makes of the keys; None where it refuses them or the decoder has no such."""
     try:
         theirs: Any = CLASSES[family](**json.loads(json.dumps(content)))
-        if theirs.hidden_size % theirs.num_attention_heads or content.get("use_sliding_window"):
+        if theirs.hidden_size % theirs.num_attention_heads:
             return None
-        window = theirs.sliding_window if family == "mistral" else None
+        window, layers = theirs.sliding_window if family == "mistral" else None, None
+        if family in LAYERED:
+            is_windowed = theirs.use_sliding_window and theirs.sliding_window is not None
+            if "sliding_attention" in theirs.layer_types and not is_windowed:
+                return None  # the forward fails, or takes a window that is off
+            layers = tuple(index for index, kind in enumerate(theirs.layer_types) if kind == "sliding_attention")
+            if is_windowed and layers:
+                window, layers = theirs.sliding_window, None if len(layers) == theirs.num_hidden_layers else layers
+        if window is not None and window >= theirs.max_position_embeddings:
+            window = None
         rope = theirs.rope_parameters
         scaling = None
         if rope["rope_type"] == "llama3":
@@ -123,7 +142,8 @@ def build_theirs(family: str, content: dict[str, Any]) -> DecoderConfig | None:
             head_dim=None if head_dim == theirs.hidden_size // theirs.num_attention_heads else head_dim,
             rope_scaling=scaling,
             no_rope_every=without[0] + 1 if without else None,
-            sliding_window=window if window is not None and window < theirs.max_position_embeddings else None,
+            sliding_window=window,
+            window_layers=None if window is None else layers,
             **PARTS.get(family, {}),
             **norms,
         )
@@ -154,12 +174,19 @@ def read_ours(directory: Path, family: str, content: dict[str, Any]) -> DecoderC
         return None
 
 
-@pytest.mark.parametrize("family", CLASSES)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("family", "variant"),
+    [
+        (family, variant)
+        for family in CLASSES
+        for variant, changes in VARIANTS.items()
+        if family in LAYERED or "use_sliding_window" not in changes
+    ],
+)
 def test_a_missing_key_takes_the_default_of_transformers(family: str, variant: str, tmp_path: Path) -> None:
     full = {name: value for name, value in (FULL | VARIANTS[variant]).items() if value is not ...}
-    if family not in ("llama", "mistral") and variant == "window":
-        full["sliding_window"] = 600  # of no effect there, as transformers has it only for some layers
+    if family == "olmo2" and variant == "window":
+        full["sliding_window"] = 600  # of no effect there
     if family == "llama":
         full.pop("sliding_window", None)  # which it does not read
     assert read_ours(tmp_path, family, full) == build_theirs(family, full) is not None
@@ -180,7 +207,7 @@ def test_a_null_means_what_transformers_takes_it_for_or_is_refused(family: str, 
 @pytest.mark.parametrize("family", CLASSES)
 def test_no_key_of_transformers_goes_unread(family: str) -> None:
     common = {field.name for field in fields(PreTrainedConfig)}
-    own = {field.name for field in fields(CLASSES[family])} - common - {"max_window_layers"}  # without windows: none
+    own = {field.name for field in fields(CLASSES[family])} - common
     assert own - HARMLESS <= FULL.keys()
 
 

@@ -48,6 +48,8 @@ def read_state(directory: Path) -> dict[str, torch.Tensor]:
         ("sliding_window", 255),
         ("sliding_window", "long"),
         ("layer_types", ["full_attention", "sliding_attention"]),
+        ("layer_types", ["full_attention", "linear_attention"]),
+        ("layer_types", "all"),
         ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}),
         ("rope_scaling", {"type": "linear", "factor": 8.0}),
         ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}),

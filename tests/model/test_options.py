@@ -22,6 +22,7 @@ SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, ori
 OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"attention": replace(HEADS, sliding_window=9)},
     "window of one token": {"attention": replace(HEADS, sliding_window=1)},
+    "window in one layer": {"attention": replace(HEADS, sliding_window=9, window_layers=(1,))},
     "scaled positions": {"attention": replace(HEADS, rope_scaling=SCALING)},
     "layers without positions": {"attention": replace(HEADS, no_rope_every=2)},
     "biases": {"attention": replace(HEADS, has_qkv_bias=True)},
@@ -132,6 +133,23 @@ def test_a_window_bounds_the_context_that_costs() -> None:
     assert windowed.flops_per_token == plain.flops_per_token
 
 
+def test_a_window_in_some_layers_counts_there() -> None:
+    plain, windowed, one = (
+        describe(DecoderConfig(**SHAPE, attention=replace(HEADS, **changes))).attention_flops_per_token
+        for changes in ({}, {"sliding_window": 32}, {"sliding_window": 32, "window_layers": (1,)})
+    )
+    assert 3 * one == 2 * plain + windowed
+
+
+def test_a_layer_without_the_window_reaches_every_token() -> None:
+    attention = replace(HEADS, sliding_window=9, window_layers=(0,))
+    decoder, ids = build(DecoderConfig(**{**SHAPE, "num_layers": 2}, attention=attention)), random_ids(1, 60)
+    changed = ids.clone()
+    changed[0, 20] = (ids[0, 20] + 1) % 97
+    differs = (decoder(ids) != decoder(changed))[0].any(dim=-1)
+    assert differs.nonzero().flatten().tolist() == list(range(20, 60))
+
+
 def test_heads_of_their_own_width_count_with_it() -> None:
     plain, wide = (describe(DecoderConfig(**SHAPE, attention=replace(HEADS, head_dim=width))) for width in (None, 16))
     assert wide.attention_flops_per_token == 2 * plain.attention_flops_per_token
@@ -156,6 +174,11 @@ def test_long_wavelengths_are_stretched_and_short_ones_kept() -> None:
     [
         ({"attention": {"head_dim": 7}}, "head_dim is 7: it must be even"),
         ({"attention": {"sliding_window": 0}}, "sliding_window is 0"),
+        ({"attention": {"window_layers": [0]}}, r"window_layers is \[0\] and sliding_window is None: give both"),
+        ({"attention": {"sliding_window": 9, "window_layers": []}}, r"window_layers is \[\] and sliding_window is 9"),
+        ({"attention": {"sliding_window": 9, "window_layers": [3]}}, r"window_layers has 3, but the 3 layers"),
+        ({"attention": {"sliding_window": 9, "window_layers": [-1]}}, r"window_layers is \[-1\]: it must be a list"),
+        ({"attention": {"sliding_window": 9, "window_layers": "all"}}, r"window_layers is 'all': it must be a list"),
         ({"attention": {"qk_norm": "row"}}, "qk_norm is 'row'"),
         ({"attention": {"rope_scaling": 8.0}}, r"rope_scaling is 8.0: it must be a mapping of factor"),
         ({"attention": {"rope_scaling": {"factor": 8.0}}}, "rope_scaling: low_freq_factor is missing"),

@@ -39,7 +39,7 @@ CONFIGS = {
         TINY,
         num_heads=None,
         num_kv_heads=None,
-        attention=replace(ATTENTION, qk_norm="projection"),
+        attention=replace(ATTENTION, qk_norm="projection", window_layers=(1,)),
         norm=NormConfig(1e-5, "after"),
     ),
 }
