@@ -3,8 +3,9 @@
 B  sequences of one micro-batch on one rank     S  tokens of one sequence
 """
 
-from dataclasses import dataclass, field, fields, replace
-from typing import Self
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final, Self
 
 import torch
 from jaxtyping import Int32, Int64
@@ -23,23 +24,37 @@ class MicroBatch:
     `document_ids` counts from 0 within each row; attention and positions never cross a change of the id.
     `document_offsets`, which loaders provide, has the starts of the documents in the flattened rows and the end of the
     last one. If the model computed the offsets from `document_ids`, the host would wait for the device.
+    `extra` has what an objective needs beside the labels, by name.
     """
 
     input_ids: Int64[Tensor, "B S"]
     labels: Int64[Tensor, "B S"]
     document_ids: Int32[Tensor, "B S"]
     document_offsets: Int32[Tensor, " num_documents+1"] | None = None
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors by the names of their fields."""
-        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        """The tensors by the names of their fields; those of `extra` as `extra.NAME`."""
+        named = {name: getattr(self, name) for name in _TENSOR_FIELDS}
+        named |= {f"{_EXTRA}{name}": tensor for name, tensor in self.extra.items()}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
+        """Returns the micro-batch with other tensors, named as in `tensors`."""
+        own = {name: tensor for name, tensor in tensors.items() if not name.startswith(_EXTRA)}
+        extra = {name.removeprefix(_EXTRA): tensor for name, tensor in tensors.items() if name.startswith(_EXTRA)}
+        return replace(self, **own, extra=extra)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
         """Returns the same micro-batch on `device`."""
-        moved = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.tensors.items()}
-        return replace(self, **moved)
+        return self.with_tensors(
+            {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.tensors.items()}
+        )
+
+
+_EXTRA: Final = "extra."
+_TENSOR_FIELDS: Final = tuple(name for name in MicroBatch.__dataclass_fields__ if name != "extra")
 
 
 @dataclass(frozen=True)
@@ -84,5 +99,5 @@ class AccumulationWindow:
             for name, tensor in micro_batch.tensors.items():
                 own, left[tensor.dtype] = left[tensor.dtype].tensor_split([tensor.numel()])
                 views[name] = own.view(tensor.shape)
-            micro_batches.append(replace(micro_batch, **views))
+            micro_batches.append(micro_batch.with_tensors(views))
         return replace(self, micro_batches=tuple(micro_batches), packed=packed)

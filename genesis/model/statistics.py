@@ -12,14 +12,9 @@ LOSS_SUM: Final = "loss_sum"
 """The last component of the name of an auxiliary loss."""
 
 
-def add_auxiliary_losses(loss_sum: Tensor, statistics: Mapping[str, Statistics]) -> Tensor:
-    """Returns the loss that a step minimises: the summed loss plus auxiliary losses; without these, the same tensor.
-
-    Args:
-        loss_sum: Nats, a sum over the tokens of one forward.
-        statistics: The statistics of that forward.
-    """
-    return sum((part.loss_sum for part in statistics.values() if part.loss_sum is not None), start=loss_sum)
+def list_auxiliary_losses(statistics: Mapping[str, Statistics]) -> list[Tensor]:
+    """Returns the auxiliary losses of the parts, each in nats, a sum over the tokens of one forward."""
+    return [part.loss_sum for part in statistics.values() if part.loss_sum is not None]
 
 
 def add_statistics(sums: dict[str, Tensor], statistics: Mapping[str, Statistics]) -> None:

@@ -4,7 +4,7 @@ The step, the data module and the metrics know no mesh and no axis. They ask a `
 `Sharded` are, and which `LightningStrategy` makes of Lightning's own strategies for one device and for DDP.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, cast
@@ -18,8 +18,9 @@ from genesis.data.window import MicroBatch
 from genesis.errors import UserError
 from genesis.loss import sum_cross_entropy
 from genesis.model.decoder import Decoder
+from genesis.objectives.objective import HeadResult, Objective, SumHead
 from genesis.strategies.degrees import Degrees
-from genesis.strategies.micro_batches import Head, WindowLoss, sum_in_turn, train_in_turn
+from genesis.strategies.micro_batches import WindowLoss, sum_in_turn, train_in_turn
 from genesis_callbacks.host_group import HostGroup
 
 
@@ -88,14 +89,16 @@ class LayoutStrategy(Protocol):
     def apply_to(self, decoder: Decoder) -> None:
         """Cuts, wraps and shards a freshly built decoder on the meta device, in place."""
 
-    def head(self, labels: Tensor) -> Head:
+    def head(self, labels: Tensor) -> SumHead:
         """Returns the head that computes the summed loss of `labels`."""
 
-    def train_micro_batches(self, decoder: Decoder, micro_batches: Sequence[MicroBatch], scale: float) -> WindowLoss:
+    def train_micro_batches(
+        self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective, scales: Mapping[str, float]
+    ) -> WindowLoss:
         """Runs forwards and backwards of one window; gradients are reduced once the returned loss has run backward."""
 
-    def sum_losses(self, decoder: Decoder, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Returns the summed loss of validation micro-batches."""
+    def sum_losses(self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective) -> HeadResult:
+        """Returns the objective's sums over validation micro-batches."""
 
 
 def layout_strategy(strategy: Strategy) -> LayoutStrategy:
@@ -142,14 +145,18 @@ class LightningStrategy:
                 "know how to scale; give replicated, sharded, ddp or auto"
             )
 
-    def head(self, labels: Tensor) -> Head:
+    def head(self, labels: Tensor) -> SumHead:
         """Returns the head that computes the summed loss of `labels`."""
         return partial(sum_cross_entropy, labels=labels)
 
-    def train_micro_batches(self, decoder: Decoder, micro_batches: Sequence[MicroBatch], scale: float) -> WindowLoss:
+    def train_micro_batches(
+        self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective, scales: Mapping[str, float]
+    ) -> WindowLoss:
         """Runs the micro-batches one after the other."""
-        return train_in_turn(decoder, micro_batches, scale, head=self.head, backward=self._strategy.backward)
+        return train_in_turn(
+            decoder, micro_batches, objective, scales, cross_entropy=self.head, backward=self._strategy.backward
+        )
 
-    def sum_losses(self, decoder: Decoder, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Returns the summed loss of validation micro-batches."""
-        return sum_in_turn(decoder, micro_batches, head=self.head)
+    def sum_losses(self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective) -> HeadResult:
+        """Returns the objective's sums over validation micro-batches."""
+        return sum_in_turn(decoder, micro_batches, objective, cross_entropy=self.head)

@@ -3,7 +3,9 @@
 A pipeline schedule runs a whole window at once; a strategy with one has its own `train_micro_batches`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from operator import add
 from typing import Literal, NamedTuple
 
 import torch
@@ -11,11 +13,10 @@ from torch import Tensor
 
 from genesis.data.window import MicroBatch
 from genesis.model.decoder import Decoder
-from genesis.model.statistics import add_auxiliary_losses, add_statistics
+from genesis.model.part import Statistics
+from genesis.model.statistics import add_statistics, list_auxiliary_losses
+from genesis.objectives.objective import TOKENS, HeadResult, Objective, SumHead, prepare
 from genesis.strategies.wrap import set_gradient_sync
-
-Head = Callable[[Tensor, Tensor], Tensor]
-"""A function of the final hidden states and the output weight that returns the summed loss."""
 
 
 class WindowLoss(NamedTuple):
@@ -23,40 +24,24 @@ class WindowLoss(NamedTuple):
 
     Args:
         to_backward: The scaled loss whose backward Lightning still has to run.
-        loss_sum: Nats over this rank's valid tokens, detached, without the auxiliary losses of parts.
+        sums: The objective's terms and figures, summed over this rank's micro-batches, without a graph and without the
+            auxiliary losses of parts.
         part_sums: The statistics of the model's parts, summed over this rank's micro-batches
             (`genesis.model.statistics`).
     """
 
     to_backward: Tensor
-    loss_sum: Tensor
+    sums: HeadResult
     part_sums: dict[str, Tensor]
-
-
-def sum_loss(decoder: Decoder, micro_batch: MicroBatch, head: Callable[[Tensor], Head]) -> Tensor:
-    """Returns the sum over valid labels of -log p, a float32 scalar.
-
-    Args:
-        decoder: The model.
-        micro_batch: The inputs and labels.
-        head: A function that returns the loss-computing head for given labels.
-    """
-    labels = micro_batch.labels
-    total: Tensor = decoder(
-        micro_batch.input_ids,
-        document_ids=micro_batch.document_ids,
-        document_offsets=micro_batch.document_offsets,
-        head=head(labels),
-    )
-    return total
 
 
 def train_in_turn(
     decoder: Decoder,
     micro_batches: Sequence[MicroBatch],
-    scale: float,
+    objective: Objective,
+    scales: Mapping[str, float],
     *,
-    head: Callable[[Tensor], Head],
+    cross_entropy: Callable[[Tensor], SumHead],
     backward: Callable[[Tensor, None], object],
     gradient_reduction: Literal["window", "micro_batch"] = "window",
     set_gathering: Callable[[bool], None] | None = None,
@@ -66,39 +51,80 @@ def train_in_turn(
     Args:
         decoder: The model.
         micro_batches: This rank's micro-batches between two optimizer steps, at least one.
-        scale: The factor of each loss before its backward.
-        head: A function that returns the loss-computing head for given labels.
+        objective: What the window minimises.
+        scales: The factor of each term before its backward, by unit.
+        cross_entropy: A function that returns the loss-computing head for given labels.
         backward: The strategy's backward, which includes Lightning's hooks.
         gradient_reduction: Whether sharded gradients are reduced in the last backward alone, or in every backward.
         set_gathering: Called before each micro-batch with whether it is the last; decides when parameters are freed.
     """
-    # The sum stays on the device: reading it here would make the host wait for every micro-batch.
-    loss_sum = torch.zeros((), dtype=torch.float32, device=micro_batches[0].labels.device)
+    # The sums stay on the device: reading them here would make the host wait for every micro-batch.
+    sums = HeadResult({}, {})
     part_sums: dict[str, Tensor] = {}
-    for number, micro_batch in enumerate(micro_batches, start=1):
+    for number, given in enumerate(micro_batches, start=1):
         is_last = number == len(micro_batches)
         # FSDP2's post-backward hooks read this flag. The last backward runs in Lightning,
         # after this function has returned, so its flag stays set.
         set_gradient_sync(decoder, is_reduced=is_last or gradient_reduction == "micro_batch")
         if set_gathering is not None:
             set_gathering(is_last)
-        own_sum, statistics = decoder(
+        micro_batch = prepare(objective, decoder, given)
+        result, statistics = decoder(
             micro_batch.input_ids,
             document_ids=micro_batch.document_ids,
             document_offsets=micro_batch.document_offsets,
-            head=head(micro_batch.labels),
+            head=objective.head(micro_batch, cross_entropy),
             has_statistics=True,
         )
-        loss_sum = loss_sum + own_sum.detach()
+        sums = _add_result(sums, result)
         add_statistics(part_sums, statistics)
-        loss = add_auxiliary_losses(own_sum, statistics) * scale
+        loss = _scale(result.terms, statistics, scales)
         if not is_last:
             # Lightning runs `training_step` under autocast, and its own backward outside of it.
             with torch.autocast(loss.device.type, enabled=False):
                 backward(loss, None)
-    return WindowLoss(loss, loss_sum, part_sums)
+    return WindowLoss(loss, sums, part_sums)
 
 
-def sum_in_turn(decoder: Decoder, micro_batches: Sequence[MicroBatch], *, head: Callable[[Tensor], Head]) -> Tensor:
-    """Returns the summed loss of all micro-batches without a backward, for validation."""
-    return torch.stack([sum_loss(decoder, micro_batch, head) for micro_batch in micro_batches]).sum()
+def _add_result(sums: HeadResult, result: HeadResult) -> HeadResult:
+    """Returns the sums with those of a further forward, without its graph."""
+    added = (
+        {name: total[name] + value.detach() if name in total else value.detach() for name, value in of_one.items()}
+        for total, of_one in zip(sums, result, strict=True)
+    )
+    return HeadResult(*added)
+
+
+def _scale(terms: Mapping[str, Tensor], statistics: Mapping[str, Statistics], scales: Mapping[str, float]) -> Tensor:
+    """Returns the loss to run backward: each term with its factor. Auxiliary losses of parts are sums over tokens."""
+    of_unit = dict(terms)
+    for auxiliary in list_auxiliary_losses(statistics):
+        of_unit[TOKENS] = of_unit[TOKENS] + auxiliary if TOKENS in of_unit else auxiliary
+    return reduce(add, [value * scales[unit] for unit, value in of_unit.items()])
+
+
+@torch.no_grad()
+def sum_in_turn(
+    decoder: Decoder,
+    micro_batches: Sequence[MicroBatch],
+    objective: Objective,
+    *,
+    cross_entropy: Callable[[Tensor], SumHead],
+) -> HeadResult:
+    """Returns the objective's sums over all micro-batches without a backward, for validation."""
+    results = []
+    for given in micro_batches:
+        micro_batch = prepare(objective, decoder, given)
+        results.append(
+            decoder(
+                micro_batch.input_ids,
+                document_ids=micro_batch.document_ids,
+                document_offsets=micro_batch.document_offsets,
+                head=objective.head(micro_batch, cross_entropy),
+            )
+        )
+    first: HeadResult = results[0]
+    return HeadResult(
+        {unit: torch.stack([result.terms[unit] for result in results]).sum() for unit in first.terms},
+        {name: torch.stack([result.figures[name] for result in results]).sum() for name in first.figures},
+    )

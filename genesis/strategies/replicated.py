@@ -1,7 +1,7 @@
 """Replicated: every rank holds the whole model; gradients are averaged by DDP once per window."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -20,10 +20,11 @@ from genesis.data.window import MicroBatch
 from genesis.errors import UserError
 from genesis.loss import sum_cross_entropy
 from genesis.model.decoder import Decoder
+from genesis.objectives.objective import HeadResult, Objective, SumHead
 from genesis.optim import GroupedOptimizer
 from genesis.strategies.degrees import Degrees
 from genesis.strategies.layout import ParallelLayout, lay_out
-from genesis.strategies.micro_batches import Head, WindowLoss, sum_in_turn, train_in_turn
+from genesis.strategies.micro_batches import WindowLoss, sum_in_turn, train_in_turn
 from genesis.strategies.start import Launcher, Start
 from genesis.strategies.wrap import ActivationCheckpointing, apply_wrappers
 
@@ -98,17 +99,19 @@ class Replicated(DDPStrategy):
         """Applies this strategy's wrappers to a freshly built decoder, in place."""
         apply_wrappers(decoder, self.activation_checkpointing, self.compile_blocks)
 
-    def head(self, labels: Tensor) -> Head:
+    def head(self, labels: Tensor) -> SumHead:
         """Returns the head that computes the summed loss of `labels`."""
         return partial(sum_cross_entropy, labels=labels)
 
-    def train_micro_batches(self, decoder: Decoder, micro_batches: Sequence[MicroBatch], scale: float) -> WindowLoss:
+    def train_micro_batches(
+        self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective, scales: Mapping[str, float]
+    ) -> WindowLoss:
         """Runs the micro-batches one after the other; DDP's reduction waits for the returned loss's backward."""
-        return train_in_turn(decoder, micro_batches, scale, head=self.head, backward=self.backward)
+        return train_in_turn(decoder, micro_batches, objective, scales, cross_entropy=self.head, backward=self.backward)
 
-    def sum_losses(self, decoder: Decoder, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Returns the summed loss of validation micro-batches."""
-        return sum_in_turn(decoder, micro_batches, head=self.head)
+    def sum_losses(self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective) -> HeadResult:
+        """Returns the objective's sums over validation micro-batches."""
+        return sum_in_turn(decoder, micro_batches, objective, cross_entropy=self.head)
 
     # ---- Lightning's hooks
 

@@ -1,6 +1,6 @@
 """Sharded: every rank holds a part of the parameters, gradients and optimizer state (FSDP2)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -16,12 +16,13 @@ from genesis.data.window import MicroBatch
 from genesis.errors import UserError
 from genesis.loss import sum_cross_entropy
 from genesis.model.decoder import Decoder
+from genesis.objectives.objective import HeadResult, Objective, SumHead
 from genesis.strategies.degrees import Degrees, list_divisors
 from genesis.strategies.desync import DesyncWatchdog
 from genesis.strategies.gathered import GatheringChoice, KeepGathered
 from genesis.strategies.layout import ParallelLayout, lay_out
 from genesis.strategies.mesh import WorldMesh
-from genesis.strategies.micro_batches import Head, WindowLoss, sum_in_turn, train_in_turn
+from genesis.strategies.micro_batches import WindowLoss, sum_in_turn, train_in_turn
 from genesis.strategies.start import Launcher, Start
 from genesis.strategies.wrap import ActivationCheckpointing, ShardOptions, apply_wrappers, set_resharding
 
@@ -161,11 +162,13 @@ class Sharded(ModelParallelStrategy):
         gathered = self.gather_dtype or default
         return None if gathered is None else getattr(torch, gathered)
 
-    def head(self, labels: Tensor) -> Head:
+    def head(self, labels: Tensor) -> SumHead:
         """Returns the head that computes the summed loss of `labels`."""
         return partial(sum_cross_entropy, labels=labels)
 
-    def train_micro_batches(self, decoder: Decoder, micro_batches: Sequence[MicroBatch], scale: float) -> WindowLoss:
+    def train_micro_batches(
+        self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective, scales: Mapping[str, float]
+    ) -> WindowLoss:
         """Runs the micro-batches one after the other; `gradient_reduction` decides when gradients are reduced."""
         if self._gathering is None:
             self._gathering = GatheringChoice(self.keep_gathered, self.root_device)
@@ -175,8 +178,9 @@ class Sharded(ModelParallelStrategy):
         window = train_in_turn(
             decoder,
             micro_batches,
-            scale,
-            head=self.head,
+            objective,
+            scales,
+            cross_entropy=self.head,
             backward=self.backward,
             gradient_reduction=self.gradient_reduction,
             set_gathering=partial(self._set_gathering, decoder) if is_kept else None,
@@ -193,9 +197,9 @@ class Sharded(ModelParallelStrategy):
     def _frees_after_forward(self) -> bool:
         return self.shard != "grad_op"
 
-    def sum_losses(self, decoder: Decoder, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Returns the summed loss of validation micro-batches."""
-        return sum_in_turn(decoder, micro_batches, head=self.head)
+    def sum_losses(self, decoder: Decoder, micro_batches: Sequence[MicroBatch], objective: Objective) -> HeadResult:
+        """Returns the objective's sums over validation micro-batches."""
+        return sum_in_turn(decoder, micro_batches, objective, cross_entropy=self.head)
 
     # ---- Lightning's hooks
 

@@ -5,10 +5,13 @@ A mean over ranks or micro-batches of their means is wrong wherever they hold di
 """
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric
+
+from genesis.objectives.objective import HeadResult
 
 
 class TokenLoss(Metric):
@@ -63,3 +66,41 @@ class BitsPerByte(Metric):
         """Returns bits per byte as float64; NaN without bytes."""
         bits = self.loss_sum / self.num_bytes / math.log(2)
         return torch.where(self.num_bytes == 0, torch.nan, bits)  # without a tokenizer the number of bytes is unknown
+
+
+class SumsOverRanks(Metric):
+    """The sums of an objective over a validation set. They stay on the device; only `compute` communicates."""
+
+    full_state_update = False
+    terms: Tensor
+    figures: Tensor
+    counts: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._names: tuple[list[str], list[str], list[str]] = ([], [], [])
+        # Empty until the first batch: an objective names its sums only with their values.
+        for name, dtype in (("terms", torch.float64), ("figures", torch.float64), ("counts", torch.int64)):
+            self.add_state(name, torch.zeros(0, dtype=dtype), dist_reduce_fx="sum")
+
+    def update(self, sums: HeadResult, counts: Mapping[str, int]) -> None:
+        """Adds the sums of a batch."""
+        self._names = (list(sums.terms), list(sums.figures), list(counts))
+        self.terms = _add(self.terms, torch.stack([value.double() for value in sums.terms.values()]))
+        if sums.figures:
+            self.figures = _add(self.figures, torch.stack([value.double() for value in sums.figures.values()]))
+        # Filled on the device: a copy of host memory would be a wait.
+        filled = [torch.full((), count, dtype=torch.int64, device=self.counts.device) for count in counts.values()]
+        self.counts = _add(self.counts, torch.stack(filled))
+
+    def compute(self) -> tuple[dict[str, float], dict[str, float], dict[str, int]]:
+        """Returns the fields of `ObjectiveSums` over all ranks; torchmetrics accepts no frozen dataclass here."""
+        terms, figures, counts = (
+            dict(zip(names, values.tolist(), strict=True))
+            for names, values in zip(self._names, (self.terms, self.figures, self.counts), strict=True)
+        )
+        return terms, figures, counts
+
+
+def _add(total: Tensor, added: Tensor) -> Tensor:
+    return total + added.detach() if total.numel() else added.detach()

@@ -2,7 +2,7 @@
 
     logged                     unit and meaning
     validation/loss            nats per valid token of the validation set, over all ranks; validation/perplexity and
-                               validation/bits_per_byte with it
+                               validation/bits_per_byte with it; another objective than cross-entropy has its own values
 
 `TrainingLog`, a callback that the module adds, logs the training metrics. Clocks and schedule are callbacks of the run
 (`TokenCounters`, `SkipAwareLR`) with metrics of their own.
@@ -10,7 +10,6 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -26,6 +25,8 @@ from genesis.model.adapter import AdapterConfig, attach_adapters, fill_trained, 
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.initial import is_unset, mark_unset
 from genesis.model.statistics import name_figures, read_figures
+from genesis.objectives.cross_entropy import CrossEntropy
+from genesis.objectives.objective import TOKENS, Objective, ObjectiveSums
 from genesis.optim import GroupedOptimizer, OptimizerOptions, build_optimizer
 from genesis.strategies.layout import LayoutStrategy, layout_strategy
 from genesis.strategies.wrap import free_gathered_parameters
@@ -34,9 +35,9 @@ from genesis.train.gradients import clip_on_device, measure_gradients, scale_gra
 from genesis.train.late_outcome import LateOutcome, refuse_device_norm, sum_on_device
 from genesis.train.lightning_signals import leave_signals_to_votes
 from genesis.train.logged_values import log_exactly
-from genesis.train.metrics import BitsPerByte, TokenLoss
+from genesis.train.metrics import SumsOverRanks
 from genesis.train.precision import prepare_precision
-from genesis.train.training_log import TrainingLog, WindowFigures
+from genesis.train.training_log import TrainingLog, WindowFigures, join_sums
 from genesis_callbacks.host_group import Pending
 
 
@@ -69,6 +70,7 @@ class GenesisModule(pl.LightningModule):
         optimizer: The optimizer and its peak learning rate.
         seed: The seed of the initial weights and of dropout.
         adapter: Adapters on the frozen weights of a base; None to train all weights.
+        objective: What training minimises; None for the cross-entropy of the next token.
         gradient_norm: Where the gradient's norm is used: on the `host`, which waits for the device in each step, or on
             the `device`, which then clips and skips by itself. Every number of a run is the same. `device` needs AdamW.
 
@@ -87,12 +89,14 @@ class GenesisModule(pl.LightningModule):
         seed: int = 0,
         adapter: AdapterConfig | None = None,
         gradient_norm: Literal["host", "device"] = "host",
+        objective: Objective | None = None,
     ) -> None:
         super().__init__()
         self.decoder_config = decoder
         self.optimizer_options = optimizer or OptimizerOptions()
         self.seed = seed
         self.adapter_config = adapter
+        self.objective = objective or CrossEntropy()
         self.base_dtype = torch.float32
         self.start: Mapping[str, Tensor] = {}
         self.decoder: Decoder | None = None
@@ -101,15 +105,13 @@ class GenesisModule(pl.LightningModule):
         self.gradient_norm = gradient_norm
         self._skip_reason: str | None = None
         self._outcome: LateOutcome | None = None
-        self._num_valid_tokens = 0
-        self._num_bytes = 0
+        self._counts: dict[str, int] = {TOKENS: 0}
         self._grad_norm = math.nan
-        self._window_loss_sum: Tensor | None = None
-        self._part_sums: dict[str, Tensor] = {}
-        self._part_figure_names: list[str] = []
-        self._loss_sum_of_ranks: Pending[float] | None = None
-        self._training_log = TrainingLog(self._end_window, is_late=gradient_norm == "device")
-        self.validation_loss, self.validation_bits = TokenLoss(), BitsPerByte()
+        self._window_sums: dict[str, Tensor] = {}
+        self._sum_names: list[str] = []
+        self._sums_of_ranks: Pending[float] | None = None
+        self._training_log = TrainingLog(self._end_window, self.objective.measure, is_late=gradient_norm == "device")
+        self.validation_sums = SumsOverRanks()
 
     # ---- building
 
@@ -207,16 +209,14 @@ class GenesisModule(pl.LightningModule):
         torch.manual_seed(seed_of_step(self.seed, self.trainer.global_step, layout.data_rank))
         # Every rank needs the global count before its first backward, so this sum is awaited. It runs on gloo between
         # hosts: on nccl it would wait for the device's queue.
-        self._num_valid_tokens, self._num_bytes = layout.token_group.sum(
-            (window.num_valid_tokens, window.num_bytes)
-        ).wait()
+        counts = self.objective.count(window)
+        self._counts = dict(zip(counts, layout.token_group.sum(list(counts.values())).wait(), strict=True))
         # The reduction of gradients sums over ranks, and may divide that sum (DDP does). 0 keeps an empty window's
         # graph connected: every rank runs the same forwards and backwards, even without valid tokens.
-        scale = layout.gradient_divisor / self._num_valid_tokens if self._num_valid_tokens else 0.0
-        loss, self._window_loss_sum, self._part_sums = strategy.train_micro_batches(
-            self._model, window.micro_batches, scale
-        )
-        return {"loss": loss, "loss_sum": self._window_loss_sum}
+        scales = {unit: layout.gradient_divisor / count if count else 0.0 for unit, count in self._counts.items()}
+        loss, sums, part_sums = strategy.train_micro_batches(self._model, window.micro_batches, self.objective, scales)
+        self._window_sums = join_sums(sums, part_sums)
+        return {"loss": loss, "loss_sum": next(iter(sums.terms.values()))}
 
     def configure_gradient_clipping(
         self,
@@ -235,7 +235,7 @@ class GenesisModule(pl.LightningModule):
             self._decide_on_device(optimizer, norm, gradient_clip_val)
             return
         self._grad_norm = float(norm)
-        self._sum_window_loss()
+        self._sum_window()
         # The norm and the token count are the same on all ranks, so all ranks come to the same decision without a
         # further reduction. Gradients of None leave Adam's state and the weight decay alone; zeros would not.
         self._skip_reason = self._find_skip_reason()
@@ -247,15 +247,12 @@ class GenesisModule(pl.LightningModule):
     def _decide_on_device(self, optimizer: Optimizer, norm: Tensor, max_norm: float | None) -> None:
         """Clips, or makes the optimizer skip, by numbers on the device that the host has not read."""
         assert isinstance(optimizer, GroupedOptimizer)
-        assert self._window_loss_sum is not None
-        figures = sum_on_device(
-            [self._window_loss_sum, *self._part_sums.values()], self._strategy.layout.token_process_group
-        )
-        self._part_figure_names = name_figures(self._part_sums)
-        self._window_loss_sum, self._part_sums = None, {}
+        figures = sum_on_device(list(self._window_sums.values()), self._strategy.layout.token_process_group)
+        self._sum_names = name_figures(self._window_sums)
+        self._window_sums = {}
         self._outcome = LateOutcome(norm, figures)
         # The count of tokens is known here, and such a window has no norm to judge by: its gradients are zeros.
-        self._skip_reason = None if self._num_valid_tokens else "no_valid_tokens"
+        self._skip_reason = None if self._counts[TOKENS] else "no_valid_tokens"
         optimizer.found_inf = None
         if self._skip_reason is not None:
             self._remove_gradients()
@@ -287,10 +284,10 @@ class GenesisModule(pl.LightningModule):
     @property
     def has_valid_tokens(self) -> bool:
         """Whether the last window had a valid token on any rank."""
-        return self._num_valid_tokens > 0
+        return self._counts[TOKENS] > 0
 
     def _find_skip_reason(self) -> str | None:
-        if self._num_valid_tokens == 0:
+        if self._counts[TOKENS] == 0:
             return "no_valid_tokens"
         if not math.isfinite(self._grad_norm):
             return "scaler_overflow" if self._gradient_scaler() is not None else "nonfinite_gradient"
@@ -305,44 +302,38 @@ class GenesisModule(pl.LightningModule):
 
     # ---- figures of the window
 
-    def _sum_window_loss(self) -> None:
-        """Starts to sum the window's loss and the parts' statistics over all ranks while the optimizer steps.
+    def _sum_window(self) -> None:
+        """Starts to sum the objective's sums and the parts' statistics over all ranks while the optimizer steps.
 
         Done here because the norm has waited for the device, so that earlier results are read without another wait.
         """
-        assert self._window_loss_sum is not None
-        if self._loss_sum_of_ranks is not None:
-            self._loss_sum_of_ranks.wait()  # a repeated window: gloo needs the wait, and the first loss is dropped
-        self._loss_sum_of_ranks = self._strategy.layout.token_group.sum_floats(
-            (float(self._window_loss_sum), *read_figures(self._part_sums))
-        )
-        self._part_figure_names = name_figures(self._part_sums)
-        self._window_loss_sum, self._part_sums = None, {}
+        if self._sums_of_ranks is not None:
+            self._sums_of_ranks.wait()  # a repeated window: gloo needs the wait, and the first sums are dropped
+        self._sums_of_ranks = self._strategy.layout.token_group.sum_floats(read_figures(self._window_sums))
+        self._sum_names = name_figures(self._window_sums)
+        self._window_sums = {}
 
     def _end_window(self) -> Callable[[], WindowFigures]:
         """Returns a function for the figures of the last window, which may still be only on the device."""
-        names, outcome = self._part_figure_names, self._outcome
+        names, outcome = self._sum_names, self._outcome
         known = WindowFigures(
-            loss_sum=math.nan,
-            num_valid_tokens=self._num_valid_tokens,
-            num_bytes=self._num_bytes,
+            sums=ObjectiveSums(counts=self._counts),
             grad_norm=self._grad_norm,
-            scale_factor=self._strategy.layout.gradient_divisor / max(self._num_valid_tokens, 1),
+            scale_factor=self._strategy.layout.gradient_divisor / max(self._counts[TOKENS], 1),
             is_skipped=self._skip_reason is not None,
         )
         if outcome is not None:
 
             def read_late() -> WindowFigures:
-                norm, (loss_sum, *figures) = outcome.wait()
+                norm, values = outcome.wait()
                 is_skipped = known.is_skipped or outcome.skip_reason is not None
-                named = dict(zip(names, figures, strict=True))
-                return replace(known, loss_sum=loss_sum, grad_norm=norm, is_skipped=is_skipped, part_figures=named)
+                return known.with_values(names, values, grad_norm=norm, is_skipped=is_skipped)
 
             return read_late
-        assert self._loss_sum_of_ranks is not None
-        loss_sum, *figures = self._loss_sum_of_ranks.wait()
-        self._loss_sum_of_ranks = None
-        window = replace(known, loss_sum=loss_sum, part_figures=dict(zip(names, figures, strict=True)))
+        assert self._sums_of_ranks is not None
+        values = self._sums_of_ranks.wait()
+        self._sums_of_ranks = None
+        window = known.with_values(names, values)
         return lambda: window
 
     # ---- validation
@@ -353,26 +344,17 @@ class GenesisModule(pl.LightningModule):
 
     def validation_step(self, window: AccumulationWindow, batch_idx: int) -> None:
         """Adds one batch of the validation set; all ranks run the same number of batches, without a gather."""
-        loss_sum = self._strategy.sum_losses(self._model, window.micro_batches)
-        self.validation_loss.update(loss_sum, window.num_valid_tokens)
-        self.validation_bits.update(loss_sum, window.num_bytes)
+        sums = self._strategy.sum_losses(self._model, window.micro_batches, self.objective)
+        self.validation_sums.update(sums, self.objective.count(window))
 
     def on_validation_epoch_end(self) -> None:
         """Logs the figures of the whole set, and frees parameters that the last forward left gathered."""
-        # The groups exist only once the ranks have met, after the metrics were built.
-        for metric in (self.validation_loss, self.validation_bits):
-            metric.process_group = self._strategy.layout.token_process_group
-        loss = self.validation_loss.compute()
-        log_exactly(
-            self,
-            {
-                "validation/loss": float(loss),
-                "validation/perplexity": float(loss.exp()),
-                "validation/bits_per_byte": float(self.validation_bits.compute()),
-            },
-        )
-        self.validation_loss.reset()
-        self.validation_bits.reset()
+        # The group exists only once the ranks have met, after the metric was built.
+        self.validation_sums.process_group = self._strategy.layout.token_process_group
+        sums = ObjectiveSums(*self.validation_sums.compute())
+        measured = self.objective.measure(sums) if sums.counts.get(TOKENS) else {"loss": math.nan}
+        log_exactly(self, {f"validation/{name}": value for name, value in measured.items()})
+        self.validation_sums.reset()
         free_gathered_parameters(self)
 
 

@@ -2,9 +2,9 @@
 
     logged                     unit and meaning
     train/loss                 nats per valid token since the last log line, over all ranks; absent if every window
-                               since then was skipped
-    train/perplexity           exp of train/loss
-    train/bits_per_byte        bits per byte of text
+                               since then was skipped. An objective other than cross-entropy has its own loss and values
+    train/perplexity           exp of train/loss, if that is a cross-entropy
+    train/bits_per_byte        bits per byte of text, likewise
     train/valid_tokens         valid tokens of this window, over all ranks
     train/tokens_per_second    valid tokens over wall time since the last log line, over all ranks
     train/mfu                  share of the device's dense peak that the model's arithmetic uses, on rank 0, for all
@@ -24,17 +24,18 @@ Does it communicate? No: the figures of a window are already those of all ranks.
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import lightning.pytorch as pl
-import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from genesis.errors import UserError
 from genesis.model.decoder import DecoderConfig
 from genesis.model.statistics import LOSS_SUM
+from genesis.objectives.objective import BYTES, TOKENS, HeadResult, ObjectiveSums
 from genesis.train.logged_values import align_log_steps, forget_logged, log_exactly
 from genesis.train.memory import peak_memory_bytes
 from genesis.train.mfu import MFUMeter
@@ -47,22 +48,44 @@ class WindowFigures:
     """The figures of one window over all ranks.
 
     Args:
-        loss_sum: The sum of the losses of the valid tokens, in nats.
-        num_valid_tokens: The number of tokens in the loss.
-        num_bytes: The number of bytes of these tokens' text; 0 without a tokenizer.
+        sums: The objective's terms, figures and counts.
         grad_norm: The norm of the gradient before the clip.
-        scale_factor: The factor of a rank's summed loss.
+        scale_factor: The factor of a rank's sum over tokens.
         is_skipped: Whether the window changed no parameter.
         part_figures: The statistics of the parts, by the names of part and figure.
     """
 
-    loss_sum: float
-    num_valid_tokens: int
-    num_bytes: int
+    sums: ObjectiveSums
     grad_norm: float
     scale_factor: float
     is_skipped: bool
     part_figures: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def num_valid_tokens(self) -> int:
+        """The number of tokens in the loss."""
+        return self.sums.counts[TOKENS]
+
+    def with_values(self, names: Sequence[str], values: Sequence[float], **others: Any) -> Self:
+        """Returns the figures with the values of `join_sums`, summed over ranks, and with `others` in their fields."""
+        kinds: dict[str, dict[str, float]] = {_TERM: {}, _FIGURE: {}, _PART: {}}
+        for name, value in zip(names, values, strict=True):
+            kind, _, rest = name.partition(".")
+            kinds[kind][rest] = value
+        sums = replace(self.sums, terms=kinds[_TERM], figures=kinds[_FIGURE])
+        return replace(self, sums=sums, part_figures=kinds[_PART], **others)
+
+
+_TERM, _FIGURE, _PART = "term", "figure", "part"
+
+
+def join_sums(sums: HeadResult, part_sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns all sums of a window on this rank under the names that `WindowFigures.with_values` reads."""
+    return {
+        **{f"{_TERM}.{unit}": value for unit, value in sums.terms.items()},
+        **{f"{_FIGURE}.{name}": value for name, value in sums.figures.items()},
+        **{f"{_PART}.{name}": value for name, value in part_sums.items()},
+    }
 
 
 class TrainingLog(pl.Callback):
@@ -74,6 +97,7 @@ class TrainingLog(pl.Callback):
 
     Args:
         end_window: Returns a function for the figures of the window that has just ended.
+        measure: The objective's values of a log line.
         is_late: Whether reading the figures waits for the device; then they are read after the next window's backward,
             or when a log line or a checkpoint needs them.
 
@@ -81,8 +105,14 @@ class TrainingLog(pl.Callback):
         last_loss: The loss of the last log line; None before.
     """
 
-    def __init__(self, end_window: Callable[[], Callable[[], WindowFigures]], is_late: bool = False) -> None:
+    def __init__(
+        self,
+        end_window: Callable[[], Callable[[], WindowFigures]],
+        measure: Callable[[ObjectiveSums], dict[str, float]],
+        is_late: bool = False,
+    ) -> None:
         self._end_window = end_window
+        self._measure = measure
         self._is_late = is_late
         self._open: Callable[[], WindowFigures] | None = None
         self._timed_from_seconds = math.nan
@@ -92,9 +122,7 @@ class TrainingLog(pl.Callback):
         self._reset()
 
     def _reset(self) -> None:
-        self._loss_sum = 0.0
-        self._num_tokens = 0
-        self._num_bytes = 0
+        self._sums = ObjectiveSums()
 
     # ---- state
 
@@ -106,12 +134,16 @@ class TrainingLog(pl.Callback):
     def state_dict(self) -> dict[str, Any]:
         """Returns the sums since the last log line, over all ranks; a float keeps all of its digits in a checkpoint."""
         self._close_window()
-        return {
+        terms, figures, counts = dict(self._sums.terms), dict(self._sums.figures), dict(self._sums.counts)
+        # The sums of the cross-entropy have the keys of releases without other objectives, which read them.
+        state: dict[str, Any] = {
             "version": _STATE_VERSION,
-            "loss_sum": self._loss_sum,
-            "num_tokens": self._num_tokens,
-            "num_bytes": self._num_bytes,
+            "loss_sum": terms.pop(TOKENS, 0.0),
+            "num_tokens": counts.pop(TOKENS, 0),
+            "num_bytes": counts.pop(BYTES, 0),
         }
+        others = {"terms": terms, "figures": figures, "counts": counts}
+        return {**state, "objective": others} if any(others.values()) else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores the sums of a checkpoint."""
@@ -121,9 +153,12 @@ class TrainingLog(pl.Callback):
                 f"{_STATE_VERSION}: resume with the release of Genesis that wrote it"
             )
         self._open = None
-        self._loss_sum = state_dict["loss_sum"]
-        self._num_tokens = state_dict["num_tokens"]
-        self._num_bytes = state_dict["num_bytes"]
+        others = state_dict.get("objective", {})
+        self._sums = ObjectiveSums(
+            {TOKENS: state_dict["loss_sum"], **others.get("terms", {})},
+            others.get("figures", {}),
+            {TOKENS: state_dict["num_tokens"], BYTES: state_dict["num_bytes"], **others.get("counts", {})},
+        )
 
     # ---- hooks
 
@@ -174,9 +209,7 @@ class TrainingLog(pl.Callback):
         window, self._open = self._open(), None
         self._timed_tokens += window.num_valid_tokens
         if not window.is_skipped:
-            self._loss_sum += window.loss_sum
-            self._num_tokens += window.num_valid_tokens
-            self._num_bytes += window.num_bytes
+            self._sums += window.sums
         return window
 
     # ---- parts of the hooks
@@ -206,14 +239,11 @@ class TrainingLog(pl.Callback):
         return values
 
     def _read_means(self) -> dict[str, float]:
-        if self._num_tokens == 0:  # every window since the last log line was skipped
+        if not self._sums.counts.get(TOKENS):  # every window since the last log line was skipped
             return {}
-        loss = self.last_loss = self._loss_sum / self._num_tokens
-        return {
-            "train/loss": loss,
-            "train/perplexity": float(torch.tensor(loss, dtype=torch.float64).exp()),  # infinite instead of an error
-            "train/bits_per_byte": self._loss_sum / self._num_bytes / math.log(2) if self._num_bytes else math.nan,
-        }
+        measured = self._measure(self._sums)
+        self.last_loss = measured["loss"]
+        return {f"train/{name}": value for name, value in measured.items()}
 
 
 def _build_meter(trainer: pl.Trainer, pl_module: pl.LightningModule) -> MFUMeter | None:

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import Checkpoint
 
+from genesis.objectives.cross_entropy import CrossEntropy
 from genesis.train.csv_log import CSVLog
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.training_log import TrainingLog
@@ -155,10 +156,13 @@ def test_a_log_line_repeats_no_value_that_it_does_not_know(tmp_path: Path) -> No
 
 
 def test_a_checkpoint_without_the_sums_of_the_log_starts_them_at_zero() -> None:
-    log = TrainingLog(lambda: pytest.fail("no window has ended"))
+    log = TrainingLog(lambda: pytest.fail("no window has ended"), CrossEntropy().measure)
     state = {"version": 1, "loss_sum": 0.1 + 0.2, "num_tokens": 2**53 + 1, "num_bytes": 3}
     assert log.state_dict() == {"version": 1, "loss_sum": 0.0, "num_tokens": 0, "num_bytes": 0}
     log.load_state_dict(state)
     assert log.state_dict() == state
+    others = {"terms": {"pairs": 0.5}, "figures": {"margin": 2.0}, "counts": {"pairs": 3}}
+    log.load_state_dict({**state, "objective": others})
+    assert log.state_dict() == {**state, "objective": others}
     with pytest.raises(ValueError, match="training log has version 2"):
         log.load_state_dict({**state, "version": 2})

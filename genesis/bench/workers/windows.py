@@ -20,7 +20,7 @@ def build_windows(workload: Workload) -> list[AccumulationWindow]:
         document_ids[:, 1:] = is_end[:, :-1].cumsum(1)
     size = workload.micro_batch_size
     micro_batches = [
-        MicroBatch(*(t[start : start + size] for t in (input_ids, labels, document_ids)))
+        MicroBatch(input_ids[start : start + size], labels[start : start + size], document_ids[start : start + size])
         for start in range(0, len(rows), size)
     ]
     windows = []

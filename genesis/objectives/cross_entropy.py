@@ -1,0 +1,29 @@
+"""The default objective: the mean of -log p over the valid tokens."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from genesis.data.window import MicroBatch
+from genesis.objectives.objective import BYTES, TOKENS, Head, HeadResult, Objective, ObjectiveSums, SumHead
+
+
+class CrossEntropy(Objective):
+    """Next-token prediction: nats per valid token."""
+
+    def head(self, micro_batch: MicroBatch, cross_entropy: Callable[[Tensor], SumHead]) -> Head:
+        """Returns the strategy's head, whose sum is the only term."""
+        sum_loss = cross_entropy(micro_batch.labels)
+        return lambda hidden, weight: HeadResult({TOKENS: sum_loss(hidden, weight)}, {})
+
+    def measure(self, sums: ObjectiveSums) -> dict[str, float]:
+        """Returns the loss in nats per token, the perplexity, and the bits per byte of text (NaN without bytes)."""
+        loss_sum, num_bytes = sums.terms[TOKENS], sums.counts[BYTES]
+        loss = loss_sum / sums.counts[TOKENS]
+        return {
+            "loss": loss,
+            "perplexity": float(torch.tensor(loss, dtype=torch.float64).exp()),  # infinite instead of an error
+            "bits_per_byte": loss_sum / num_bytes / math.log(2) if num_bytes else math.nan,
+        }

@@ -1,0 +1,106 @@
+"""An objective with two units: what the step and the log do with it."""
+
+import os
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy as reference_loss
+
+from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
+from genesis.model.decoder import Decoder
+from genesis.objectives.objective import TOKENS, Head, HeadResult, Objective, ObjectiveSums
+from genesis.train.module import GenesisModule
+from genesis_callbacks import TokenCounters
+from genesis_callbacks.testing import run_ranks
+from tests.train.support import GLOBAL_BATCH_SIZE, TINY, build_strategy, build_trainer, loader, rows_of_step
+
+ROWS = "rows"
+
+
+class RowsAndTokens(Objective):
+    """Sums a penalty of each row, and the cross-entropy of its tokens. The penalty's target comes from `prepare`."""
+
+    def count(self, window: AccumulationWindow) -> dict[str, int]:
+        return {**super().count(window), ROWS: sum(len(micro.labels) for micro in window.micro_batches)}
+
+    def prepare(self, decoder: Any, micro_batch: MicroBatch) -> MicroBatch:
+        assert not torch.is_grad_enabled()
+        target = (micro_batch.labels != IGNORE_INDEX).sum(1).float()
+        return micro_batch.with_tensors({**micro_batch.tensors, "extra.target": target})
+
+    def head(self, micro_batch: MicroBatch, cross_entropy: Any) -> Head:
+        def compute(hidden: Tensor, weight: Tensor) -> HeadResult:
+            distance = (hidden.mean((1, 2)) - micro_batch.extra["target"]).square()
+            terms = {ROWS: distance.sum(), TOKENS: cross_entropy(micro_batch.labels)(hidden, weight)}
+            return HeadResult(terms, {"far_rows": (distance > 9).sum().detach()})
+
+        return compute
+
+    def measure(self, sums: ObjectiveSums) -> dict[str, float]:
+        rows = sums.counts[ROWS]
+        return {"loss": sums.terms[ROWS] / rows, "far_share": sums.figures["far_rows"] / rows}
+
+
+class Keep(pl.Callback):
+    def __init__(self) -> None:
+        self.gradients: dict[str, Tensor] = {}
+        self.logged: list[dict[str, float]] = []
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if trainer.global_step == 0:
+            self.gradients = {name: p.grad.clone() for name, p in pl_module.decoder.named_parameters()}
+
+    def on_train_batch_start(self, trainer: Any, *arguments: Any) -> None:
+        """Reads the previous step's line: callbacks of the module run after this one."""
+        if trainer.global_step:
+            self.on_train_end(trainer)
+
+    def on_train_end(self, trainer: Any, *arguments: Any) -> None:
+        self.logged.append({name: float(value) for name, value in trainer.logged_metrics.items()})
+
+
+def train(norm: Any = "host") -> tuple[dict[str, Tensor], list[dict[str, float]]]:
+    """Trains three steps of the tests' small model, and returns the first gradients and what was logged."""
+    world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    keep = Keep()
+    trainer = build_trainer(build_strategy("replicated"), world_size, 3, [TokenCounters(), keep])
+    trainer.fit(GenesisModule(TINY, objective=RowsAndTokens(), gradient_norm=norm), loader(3, rank, world_size))
+    return keep.gradients, keep.logged
+
+
+def expected_gradients() -> tuple[dict[str, Tensor], float]:
+    """Returns the gradients of the first window in one forward over all rows, and the loss per row."""
+    model = Decoder(TINY)
+    model.init_weights(0)
+    rows = rows_of_step(0)
+    hidden, weight = model(rows.input_ids, document_ids=rows.document_ids, head=lambda h, w: (h, w))
+    distance = (hidden.mean((1, 2)) - (rows.labels != IGNORE_INDEX).sum(1)).square().mean()
+    loss = reference_loss((hidden @ weight.T).flatten(0, 1), rows.labels.flatten())
+    (distance + loss).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, distance.item()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_each_term_is_divided_by_its_units_in_the_window_over_all_ranks(world_size: int) -> None:
+    expected, loss = expected_gradients()
+    (gradients, logged), *others = run_ranks(train, world_size)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=2e-5, atol=1e-6)
+    assert logged[0]["train/loss"] == pytest.approx(loss, rel=1e-5)
+    assert logged[0]["train/far_share"] * GLOBAL_BATCH_SIZE == 5  # rows with more than 3 valid labels
+    assert "train/perplexity" not in logged[0]
+    assert all(other[1][0]["train/loss"] == logged[0]["train/loss"] for other in others)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_norm_on_the_device_logs_the_same_values() -> None:
+    (_, on_host), (_, on_device) = (run_ranks(train, 1, norm)[0] for norm in ("host", "device"))
+    for host, device in zip(on_host, on_device, strict=True):
+        assert {k: v for k, v in host.items() if "per_second" not in k and "memory" not in k} == {
+            k: v for k, v in device.items() if "per_second" not in k and "memory" not in k
+        }
