@@ -8,6 +8,8 @@
     supervisor/                         state of `genesis supervise`: status.json, its lock, the output of each attempt
     recipe.yaml, proof.json             written by `genesis import` and `genesis model add-tokens`, with the tokenizer
     loss.png                            written by `genesis demo`
+    mirrors/                            what is known of each mirror of the run: `genesis mirror`
+    bases/                              bases of checkpoints that `genesis mirror restore` could not put elsewhere
     checkpoints/, events/,              written by the callbacks: `genesis_callbacks.run_directory`
     heartbeats/, .ranks/
 
@@ -44,6 +46,8 @@ class RunDirectory:
         supervisor_status: The supervisor's snapshot for other programs.
         imported_recipe: The recipe for training that starts from an import.
         loss_plot: The loss curve that `genesis demo` plots.
+        mirrors: The directory of the states of the run's mirrors.
+        bases: The directory of restored bases.
     """
 
     def __init__(self, path: Path) -> None:
@@ -59,6 +63,8 @@ class RunDirectory:
         self.supervisor_status = self.supervisor / "status.json"
         self.imported_recipe = path / "recipe.yaml"
         self.loss_plot = path / "loss.png"
+        self.mirrors = path / "mirrors"
+        self.bases = path / "bases"
 
     @classmethod
     def of(cls, path: Path) -> "RunDirectory":

@@ -13,14 +13,16 @@ def _parser_of_commands() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("genesis")
     parser.add_argument("--version", action="store_true", help="print the version")
     words = parser.add_subparsers()
+    leaves: dict[str, argparse.ArgumentParser] = {}
     groups: dict[str, argparse._SubParsersAction[argparse.ArgumentParser]] = {}
     for command in COMMANDS:
         first, _, second = command.name.partition(" ")
         if not second:
-            leaf = words.add_parser(first, help=command.summary)
+            leaf = leaves[first] = words.add_parser(first, help=command.summary)
         else:
-            if first not in groups:
-                groups[first] = words.add_parser(first, help=f"{first} commands").add_subparsers()
+            if first not in groups:  # `mirror` is a command itself, and the first word of another one
+                parent = leaves.get(first) or words.add_parser(first, help=f"{first} commands")
+                groups[first] = parent.add_subparsers()
             leaf = groups[first].add_parser(second, help=command.summary)
         config = leaf.add_argument("--config", help="a YAML file of options")
         config.complete = shtab.FILE  # type: ignore[attr-defined]

@@ -114,7 +114,8 @@ _USERS_ERRORS = (
 
 def _find_page(arguments: list[str]) -> str | None:
     """Returns the help or version page that the arguments request, also for a missing command; None for a command."""
-    groups = {command.name.split()[0] for command in COMMANDS if " " in command.name}
+    names = {command.name for command in COMMANDS}
+    groups = {name.split()[0] for name in names if " " in name} - names  # `mirror` is a command with one of two words
     if not arguments or arguments[0] in ("-h", "--help"):
         return help_text()
     if arguments[0] == "--version":

@@ -30,6 +30,7 @@ __all__ = [
     "COMMITTED_NAME",
     "EventWriter",
     "MANIFEST_NAME",
+    "PLACES_VARIABLE",
     "TRASH_NAME",
     "RunDirectory",
     "checkpoint_name",
@@ -48,6 +49,8 @@ BEST_NAME: Final = "best.json"
 TRASH_NAME: Final = ".trash"
 MANIFEST_NAME: Final = "manifest.json"
 COMMITTED_NAME: Final = "COMMITTED"
+PLACES_VARIABLE: Final = "GENESIS_BASE_CHECKPOINTS"
+"""Environment variable with additional paths of base checkpoints, separated as in PATH."""
 
 _RANKS_NAME: Final = ".ranks"
 _EVENTS_NAME: Final = "events"

@@ -7,6 +7,7 @@ neither counts nor changes files and directories with names that it did not give
 from genesis_callbacks.run_directory import (
     COMMITTED_NAME,
     MANIFEST_NAME,
+    PLACES_VARIABLE,
     checkpoint_name,
     is_checkpoint_name,
     is_staging_name,
@@ -65,7 +66,7 @@ from .save_once import save_blocking
 from .save_target import RetentionWarning, RunMetadata, SaveTarget, Snapshot
 from .scope import SaveScope, bind_scope
 from .tagged_json import encode_tagged
-from .tensor_places import PLACES_VARIABLE, find_base
+from .tensor_places import find_base
 from .verify import VerifyLevel, verify
 
 __all__ = [

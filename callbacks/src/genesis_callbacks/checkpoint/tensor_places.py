@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
+from genesis_callbacks.run_directory import PLACES_VARIABLE
+
 from .commit import SUPERSEDED_PREFIX
 from .errors import BaseCheckpointError, CheckpointError, CorruptCheckpointError
 from .manifest import BaseReference, Manifest, TensorRecord, read_committed_hash, read_manifest
 from .safe_read import reading
 
-PLACES_VARIABLE = "GENESIS_BASE_CHECKPOINTS"
-"""Additional paths of base checkpoints, separated as in PATH."""
 _HASH_SHOWN = 23
 _NUM_READ = 4  # size of the cache of bases' manifests: a restore requests one tensor at a time
 

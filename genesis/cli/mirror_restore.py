@@ -1,0 +1,42 @@
+"""`genesis mirror restore`: continues a run from its mirror."""
+
+import sys
+from pathlib import Path
+
+from genesis.arguments import Parser
+from genesis.cli.mirror import read_rate
+from genesis.errors import UserError, printable
+from genesis.supervise.mirror_open import open_place
+from genesis.supervise.mirror_restore import restore_run
+from genesis.supervise.mirror_state import without_password
+
+_DESCRIPTION = """Copies the newest checkpoint of a mirror that verifies into a run's directory, with the base that it
+names, so that `genesis fit` continues from it. The run may be empty, or have older checkpoints; if its own newest
+checkpoint is as new, nothing is copied. Checkpoints of the mirror that do not verify are passed over.
+Example: genesis mirror restore s3://bucket/runs/demo runs/demo/run"""
+
+
+def main(argv: list[str]) -> int:
+    """Runs `genesis mirror restore` and returns its exit status."""
+    parser = Parser(prog="genesis mirror restore", description=_DESCRIPTION)
+    add = parser.add_argument
+    add("url", help="the mirror: a directory, or a URL such as s3://bucket/prefix")
+    add("run", type=Path, help="the run's directory; it need not exist")
+    add("--all", action="store_true", help="restore older checkpoints of the mirror, too")
+    add("--bandwidth", type=read_rate, help="limit in bytes per second, such as 20MB; default: no limit")
+    arguments = parser.parse_args(argv)
+    place = open_place(arguments.url)
+    outcome = restore_run(
+        place, arguments.run, has_all=arguments.all, bytes_per_second=arguments.bandwidth, report=_report
+    )
+    if outcome.step is None:
+        raise UserError(f"{without_password(place.url)} holds no mirrored checkpoint, and {arguments.run} has none")
+    if not outcome.restored:
+        print(f"nothing to restore: the newest checkpoint of {arguments.run} is step {outcome.step}")
+    else:
+        print(f"{arguments.run} continues from step {outcome.step}")
+    return 0
+
+
+def _report(line: str) -> None:
+    print(f"genesis mirror restore: {printable(line)}", file=sys.stderr, flush=True)

@@ -1,0 +1,123 @@
+"""`genesis mirror` and `genesis mirror restore` as processes: kills at any moment, and a training that continues."""
+
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from genesis.supervise.mirror_contents import read_contents, verify_contents
+from genesis.supervise.mirror_open import open_place
+from genesis.supervise.mirror_source import Pace
+from genesis_callbacks.checkpoint import list_committed, verify
+from tests.cli.tiny import build_recipe, write_recipe
+from tests.commands import run_genesis
+from tests.supervise.mirror_support import Run
+
+pytestmark = pytest.mark.process
+
+
+def start_mirror(*arguments: str | Path) -> subprocess.Popen[bytes]:
+    """Starts the command as a user does: it must not import torch, which takes seconds."""
+    command = [sys.executable, "-m", "genesis", "mirror", *map(str, arguments)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE)
+
+
+def find_damage(place: Path) -> list[str]:
+    opened = open_place(str(place))
+    found = verify_contents(opened, read_contents(opened), Pace(None))
+    return [f"{folder}: {problem}" for folder, problem in found if problem is not None]
+
+
+@pytest.mark.slow
+def test_kills_at_any_moment_leave_only_whole_checkpoints_in_the_mirror(tmp_path: Path):
+    run, place = Run(tmp_path / "run", num_elements=200_000), tmp_path / "mirror"
+    draw = random.Random(0)
+    seen: set[int] = set()
+    for step in range(1, 9):
+        run.save(step)
+        process = start_mirror(run.path, place, "--bandwidth", "4MB", "--poll_seconds", "0.05")
+        # From the imports to some copies: a copy takes about 0.6 s at this rate, with its verification.
+        time.sleep(draw.uniform(0.4, 2.0))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert find_damage(place) == []
+        seen |= {manifest.step for _, manifest in list_committed(place)}
+    assert len(seen) > 1
+    assert run_genesis("mirror", run.path, place, "--once").returncode == 0
+    assert [manifest.step for _, manifest in list_committed(place)] == [7, 8]
+    assert [path.name for path in (place / "checkpoints").iterdir() if "staging" in path.name] == []
+    assert run_genesis("mirror", place, "--verify").returncode == 0
+
+
+@pytest.mark.slow
+def test_a_mirror_runs_beside_a_run_until_it_is_told_to_end(tmp_path: Path):
+    place = tmp_path / "mirror"
+    process = start_mirror(tmp_path / "run", place, "--poll_seconds", "0.05")
+    try:
+        run = Run(tmp_path / "run")
+        for step in (1, 2, 3):
+            run.save(step)
+            deadline = time.monotonic() + 60
+            while step not in [manifest.step for _, manifest in list_committed(place)]:
+                assert time.monotonic() < deadline
+                assert process.poll() is None
+                time.sleep(0.05)
+        modules = Path(f"/proc/{process.pid}/maps").read_text()
+        assert "libtorch" not in modules
+    finally:
+        process.terminate()
+        _, err = process.communicate()
+    assert process.returncode == 0
+    assert b"step 3:" in err
+
+
+@pytest.mark.slow
+def test_a_training_that_lost_its_disk_continues_from_its_mirror_bit_for_bit(tiny_corpus: Path, tmp_path: Path):
+    straight, run, place = tmp_path / "straight", tmp_path / "run", tmp_path / "mirror"
+    for path, max_steps in ((straight, 6), (run, 4)):
+        recipe = write_recipe(
+            tmp_path / f"{path.name}.yaml", build_recipe(tiny_corpus, path), {"trainer.max_steps": max_steps}
+        )
+        assert run_genesis("fit", "--config", recipe).returncode == 0
+    assert run_genesis("mirror", run, place, "--once").returncode == 0
+    shutil.rmtree(run)  # the disk
+    result = run_genesis("mirror", "restore", place, run)
+    assert result.returncode == 0
+    assert "continues from step 4" in result.stdout
+    recipe = write_recipe(tmp_path / "again.yaml", build_recipe(tiny_corpus, run), {"trainer.max_steps": 6})
+    assert run_genesis("fit", "--config", recipe).returncode == 0
+    ends = [verify(path / "checkpoints" / "step-00000006", "deep").tensors for path in (straight, run)]
+    assert {name: record.digest for name, record in ends[0].items()} == {
+        name: record.digest for name, record in ends[1].items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run"], "the following arguments are required: url"),
+        (["run", "mirror", "--bandwidth", "fast"], "is not a rate"),
+        (["run", "mirror", "--keep_last", "0"], "keep_last is 0"),
+        (["mirror", "--verify"], "holds no mirrored checkpoint"),
+        (["run", "nosuch://place"], "nosuch://place cannot be read"),
+        (["run", "run/file"], "is not a directory"),
+        (["restore", "mirror", "run"], "holds no mirrored checkpoint"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path: Path, arguments: list[str], message: str):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "file").touch()
+    result = run_genesis("mirror", *arguments, cwd=tmp_path)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_the_help_of_both_commands_names_the_other():
+    assert "mirror restore" in run_genesis("mirror", "--help").stdout
+    assert "--all" in run_genesis("mirror", "restore", "--help").stdout
