@@ -11,8 +11,8 @@ from genesis.supervise.mirror_restore import restore_run
 from genesis.supervise.mirror_state import without_password
 
 _DESCRIPTION = """Copies the newest checkpoint of a mirror that verifies into a run's directory, with the base that it
-names, so that `genesis fit` continues from it. The run may be empty, or have older checkpoints; if its own newest
-checkpoint is as new, nothing is copied. Checkpoints of the mirror that do not verify are passed over.
+names; `genesis fit ... --ckpt_path latest` continues from it. The run may be empty, or have older checkpoints; if its
+own newest checkpoint is as new, nothing is copied. Checkpoints of the mirror that do not verify are passed over.
 Example: genesis mirror restore s3://bucket/runs/demo runs/demo/run"""
 
 
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     if not outcome.restored:
         print(f"nothing to restore: the newest checkpoint of {arguments.run} is step {outcome.step}")
     else:
-        print(f"{arguments.run} continues from step {outcome.step}")
+        print(f"{arguments.run} continues from step {outcome.step}: genesis fit ... --ckpt_path latest")
     return 0
 
 

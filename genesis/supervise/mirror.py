@@ -16,7 +16,7 @@ import os
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -172,6 +172,7 @@ class Mirror:
             self._copy_checkpoint(copy, contents)
             run = self._read_run()
         self._remove(run, contents)
+        self._discard_leftovers(contents)
         self._copy_marks(contents)
         self._succeed()
         return list(self._damaged.values())
@@ -230,13 +231,17 @@ class Mirror:
             contents = read_contents(self._place)
             self._claim(run, contents)
             self._place.clean()
-            wanted = {f"{CHECKPOINTS}/{listing.name}" for listing in run}
-            wanted |= {f"{BASES}/{base_name(marker)}" for marker in bases_of(run)}
-            for folder in [folder for folder in contents.leftovers if folder not in wanted]:
-                self._place.remove(folder, is_committed=False)
-                del contents.leftovers[folder]
+            copies = plan_copies(run, list(contents.checkpoints.values()), self._options.retention, self._read_marked())
+            wanted = {f"{CHECKPOINTS}/{listing.name}" for listing in copies}
+            wanted |= {f"{BASES}/{base_name(marker)}" for marker in bases_of(copies)}
+            self._discard_leftovers(contents, wanted)
             self._contents = contents
         return self._contents
+
+    def _discard_leftovers(self, contents: MirrorContents, wanted: Collection[str] = ()) -> None:
+        for folder in [folder for folder in contents.leftovers if folder not in wanted]:
+            self._place.remove(folder, is_committed=False)
+            del contents.leftovers[folder]
 
     def _claim(self, run: list[CheckpointListing], contents: MirrorContents) -> None:
         """Makes this run the owner of the place; two runs, or two copies of a run, would remove each other's copies."""

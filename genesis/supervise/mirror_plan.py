@@ -43,7 +43,7 @@ class MirrorRetention:
 
 
 def order(listing: CheckpointListing) -> tuple[int, int]:
-    """Returns the place of a checkpoint in the lineage; the number comes first, as a run may go back to an older step."""
+    """Returns the place of a checkpoint in the lineage: its number first, because steps may be repeated."""
     return listing.sequence, listing.step
 
 
