@@ -29,7 +29,7 @@ def fit(precision: str) -> dict[str, Any]:
     return {
         "parameters": {str(parameter.dtype) for parameter in module.parameters()},
         "loss_sum": {str(loss_sum.dtype) for loss_sum in keep.loss_sums},
-        "metric": str(module.validation_loss.loss_sum.dtype),
+        "metric": str(module.validation_sums.terms.dtype),
         "default": str(torch.get_default_dtype()),
         "loss_sums": [float(loss_sum) for loss_sum in keep.loss_sums],
     }

@@ -149,8 +149,7 @@ class Watch(pl.Callback):
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         # Before the module's hook: these are still the sums of this rank.
-        self.num_tokens = int(pl_module.validation_loss.num_tokens)
-        self.num_bytes = int(pl_module.validation_bits.num_bytes)
+        self.num_tokens, self.num_bytes = pl_module.validation_sums.counts.tolist()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self.collectives.__exit__(None, None, None)
