@@ -13,7 +13,7 @@ from fsspec.implementations.http import HTTPFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import glob_translate
 
-from genesis.data.store import Store, StoreOptions, WriteError, is_s3, is_url, run_limited
+from genesis.data.store import Store, StoreOptions, WriteError, is_hub, is_s3, is_url, run_limited
 from genesis.errors import UserError
 
 _BLOCK_BYTES = 16 << 20
@@ -221,15 +221,32 @@ def _write(destination: FileIO, data: bytes) -> None:
 
 
 def _check_hash(file: RemoteFile, info: Mapping[str, Any], store: _RemoteFiles, destination: FileIO) -> None:
-    wanted = _md5_of(file, info)
+    if is_hub(file.url):
+        kind, wanted, digest = _hub_hash_of(file, info)
+    else:
+        kind, wanted, digest = "MD5", _md5_of(file, info), hashlib.md5()
     if wanted is None:
         return
     destination.seek(0)
-    found = hashlib.file_digest(destination, "md5").hexdigest()
+    while block := destination.read(_CHUNK_BYTES):
+        digest.update(block)
+    found = digest.hexdigest()
     if found != wanted and not (is_s3(file.url) and store.is_encrypted_by_key()):
         raise UserError(
-            f"the download of {file.url} has MD5 {found}, the store lists {wanted}; start again, or replace the file"
+            f"the download of {file.url} has {kind} {found}, the store lists {wanted}; start again, or replace the file"
         )
+
+
+def _hub_hash_of(file: RemoteFile, info: Mapping[str, Any]) -> tuple[str, str | None, Any]:
+    """Returns the kind of the hash that the Hub lists, its value, and the beginning of the same hash to compute.
+
+    The id of a blob in git is the hash of its length and content; of a large file it is that of a pointer to the file.
+    """
+    large = info.get("lfs")
+    if large is not None:
+        return "SHA-256", str(large["sha256"]), hashlib.sha256()
+    blob = info.get("blob_id")
+    return "the blob id", None if blob is None else str(blob), hashlib.sha1(b"blob %d\0" % file.num_bytes)
 
 
 def _md5_of(file: RemoteFile, info: Mapping[str, Any]) -> str | None:

@@ -1,12 +1,14 @@
 """Requests to remote stores, by any URL that fsspec supports, with time limits and bounded retries.
 
 A request that fails or gets no response in time is repeated after a growing, random wait; after its last attempt, or
-when its time is over, a `StoreError` reports the last failure. The retries of the stores' own packages are turned off,
-so that the two do not multiply. Errors that a retry cannot fix (a missing file, no permission) are raised at once.
+when its time is over, a `StoreError` reports the last failure. Retries of the stores' own packages are turned off if
+possible, so that the two do not multiply. Errors that a retry cannot fix (a missing file, no permission) are raised at
+once.
 """
 
 import asyncio
 import itertools
+import json
 import math
 import os
 import random
@@ -115,6 +117,7 @@ class Store:
             files, path = fsspec.url_to_fs(self.url, **_own_options(self.url, self.options))
         except ImportError as error:
             remedy = "pip install 'genesis-lm[s3]'" if is_s3(self.url) else "install it with pip"
+            remedy = "pip install huggingface_hub" if is_hub(self.url) else remedy
             raise UserError(
                 f"{self.url} needs a package that is not installed ({_one_line(error)}): {remedy}"
             ) from None
@@ -162,6 +165,11 @@ def run_limited(request: Coroutine[Any, Any, T], seconds: float | None) -> T:
         future.cancel()
 
 
+def is_hub(url: str) -> bool:
+    """Returns whether a URL names a file or a directory of a repository on the Hugging Face Hub."""
+    return url.startswith("hf://")
+
+
 def is_s3(url: str) -> bool:
     """Returns whether a URL names an object or a prefix in S3, or in a store with S3's interface."""
     return url.startswith(("s3://", "s3a://"))
@@ -184,10 +192,15 @@ def _raise_if_final(url: str, error: Exception) -> None:
     if isinstance(error, FileNotFoundError) and status in (None, 404, 410):
         raise FileNotFoundError(url) from None
     if isinstance(error, PermissionError) or status in (401, 403):
-        raise UserError(
-            f"access to {url} is denied ({describe_error(error)}); give credentials by the store's environment "
-            "variables or fsspec's configuration"
-        ) from None
+        remedy = "give credentials by the store's environment variables or fsspec's configuration"
+        if is_hub(url):
+            remedy = "correct the name, or give access by `hf auth login` or HF_TOKEN"
+        raise UserError(f"access to {url} is denied ({describe_error(error)}); {remedy}") from None
+    if type(error).__name__ == "OfflineModeIsEnabled":  # huggingface_hub's, which need not be installed
+        raise UserError(f"{url} cannot be read, because HF_HUB_OFFLINE is set; unset it") from None
+    is_answer = isinstance(error, json.JSONDecodeError | UnicodeDecodeError)  # it was cut off, perhaps
+    if is_hub(url) and isinstance(error, NotImplementedError | ValueError) and status is None and not is_answer:
+        raise UserError(f"{url} cannot be read ({_one_line(error)}); correct the URL") from None
     if status is not None and 400 <= status < 500 and status not in (404, 408, 410, 425, 429):
         raise UserError(f"the store refuses {url} ({describe_error(error)}); correct the URL") from None
 
@@ -202,6 +215,8 @@ def _status(error: BaseException) -> int | None:
     if isinstance(response, dict):
         status: int | None = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
         return status
+    if isinstance(code := getattr(response, "status_code", None), int):  # of huggingface_hub
+        return code
     # fsspec's HTTP file system raises FileNotFoundError for any failure; the real error is its cause.
     return None if error.__cause__ is None else _status(error.__cause__)
 

@@ -2,7 +2,10 @@
 
 import csv
 import json
+import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import yaml
 from tests.cli.conftest import Genesis
 from tests.cli.tiny import build_recipe, write_recipe
 from tests.commands import start_genesis
+from tests.data.dataset_hub import serve_datasets
 from tests.data.stream.streams import make_texts, make_tokenizer, write_files
 
 DEADLINE_SECONDS = 120
@@ -136,3 +140,22 @@ def test_a_resume_on_changed_files_is_refused(genesis: Genesis, sources: Path, t
     )
     assert outcome.status == 2
     assert "the checkpoint's stream has files web: " in outcome.err
+
+
+@pytest.mark.slow
+def test_a_stream_from_the_hub_trains_as_one_from_local_files(sources: Path, tmp_path: Path) -> None:
+    with serve_datasets() as hub:
+        files = [path for path in sources.rglob("*") if path.parent.name in ("web", "code")]
+        hub.datasets["lab/texts"] = {"v1": {str(path.relative_to(sources)): path.read_bytes() for path in files}}
+        environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
+        for name, place in (("local", str(sources)), ("hub", "hf://datasets/lab/texts@v1")):
+            recipe = build_streamed_recipe(sources, tmp_path / name)
+            for source in recipe["data"]["stream"]["sources"]:
+                source["paths"] = [f"{place}/{source['name']}"]
+            recipe["trainer"]["max_steps"] = 3
+            written = write_recipe(tmp_path / f"{name}.yaml", recipe)
+            cache = {"GENESIS_CACHE_DIR": str(tmp_path / "cache")}
+            fit = [sys.executable, "-m", "genesis", "fit", "--config", str(written)]
+            subprocess.run(fit, env={**environment, **cache}, check=True, cwd=tmp_path)
+    assert losses(tmp_path / "hub") == losses(tmp_path / "local")
+    assert len(losses(tmp_path / "hub")) == 3
