@@ -4,6 +4,7 @@
     metrics.csv                         the log of training
     data_paths.json                     paths of the run's data, relative to this directory (`genesis.data.paths`)
     evaluations/                        results of `genesis evaluate`
+    rollouts/POSITION.rank-N.jsonl      training on prompts: some answers of each rollout, with their rewards
     crashes/NUMBER-CLASS/               a record of each crash, by `genesis supervise` (`genesis.supervise.crashes`)
     supervisor/                         state of `genesis supervise`: status.json, its lock, the output of each attempt
     recipe.yaml, proof.json             written by `genesis import` and `genesis model add-tokens`, with the tokenizer
@@ -41,6 +42,7 @@ class RunDirectory:
         data_paths: The recorded paths of the run's data.
         old_data_paths: The same file under the name that versions before 0.2 gave it.
         evaluations: The directory of evaluation results.
+        rollouts: The directory of answers that were written in training.
         crashes: Holds a directory for each crash.
         supervisor: The state of the supervisor.
         supervisor_status: The supervisor's snapshot for other programs.
@@ -58,6 +60,7 @@ class RunDirectory:
         self.data_paths = path / "data_paths.json"
         self.old_data_paths = path / "data_places.json"
         self.evaluations = path / "evaluations"
+        self.rollouts = path / "rollouts"
         self.crashes = path / "crashes"
         self.supervisor = path / "supervisor"
         self.supervisor_status = self.supervisor / "status.json"
@@ -75,6 +78,10 @@ class RunDirectory:
         if holding is not None and holding.checkpoints == path.absolute():
             return cls(holding.path)
         return cls(path)
+
+    def rollout(self, position: int, rank: int) -> Path:
+        """Returns the path for answers of the rollout that begins at `position` on a rank."""
+        return self.rollouts / f"{position:010d}.rank-{rank}.jsonl"
 
     def next_recipe(self) -> Path:
         """Returns the path for the resolved recipe of the next start."""

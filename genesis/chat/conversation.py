@@ -4,6 +4,7 @@
     sharegpt            {"conversations": [{"from": "human", "value": ...}, ...], "system": ..., "tools": ...}
     alpaca              {"instruction": ..., "input": ..., "output": ..., "system": ..., "history": [[...], ...]}
     prompt_completion   {"prompt": ..., "completion": ...}, each a text or a list of messages
+    prompt              {"prompt": ...}, a text or a list of messages: nothing to learn from, but to answer
 
 Every form becomes a list of messages for templates: the arguments of a tool's call are an
 object, reasoning is `reasoning_content`, and a key without a value is left out.
@@ -16,7 +17,7 @@ from typing import Any, Final, Literal
 
 from genesis.chat.template import ConversationError, Message
 
-Form = Literal["messages", "sharegpt", "alpaca", "prompt_completion"]
+Form = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "prompt"]
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 WEIGHT: Final = "weight"
@@ -104,9 +105,11 @@ def find_form(record: Mapping[str, Any], turn_field: str | None = None) -> Form:
         return "alpaca"
     if {"prompt", "completion"} <= record.keys():
         return "prompt_completion"
+    if "prompt" in record:
+        return "prompt"
     raise ConversationError(
         f"no conversation is in the fields {', '.join(list(record)[:20]) or 'of an empty record'}: it needs messages, "
-        "conversations, instruction and output, or prompt and completion; name the field of the turns by text_field"
+        "conversations, instruction and output, or prompt; name the field of the turns by text_field"
     )
 
 
@@ -180,12 +183,17 @@ def _read_alpaca(record: Mapping[str, Any], turn_field: str | None) -> Conversat
     return _build(record, normalize_messages(messages))
 
 
+def _read_prompt(record: Mapping[str, Any], turn_field: str | None) -> Conversation:
+    return _build(record, [*_system(record), *_read_side(record, turn_field or "prompt", "user")])
+
+
+def _read_side(record: Mapping[str, Any], name: str, role: str) -> list[Message]:
+    side = record.get(name)
+    return normalize_messages(side if isinstance(side, list | tuple) else [{"role": role, "content": side}])
+
+
 def _read_prompt_completion(record: Mapping[str, Any], turn_field: str | None) -> Conversation:
-    sides = []
-    for name, role in (("prompt", "user"), ("completion", "assistant")):
-        side = record.get(name)
-        sides.append(normalize_messages(side if isinstance(side, list | tuple) else [{"role": role, "content": side}]))
-    prompt, completion = sides
+    prompt, completion = _read_side(record, "prompt", "user"), _read_side(record, "completion", "assistant")
     given = [{**message, WEIGHT: 0} if message["role"] == "assistant" else message for message in prompt]
     return _build(record, [*_system(record), *given, *completion])
 
@@ -195,6 +203,7 @@ _READERS: Final[dict[Form, Callable[[Mapping[str, Any], str | None], Conversatio
     "sharegpt": _read_sharegpt,
     "alpaca": _read_alpaca,
     "prompt_completion": _read_prompt_completion,
+    "prompt": _read_prompt,
 }
 
 

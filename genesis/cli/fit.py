@@ -32,7 +32,7 @@ from genesis.checkpoint_reference import LATEST, read_reference
 from genesis.cli.adapter import check_has_adapters, prepare_adapter, start_adapter
 from genesis.cli.options import check_is_yaml
 from genesis.cli.precision import GenesisTrainer, resolve_precision
-from genesis.data.paths import find_path, find_source_path, record_paths
+from genesis.data.paths import SOURCE_LISTS, TOKENIZER_PATHS, find_path, find_source_path, record_paths
 from genesis.deprecated_options import rename_in_arguments, rename_in_yaml, rename_option
 from genesis.errors import RunEndedError, UserError, naming
 from genesis.model.device_proofs import ATTENTION_PROOF
@@ -146,6 +146,7 @@ class GenesisCLI(LightningCLI):
     """LightningCLI with fixed model and data classes and our callbacks."""
 
     def __init__(self, subcommand: str, arguments: list[str]) -> None:
+        self._allows_reward_code = _is_reward_code_allowed(arguments)
         super().__init__(
             GenesisModule,
             CorpusDataModule,
@@ -190,6 +191,12 @@ class GenesisCLI(LightningCLI):
             default=None,
             help="name of a new run next to run_dir that starts from --ckpt_path; run_dir is not changed",
         )
+        parser.add_argument(
+            "--allow_reward_code",
+            type=bool,
+            default=False,
+            help="whether to run the reward function of data.prompts, which is Python code; not allowed in a recipe",
+        )
         parser.add_lightning_class_args(TokenCounters, "counters")
         parser.add_lightning_class_args(SkipAwareLR, "schedule")
         parser.add_lightning_class_args(CheckpointVerification, "verification")
@@ -208,6 +215,8 @@ class GenesisCLI(LightningCLI):
     def _set_seed(self) -> None:
         """Checks the options that belong to no class, and sets the seed."""
         run_dir = read_run_dir(self._get(self.config, "run_dir"))
+        if self._get(self.config, "allow_reward_code") and not self._allows_reward_code:
+            raise UserError("allow_reward_code is in a recipe, which must not allow itself; give it as an argument")
         fork, seed = self._get(self.config, "fork"), self._get(self.config, "seed_everything")
         if fork is not None and (fork == ".." or not fork.strip() or Path(fork).name != fork):
             raise UserError(f"--fork is {fork!r}: give a name without a directory; the fork lies next to {run_dir}")
@@ -229,12 +238,13 @@ class GenesisCLI(LightningCLI):
         if reference is None:
             return
         run_dir = reference.run.path
-        for key in ("data.corpus", "data.stream.tokenizer"):
+        for key in map(".".join, TOKENIZER_PATHS):
             given = config.get(key)
             if given is not None and not Path(given).exists():
                 found = find_path(given, run_dir, config.as_dict(), what="the corpus", remedy=f"give it by --{key}")
                 config[key] = os.path.relpath(found)
-        for source in config.get("data.stream.sources") or ():
+        sources = (source for kind in SOURCE_LISTS for source in config.get(f"data.{kind}.sources") or ())
+        for source in sources:
             source["paths"] = tuple(
                 find_source_path(path, run_dir, config.as_dict(), name=source["name"]) for path in source["paths"]
             )
@@ -243,6 +253,7 @@ class GenesisCLI(LightningCLI):
         """Builds module, data, callbacks and Trainer; turns their ValueErrors into user errors."""
         try:
             super().instantiate_classes()
+            self.datamodule.allows_reward_code = self._allows_reward_code
             if self._adapter_base is not None:
                 start_adapter(self.model, self._adapter_base)
         except (ValueError, MisconfigurationException) as error:
@@ -258,6 +269,7 @@ class GenesisCLI(LightningCLI):
             self._check_fork(run_dir)
         # The recipe in the fork describes the fork, which resumes from its own directory.
         self.config_dump.update(run_dir=str(run_dir), fork=None)
+        self.config_dump.pop("allow_reward_code", None)
         if self._adapter_base is not None:  # its scope follows from the adapters
             self.config_dump["checkpoint"]["scope"] = None
         self.config_dump["model"]["decoder"] = dump_decoder_config(self.model.decoder_config)
@@ -345,6 +357,13 @@ class GenesisCLI(LightningCLI):
                 f"the fork {run_dir} already has checkpoints; to resume it, replace --fork by "
                 f"--run_dir {run_dir} --ckpt_path latest"
             )
+
+
+def _is_reward_code_allowed(arguments: Sequence[str]) -> bool:
+    """Returns whether the arguments themselves, and not a recipe among them, allow the reward function."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--allow_reward_code", default="false")
+    return str(parser.parse_known_args(list(arguments))[0].allow_reward_code).lower() in ("true", "yes", "1")
 
 
 def _place_run(run_dir: str, fork: str | None) -> str:

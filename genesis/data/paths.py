@@ -1,6 +1,6 @@
 """Finds the data of a run from any working directory.
 
-A recipe names the corpus (or a stream's tokenizer and sources) as the user wrote the path, mostly relative to the
+A recipe names the corpus (or the tokenizer and sources of a stream or of prompts) as the user wrote the path, mostly relative to the
 working directory of the run. A run therefore also records the same path relative to its own directory. A path of a
 recipe is searched for in this order, and the first location that exists is used:
 
@@ -22,6 +22,10 @@ from genesis.errors import UserError
 from genesis.run_directory import RunDirectory
 from genesis_callbacks.files import replace_file
 
+TOKENIZER_PATHS: Final = (("data", "corpus"), ("data", "stream", "tokenizer"), ("data", "prompts", "tokenizer"))
+"""The keys of a recipe that may lead to the tokenizer of the run, in the order in which they are tried."""
+SOURCE_LISTS: Final = ("stream", "prompts")
+"""The sections of `data` that list sources."""
 _MAX_BYTES: Final = 1 << 20
 
 
@@ -45,11 +49,18 @@ def read_path(recipe: Mapping[str, Any], *keys: str) -> str | None:
     return content if isinstance(content, str) else None
 
 
+def _read_mapping(recipe: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
+    content: Any = recipe
+    for key in keys:
+        content = content.get(key) if isinstance(content, Mapping) else None
+    return content if isinstance(content, Mapping) else {}
+
+
 def record_paths(run_dir: Path, recipe: Mapping[str, Any]) -> None:
     """Records the paths of a recipe relative to the run's directory, and keeps earlier records of other paths."""
-    named = (read_path(recipe, "data", "corpus"), read_path(recipe, "data", "stream", "tokenizer"))
-    stream = (recipe.get("data") or {}).get("stream") or {}
-    sources = [path for source in stream.get("sources") or () for path in source["paths"] if is_local(path)]
+    named = [read_path(recipe, *keys) for keys in TOKENIZER_PATHS]
+    listed = [source for kind in SOURCE_LISTS for source in _read_mapping(recipe, "data", kind).get("sources") or ()]
+    sources = [path for source in listed for path in source["paths"] if is_local(path)]
     base = run_dir.resolve()  # behind a symbolic link, ".." means the parent of the link's target
     paths = {
         given: os.path.relpath(given, base) for given in (*named, *sources) if given is not None and _exists(given)
@@ -65,14 +76,14 @@ def is_local(given: str) -> bool:
 
 
 def find_source_path(given: str, run_dir: Path, recipe: Mapping[str, Any], *, name: str) -> str:
-    """Returns the location of a path of the source `name` of a run's stream; the path itself if that exists.
+    """Returns the location of a path of a source `name` of a run; the path itself if that exists.
 
     Raises:
         UserError: None of the locations exists; the message lists them.
     """
     if not is_local(given) or _exists(given):
         return given
-    remedy = "give the sources by data.stream.sources in the recipe"
+    remedy = "give the sources in the recipe"
     return os.path.relpath(find_path(given, run_dir, recipe, what=f"the source {name} at", remedy=remedy))
 
 

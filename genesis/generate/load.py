@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from genesis.checkpoint_reference import read_reference
-from genesis.data.paths import find_path, read_path
+from genesis.data.paths import TOKENIZER_PATHS, find_path, read_path
 from genesis.device import read_capability
 from genesis.errors import UserError
 from genesis.huggingface.directory import CONFIG_NAME, DECODER_NAME, check_files, read_json
@@ -178,9 +178,8 @@ def load_tokenizer(path: Path | None, manifest: Manifest, checkpoint: Path) -> T
     if path is None and not wanted:
         return None
     if path is None:
-        named = read_path(manifest.recipe, "data", "corpus") or read_path(
-            manifest.recipe, "data", "stream", "tokenizer"
-        )
+        found = (read_path(manifest.recipe, *keys) for keys in TOKENIZER_PATHS)
+        named = next(filter(None, found), None)
         if named is None:
             raise UserError(f"the recipe in {checkpoint} names no corpus; give --tokenizer")
         path = find_path(named, run_dir, manifest.recipe, what="the tokenizer in", remedy="give --tokenizer")

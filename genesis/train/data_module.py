@@ -1,4 +1,4 @@
-"""The data of a run for Lightning: loaders over a prepared corpus or a stream, from an exact position.
+"""The data of a run for Lightning: loaders over a corpus, a stream or prompts, from an exact position.
 
 The data are a `TrainingData` (`genesis.data`), which has the position. This module makes loaders of its windows and
 implements Lightning's hooks. A callback that the module puts before all others moves the position
@@ -26,6 +26,8 @@ from genesis.data.corpus import VerifyHashes
 from genesis.data.corpus_data import CorpusData
 from genesis.data.loader import Ranks, ValidationWindows, WindowLoader
 from genesis.data.packing import Packing
+from genesis.data.prompt_data import PromptData
+from genesis.data.prompts import PromptOptions
 from genesis.data.stream.options import StreamOptions
 from genesis.data.stream_data import StreamData
 from genesis.data.training_data import TrainingData, TrainingOptions, check_counts
@@ -34,6 +36,8 @@ from genesis.device import is_host
 from genesis.errors import UserError
 from genesis.strategies.layout import layout_strategy
 from genesis.train.data_position import MoveDataPosition
+from genesis.train.reward import load_reward
+from genesis.train.rollout import Rollouts, check_rollouts
 
 
 class CorpusDataModule(pl.LightningDataModule):
@@ -62,9 +66,11 @@ class CorpusDataModule(pl.LightningDataModule):
         prefetch_windows: Number of windows that a thread prepares ahead of the training step.
         verify_hashes: Whether to compare each shard with its hash when it is first read.
         tokenizer_hash: The hash of the tokenizer that the corpus must have been prepared with; by default any.
+        prompts: Prompts that the model answers itself, instead of a corpus, for the objective GSPO.
 
     Attributes:
         training: The training data.
+        allows_reward_code: Whether the reward function of `prompts` may be run; set it before a fit.
         copy_clock: Measures the time of copying windows to a GPU.
     """
 
@@ -86,12 +92,15 @@ class CorpusDataModule(pl.LightningDataModule):
         prefetch_windows: int = 2,
         verify_hashes: VerifyHashes = "first_touch",
         tokenizer_hash: str | None = None,
+        prompts: PromptOptions | None = None,
     ) -> None:
         super().__init__()
         options = TrainingOptions(
             seq_len, micro_batch_size, global_batch_size, seed, mix, max_epochs, packing, num_epochs
         )
-        self.training = _build_training_data(corpus, stream, options, verify_hashes, tokenizer_hash)
+        self.training = _build_training_data(corpus, stream, prompts, options, verify_hashes, tokenizer_hash)
+        self.allows_reward_code = False
+        self._rollouts: Rollouts | None = None
         self.copy_clock = CopyClock()
         self._validation_micro_batch_size = validation_micro_batch_size or micro_batch_size
         self._limit_validation_sequences = limit_validation_sequences
@@ -115,6 +124,7 @@ class CorpusDataModule(pl.LightningDataModule):
         if self.trainer is not None:
             _check_validation(self.trainer)
         if stage == "fit":
+            self._set_up_rollouts()
             self.training.open(self._ranks())
             self._set_max_steps()
             self._put_position_callback_first()
@@ -148,6 +158,11 @@ class CorpusDataModule(pl.LightningDataModule):
         return WindowLoader(
             windows.window, lambda: range(len(windows)), len(windows), self._prefetch_windows, self._has_accelerator()
         )
+
+    def on_before_batch_transfer(self, batch: AccumulationWindow, dataloader_idx: int) -> AccumulationWindow:
+        """Returns the window; one of prompts is answered here, on the training thread and by the current weights."""
+        is_trained = self.trainer is not None and self.trainer.training
+        return self._rollouts.fill(batch) if self._rollouts is not None and is_trained else batch
 
     def transfer_batch_to_device(
         self, batch: AccumulationWindow, device: torch.device, dataloader_idx: int
@@ -203,6 +218,16 @@ class CorpusDataModule(pl.LightningDataModule):
         layout = layout_strategy(self.trainer.strategy).layout
         return Ranks(layout.data_rank, layout.data_world_size)
 
+    def _set_up_rollouts(self) -> None:
+        """Loads the reward function of prompts; refuses an objective or a strategy that does not fit the data."""
+        prompts = self.training if isinstance(self.training, PromptData) else None
+        if self.trainer is None:
+            return
+        check_rollouts(self.trainer, has_prompts=prompts is not None)
+        if prompts is not None:
+            reward = load_reward(prompts.prompt_options.reward, is_allowed=self.allows_reward_code)
+            self._rollouts = Rollouts(prompts, reward, self.trainer)
+
     def _set_max_steps(self) -> None:
         """Sets the Trainer's number of steps from the number of epochs, before the schedule reads it."""
         options, end = self.training.options, self.training.order.end
@@ -254,11 +279,16 @@ class CorpusDataModule(pl.LightningDataModule):
 def _build_training_data(
     corpus: str | None,
     stream: StreamOptions | None,
+    prompts: PromptOptions | None,
     options: TrainingOptions,
     verify_hashes: VerifyHashes,
     tokenizer_hash: str | None,
 ) -> TrainingData:
     path = None if corpus is None else Path(corpus)
+    if prompts is not None:
+        if path is not None or stream is not None:
+            raise UserError("data.prompts is trained on alone; leave out data.corpus and data.stream")
+        return PromptData(prompts, options, tokenizer_hash=tokenizer_hash)
     if stream is not None:
         if options.num_epochs is not None:
             raise UserError(
@@ -267,7 +297,7 @@ def _build_training_data(
             )
         return StreamData(stream, options, corpus_path=path, verify_hashes=verify_hashes, tokenizer_hash=tokenizer_hash)
     if path is None:
-        raise UserError("there is nothing to train on; give data.corpus (of `genesis data prepare`) or data.stream")
+        raise UserError("there is nothing to train on; give data.corpus (of `genesis data prepare`), data.stream or data.prompts")
     return CorpusData(path, options, verify_hashes=verify_hashes, tokenizer_hash=tokenizer_hash)
 
 

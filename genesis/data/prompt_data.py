@@ -1,0 +1,287 @@
+"""Training on prompts that the model answers itself: the order of the prompts, and the answers of the last rollout.
+
+A *rollout* is the answers to the prompts of the next steps, all by the same weights. A window of this data has no
+tensors until it is trained: `genesis.train.rollout` then answers its prompts, and puts the answers into it. The answers
+that are not trained yet are part of the state, so that a resumed run continues with them in the middle of a rollout.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from genesis.chat.render import open_renderer
+from genesis.data.corpus import TokenSource
+from genesis.data.loader import Ranks, SequenceFormat, plan_micro_batches
+from genesis.data.order import SequenceOrder, build_order
+from genesis.data.prompts import Prompt, PromptOptions, PromptSet, read_prompts
+from genesis.data.shards import little_endian, token_dtype
+from genesis.data.training_data import (
+    SumOverRanks,
+    TrainingOptions,
+    continue_order,
+    describe_passed,
+    find_last_position,
+    moved_position,
+)
+from genesis.data.window import AccumulationWindow
+from genesis.errors import UserError
+from genesis.tokenizer.open import open_tokenizer
+from genesis.tokenizer.tokenizer import Tokenizer, padding_id
+
+
+@dataclass(frozen=True)
+class Group:
+    """The answers to the prompt at one position.
+
+    Args:
+        answers: The new tokens of each answer, with the token that ended it.
+        is_finished: Whether each answer ended by itself, and not at the longest length.
+        rewards: The reward of each answer.
+        old_log_probs: The sum of the log-probabilities of each answer's tokens, by the weights that wrote it.
+    """
+
+    answers: tuple[NDArray[np.int32], ...]
+    is_finished: NDArray[np.bool_]
+    rewards: NDArray[np.float64]
+    old_log_probs: NDArray[np.float32]
+
+
+class PromptData:
+    """The `TrainingData` of prompts.
+
+    Args:
+        prompt_options: The prompts, and how they are answered.
+        options: How batches are built.
+        tokenizer_hash: The tokenizer that the directory must hold; None accepts any.
+    """
+
+    tokens_per_second: Final = None
+    queue_depths: Final = ()
+    wait_remedy: Final = "leave the loader a core"
+    validation: Final[Sequence[TokenSource]] = ()
+    validation_remedy: Final = (
+        "data.prompts has no validation set; validate with the recipe of a corpus, or score checkpoints by "
+        "`genesis evaluate`"
+    )
+
+    def __init__(self, prompt_options: PromptOptions, options: TrainingOptions, *, tokenizer_hash: str | None) -> None:
+        if options.packing != "chunk":
+            raise UserError(f"data.packing is {options.packing}, but an answer has a row of its own; leave it out")
+        self.prompt_options = prompt_options
+        self.options = options
+        self.data_position = 0
+        self.groups: dict[int, Group] = {}
+        self._tokenizer_hash = tokenizer_hash
+        self._ranks = Ranks()
+        self._order: SequenceOrder | None = None
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Returns the tokenizer."""
+        tokenizer = open_tokenizer(self.prompt_options.tokenizer)
+        if self._tokenizer_hash is not None and tokenizer.hash != self._tokenizer_hash:
+            raise UserError(
+                f"data.prompts.tokenizer is {tokenizer.hash[:16]}, data.tokenizer_hash is "
+                f"{self._tokenizer_hash[:16]}; use the same"
+            )
+        return tokenizer
+
+    @cached_property
+    def prompts(self) -> PromptSet:
+        """Returns the prompts of all sources."""
+        renderer = open_renderer(self.tokenizer, self.prompt_options.chat, is_training=False)
+        return read_prompts(self.prompt_options, renderer, self.options.seq_len)
+
+    @cached_property
+    def identity(self) -> dict[str, str]:
+        """Returns the entries that identify the prompts, and a reward function's file, in a checkpoint."""
+        identity = {"tokenizer_hash": self.tokenizer.hash, "prompts": self.prompts.hash()}
+        path = Path(self.prompt_options.reward.rpartition(":")[0])
+        return {**identity, "reward": blake3(path.read_bytes()).hexdigest()} if path.is_file() else identity
+
+    @property
+    def vocab_size(self) -> int:
+        """Returns the number of ids of the tokenizer."""
+        return self.tokenizer.vocab_size
+
+    @property
+    def vocabulary_owner(self) -> str:
+        """Returns the name of the vocabulary's owner, for error messages."""
+        return f"the tokenizer {self.prompt_options.tokenizer}"
+
+    @cached_property
+    def sequence_format(self) -> SequenceFormat:
+        """Returns how tokens become sequences."""
+        tokenizer = self.tokenizer
+        dtype = little_endian(token_dtype(tokenizer.vocab_size))
+        return SequenceFormat(self.options.seq_len, padding_id(tokenizer), tokenizer.token_num_bytes, dtype)
+
+    # ---- training
+
+    def open(self, ranks: Ranks) -> None:
+        """Reads the prompts and checks that the ranks can share them; may be called repeatedly."""
+        num_prompts, num_ranks = self.options.global_batch_size, ranks.world_size
+        plan_micro_batches(num_prompts, 1, num_ranks)
+        num_answers = num_prompts * self.prompt_options.group_size
+        if num_answers % (self.options.micro_batch_size * num_ranks):
+            raise UserError(
+                f"data.global_batch_size {num_prompts} has {num_answers} answers, not divisible into micro-batches of "
+                f"data.micro_batch_size {self.options.micro_batch_size} on {num_ranks} ranks; give a divisor of "
+                f"{num_answers // num_ranks}"
+            )
+        self._ranks = ranks
+        _ = self.order
+
+    def close(self) -> None:
+        """Does nothing: the prompts are in memory."""
+
+    @property
+    def order(self) -> SequenceOrder:
+        """Returns the order of the prompts."""
+        if self._order is None:
+            self._order = self._build_order()
+        return self._order
+
+    @property
+    def last_position(self) -> int | None:
+        """Returns the position after the last window; None if the data never end."""
+        return find_last_position(self.order, self.data_position, self.options.global_batch_size)
+
+    @property
+    def num_windows(self) -> int:
+        """Returns the number of windows in one pass over the prompts."""
+        return max(1, sum(map(len, self.prompts.of_source.values())) // self.options.global_batch_size)
+
+    def window(self, position: int) -> AccumulationWindow:
+        """Returns a window without tensors, which stands for the prompts from `position` on."""
+        return AccumulationWindow((), 0, 0, position + self.options.global_batch_size)
+
+    def own_positions(self, position: int) -> range:
+        """Returns the positions of this rank in the global batch that begins at `position`."""
+        count = self.options.global_batch_size // self._ranks.world_size
+        first = position + self._ranks.rank * count
+        return range(first, first + count)
+
+    def plan_rollout(self, position: int) -> list[int]:
+        """Returns the positions that this rank has to answer before it can train the global batch at `position`.
+
+        There are none if the answers are known; else they are those of all steps of a rollout that begins there.
+        """
+        if all(own in self.groups for own in self.own_positions(position)):
+            return []
+        step, last = self.options.global_batch_size, self.last_position
+        end = position + step * self.prompt_options.steps_per_rollout
+        batches = range(position, end if last is None else min(end, last), step)
+        return [own for batch in batches for own in self.own_positions(batch) if own not in self.groups]
+
+    def prompt_at(self, position: int) -> Prompt:
+        """Returns the prompt at a position."""
+        sources, sequences = self.order.sequences(position, 1)
+        return self.prompts.of_source[self.order.names[int(sources[0])]][int(sequences[0])]
+
+    def advance(self, window: AccumulationWindow, *, has_tokens: bool = True) -> str | None:
+        """Moves the position past a trained window; returns a line about a mix that begins at the new position."""
+        before, after = self.data_position, moved_position(window, self.data_position, self.options.global_batch_size)
+        if after == before:
+            return None
+        self.data_position = after
+        self.groups = {position: group for position, group in self.groups.items() if position >= after}
+        return describe_passed(self.order, before, after, self._weights)
+
+    def find_end(self) -> str | None:
+        """Returns a line with the reason why training ends at this position, None if it continues."""
+        last = self.last_position
+        if last is None or self.data_position < last:
+            return None
+        return f"every source of prompts has reached its epoch limit: training ends at position {self.data_position}"
+
+    def sum_usage(self, sum_over_ranks: SumOverRanks) -> dict[str, dict[str, float]]:
+        """Returns the prompts and epochs of each source up to the position, which every rank knows."""
+        consumed = self.order.sequences_consumed(self.data_position)
+        return {
+            name: {"prompts": count, "epochs": count / max(1, length)}
+            for name, count, length in zip(self.order.names, consumed, self.order.num_sequences, strict=True)
+        }
+
+    # ---- state
+
+    def state(self) -> dict[str, Any]:
+        """Returns the position, the order, and this rank's answers that are not trained yet."""
+        return {
+            "data_position": self.data_position,
+            "prompts": True,
+            "order": self.order.state(),
+            "groups": pack_groups(self.groups),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> str | None:
+        """Continues from a saved state; returns a line about the mix if that has changed."""
+        if "prompts" not in state:
+            raise UserError(
+                "the checkpoint was not trained on prompts, so that its position has no meaning here; start a new run "
+                "from its weights (--checkpoint.restore weights)"
+            )
+        position: int = state["data_position"]
+        self._order, note = continue_order(self._build_order(), state["order"], position, self._weights)
+        self.data_position, self.groups = position, unpack_groups(state["groups"])
+        sizes = {len(group.answers) for group in self.groups.values()}
+        if sizes - {self.prompt_options.group_size}:
+            # The saved answers cannot be shared among other micro-batches: the weights that wrote them answer again.
+            self.groups = {}
+        return note
+
+    def combine_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Returns the state with the answers of all ranks."""
+        first, *_ = states
+        groups = {position: group for state in states for position, group in unpack_groups(state["groups"]).items()}
+        return {**first, "groups": pack_groups(groups)}
+
+    # ---- parts
+
+    @property
+    def _weights(self) -> Mapping[str, int]:
+        if self.options.mix is not None:
+            return self.options.mix
+        return {source.name: source.weight for source in self.prompt_options.sources}
+
+    def _build_order(self) -> SequenceOrder:
+        counts = {name: len(prompts) for name, prompts in self.prompts.of_source.items()}
+        limits = {} if self.options.num_epochs is None else dict.fromkeys(counts, self.options.num_epochs)
+        return build_order(counts, self._weights, self.options.seed, limits | dict(self.options.max_epochs or {}))
+
+
+def pack_groups(groups: Mapping[int, Group]) -> dict[str, Any]:
+    """Returns groups as a few arrays, which a checkpoint stores with its tensors; `unpack_groups` reads them."""
+    if not groups:
+        return {}
+    ordered = sorted(groups.items())
+    answers = [answer for _, group in ordered for answer in group.answers]
+    return {
+        "positions": np.array([position for position, _ in ordered], np.int64),
+        "sizes": np.array([len(group.answers) for _, group in ordered], np.int64),
+        "lengths": np.array([len(answer) for answer in answers], np.int64),
+        "tokens": np.concatenate(answers),
+        "is_finished": np.concatenate([group.is_finished for _, group in ordered]),
+        "rewards": np.concatenate([group.rewards for _, group in ordered]),
+        "old_log_probs": np.concatenate([group.old_log_probs for _, group in ordered]),
+    }
+
+
+def unpack_groups(packed: Mapping[str, Any]) -> dict[int, Group]:
+    """Returns the groups that `pack_groups` has packed."""
+    if not packed:
+        return {}
+    ends = np.cumsum(packed["sizes"])[:-1]
+    answers = np.split(packed["tokens"], np.cumsum(packed["lengths"])[:-1])
+    columns = [np.split(packed[name], ends) for name in ("is_finished", "rewards", "old_log_probs")]
+    starts = [0, *ends.tolist()]
+    return {
+        int(position): Group(tuple(answers[start : start + int(size)]), *of_group)
+        for position, size, start, *of_group in zip(packed["positions"], packed["sizes"], starts, *columns, strict=True)
+    }

@@ -1,0 +1,174 @@
+"""Prompts that a model answers in training: conversations without their answer, with columns for a reward function."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from blake3 import blake3
+
+from genesis.chat.conversation import load_conversation
+from genesis.chat.options import ChatOptions
+from genesis.chat.render import ChatRenderer
+from genesis.chat.template import ConversationError, Message
+from genesis.data.sources import (
+    Document,
+    SourceOptions,
+    check_sources,
+    find_files,
+    plan_spans,
+    read_entries,
+)
+from genesis.errors import UserError
+
+_SPAN_BYTES = 1 << 40
+"""A file is read in one span: prompts are few and are kept in memory."""
+_TURNS = ("messages", "conversations", "conversation", "prompt")
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """Prompts that the model answers in training, and how a reward function scores the answers.
+
+    `data.global_batch_size` and the position count prompts, `data.micro_batch_size` counts answers, and `data.seq_len`
+    is the longest prompt with its answer.
+
+    Args:
+        sources: Named sources of conversations, as `genesis data prepare` takes them. A prompt is a conversation
+            without the assistant's last turn, or the field `prompt` alone. The reward function gets all other fields.
+        reward: The reward function, `module:function` or `file.py:function`; it is run only with `--allow_reward_code`.
+        tokenizer: A directory that holds a tokenizer, or its file.
+        group_size: Answers to each prompt, whose rewards are compared with one another.
+        steps_per_rollout: Optimizer steps, each with prompts of its own, on answers of the same weights.
+        max_new_tokens: The longest answer; by default what data.seq_len leaves after the prompt.
+        temperature: The divisor of the logits when answers are sampled, and in the loss.
+        num_rows: Answers that one rank generates at a time.
+        template: File of a Jinja chat template; by default the tokenizer's own.
+        date: The date, such as 2026-01-31, for templates that print today's date.
+        variables: Further variables of the template, such as `enable_thinking: false`.
+        on_long: The action for a prompt that leaves no room for an answer: error or drop.
+        num_logged_prompts: Prompts of each rollout and rank whose answers are written to the run's directory.
+    """
+
+    sources: tuple[SourceOptions, ...]
+    reward: str
+    tokenizer: str
+    group_size: int = 8
+    steps_per_rollout: int = 4
+    max_new_tokens: int | None = None
+    temperature: float = 1.0
+    num_rows: int = 64
+    template: Path | None = None
+    date: str | None = None
+    variables: dict[str, Any] = field(default_factory=dict)
+    on_long: Literal["error", "drop"] = "error"
+    num_logged_prompts: int = 1
+
+    def __post_init__(self) -> None:
+        check_sources(self.sources)
+        least = {"group_size": 2, "steps_per_rollout": 1, "max_new_tokens": 1, "num_rows": 1, "num_logged_prompts": 0}
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if value is not None and value < bound:
+                raise UserError(f"data.prompts.{name} is {value}; it must be at least {bound}")
+        if not 0.0 < self.temperature < float("inf"):
+            raise UserError(
+                f"data.prompts.temperature is {self.temperature}; it must be above 0, or all answers would be the same"
+            )
+        _ = self.chat
+
+    @property
+    def chat(self) -> ChatOptions:
+        """Returns the options of the chat template."""
+        return ChatOptions(template=self.template, date=self.date, variables=self.variables)
+
+
+class Prompt(NamedTuple):
+    """One prompt.
+
+    `columns` has the fields of its record that are not the conversation; `place()` returns the file and the line.
+    """
+
+    ids: tuple[int, ...]
+    messages: Sequence[Message]
+    columns: Mapping[str, Any]
+    place: Callable[[], str]
+
+
+class PromptSet(NamedTuple):
+    """The prompts of each source by its name, and how many were dropped because they are long."""
+
+    of_source: Mapping[str, Sequence[Prompt]]
+    num_dropped: int
+
+    def hash(self) -> str:
+        """Returns the identity of the prompts: their ids and their columns."""
+        hasher = blake3()
+        for name, prompts in self.of_source.items():
+            hasher.update(f"{name} {len(prompts)}\n".encode())
+            for prompt in prompts:
+                content = [prompt.ids, prompt.messages, prompt.columns]
+                hasher.update(json.dumps(content, sort_keys=True, default=repr).encode("utf-8", "surrogatepass"))
+        return hasher.hexdigest()
+
+
+def read_prompts(options: PromptOptions, renderer: ChatRenderer, seq_len: int) -> PromptSet:
+    """Returns all prompts, in the order of their files.
+
+    Args:
+        options: The options.
+        renderer: Turns messages into ids.
+        seq_len: The longest prompt with its answer.
+
+    Raises:
+        UserError: A file cannot be read, a record has no prompt, or a prompt is too long; the message names the row.
+    """
+    least = options.max_new_tokens or 1
+    found, num_dropped = {}, 0
+    for source in options.sources:
+        prompts = []
+        for prompt in _read_source(source, renderer):
+            if len(prompt.ids) + least <= seq_len:
+                prompts.append(prompt)
+            elif options.on_long == "drop":
+                num_dropped += 1
+            else:
+                raise UserError(
+                    f"{prompt.place()}: the prompt has {len(prompt.ids):,} tokens, which with {least:,} new ones exceed "
+                    f"data.seq_len {seq_len:,}; raise it, lower data.prompts.max_new_tokens, or set "
+                    "data.prompts.on_long: drop"
+                )
+        if not prompts:
+            raise UserError(f"source {source.name} has no prompt that fits into data.seq_len {seq_len:,}")
+        found[source.name] = prompts
+    return PromptSet(found, num_dropped)
+
+
+def _read_source(source: SourceOptions, renderer: ChatRenderer) -> Iterator[Prompt]:
+    source = replace(source, chat=source.chat or "auto")
+    for span in plan_spans(source, find_files(source), _SPAN_BYTES):
+        for entry in read_entries(source, span):
+            document = entry.read(True)
+            if document.utf8:
+                yield _build(source, document, renderer)
+
+
+def _build(source: SourceOptions, document: Document, renderer: ChatRenderer) -> Prompt:
+    assert document.record is not None, "a record of a conversation"
+    assert document.place is not None, "a record of a conversation"
+    conversation = load_conversation(document.text)
+    messages = list(conversation.messages)
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    try:
+        if not messages:
+            raise ConversationError("the conversation has nothing before the assistant's last turn; remove it")
+        ids = renderer.render_prompt(messages, conversation.tools, variables=conversation.variables)
+        if not ids:
+            raise ConversationError(f"the chat template {renderer.template.name} writes no text for the prompt")
+    except ConversationError as error:
+        raise UserError(f"{document.place()}: {error}") from None
+    turns = {*_TURNS, *([source.turn_field] if source.turn_field is not None else [])}
+    columns = {name: value for name, value in document.record.items() if name not in turns}
+    return Prompt(tuple(ids), messages, columns, document.place)

@@ -1,0 +1,154 @@
+"""GSPO: a policy gradient whose importance ratios and clipping are those of whole sequences.
+
+For an answer y of |y| tokens to a prompt x, with the advantage A of the answer within the answers to x:
+
+    s = exp((log p(y|x) - log p_old(y|x)) / |y|)            p_old: the weights that wrote the answer
+    loss = mean over answers of -min(s A, clip(s, 1 - low, 1 + high) A)
+
+    logged by `measure`    meaning
+    loss                   the mean above, which is near 0 and says little: watch the reward
+    reward                 mean reward of the answers
+    reward_spread          mean standard deviation of the rewards of the answers to one prompt
+    no_signal              share of answers whose prompt got the same reward for all of them, so that none is learned
+    clipped                share of answers whose ratio the clip has stopped, so that they are not learned further
+    ratio                  mean ratio s
+    answer_tokens          mean number of tokens of an answer
+    finished               share of answers that ended before the longest length
+    entropy                nats per token, estimated as -log p of the sampled tokens
+
+References:
+    Zheng et al., Group Sequence Policy Optimization, arXiv:2507.18071, equations 5 to 7.
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float32, Float64, Int64
+from numpy import ndarray
+from torch import Tensor
+
+from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
+from genesis.errors import UserError
+from genesis.loss import token_losses
+from genesis.objectives.objective import Head, HeadResult, Objective, ObjectiveSums, SumHead
+
+ANSWERS: Final = "answers"
+"""The unit of the loss."""
+ADVANTAGE, OLD_LOG_PROB, REWARD = "advantage", "old_log_prob", "reward"
+SPREAD, IS_FINISHED, TEMPERATURE = "spread", "is_finished", "temperature"
+_TINY_SPREAD: Final = 1e-4
+"""Added to a group's standard deviation, so that rewards that differ by rounding make no large advantages."""
+
+
+class GSPO(Objective):
+    """Group sequence policy optimization, on answers that the model has written during training (`data.prompts`).
+
+    Args:
+        clip_low: How far the ratio of a sequence may fall below 1 before an answer worse than its group is no longer
+            pushed down.
+        clip_high: How far the ratio may rise above 1 before a better answer is no longer pushed up.
+    """
+
+    def __init__(self, clip_low: float = 3e-4, clip_high: float = 4e-4) -> None:
+        if not 0.0 < clip_low < 1.0:
+            raise UserError(f"model.objective.clip_low is {clip_low}; it must be above 0 and below 1")
+        if not 0.0 < clip_high < float("inf"):
+            raise UserError(f"model.objective.clip_high is {clip_high}; it must be a number above 0")
+        self.clip_low, self.clip_high = clip_low, clip_high
+
+    def count(self, window: AccumulationWindow) -> dict[str, int]:
+        """Returns the number of answers, valid tokens and bytes in this rank's window."""
+        return {ANSWERS: sum(len(m.input_ids) for m in window.micro_batches), **super().count(window)}
+
+    def head(self, micro_batch: MicroBatch, cross_entropy: Callable[[Tensor], SumHead]) -> Head:
+        """Returns the head that sums the clipped loss of the answers."""
+        labels, extra = micro_batch.labels, micro_batch.extra
+
+        def compute(hidden: Tensor, weight: Tensor) -> HeadResult:
+            log_probs = sum_log_probs(hidden, weight, labels, extra[TEMPERATURE])
+            losses, ratios, is_clipped = gspo_losses(
+                log_probs, extra[OLD_LOG_PROB], count_labels(labels), extra[ADVANTAGE], self.clip_low, self.clip_high
+            )
+            figures = {
+                "reward": extra[REWARD],
+                "reward_spread": extra[SPREAD],
+                "no_signal": extra[SPREAD] == 0,
+                "clipped": is_clipped,
+                "ratio": ratios,
+                "finished": extra[IS_FINISHED],
+                "negative_log_prob": -log_probs,
+                "num_tokens": count_labels(labels),
+            }
+            sums = {name: values.detach().float().sum() for name, values in figures.items()}
+            return HeadResult({ANSWERS: losses.sum()}, sums)
+
+        return compute
+
+    def measure(self, sums: ObjectiveSums) -> dict[str, float]:
+        """Returns the loss and the figures of the answers; see the module's docstring."""
+        num_answers, figures = sums.counts[ANSWERS], sums.figures
+        names = ("reward", "reward_spread", "no_signal", "clipped", "ratio", "finished")
+        return {
+            "loss": sums.terms[ANSWERS] / num_answers,
+            **{name: figures[name] / num_answers for name in names},
+            "answer_tokens": figures["num_tokens"] / num_answers,
+            "entropy": figures["negative_log_prob"] / figures["num_tokens"],
+        }
+
+
+def count_labels(labels: Int64[Tensor, "B S"]) -> Int64[Tensor, " B"]:
+    """Returns the number of tokens of each answer."""
+    return (labels != IGNORE_INDEX).sum(1)
+
+
+def sum_log_probs(
+    hidden: Float[Tensor, "B S D"],
+    weight: Float[Tensor, "V D"],
+    labels: Int64[Tensor, "B S"],
+    temperature: Float32[Tensor, "1"],
+) -> Float32[Tensor, " B"]:
+    """Returns the sum of log p over the labels of each row, under the distribution that the temperature gives.
+
+    Args:
+        hidden: The final hidden states.
+        weight: The output weight.
+        labels: The tokens to score; others are `IGNORE_INDEX`.
+        temperature: The divisor of the logits.
+    """
+    return -token_losses(hidden / temperature.to(hidden.dtype), weight, labels).view(labels.shape).sum(1)
+
+
+def gspo_losses(
+    log_probs: Float32[Tensor, " B"],
+    old_log_probs: Float32[Tensor, " B"],
+    lengths: Int64[Tensor, " B"],
+    advantages: Float32[Tensor, " B"],
+    clip_low: float,
+    clip_high: float,
+) -> tuple[Float32[Tensor, " B"], Float32[Tensor, " B"], Tensor]:
+    """Returns the loss of each answer, its ratio, and whether the clip has stopped it. Pure.
+
+    Args:
+        log_probs: The sum of the log-probabilities of each answer's tokens.
+        old_log_probs: The same by the weights that wrote the answers.
+        lengths: The number of tokens of each answer.
+        advantages: The advantage of each answer.
+        clip_low: How far below 1 the ratio counts.
+        clip_high: How far above 1 the ratio counts.
+    """
+    ratios = torch.exp((log_probs - old_log_probs) / lengths.clamp(min=1))
+    free, held = ratios * advantages, ratios.clamp(1 - clip_low, 1 + clip_high) * advantages
+    return -torch.minimum(free, held), ratios, held < free
+
+
+def compare_rewards(rewards: Float64[ndarray, " G"]) -> tuple[Float64[ndarray, " G"], float]:
+    """Returns the advantage of each answer within its group, and the standard deviation of the group's rewards.
+
+    A group with equal rewards has the advantages 0: there is nothing to prefer.
+    """
+    if np.ptp(rewards) == 0:
+        return np.zeros_like(rewards), 0.0
+    spread = float(rewards.std(ddof=1))
+    return (rewards - rewards.mean()) / (spread + _TINY_SPREAD), spread

@@ -1,0 +1,303 @@
+"""Rollouts: the model answers prompts in the middle of training, and its answers become the windows of the next steps.
+
+The answers to the prompts of `steps_per_rollout` steps are written by the same weights, scored, and compared within
+their group. Their log-probabilities by these weights come from the training forward, in the same micro-batches as in
+training, so that the ratio of the first step is 1 and not a difference between two kinds of forward.
+
+An answer's random numbers depend on the seed, the position of its prompt and its number alone: ranks share the prompts
+of each global batch, and any number of ranks gives the same answers up to the rounding of other matrix shapes. Nothing
+here keeps state: the answers are part of the data's state, so that a run killed in a rollout repeats the rollout, and a
+run killed after it continues with the saved answers.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from genesis.data.loader import SequenceFormat, build_window
+from genesis.data.prompt_data import Group, PromptData
+from genesis.data.window import AccumulationWindow, MicroBatch
+from genesis.errors import RunEndedError, UserError
+from genesis.generate.batch import Batch, Request, check_is_number
+from genesis.generate.sample import SamplingOptions
+from genesis.model.decoder import Decoder
+from genesis.objectives.gspo import (
+    ADVANTAGE,
+    IS_FINISHED,
+    OLD_LOG_PROB,
+    REWARD,
+    SPREAD,
+    TEMPERATURE,
+    GSPO,
+    compare_rewards,
+    sum_log_probs,
+)
+from genesis.run_directory import RunDirectory
+from genesis.strategies import Sharded
+from genesis.strategies.layout import layout_strategy
+from genesis.train.reward import Reward
+from genesis_callbacks import AsyncProcessCheckpoint
+from genesis_callbacks.files import replace_file
+
+_ROW_MULTIPLE = 16
+"""Rows are as long as the longest answer of their micro-batch needs, up to this multiple: fewer shapes of tensors."""
+
+
+class _Row(NamedTuple):
+    """One answer, before or after its group is complete."""
+
+    position: int
+    number: int
+    prompt: tuple[int, ...]
+    answer: NDArray[np.int32]
+
+
+class Rollouts:
+    """Fills windows of `PromptData` with answers, which the model writes when they are needed. Communicates.
+
+    Args:
+        data: The prompts and the answers.
+        reward: The reward function.
+        trainer: The Trainer of the fit.
+    """
+
+    def __init__(self, data: PromptData, reward: Reward, trainer: pl.Trainer) -> None:
+        self._data, self._reward, self._trainer = data, reward, trainer
+
+    def fill(self, window: AccumulationWindow) -> AccumulationWindow:
+        """Returns this rank's window with its answers. All ranks call it for the same window."""
+        data, group = self._data, layout_strategy(self._trainer.strategy).layout.token_group
+        position = window.data_position - data.options.global_batch_size
+        missing = data.plan_rollout(position)
+        (num_missing,) = group.sum((len(missing),)).wait()
+        if num_missing:
+            failure: UserError | None = None
+            try:
+                self._answer(missing)
+            except UserError as error:
+                failure = error
+            # The ranks agree, because a rank that goes on alone would wait for the others in the step.
+            (num_failed,) = group.sum((int(failure is not None),)).wait()
+            if failure is not None:
+                raise failure
+            if num_failed:
+                raise RunEndedError("another rank could not answer or score its prompts; its error has the reason")
+        rows = self._rows_at(data.own_positions(position))
+        micro_batches, num_bytes = [], 0
+        for chunk in self._chunks(rows):
+            built = self._build(chunk)
+            micro_batches.append(replace(built.micro_batches[0], extra=self._compare(chunk)))
+            num_bytes += built.num_bytes
+        num_valid = sum(len(row.answer) for row in rows)
+        return AccumulationWindow(tuple(micro_batches), num_valid, num_bytes, window.data_position)
+
+    # ---- a rollout
+
+    def _answer(self, positions: Sequence[int]) -> None:
+        """Writes and scores the answers to the prompts at `positions`, and adds their groups to the data."""
+        options, decoder = self._data.prompt_options, self._decoder
+        with _in_evaluation(decoder), self._trainer.precision_plugin.forward_context(), torch.no_grad():
+            # Compiled blocks would be compiled again for nearly every length of a prompt.
+            with torch.compiler.set_stance("force_eager"):
+                rows = self._generate(decoder, positions)
+            old = [self._score_log_probs(decoder, chunk) for chunk in self._chunks(rows)]
+        old_log_probs = np.concatenate(old) if old else np.zeros(0, np.float32)
+        stop_ids = self._data.tokenizer.stop_ids
+        size = options.group_size
+        for index, position in enumerate(positions):
+            of_group = rows[index * size : (index + 1) * size]
+            self._data.groups[position] = Group(
+                tuple(row.answer for row in of_group),
+                np.array([int(row.answer[-1]) in stop_ids for row in of_group]),
+                self._score(position, of_group),
+                old_log_probs[index * size : (index + 1) * size],
+            )
+        self._write_samples(positions[: options.num_logged_prompts])
+
+    def _generate(self, decoder: Decoder, positions: Sequence[int]) -> list[_Row]:
+        """Returns the answers in the order of the positions and of their numbers."""
+        data, options = self._data, self._data.prompt_options
+        sampling, seq_len = SamplingOptions(options.temperature), data.options.seq_len
+        rows: list[_Row] = []
+        requests = []
+        for position in positions:
+            prompt = data.prompt_at(position).ids
+            room = seq_len - len(prompt)
+            most = room if options.max_new_tokens is None else min(room, options.max_new_tokens)
+            for number in range(options.group_size):
+                rows.append(_Row(position, number, prompt, np.zeros(0, np.int32)))
+                requests.append(Request(prompt, most, sampling, _seed(data.options.seed, position, number)))
+        answers: list[list[int]] = [[] for _ in rows]
+        batch = Batch(
+            decoder, min(options.num_rows, max(1, len(rows))), data.tokenizer.stop_ids, num_slots=data.options.seq_len
+        )
+        waiting = iter(requests)
+        request = next(waiting, None)
+        while True:
+            while request is not None and batch.num_free:
+                batch.add(request)  # handles count up, so that a handle is the index of its row
+                request = next(waiting, None)
+            tokens = batch.step()
+            if not tokens:
+                break
+            for token in tokens:
+                check_is_number(token)
+                answers[token.request].append(token.id)
+        return [row._replace(answer=np.array(ids, np.int32)) for row, ids in zip(rows, answers, strict=True)]
+
+    def _score_log_probs(self, decoder: Decoder, rows: Sequence[_Row]) -> NDArray[np.float32]:
+        """Returns the sum of the log-probabilities of each answer, by a forward as in training."""
+        micro_batch = self._build(rows).micro_batches[0].to(self._trainer.strategy.root_device)
+        temperature = self._temperature.to(micro_batch.labels.device)
+        sums: Tensor = decoder(
+            micro_batch.input_ids,
+            document_ids=micro_batch.document_ids,
+            document_offsets=micro_batch.document_offsets,
+            head=lambda hidden, weight: sum_log_probs(hidden, weight, micro_batch.labels, temperature),
+        )
+        return sums.float().cpu().numpy()
+
+    def _score(self, position: int, rows: Sequence[_Row]) -> NDArray[np.float64]:
+        prompt = self._data.prompt_at(position)
+        return np.array([self._reward.score(prompt, self._text(row.answer), row.number + 1) for row in rows])
+
+    def _text(self, answer: NDArray[np.int32]) -> str:
+        """Returns an answer as text, without the token that ended it and without ids that have no text."""
+        tokenizer = self._data.tokenizer
+        return tokenizer.decode([i for i in answer.tolist() if i < tokenizer.vocab_size and i not in tokenizer.stop_ids])
+
+    def _write_samples(self, positions: Sequence[int]) -> None:
+        """Writes the answers to a few prompts into the run's directory; a repeated rollout replaces its file."""
+        checkpoints = [c for c in vars(self._trainer)["callbacks"] if isinstance(c, AsyncProcessCheckpoint)]
+        if not positions or not checkpoints:
+            return
+        lines = []
+        for position in positions:
+            prompt, group = self._data.prompt_at(position), self._data.groups[position]
+            for number, answer in enumerate(group.answers):
+                sample = {
+                    "position": position,
+                    "prompt": prompt.place(),
+                    "messages": prompt.messages,
+                    "answer": number + 1,
+                    "text": self._text(answer),
+                    "num_tokens": len(answer),
+                    "is_finished": bool(group.is_finished[number]),
+                    "reward": float(group.rewards[number]),
+                }
+                lines.append(json.dumps(sample, ensure_ascii=False))
+        run = RunDirectory(checkpoints[0].directory.parent)
+        path = run.rollout(positions[0], self._trainer.global_rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, ("\n".join(lines) + "\n").encode("utf-8", "replace"))
+
+    # ---- from answers to tensors
+
+    def _rows_at(self, positions: Sequence[int]) -> list[_Row]:
+        return [
+            _Row(position, number, self._data.prompt_at(position).ids, answer)
+            for position in positions
+            for number, answer in enumerate(self._data.groups[position].answers)
+        ]
+
+    def _chunks(self, rows: Sequence[_Row]) -> Iterator[Sequence[_Row]]:
+        """Yields the rows of each micro-batch."""
+        size = self._data.options.micro_batch_size
+        for start in range(0, len(rows), size):
+            yield rows[start : start + size]
+
+    def _build(self, rows: Sequence[_Row]) -> AccumulationWindow:
+        """Returns a window of one micro-batch, in which the tokens of the answers are the labels."""
+        longest = max(len(row.prompt) + len(row.answer) for row in rows) - 1
+        width = min(-(-longest // _ROW_MULTIPLE) * _ROW_MULTIPLE, self._data.options.seq_len)
+        ids = np.full((len(rows), width + 1), self._data.sequence_format.padding_id, np.int64)
+        has_label = np.zeros(ids.shape, np.bool_)
+        lengths = np.empty(len(rows), np.int64)
+        for number, row in enumerate(rows):
+            end = len(row.prompt) + len(row.answer)
+            ids[number, : len(row.prompt)], ids[number, len(row.prompt) : end] = row.prompt, row.answer
+            has_label[number, len(row.prompt) : end] = True
+            lengths[number] = end - 1
+        return build_window(
+            ids, self._format(width), len(rows), 0, np.zeros((len(rows), width), np.bool_), lengths, has_label
+        )
+
+    def _format(self, width: int) -> SequenceFormat:
+        """Returns the format of rows of `width` tokens; the model may have ids that the tokenizer does not."""
+        own = self._data.sequence_format
+        num_more = max(0, self._decoder.config.vocab_size - len(own.token_num_bytes))
+        return replace(own, seq_len=width, token_num_bytes=np.pad(own.token_num_bytes, (0, num_more)))
+
+    def _compare(self, rows: Sequence[_Row]) -> dict[str, Tensor]:
+        """Returns what the objective needs for the answers of a micro-batch."""
+        columns: dict[str, list[float]] = {
+            name: [] for name in (ADVANTAGE, OLD_LOG_PROB, REWARD, SPREAD, IS_FINISHED)
+        }
+        for row in rows:
+            group = self._data.groups[row.position]
+            advantages, spread = compare_rewards(group.rewards)
+            columns[ADVANTAGE].append(float(advantages[row.number]))
+            columns[OLD_LOG_PROB].append(float(group.old_log_probs[row.number]))
+            columns[REWARD].append(float(group.rewards[row.number]))
+            columns[SPREAD].append(spread)
+            columns[IS_FINISHED].append(float(group.is_finished[row.number]))
+        tensors = {name: torch.tensor(values, dtype=torch.float32) for name, values in columns.items()}
+        return {**tensors, TEMPERATURE: self._temperature}
+
+    @property
+    def _temperature(self) -> Tensor:
+        return torch.tensor([self._data.prompt_options.temperature], dtype=torch.float32)
+
+    @property
+    def _decoder(self) -> Decoder:
+        decoder: Any = self._trainer.lightning_module.decoder
+        assert isinstance(decoder, Decoder), "configure_model builds the decoder"
+        return decoder
+
+
+def check_rollouts(trainer: pl.Trainer, *, has_prompts: bool) -> None:
+    """Refuses combinations of data, objective and strategy that cannot train, before the model is built.
+
+    Raises:
+        UserError: Prompts have another objective than GSPO, or GSPO has no prompts, or the strategy shards parameters.
+    """
+    objective = getattr(trainer.lightning_module, "objective", None)
+    if has_prompts and not isinstance(objective, GSPO):
+        raise UserError(
+            f"data.prompts is given, but model.objective is {type(objective).__name__}, which learns from given texts; "
+            "set model.objective to GSPO, or give data.corpus"
+        )
+    if not has_prompts and isinstance(objective, GSPO):
+        raise UserError("model.objective is GSPO, which learns from its own answers to prompts; give data.prompts")
+    if has_prompts and isinstance(trainer.strategy, Sharded):
+        raise UserError(
+            "trainer.strategy is sharded: its ranks must run the same forwards, and answers end at different lengths; "
+            "train on prompts with the strategy replicated"
+        )
+
+
+@contextmanager
+def _in_evaluation(decoder: Decoder) -> Iterator[None]:
+    """Switches dropout off."""
+    was_training = decoder.training
+    decoder.eval()
+    try:
+        yield
+    finally:
+        decoder.train(was_training)
+
+
+def _seed(seed: int, position: int, number: int) -> int:
+    """Returns the seed of one answer."""
+    digest = hashlib.sha256(f"{seed} {position} {number}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

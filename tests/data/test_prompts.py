@@ -1,0 +1,189 @@
+"""Prompts: read from every form of conversation, ordered and counted; answers survive a checkpoint and other ranks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from genesis.data.loader import Ranks
+from genesis.data.prompt_data import Group, PromptData, pack_groups, unpack_groups
+from genesis.data.prompts import PromptOptions
+from genesis.data.sources import SourceOptions
+from genesis.data.training_data import TrainingOptions
+from genesis.data.window import AccumulationWindow
+from genesis.errors import UserError
+from tests.chat.support import write_tokenizer
+
+QUESTION = {"role": "user", "content": "What is two and two?"}
+ANSWER = {"role": "assistant", "content": "Four."}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def open_data(tmp_path: Path, tokenizer: Path, records: list[Any], **changes: Any) -> PromptData:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    reward = tmp_path / "reward.py"
+    reward.write_text("def reward(messages, text, columns):\n    return 1.0\n")
+    batch = {"seq_len": 64, "micro_batch_size": 2, "global_batch_size": 2} | changes.pop("batch", {})
+    options = PromptOptions(
+        (SourceOptions("questions", (str(path),)),),
+        f"{reward}:reward",
+        str(tokenizer),
+        **({"group_size": 2, "steps_per_rollout": 2} | changes),
+    )
+    return PromptData(options, TrainingOptions(**batch), tokenizer_hash=None)
+
+
+@pytest.mark.parametrize(
+    ("record", "columns"),
+    [
+        ({"messages": [QUESTION], "answer": 4}, {"answer": 4}),
+        ({"messages": [QUESTION, ANSWER]}, {}),
+        ({"prompt": QUESTION["content"], "answer": "4"}, {"answer": "4"}),
+        ({"prompt": [QUESTION], "tags": ["a"]}, {"tags": ["a"]}),
+        ({"prompt": QUESTION["content"], "completion": "Four."}, {"completion": "Four."}),
+    ],
+)
+def test_a_prompt_is_a_conversation_without_its_answer(
+    tmp_path: Path, tokenizer: Path, record: dict[str, Any], columns: dict[str, Any]
+) -> None:
+    data = open_data(tmp_path, tokenizer, [{"prompt": "Hello"}, record])
+    hello, prompt = data.prompts.of_source["questions"]
+    assert [(m["role"], m["content"]) for m in prompt.messages] == [("user", "What is two and two?")]
+    assert prompt.columns == columns
+    assert prompt.place() == f"{tmp_path / 'prompts.jsonl'}, line 2"
+    assert data.tokenizer.decode(prompt.ids).endswith("assistant\n")
+    assert hello.ids != prompt.ids
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"messages": [ANSWER]}, "line 1: the conversation has nothing before the assistant's last turn"),
+        ({"question": "Why?"}, "line 1: no conversation is in the fields question"),
+        ({"prompt": "word " * 300}, "line 1: the prompt has .* tokens, which with 1 new ones exceed data.seq_len 64"),
+    ],
+)
+def test_a_record_without_a_usable_prompt_is_refused_with_its_line(
+    tmp_path: Path, tokenizer: Path, record: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        _ = open_data(tmp_path, tokenizer, [record]).prompts
+
+
+def test_long_prompts_are_dropped_by_choice_and_counted(tmp_path: Path, tokenizer: Path) -> None:
+    records = [{"prompt": "Hello"}, {"prompt": "word " * 300}]
+    prompts = open_data(tmp_path, tokenizer, records, on_long="drop").prompts
+    assert len(prompts.of_source["questions"]) == 1
+    assert prompts.num_dropped == 1
+    with pytest.raises(UserError, match="no prompt that fits"):
+        _ = open_data(tmp_path, tokenizer, records[1:], on_long="drop").prompts
+
+
+def test_the_identity_follows_prompts_columns_and_the_reward_functions_file(tmp_path: Path, tokenizer: Path) -> None:
+    first = open_data(tmp_path, tokenizer, [{"prompt": "Hello", "answer": 1}]).identity
+    assert open_data(tmp_path, tokenizer, [{"prompt": "Hello", "answer": 1}]).identity == first
+    other = open_data(tmp_path, tokenizer, [{"prompt": "Hello", "answer": 2}])
+    assert other.identity["prompts"] != first["prompts"]
+    assert other.identity["reward"] == first["reward"]
+    changed = open_data(tmp_path, tokenizer, [{"prompt": "Hello", "answer": 1}])
+    (tmp_path / "reward.py").write_text("def reward(*arguments):\n    return 2.0\n")
+    assert changed.identity["reward"] != first["reward"]
+    assert changed.identity["prompts"] == first["prompts"]
+
+
+def make_group(position: int) -> Group:
+    answers = tuple(np.arange(size, dtype=np.int32) + position for size in (1 + position, 3))
+    return Group(answers, np.array([True, False]), np.array([position, 0.5]), np.array([-1.5, position], np.float32))
+
+
+def same(one: Group, other: Group) -> bool:
+    columns = ("is_finished", "rewards", "old_log_probs")
+    return all(map(np.array_equal, one.answers, other.answers)) and all(
+        np.array_equal(getattr(one, name), getattr(other, name)) for name in columns
+    )
+
+
+def test_packed_answers_are_the_same_answers() -> None:
+    groups = {position: make_group(position) for position in (7, 3, 4)}
+    unpacked = unpack_groups(pack_groups(groups))
+    assert list(unpacked) == [3, 4, 7]
+    assert all(same(groups[position], group) for position, group in unpacked.items())
+    assert unpack_groups(pack_groups({})) == {}
+
+
+def window_at(position: int) -> AccumulationWindow:
+    return AccumulationWindow((), 0, 0, position)
+
+
+def test_ranks_plan_a_rollout_together_and_keep_what_is_not_trained(tmp_path: Path, tokenizer: Path) -> None:
+    records = [{"prompt": f"Question {number}"} for number in range(5)]
+    states = []
+    for rank in range(2):
+        data = open_data(tmp_path, tokenizer, records)
+        data.open(Ranks(rank, 2))
+        assert data.window(4).data_position == 6
+        assert data.plan_rollout(0) == [rank, 2 + rank]
+        data.groups = {position: make_group(position) for position in data.plan_rollout(0)}
+        assert data.plan_rollout(0) == data.plan_rollout(2) == []
+        data.advance(window_at(2))
+        assert list(data.groups) == [2 + rank]
+        states.append(data.state())
+    alone = open_data(tmp_path, tokenizer, records)
+    alone.load_state(alone.combine_states(states))
+    alone.open(Ranks(0, 1))
+    assert alone.data_position == 2
+    assert alone.plan_rollout(2) == []
+    assert all(same(alone.groups[position], make_group(position)) for position in (2, 3))
+    assert alone.plan_rollout(4) == [4, 5, 6, 7]
+
+
+def test_a_resume_with_another_group_size_answers_again(tmp_path: Path, tokenizer: Path) -> None:
+    records = [{"prompt": f"Question {number}"} for number in range(5)]
+    data = open_data(tmp_path, tokenizer, records)
+    data.open(Ranks())
+    data.groups = {position: make_group(position) for position in data.plan_rollout(0)}
+    other = open_data(tmp_path, tokenizer, records, group_size=4)
+    other.load_state(data.state())
+    other.open(Ranks())
+    assert other.plan_rollout(0) == [0, 1, 2, 3]
+
+
+def test_epochs_end_the_data_at_the_last_whole_batch(tmp_path: Path, tokenizer: Path) -> None:
+    data = open_data(tmp_path, tokenizer, [{"prompt": f"{n}"} for n in range(5)], batch={"num_epochs": 1})
+    data.open(Ranks())
+    assert data.last_position == 4
+    data.advance(window_at(2))
+    assert data.find_end() is None
+    assert data.plan_rollout(2) == [2, 3]  # and not beyond the end
+    data.advance(window_at(4))
+    assert "epoch limit" in (data.find_end() or "")
+    assert data.sum_usage(lambda values: values)["questions"] == {"prompts": 4, "epochs": 0.8}
+    assert sorted(data.prompt_at(position).messages[0]["content"] for position in range(5)) == list("01234")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"group_size": 1}, "group_size is 1; it must be at least 2"),
+        ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"batch": {"packing": "best_fit"}}, "data.packing is best_fit"),
+        ({"batch": {"micro_batch_size": 3}}, "has 4 answers, not divisible into micro-batches of .* 3"),
+    ],
+)
+def test_options_that_cannot_be_trained_are_refused(
+    tmp_path: Path, tokenizer: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        open_data(tmp_path, tokenizer, [{"prompt": "Hello"}], **changes).open(Ranks())
+
+
+def test_the_state_of_other_data_is_refused(tmp_path: Path, tokenizer: Path) -> None:
+    with pytest.raises(UserError, match="was not trained on prompts"):
+        open_data(tmp_path, tokenizer, [{"prompt": "Hello"}]).load_state({"data_position": 4, "order": {}})
