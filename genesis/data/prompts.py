@@ -87,13 +87,23 @@ class PromptOptions:
 class Prompt(NamedTuple):
     """One prompt.
 
-    `columns` has the fields of its record that are not the conversation; `place()` returns the file and the line.
+    `columns` has the fields of its record that are not the conversation. `name` is its source with its number there,
+    from 1, and `locate()` returns its file and line, for which it reads the file again.
     """
 
     ids: tuple[int, ...]
     messages: Sequence[Message]
     columns: Mapping[str, Any]
-    place: Callable[[], str]
+    name: str
+    locate: Callable[[], str]
+
+    @property
+    def place(self) -> str:
+        """The file and the line; the name if the file cannot be read any more."""
+        try:
+            return self.locate()
+        except (OSError, UserError):
+            return self.name
 
 
 class PromptSet(NamedTuple):
@@ -135,7 +145,7 @@ def read_prompts(options: PromptOptions, renderer: ChatRenderer, seq_len: int) -
                 num_dropped += 1
             else:
                 raise UserError(
-                    f"{prompt.place()}: the prompt has {len(prompt.ids):,} tokens, which with {least:,} new ones exceed "
+                    f"{prompt.place}: the prompt has {len(prompt.ids):,} tokens, which with {least:,} new ones exceed "
                     f"data.seq_len {seq_len:,}; raise it, lower data.prompts.max_new_tokens, or set "
                     "data.prompts.on_long: drop"
                 )
@@ -146,15 +156,16 @@ def read_prompts(options: PromptOptions, renderer: ChatRenderer, seq_len: int) -
 
 
 def _read_source(source: SourceOptions, renderer: ChatRenderer) -> Iterator[Prompt]:
-    source = replace(source, chat=source.chat or "auto")
+    source, number = replace(source, chat=source.chat or "auto"), 0
     for span in plan_spans(source, find_files(source), _SPAN_BYTES):
         for entry in read_entries(source, span):
             document = entry.read(True)
             if document.utf8:
-                yield _build(source, document, renderer)
+                number += 1
+                yield _build(source, document, number, renderer)
 
 
-def _build(source: SourceOptions, document: Document, renderer: ChatRenderer) -> Prompt:
+def _build(source: SourceOptions, document: Document, number: int, renderer: ChatRenderer) -> Prompt:
     assert document.record is not None, "a record of a conversation"
     assert document.place is not None, "a record of a conversation"
     conversation = load_conversation(document.text)
@@ -171,4 +182,4 @@ def _build(source: SourceOptions, document: Document, renderer: ChatRenderer) ->
         raise UserError(f"{document.place()}: {error}") from None
     turns = {*_TURNS, *([source.turn_field] if source.turn_field is not None else [])}
     columns = {name: value for name, value in document.record.items() if name not in turns}
-    return Prompt(tuple(ids), messages, columns, document.place)
+    return Prompt(tuple(ids), messages, columns, f"{source.name} {number}", document.place)

@@ -5,16 +5,16 @@ For an answer y of |y| tokens to a prompt x, with the advantage A of the answer 
     s = exp((log p(y|x) - log p_old(y|x)) / |y|)            p_old: the weights that wrote the answer
     loss = mean over answers of -min(s A, clip(s, 1 - low, 1 + high) A)
 
-    logged by `measure`    meaning
-    loss                   the mean above, which is near 0 and says little: watch the reward
-    reward                 mean reward of the answers
-    reward_spread          mean standard deviation of the rewards of the answers to one prompt
-    no_signal              share of answers whose prompt got the same reward for all of them, so that none is learned
-    clipped                share of answers whose ratio the clip has stopped, so that they are not learned further
-    ratio                  mean ratio s
-    answer_tokens          mean number of tokens of an answer
-    finished               share of answers that ended before the longest length
-    entropy                nats per token, estimated as -log p of the sampled tokens
+    logged               unit and meaning
+    train/loss           the mean above, which is near 0 and says little: watch the reward
+    train/reward         mean reward of the answers
+    train/reward_spread  mean standard deviation of the rewards of the answers to one prompt
+    train/no_signal      share of answers to prompts whose answers all got the same reward, so that none is learned
+    train/clipped        share of answers whose ratio the clip has stopped, so that they are not learned further
+    train/ratio          mean ratio s
+    train/answer_tokens  mean number of tokens of an answer
+    train/finished       share of answers that ended before the longest length
+    train/entropy        nats per token, estimated as -log p of the sampled tokens
 
 References:
     Zheng et al., Group Sequence Policy Optimization, arXiv:2507.18071, equations 5 to 7.

@@ -4,6 +4,7 @@ logged                       unit and meaning
 data/epochs_SOURCE           epochs of the source: its consumed sequences divided by all its sequences; for a
                              stream, the read spans of its files divided by all spans
 data/tokens_SOURCE           tokens consumed from the source, without padding
+data/prompts_SOURCE          prompts of the source that were answered and trained (`data.prompts`)
 data/bad_documents_SOURCE    streams only: documents skipped because they could not be read
 data/damaged_spans_SOURCE    streams only: spans of damaged files whose rest was skipped
 """

@@ -47,7 +47,7 @@ class Reward:
         Raises:
             UserError: The function fails, or its result is not a finite number; the message names the prompt's row.
         """
-        where = f"answer {number} to {prompt.place()}"
+        where = f"answer {number} to {prompt.place}"
         try:
             # Copies, because a function that changes its arguments would change the rewards of later answers.
             value = self._function(copy.deepcopy(list(prompt.messages)), text, copy.deepcopy(dict(prompt.columns)))

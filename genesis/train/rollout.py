@@ -172,9 +172,11 @@ class Rollouts:
         return np.array([self._reward.score(prompt, self._text(row.answer), row.number + 1) for row in rows])
 
     def _text(self, answer: NDArray[np.int32]) -> str:
-        """Returns an answer as text, without the token that ended it and without ids that have no text."""
+        """Returns an answer as text, without the token that ended it. Other control symbols are spelled: a reward for a
+        format may depend on them, and a model must not hide tokens from its reward."""
         tokenizer = self._data.tokenizer
-        return tokenizer.decode([i for i in answer.tolist() if i < tokenizer.vocab_size and i not in tokenizer.stop_ids])
+        ids = [token for token in answer.tolist() if token < tokenizer.vocab_size and token not in tokenizer.stop_ids]
+        return tokenizer.spell(ids, has_controls=True)
 
     def _write_samples(self, positions: Sequence[int]) -> None:
         """Writes the answers to a few prompts into the run's directory; a repeated rollout replaces its file."""
@@ -187,7 +189,7 @@ class Rollouts:
             for number, answer in enumerate(group.answers):
                 sample = {
                     "position": position,
-                    "prompt": prompt.place(),
+                    "prompt": prompt.name,
                     "messages": prompt.messages,
                     "answer": number + 1,
                     "text": self._text(answer),

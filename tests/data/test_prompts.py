@@ -57,9 +57,10 @@ def test_a_prompt_is_a_conversation_without_its_answer(
     hello, prompt = data.prompts.of_source["questions"]
     assert [(m["role"], m["content"]) for m in prompt.messages] == [("user", "What is two and two?")]
     assert prompt.columns == columns
-    assert prompt.place() == f"{tmp_path / 'prompts.jsonl'}, line 2"
+    assert prompt.place == f"{tmp_path / 'prompts.jsonl'}, line 2"
     assert data.tokenizer.decode(prompt.ids).endswith("assistant\n")
     assert hello.ids != prompt.ids
+    assert (hello.name, prompt.name) == ("questions 1", "questions 2")
 
 
 @pytest.mark.parametrize(

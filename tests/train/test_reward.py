@@ -23,7 +23,7 @@ def reward(messages, text, columns):
 
 
 def make_prompt(**columns: Any) -> Prompt:
-    return Prompt((1, 2), [{"role": "user", "content": "Why?"}], columns, lambda: "prompts.jsonl, line 7")
+    return Prompt((1, 2), [{"role": "user", "content": "Why?"}], columns, "questions 7", lambda: "prompts.jsonl, line 7")
 
 
 def test_a_file_or_a_module_gives_the_function(tmp_path: Path) -> None:
@@ -84,6 +84,14 @@ def test_an_error_in_the_function_names_the_row_in_one_line(error: BaseException
     with pytest.raises(UserError, match=f"failed for answer 2 to prompts.jsonl, line 7: {type(error).__name__}") as caught:
         Reward("scores.py:reward", fail).score(make_prompt(), "So.", 2)
     assert "\n" not in str(caught.value)
+
+
+def test_a_row_whose_file_is_gone_is_named_by_its_source() -> None:
+    def read_again() -> str:
+        raise FileNotFoundError("prompts.jsonl")
+
+    with pytest.raises(UserError, match="gave nan for answer 1 to questions 7; return"):
+        Reward("scores.py:reward", lambda *arguments: math.nan).score(make_prompt()._replace(locate=read_again), "So.", 1)
 
 
 def test_a_function_that_changes_its_arguments_changes_nothing() -> None:

@@ -33,8 +33,8 @@ class SourceOptions:
             document.
         weight: Share in the training mix, an integer in proportion to the other sources' weights.
         on_undecodable: What to do with bytes that are not UTF-8: error, or replace them by U+FFFD.
-        chat: Form of the conversations in the records (jsonl, parquet, arrow): messages (OpenAI's), sharegpt, alpaca or
-            prompt_completion; auto goes by the names of the fields. Not given for plain text.
+        chat: Form of the conversations in the records (jsonl, parquet, arrow): messages (OpenAI's), sharegpt, alpaca,
+            prompt_completion or prompt; auto goes by the names of the fields. Not given for plain text.
     """
 
     name: str

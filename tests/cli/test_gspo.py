@@ -1,0 +1,90 @@
+"""Training on prompts through the command: allowed by an argument alone, resumed, and refused with another reward."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from genesis.tokenizer.open import open_tokenizer
+from tests.cli.conftest import Genesis
+from tests.cli.test_run import committed_steps
+from tests.cli.tiny import build_recipe, write_recipe
+from tests.train.rollouts import GROUP_SIZE, SEQ_LEN, write_case
+
+ALLOWED = ("--allow_reward_code", "true")
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Path:
+    return write_case(tmp_path / "case")
+
+
+def write_prompt_recipe(case: Path, run_dir: Path, **changes: Any) -> Path:
+    recipe = build_recipe(case, run_dir)
+    vocab_size = open_tokenizer(case / "tokenizer").vocab_size
+    recipe["model"]["decoder"] |= {"vocab_size": vocab_size, "max_seq_len": SEQ_LEN}
+    recipe["model"]["objective"] = {"class_path": "genesis.objectives.gspo.GSPO", "init_args": {"clip_low": 0.01}}
+    recipe["data"] = {
+        "seq_len": SEQ_LEN,
+        "micro_batch_size": 4,
+        "global_batch_size": 1,
+        "prompts": {
+            "sources": [{"name": "questions", "paths": [str(case / "prompts.jsonl")]}],
+            "reward": f"{case / 'reward.py'}:reward",
+            "tokenizer": str(case / "tokenizer"),
+            "group_size": GROUP_SIZE,
+            "steps_per_rollout": 3,
+            "max_new_tokens": 5,
+        },
+    }
+    del recipe["trainer"]["val_check_interval"]
+    return write_recipe(case / "recipe.yaml", recipe, changes)
+
+
+def test_a_reward_function_runs_only_if_an_argument_allows_it(genesis: Genesis, case: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    path = case / "reward.py"
+    path.write_text(f"open({str(case / 'ran')!r}, 'w').close()\n{path.read_text()}")
+    recipe = write_prompt_recipe(case, run_dir)
+    refused = genesis("fit", "--config", str(recipe))
+    assert refused.status == 2
+    assert "allow it by --allow_reward_code true" in refused.err
+    by_itself = write_prompt_recipe(case, run_dir, allow_reward_code=True)
+    refused = genesis("fit", "--config", str(by_itself))
+    assert refused.status == 2
+    assert "allow_reward_code is in a recipe, which must not allow itself" in refused.err
+    assert not (case / "ran").exists()
+
+
+def test_a_run_on_prompts_is_resumed_and_continued_as_text(genesis: Genesis, case: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    recipe = write_prompt_recipe(case, run_dir)
+    fitted = genesis("fit", "--config", str(recipe), *ALLOWED)
+    assert fitted.status == 0, fitted.err
+    assert committed_steps(run_dir) == [2, 4]
+    resolved = yaml.safe_load((run_dir / "config.yaml").read_text())
+    assert "allow_reward_code" not in resolved
+    assert resolved["data"]["prompts"]["group_size"] == GROUP_SIZE
+    (case / "reward.py").write_text("def reward(messages, text, columns):\n    return 0.5\n")
+    longer = ("--config", str(recipe), *ALLOWED, "--trainer.max_steps", "5", "--ckpt_path", "latest")
+    changed = genesis("fit", *longer, "--checkpoint.allow_changed", "[trainer.max_steps]")
+    assert changed.status == 2
+    assert "reward" in changed.err
+    resumed = genesis("fit", *longer, "--checkpoint.allow_changed", "[reward, trainer.max_steps]")
+    assert resumed.status == 0, resumed.err
+    # The fifth step has an answer that the first reward function scored.
+    assert committed_steps(run_dir)[-1] == 5
+    said = genesis("generate", str(run_dir), "--prompt", "Question", "--max-new-tokens", "3")
+    assert said.status == 0, said.err
+
+
+@pytest.mark.filterwarnings("ignore:training ended with UserError")  # which the command prints
+def test_an_error_of_the_reward_function_is_one_line_with_the_row(genesis: Genesis, case: Path, tmp_path: Path) -> None:
+    (case / "reward.py").write_text("def reward(messages, text, columns):\n    return columns['answer']\n")
+    failed = genesis("fit", "--config", str(write_prompt_recipe(case, tmp_path / "run")), *ALLOWED)
+    assert failed.status == 2
+    errors = [line for line in failed.err.splitlines() if line.startswith("genesis: error")]
+    assert len(errors) == 1
+    assert "prompts.jsonl, line " in errors[0]
+    assert errors[0].endswith("KeyError: 'answer'; correct it")

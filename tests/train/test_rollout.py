@@ -1,0 +1,328 @@
+"""Rollouts in training: exact gradients, equal ranks, and a run that is killed anywhere and ends with the same bits."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+
+from genesis.data.window import IGNORE_INDEX
+from genesis.errors import RunEndedError, UserError
+from genesis.generate.batch import Batch
+from genesis.model.adapter import AdapterConfig
+from genesis.model.decoder import Decoder
+from genesis.objectives.cross_entropy import CrossEntropy
+from genesis.objectives.gspo import GSPO
+from genesis.train.data_module import CorpusDataModule
+from genesis.train.module import GenesisModule
+from genesis_callbacks import AsyncProcessCheckpoint
+from genesis_callbacks.checkpoint import list_committed, verify
+from genesis_callbacks.testing import run_ranks
+from tests.train.rollouts import GROUP_SIZE, STEPS, answer, build_data, build_module, read_log, write_case
+from tests.train.support import KeepGradients, build_strategy, build_trainer
+
+pytestmark = pytest.mark.xdist_group("rollouts")
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_case(tmp_path_factory.mktemp("case"))
+
+
+Straight = Callable[[int], tuple[Path, list[dict[str, Any]]]]
+
+
+@pytest.fixture(scope="module")
+def straight(case: Path, tmp_path_factory: pytest.TempPathFactory) -> Straight:
+    """Returns a run that nothing stops, on a number of ranks: its directory, and the results of its ranks."""
+
+    @cache
+    def run(world_size: int) -> tuple[Path, list[dict[str, Any]]]:
+        directory = tmp_path_factory.mktemp("straight")
+        return directory, run_ranks(answer, world_size, str(directory), str(case))
+
+    return run
+
+
+def assert_same_bits(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one["weights"].keys() == other["weights"].keys()
+    assert all(torch.equal(tensor, other["weights"][name]) for name, tensor in one["weights"].items())
+    assert (one["counters"], one["position"]) == (other["counters"], other["position"])
+    # What the resumed run trained is the end of what the other run trained.
+    assert one["batches"][-len(other["batches"]) :] == other["batches"]
+    assert one["extras"][-len(other["extras"]) :] == other["extras"]
+
+
+# ---- a run
+
+
+def test_the_first_step_of_a_rollout_has_the_ratio_one_and_later_ones_do_not(straight: Straight) -> None:
+    directory, (run,) = straight(1)
+    log = read_log(directory)
+    assert len(log) == STEPS
+    # Exactly: the old log-probabilities come from the same forward, in the same micro-batches.
+    assert [row["train/ratio"] == 1.0 for row in log] == [True, False, False] * 2
+    assert [row["train/clipped"] == 0.0 for row in log if row["train/ratio"] == 1.0] == [True, True]
+    assert log[-1]["data/prompts_questions"] == run["position"] == 2 * STEPS
+    for step, extra in enumerate(run["extras"]):
+        assert log[step]["train/reward"] == pytest.approx(sum(extra["reward"]) / len(extra["reward"]), rel=1e-5)
+        groups = torch.tensor(extra["advantage"]).view(-1, GROUP_SIZE)
+        assert float(groups.sum(1).abs().max()) < 1e-5
+        assert log[step]["train/answer_tokens"] <= 12
+
+
+def test_the_answers_to_some_prompts_are_written_with_their_rewards(straight: Straight) -> None:
+    directory, (run,) = straight(1)
+    files = sorted((directory / "rollouts").iterdir())
+    assert [file.name for file in files] == ["0000000000.rank-0.jsonl", "0000000006.rank-0.jsonl"]
+    samples = [json.loads(line) for line in files[1].read_text().splitlines()]
+    assert [sample["answer"] for sample in samples] == [1, 2, 3, 4]
+    assert [sample["reward"] for sample in samples] == pytest.approx(run["extras"][3]["reward"][:GROUP_SIZE])
+    assert all(sample["prompt"].startswith("questions ") for sample in samples)
+    for sample in samples:
+        vowels = sum(character in "aeiou" for character in sample["text"])
+        bonus = int(sample["messages"][0]["content"].removeprefix("Question ").removesuffix("?")) / 10
+        assert sample["reward"] == pytest.approx(vowels / (len(sample["text"]) + 1) + bonus)
+
+
+class KeepWindows(KeepGradients):
+    """Keeps windows, weights and gradients of each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[tuple[Any, dict[str, Tensor], dict[str, Tensor]]] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.window, self.weights = batch, {k: v.detach().clone() for k, v in pl_module.decoder.state_dict().items()}
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        super().on_before_optimizer_step(trainer, pl_module, optimizer)
+        self.steps.append((self.window, self.weights, self.gradients))
+
+
+def slow_gradients(module: GenesisModule, window: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the gradient of a step in float64, answer by answer without padding."""
+    model = Decoder(module.decoder_config)
+    model.load_state_dict(weights)
+    model.double()
+    assert isinstance(module.objective, GSPO)
+    losses = []
+    for micro_batch in window.micro_batches:
+        for row, labels in enumerate(micro_batch.labels):
+            places = (labels != IGNORE_INDEX).nonzero().squeeze(1)
+            length = int(places[-1]) + 1
+            logits = model(micro_batch.input_ids[row : row + 1, :length])[0]
+            log_prob = logits.log_softmax(-1)[places, labels[places]].sum()
+            ratio = torch.exp((log_prob - micro_batch.extra["old_log_prob"][row].double()) / len(places))
+            advantage = micro_batch.extra["advantage"][row].double()
+            held = ratio.clamp(1 - module.objective.clip_low, 1 + module.objective.clip_high)
+            losses.append(-torch.minimum(ratio * advantage, held * advantage))
+    torch.stack(losses).mean().backward()
+    return {f"decoder.{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_the_gradients_of_every_step_equal_a_slow_reference(case: Path) -> None:
+    data = build_data(case)
+    module, keep = build_module(data), KeepWindows()
+    build_trainer("auto", 1, 3, [keep]).fit(module, data)
+    assert len(keep.steps) == 3
+    for window, weights, gradients in keep.steps:
+        expected = slow_gradients(module, window, weights)
+        assert expected.keys() == gradients.keys()
+        largest = max(float(gradient.abs().max()) for gradient in expected.values())
+        assert largest > 1e-3
+        for name, gradient in expected.items():
+            assert float((gradients[name] - gradient).abs().max()) < 1e-5, name
+
+
+@pytest.mark.slow
+def test_two_ranks_equal_one(straight: Straight) -> None:
+    directory, (alone,) = straight(1)
+    others_directory, ranks = straight(2)
+    for step in range(STEPS):
+        assert [row for rank in ranks for row in rank["batches"][step]] == alone["batches"][step]
+        for name in ("reward", "advantage", "spread"):
+            assert [value for rank in ranks for value in rank["extras"][step][name]] == alone["extras"][step][name]
+    for name, tensor in alone["weights"].items():
+        assert torch.equal(ranks[0]["weights"][name], ranks[1]["weights"][name])
+        assert float((ranks[0]["weights"][name] - tensor).abs().max()) < 1e-5
+    for one, other in zip(read_log(directory), read_log(others_directory), strict=True):
+        for name in ("reward", "reward_spread", "ratio", "clipped", "answer_tokens", "entropy", "finished", "loss"):
+            assert other[f"train/{name}"] == pytest.approx(one[f"train/{name}"], abs=1e-5)
+
+
+def learn_in_form(case: str, form: str) -> set[str]:
+    """Trains two steps and returns the names of the tensors that changed."""
+    data = build_data(Path(case))
+    adapter = AdapterConfig(rank=2, alpha=4.0, dropout=0.2) if form == "adapters" else None
+    module, keep = build_module(data, adapter=adapter), KeepWindows()
+    options = {"precision": form} if form == "bf16-mixed" else {}
+    strategy = build_strategy(form if form in ("compiled", "checkpointing") else "replicated")
+    build_trainer(strategy, 1, 2, [keep], **options).fit(module, data)
+    assert module.decoder is not None
+    assert module.decoder.training
+    before, after = keep.steps[0][1], module.decoder.state_dict()
+    return {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+
+
+@pytest.mark.parametrize(
+    "form", ["adapters", *(pytest.param(form, marks=pytest.mark.slow) for form in ("bf16-mixed", "compiled"))]
+)
+def test_other_forms_of_a_model_answer_and_learn(case: Path, form: str) -> None:
+    (changed,) = run_ranks(learn_in_form, 1, str(case), form)
+    assert changed
+    assert all("lora_" in name for name in changed) == (form == "adapters")
+
+
+# ---- killed and resumed
+
+
+class KillBeforeStep(pl.Callback):
+    """Kills its rank, by SIGKILL, when a window of a later step of a rollout is about to be trained."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, idx: int) -> None:
+        if trainer.global_step == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class KillInGeneration(pl.Callback):
+    """Kills its rank, by SIGKILL, when the answers of the second rollout are half written."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
+        if trainer.global_step == 3:
+            step, count = Batch.step, iter(range(7))
+
+            def step_or_die(batch: Batch) -> Any:
+                if next(count, None) is None:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return step(batch)
+
+            Batch.step = step_or_die  # type: ignore[method-assign]
+
+
+class KillInSave(pl.Callback):
+    """Kills its rank, by SIGKILL, while the save of a step in the middle of a rollout is being written."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
+        saves = [callback for callback in vars(trainer)["callbacks"] if isinstance(callback, AsyncProcessCheckpoint)]
+        assert saves
+        if trainer.global_step == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("killer", "mode", "restored"),
+    [
+        pytest.param(KillInGeneration, "sync", (3,), marks=pytest.mark.slow),
+        (KillBeforeStep, "sync", (4,)),
+        # The orphaned writers may or may not have finished the save of the last step.
+        pytest.param(KillInSave, "process", (3, 4, 5), marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_run_ends_with_the_same_bits(
+    tmp_path: Path,
+    case: Path,
+    straight: Straight,
+    killer: type[pl.Callback],
+    mode: str,
+    restored: tuple[int, ...],
+    world_size: int,
+) -> None:
+    _, ranks = straight(world_size)
+    arguments = (str(tmp_path), str(case), "replicated", STEPS)
+    with pytest.raises(AssertionError, match="died without a word"):
+        run_ranks(answer_in_mode, world_size, mode, *arguments, killer())
+    resumed = run_ranks(answer_in_mode, world_size, mode, *arguments)
+    for one, other in zip(ranks, resumed, strict=True):
+        assert other["restored"] in restored
+        assert_same_bits(one, other)
+    newest, _ = list_committed(tmp_path)[-1]
+    assert verify(newest, "deep").counters["updates"] == STEPS
+
+
+def answer_in_mode(mode: str, *arguments: Any) -> dict[str, Any]:
+    return answer(*arguments, mode=mode)
+
+
+@pytest.mark.slow
+def test_a_rollout_continues_on_another_number_of_ranks(tmp_path: Path, case: Path, straight: Straight) -> None:
+    _, (alone,) = straight(1)
+    run_ranks(answer, 2, str(tmp_path), str(case), "replicated", 2)
+    (resumed,) = run_ranks(answer, 1, str(tmp_path), str(case), "replicated", 3)
+    # The third step has the answers that two ranks wrote before the first.
+    assert resumed["batches"] == alone["batches"][2:3]
+    assert resumed["extras"][0]["old_log_prob"] == pytest.approx(alone["extras"][2]["old_log_prob"], abs=1e-4)
+
+
+# ---- refused
+
+
+def test_an_error_of_the_reward_function_ends_the_run_with_the_row(tmp_path: Path) -> None:
+    for body, message in (
+        ("1 / columns['bonus']", r"answer 1 to .*prompts.jsonl, line 1: ZeroDivisionError"),
+        ("columns['answer']", r"failed for answer 1 to .*prompts.jsonl, line \d: KeyError: 'answer'; correct it$"),
+        ("float('nan')", r"gave nan for answer 1 to .*prompts.jsonl, line \d; return a finite number$"),
+    ):
+        case = write_case(tmp_path, f"def reward(messages, text, columns):\n    return {body}\n")
+        data = build_data(case)
+        with pytest.raises(UserError, match=message):
+            build_trainer("auto", 1, STEPS, []).fit(build_module(data), data)
+
+
+def fail_on_one_rank(directory: str, case: str) -> str:
+    try:
+        answer(directory, case)
+    except (UserError, RunEndedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.slow
+def test_an_error_on_one_rank_ends_all_ranks(tmp_path: Path) -> None:
+    # The ranks share each global batch of two prompts; of position 0 and 1 only one has this record.
+    case = write_case(tmp_path)
+    first = build_data(case).training.prompt_at(0)  # type: ignore[attr-defined]
+    (case / "reward.py").write_text(
+        f"def reward(messages, text, columns):\n    return 1 / (columns['bonus'] != {first.columns['bonus']!r})\n"
+    )
+    outcomes = run_ranks(fail_on_one_rank, 2, str(tmp_path / "run"), str(case))
+    assert outcomes[0].startswith("UserError: the reward function")
+    assert outcomes[1].startswith("RunEndedError: another rank could not answer or score its prompts")
+
+
+def test_data_objective_and_strategy_that_do_not_fit_are_refused(case: Path, tiny_corpus: Path, tmp_path: Path) -> None:
+    data = build_data(case)
+    module = build_module(data)
+    module.objective = CrossEntropy()
+    with pytest.raises(UserError, match="data.prompts is given, but model.objective is CrossEntropy"):
+        build_trainer("auto", 1, 2, []).fit(module, data)
+    corpus = CorpusDataModule(str(tiny_corpus), seq_len=16, micro_batch_size=2, global_batch_size=8)
+    with pytest.raises(UserError, match="model.objective is GSPO, which learns from its own answers"):
+        build_trainer("auto", 1, 2, []).fit(build_module(build_data(case)), corpus)
+    data = build_data(case)
+    data.allows_reward_code = False
+    with pytest.raises(UserError, match="--allow_reward_code true"):
+        build_trainer("auto", 1, 2, []).fit(build_module(data), data)
+
+
+def refuse_sharded(case: str) -> str:
+    data = build_data(Path(case))
+    try:
+        build_trainer(build_strategy("full"), 1, 2, []).fit(build_module(data), data)
+    except UserError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.slow
+def test_sharded_parameters_are_refused_by_name(case: Path) -> None:
+    (message,) = run_ranks(refuse_sharded, 1, str(case))
+    assert message.startswith("trainer.strategy is sharded")
