@@ -1,8 +1,8 @@
 """Finds the data of a run from any working directory.
 
-A recipe names the corpus (or the tokenizer and sources of a stream or of prompts) as the user wrote the path, mostly relative to the
-working directory of the run. A run therefore also records the same path relative to its own directory. A path of a
-recipe is searched for in this order, and the first location that exists is used:
+A recipe names the corpus (or the tokenizer and sources of a stream or of prompts) as the user wrote the path, mostly
+relative to the working directory of the run. A run therefore also records the same path relative to its own directory.
+A path of a recipe is searched for in this order, and the first location that exists is used:
 
 1. the path in the recipe, relative to the current working directory
 2. the path in `RUN/data_paths.json` (earlier versions: `data_places.json`), relative to the run's directory

@@ -297,7 +297,9 @@ def _build_training_data(
             )
         return StreamData(stream, options, corpus_path=path, verify_hashes=verify_hashes, tokenizer_hash=tokenizer_hash)
     if path is None:
-        raise UserError("there is nothing to train on; give data.corpus (of `genesis data prepare`), data.stream or data.prompts")
+        raise UserError(
+            "there is nothing to train on; give data.corpus (of `genesis data prepare`), data.stream or data.prompts"
+        )
     return CorpusData(path, options, verify_hashes=verify_hashes, tokenizer_hash=tokenizer_hash)
 
 

@@ -84,7 +84,9 @@ def load_reward(name: str, *, is_allowed: bool) -> Reward:
         module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except (Exception, SystemExit) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_REASON]
-        raise UserError(f"the module of the reward function {name} cannot be imported ({reason}); correct it") from error
+        raise UserError(
+            f"the module of the reward function {name} cannot be imported ({reason}); correct it"
+        ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
         raise UserError(f"{place} has no function {function_name!r}; {_REMEDY}")

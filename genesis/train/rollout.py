@@ -15,7 +15,6 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -26,19 +25,19 @@ from torch import Tensor
 
 from genesis.data.loader import SequenceFormat, build_window
 from genesis.data.prompt_data import Group, PromptData
-from genesis.data.window import AccumulationWindow, MicroBatch
+from genesis.data.window import AccumulationWindow
 from genesis.errors import RunEndedError, UserError
 from genesis.generate.batch import Batch, Request, check_is_number
 from genesis.generate.sample import SamplingOptions
 from genesis.model.decoder import Decoder
 from genesis.objectives.gspo import (
     ADVANTAGE,
+    GSPO,
     IS_FINISHED,
     OLD_LOG_PROB,
     REWARD,
     SPREAD,
     TEMPERATURE,
-    GSPO,
     compare_rewards,
     sum_log_probs,
 )
@@ -172,8 +171,11 @@ class Rollouts:
         return np.array([self._reward.score(prompt, self._text(row.answer), row.number + 1) for row in rows])
 
     def _text(self, answer: NDArray[np.int32]) -> str:
-        """Returns an answer as text, without the token that ended it. Other control symbols are spelled: a reward for a
-        format may depend on them, and a model must not hide tokens from its reward."""
+        """Returns an answer as text, without the token that ended it.
+
+        Other control symbols are spelled: a reward for a format may depend on them, and a model must not hide tokens
+        from its reward.
+        """
         tokenizer = self._data.tokenizer
         ids = [token for token in answer.tolist() if token < tokenizer.vocab_size and token not in tokenizer.stop_ids]
         return tokenizer.spell(ids, has_controls=True)
@@ -242,9 +244,7 @@ class Rollouts:
 
     def _compare(self, rows: Sequence[_Row]) -> dict[str, Tensor]:
         """Returns what the objective needs for the answers of a micro-batch."""
-        columns: dict[str, list[float]] = {
-            name: [] for name in (ADVANTAGE, OLD_LOG_PROB, REWARD, SPREAD, IS_FINISHED)
-        }
+        columns: dict[str, list[float]] = {name: [] for name in (ADVANTAGE, OLD_LOG_PROB, REWARD, SPREAD, IS_FINISHED)}
         for row in rows:
             group = self._data.groups[row.position]
             advantages, spread = compare_rewards(group.rewards)

@@ -85,12 +85,19 @@ def build_module(data: CorpusDataModule, **changes: Any) -> GenesisModule:
 
 
 def answer(
-    directory: str, case: str, strategy: str = "replicated", max_steps: int = STEPS, *callbacks: pl.Callback, **options: Any
+    directory: str,
+    case: str,
+    strategy: str = "replicated",
+    max_steps: int = STEPS,
+    *callbacks: pl.Callback,
+    **options: Any,
 ) -> dict[str, Any]:
     """Fits on prompts from the latest checkpoint in `directory`, and returns what that came to."""
     data = build_data(Path(case), **options.pop("prompts", {}))
     module = build_module(data)
-    checkpoint = AsyncProcessCheckpoint(run_dir=directory, every_n_steps=1, keep_last=3, mode=options.pop("mode", "sync"))
+    checkpoint = AsyncProcessCheckpoint(
+        run_dir=directory, every_n_steps=1, keep_last=3, mode=options.pop("mode", "sync")
+    )
     record = Record()
     trainer = build_trainer(
         build_strategy(strategy),

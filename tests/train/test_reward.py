@@ -23,7 +23,9 @@ def reward(messages, text, columns):
 
 
 def make_prompt(**columns: Any) -> Prompt:
-    return Prompt((1, 2), [{"role": "user", "content": "Why?"}], columns, "questions 7", lambda: "prompts.jsonl, line 7")
+    return Prompt(
+        (1, 2), [{"role": "user", "content": "Why?"}], columns, "questions 7", lambda: "prompts.jsonl, line 7"
+    )
 
 
 def test_a_file_or_a_module_gives_the_function(tmp_path: Path) -> None:
@@ -65,13 +67,13 @@ def test_a_function_that_is_not_found_is_named(name: str, message: str) -> None:
 def test_a_module_that_fails_is_named(tmp_path: Path) -> None:
     path = tmp_path / "scores.py"
     path.write_text("1 / 0\n")
-    with pytest.raises(UserError, match="scores.py:reward cannot be imported .ZeroDivisionError"):
+    with pytest.raises(UserError, match=r"scores\.py:reward cannot be imported .ZeroDivisionError"):
         load_reward(f"{path}:reward", is_allowed=True)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, "1.0", None, [1.0]])
 def test_a_reward_that_is_no_finite_number_names_the_row(value: Any) -> None:
-    with pytest.raises(UserError, match="gave .* for answer 3 to prompts.jsonl, line 7; return a") as caught:
+    with pytest.raises(UserError, match=r"gave .* for answer 3 to prompts\.jsonl, line 7; return a") as caught:
         Reward("scores.py:reward", lambda *arguments: value).score(make_prompt(), "So.", 3)
     assert "\n" not in str(caught.value)
 
@@ -81,7 +83,9 @@ def test_an_error_in_the_function_names_the_row_in_one_line(error: BaseException
     def fail(*arguments: Any) -> float:
         raise error
 
-    with pytest.raises(UserError, match=f"failed for answer 2 to prompts.jsonl, line 7: {type(error).__name__}") as caught:
+    with pytest.raises(
+        UserError, match=f"failed for answer 2 to prompts.jsonl, line 7: {type(error).__name__}"
+    ) as caught:
         Reward("scores.py:reward", fail).score(make_prompt(), "So.", 2)
     assert "\n" not in str(caught.value)
 
@@ -91,7 +95,9 @@ def test_a_row_whose_file_is_gone_is_named_by_its_source() -> None:
         raise FileNotFoundError("prompts.jsonl")
 
     with pytest.raises(UserError, match="gave nan for answer 1 to questions 7; return"):
-        Reward("scores.py:reward", lambda *arguments: math.nan).score(make_prompt()._replace(locate=read_again), "So.", 1)
+        Reward("scores.py:reward", lambda *arguments: math.nan).score(
+            make_prompt()._replace(locate=read_again), "So.", 1
+        )
 
 
 def test_a_function_that_changes_its_arguments_changes_nothing() -> None:

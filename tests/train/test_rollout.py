@@ -302,10 +302,10 @@ def test_data_objective_and_strategy_that_do_not_fit_are_refused(case: Path, tin
     data = build_data(case)
     module = build_module(data)
     module.objective = CrossEntropy()
-    with pytest.raises(UserError, match="data.prompts is given, but model.objective is CrossEntropy"):
+    with pytest.raises(UserError, match=r"data\.prompts is given, but model\.objective is CrossEntropy"):
         build_trainer("auto", 1, 2, []).fit(module, data)
     corpus = CorpusDataModule(str(tiny_corpus), seq_len=16, micro_batch_size=2, global_batch_size=8)
-    with pytest.raises(UserError, match="model.objective is GSPO, which learns from its own answers"):
+    with pytest.raises(UserError, match=r"model\.objective is GSPO, which learns from its own answers"):
         build_trainer("auto", 1, 2, []).fit(build_module(build_data(case)), corpus)
     data = build_data(case)
     data.allows_reward_code = False

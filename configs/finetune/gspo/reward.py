@@ -1,7 +1,8 @@
-"""The reward of configs/finetune/gspo-tiny.yaml: an answer that begins with the wanted digits and a full stop."""
+"""The reward of configs/finetune/gspo-tiny.yaml: an answer of the kind of characters that the prompt asks for."""
+
+KINDS = {"digits": "0123456789", "letters": "abcdefghijklmnopqrstuvwxyz"}
 
 
-def score_format(messages: list[dict[str, str]], text: str, columns: dict[str, int]) -> float:
-    """Returns the share of right characters; what follows the full stop does not count."""
-    wanted = ["0123456789"] * columns["digits"] + ["."]
-    return sum(character in allowed for character, allowed in zip(text, wanted, strict=False)) / len(wanted)
+def score_kind(messages: list[dict[str, str]], text: str, columns: dict[str, str]) -> float:
+    """Returns the share of characters that are of the wanted kind."""
+    return sum(character in KINDS[columns["kind"]] for character in text) / len(text) if text else 0.0
