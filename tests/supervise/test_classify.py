@@ -1,0 +1,95 @@
+"""Each class of ends has its signature; the first cause wins over its consequences."""
+
+import re
+
+import pytest
+
+from genesis.supervise.classify import Evidence, RankEnd, classify
+from genesis.supervise.ends import CONSEQUENCES, ENDS, EndClass
+
+EXAMPLES = [
+    (name, signature.example)
+    for name, rule in ENDS.items()
+    for signature in rule.signatures
+    if name not in ("out_of_memory_at_start", "out_of_memory_at_save")
+]
+
+
+@pytest.mark.parametrize(("name", "example"), EXAMPLES, ids=[f"{name}-{i}" for i, (name, _) in enumerate(EXAMPLES)])
+def test_the_quoted_text_of_each_signature_is_of_its_class(name: EndClass, example: str) -> None:
+    end = RankEnd(0, 1, 1.0, f"step 41/100\n{example}\n")
+    assert classify(Evidence((end,), has_trained=True)).end_class == name
+    told = RankEnd(0, 1, 1.0, "", *example.partition(": ")[::2])
+    assert classify(Evidence((told,), has_trained=True)).end_class == name
+
+
+def test_every_class_has_a_way_to_be_found_and_a_status_of_its_own() -> None:
+    for name, rule in ENDS.items():
+        assert rule.signatures or rule.statuses or rule.evidence or name == "unknown"
+        assert all(re.search(each.pattern, each.example, re.IGNORECASE) for each in rule.signatures)
+    statuses = [rule.exit_status for rule in ENDS.values()]
+    assert sorted(status for status in statuses if statuses.count(status) > 1) == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("status", "name"),
+    [(-9, "lost_rank"), (-11, "native_crash"), (2, "user_mistake"), (143, "interrupted"), (1, "unknown")],
+)
+def test_a_status_decides_where_no_text_does(status: int, name: EndClass) -> None:
+    found = classify(Evidence((RankEnd(0, status, 1.0, "some words"),), has_trained=True))
+    assert (found.end_class, found.rank) == (name, 0)
+
+
+@pytest.mark.parametrize("consequence", [signature.example for signature in CONSEQUENCES])
+def test_a_consequence_is_never_the_cause_even_if_it_came_first(consequence: str) -> None:
+    ends = (RankEnd(0, 1, 1.0, consequence), RankEnd(1, -9, 2.0), RankEnd(2, 70, 0.5))
+    assert classify(Evidence(ends, has_trained=True)).rank == 1
+
+
+def test_the_rank_that_failed_first_is_named() -> None:
+    ends = (RankEnd(0, -11, 5.0), RankEnd(1, 1, 4.0, "", "MemoryError", "no memory"), RankEnd(2, 2, 6.0))
+    found = classify(Evidence(ends, has_trained=True))
+    assert (found.end_class, found.rank) == ("host_out_of_memory", 1)
+
+
+def test_the_moment_decides_between_memory_at_start_in_a_step_and_at_a_save() -> None:
+    text = ENDS["out_of_memory_in_step"].signatures[0].example
+    assert classify(Evidence((RankEnd(0, 1, 1.0, text),), has_trained=False)).end_class == "out_of_memory_at_start"
+    saving = RankEnd(0, 1, 1.0, text, "SaveFailedError", "staging failed")
+    assert classify(Evidence((saving,), has_trained=True)).end_class == "out_of_memory_at_save"
+
+
+def test_the_process_that_holds_the_device_is_named() -> None:
+    text = ENDS["out_of_memory_at_start"].signatures[0].example
+    assert classify(Evidence((RankEnd(0, 1, 1.0, text),), has_trained=False)).reason.endswith(
+        "process 4242 holds 20.00 GiB of the device"
+    )
+
+
+def test_a_kill_by_the_kernel_for_memory_is_not_a_lost_rank() -> None:
+    evidence = Evidence((RankEnd(0, -9, 1.0),), has_trained=True, oom_kills=1)
+    assert classify(evidence).end_class == "host_out_of_memory"
+
+
+def test_a_hang_and_a_preemption_are_known_to_the_supervisor_itself() -> None:
+    ends = (RankEnd(0, None, 1.0), RankEnd(1, None, 1.0))
+    hang = classify(Evidence(ends, has_trained=True, hung_rank=1, hung_seconds=31.0))
+    assert (hang.end_class, hang.rank, hang.reason) == ("hang", 1, "rank 1 made no progress for 31 s")
+    stopped = classify(Evidence((RankEnd(0, 143, 1.0),), has_trained=True, stop_reason="SIGTERM"))
+    assert (stopped.end_class, stopped.reason) == ("preempted", "SIGTERM")
+
+
+def test_ranks_that_all_ended_well_are_no_end_of_a_class() -> None:
+    assert classify(Evidence((RankEnd(0, 0, 1.0), RankEnd(1, 0, 1.0)), has_trained=True)).end_class is None
+
+
+def test_only_consequences_are_a_lost_rank() -> None:
+    found = classify(Evidence((RankEnd(0, 70, 1.0, CONSEQUENCES[1].example),), has_trained=True))
+    assert found.end_class == "lost_rank"
+
+
+def test_a_warning_of_what_a_rank_survived_is_not_its_end() -> None:
+    output = "genesis: warning: quarantined step-00000040: it does not verify\nRuntimeError: something else\n"
+    assert classify(Evidence((RankEnd(0, 1, 1.0, output),), has_trained=True)).end_class == "unknown"
+    killed = RankEnd(0, -9, 1.0, "OSError: [Errno 28] No space left on device")
+    assert classify(Evidence((killed,), has_trained=True)).end_class == "lost_rank"
