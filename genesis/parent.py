@@ -62,6 +62,11 @@ def end_with_parent() -> None:
         )
 
 
+def end_with_forker() -> None:
+    """Makes this process, which has just been forked, end at once when the process that forked it ends."""
+    _set_death_signal(signal.SIGKILL)
+
+
 def outlive_parent() -> None:
     """Undoes `end_with_parent`, for ranks whose launcher is itself a rank that may end normally before them.
 

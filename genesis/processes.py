@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
+from typing import Literal
 
 from genesis.errors import RunEndedError, UserError
 
@@ -20,6 +21,12 @@ _POLL_SECONDS = 0.02
 _LIMITED_NAME = "GENESIS_LIMITED"
 """Environment variable that marks what `run_limited` has started."""
 _NUM_LAST_LINES = 12
+
+ProcessKind = Literal["rank", "writer", "other"]
+
+_WRITER_MODULE = b"genesis_callbacks.checkpoint.writer"
+_LAUNCHER_MODULE = b"genesis.supervise.launcher"
+_GENESIS_MODULES = (b"genesis", b"genesis.__main__")
 
 
 # ---- workers over a pipe
@@ -246,6 +253,16 @@ def _read_process(entry: Path, mark: Mark) -> MarkedProcess | None:
         words=words,
         local_rank=int(environment.get(b"LOCAL_RANK", b"0")),
     )
+
+
+def find_kind(process: MarkedProcess) -> ProcessKind:
+    """Returns the kind of a process: a rank of a training, a rank's writer, or another helper."""
+    if _WRITER_MODULE in process.words:
+        return "writer"
+    if _LAUNCHER_MODULE in process.words:  # forked from the launcher, whose command line it keeps
+        return "rank"
+    is_fit = b"fit" in process.words and any(name in process.words for name in _GENESIS_MODULES)
+    return "rank" if is_fit else "other"
 
 
 def kill_process(pid: int, mark: Mark) -> bool:

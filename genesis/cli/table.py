@@ -120,6 +120,10 @@ COMMANDS = (
     Command("demo", "run the whole workflow on Python's own sources, in minutes", "genesis.cli.demo:main"),
     Command("doctor", "examine devices: speed, waits, a killed run; one report", "genesis.doctor.main:main"),
     Command("rehearse", "test a recipe with kills and restarts before a long training", "genesis.cli.rehearse:main"),
+    Command(
+        "supervise", "keep a run alive: restart after crashes, with a record of each", "genesis.cli.supervise:main"
+    ),
+    Command("crashes", "list the crashes of a run: class, rank, step, action, cost", "genesis.cli.crashes:main"),
     Command("bench tokenize", "compare data prepare with the tokenizer's own encode", "genesis.bench.tokenize:main"),
     Command(
         "bench data", "measure tokens per second of the data alone, prepared and streamed", "genesis.bench.data:main"

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from genesis.errors import RunEndedError
-from genesis.processes import Mark, find_processes
+from genesis.processes import Mark, find_kind, find_processes
 from genesis.rehearse.plan import Phase, Sight
-from genesis.rehearse.processes import Training, find_kind
+from genesis.rehearse.processes import Training
 from genesis.rehearse.watch import RunView
 
 

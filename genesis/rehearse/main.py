@@ -19,13 +19,13 @@ from typing import NoReturn
 from rich.console import Console
 
 from genesis.errors import RunEndedError, UserError
-from genesis.processes import Mark, check_can_find, end_all, wait_until_gone
+from genesis.processes import Mark, check_can_find, end_all, find_kind, wait_until_gone
 from genesis.rehearse.compare import read_losses
 from genesis.rehearse.display import Display
 from genesis.rehearse.killed_run import POLL_SECONDS, KilledRun
 from genesis.rehearse.launch import Launcher, Start, read_last_words
 from genesis.rehearse.plan import Trigger, Victim, plan_kills
-from genesis.rehearse.processes import MARK_NAME, find_kind
+from genesis.rehearse.processes import MARK_NAME
 from genesis.rehearse.recipe import RehearsedRecipe, resolve_recipe
 from genesis.rehearse.report import Report
 from genesis.rehearse.watch import RunView

@@ -10,24 +10,11 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
-from genesis.processes import Mark, MarkedProcess, find_processes, kill_process
+from genesis.processes import Mark, find_kind, find_processes, kill_process
 
 MARK_NAME = "GENESIS_REHEARSAL"
-Kind = Literal["rank", "writer", "other"]
-
-_WRITER_MODULE = b"genesis_callbacks.checkpoint.writer"
-_GENESIS_MODULES = (b"genesis", b"genesis.__main__")
 _POLL_SECONDS = 0.02
-
-
-def find_kind(process: MarkedProcess) -> Kind:
-    """Returns the kind of a rehearsal's process: a rank of a training, a rank's writer, or another helper."""
-    if _WRITER_MODULE in process.words:
-        return "writer"
-    is_fit = b"fit" in process.words and any(name in process.words for name in _GENESIS_MODULES)
-    return "rank" if is_fit else "other"
 
 
 class Training:

@@ -41,6 +41,7 @@ class CrashRecord:
         statuses: Exit status by rank, negative for a signal.
         action: What the supervisor did about it.
         environment: Versions, the machine, and the options of the attempt.
+        saved_step: Step of the newest checkpoint at that time; 0 for none.
         resumed_from: Step of the checkpoint from which the next attempt continued, 0 for none; None until it has.
         repeated_steps: Steps that were trained again; None until the run has recovered.
         lost_seconds: From the end to the first new step, with the repeated ones; None until the run has recovered.
@@ -58,6 +59,7 @@ class CrashRecord:
     clocks: Mapping[str, int] = field(default_factory=dict)
     statuses: Mapping[int, int] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    saved_step: int = 0
     resumed_from: int | None = None
     repeated_steps: int | None = None
     lost_seconds: float | None = None
@@ -116,6 +118,7 @@ def _decode(content: Mapping[str, Any]) -> CrashRecord:
         clocks={name: count(value) for name, value in entries(content["clocks"]).items()},
         statuses={int(name): count(value) for name, value in entries(content["statuses"]).items()},
         environment={name: text(value) for name, value in entries(content["environment"]).items()},
+        saved_step=count(content["saved_step"]),
         resumed_from=_maybe_count(content["resumed_from"]),
         repeated_steps=_maybe_count(content["repeated_steps"]),
         lost_seconds=_maybe_number(content["lost_seconds"]),

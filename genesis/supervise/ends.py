@@ -119,8 +119,8 @@ ENDS: Final[dict[EndClass, EndRule]] = {
     ),
     "out_of_memory_at_start": EndRule(
         meaning="a device has no memory for the model, before the first step",
-        policy="names the processes that hold the device's memory, ends those that this run started, and restarts with a "
-        "growing delay",
+        policy="names the processes that hold the device's memory, ends those that this run started, and restarts with "
+        "a growing delay",
         remedy="end the named process, or use smaller micro-batches or more sharding",
         exit_status=82,
         signatures=_OUT_OF_CUDA_MEMORY,

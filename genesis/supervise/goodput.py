@@ -1,10 +1,12 @@
 """Where the wall time of a supervised run went."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
 
 from genesis.supervise.plain import number
+
+Part = Literal["trained", "start", "restore", "repeated", "saves", "waiting", "down"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,37 @@ class Goodput:
             ValueError: A part is not a finite number.
         """
         return cls(**{field.name: number(content.get(field.name, 0.0)) for field in fields(cls)})
+
+
+class GoodputMeter:
+    """Adds up wall time by part; at each moment one part is running.
+
+    Args:
+        before: What earlier supervisors of the run have measured.
+        now_seconds: The moment from which it measures, by the monotonic clock.
+        part: The part that runs first.
+    """
+
+    def __init__(self, before: Goodput, now_seconds: float, part: Part = "down") -> None:
+        self._sums, self._since_seconds, self._part = before, now_seconds, part
+
+    def enter(self, part: Part, at_seconds: float) -> None:
+        """Lets another part run from a moment on, which may lie in the past but not before the last change."""
+        if part != self._part:
+            at_seconds = max(at_seconds, self._since_seconds)
+            self._sums = self.read(at_seconds)
+            self._part, self._since_seconds = part, at_seconds
+
+    def move(self, seconds: float, source: Part, target: Part) -> None:
+        """Counts time of one part as that of another; at most what the part has."""
+        seconds = min(seconds, getattr(self._sums, source))
+        moved = {source: getattr(self._sums, source) - seconds, target: getattr(self._sums, target) + seconds}
+        self._sums = replace(self._sums, **moved)
+
+    def read(self, now_seconds: float) -> Goodput:
+        """Returns the sums up to a moment."""
+        seconds = max(0.0, now_seconds - self._since_seconds)
+        return replace(self._sums, **{self._part: getattr(self._sums, self._part) + seconds})
 
 
 def describe_goodput(goodput: Goodput) -> str:

@@ -30,6 +30,7 @@ __all__ = [
     "COMMITTED_NAME",
     "LOCK_NAME",
     "EventWriter",
+    "LOCK_NAME",
     "MANIFEST_NAME",
     "PLACES_VARIABLE",
     "TRASH_NAME",

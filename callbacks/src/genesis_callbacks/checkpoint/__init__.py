@@ -15,6 +15,7 @@ from genesis_callbacks.run_directory import (
 )
 
 from .best import Best, find_best, read_best, read_marked_names
+from .commit import supersede
 from .compare import TensorComparison, compare_tensors
 from .contents import Contents, find_format, find_non_finite, read_contents
 from .device_proof import DeviceProof, DeviceReport, prove_device
@@ -160,6 +161,7 @@ __all__ = [
     "save_blocking",
     "step_of",
     "summarise_parts",
+    "supersede",
     "trace_ancestors",
     "verify",
 ]

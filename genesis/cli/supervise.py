@@ -1,0 +1,188 @@
+"""`genesis supervise`."""
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from genesis.arguments import Parser
+from genesis.errors import UserError
+from genesis.processes import check_can_find
+from genesis.supervise.attempt import Limits
+from genesis.supervise.decide import Policy
+from genesis.supervise.loop import SuperviseOptions, Supervisor
+
+_DESCRIPTION = """Keeps one run alive on this machine: starts `genesis fit` from the newest checkpoint that verifies,
+watches its ranks, and when they end before the run does, finds out why, cleans up and starts again. RUN/crashes holds a
+record of each crash (`genesis crashes RUN`). SIGTERM, SIGUSR1 and a notice of preemption save the run and end it with
+status 75, so that a queue starts it again. A supervisor that was killed and started again finds its run.
+Example: genesis supervise -- fit --config configs/genesis-10m.yaml
+Exit status: 0 complete, 2 invalid arguments or recipe, 75 saved and to be started again, 80 to 94 the class of the end
+after which it gave up (docs: Ends of a run), 130 interrupted."""
+_USAGE = "genesis supervise [options] -- fit --config RECIPE [OPTIONS OF FIT]"
+_DEFAULT_RUN_DIR = "runs/default"
+_OWN_OPTIONS = {
+    "--ckpt_path": "the supervisor starts from the newest checkpoint that verifies",
+    "--fork": "start the fork by `genesis fit`, then supervise it by its --run_dir",
+    "--print_config": "print the recipe by `genesis fit --print_config`",
+}
+
+
+def main(argv: list[str]) -> int:
+    """Runs `genesis supervise` and returns its exit status."""
+    own, fit = _split(argv)
+    parser = _build_parser()
+    arguments = parser.parse_args(own)
+    check_can_find("genesis supervise")
+    if arguments.nodes is not None or arguments.rdzv is not None:
+        raise UserError(
+            "--nodes and --rdzv are not available in this version: genesis supervise runs on one node; start several "
+            "nodes by torchrun"
+        )
+    _check_fit(fit)
+    run_dir = find_run_dir(fit[1:])
+    if arguments.on_drift == "allow":
+        fit = [*fit, "--checkpoint.allow_changed", '["*"]']
+    options = SuperviseOptions(
+        fit=tuple(fit),
+        run_dir=run_dir,
+        policy=Policy(arguments.max_ends_without_progress, arguments.on_drift, arguments.max_crashes),
+        limits=Limits(
+            arguments.hang_seconds, arguments.start_seconds, arguments.grace_seconds, arguments.deadline_seconds
+        ),
+        port=arguments.port,
+        wait_seconds=arguments.wait_seconds,
+        preempt_file=arguments.preempt_file,
+        preempt_url=arguments.preempt_url,
+        cost_per_hour=arguments.cost_per_hour,
+    )
+    return Supervisor(options, _report, _echo).run()
+
+
+def _build_parser() -> Parser:
+    parser = Parser(
+        "genesis supervise", usage=_USAGE, description=_DESCRIPTION, formatter_class=argparse.RawTextHelpFormatter
+    )
+    add = parser.add_argument
+    policy, limits = Policy(), Limits()
+    add(
+        "--max-ends-without-progress",
+        type=_count,
+        default=policy.max_ends_without_progress,
+        metavar="K",
+        help="stop after K ends without a new checkpoint between them (default %(default)s)",
+    )
+    add("--max-crashes", type=_count, metavar="N", help="stop after N crashes in all (default: no limit)")
+    add(
+        "--on-drift",
+        choices=("stop", "allow", "fresh"),
+        default=policy.on_drift,
+        help="if the recipe is not that of the newest checkpoint: stop and print the difference (default), allow it,\n"
+        "or start from scratch with the earlier checkpoints moved aside",
+    )
+    add(
+        *("--hang-seconds",),
+        **_seconds(limits.hang_seconds, "a rank without a heartbeat for so long hangs (default %(default)g)"),
+    )
+    add(
+        *("--start-seconds",),
+        **_seconds(limits.start_seconds, "limit from a launch to the first heartbeat (default %(default)g)"),
+    )
+    add(
+        *("--grace-seconds",),
+        **_seconds(limits.grace_seconds, "from SIGTERM to SIGKILL when ranks are ended (default %(default)g)"),
+    )
+    add(
+        *("--deadline-seconds",),
+        **_seconds(limits.deadline_seconds, "time for the last save after SIGTERM or SIGUSR1 (default %(default)g)"),
+    )
+    add("--wait-seconds", **_seconds(3600.0, "how long to wait for disk space (default %(default)g)"))
+    add("--port", type=_port, help="port at which the ranks meet (default: a free one in each attempt)")
+    add("--preempt-file", type=Path, metavar="FILE", help="save and exit with status 75 when FILE exists")
+    add("--preempt-url", metavar="URL", help="save and exit with status 75 when URL answers with 200; asked every 5 s")
+    add("--cost-per-hour", type=float, metavar="PRICE", help="price of an hour of this machine, for the crash records")
+    add("--nodes", metavar="N", help="not available in this version: several nodes are started by torchrun")
+    add("--rdzv", metavar="HOST:PORT", help="not available in this version")
+    return parser
+
+
+def _seconds(default: float, text: str) -> "dict[str, object]":
+    return {"type": _positive, "default": default, "metavar": "S", "help": text}
+
+
+def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Returns the arguments before and after the first `--`."""
+    if "--" not in argv:
+        return argv, []
+    place = argv.index("--")
+    return argv[:place], argv[place + 1 :]
+
+
+def _check_fit(fit: Sequence[str]) -> None:
+    if not fit or fit[0] != "fit":
+        raise UserError(f"give the training after --: {_USAGE}")
+    for word in fit:
+        remedy = _OWN_OPTIONS.get(word.partition("=")[0])
+        if remedy is not None:
+            raise UserError(f"{word} is not for a supervised run: {remedy}")
+
+
+def find_run_dir(fit: Sequence[str]) -> Path:
+    """Returns the run's directory by the arguments and the recipes alone; the resolved recipe is compared later.
+
+    Raises:
+        UserError: A recipe cannot be read.
+    """
+    found = _DEFAULT_RUN_DIR
+    words = iter(fit)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name in ("--run_dir", "--run-dir"):
+            found = value if equals else next(words, found)
+        elif name in ("--config", "-c"):
+            found = _read_run_dir(Path(value if equals else next(words, ""))) or found
+    return Path(found)
+
+
+def _read_run_dir(path: Path) -> str | None:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"the recipe {path} cannot be read: {' '.join(str(error).split())}") from error
+    given = content.get("run_dir") if isinstance(content, dict) else None
+    return given if isinstance(given, str) else None
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return value
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 1 << 16:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port, from 1 to 65535")
+    return int(text)
+
+
+def _report(line: str) -> None:
+    print(f"supervise: {line}", flush=True)
+
+
+def _echo(data: bytes) -> None:
+    sys.stdout.flush()
+    os.write(sys.stdout.fileno(), data)

@@ -1,0 +1,55 @@
+"""Resolves the recipe of a supervised run, in a child of the launcher: the supervisor itself imports no torch."""
+
+import contextlib
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from genesis.cli.fit import fit_main
+from genesis.device import count_devices, find_kind
+from genesis.supervise.plan import RecipeFacts, write_facts
+
+
+def main(arguments: list[str]) -> int:
+    """Writes the facts of a recipe to the file that the first argument names; the others are those of `genesis fit`."""
+    out, *fit = arguments
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        fit_main([*fit[1:], "--print_config"])
+    if not printed.getvalue():  # the parser has printed what is wrong with the arguments
+        return 2
+    resolved = yaml.safe_load(printed.getvalue())
+    write_facts(Path(out), read_recipe(resolved))
+    return 0
+
+
+def read_recipe(resolved: Mapping[str, Any]) -> RecipeFacts:
+    """Returns what the supervisor needs of a resolved recipe."""
+    trainer = resolved["trainer"]
+    return RecipeFacts(
+        run_dir=str(resolved["run_dir"]),
+        num_ranks=count_ranks(trainer["devices"], trainer["accelerator"]),
+        num_nodes=int(trainer.get("num_nodes") or 1),
+        micro_batch_size=int(resolved["data"]["micro_batch_size"]),
+    )
+
+
+def count_ranks(devices: Any, accelerator: Any) -> int:
+    """Returns the number of ranks for the Trainer's `devices`, as Lightning reads it.
+
+    Example:
+        >>> count_ranks(2, "cpu"), count_ranks("auto", "cpu"), count_ranks([0, 3], "gpu"), count_ranks("0,1", "gpu")
+        (2, 1, 2, 2)
+    """
+    if isinstance(devices, list):
+        return len(devices)
+    text = str(devices).strip()
+    if text.isdecimal():
+        return int(text)
+    if "," in text:
+        return len([part for part in text.split(",") if part.strip()])
+    kind = find_kind()  # "auto" and -1: all devices of a kind; the CPU counts as one
+    return 1 if accelerator == "cpu" or kind == "cpu" else max(1, count_devices(kind))

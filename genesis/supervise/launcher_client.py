@@ -1,0 +1,179 @@
+"""The supervisor's end of the launcher: starts it or finds it running, asks it to fork, and learns of ends."""
+
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Final
+
+from genesis.errors import RunEndedError
+from genesis.processes import Mark
+from genesis.supervise.launcher import (
+    MAX_PACKET_BYTES,
+    SOCKET_NAME,
+    Job,
+    LauncherState,
+    decode_state,
+    encode,
+    short_path,
+)
+
+MARK_NAME: Final = "GENESIS_SUPERVISED"
+"""Environment variable that marks every process of a supervised run."""
+
+_IMPORT_LIMIT_SECONDS: Final = 600.0
+_POLL_SECONDS: Final = 0.02
+
+
+class LauncherLostError(Exception):
+    """The launcher has ended, and its children with it."""
+
+
+class LauncherClient:
+    """A connection to the launcher of a run.
+
+    Args:
+        directory: The supervisor's directory in the run's.
+        mark: Identifies the processes of the run.
+
+    Attributes:
+        state: The newest state; None until the launcher has imported.
+    """
+
+    def __init__(self, directory: Path, mark: Mark) -> None:
+        self._directory, self._mark = directory, mark
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self.state: LauncherState | None = None
+
+    def connect(self) -> bool:
+        """Connects to a launcher that already runs; returns whether there is one of this run."""
+        if not self._try_connect():
+            return False
+        try:
+            self._wait_state(_IMPORT_LIMIT_SECONDS)
+        except LauncherLostError:
+            return False
+        return self.state is not None and self.state.run_id == self._mark.value
+
+    def start(self) -> None:
+        """Starts a launcher and connects to it; the launcher is still importing when this returns.
+
+        Raises:
+            RunEndedError: The launcher cannot be started.
+        """
+        self.close()
+        with (self._directory / "launcher.log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "genesis.supervise.launcher", str(self._directory), self._mark.value],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                # Imports would start threads of OpenBLAS, which do not survive a fork.
+                env={**os.environ, self._mark.name: self._mark.value, "OPENBLAS_NUM_THREADS": "1"}
+                # NVML counts devices without a context of CUDA, which a forked process could not use.
+                | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+            )
+        deadline_seconds = time.monotonic() + _IMPORT_LIMIT_SECONDS
+        while not self._try_connect():
+            if self._process.poll() is not None or time.monotonic() > deadline_seconds:
+                raise RunEndedError(f"the launcher of ranks did not start (see {self._directory / 'launcher.log'})")
+            time.sleep(_POLL_SECONDS)
+
+    def fork(self, attempt: int, jobs: Sequence[Job]) -> LauncherState:
+        """Forks the children of an attempt; waits until the launcher has imported.
+
+        Raises:
+            LauncherLostError: The launcher has ended.
+            RunEndedError: Children of the attempt before still run.
+        """
+        # A state that was sent before the request is not the answer to it.
+        while self.poll(0.0):
+            pass
+        if self.state is None:
+            self._wait_state(_IMPORT_LIMIT_SECONDS)
+        self._send({"op": "fork", "attempt": attempt, "jobs": [asdict(job) for job in jobs]})
+        self.state = None
+        state = self._wait_state(_IMPORT_LIMIT_SECONDS)
+        if state.error:
+            raise RunEndedError(f"attempt {attempt} cannot be launched: {state.error}")
+        return state
+
+    def poll(self, limit_seconds: float) -> bool:
+        """Waits up to `limit_seconds` for news, and returns whether there was one; `state` is then the newest.
+
+        Raises:
+            LauncherLostError: The launcher has ended.
+        """
+        if self._socket is None:
+            raise LauncherLostError
+        waiting = select.poll()
+        waiting.register(self._socket, select.POLLIN)
+        if not waiting.poll(1000 * limit_seconds):
+            return False
+        try:
+            packet = self._socket.recv(MAX_PACKET_BYTES)
+        except ConnectionError:
+            packet = b""
+        if not packet:
+            self.close()
+            raise LauncherLostError
+        self.state = decode_state(packet)
+        return True
+
+    @property
+    def pid(self) -> int | None:
+        """The launcher's process, if it is known."""
+        if self.state is not None:
+            return self.state.pid
+        return None if self._process is None else self._process.pid
+
+    def leave(self) -> None:
+        """Lets the launcher end, whose children have ended."""
+        if self._socket is not None:
+            self._send({"op": "leave"})
+            self.close()
+        if self._process is not None:
+            self._process.wait()
+            self._process = None
+
+    def close(self) -> None:
+        """Closes the connection; the launcher goes on."""
+        if self._socket is not None:
+            self._socket.close()
+        self._socket, self.state = None, None
+
+    def _try_connect(self) -> bool:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            with short_path(self._directory / SOCKET_NAME) as name:
+                connection.connect(name)
+        except (FileNotFoundError, ConnectionRefusedError):
+            connection.close()
+            return False
+        self._socket = connection
+        return True
+
+    def _send(self, request: object) -> None:
+        packet = encode(request)
+        if len(packet) > MAX_PACKET_BYTES:
+            raise RunEndedError(f"the arguments and the environment of the ranks are too long: {len(packet)} bytes")
+        assert self._socket is not None
+        try:
+            self._socket.send(packet)
+        except ConnectionError as error:
+            self.close()
+            raise LauncherLostError from error
+
+    def _wait_state(self, limit_seconds: float) -> LauncherState:
+        deadline_seconds = time.monotonic() + limit_seconds
+        while time.monotonic() < deadline_seconds:
+            if self.poll(1.0) and self.state is not None:
+                return self.state
+        raise LauncherLostError

@@ -1,0 +1,171 @@
+"""What an attempt starts with: the arguments of `genesis fit`, the environment of each rank, and the recipe's facts."""
+
+import csv
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from genesis.errors import UserError
+from genesis.processes import Mark
+from genesis.run_directory import RunDirectory
+from genesis.supervise.decide import Action
+from genesis.supervise.launcher import Job
+from genesis.supervise.plain import count, read_object, text
+from genesis_callbacks.run_directory import checkpoint_name
+
+FACTS_NAME: Final = "recipe.json"
+_FIT: Final = "genesis.cli.main:main"
+_STALL_COLUMN: Final = "checkpoint/stall_seconds"
+
+
+@dataclass(frozen=True)
+class RecipeFacts:
+    """What the supervisor needs of the resolved recipe.
+
+    Args:
+        run_dir: The run's directory.
+        num_ranks: Number of ranks on this node.
+        num_nodes: Number of nodes.
+        micro_batch_size: Sequences in a micro-batch.
+    """
+
+    run_dir: str
+    num_ranks: int
+    num_nodes: int
+    micro_batch_size: int
+
+    def check(self, run_dir: Path) -> None:
+        """Refuses a recipe that this supervisor cannot run.
+
+        Raises:
+            UserError: The recipe needs several nodes, or names another directory.
+        """
+        if self.num_nodes != 1:
+            raise UserError(
+                f"trainer.num_nodes is {self.num_nodes}: genesis supervise runs on one node; start nodes by torchrun"
+            )
+        if Path(self.run_dir).resolve() != run_dir.resolve():
+            raise UserError(f"the recipe's run_dir is {self.run_dir}, not {run_dir}: give it by --run_dir after --")
+
+
+def read_facts(directory: Path) -> RecipeFacts | None:
+    """Returns the facts that `write_facts` wrote; None without valid ones."""
+    content = read_object(directory / FACTS_NAME)
+    try:
+        return None if content is None else _decode(content)
+    except (ValueError, LookupError):
+        return None
+
+
+def _decode(content: Mapping[str, Any]) -> RecipeFacts:
+    return RecipeFacts(
+        run_dir=text(content["run_dir"]),
+        num_ranks=count(content["num_ranks"]),
+        num_nodes=count(content["num_nodes"]),
+        micro_batch_size=count(content["micro_batch_size"]),
+    )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the next attempt differs from the first.
+
+    Args:
+        from_step: Step of the checkpoint to start from; None for the newest.
+        micro_batch_divisor: By what the size of micro-batches is divided.
+        is_fresh: Whether earlier checkpoints are moved aside first.
+    """
+
+    from_step: int | None = None
+    micro_batch_divisor: int = 1
+    is_fresh: bool = False
+
+    @staticmethod
+    def follow(before: "Plan", action: Action, steps: Sequence[int]) -> "Plan":
+        """Returns the plan after an action; smaller micro-batches stay until the supervisor ends. Pure.
+
+        Args:
+            before: The plan of the last attempt.
+            action: What was decided.
+            steps: Steps of the committed checkpoints, oldest first.
+        """
+        divisor = max(before.micro_batch_divisor, action.micro_batch_divisor)
+        plan = Plan(micro_batch_divisor=divisor, is_fresh=action.is_fresh)
+        if action.checkpoints_back and steps:
+            # A roll back supersedes newer checkpoints, so that the second begins at what the first left.
+            return replace(plan, from_step=steps[max(0, len(steps) - 1 - action.checkpoints_back)])
+        return plan
+
+    def describe(self, newest: int) -> str:
+        """Returns what the attempt starts from, for people."""
+        step = newest if self.from_step is None else self.from_step
+        smaller = f", micro-batches of 1/{self.micro_batch_divisor}" if self.micro_batch_divisor > 1 else ""
+        return (f"from step {step}" if step and not self.is_fresh else "from the beginning") + smaller
+
+
+def build_jobs(
+    fit: Sequence[str], run_dir: Path, facts: RecipeFacts, plan: Plan, attempt: int, port: int, mark: Mark
+) -> list[Job]:
+    """Returns a job for each rank of an attempt, and makes the directory of their outputs."""
+    run = RunDirectory(run_dir)
+    start = "latest" if plan.from_step is None else str(run.checkpoints / checkpoint_name(plan.from_step))
+    arguments = [*fit, "--run_dir", str(run_dir), "--ckpt_path", start]
+    if plan.micro_batch_divisor > 1:
+        size = max(1, facts.micro_batch_size // plan.micro_batch_divisor)
+        arguments += ["--data.micro_batch_size", str(size)]
+    folder = run.supervisor / f"attempt-{attempt:04d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return [
+        Job(
+            rank=rank,
+            target=_FIT,
+            arguments=arguments,
+            environment=build_environment(rank, facts.num_ranks, attempt, port, mark),
+            directory=str(Path.cwd()),
+            output=str(folder / f"rank-{rank}.log"),
+            stacks=str(folder / f"rank-{rank}.stacks"),
+        )
+        for rank in range(facts.num_ranks)
+    ]
+
+
+def build_environment(rank: int, num_ranks: int, attempt: int, port: int, mark: Mark) -> dict[str, str]:
+    """Returns the environment of a rank; several ranks have that of torch's elastic agent, which Lightning knows."""
+    environment = {**os.environ, mark.name: mark.value}
+    if num_ranks > 1:
+        number, size = str(rank), str(num_ranks)
+        environment |= {
+            **{"RANK": number, "LOCAL_RANK": number, "GROUP_RANK": "0", "ROLE_RANK": number},
+            **{"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_WORLD_SIZE": "1", "ROLE_WORLD_SIZE": size},
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+            **{"TORCHELASTIC_RUN_ID": mark.value, "TORCHELASTIC_RESTART_COUNT": str(attempt)},
+        }
+    return environment
+
+
+def build_probe(target: str, arguments: Sequence[str], directory: Path, mark: Mark) -> Job:
+    """Returns a job that is no training."""
+    output = directory / "job.log"
+    output.write_bytes(b"")
+    environment = {**os.environ, mark.name: mark.value}
+    return Job(0, target, list(arguments), environment, str(Path.cwd()), str(output), str(directory / "job.stacks"))
+
+
+def write_facts(path: Path, facts: RecipeFacts) -> None:
+    """Writes the facts for the supervisor."""
+    path.write_text(json.dumps(vars(facts)), encoding="utf-8")
+
+
+def save_stalls(metrics: Path, after_step: int) -> float:
+    """Returns how long training waited for saves in the rows of a log after a step; 0 if nothing is logged."""
+    try:
+        with metrics.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(line for line in file if line.endswith("\n")))
+        return sum(
+            float(row[_STALL_COLUMN]) for row in rows if int(row["step"]) > after_step and row.get(_STALL_COLUMN)
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0.0

@@ -1,0 +1,103 @@
+"""The crashes of a run, in memory and on the disk."""
+
+import os
+import platform
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from genesis.supervise.attempt import Attempt, read_tail
+from genesis.supervise.classify import Diagnosis
+from genesis.supervise.crashes import CrashRecord, write_crash
+from genesis.supervise.decide import Action, PastEnd
+from genesis.supervise.ends import ENDS, EndClass
+
+_KEPT_VARIABLES: Final = (
+    *("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "SLURM_JOB_ID", "SLURM_JOB_NODELIST"),
+    *("TORCH_NCCL_", "NCCL_", "GLOO_", "PYTORCH_"),
+)
+"""Variables, by the beginnings of their names, that explain crashes; others may hold secrets."""
+_CLASSES: Final[dict[str, EndClass]] = {name: name for name in ENDS}
+
+
+def write_safely(write: Callable[[], object], report: Callable[[str], None]) -> None:
+    """Calls `write`; a full disk, on which a run may still wait for space, is one line."""
+    try:
+        write()
+    except OSError as error:
+        report(f"{error.filename or 'a file'} of the supervisor is not written: {error.strerror or error}")
+
+
+class Records:
+    """The crashes of a run.
+
+    Args:
+        run_dir: The run's directory.
+        crashes: Those that are on the disk.
+        report: Prints a line.
+    """
+
+    def __init__(self, run_dir: Path, crashes: Sequence[CrashRecord], report: Callable[[str], None]) -> None:
+        self._run_dir, self._crashes, self._report = run_dir, list(crashes), report
+
+    def history(self, first: int) -> list[PastEnd]:
+        """Returns the ends for the decision, from the crash with number `first` on."""
+        return [
+            PastEnd(_CLASSES[record.end_class], record.step, record.saved_step)
+            for record in self._crashes
+            if record.number >= first and record.end_class in _CLASSES
+        ]
+
+    def add(self, attempt: Attempt, diagnosis: Diagnosis, past: PastEnd, action: Action, folder: Path) -> CrashRecord:
+        """Writes the record of an end, with the output and the stacks of all ranks, and returns it."""
+        beats = attempt.sight.heartbeats
+        clocks = beats[min(beats)].clocks if beats else {}
+        number = max((record.number for record in self._crashes), default=0) + 1
+        record = CrashRecord(
+            number=number,
+            attempt=_number_of(folder),
+            end_class=past.end_class,
+            rank=diagnosis.rank,
+            step=past.step,
+            time_seconds=time.time(),
+            reason=diagnosis.reason,
+            action=action.text,
+            clocks=dict(clocks),
+            statuses=attempt.statuses,
+            environment=describe_environment(),
+            saved_step=past.saved_step,
+        )
+        self._crashes.append(record)
+        files = {path.name: read_tail(path) for path in sorted(folder.glob("rank-*"))}
+        files = {name: data for name, data in files.items() if data}
+        write_safely(lambda: write_crash(self._run_dir, record, files), self._report)
+        return record
+
+    def replace_last(self, record: CrashRecord) -> None:
+        """Replaces the newest record."""
+        self._crashes[-1] = record
+        write_safely(lambda: write_crash(self._run_dir, record), self._report)
+
+    def count_ends(self) -> dict[str, int]:
+        """Returns the number of ends by class."""
+        return dict(Counter(record.end_class for record in self._crashes))
+
+    def describe_tried(self, first: int) -> list[str]:
+        """Returns a line for each crash from number `first` on: what happened and what was tried."""
+        return [
+            f"  crash {record.number}, {record.end_class}, at step {record.step}: {record.reason}; {record.action}"
+            for record in self._crashes
+            if record.number >= first
+        ]
+
+
+def describe_environment() -> dict[str, str]:
+    """Returns what may explain a crash: the machine, Python, and known variables of the environment."""
+    variables = {name: value for name, value in os.environ.items() if name.startswith(_KEPT_VARIABLES)}
+    return {"python": platform.python_version(), "kernel": platform.release(), "cpus": str(os.cpu_count()), **variables}
+
+
+def _number_of(folder: Path) -> int:
+    return int(folder.name.rpartition("-")[2])

@@ -1,0 +1,96 @@
+"""What a supervisor needs to know of the one before it: `RUN/supervisor/state.json`, and the lock of the run."""
+
+import fcntl
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from genesis.errors import UserError
+from genesis.supervise.plain import count, number, read_object, text
+from genesis_callbacks.files import replace_file
+
+_STATE_NAME: Final = "state.json"
+_LOCK_NAME: Final = "lock"
+
+
+@dataclass
+class LoopState:
+    """The loop's own memory.
+
+    Args:
+        run_id: The value of the mark of the run's processes.
+        is_over: Whether the last supervisor had come to an end of its own: complete, stopped or requeued.
+        attempt: Number of the last attempt, from 1; 0 before the first.
+        first_crash: Number of the first crash that counts for the decision.
+        best_step: The largest step that any attempt has reached.
+        saved_step: Step of the newest checkpoint when the last attempt was launched.
+        began_seconds: Unix time at which the run was first supervised.
+    """
+
+    run_id: str
+    is_over: bool = True
+    attempt: int = 0
+    first_crash: int = 1
+    best_step: int = 0
+    saved_step: int = 0
+    began_seconds: float = 0.0
+
+
+def read_state(directory: Path) -> LoopState | None:
+    """Returns the state in the supervisor's directory; None without a valid one."""
+    content = read_object(directory / _STATE_NAME)
+    if content is None:
+        return None
+    try:
+        return LoopState(
+            run_id=text(content["run_id"]),
+            is_over=content["is_over"] is True,
+            attempt=count(content["attempt"]),
+            first_crash=count(content["first_crash"]),
+            best_step=count(content["best_step"]),
+            saved_step=count(content["saved_step"]),
+            began_seconds=number(content["began_seconds"]),
+        )
+    except (ValueError, LookupError):  # a forged file, or one of another version
+        return None
+
+
+def write_state(directory: Path, state: LoopState) -> None:
+    """Replaces the state.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    replace_file(directory / _STATE_NAME, json.dumps(asdict(state), indent=2).encode() + b"\n")
+
+
+class SupervisorLock:
+    """Holds a run for one supervisor, by a lock that ends with the process.
+
+    Args:
+        directory: The supervisor's directory in the run's; it is created.
+
+    Raises:
+        UserError: Another supervisor holds the run.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / _LOCK_NAME
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.pread(self._descriptor, 20, 0).decode(errors="replace").strip()
+            os.close(self._descriptor)
+            raise UserError(
+                f"{directory.parent} already has a supervisor (process {holder or 'unknown'}): end it first"
+            ) from None
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, str(os.getpid()).encode(), 0)
+
+    def release(self) -> None:
+        """Lets go of the run."""
+        os.close(self._descriptor)
