@@ -24,6 +24,7 @@ Example: genesis supervise -- fit --config configs/genesis-10m.yaml
 Exit status: 0 complete, 2 invalid arguments or recipe, 75 saved and to be started again, 80 to 94 the class of the end
 after which it gave up (docs: Ends of a run), 130 interrupted."""
 _USAGE = "genesis supervise [options] -- fit --config RECIPE [OPTIONS OF FIT]"
+_WAIT_SECONDS = 3600.0
 _DEFAULT_RUN_DIR = "runs/default"
 _OWN_OPTIONS = {
     "--ckpt_path": "the supervisor starts from the newest checkpoint that verifies",
@@ -84,23 +85,14 @@ def _build_parser() -> Parser:
         help="if the recipe is not that of the newest checkpoint: stop and print the difference (default), allow it,\n"
         "or start from scratch with the earlier checkpoints moved aside",
     )
-    add(
-        *("--hang-seconds",),
-        **_seconds(limits.hang_seconds, "a rank without a heartbeat for so long hangs (default %(default)g)"),
-    )
-    add(
-        *("--start-seconds",),
-        **_seconds(limits.start_seconds, "limit from a launch to the first heartbeat (default %(default)g)"),
-    )
-    add(
-        *("--grace-seconds",),
-        **_seconds(limits.grace_seconds, "from SIGTERM to SIGKILL when ranks are ended (default %(default)g)"),
-    )
-    add(
-        *("--deadline-seconds",),
-        **_seconds(limits.deadline_seconds, "time for the last save after SIGTERM or SIGUSR1 (default %(default)g)"),
-    )
-    add("--wait-seconds", **_seconds(3600.0, "how long to wait for disk space (default %(default)g)"))
+    for name, default, text in (
+        ("--hang-seconds", limits.hang_seconds, "a rank without a heartbeat for so long hangs"),
+        ("--start-seconds", limits.start_seconds, "limit from a launch to the first heartbeat"),
+        ("--grace-seconds", limits.grace_seconds, "from SIGTERM to SIGKILL when ranks are ended"),
+        ("--deadline-seconds", limits.deadline_seconds, "time for the last save after SIGTERM or SIGUSR1"),
+        ("--wait-seconds", _WAIT_SECONDS, "how long to wait for disk space"),
+    ):
+        add(name, type=_positive, default=default, metavar="S", help=f"{text} (default %(default)g)")
     add("--port", type=_port, help="port at which the ranks meet (default: a free one in each attempt)")
     add("--preempt-file", type=Path, metavar="FILE", help="save and exit with status 75 when FILE exists")
     add("--preempt-url", metavar="URL", help="save and exit with status 75 when URL answers with 200; asked every 5 s")
@@ -108,10 +100,6 @@ def _build_parser() -> Parser:
     add("--nodes", metavar="N", help="not available in this version: several nodes are started by torchrun")
     add("--rdzv", metavar="HOST:PORT", help="not available in this version")
     return parser
-
-
-def _seconds(default: float, text: str) -> "dict[str, object]":
-    return {"type": _positive, "default": default, "metavar": "S", "help": text}
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:

@@ -64,19 +64,19 @@ class Scene:
 def wait_until_free(scene: Scene, limit_seconds: float, report: Callable[[str], None]) -> list[Held]:
     """Waits until nothing of an attempt is held, and returns what still is after the limit."""
     began_seconds = time.monotonic()
-    poll_seconds, told = _FIRST_POLL_SECONDS, ""
+    poll_seconds, reported = _FIRST_POLL_SECONDS, ""
     while held := find_held(scene, time.monotonic() - began_seconds):
         waited_seconds = time.monotonic() - began_seconds
         if waited_seconds > limit_seconds:
             return held
         text = ", ".join(each.text for each in held)
-        if waited_seconds > _QUIET_SECONDS and text != told:
-            told = text
+        if waited_seconds > _QUIET_SECONDS and text != reported:
+            reported = text
             report(f"waiting for: {text}")
         time.sleep(poll_seconds)
         poll_seconds = min(2 * poll_seconds, _LAST_POLL_SECONDS)
     remove_shared_memory(scene.pids)
-    if told:
+    if reported:
         report(f"free after {time.monotonic() - began_seconds:.1f} s")
     return []
 

@@ -7,12 +7,12 @@
 from dataclasses import dataclass
 from typing import Final, Literal
 
-EndClass = Literal[
-    *("user_mistake", "recipe_drift"),
-    *("out_of_memory_at_start", "out_of_memory_in_step", "out_of_memory_at_save", "host_out_of_memory"),
-    *("communication_timeout", "port_in_use", "lost_rank", "hang", "native_crash"),
-    *("preempted", "interrupted", "disk_full", "corrupt_data", "corrupt_checkpoint", "non_finite", "unknown"),
-]
+_OwnMistake = Literal["user_mistake", "recipe_drift"]
+_Memory = Literal["out_of_memory_at_start", "out_of_memory_in_step", "out_of_memory_at_save", "host_out_of_memory"]
+_Ranks = Literal["communication_timeout", "port_in_use", "lost_rank", "hang", "native_crash"]
+_Storage = Literal["disk_full", "corrupt_data", "corrupt_checkpoint"]
+_Other = Literal["preempted", "interrupted", "non_finite", "unknown"]
+EndClass = Literal[_OwnMistake, _Memory, _Ranks, _Storage, _Other]
 
 EXIT_COMPLETE: Final = 0
 EXIT_REQUEUE: Final = 75

@@ -86,7 +86,7 @@ class Child:
 
 @dataclass
 class LauncherState:
-    """What the supervisor is told.
+    """The launcher's own report to the supervisor.
 
     Args:
         pid: The launcher's process.

@@ -26,10 +26,10 @@ def wait_for_space(run_dir: Path, limit_seconds: float, stops: StopRequests, rep
     """
     needed_bytes = max(_LEAST_BYTES, _measure_largest(RunDirectory(run_dir).checkpoints))
     began_seconds = time.monotonic()
-    has_told = False
+    has_reported = False
     while not has_space(run_dir, needed_bytes) and stops.find() is None:
-        if not has_told:
-            has_told = True
+        if not has_reported:
+            has_reported = True
             report(f"waiting for: {needed_bytes / 2**20:.0f} MiB of disk space for {run_dir}")
         if time.monotonic() - began_seconds > limit_seconds:
             raise RunEndedError(
