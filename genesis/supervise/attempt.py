@@ -11,6 +11,7 @@ from typing import Final
 from genesis.supervise.classify import Evidence, RankEnd
 from genesis.supervise.launcher import STACKS_SIGNAL, Child
 from genesis.supervise.launcher_client import LauncherClient, LauncherLostError
+from genesis.supervise.space import has_space
 from genesis_callbacks.event_reader import EventFollower
 from genesis_callbacks.events import Event
 from genesis_callbacks.heartbeats import HeartbeatRecord, read_heartbeats
@@ -20,6 +21,8 @@ _LOOK_SECONDS: Final = 0.2
 _STACKS_SECONDS: Final = 0.3
 _STOPPED_SECONDS: Final = 5.0
 """A process in state T makes no progress, however slow its steps are."""
+_FULL_DISK_SECONDS: Final = 5.0
+_HEARTBEAT_BYTES: Final = 1 << 16
 _OTHERS_END_SECONDS: Final = 120.0
 _OUTPUT_BYTES: Final = 1 << 16
 _OOM_FILES: Final = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
@@ -103,6 +106,7 @@ class Attempt:
         self._oom_kills = _count_oom_kills()
         self._hung: tuple[int | None, float] | None = None
         self._has_lost_launcher = False
+        self._is_disk_full = False
         self.sight = Sight()
         self.end_seconds = 0.0
         """When the end was noticed, by the monotonic clock."""
@@ -130,6 +134,9 @@ class Attempt:
         if survivors and not self._has_lost_launcher:
             self._end_ranks(has_hung=self._hung is not None)
         self._look()
+        # Without space neither events nor output say why a rank has ended.
+        has_failed = any(child.status not in (0, None) for child in self._children)
+        self._is_disk_full = self._is_disk_full or (has_failed and not has_space(self._run_dir, _HEARTBEAT_BYTES))
         return self._gather(survivors, stop_reason)
 
     # ---- watching
@@ -151,8 +158,9 @@ class Attempt:
                 return stop_reason
             if now - self._looked_seconds >= _LOOK_SECONDS:
                 self._look()
+                self._is_disk_full = self._is_silenced_by_disk(now, alive)
                 self._hung = self._find_hung(now, alive, first_end_seconds)
-                if self._hung is not None:
+                if self._hung is not None or self._is_disk_full:
                     return None
 
     def _poll(self, seconds: float) -> None:
@@ -192,6 +200,11 @@ class Attempt:
         has_begun = any(child.rank in self.sight.heartbeats for child in alive)
         limit = self._limits.hang_seconds if has_begun else self._limits.start_seconds
         return (longest, silences[longest]) if silences[longest] > limit else None
+
+    def _is_silenced_by_disk(self, now: float, alive: Sequence[Child]) -> bool:
+        """Returns whether all ranks are silent and the disk is full: they may train on, but cannot save."""
+        silence = min(now - self._last_sign(child.rank) for child in alive)
+        return silence > _FULL_DISK_SECONDS and not has_space(self._run_dir, _HEARTBEAT_BYTES)
 
     def _last_sign(self, rank: int) -> float:
         beat = self.sight.heartbeats.get(rank)
@@ -252,6 +265,7 @@ class Attempt:
             hung_rank=None if self._hung is None else self._hung[0],
             hung_seconds=None if self._hung is None else self._hung[1],
             stop_reason=stop_reason,
+            is_disk_full=self._is_disk_full,
             oom_kills=_count_oom_kills() - self._oom_kills,
         )
 

@@ -48,6 +48,7 @@ class Evidence:
         hung_seconds: How long that rank had been silent; None if the attempt did not hang.
         stop_reason: Why the supervisor asked the ranks to save and stop; None if it did not.
         oom_kills: How often the kernel's out-of-memory killer ended a process during the attempt.
+        is_disk_full: Whether the run's disk was full when the end was noticed; no rank could then write its reason.
     """
 
     ranks: Sequence[RankEnd]
@@ -56,6 +57,7 @@ class Evidence:
     hung_seconds: float | None = None
     stop_reason: str | None = None
     oom_kills: int = 0
+    is_disk_full: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,8 @@ def classify(evidence: Evidence) -> Diagnosis:
     """
     if evidence.stop_reason is not None:
         return Diagnosis("preempted", None, evidence.stop_reason)
+    if evidence.is_disk_full:
+        return Diagnosis("disk_full", None, "the run's disk is full: no heartbeat, event or checkpoint can be written")
     if evidence.hung_seconds is not None:
         where = "" if evidence.hung_rank is None else f"rank {evidence.hung_rank} "
         return Diagnosis(

@@ -196,6 +196,7 @@ class Launcher:
         elif request["op"] == "fork" and self._has_children():
             self._state.error = "children of the attempt before still run"
         elif request["op"] == "fork":
+            self._is_leaving = False
             job = self._fork(request["attempt"], [Job(**job) for job in request["jobs"]])
             if job is not None:
                 return job

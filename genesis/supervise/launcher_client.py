@@ -1,5 +1,6 @@
 """The supervisor's end of the launcher: starts it or finds it running, asks it to fork, and learns of ends."""
 
+import contextlib
 import os
 import select
 import socket
@@ -27,7 +28,38 @@ MARK_NAME: Final = "GENESIS_SUPERVISED"
 """Environment variable that marks every process of a supervised run."""
 
 _IMPORT_LIMIT_SECONDS: Final = 600.0
+_END_LIMIT_SECONDS: Final = 20
 _POLL_SECONDS: Final = 0.02
+
+
+def start_launcher(directory: Path, mark: Mark) -> "subprocess.Popen[bytes]":
+    """Starts the launcher of a run, in a session of its own, with its output in a file."""
+    with (directory / "launcher.log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "genesis.supervise.launcher", str(directory), mark.value],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            # Imports would start threads of OpenBLAS, which do not survive a fork. NVML counts devices without a
+            # context of CUDA, which a forked process could not use.
+            env={
+                **{**os.environ, mark.name: mark.value},
+                **{"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+            },
+        )
+
+
+def _wait_ended(pid: int) -> None:
+    """Waits a while until a process has ended that need not be a child of this one."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    waiting = select.poll()
+    waiting.register(descriptor, select.POLLIN)
+    waiting.poll(1000 * _END_LIMIT_SECONDS)
+    os.close(descriptor)
 
 
 class LauncherLostError(Exception):
@@ -68,18 +100,7 @@ class LauncherClient:
             RunEndedError: The launcher cannot be started.
         """
         self.close()
-        with (self._directory / "launcher.log").open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "genesis.supervise.launcher", str(self._directory), self._mark.value],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                # Imports would start threads of OpenBLAS, which do not survive a fork.
-                env={**os.environ, self._mark.name: self._mark.value, "OPENBLAS_NUM_THREADS": "1"}
-                # NVML counts devices without a context of CUDA, which a forked process could not use.
-                | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
-            )
+        self._process = start_launcher(self._directory, self._mark)
         deadline_seconds = time.monotonic() + _IMPORT_LIMIT_SECONDS
         while not self._try_connect():
             if self._process.poll() is not None or time.monotonic() > deadline_seconds:
@@ -135,13 +156,20 @@ class LauncherClient:
         return None if self._process is None else self._process.pid
 
     def leave(self) -> None:
-        """Lets the launcher end, whose children have ended."""
-        if self._socket is not None:
-            self._send({"op": "leave"})
-            self.close()
-        if self._process is not None:
-            self._process.wait()
-            self._process = None
+        """Lets the launcher end if no child is left, and waits until it has; otherwise it goes on for the next one."""
+        if self._socket is None:
+            return
+        pid = self.pid
+        has_children = self.state is not None and any(child.status is None for child in self.state.children)
+        with contextlib.suppress(LauncherLostError):
+            if not has_children:
+                self._send({"op": "leave"})
+        self.close()
+        if not has_children and pid is not None:
+            _wait_ended(pid)
+            if self._process is not None:
+                self._process.wait()
+                self._process = None
 
     def close(self) -> None:
         """Closes the connection; the launcher goes on."""

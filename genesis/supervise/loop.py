@@ -22,10 +22,11 @@ from genesis.supervise.crashes import CrashRecord, read_crashes
 from genesis.supervise.decide import Action, PastEnd, Policy, decide
 from genesis.supervise.ends import ENDS, EXIT_COMPLETE, EXIT_REQUEUE
 from genesis.supervise.goodput import Goodput, GoodputMeter, describe_goodput, format_seconds
+from genesis.supervise.launcher import Job
 from genesis.supervise.launcher_client import MARK_NAME, LauncherClient, LauncherLostError
 from genesis.supervise.observers import Launch, Observer, Observers
 from genesis.supervise.plan import Plan, RecipeFacts, build_jobs, build_probe, read_facts, save_stalls
-from genesis.supervise.records import Records, write_safely
+from genesis.supervise.records import Records, SafeWriter
 from genesis.supervise.space import wait_for_space
 from genesis.supervise.state import LoopState, SupervisorLock, read_state, write_state
 from genesis.supervise.status import State, SupervisorStatus, read_status, write_status
@@ -33,6 +34,7 @@ from genesis.supervise.stops import StopRequests
 from genesis_callbacks.events import EventLog
 
 _STATUS_SECONDS: Final = 1.0
+_LAUNCHER_TRIES: Final = 2
 _HELD_SECONDS: Final = 180.0
 
 
@@ -82,6 +84,7 @@ class Supervisor:
     ) -> None:
         self._options, self._report, self._echo = options, report, echo
         self._observers = Observers(observers, report)
+        self._writer = SafeWriter(report)
         self._run = RunDirectory(options.run_dir)
         self._lock = SupervisorLock(self._run.supervisor)
         self._state = read_state(self._run.supervisor) or LoopState(uuid.uuid4().hex, began_seconds=time.time())
@@ -97,7 +100,7 @@ class Supervisor:
         if self._state.is_over:  # an end that somebody has seen: what follows is a new try
             self._state.first_crash = len(crashes) + 1
         self._was_over, self._state.is_over = self._state.is_over, False
-        self._records = Records(options.run_dir, crashes, self._report)
+        self._records = Records(options.run_dir, crashes, self._writer)
         self._restarts: Counter[str] = Counter({} if before is None else before.restarts)
         self._plan = Plan()
         self._facts: RecipeFacts | None = None
@@ -108,6 +111,8 @@ class Supervisor:
         self._echoed_bytes = 0
         self._unrecovered: CrashRecord | None = None
         self._crash_seconds = 0.0
+        self._repeated_until = self._state.best_step
+        """The largest step that attempts before the one at hand had reached."""
         self._verified_step: int | None = newest_step(options.run_dir) or None
 
     def run(self) -> int:
@@ -121,7 +126,7 @@ class Supervisor:
             try:
                 return self._supervise(stops)
             finally:
-                self._client.close()
+                self._client.leave()
                 self._lock.release()
 
     # ---- the loop
@@ -173,6 +178,7 @@ class Supervisor:
         options, facts, state = self._options, self._facts, self._state
         assert facts is not None
         state.attempt += 1
+        self._repeated_until = state.best_step
         state.saved_step = newest_step(options.run_dir)
         self._observers.call(lambda each: each.before_launch(options.run_dir, state.attempt))
         self._save_state()
@@ -180,14 +186,24 @@ class Supervisor:
         jobs = build_jobs(options.fit, options.run_dir, facts, self._plan, state.attempt, self._port, self._mark)
         self._tell("launching" if self._unrecovered is None else "recovering", self._reason)
         self._meter.enter("start", time.monotonic())
-        try:
-            self._ensure_launcher()
-            self._client.fork(state.attempt, jobs)
-        except LauncherLostError:
-            raise RunEndedError(
-                f"the launcher of ranks has ended (see {self._run.supervisor / 'launcher.log'})"
-            ) from None
+        self._fork(state.attempt, jobs)
         return True
+
+    def _fork(self, attempt: int, jobs: Sequence[Job]) -> None:
+        """Forks jobs from the launcher, and from a new one where it has just ended.
+
+        Raises:
+            RunEndedError: The new one has ended, too.
+        """
+        for _ in range(_LAUNCHER_TRIES):
+            try:
+                self._ensure_launcher()
+                self._client.fork(attempt, jobs)
+                return
+            except LauncherLostError:
+                self._client.close()
+        log = self._run.supervisor / "launcher.log"
+        raise RunEndedError(f"the launcher of ranks ends before it has launched any (see {log})")
 
     def _build_attempt(self, stops: StopRequests, *, is_adopted: bool) -> Attempt:
         facts, number = self._facts, self._state.attempt
@@ -212,8 +228,8 @@ class Supervisor:
         trained_from = sight.milestone("train")
         step = sight.step
         if trained_from is not None:
-            is_new = self._state.best_step <= (sight.restored_step or 0) or (step or 0) > self._state.best_step
-            self._meter.enter("trained" if is_new else "repeated", trained_from)
+            reached = max(step or 0, sight.restored_step or 0)
+            self._meter.enter("trained" if reached >= self._repeated_until else "repeated", trained_from)
         if step is not None:
             if step > self._state.best_step:
                 self._recover(sight)
@@ -315,9 +331,8 @@ class Supervisor:
             RunEndedError: It failed; the exit status is the child's.
         """
         job = build_probe(target, arguments, self._run.supervisor, self._mark)
+        self._fork(0, [job])
         try:
-            self._ensure_launcher()
-            self._client.fork(0, [job])
             while self._client.state is not None and any(child.status is None for child in self._client.state.children):
                 self._client.poll(1.0)
         except LauncherLostError:
@@ -364,11 +379,11 @@ class Supervisor:
     def _tell(self, state: State, reason: str) -> None:
         self._status_state, self._reason, self._told_seconds = state, reason, time.monotonic()
         status = self._snapshot()
-        write_safely(lambda: write_status(self._options.run_dir, status), self._report)
+        self._writer.write(lambda: write_status(self._options.run_dir, status))
         self._observers.call(lambda each: each.on_status(status))
 
     def _save_state(self) -> None:
-        write_safely(lambda: write_state(self._run.supervisor, self._state), self._report)
+        self._writer.write(lambda: write_state(self._run.supervisor, self._state))
 
     def _snapshot(self) -> SupervisorStatus:
         return SupervisorStatus(

@@ -22,12 +22,25 @@ _KEPT_VARIABLES: Final = (
 _CLASSES: Final[dict[str, EndClass]] = {name: name for name in ENDS}
 
 
-def write_safely(write: Callable[[], object], report: Callable[[str], None]) -> None:
-    """Calls `write`; a full disk, on which a run may still wait for space, is one line."""
-    try:
-        write()
-    except OSError as error:
-        report(f"{error.filename or 'a file'} of the supervisor is not written: {error.strerror or error}")
+class SafeWriter:
+    """Writes what the supervisor can do without: a full disk, on which a run may wait for space, is one line.
+
+    Args:
+        report: Prints a line.
+    """
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report, self._is_failing = report, False
+
+    def write(self, act: Callable[[], object]) -> None:
+        """Calls `act`; the first of several failures in a row is reported."""
+        try:
+            act()
+            self._is_failing = False
+        except OSError as error:
+            if not self._is_failing:
+                self._report(f"{error.filename or 'a file'} cannot be written: {error.strerror or error}")
+            self._is_failing = True
 
 
 class Records:
@@ -36,11 +49,11 @@ class Records:
     Args:
         run_dir: The run's directory.
         crashes: Those that are on the disk.
-        report: Prints a line.
+        writer: Writes the records.
     """
 
-    def __init__(self, run_dir: Path, crashes: Sequence[CrashRecord], report: Callable[[str], None]) -> None:
-        self._run_dir, self._crashes, self._report = run_dir, list(crashes), report
+    def __init__(self, run_dir: Path, crashes: Sequence[CrashRecord], writer: SafeWriter) -> None:
+        self._run_dir, self._crashes, self._writer = run_dir, list(crashes), writer
 
     def history(self, first: int) -> list[PastEnd]:
         """Returns the ends for the decision, from the crash with number `first` on."""
@@ -72,13 +85,13 @@ class Records:
         self._crashes.append(record)
         files = {path.name: read_tail(path) for path in sorted(folder.glob("rank-*"))}
         files = {name: data for name, data in files.items() if data}
-        write_safely(lambda: write_crash(self._run_dir, record, files), self._report)
+        self._writer.write(lambda: write_crash(self._run_dir, record, files))
         return record
 
     def replace_last(self, record: CrashRecord) -> None:
         """Replaces the newest record."""
         self._crashes[-1] = record
-        write_safely(lambda: write_crash(self._run_dir, record), self._report)
+        self._writer.write(lambda: write_crash(self._run_dir, record))
 
     def count_ends(self) -> dict[str, int]:
         """Returns the number of ends by class."""

@@ -43,7 +43,12 @@ def has_space(run_dir: Path, num_bytes: int) -> bool:
     if shutil.disk_usage(run_dir).free < num_bytes:
         return False
     path = RunDirectory(run_dir).supervisor / _PROBE_NAME
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno in _FULL:  # no space for a name
+            return False
+        raise
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)
     except OSError as error:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from genesis.run_directory import RunDirectory
 from genesis.supervise.goodput import Goodput
@@ -18,6 +18,7 @@ from genesis_callbacks.files import replace_file
 
 State = Literal["launching", "training", "recovering", "waiting", "stopped", "requeued", "completed"]
 
+PREEMPTED: Final = "preempted"
 _STATES: dict[str, State] = {state: state for state in get_args(State)}
 
 
@@ -59,8 +60,8 @@ class SupervisorStatus:
 
     @property
     def num_crashes(self) -> int:
-        """Number of ends before the run was complete."""
-        return sum(self.ends.values())
+        """Number of ends before the run was complete, without preemptions."""
+        return sum(number for name, number in self.ends.items() if name != PREEMPTED)
 
     @property
     def lost_seconds(self) -> float:

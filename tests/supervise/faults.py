@@ -217,7 +217,9 @@ class FaultyRun:
             filler.unlink()
 
     def _strike_corrupt(self) -> None:
-        """Flips a byte in the newest checkpoint, and kills a rank before the next save."""
+        """Kills everything that trains or saves, and flips a byte in the newest checkpoint."""
+        for process in (*self.find("writer"), *self.find("rank")):
+            self.kill(process, signal.SIGKILL)
         steps = list_steps(self.run_dir)
         if len(steps) > 1:
             path = RunDirectory(self.run_dir).checkpoints / checkpoint_name(steps[-1]) / "__0_0.distcp"
@@ -226,7 +228,6 @@ class FaultyRun:
                 byte = file.read(1)
                 file.seek(-1, os.SEEK_CUR)
                 file.write(bytes([byte[0] ^ 0xFF]))
-        self._strike_ranks()
 
     # ---- the whole
 

@@ -25,7 +25,7 @@ def run_faults(corpus: Path, directory: Path, num_faults: int, max_steps: int, s
 @pytest.mark.process
 @pytest.mark.timeout(600)
 def test_a_run_with_a_fault_of_each_kind_ends_as_if_there_were_none(tiny_corpus: Path, tmp_path: Path) -> None:
-    run_faults(tiny_corpus, tmp_path / "faults", num_faults=10, max_steps=1500, seed=3)
+    run_faults(tiny_corpus, tmp_path / "faults", num_faults=10, max_steps=900, seed=3)
 
 
 @pytest.mark.long
