@@ -30,7 +30,6 @@ __all__ = [
     "COMMITTED_NAME",
     "LOCK_NAME",
     "EventWriter",
-    "LOCK_NAME",
     "MANIFEST_NAME",
     "PLACES_VARIABLE",
     "TRASH_NAME",
