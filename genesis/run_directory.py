@@ -11,6 +11,7 @@
     loss.png                            written by `genesis demo`
     mirrors/                            what is known of each mirror of the run: `genesis mirror`
     bases/                              bases of checkpoints that `genesis mirror restore` could not put elsewhere
+    reference/                          log-probabilities of a reference model (`genesis.objectives.reference`)
     checkpoints/, events/,              written by the callbacks: `genesis_callbacks.run_directory`
     heartbeats/, .ranks/
 
@@ -50,6 +51,7 @@ class RunDirectory:
         loss_plot: The loss curve that `genesis demo` plots.
         mirrors: The directory of the states of the run's mirrors.
         bases: The directory of restored bases.
+        reference: Log-probabilities of a reference model, for preference optimisation.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,6 +70,7 @@ class RunDirectory:
         self.loss_plot = path / "loss.png"
         self.mirrors = path / "mirrors"
         self.bases = path / "bases"
+        self.reference = path / "reference"
 
     @classmethod
     def of(cls, path: Path) -> "RunDirectory":

@@ -61,7 +61,7 @@ class Conversation:
 
     def plain_text(self) -> str:
         """Returns the text of all turns with their roles, for the filters of `genesis data clean`."""
-        return "\n\n".join(f"{message['role']}: {_plain(message)}" for message in self.messages)
+        return "\n\n".join(f"{message['role']}: {message_text(message)}" for message in self.messages)
 
 
 def load_conversation(text: str) -> Conversation:
@@ -85,7 +85,7 @@ def read_conversation(
     """
     found = find_form(record, turn_field) if form == "auto" else form
     conversation = _READERS[found](record, turn_field)
-    if not any(_plain(message).strip() for message in conversation.messages):
+    if not any(message_text(message).strip() for message in conversation.messages):
         raise ConversationError("the conversation is empty: no turn says anything; remove it")
     return conversation
 
@@ -96,7 +96,7 @@ def find_form(record: Mapping[str, Any], turn_field: str | None = None) -> Form:
     Raises:
         ConversationError: The record has no conversation.
     """
-    name = _find_turn_field(record, turn_field)
+    name = find_turn_field(record, turn_field)
     if name is not None:
         turns = record[name]
         first = turns[0] if isinstance(turns, Sequence) and turns else {}
@@ -154,8 +154,13 @@ def _read_messages(record: Mapping[str, Any], turn_field: str | None) -> Convers
 
 
 def _read_sharegpt(record: Mapping[str, Any], turn_field: str | None) -> Conversation:
-    messages: list[Message] = _system(record)
-    for number, turn in enumerate(_turns_of(record, turn_field), 1):
+    return _build(record, normalize_messages([*_system(record), *_translate_sharegpt(_turns_of(record, turn_field))]))
+
+
+def _translate_sharegpt(turns: Sequence[Any]) -> list[Message]:
+    """Returns turns of the form ShareGPT as messages of OpenAI's form."""
+    messages: list[Message] = []
+    for number, turn in enumerate(turns, 1):
         if not isinstance(turn, Mapping) or "from" not in turn:
             raise ConversationError(f"turn {number} has no `from`; correct it, or name another form by `chat`")
         role = _SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
@@ -169,7 +174,7 @@ def _read_sharegpt(record: Mapping[str, Any], turn_field: str | None) -> Convers
             calls = calls if isinstance(calls, list) else [calls]
             message |= {"content": "", "tool_calls": [{"type": "function", "function": call} for call in calls]}
         messages.append(message)
-    return _build(record, normalize_messages(messages))
+    return messages
 
 
 def _read_alpaca(record: Mapping[str, Any], turn_field: str | None) -> Conversation:
@@ -207,31 +212,58 @@ _READERS: Final[dict[Form, Callable[[Mapping[str, Any], str | None], Conversatio
 }
 
 
-def _build(record: Mapping[str, Any], messages: list[Message]) -> Conversation:
-    if not messages:
-        raise ConversationError("the conversation is empty: it has no turns; remove it")
+def read_turns(turns: Any, name: str) -> list[Message]:
+    """Returns turns of the forms messages or ShareGPT, as templates expect them; `name` is their field, for messages.
+
+    Raises:
+        ConversationError: The value is no list of turns, or a turn is invalid.
+    """
+    turns = _list_turns(turns, name)
+    is_sharegpt = bool(turns) and isinstance(turns[0], Mapping) and "from" in turns[0]
+    try:
+        return normalize_messages(_translate_sharegpt(turns) if is_sharegpt else turns)
+    except ConversationError as error:
+        raise ConversationError(f"{name}: {error}") from None
+
+
+def read_variables(record: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]] | None, dict[str, Any]]:
+    """Returns the definitions of tools and the variables of the template in a record.
+
+    Raises:
+        ConversationError: One of them is invalid, or the record has media.
+    """
     media = next((name for name in _MEDIA if record.get(name)), None)
     if media is not None:
         raise ConversationError(f"the record has {media}, and only text can be learned; remove the record")
     variables = record.get(_VARIABLES) or {}
     if not isinstance(variables, Mapping):
         raise ConversationError(f"{_VARIABLES} is not an object; correct it")
-    return Conversation(messages, normalize_tools(record.get("tools")), dict(variables))
+    return normalize_tools(record.get("tools")), dict(variables)
 
 
-def _find_turn_field(record: Mapping[str, Any], turn_field: str | None) -> str | None:
+def _build(record: Mapping[str, Any], messages: list[Message]) -> Conversation:
+    if not messages:
+        raise ConversationError("the conversation is empty: it has no turns; remove it")
+    return Conversation(messages, *read_variables(record))
+
+
+def find_turn_field(record: Mapping[str, Any], turn_field: str | None) -> str | None:
+    """Returns the name of the field with the turns of a conversation; None if the record has no such field."""
     names = _TURN_FIELDS if turn_field is None else (turn_field,)
     return next((name for name in names if name in record), None)
 
 
 def _turns_of(record: Mapping[str, Any], turn_field: str | None) -> Sequence[Any]:
-    name = _find_turn_field(record, turn_field)
+    name = find_turn_field(record, turn_field)
     if name is None:
         raise ConversationError(
             f"no field {turn_field or ' or '.join(_TURN_FIELDS)} is among {', '.join(list(record)[:20]) or 'no fields'}"
             "; name the field of the turns by text_field"
         )
-    turns = record[name]
+    return _list_turns(record[name], name)
+
+
+def _list_turns(turns: Any, name: str) -> Sequence[Any]:
     turns = _parse(turns, name) if isinstance(turns, str) else turns
     if not isinstance(turns, list | tuple):
         raise ConversationError(f"{name} is {_describe(turns)}, not a list of turns; correct it")
@@ -303,7 +335,8 @@ def _normalize_calls(calls: Any, number: int) -> list[dict[str, Any]]:
     return found
 
 
-def _plain(message: Message) -> str:
+def message_text(message: Message) -> str:
+    """Returns the text that a message holds: its reasoning, its content and its calls of tools."""
     parts = [message.get("reasoning_content"), message.get("content")]
     calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", ())]
     return "\n".join(part for part in (*parts, *calls) if isinstance(part, str) and part)

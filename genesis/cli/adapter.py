@@ -30,7 +30,7 @@ def prepare_adapter(config: Namespace, reference: Reference | None, run_dir: Pat
     scope = config.get("checkpoint.scope")
     if scope is not None and scope.get("base") is not None:
         raise UserError("checkpoint.scope follows from model.adapter: leave it out, and give model.adapter.base")
-    continued = None if reference is None else _find_continued(reference)
+    continued = None if reference is None else find_continued(reference)
     base = find_adapter_base(config.get("model.adapter.base"), continued)
     config["model.adapter.base"] = str(base.path)
     if continued is None or continued.resolve() == base.path:
@@ -51,7 +51,7 @@ def prepare_adapter(config: Namespace, reference: Reference | None, run_dir: Pat
     return base
 
 
-def _find_continued(reference: Reference) -> Path | None:
+def find_continued(reference: Reference) -> Path | None:
     """Returns the checkpoint that `ckpt_path` names; None for `latest` of a run without checkpoints."""
     if reference.kind == "run" and reference.selector in (None, LATEST):
         committed = list_committed(reference.path) if reference.path.exists() else []

@@ -25,6 +25,7 @@ from genesis.data.inspect import (
     measure_lengths,
     report_packings,
     verify_corpus,
+    verify_pairs,
     verify_plans,
 )
 from genesis.data.manifest import MANIFEST_NAME, SPLITS, CorpusManifest, SourceRecord, read_manifest
@@ -43,7 +44,7 @@ needs no plan. Training finds the plan by data.packing and data.seq_len.
 Example: genesis data plan corpora/demo --packing best_fit --seq_len 2048"""
 
 _INSPECT_DESCRIPTION = """Shows the content of a corpus and some decoded samples, with a rule at each document's end.
-Of conversations, the learned text is green, or between \u27e6 and \u27e7 without colors.
+Of conversations, the learned text is green, or between \u27e6 and \u27e7 without colors. A sample of pairs is one pair.
 With --seq_len it reports the effect of each packing: fill is the share of positions with a label, truncated the share
 of labels whose document's beginning is cut off, dropped the number of labels that no sequence contains.
 Example: genesis data inspect corpora/demo --num_samples 5 --seq_len 2048"""
@@ -133,14 +134,17 @@ def inspect_main(argv: list[str]) -> int:
     _print_chat(console, manifest)
     corpus = open_corpus(arguments.corpus, verify_hashes="never")
     for lengths in measure_lengths(corpus, options.split):
-        console.print(_describe_lengths(lengths, options.split), highlight=False)
+        console.print(_describe_lengths(lengths, options.split, is_paired=manifest.is_paired), highlight=False)
     reports = report_packings(corpus, options.seq_len)
     if reports:
         console.print(_packing_table(reports))
     for line in _describe_sequences(reports, manifest):
         console.print(line, highlight=False)
     for sample in draw_samples(corpus, options.split, options.num_samples, options.sample_tokens, options.seed):
-        _print_sample(console, sample)
+        if manifest.is_paired:
+            _print_pair(console, sample)
+        else:
+            _print_sample(console, sample)
     return 0
 
 
@@ -158,7 +162,8 @@ def _print_chat(console: Console, manifest: CorpusManifest) -> None:
     for name, counts in chat.sources.items():
         found = ConversationCounts(**counts)
         missing = found.describe_missing()
-        console.print(f"{name}: {found.num_written:,} conversations" + (f"; {missing}" if missing else ""))
+        what = "pairs of answers" if chat.is_paired else "conversations"
+        console.print(f"{name}: {found.num_written:,} {what}" + (f"; {missing}" if missing else ""))
 
 
 def verify_main(argv: list[str]) -> int:
@@ -170,7 +175,9 @@ def verify_main(argv: list[str]) -> int:
         read_manifest(corpus)  # raises: a path without a corpus is the user's mistake, not damage
     try:
         shards = list(verify_corpus(corpus))
-        plans = verify_plans(open_corpus(corpus, verify_hashes="never"))
+        opened = open_corpus(corpus, verify_hashes="never")
+        plans = verify_plans(opened)
+        verify_pairs(opened)
     except UserError as error:
         print(f"genesis: error: {error}", file=sys.stderr)
         return FAILED_CHECK
@@ -274,9 +281,10 @@ def _packing_table(reports: Sequence[PackingReport]) -> Table:
     return table
 
 
-def _describe_lengths(lengths: Lengths, split: str) -> str:
+def _describe_lengths(lengths: Lengths, split: str, *, is_paired: bool) -> str:
+    document = "an answer with its prompt" if is_paired else "a conversation"
     return (
-        f"{lengths.source}, {split}: tokens of a conversation: median {lengths.median:,}, p95 {lengths.p95:,}, longest "
+        f"{lengths.source}, {split}: tokens of {document}: median {lengths.median:,}, p95 {lengths.p95:,}, longest "
         f"{lengths.longest:,}; {lengths.num_labels:,} of {lengths.num_tokens:,} tokens are learned"
     )
 
@@ -299,6 +307,18 @@ def _color_runs(runs: Sequence[tuple[str, bool]], *, has_colors: bool) -> Text:
         else:
             text.append(f"{_LEARNED[0]}{run}{_LEARNED[1]}" if is_learned else run)
     return text
+
+
+def _print_pair(console: Console, sample: Sample) -> None:
+    """Prints the ends of the two documents of a pair, where the answers are."""
+    console.rule(f"{sample.shard}, pair {sample.first_document // 2}", style="bold")
+    for index, side in enumerate(("chosen", "rejected")):
+        text = Text(sample.texts[index])
+        if sample.runs is not None:
+            text = _color_runs(sample.runs[index], has_colors=console.color_system is not None)
+        console.print(Text(f"{side}: ", style="bold"), text, sep="")
+        num_labels = 0 if sample.num_labels is None else sample.num_labels[index]
+        console.rule(f"{sample.num_tokens[index]:,} tokens, {num_labels:,} of them learned", style="dim", align="right")
 
 
 def _print_sample(console: Console, sample: Sample) -> None:

@@ -29,14 +29,16 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_warn
 
 from genesis.checkpoint_reference import LATEST, read_reference
-from genesis.cli.adapter import check_has_adapters, prepare_adapter, start_adapter
+from genesis.cli.adapter import check_has_adapters, find_continued, prepare_adapter, start_adapter
 from genesis.cli.options import check_is_yaml
 from genesis.cli.precision import GenesisTrainer, resolve_precision
+from genesis.cli.preference import prepare_preference
 from genesis.data.paths import SOURCE_LISTS, TOKENIZER_PATHS, find_path, find_source_path, record_paths
 from genesis.deprecated_options import rename_in_arguments, rename_in_yaml, rename_option
 from genesis.errors import RunEndedError, UserError, naming
 from genesis.model.device_proofs import ATTENTION_PROOF
 from genesis.model.recipe import dump_decoder_config
+from genesis.objectives.preference import DPO
 from genesis.run_directory import RunDirectory
 from genesis.strategies import Replicated, Sharded
 from genesis.train.csv_log import CSVLog
@@ -235,6 +237,8 @@ class GenesisCLI(LightningCLI):
         )
         own = _place_run(str(run_dir), self._get(self.config, "fork"))
         self._adapter_base = prepare_adapter(config, reference, Path(own))
+        continued = None if reference is None else find_continued(reference)
+        self._identity = prepare_preference(config, continued, Path(own))
         if reference is None:
             return
         run_dir = reference.run.path
@@ -277,7 +281,9 @@ class GenesisCLI(LightningCLI):
         self.checkpoint.recipe = self.config_dump
         self.checkpoint.device_proofs = (ATTENTION_PROOF,)
         self.checkpoint.drift_policy = RECIPE_POLICY
-        self.checkpoint.identity = self.datamodule.training.identity
+        self.checkpoint.identity = {**self.datamodule.training.identity, **self._identity}
+        if isinstance(self.model.objective, DPO):
+            self.model.objective.directory = RunDirectory(run_dir).reference
         # Validating an earlier checkpoint must not write into the log of the run that trains.
         loggers = _loggers(config.get("logger"), run_dir) if self.subcommand == "fit" else False
         callbacks: list[Callback] = [SaveRecipe(run_dir, self.config_dump), DataTelemetry()]

@@ -1,7 +1,8 @@
 """Conversations of a source as tokens with labels: rendered, cut to a length, and counted.
 
 A conversation is a document: whatever keeps documents whole or apart keeps conversations whole or apart. Its document
-is what the chat template writes, without bos and eos around it.
+is what the chat template writes, without bos and eos around it. A pair of answers is two documents, one after the
+other: the prompt with the chosen answer, and the prompt with the rejected one.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,8 +14,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from genesis.chat.conversation import load_conversation
+from genesis.chat.conversation import Conversation, load_conversation
 from genesis.chat.options import ChatOptions, OnBadRow
+from genesis.chat.pair import load_pair
 from genesis.chat.render import ChatRenderer, RenderedChat, open_renderer
 from genesis.chat.template import ChatTemplate, ConversationError
 from genesis.data.manifest import ChatRecord
@@ -29,7 +31,7 @@ CHAT_TEMPLATE_NAME: Final = "chat/template.jinja"
 
 @dataclass(frozen=True)
 class ConversationCounts:
-    """What became of the conversations of a source.
+    """What became of the conversations of a source; if it has pairs, each of them counts once.
 
     Args:
         num_written: Conversations in the corpus.
@@ -69,6 +71,7 @@ class ChatSetup:
     name: str
     options: ChatOptions
     hash: str
+    is_paired: bool = False
 
     def describe(self) -> dict[str, Any]:
         """Returns what decides the tokens of conversations; the template counts by its text, not by its path."""
@@ -87,15 +90,19 @@ class ChatSetup:
             date=self.options.date,
             labels=self.options.labels,
             sources={name: asdict(of_source) for name, of_source in counts.items()},
+            is_paired=self.is_paired,
         )
 
     def build(self, tokenizer: Tokenizer) -> "ConversationEncoder":
         """Returns what encodes conversations."""
         template = ChatTemplate(self.template, self.name, self.options.today)
-        return ConversationEncoder(ChatRenderer(tokenizer, template, self.options.variables), self.options)
+        renderer = ChatRenderer(tokenizer, template, self.options.variables)
+        return ConversationEncoder(renderer, self.options, is_paired=self.is_paired)
 
 
-def open_chat_setup(options: ChatOptions, tokenizer: Tokenizer, tokenizer_path: Path) -> ChatSetup:
+def open_chat_setup(
+    options: ChatOptions, tokenizer: Tokenizer, tokenizer_path: Path, *, is_paired: bool = False
+) -> ChatSetup:
     """Returns what workers need, with the template of the options or of the tokenizer.
 
     Raises:
@@ -105,7 +112,7 @@ def open_chat_setup(options: ChatOptions, tokenizer: Tokenizer, tokenizer_path: 
         renderer = open_renderer(tokenizer, options)
     except UserError as error:
         raise UserError(f"{tokenizer_path}: {error}") from None
-    return ChatSetup(renderer.template.text, renderer.template.name, options, renderer.hash)
+    return ChatSetup(renderer.template.text, renderer.template.name, options, renderer.hash, is_paired)
 
 
 class BadRecord(NamedTuple):
@@ -116,10 +123,14 @@ class BadRecord(NamedTuple):
     utf8: bytes = b""
 
 
+Rendered = tuple[RenderedChat, ...]
+"""The documents of a record: one conversation, or the two of a pair."""
+
+
 class EncodedChats(NamedTuple):
     """Conversations with their documents, the counts of a batch, and the line about its first bad record, if any."""
 
-    chats: list[tuple[Document, RenderedChat]]
+    chats: list[tuple[Document, Rendered]]
     counts: ConversationCounts
     fault: str
 
@@ -130,11 +141,13 @@ class ConversationEncoder:
     Args:
         renderer: Renders a conversation.
         options: What is learned, and what to do with long and bad ones.
+        is_paired: Whether each document is a pair of answers.
     """
 
-    def __init__(self, renderer: ChatRenderer, options: ChatOptions) -> None:
+    def __init__(self, renderer: ChatRenderer, options: ChatOptions, *, is_paired: bool = False) -> None:
         self._renderer = renderer
         self._options = options
+        self._is_paired = is_paired
 
     def encode(self, documents: Sequence[Document | BadRecord]) -> EncodedChats:
         """Returns the tokens of conversations, and the counts of those that are cut or left out.
@@ -143,43 +156,70 @@ class ConversationEncoder:
             UserError: A conversation is bad or long, and the options say to stop there; or the template cannot be used
                 at all. The line names the file and the line in it.
         """
-        chats: list[tuple[Document, RenderedChat]] = []
+        chats: list[tuple[Document, Rendered]] = []
         counts, fault = ConversationCounts(), ""
         for document in documents:
+            rendered: Rendered = ()
             try:
                 rendered, of_document = self._encode(document)
                 counts += of_document
             except ConversationError as error:
                 if self._options.on_bad_row == "error":
                     raise UserError(f"{error}; or set chat.on_bad_row: skip, which counts such records") from None
-                counts, fault, rendered = counts + ConversationCounts(num_bad=1), fault or str(error), None
-            if rendered is not None:
+                counts, fault = counts + ConversationCounts(num_bad=1), fault or str(error)
+            if rendered:
                 assert isinstance(document, Document)
                 chats.append((document, rendered))
         return EncodedChats(chats, counts, fault)
 
-    def _encode(self, document: Document | BadRecord) -> tuple[RenderedChat | None, ConversationCounts]:
+    def _encode(self, document: Document | BadRecord) -> tuple[Rendered, ConversationCounts]:
+        """Returns the documents of a record, none if it is dropped, and its counts."""
         if isinstance(document, BadRecord):
             raise ConversationError(document.explain())
         options = self._options
         try:
-            rendered = self._renderer.render_conversation(load_conversation(document.text), options.labels)
+            rendered = self._render_pair(document) if self._is_paired else (self._render(document.text),)
         except ConversationError as error:
             raise ConversationError(f"{_place(document)}: {error}") from None
-        num_tokens, limit = len(rendered.ids), options.max_tokens
+        num_tokens, limit = max(len(chat.ids) for chat in rendered), options.max_tokens
         is_cut = False
         if limit is not None and num_tokens > limit:
             if options.on_long == "error":
+                what = (
+                    "the longer answer of the pair has, with its prompt," if self._is_paired else "the conversation has"
+                )
                 raise UserError(
-                    f"{_place(document)}: the conversation has {num_tokens:,} tokens, chat.max_tokens is {limit:,}; "
-                    "raise it, or set chat.on_long to cut or drop"
+                    f"{_place(document)}: {what} {num_tokens:,} tokens, chat.max_tokens is {limit:,}; raise it, or set "
+                    "chat.on_long to cut or drop"
                 )
             if options.on_long == "drop":
-                return None, ConversationCounts(num_long=1)
-            rendered, is_cut = RenderedChat(rendered.ids[:limit], rendered.trained[:limit]), True
-        if not rendered.trained[1:].any():  # nothing comes before the first token
-            return None, ConversationCounts(num_unlearned=1)
+                return (), ConversationCounts(num_long=1)
+            rendered, is_cut = tuple(RenderedChat(chat.ids[:limit], chat.trained[:limit]) for chat in rendered), True
+        # Nothing comes before the first token. Of a pair, what is cut off may have been the difference.
+        is_same = len(rendered) > 1 and np.array_equal(rendered[0].ids, rendered[1].ids)
+        if is_same or not all(chat.trained[1:].any() for chat in rendered):
+            return (), ConversationCounts(num_unlearned=1)
         return rendered, ConversationCounts(num_written=1, num_cut=int(is_cut))
+
+    def _render(self, text: str) -> RenderedChat:
+        return self._renderer.render_conversation(load_conversation(text), self._options.labels)
+
+    def _render_pair(self, document: Document) -> Rendered:
+        pair = load_pair(document.text)
+        rendered = tuple(self._render_answer(name, vars(pair)[name]) for name in ("chosen", "rejected"))
+        asked, again = (chat.ids[: int(chat.trained.argmax())] for chat in rendered)
+        if not np.array_equal(asked, again):
+            raise ConversationError(
+                f"the chat template {self._renderer.template.name} writes the prompt of the pair in two ways, so that "
+                "its answers cannot be compared; give a template whose text before an answer does not depend on it"
+            )
+        return rendered
+
+    def _render_answer(self, name: str, conversation: Conversation) -> RenderedChat:
+        try:
+            return self._renderer.render_conversation(conversation, self._options.labels)
+        except ConversationError as error:
+            raise ConversationError(f"the {name} answer: {error}") from None
 
 
 def read_conversations(source: SourceOptions, span: Span, on_bad_row: OnBadRow) -> Iterator[Document | BadRecord]:
@@ -210,7 +250,7 @@ def _explain(entry: Entry) -> str:
     raise AssertionError("the record was bad before")
 
 
-def join_rendered(chats: list[RenderedChat], token_num_bytes: NDArray[np.int32]) -> EncodedDocuments:
+def join_rendered(chats: Sequence[RenderedChat], token_num_bytes: NDArray[np.int32]) -> EncodedDocuments:
     """Returns conversations as documents for a shard."""
     tokens = np.concatenate([chat.ids for chat in chats])
     trained = np.concatenate([chat.trained for chat in chats])

@@ -11,6 +11,7 @@ from genesis.data.manifest import read_manifest
 from genesis.data.old_keys import rename_old_keys
 from genesis.data.order import SequenceOrder, build_order, weigh_sequences
 from genesis.data.packing import count_train_sequences
+from genesis.data.pairs import PAIRS, PairedSource, PairSet, PairWindows
 from genesis.data.plans import SourcePlan, open_plan
 from genesis.data.shards import little_endian
 from genesis.data.training_data import (
@@ -50,8 +51,9 @@ class CorpusData:
         self._verify_hashes: VerifyHashes = verify_hashes
         self._tokenizer_hash = tokenizer_hash
         self._ranks = Ranks()
+        self._pads_pairs = False
         self._order: SequenceOrder | None = None
-        self._windows: TrainWindows | None = None
+        self._windows: TrainWindows | PairWindows | None = None
         self._packed_tokens: dict[str, int] = {}
 
     @cached_property
@@ -65,6 +67,25 @@ class CorpusData:
         if self.options.packing == "chunk":
             return None
         return open_plan(self.corpus, self.options.packing, self.options.seq_len, self._verify_hashes)
+
+    @cached_property
+    def pairs(self) -> PairSet | None:
+        """Returns the pairs of a corpus of pairs."""
+        corpus = self.corpus
+        if not corpus.manifest.is_paired:
+            return None
+        if self.options.packing != "chunk":
+            raise UserError(
+                f"data.packing is {self.options.packing}, and {self.path} has pairs of answers, which none joins: "
+                "leave it out"
+            )
+        train, validation = (tuple(map(PairedSource, sources)) for sources in (corpus.train, corpus.validation))
+        return PairSet(train, validation, corpus.manifest.tokens_hash)
+
+    @property
+    def _planned(self) -> Sequence[SourcePlan | PairedSource] | None:
+        """Returns the sequences of each source of the training set; None if they follow from the number of tokens."""
+        return self.plans if self.pairs is None else self.pairs.train
 
     @property
     def identity(self) -> dict[str, str]:
@@ -95,10 +116,12 @@ class CorpusData:
 
     # ---- training
 
-    def open(self, ranks: Ranks) -> None:
+    def open(self, ranks: Ranks, *, pads_pairs: bool = False) -> None:
         """Opens the corpus for one rank and checks that it can be trained on; may be called repeatedly."""
         plan_micro_batches(self.options.global_batch_size, self.options.micro_batch_size, ranks.world_size)
-        self._ranks, self._windows = ranks, None
+        self._ranks, self._pads_pairs, self._windows = ranks, pads_pairs, None
+        if self.pairs is not None:
+            self.pairs.check_lengths(self.options.seq_len)
         _ = self.order
 
     def close(self) -> None:
@@ -126,15 +149,7 @@ class CorpusData:
     def window(self, position: int) -> AccumulationWindow:
         """Returns this rank's window of the global batch that begins at `position`."""
         if self._windows is None:
-            self._windows = TrainWindows(
-                self.order,
-                self.corpus.train,
-                self.sequence_format,
-                self.options.global_batch_size,
-                self.options.micro_batch_size,
-                self._ranks,
-                self.plans,
-            )
+            self._windows = self._build_windows()
         return self._windows.window(position)
 
     def advance(self, window: AccumulationWindow, *, has_tokens: bool = True) -> str | None:
@@ -211,7 +226,7 @@ class CorpusData:
         position: int = state["data_position"]
         self._order, note = continue_order(self._build_order(), state["order"], position, self._weights)
         self.data_position, self._windows = position, None
-        if self.plans is not None:
+        if self._planned is not None:
             self._packed_tokens = dict(state["tokens_consumed"])
         return note
 
@@ -222,6 +237,13 @@ class CorpusData:
 
     # ---- parts
 
+    def _build_windows(self) -> TrainWindows | PairWindows:
+        options = self.options
+        sizes = (options.global_batch_size, options.micro_batch_size, self._ranks)
+        if self.pairs is not None:
+            return PairWindows(self.order, self.pairs, self.sequence_format, *sizes, self._pads_pairs)
+        return TrainWindows(self.order, self.corpus.train, self.sequence_format, *sizes, self.plans)
+
     @property
     def _weights(self) -> Mapping[str, int]:
         if self.options.mix is not None:
@@ -230,16 +252,16 @@ class CorpusData:
 
     def _build_order(self) -> SequenceOrder:
         counts, weights = self._count_sequences(), self._weights
-        if self.plans is not None:
-            sources = zip(self.corpus.train, self.plans, strict=True)
+        if self._planned is not None:
+            sources = zip(self.corpus.train, self._planned, strict=True)
             weights = weigh_sequences(weights, {source.name: plan.tokens_per_sequence for source, plan in sources})
         limits = {} if self.options.num_epochs is None else dict.fromkeys(counts, self.options.num_epochs)
         return build_order(counts, weights, self.options.seed, limits | dict(self.options.max_epochs or {}))
 
     def _count_sequences(self) -> dict[str, int]:
         sources, seq_len = self.corpus.train, self.options.seq_len
-        if self.plans is not None:
-            return {source.name: plan.num_sequences for source, plan in zip(sources, self.plans, strict=True)}
+        if self._planned is not None:
+            return {source.name: plan.num_sequences for source, plan in zip(sources, self._planned, strict=True)}
         for source in sources:
             if self._weights.get(source.name) and source.num_tokens <= seq_len:
                 raise UserError(
@@ -250,16 +272,17 @@ class CorpusData:
 
     def _describe_sequences(self) -> dict[str, Any]:
         """Returns the settings that, beside the order, determine the tokens of a sequence."""
-        packed = () if self.plans is None else zip(self.corpus.train, self.plans, strict=True)
+        packed = () if self._planned is None else zip(self.corpus.train, self._planned, strict=True)
         plans = {source.name: plan.hash for source, plan in packed}
-        return {"seq_len": self.options.seq_len, "packing": self.options.packing, "plans": plans}
+        packing = self.options.packing if self.pairs is None else PAIRS
+        return {"seq_len": self.options.seq_len, "packing": packing, "plans": plans}
 
     def _count_packed_tokens(self) -> None:
         """Adds the global batch at the position to the usage; packed sequences differ in length."""
-        if self.plans is None:
+        if self._planned is None:
             return
         source_ids, sequence_ids = self.order.sequences(self.data_position, self.options.global_batch_size)
         for number, name in enumerate(self.order.names):
             own = sequence_ids[source_ids == number]
-            num_tokens = self.plans[number].num_tokens(own) if len(own) else 0
+            num_tokens = self._planned[number].num_tokens(own) if len(own) else 0
             self._packed_tokens[name] = self._packed_tokens.get(name, 0) + num_tokens

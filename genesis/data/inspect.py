@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from genesis.data.corpus import Corpus, TokenSource, find_fault
 from genesis.data.manifest import CorpusManifest, ShardRecord, Split, read_manifest
 from genesis.data.packing import Packing, PackingFigures
+from genesis.data.pairs import find_source_fault
 from genesis.data.plans import Plan, find_plan_fault, list_plans, measure_source, plan_fits
 from genesis.errors import UserError
 from genesis.tokenizer.open import open_tokenizer
@@ -23,7 +24,8 @@ class Sample:
     """Consecutive tokens of one shard from the beginning of a document, split into documents.
 
     The last text may be truncated (`is_cut`). `num_tokens` counts the tokens of each whole document with bos and eos.
-    Without a tokenizer a text consists of the ids as numbers. `num_labels` counts the tokens with labels of each
+    Without a tokenizer a text consists of the ids as numbers. A sample of pairs is one pair: two documents, each of
+    which may be truncated. `num_labels` counts the tokens with labels of each
     document; it is None for a source whose tokens all have labels. Where it is not None, `runs` has each text again as
     (text, whether its tokens have labels), one after the other, control symbols spelled.
     """
@@ -85,7 +87,12 @@ def _labels_at(source: TokenSource, places: NDArray[np.int64]) -> NDArray[np.int
 
 
 def report_packings(corpus: Corpus, seq_len: int | None) -> list[PackingReport]:
-    """Returns the figures of every existing plan and, if `seq_len` is given, of every packing at that length."""
+    """Returns the figures of every existing plan and, if `seq_len` is given, of every packing at that length.
+
+    Pairs of answers are never packed.
+    """
+    if corpus.manifest.is_paired:
+        return []
     plans = list_plans(corpus.path)
     reports = [
         PackingReport(
@@ -129,6 +136,20 @@ def verify_plans(corpus: Corpus) -> list[Plan]:
         if fault is not None:
             raise UserError(f"{fault}; remove the plan's directory and run `genesis data plan` again")
     return plans
+
+
+def verify_pairs(corpus: Corpus) -> None:
+    """Checks that the documents of a corpus of pairs are two answers to one prompt each; does nothing for others.
+
+    Raises:
+        UserError: A source has a document without its pair.
+    """
+    if not corpus.manifest.is_paired:
+        return
+    for source in (*corpus.train, *corpus.validation):
+        fault = find_source_fault(source)
+        if fault is not None:
+            raise UserError(fault)
 
 
 def read_corpus_tokenizer(corpus: Path, manifest: CorpusManifest) -> Tokenizer | None:
@@ -196,6 +217,9 @@ def draw_samples(corpus: Corpus, split: Split, num_samples: int, sample_tokens: 
         source, number = shards[which]
         shard = source.shard(number)
         first = int(drawn - (ends[which] - shard.num_documents))
+        if corpus.manifest.is_paired:
+            samples.append(_read_pair_sample(source, number, tokenizer, first - first % 2, sample_tokens))
+            continue
         texts, lengths, is_cut = _read_sample(source, number, tokenizer, first, sample_tokens)
         start = source.document_start(number, first)
         num_labels = _count_labels(source, start, lengths)
@@ -204,6 +228,36 @@ def draw_samples(corpus: Corpus, split: Split, num_samples: int, sample_tokens: 
             runs = _read_runs(source, tokenizer, start, lengths, sample_tokens)
         samples.append(Sample(source.name, shard.path, first, texts, lengths, is_cut, num_labels, runs))
     return samples
+
+
+def _read_pair_sample(
+    source: TokenSource, shard: int, tokenizer: Tokenizer | None, first: int, sample_tokens: int
+) -> Sample:
+    """Returns the two documents of a pair, of each its last tokens, which the answer is."""
+    texts: list[str] = []
+    runs: list[tuple[tuple[str, bool], ...]] = []
+    starts = [source.document_start(shard, first + side) for side in (0, 1)]
+    ends = source.shard_ends(shard)[first : first + 2].tolist()
+    lengths = [end - start for start, end in zip(starts, ends, strict=True)]
+    for start, end in zip(starts, ends, strict=True):
+        begin = max(start, end - sample_tokens)
+        tokens = np.empty(end - begin, np.int64)
+        source.read(begin, tokens)
+        ids: list[int] = tokens.tolist()
+        texts.append(" ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids))
+        if tokenizer is not None:
+            runs += _read_runs(source, tokenizer, begin, [end - begin], sample_tokens)
+    num_labels = [_count_labels(source, start, [length]) or (0,) for start, length in zip(starts, lengths, strict=True)]
+    return Sample(
+        source.name,
+        source.shard(shard).path,
+        first,
+        tuple(texts),
+        tuple(lengths),
+        is_cut=max(lengths) > sample_tokens,
+        num_labels=tuple(count for (count,) in num_labels),
+        runs=tuple(runs) or None,
+    )
 
 
 def _count_labels(source: TokenSource, start: int, lengths: Sequence[int]) -> tuple[int, ...] | None:

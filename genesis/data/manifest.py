@@ -5,7 +5,8 @@ with it. The shards of a source are stored by column, on disk and in memory, bec
 thousand of them.
 
 A manifest is written in schema 2 whenever that can express it, so that earlier versions can read it; they find document
-ends by eos. It needs schema 3 if a shard has `ends_by_index` or `labels_hash`, and schema 4 if it has `chat`.
+ends by eos. It needs schema 3 if a shard has `ends_by_index` or `labels_hash`, schema 4 if it has `chat`, and schema 5
+if its documents are pairs of answers, which earlier versions would take for conversations.
 """
 
 import json
@@ -14,14 +15,17 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Literal, Self, overload
 
+from blake3 import blake3
+
 from genesis.errors import UserError
 from genesis_callbacks.files import find_irregular_kind, replace_file
 
-SCHEMA_VERSION: Final = 4
+SCHEMA_VERSION: Final = 5
 MANIFEST_NAME: Final = "manifest.json"
 
 Split = Literal["train", "validation"]
 SPLITS: Final[tuple[Split, ...]] = ("train", "validation")
+_HASHED_COLUMNS: Final = ("num_tokens", "num_documents", "hash", "index_hash", "labels_hash")
 
 
 @dataclass(frozen=True)
@@ -163,6 +167,7 @@ class ChatRecord:
         date: The date that the template prints; None if it prints no date.
         labels: The tokens that are learned: assistant, last or all.
         sources: For each source of conversations, the fields of `genesis.data.conversations.ConversationCounts`.
+        is_paired: Whether the documents 2i and 2i + 1 of each source are the chosen and the rejected answer of a pair.
     """
 
     template: str
@@ -171,6 +176,7 @@ class ChatRecord:
     date: str | None
     labels: str
     sources: Mapping[str, Mapping[str, int]]
+    is_paired: bool = False
 
 
 @dataclass(frozen=True)
@@ -194,9 +200,24 @@ class CorpusManifest:
     chat: ChatRecord | None = None
 
     @property
+    def is_paired(self) -> bool:
+        """Returns whether the documents are pairs of answers."""
+        return self.chat is not None and self.chat.is_paired
+
+    @property
     def padding_id(self) -> int:
         """Returns the id that fills positions without a token: eos, or any id if there is no eos."""
         return 0 if self.eos_id is None else self.eos_id
+
+    @property
+    def tokens_hash(self) -> str:
+        """Returns a hash of the tokens, the ends of documents and the labels, in the order of the sources."""
+        columns = [
+            [split, source.name, [list(source.table.column(name)) for name in _HASHED_COLUMNS]]
+            for split in SPLITS
+            for source in self.split(split)
+        ]
+        return blake3(json.dumps(columns).encode()).hexdigest()
 
     def split(self, split: Split) -> tuple[SourceRecord, ...]:
         """Returns the sources of `split`."""
@@ -211,6 +232,8 @@ def write_manifest(corpus: Path, manifest: CorpusManifest) -> None:
     del raw["chat"]
     if manifest.chat is not None:
         raw["chat"] = asdict(manifest.chat)
+        if not manifest.is_paired:  # schema 4 does not know the field
+            del raw["chat"]["is_paired"]
     raw["schema_version"] = _needed_schema(manifest)
     replace_file(corpus / MANIFEST_NAME, json.dumps(raw).encode())
 
@@ -252,7 +275,7 @@ def _needed_schema(manifest: CorpusManifest) -> int:
     """Returns the oldest schema that can express a manifest."""
     columns = {column for split in SPLITS for source in manifest.split(split) for column in source.table.columns}
     if manifest.chat is not None:
-        return SCHEMA_VERSION
+        return 5 if manifest.is_paired else 4
     return 2 if columns.isdisjoint(("ends_by_index", "labels_hash")) else 3
 
 
@@ -261,4 +284,5 @@ _SHARD_READERS: Final[dict[int, Callable[[Any], ShardTable]]] = {
     2: ShardTable,
     3: ShardTable,
     4: ShardTable,
+    5: ShardTable,
 }

@@ -150,6 +150,8 @@ def write_plan(corpus: Corpus, packing: PlannedPacking, seq_len: int) -> Plan:
     """
     if seq_len < 1:
         raise UserError(f"seq_len is {seq_len}; it must be at least 1")
+    if corpus.manifest.is_paired:
+        raise UserError(f"{corpus.path} has pairs of answers, which training reads without a plan: leave the plan out")
     directory = _plan_directory(corpus.path, packing, seq_len)
     try:
         with _locked(directory.parent):

@@ -110,6 +110,28 @@ class PrepareOptions:
         if self.num_workers < 0:
             raise UserError(f"num_workers {self.num_workers} must be at least 0 (0: one per core)")
         check_sources(self.sources)
+        self._check_pairs()
+
+    def _check_pairs(self) -> None:
+        if not self.is_paired:
+            return
+        other = next((source for source in self.sources if not source.has_pairs), None)
+        if other is not None:
+            raise UserError(
+                f"source {other.name} has no pairs of answers, and others of this corpus have: prepare two corpora"
+            )
+        if self.packing is not None:
+            raise UserError(f"packing is {self.packing}, and a corpus of pairs needs no plan: leave it out")
+        if self.chat.labels != "assistant":
+            raise UserError(
+                f"chat.labels is {self.chat.labels}, and of a pair the turns of the two answers are learned, and no "
+                "others: leave it out"
+            )
+
+    @property
+    def is_paired(self) -> bool:
+        """Returns whether the corpus has pairs of answers."""
+        return any(source.has_pairs for source in self.sources)
 
     @property
     def corpus(self) -> Path:
@@ -148,7 +170,7 @@ def prepare_corpus(
     tokenizer = open_tokenizer(options.tokenizer)
     chat = None
     if any(source.chat is not None for source in options.sources):
-        chat = open_chat_setup(options.chat, tokenizer, options.tokenizer)
+        chat = open_chat_setup(options.chat, tokenizer, options.tokenizer, is_paired=options.is_paired)
     files = {source.name: find_files(source) for source in options.sources}
     try:
         with _locked(options.corpus):

@@ -19,6 +19,7 @@ from genesis.chat.render import open_renderer
 from genesis.data.corpus import TokenSource
 from genesis.data.loader import Ranks, SequenceFormat, plan_micro_batches
 from genesis.data.order import SequenceOrder, build_order
+from genesis.data.pairs import PairSet
 from genesis.data.prompts import Prompt, PromptOptions, PromptSet, read_prompts
 from genesis.data.shards import little_endian, token_dtype
 from genesis.data.training_data import (
@@ -115,6 +116,11 @@ class PromptData:
         """Returns the name of the vocabulary's owner, for error messages."""
         return f"the tokenizer {self.prompt_options.tokenizer}"
 
+    @property
+    def pairs(self) -> PairSet | None:
+        """Returns None: prompts have no pairs of answers."""
+        return None
+
     @cached_property
     def sequence_format(self) -> SequenceFormat:
         """Returns how tokens become sequences."""
@@ -124,7 +130,7 @@ class PromptData:
 
     # ---- training
 
-    def open(self, ranks: Ranks) -> None:
+    def open(self, ranks: Ranks, *, pads_pairs: bool = False) -> None:
         """Reads the prompts and checks that the ranks can share them; may be called repeatedly."""
         num_prompts, num_ranks = self.options.global_batch_size, ranks.world_size
         plan_micro_batches(num_prompts, 1, num_ranks)

@@ -19,6 +19,7 @@ from genesis.data.sources import (
     find_files,
     plan_spans,
     read_entries,
+    refuse_pairs,
 )
 from genesis.errors import UserError
 
@@ -67,6 +68,7 @@ class PromptOptions:
 
     def __post_init__(self) -> None:
         check_sources(self.sources)
+        refuse_pairs(self.sources, "which have answers already; name another form by `chat`")
         least = {"group_size": 2, "steps_per_rollout": 1, "max_new_tokens": 1, "num_rows": 1, "num_logged_prompts": 0}
         for name, bound in least.items():
             value = getattr(self, name)

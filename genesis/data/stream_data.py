@@ -10,6 +10,7 @@ from genesis.data.corpus import Corpus, TokenSource, VerifyHashes, open_corpus
 from genesis.data.loader import Ranks, SequenceFormat, plan_micro_batches
 from genesis.data.old_keys import rename_old_keys
 from genesis.data.order import SequenceOrder, build_order
+from genesis.data.pairs import PairSet
 from genesis.data.shards import little_endian, token_dtype
 from genesis.data.stream.open import Stream, open_stream
 from genesis.data.stream.options import StreamOptions
@@ -115,6 +116,11 @@ class StreamData:
         """Returns the name of the vocabulary's owner, for error messages."""
         return "the stream's tokenizer"
 
+    @property
+    def pairs(self) -> PairSet | None:
+        """Returns None: a stream has no pairs of answers."""
+        return None
+
     @cached_property
     def sequence_format(self) -> SequenceFormat:
         """Returns how tokens become sequences."""
@@ -124,7 +130,7 @@ class StreamData:
 
     # ---- training
 
-    def open(self, ranks: Ranks) -> None:
+    def open(self, ranks: Ranks, *, pads_pairs: bool = False) -> None:
         """Opens the stream for one rank and checks that it can be trained on; may be called repeatedly."""
         plan_micro_batches(self.options.global_batch_size, self.options.micro_batch_size, ranks.world_size)
         if ranks != self._ranks and "windows" in vars(self):

@@ -194,11 +194,11 @@ class _Part:
         self._fault = self._fault or encoded.fault
         by_split: dict[Split, list[RenderedChat]] = {"train": [], "validation": []}
         for document, chat in encoded.chats:
-            by_split[self._split_of(document)].append(chat)
+            by_split[self._split_of(document)].extend(chat)
         for split, chats in by_split.items():
             if chats:
                 self._writer(split).append(join_rendered(chats, self._tokenizer.token_num_bytes))
-        return sum(len(chat.ids) for _, chat in encoded.chats)
+        return sum(len(chat.ids) for _, rendered in encoded.chats for chat in rendered)
 
     def _split_of(self, document: Document) -> Split:
         held_out = is_validation(document.utf8, self._setup.seed, self._setup.validation_fraction)

@@ -4,8 +4,8 @@
 the training step, the command line, telemetry and checkpoints use only the protocol. The module also has the pure
 functions that both kinds of data share. Nothing in `genesis.data` imports Lightning.
 
-The position counts global sequences. The position belongs to the data, and moves when a window has been trained, not
-when a window is read ahead.
+The position counts global sequences; where the data are pairs of answers, it counts pairs. The position belongs to the
+data, and moves when a window has been trained, not when a window is read ahead.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +16,7 @@ from genesis.data.corpus import TokenSource
 from genesis.data.loader import Ranks, SequenceFormat
 from genesis.data.order import Mix, SequenceOrder
 from genesis.data.packing import Packing
+from genesis.data.pairs import PairSet
 from genesis.data.window import AccumulationWindow
 from genesis.errors import UserError
 
@@ -67,13 +68,23 @@ class TrainingData(Protocol):
         """Returns the name of the vocabulary's owner, for error messages."""
 
     @property
+    def pairs(self) -> PairSet | None:
+        """Returns the pairs of answers that the data consist of; None for sequences of tokens."""
+
+    @property
     def sequence_format(self) -> SequenceFormat:
         """Returns how tokens become sequences."""
 
     # ---- training
 
-    def open(self, ranks: Ranks) -> None:
-        """Opens the data for one rank and checks that they can be trained on; may be called repeatedly."""
+    def open(self, ranks: Ranks, *, pads_pairs: bool = False) -> None:
+        """Opens the data for one rank and checks that they can be trained on; may be called repeatedly.
+
+        Args:
+            ranks: The number of this rank.
+            pads_pairs: Whether each answer of a pair has a row of `seq_len` tokens; else those of a micro-batch are one
+                row without padding.
+        """
 
     def close(self) -> None:
         """Ends the data's worker processes, if any; after the next `open` new ones can start."""

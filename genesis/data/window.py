@@ -66,6 +66,7 @@ class AccumulationWindow:
         num_valid_tokens: Number of labels in this rank's micro-batches that are not `IGNORE_INDEX`.
         num_bytes: Number of UTF-8 bytes of text behind those labels, for bits per byte.
         data_position: Global sequences consumed after this window, over all ranks.
+        num_units: Numbers of other units than tokens in these micro-batches, such as pairs, by name.
         packed: The buffers of `pin_memory`, one per type: all tensors of the micro-batches, one after another.
     """
 
@@ -73,6 +74,7 @@ class AccumulationWindow:
     num_valid_tokens: int
     num_bytes: int
     data_position: int
+    num_units: Mapping[str, int] = field(default_factory=dict)
     packed: tuple[Tensor, ...] | None = field(default=None, repr=False, compare=False)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:

@@ -91,6 +91,11 @@ def open_validation_set(corpus: Path, seq_len: int, tokenizer: Tokenizer) -> Hel
     if not opened.validation:
         raise UserError(f"{corpus} has no validation set; give text by --heldout PATH, or prepare the corpus with one")
     manifest = opened.manifest
+    if manifest.is_paired:
+        raise UserError(
+            f"{corpus} has pairs of answers, half of which nobody prefers; measure them by `genesis validate`, or give "
+            "text by --heldout PATH"
+        )
     dtype = little_endian(manifest.token_dtype)
     sequence_format = SequenceFormat(seq_len, manifest.padding_id, opened.token_num_bytes(), dtype)
     digest = blake3()

@@ -8,7 +8,8 @@ checkpoints, sharding, activation checkpointing and compilation know nothing of 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Final, Literal
@@ -104,6 +105,9 @@ class AdaptedLinear(nn.Linear, Part):
     Args:
         base: The layer to adapt; its parameters become this layer's parameters.
         config: The options of the adapters.
+
+    Attributes:
+        is_on: Whether the adapter takes part; without it this is the base's layer (`adapters_off`).
     """
 
     lora_magnitude: nn.Parameter | None
@@ -112,6 +116,7 @@ class AdaptedLinear(nn.Linear, Part):
         super().__init__(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
         self.weight, self.bias = base.weight, base.bias
         self.scaling, self.dropout = config.scaling, config.dropout
+        self.is_on = True
         self.draws_random_numbers = config.dropout > 0.0
         device = base.weight.device
         self.lora_A = nn.Parameter(torch.empty(config.rank, self.in_features, device=device))
@@ -153,6 +158,8 @@ class AdaptedLinear(nn.Linear, Part):
 
     def forward(self, x: Float[Tensor, "*N I"]) -> Float[Tensor, "*N O"]:
         """Returns the output of the base plus the adapter's update."""
+        if not self.is_on:
+            return linear(x, self.weight, self.bias)
         base = linear(x, self.weight, self.bias if self.lora_magnitude is None else None)
         if not torch.is_autocast_enabled(x.device.type):  # the base casts to its own dtype
             x = x.to(self.lora_A.dtype)
@@ -195,6 +202,19 @@ def attach_adapters(
     for extra in config.also_train:
         decoder.get_parameter(_find_extra(decoder, extra, base_dtype)).requires_grad_(True)
     return adapted
+
+
+@contextmanager
+def adapters_off(decoder: nn.Module) -> Iterator[None]:
+    """Makes the forwards in the block those of the base. Their backward must be in the block, too."""
+    layers = [module for module in decoder.modules() if isinstance(module, AdaptedLinear)]
+    for layer in layers:
+        layer.is_on = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.is_on = True
 
 
 def select_layers(decoder: Decoder, config: AdapterConfig) -> dict[str, nn.Linear]:

@@ -1,1 +1,6 @@
 """What training minimises: the objectives of a step."""
+
+from genesis.objectives.cross_entropy import CrossEntropy
+from genesis.objectives.preference import DPO
+
+__all__ = ["DPO", "CrossEntropy"]

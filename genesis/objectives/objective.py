@@ -69,7 +69,13 @@ def _add(one: Mapping[str, Number], other: Mapping[str, Number]) -> dict[str, Nu
 
 
 class Objective(ABC):
-    """What training minimises. An instance is shared by training and validation, and keeps no state between windows."""
+    """What training minimises. An instance is shared by training and validation, and keeps no state between windows.
+
+    Attributes:
+        needs_pairs: Whether its windows are pairs of answers (`genesis.data.pairs`) instead of sequences.
+    """
+
+    needs_pairs: bool = False
 
     def count(self, window: AccumulationWindow) -> dict[str, int]:
         """Returns the number of each unit in this rank's window, with `TOKENS` and `BYTES` among them."""

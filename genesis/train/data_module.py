@@ -26,6 +26,7 @@ from genesis.data.corpus import VerifyHashes
 from genesis.data.corpus_data import CorpusData
 from genesis.data.loader import Ranks, ValidationWindows, WindowLoader
 from genesis.data.packing import Packing
+from genesis.data.pairs import SomePairWindows, spread_validation
 from genesis.data.prompt_data import PromptData
 from genesis.data.prompts import PromptOptions
 from genesis.data.stream.options import StreamOptions
@@ -63,6 +64,9 @@ class CorpusDataModule(pl.LightningDataModule):
         stream: Raw shards to train on instead of a corpus.
         validation_micro_batch_size: Sequences of one validation forward; by default `micro_batch_size`.
         limit_validation_sequences: Number of validation sequences, evenly spread; by default all of them.
+        pads_pairs: Whether each answer of a pair has a row of `seq_len` tokens, so that all micro-batches have one
+            shape; by default only with compiled blocks. Otherwise the answers of a micro-batch are one row without
+            padding. A corpus of pairs counts pairs wherever another counts sequences.
         prefetch_windows: Number of windows that a thread prepares ahead of the training step.
         verify_hashes: Whether to compare each shard with its hash when it is first read.
         tokenizer_hash: The hash of the tokenizer that the corpus must have been prepared with; by default any.
@@ -89,6 +93,7 @@ class CorpusDataModule(pl.LightningDataModule):
         stream: StreamOptions | None = None,
         validation_micro_batch_size: int | None = None,
         limit_validation_sequences: int | None = None,
+        pads_pairs: bool | None = None,
         prefetch_windows: int = 2,
         verify_hashes: VerifyHashes = "first_touch",
         tokenizer_hash: str | None = None,
@@ -104,6 +109,7 @@ class CorpusDataModule(pl.LightningDataModule):
         self.copy_clock = CopyClock()
         self._validation_micro_batch_size = validation_micro_batch_size or micro_batch_size
         self._limit_validation_sequences = limit_validation_sequences
+        self._pads_pairs_option = pads_pairs
         self._prefetch_windows = prefetch_windows
         self._has_set_max_steps = False
         self._limit_val_batches: int | float | None = None  # the trainer's own value, while there is no validation set
@@ -125,7 +131,7 @@ class CorpusDataModule(pl.LightningDataModule):
             _check_validation(self.trainer)
         if stage == "fit":
             self._set_up_rollouts()
-            self.training.open(self._ranks())
+            self.training.open(self._ranks(), pads_pairs=self.pads_pairs)
             self._set_max_steps()
             self._put_position_callback_first()
         has_validation_set = any(source.num_tokens for source in self.training.validation)
@@ -137,7 +143,7 @@ class CorpusDataModule(pl.LightningDataModule):
 
     def train_dataloader(self) -> WindowLoader:
         """Returns this rank's windows from the current position on."""
-        self.training.open(self._ranks())
+        self.training.open(self._ranks(), pads_pairs=self.pads_pairs)
         return WindowLoader(
             self.training.window,
             self._positions,
@@ -148,13 +154,7 @@ class CorpusDataModule(pl.LightningDataModule):
 
     def val_dataloader(self) -> WindowLoader:
         """Returns this rank's share of the validation set; no windows if there is no such set."""
-        windows = ValidationWindows(
-            self.training.validation,
-            self.training.sequence_format,
-            self._validation_micro_batch_size,
-            self._ranks(),
-            self._limit_validation_sequences,
-        )
+        windows = self._validation_windows()
         return WindowLoader(
             windows.window, lambda: range(len(windows)), len(windows), self._prefetch_windows, self._has_accelerator()
         )
@@ -202,6 +202,22 @@ class CorpusDataModule(pl.LightningDataModule):
         return self.training.combine_states(states)
 
     # ---- parts
+
+    @property
+    def pads_pairs(self) -> bool:
+        """Whether each answer of a pair has a row of its own."""
+        if self._pads_pairs_option is not None or self.trainer is None:
+            return bool(self._pads_pairs_option)
+        return bool(getattr(self.trainer.strategy, "compile_blocks", False))
+
+    def _validation_windows(self) -> ValidationWindows | SomePairWindows:
+        size, limit = self._validation_micro_batch_size, self._limit_validation_sequences
+        pairs, sequence_format = self.training.pairs, self.training.sequence_format
+        if pairs is None:
+            return ValidationWindows(self.training.validation, sequence_format, size, self._ranks(), limit)
+        pairs.check_lengths(sequence_format.seq_len)
+        numbers = spread_validation(pairs, limit)
+        return SomePairWindows(pairs, numbers, sequence_format, size, self._ranks(), is_padded=self.pads_pairs)
 
     def _positions(self) -> range:
         """Returns the positions of an epoch's windows; fewer if the data end before the epoch."""

@@ -27,6 +27,7 @@ from genesis.model.initial import is_unset, mark_unset
 from genesis.model.statistics import name_figures, read_figures
 from genesis.objectives.cross_entropy import CrossEntropy
 from genesis.objectives.objective import TOKENS, Objective, ObjectiveSums
+from genesis.objectives.preference import DPO
 from genesis.optim import GroupedOptimizer, OptimizerOptions, build_optimizer
 from genesis.strategies.layout import LayoutStrategy, layout_strategy
 from genesis.strategies.wrap import free_gathered_parameters
@@ -37,6 +38,7 @@ from genesis.train.lightning_signals import leave_signals_to_votes
 from genesis.train.logged_values import log_exactly
 from genesis.train.metrics import SumsOverRanks
 from genesis.train.precision import prepare_precision
+from genesis.train.reference_pass import fill_reference
 from genesis.train.training_log import TrainingLog, WindowFigures, join_sums
 from genesis_callbacks.host_group import Pending
 
@@ -123,6 +125,7 @@ class GenesisModule(pl.LightningModule):
         data = vars(self.trainer).get("datamodule")
         if isinstance(data, CorpusDataModule):
             _check_fits(self.decoder_config, data.training)
+            _check_pairs(self.objective, data.training)
 
     def configure_model(self) -> None:
         """Builds the decoder under the strategy's wrappers. The weights are the same under every strategy.
@@ -194,8 +197,14 @@ class GenesisModule(pl.LightningModule):
         leave_signals_to_votes(self.trainer)
 
     def on_train_start(self) -> None:
-        """Generates the weights if no restore has filled them."""
+        """Generates the weights if no restore has filled them, and finds the reference of preferences."""
         self._draw_what_was_not_restored()
+        self._fill_reference()
+
+    def _fill_reference(self) -> None:
+        data = vars(self.trainer).get("datamodule")
+        if isinstance(self.objective, DPO) and isinstance(data, CorpusDataModule):
+            fill_reference(self.objective, self._model, self.trainer, data)
 
     # ---- the step
 
@@ -339,8 +348,9 @@ class GenesisModule(pl.LightningModule):
     # ---- validation
 
     def on_validation_start(self) -> None:
-        """Generates the weights if no restore has filled them."""
+        """Generates the weights if no restore has filled them, and finds the reference of preferences."""
         self._draw_what_was_not_restored()
+        self._fill_reference()
 
     def validation_step(self, window: AccumulationWindow, batch_idx: int) -> None:
         """Adds one batch of the validation set; all ranks run the same number of batches, without a gather."""
@@ -356,6 +366,19 @@ class GenesisModule(pl.LightningModule):
         log_exactly(self, {f"validation/{name}": value for name, value in measured.items()})
         self.validation_sums.reset()
         free_gathered_parameters(self)
+
+
+def _check_pairs(objective: Objective, data: TrainingData) -> None:
+    if objective.needs_pairs and data.pairs is None:
+        raise UserError(
+            f"{type(objective).__name__} learns from pairs of answers, and the data have none: give data.corpus, made "
+            "by `genesis data prepare` of sources with chat: pairs"
+        )
+    if not objective.needs_pairs and data.pairs is not None:
+        raise UserError(
+            "data.corpus has pairs of answers, half of which are not to be learned: give model.objective, such as "
+            "genesis.objectives.DPO, or a corpus of conversations"
+        )
 
 
 def _check_fits(decoder: DecoderConfig, data: TrainingData) -> None:

@@ -14,7 +14,7 @@ _FREE: Final = (
     *("trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.strategy"),
     *("trainer.default_root_dir", "trainer.use_distributed_sampler", "trainer.sync_batchnorm"),
     # How the same windows are read and cut: the sum over a global batch is the same.
-    *("data.micro_batch_size", "data.prefetch_windows", "data.verify_hashes"),
+    *("data.micro_batch_size", "data.prefetch_windows", "data.verify_hashes", "data.pads_pairs"),
     # On which device the same numbers are used.
     "model.gradient_norm",
     # The data module compares the packing, and rejects another one.
@@ -49,6 +49,9 @@ RECIPE_POLICY: Final = DriftPolicy(
         # The base is compared by hash, and `start` affects only the first start.
         ("free", "model.adapter.base"),
         ("free", "model.adapter.start"),
+        # The identity has the hash of the reference, which the command compares: a new run has one of its own.
+        ("free", "model.objective.init_args.reference"),
+        ("free", "reference"),
         *(("never", pattern) for pattern in _NEVER),
         *(("free", pattern) for pattern in _FREE),
     ),

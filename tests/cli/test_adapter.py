@@ -22,9 +22,15 @@ from tests.serve.test_ids import ask_all
 ADAPTER: dict[str, Any] = {"rank": 4, "alpha": 8.0, "dropout": 0.1}
 
 
-def make_base(directory: Path, corpus: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+def make_base(
+    directory: Path,
+    corpus: Path,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    shape: dict[str, Any] | None = None,
+) -> Path:
     """Returns a run with one checkpoint, as an import makes it."""
-    config = DecoderConfig(**build_recipe(corpus, directory)["model"]["decoder"])
+    config = DecoderConfig(**{**build_recipe(corpus, directory)["model"]["decoder"], **(shape or {})})
     decoder = Decoder(config)
     decoder.init_weights(seed)
     directory.mkdir()

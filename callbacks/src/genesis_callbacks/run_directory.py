@@ -28,7 +28,6 @@ from .errors import UserError
 __all__ = [
     "BEST_NAME",
     "COMMITTED_NAME",
-    "LOCK_NAME",
     "EventWriter",
     "MANIFEST_NAME",
     "PLACES_VARIABLE",

@@ -18,7 +18,7 @@ from datatrove.utils.text import ngrams, simplify_text
 
 from genesis.chat.conversation import load_conversation
 from genesis.data.clean.words import HASH, Words
-from genesis.data.sources import SourceOptions, Span, check_sources, read_documents
+from genesis.data.sources import SourceOptions, Span, check_sources, read_documents, refuse_pairs
 from genesis.errors import UserError
 
 _INDEX_SUFFIX = ".index.hashes"
@@ -51,6 +51,7 @@ class Decontamination:
         if self.n_grams < 1:
             raise UserError(f"n_grams {self.n_grams} of decontamination must be at least 1")
         check_sources(self.evaluation)
+        refuse_pairs(self.evaluation, "which no evaluation set holds; name another form by `chat`")
 
     def build_filter(self, index: Path) -> NGramsDecontFilter:
         """Returns the filter that reads the index in the directory `index`."""

@@ -24,7 +24,15 @@ from genesis.data.clean.filters import (
     Score,
 )
 from genesis.data.clean.stages import Account, FilterStage, RemovalStage
-from genesis.data.sources import InputFile, SourceOptions, Span, check_sources, plan_spans, refuse_conversations
+from genesis.data.sources import (
+    InputFile,
+    SourceOptions,
+    Span,
+    check_sources,
+    plan_spans,
+    refuse_conversations,
+    refuse_pairs,
+)
 from genesis.errors import UserError
 
 CLEAN_DIRECTORY = ".clean"
@@ -83,6 +91,7 @@ class CleanOptions:
 
     def __post_init__(self) -> None:
         check_sources(self.sources)
+        refuse_pairs(self.sources, "which the filters do not take; clean the conversations that the pairs are made of")
         if self.tasks < 1:
             raise UserError(f"tasks {self.tasks} must be at least 1")
         if self.num_examples < 0:

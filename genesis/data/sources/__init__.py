@@ -14,7 +14,7 @@ cache (`genesis.data.cache`), which is downloaded when a span of the file is fir
 
 from genesis.data.sources.entry import DamagedFileError, Document, Entry
 from genesis.data.sources.files import InputFile, Span, check_unchanged, find_files
-from genesis.data.sources.options import SourceOptions, check_sources, refuse_conversations
+from genesis.data.sources.options import SourceOptions, check_sources, refuse_conversations, refuse_pairs
 from genesis.data.sources.read import is_cheap_to_reopen, plan_spans, read_documents, read_entries
 from genesis.data.sources.sample import sample_texts
 
@@ -33,5 +33,6 @@ __all__ = [
     "read_documents",
     "read_entries",
     "refuse_conversations",
+    "refuse_pairs",
     "sample_texts",
 ]

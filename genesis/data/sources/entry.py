@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from genesis.chat.conversation import read_conversation
+from genesis.chat.pair import is_pair, read_pair
 from genesis.chat.template import ConversationError
 from genesis.data.sources.options import SourceOptions
 from genesis.errors import UserError
@@ -16,8 +17,9 @@ class DamagedFileError(UserError):
 class Document(NamedTuple):
     """One text, its UTF-8 form, and the number of bytes of the span's file that were read up to its end.
 
-    The text of a conversation is `genesis.chat.conversation.Conversation.dump`. Such a document has its `record`, with
-    all fields, and `place`, which returns the record's position, for messages.
+    The text of a conversation is `genesis.chat.conversation.Conversation.dump`, that of a pair of answers
+    `genesis.chat.pair.Pair.dump`. Such a document has its `record`, with all fields, and `place`, which returns the
+    record's position, for messages.
     """
 
     text: str
@@ -61,17 +63,22 @@ def decode(source: SourceOptions, data: bytes, position: int, place: Callable[[i
 def decode_conversation(
     source: SourceOptions, record: Mapping[str, Any], position: int, place: Callable[[], str]
 ) -> Document:
-    """Returns the document of a record that holds a conversation.
+    """Returns the document of a record that holds a conversation, or a pair of answers.
 
     Raises:
-        UserError: It holds no conversation; the line begins with `place()`.
+        UserError: It holds none; the line begins with `place()`.
     """
     assert source.chat is not None, "a source of conversations"
     try:
-        text = read_conversation(record, source.chat, source.turn_field).dump()
+        if source.chat == "pairs":
+            text = read_pair(record, source.turn_field).dump()
+        else:
+            text = read_conversation(record, source.chat, source.turn_field).dump()
         return Document(text, text.encode(), position, record, place)
     except ConversationError as error:
-        raise UserError(f"{place()}: {error}") from None
+        is_meant = source.chat == "auto" and is_pair(record)
+        hint = "; the record has a pair of answers, which chat: pairs reads" if is_meant else ""
+        raise UserError(f"{place()}: {error}{hint}") from None
     except UnicodeEncodeError as error:  # JSON can contain a lone surrogate, which is not a character
         raise UserError(
             f"{place()} has a lone surrogate \\u{ord(text[error.start]):04x} in its conversation; fix or remove it"

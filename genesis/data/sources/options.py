@@ -8,6 +8,7 @@ from typing import Final, Literal
 from genesis.chat.conversation import Form
 from genesis.errors import UserError
 
+ChatForm = Form | Literal["auto", "pairs"]
 Kind = Literal["text", "jsonl", "parquet", "arrow"]
 Format = Literal["auto"] | Kind
 
@@ -34,7 +35,8 @@ class SourceOptions:
         weight: Share in the training mix, an integer in proportion to the other sources' weights.
         on_undecodable: What to do with bytes that are not UTF-8: error, or replace them by U+FFFD.
         chat: Form of the conversations in the records (jsonl, parquet, arrow): messages (OpenAI's), sharegpt, alpaca,
-            prompt_completion or prompt; auto goes by the names of the fields. Not given for plain text.
+            prompt_completion or prompt; auto goes by the names of the fields; pairs are two answers to one prompt, of
+            which one is preferred, in the forms of OpenAI, TRL or ShareGPT. Not given for plain text.
     """
 
     name: str
@@ -45,7 +47,7 @@ class SourceOptions:
     separator: str | None = None
     weight: int = 1
     on_undecodable: Literal["error", "replace"] = "error"
-    chat: Form | Literal["auto"] | None = None
+    chat: ChatForm | None = None
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", self.name):
@@ -64,6 +66,11 @@ class SourceOptions:
             )
 
     @property
+    def has_pairs(self) -> bool:
+        """Returns whether each record is a pair of answers."""
+        return self.chat == "pairs"
+
+    @property
     def turn_field(self) -> str | None:
         """Returns the field that holds the turns of a conversation; None for the usual ones."""
         return None if self.text_field == TEXT_FIELD else self.text_field
@@ -78,6 +85,17 @@ def refuse_conversations(sources: Sequence[SourceOptions], purpose: str) -> None
     for source in sources:
         if source.chat is not None:
             raise UserError(f"source {source.name} has conversations (chat: {source.chat}), {purpose}")
+
+
+def refuse_pairs(sources: Sequence[SourceOptions], purpose: str) -> None:
+    """Refuses sources of pairs where only texts or conversations have a meaning.
+
+    Raises:
+        UserError: A source has pairs.
+    """
+    for source in sources:
+        if source.has_pairs:
+            raise UserError(f"source {source.name} has pairs of answers (chat: pairs), {purpose}")
 
 
 def check_sources(sources: Sequence[SourceOptions]) -> None:

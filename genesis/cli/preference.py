@@ -1,0 +1,104 @@
+"""Preference optimisation in a recipe of `genesis fit`: finds the reference, by which a resume is checked."""
+
+from pathlib import Path
+from typing import Any, Final
+
+from jsonargparse import Namespace
+
+from genesis.checkpoint_reference import read_reference
+from genesis.errors import UserError
+from genesis.run_directory import RunDirectory
+from genesis_callbacks.checkpoint import Manifest, list_committed, read_committed_hash, read_manifest
+
+REFERENCE: Final = "reference"
+"""The entry of a checkpoint's identity: the hash of the reference's manifest, or `BASE`."""
+BASE: Final = "base of the adapters"
+
+_OPTION: Final = "model.objective.init_args.reference"
+_HASH_SHOWN: Final = 23
+
+
+def prepare_preference(config: Namespace, continued: Path | None, run_dir: Path) -> dict[str, str]:
+    """Resolves the reference in a recipe, in place, and returns what identifies it in checkpoints.
+
+    A run of all weights that begins with no checkpoint gets the weights of its reference.
+
+    Args:
+        config: The recipe, with the base of its adapters, before anything is built of it. Another objective stays as it
+            is.
+        continued: The checkpoint that the run starts from; None without one.
+        run_dir: The directory in which this run saves.
+
+    Raises:
+        UserError: There is no reference, or another one than that of the run that continues.
+    """
+    class_path = config.get("model.objective.class_path")
+    if class_path is None or class_path.rpartition(".")[2] != "DPO":
+        return {}
+    manifest = None
+    if continued is not None:
+        is_own = continued.resolve().parent == RunDirectory(run_dir.resolve()).checkpoints
+        # A run that takes the weights alone is a new one, with a reference of its own.
+        manifest = read_manifest(continued) if is_own or config.get("checkpoint.restore") != "weights" else None
+    recorded = None if manifest is None else manifest.identity.get(REFERENCE)
+    given = config.get(_OPTION)
+    if given is not None:
+        found = _find_given(given, recorded)
+    elif recorded is not None and recorded != BASE:
+        assert manifest is not None
+        found = _find_recorded(manifest, recorded)
+    elif config.get("model.adapter") is None:
+        if continued is None:
+            raise UserError(
+                f"preference optimisation has no reference: give the run or checkpoint to start from by --{_OPTION}, "
+                "or by --ckpt_path with --checkpoint.restore weights"
+            )
+        found = continued
+    elif config.get("model.adapter.also_train"):  # these change without adapters as well
+        found = Path(config["model.adapter.base"])
+    else:
+        _check_same(BASE, recorded)
+        return {REFERENCE: BASE}
+    config[_OPTION] = str(found.resolve())
+    if continued is None and config.get("model.adapter") is None:
+        config["ckpt_path"], config["checkpoint.restore"] = str(found.resolve()), "weights"
+    found_hash = read_committed_hash(found)
+    _check_same(found_hash, recorded)
+    return {REFERENCE: found_hash}
+
+
+def _check_same(found: str, recorded: str | None) -> None:
+    if recorded is None or found == recorded:
+        return
+    now, before = (
+        f"the {reference}" if reference == BASE else f"a checkpoint with manifest {reference[:_HASH_SHOWN]}"
+        for reference in (found, recorded)
+    )
+    raise UserError(
+        f"the reference is {now}, and the run that continues was trained with {before}: give that by --{_OPTION}, or "
+        "start a new run from its weights (--checkpoint.restore weights, in another run_dir)"
+    )
+
+
+def _find_given(given: str, recorded: str | None) -> Path:
+    """Returns the checkpoint that a recipe names; of a run that trains on, the one that was the reference before."""
+    reference = read_reference(given)
+    found = reference.find_checkpoint(level="quick")
+    if recorded is None or read_committed_hash(found) == recorded:
+        return found
+    if reference.kind == "run":
+        for path, _ in list_committed(reference.path):
+            if read_committed_hash(path) == recorded:
+                return path
+    return found
+
+
+def _find_recorded(manifest: Manifest, recorded: str) -> Path:
+    objective: Any = manifest.recipe.get("model", {}).get("objective") or {}
+    path = Path(str(objective.get("init_args", {}).get(REFERENCE)))
+    if not path.is_dir() or read_committed_hash(path) != recorded:
+        raise UserError(
+            f"the reference {path} with manifest {recorded[:_HASH_SHOWN]} is not there any more: give its new path by "
+            f"--{_OPTION}"
+        )
+    return path

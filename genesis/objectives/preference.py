@@ -1,0 +1,189 @@
+"""Direct preference optimisation: learns from pairs of answers which of them is preferred.
+
+P  pairs of a micro-batch     N  tokens of a micro-batch     2P  its answers, chosen and rejected in turn
+
+    log p(answer)   the sum of the log-probabilities of the answer's tokens, or their mean (`length_normalisation`)
+    reward          beta * (log p(answer) - log p_reference(answer))
+    margin          reward of the chosen answer - reward of the rejected one
+    loss of a pair  -(1 - s) log sigmoid(margin) - s log sigmoid(-margin), with s = `label_smoothing`
+
+The loss of a window is the sum over its pairs divided by their number, over all ranks and micro-batches, plus
+`sft_weight` times the cross-entropy of the chosen answers, divided by the number of their tokens.
+
+References:
+    Rafailov et al., "Direct Preference Optimization", arXiv:2305.18290, equation 7. Mitchell, "A note on DPO with noisy
+    preferences", 2023 (label smoothing). Pang et al., "Iterative Reasoning Preference Optimization", arXiv:2404.19733,
+    equation 1 (the cross-entropy beside it). Lambert et al., "Tulu 3", arXiv:2411.15124, section 5 (means over tokens).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import torch
+from jaxtyping import Bool, Float32
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from genesis.data.pairs import ANSWERS, CHOSEN_TOKENS, PAIRS
+from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
+from genesis.errors import UserError
+from genesis.loss import token_losses
+from genesis.model.adapter import adapters_off
+from genesis.model.decoder import Decoder
+from genesis.objectives.objective import Head, HeadResult, Objective, ObjectiveSums, SumHead
+from genesis.objectives.reference import ReferenceLogProbs
+
+REFERENCE: Final = "reference_log_probs"
+"""The tensor of `MicroBatch.extra` with log p_reference of each answer, sums over tokens."""
+
+_FIGURES: Final = (
+    "rewards_chosen",
+    "rewards_rejected",
+    "reward_margin",
+    "reward_accuracy",
+    "log_probs_chosen",
+    "log_probs_rejected",
+)
+_PREFERENCE, _SFT = "preference_loss", "sft_loss"
+
+
+class DPO(Objective):
+    """Direct preference optimisation on a corpus of pairs.
+
+    The reference of a run with adapters is its base: the same model with its adapters switched off. Otherwise, and
+    where `reference` names a checkpoint, a pass over all pairs computes the reference's log-probabilities before
+    training, and the run keeps them.
+
+    Args:
+        beta: How strongly the policy is held to the reference, above 0.
+        label_smoothing: The share of pairs whose preference is assumed to be wrong: 0 to less than 0.5.
+        length_normalisation: Whether rewards are means over an answer's tokens instead of sums, so that long answers do
+            not count more; beta is then larger, such as 5.
+        sft_weight: Factor of the cross-entropy of the chosen answers beside the loss of the pairs; 0 for none.
+        reference: The run or checkpoint whose weights are the reference. None for the base of the adapters; without
+            adapters for the checkpoint that the run starts from.
+
+    Attributes:
+        log_probs: The reference's log-probabilities of all pairs; None where adapters are switched off instead.
+        directory: Where a run keeps them; None to keep them in memory alone.
+
+    Raises:
+        UserError: A value is out of its range.
+    """
+
+    needs_pairs = True
+
+    def __init__(
+        self,
+        beta: float = 0.1,
+        label_smoothing: float = 0.0,
+        length_normalisation: bool = False,
+        sft_weight: float = 0.0,
+        reference: str | None = None,
+    ) -> None:
+        if not (beta > 0.0 and math.isfinite(beta)):
+            raise UserError(f"beta is {beta:g}: it must be a number above 0, such as 0.1")
+        if not 0.0 <= label_smoothing < 0.5:
+            raise UserError(f"label_smoothing is {label_smoothing:g}: it must be at least 0 and below 0.5")
+        if not (sft_weight >= 0.0 and math.isfinite(sft_weight)):
+            raise UserError(f"sft_weight is {sft_weight:g}: it must be a number of at least 0")
+        self.beta, self.label_smoothing = float(beta), float(label_smoothing)
+        self.length_normalisation, self.sft_weight = length_normalisation, float(sft_weight)
+        self.reference = reference
+        self.log_probs: ReferenceLogProbs | None = None
+        self.directory: Path | None = None
+
+    def count(self, window: AccumulationWindow) -> dict[str, int]:
+        """Returns the number of pairs and of the chosen answers' tokens, beside those of tokens and bytes."""
+        return {**super().count(window), **window.num_units}
+
+    def prepare(self, decoder: Decoder, micro_batch: MicroBatch) -> MicroBatch:
+        """Returns the micro-batch with the reference's log-probabilities: stored ones, or those without adapters."""
+        if self.log_probs is not None:
+            found = self.log_probs.read(micro_batch.extra[PAIRS])
+        else:
+            with adapters_off(decoder):
+                found = sum_answers(decoder, micro_batch)
+        return replace(micro_batch, extra={**micro_batch.extra, REFERENCE: found})
+
+    def head(self, micro_batch: MicroBatch, cross_entropy: Callable[[Tensor], SumHead]) -> Head:
+        """Returns the head with the sum over pairs and, with `sft_weight`, that over the chosen answers' tokens."""
+        reference, is_present = micro_batch.extra[REFERENCE], micro_batch.extra[PAIRS] >= 0
+        is_answer = _mask_answers(micro_batch)
+
+        def sum_pairs(hidden: Tensor, weight: Tensor) -> HeadResult:
+            losses = token_losses(hidden, weight, micro_batch.labels)
+            log_probs = _sum_by_answer(-losses, is_answer)
+            num_tokens = is_answer.sum(1).clamp_min(1) if self.length_normalisation else 1
+            policy, given = (sums / num_tokens for sums in (log_probs, reference))
+            terms, figures = self._compare(policy.view(-1, 2), given.view(-1, 2), is_present)
+            if self.sft_weight:
+                terms[CHOSEN_TOKENS] = -self.sft_weight * log_probs.view(-1, 2)[:, 0].sum()
+            return HeadResult(terms, figures)
+
+        return sum_pairs
+
+    def _compare(
+        self, policy: Float32[Tensor, "P 2"], reference: Float32[Tensor, "P 2"], is_present: Bool[Tensor, " P"]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Returns the terms and the figures of pairs; a pair that is not present counts nowhere."""
+        rewards = self.beta * (policy - reference)
+        margins = rewards[:, 0] - rewards[:, 1]
+        losses = -(1.0 - self.label_smoothing) * logsigmoid(margins) - self.label_smoothing * logsigmoid(-margins)
+        values = (*rewards.unbind(1), margins, (margins > 0).float(), *policy.unbind(1))
+        figures = {
+            name: value.detach().masked_fill(~is_present, 0.0).sum()
+            for name, value in zip(_FIGURES, values, strict=True)
+        }
+        return {PAIRS: losses.masked_fill(~is_present, 0.0).sum()}, figures
+
+    def measure(self, sums: ObjectiveSums) -> dict[str, float]:
+        """Returns the loss for each pair, and the means of rewards and log-probabilities.
+
+        The loss is what training minimises. With `sft_weight` its two parts are returned as well.
+        """
+        num_pairs = sums.counts[PAIRS]
+        preference = sums.terms[PAIRS] / num_pairs
+        values = {name: sums.figures[name] / num_pairs for name in _FIGURES}
+        if not self.sft_weight:
+            return {"loss": preference, **values}
+        weighted = sums.terms[CHOSEN_TOKENS] / sums.counts[CHOSEN_TOKENS]
+        parts = {_PREFERENCE: preference, _SFT: weighted / self.sft_weight}
+        return {"loss": preference + weighted, **parts, **values}
+
+
+def sum_answers(decoder: Decoder, micro_batch: MicroBatch) -> Float32[Tensor, " 2P"]:
+    """Returns the sum of the log-probabilities of each answer's tokens, without dropout and without a graph."""
+    is_answer = _mask_answers(micro_batch)
+
+    def head(hidden: Tensor, weight: Tensor) -> Tensor:
+        return _sum_by_answer(-token_losses(hidden, weight, micro_batch.labels), is_answer)
+
+    was_training = decoder.training
+    decoder.eval()
+    try:
+        with torch.no_grad():
+            found: Tensor = decoder(
+                micro_batch.input_ids,
+                document_ids=micro_batch.document_ids,
+                document_offsets=micro_batch.document_offsets,
+                head=head,
+            )
+    finally:
+        decoder.train(was_training)
+    return found
+
+
+def _mask_answers(micro_batch: MicroBatch) -> Bool[Tensor, "2P N"]:
+    """Returns which tokens have a label of each answer."""
+    labels, answers = micro_batch.labels.flatten(), micro_batch.extra[ANSWERS].flatten()
+    numbers = torch.arange(2 * len(micro_batch.extra[PAIRS]), device=answers.device)
+    return (answers == numbers[:, None]) & (labels != IGNORE_INDEX)
+
+
+def _sum_by_answer(values: Float32[Tensor, " N"], is_answer: Bool[Tensor, "2P N"]) -> Float32[Tensor, " 2P"]:
+    # A sum of masked rows has a fixed order on every device; adding by index on a GPU has not.
+    return torch.where(is_answer, values, 0.0).sum(1)

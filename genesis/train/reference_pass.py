@@ -1,0 +1,138 @@
+"""The pass over all pairs that computes a reference's log-probabilities before training, or reads those of a file.
+
+The reference's weights take the place of the live ones for the pass, under the wrappers, the sharding and the precision
+of the run, and the live ones return afterwards, bit for bit.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+
+from genesis.data.loader import Ranks
+from genesis.data.pairs import SomePairWindows
+from genesis.errors import UserError
+from genesis.model.adapter import AdaptedLinear, adapters_off, is_adapter_tensor
+from genesis.model.recipe import DECODER_PREFIX
+from genesis.objectives.preference import DPO, sum_answers
+from genesis.objectives.reference import ReferenceIdentity, ReferenceLogProbs, read_log_probs, write_log_probs
+from genesis.strategies.layout import layout_strategy
+from genesis.strategies.wrap import free_gathered_parameters
+from genesis.train.data_module import CorpusDataModule
+from genesis.train.late_outcome import sum_on_device
+from genesis_callbacks.checkpoint import (
+    CheckpointError,
+    LocalShard,
+    Manifest,
+    local_shards,
+    read_committed_hash,
+    read_manifest,
+    restore_shards,
+    verify,
+)
+
+
+def fill_reference(objective: DPO, decoder: nn.Module, trainer: pl.Trainer, data: CorpusDataModule) -> None:
+    """Gives the objective the reference's log-probabilities, unless adapters are switched off instead.
+
+    All ranks call it. It communicates if the objective names a reference.
+
+    Raises:
+        UserError: There is no reference, or its checkpoint cannot be used.
+    """
+    if objective.log_probs is not None:
+        return
+    if objective.reference is None:
+        if any(isinstance(module, AdaptedLinear) for module in decoder.modules()):
+            return
+        raise UserError(
+            "model.objective has no reference: give a checkpoint by model.objective.init_args.reference, or train "
+            "adapters"
+        )
+    pairs, checkpoint = data.training.pairs, Path(objective.reference)
+    assert pairs is not None, "the module has checked the data"
+    precision = str(trainer.precision)
+    identity = ReferenceIdentity(read_committed_hash(checkpoint), pairs.corpus_hash, precision, len(pairs))
+    directory = objective.directory
+    found = "" if directory is None else read_log_probs(directory / identity.file_name, identity)
+    # Every rank reads its own copy of the file, and all of them compute if one has none.
+    (num_missing,) = layout_strategy(trainer.strategy).layout.token_group.sum((int(isinstance(found, str)),)).wait()
+    if num_missing:
+        if directory is not None and isinstance(found, str) and (directory / identity.file_name).exists():
+            rank_zero_warn(f"{found}; its log-probabilities are computed again")
+        found = _compute(checkpoint, decoder, trainer, data)
+        if directory is not None and trainer.is_global_zero:
+            write_log_probs(directory / identity.file_name, identity, found)
+    assert isinstance(found, Tensor)
+    objective.log_probs = ReferenceLogProbs(found)
+
+
+def _compute(checkpoint: Path, decoder: nn.Module, trainer: pl.Trainer, data: CorpusDataModule) -> Tensor:
+    """Returns the log-probabilities of all pairs, the same on every rank."""
+    pairs, sequence_format = data.training.pairs, data.training.sequence_format
+    assert pairs is not None
+    pairs.check_lengths(sequence_format.seq_len)
+    rank_zero_info(f"computing the log-probabilities of {len(pairs):,} pairs under {checkpoint}")
+    layout, device = layout_strategy(trainer.strategy).layout, trainer.strategy.root_device
+    windows = SomePairWindows(
+        pairs,
+        range(len(pairs)),
+        sequence_format,
+        data.training.options.micro_batch_size,
+        Ranks(layout.data_rank, layout.data_world_size),
+        is_padded=data.pads_pairs,
+    )
+    # The last row is for the pairs that a last window lacks.
+    table = torch.zeros((len(pairs) + 1, 2), device=device)
+    with _weights_of(checkpoint, decoder, is_reader=trainer.is_global_zero):
+        for index in range(len(windows)):
+            (micro_batch,) = windows.window(index).to(device).micro_batches
+            with trainer.precision_plugin.forward_context():
+                found = sum_answers(decoder, micro_batch)  # type: ignore[arg-type]  # FSDP changes the class
+            table[micro_batch.extra["pairs"]] = found.view(-1, 2)
+        free_gathered_parameters(decoder)
+    # Each pair is on one rank, and 0 on the others.
+    return sum_on_device([table[:-1]], layout.token_process_group).float().view(-1, 2).cpu()
+
+
+@contextmanager
+def _weights_of(checkpoint: Path, decoder: nn.Module, *, is_reader: bool) -> Iterator[None]:
+    """Replaces the decoder's weights by those of a checkpoint for the duration of the block."""
+    try:
+        # One rank reads all files; another of the same node would read them again.
+        manifest = verify(checkpoint, "full") if is_reader else read_manifest(checkpoint)
+        live = list(_list_shards(decoder, manifest, checkpoint))
+        kept = [local.data.detach().to("cpu", copy=True) for local in live]
+        has_adapters = any(is_adapter_tensor(local.part.name) for local in live)
+        try:
+            restore_shards(checkpoint, manifest, live)
+            if has_adapters:
+                yield
+            else:
+                with adapters_off(decoder):
+                    yield
+        finally:
+            with torch.no_grad():
+                for local, data in zip(live, kept, strict=True):
+                    local.data.copy_(data)
+    except CheckpointError as error:
+        raise UserError(f"the reference {checkpoint} cannot be used: {error}") from None
+
+
+def _list_shards(decoder: nn.Module, manifest: Manifest, checkpoint: Path) -> Iterator[LocalShard]:
+    """Yields this rank's parts of the parameters that the reference replaces."""
+    names = {name: DECODER_PREFIX + name for name, _ in decoder.named_parameters()}
+    lost = next((name for name in manifest.tensors if is_adapter_tensor(name) and name not in names.values()), None)
+    if lost is not None:
+        raise UserError(
+            f"the reference {checkpoint} has an adapter ({lost}) that this run has not: give a checkpoint without "
+            "adapters, or one with the same"
+        )
+    has_adapters = any(is_adapter_tensor(name) for name in manifest.tensors)
+    for name, parameter in decoder.named_parameters():
+        if not is_adapter_tensor(name) or has_adapters:
+            yield from local_shards(names[name], parameter, "parameter")

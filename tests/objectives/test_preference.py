@@ -1,0 +1,263 @@
+"""DPO: values and gradients equal to a slow reference, whatever the layout of the answers and the missing pairs."""
+
+import math
+from dataclasses import replace
+from functools import reduce
+from operator import add
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from genesis.data.pairs import CHOSEN_TOKENS, PAIRS
+from genesis.data.window import AccumulationWindow
+from genesis.errors import UserError
+from genesis.loss import sum_cross_entropy
+from genesis.model.adapter import adapters_off
+from genesis.model.decoder import Decoder
+from genesis.objectives.objective import ObjectiveSums, prepare
+from genesis.objectives.preference import DPO, sum_answers
+from genesis.objectives.reference import ReferenceIdentity, ReferenceLogProbs, read_log_probs, write_log_probs
+from tests.objectives.support import make_adapted, make_decoder, make_pairs, slow_log_prob, window_of
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "smoothed": {"beta": 0.3, "label_smoothing": 0.2},
+    "normalised": {"beta": 2.0, "length_normalisation": True},
+    "with_sft": {"sft_weight": 0.7, "label_smoothing": 0.1},
+}
+
+
+def table_of(reference: Decoder, pairs: list[Any]) -> ReferenceLogProbs:
+    with torch.no_grad():
+        rows = [[slow_log_prob(reference, side) for side in pair[1:]] for pair in pairs]
+    return ReferenceLogProbs(torch.tensor(rows))
+
+
+def slow_loss(policy: Decoder, reference: Decoder, pairs: list[Any], options: dict[str, Any]) -> Tensor:
+    """The loss of all pairs as the papers write it, pair by pair."""
+    beta, smoothing = options.get("beta", 0.1), options.get("label_smoothing", 0.0)
+    losses, sft, num_chosen = [], [], 0
+    for pair in pairs:
+        rewards = []
+        for side in pair[1:]:
+            with torch.no_grad():
+                given = slow_log_prob(reference, side)
+            length = int(side.has_label.sum()) if options.get("length_normalisation") else 1
+            own = slow_log_prob(policy, side)
+            rewards.append(beta * (own - given) / length)
+            if side is pair.chosen:
+                sft.append(-own)
+                num_chosen += int(side.has_label.sum())
+        margin = rewards[0] - rewards[1]
+        losses.append(-(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin))
+    mean = torch.stack(losses).mean()
+    return mean + options.get("sft_weight", 0.0) * torch.stack(sft).sum() / num_chosen
+
+
+def run(objective: DPO, decoder: Decoder, window: AccumulationWindow) -> tuple[Tensor, ObjectiveSums]:
+    """A step without a strategy: terms divided by the window's units, and the sums for the log."""
+    counts = objective.count(window)
+    sums, losses = ObjectiveSums(counts=counts), []
+    for given in window.micro_batches:
+        micro_batch = prepare(objective, decoder, given)
+        result = decoder(
+            micro_batch.input_ids,
+            document_ids=micro_batch.document_ids,
+            document_offsets=micro_batch.document_offsets,
+            head=objective.head(micro_batch, lambda labels: lambda h, w: sum_cross_entropy(h, w, labels)),
+        )
+        losses += [value / counts[unit] for unit, value in result.terms.items()]
+        values = ({name: float(value.detach()) for name, value in of_one.items()} for of_one in result)
+        sums = sums + ObjectiveSums(*values)
+    return reduce(add, losses), sums
+
+
+def gradients_of(decoder: Decoder, loss: Tensor) -> dict[str, Tensor]:
+    decoder.zero_grad()
+    loss.backward()
+    return {
+        name: parameter.grad.clone() for name, parameter in decoder.named_parameters() if parameter.grad is not None
+    }
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(("micro_batch_size", "is_padded"), [(4, False), (2, False), (4, True)])
+def test_loss_and_gradients_equal_the_slow_reference(options: str, micro_batch_size: int, is_padded: bool) -> None:
+    pairs, given = make_pairs(4), OPTIONS[options]
+    policy, reference = make_decoder(0), make_decoder(1)
+    wanted = slow_loss(policy, reference, pairs, given)
+    wanted_gradients = gradients_of(policy, wanted)
+    objective = DPO(**given)
+    objective.log_probs = table_of(reference, pairs)
+    loss, sums = run(objective, policy, window_of(pairs, micro_batch_size, is_padded=is_padded))
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
+    assert objective.measure(sums)["loss"] == pytest.approx(wanted.item(), rel=1e-5)
+    gradients = gradients_of(policy, loss)
+    assert gradients.keys() == wanted_gradients.keys()
+    for name, gradient in gradients.items():
+        error = (gradient - wanted_gradients[name]).norm() / wanted_gradients[name].norm()
+        assert error < 1e-5, name
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_the_reference_of_adapters_is_the_base_and_gradients_reach_the_adapters_alone(dora: bool) -> None:
+    pairs, base = make_pairs(4), make_decoder(0)
+    policy = make_adapted(base, dora=dora)
+    wanted = slow_loss(policy, base, pairs, {})
+    wanted_gradients = gradients_of(policy, wanted)
+    loss, _ = run(DPO(), policy, window_of(pairs, 2))
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
+    gradients = gradients_of(policy, loss)
+    assert all("lora" in name for name in gradients)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, wanted_gradients[name], rtol=1e-4, atol=1e-6)
+
+
+def test_switching_off_gives_the_base_exactly_and_switching_on_gives_the_adapters_back() -> None:
+    (micro_batch,) = window_of(make_pairs(3), 3).micro_batches
+    base = make_decoder(0)
+    policy = make_adapted(base, dropout=0.5)
+    before = sum_answers(policy, micro_batch)
+    with adapters_off(policy):
+        torch.testing.assert_close(sum_answers(policy, micro_batch), sum_answers(base, micro_batch), rtol=0, atol=0)
+    torch.testing.assert_close(sum_answers(policy, micro_batch), before, rtol=0, atol=0)
+    with pytest.raises(ZeroDivisionError), adapters_off(policy):
+        _ = 1 / 0
+    torch.testing.assert_close(sum_answers(policy, micro_batch), before, rtol=0, atol=0)
+
+
+def test_the_reference_draws_no_dropout_and_leaves_the_policy_in_training() -> None:
+    window = window_of(make_pairs(3), 3)
+    policy = make_adapted(make_decoder(0), dropout=0.5).train()
+    state = torch.get_rng_state()
+    first = prepare(DPO(), policy, window.micro_batches[0])
+    assert policy.training
+    assert torch.equal(torch.get_rng_state(), state)
+    second = prepare(DPO(), policy, window.micro_batches[0])
+    assert all(torch.equal(first.tensors[name], second.tensors[name]) for name in first.tensors)
+
+
+def test_a_policy_that_is_its_reference_has_no_margin() -> None:
+    pairs, base = make_pairs(5), make_decoder(0)
+    objective = DPO(label_smoothing=0.1)
+    objective.log_probs = table_of(base, pairs)
+    _, sums = run(objective, base, window_of(pairs, 5))
+    values = objective.measure(sums)
+    assert values["loss"] == pytest.approx(math.log(2), rel=1e-5)
+    assert abs(values["rewards_chosen"]) < 1e-5
+    assert abs(values["reward_margin"]) < 1e-5
+
+
+def test_the_log_has_means_over_pairs() -> None:
+    pairs, policy, reference = make_pairs(6), make_decoder(0), make_decoder(1)
+    objective = DPO(sft_weight=0.5)
+    objective.log_probs = table_of(reference, pairs)
+    _, sums = run(objective, policy, window_of(pairs, 2))
+    values = objective.measure(sums)
+    with torch.no_grad():
+        own = torch.tensor([[slow_log_prob(policy, side) for side in pair[1:]] for pair in pairs])
+        given = torch.tensor([[slow_log_prob(reference, side) for side in pair[1:]] for pair in pairs])
+    rewards = 0.1 * (own - given)
+    margins = rewards[:, 0] - rewards[:, 1]
+    wanted = {
+        "rewards_chosen": rewards[:, 0].mean(),
+        "rewards_rejected": rewards[:, 1].mean(),
+        "reward_margin": margins.mean(),
+        "reward_accuracy": (margins > 0).float().mean(),
+        "log_probs_chosen": own[:, 0].mean(),
+        "log_probs_rejected": own[:, 1].mean(),
+    }
+    for name, value in wanted.items():
+        assert values[name] == pytest.approx(value.item(), rel=1e-4, abs=1e-5), name
+    assert values["loss"] == pytest.approx(values["preference_loss"] + 0.5 * values["sft_loss"])
+
+
+@pytest.mark.parametrize("is_padded", [False, True], ids=["joined", "padded"])
+def test_a_pair_that_is_missing_counts_nowhere(is_padded: bool) -> None:
+    pairs, policy = make_pairs(3), make_decoder(0)
+    objective = DPO(sft_weight=0.5)
+    objective.log_probs = table_of(make_decoder(1), pairs)
+    loss, sums = run(objective, policy, window_of(pairs, 3, is_padded=is_padded))
+    gradients = gradients_of(policy, loss)
+    other, other_sums = run(objective, policy, window_of(pairs, 5, is_padded=is_padded, num_missing=2))
+    assert other_sums.counts == sums.counts
+    assert objective.measure(other_sums) == pytest.approx(objective.measure(sums), rel=1e-5)
+    for name, gradient in gradients_of(policy, other).items():
+        torch.testing.assert_close(gradient, gradients[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_padded", [False, True], ids=["joined", "padded"])
+def test_a_window_without_pairs_keeps_the_graph_connected(is_padded: bool) -> None:
+    policy = make_decoder(0)
+    objective = DPO()
+    objective.log_probs = table_of(policy, make_pairs(1))
+    (micro_batch,) = window_of([], 2, is_padded=is_padded, num_missing=2).micro_batches
+    micro_batch = prepare(objective, policy, micro_batch)
+    head = objective.head(micro_batch, lambda labels: lambda h, w: sum_cross_entropy(h, w, labels))
+    result = policy(micro_batch.input_ids, document_ids=micro_batch.document_ids, head=head)
+    assert not any(gradient.any() for gradient in gradients_of(policy, result.terms[PAIRS]).values())
+
+
+def test_units_are_pairs_and_the_tokens_of_chosen_answers() -> None:
+    pairs = make_pairs(5)
+    counts = DPO().count(window_of(pairs, 5))
+    assert counts[PAIRS] == 5
+    assert counts[CHOSEN_TOKENS] == sum(int(pair.chosen.has_label.sum()) for pair in pairs)
+    assert counts["tokens"] == counts[CHOSEN_TOKENS] + sum(int(pair.rejected.has_label.sum()) for pair in pairs)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"beta": 0.0}, "beta is 0: it must be a number above 0"),
+        ({"beta": math.nan}, "beta is nan"),
+        ({"label_smoothing": 0.5}, "label_smoothing is 0.5: it must be at least 0 and below 0.5"),
+        ({"sft_weight": -1.0}, "sft_weight is -1"),
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict[str, float], line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        DPO(**options)
+
+
+# The file of the reference's log-probabilities
+
+IDENTITY = ReferenceIdentity("weights", "corpus", "32-true", 7)
+
+
+def test_a_file_gives_back_what_was_written(tmp_path: Any) -> None:
+    table = torch.randn(7, 2)
+    write_log_probs(tmp_path / "reference" / IDENTITY.file_name, IDENTITY, table)
+    found = read_log_probs(tmp_path / "reference" / IDENTITY.file_name, IDENTITY)
+    assert isinstance(found, Tensor)
+    assert torch.equal(found, table)
+    pairs = torch.tensor([3, -1, 0])
+    assert torch.equal(ReferenceLogProbs(found).read(pairs)[[0, 1, 4, 5]], table[[3, 0]].flatten())
+
+
+@pytest.mark.parametrize("change", ["weights", "corpus", "precision", "num_pairs"])
+def test_a_file_for_anything_else_is_never_accepted(tmp_path: Any, change: str) -> None:
+    other = replace(IDENTITY, **{change: 8 if change == "num_pairs" else "other"})  # type: ignore[arg-type]
+    path = tmp_path / IDENTITY.file_name
+    write_log_probs(path, IDENTITY, torch.randn(7, 2))
+    assert other.file_name != IDENTITY.file_name
+    path.rename(tmp_path / other.file_name)
+    assert "was made with another reference" in str(read_log_probs(tmp_path / other.file_name, other))
+
+
+@pytest.mark.parametrize("place", [0, 31, 32, 87])
+def test_a_flipped_bit_and_a_lost_byte_are_found(tmp_path: Any, place: int) -> None:
+    path = tmp_path / IDENTITY.file_name
+    write_log_probs(path, IDENTITY, torch.randn(7, 2))
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+    assert "is damaged" in str(read_log_probs(path, IDENTITY))
+    data[place] ^= 1
+    path.write_bytes(data[:-1])
+    assert "is damaged" in str(read_log_probs(path, IDENTITY))
+    path.unlink()
+    assert "does not exist" in str(read_log_probs(path, IDENTITY))

@@ -1,0 +1,191 @@
+"""DPO under every strategy: equal on one rank and two, killed and resumed bit for bit, with and without adapters."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from genesis.export.importing import save_weights
+from genesis.model.adapter import AdapterConfig
+from genesis.model.decoder import Decoder
+from genesis.objectives.preference import DPO
+from genesis.optim import OptimizerOptions
+from genesis.tokenizer.open import open_tokenizer
+from genesis.train.adapter_base import build_scope, find_adapter_base
+from genesis.train.data_module import CorpusDataModule
+from genesis.train.module import GenesisModule
+from genesis_callbacks import AsyncProcessCheckpoint, CheckpointVerification, SkipAwareLR, TokenCounters
+from genesis_callbacks.checkpoint import find_latest, verify
+from genesis_callbacks.testing import run_ranks
+from tests.data.pair_corpora import SEQ_LEN, write_pair_corpus
+from tests.train.support import build_strategy, build_trainer, counters_of, whole
+from tests.train.test_ladder import DECODER, KILLED_BEFORE, STEPS, KillAll
+
+PAIR_DECODER = replace(DECODER, vocab_size=400, max_seq_len=SEQ_LEN)
+LORA = {"rank": 3, "alpha": 6.0, "dropout": 0.2}
+OPTIONS: dict[str, Any] = {"beta": 0.5, "label_smoothing": 0.1, "sft_weight": 0.2}
+
+
+@pytest.fixture(scope="module")
+def pair_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pair_corpus(tmp_path_factory.mktemp("pairs"))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory, pair_corpus: Path) -> Path:
+    decoder = Decoder(PAIR_DECODER)
+    decoder.init_weights(0)
+    directory = tmp_path_factory.mktemp("base") / "run"
+    directory.mkdir()
+    return save_weights(decoder.state_dict(), PAIR_DECODER, open_tokenizer(pair_corpus), directory / "checkpoints")
+
+
+class KeepLog(pl.Callback):
+    """Keeps the metrics of each step and of the validation."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+
+    def on_train_batch_start(self, trainer: Any, *arguments: Any) -> None:
+        if trainer.global_step:
+            self.on_train_end(trainer)
+
+    def on_train_end(self, trainer: Any, *arguments: Any) -> None:
+        self.steps.append({name: float(value) for name, value in trainer.logged_metrics.items()})
+
+
+def climb(
+    directory: str,
+    base: str,
+    corpus: str,
+    strategy: str,
+    mode: str,
+    adapter: dict[str, Any] | None,
+    has_dropout: bool,
+    *callbacks: Any,
+) -> dict[str, Any]:
+    """Fits from the latest checkpoint in `directory`, or from the base, and returns what that came to."""
+    config = None if adapter is None else AdapterConfig(**adapter)
+    # Ranks draw other masks than one rank does for the same rows.
+    decoder = PAIR_DECODER if has_dropout else replace(PAIR_DECODER, dropout=0.0)
+    # The base of adapters is the reference by switching them off; all weights need the pass.
+    objective = DPO(**OPTIONS, reference=base if config is None else None)
+    objective.directory = Path(directory) / "reference"
+    module = GenesisModule(decoder, OptimizerOptions(name="adamw", lr=3e-3), adapter=config, objective=objective)
+    module.is_restored = True
+    data = CorpusDataModule(corpus, seq_len=SEQ_LEN, micro_batch_size=2, global_batch_size=8)
+    scope = {}
+    if config is not None:
+        found = find_adapter_base(base, None)
+        module.base_dtype = found.dtype
+        scope["scope"] = build_scope(found, has_magnitudes=config.dora, also_train=config.also_train)
+    checkpoint = AsyncProcessCheckpoint(
+        run_dir=directory,
+        every_n_steps=1,
+        keep_last=2,
+        mode=mode,  # type: ignore[arg-type]
+        restore="weights",
+        **scope,  # type: ignore[arg-type]
+    )
+    keep = KeepLog()
+    trainer = build_trainer(
+        build_strategy(strategy),
+        int(os.environ["WORLD_SIZE"]),
+        STEPS,
+        [TokenCounters(), SkipAwareLR(total_updates=STEPS), keep, checkpoint, CheckpointVerification(), *callbacks],
+        gradient_clip_val=1.0,
+        val_check_interval=3,
+        check_val_every_n_epoch=None,
+    )
+    trainer.fit(module, data, ckpt_path=checkpoint.latest() or Path(base))
+    return {
+        "weights": {name: whole(parameter) for name, parameter in module.named_parameters()},
+        "counters": counters_of(trainer).checkpoint_counters(),
+        "position": data.training.data_position,
+        "restored": None if checkpoint.restore_report is None else checkpoint.restore_report.step,
+        "failed": checkpoint.statistics.num_failed,
+        "log": keep.steps,
+    }
+
+
+def figures_of(log: dict[str, float]) -> dict[str, float]:
+    """Returns the values of a log line that follow from the data and the weights."""
+    return {name: log[name] for name in log if name.startswith("train/") and "per_second" not in name}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world_size", "adapter"),
+    [
+        pytest.param("replicated", 1, LORA, marks=pytest.mark.slow),
+        pytest.param("replicated", 2, None, marks=pytest.mark.slow),
+        pytest.param("replicated", 2, LORA, marks=pytest.mark.slow),
+        pytest.param("full", 2, LORA),
+        pytest.param("full", 2, None, marks=pytest.mark.slow),
+        pytest.param("replicated", 1, None, marks=pytest.mark.slow),
+        pytest.param("checkpointing", 2, {**LORA, "dora": True}, marks=pytest.mark.slow),
+        pytest.param("offload", 2, None, marks=pytest.mark.slow),
+        pytest.param("zero1", 2, None, marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_run_continues_bit_for_bit(
+    tmp_path: Path, pair_corpus: Path, base: Path, strategy: str, world_size: int, adapter: dict[str, Any] | None
+) -> None:
+    run_dir, shared = tmp_path / "run", (str(base), str(pair_corpus), strategy)
+    straight = run_ranks(climb, world_size, str(tmp_path / "straight"), *shared, "sync", adapter, True)
+    with pytest.raises(AssertionError, match="died without a word"):
+        run_ranks(climb, world_size, str(run_dir), *shared, "process", adapter, True, KillAll())
+    resumed = run_ranks(climb, world_size, str(run_dir), *shared, "process", adapter, True)
+    for one, other in zip(straight, resumed, strict=True):
+        assert (one["restored"], other["restored"] in (KILLED_BEFORE - 2, KILLED_BEFORE - 1)) == (0, True)
+        assert all(torch.equal(tensor, other["weights"][name]) for name, tensor in one["weights"].items())
+        assert (one["counters"], one["position"]) == (other["counters"], other["position"])
+        assert one["position"] == 8 * STEPS
+        assert one["failed"] == other["failed"] == 0
+        assert [figures_of(line) for line in one["log"][-3:]] == [figures_of(line) for line in other["log"][-3:]]
+    latest = find_latest(run_dir)
+    assert latest is not None
+    verify(latest, "deep")
+    assert len(list((run_dir / "reference").glob("*"))) == (1 if adapter is None else 0)
+    last = straight[0]["log"][-1]
+    assert last["train/loss"] == pytest.approx(
+        last["train/preference_loss"] + OPTIONS["sft_weight"] * last["train/sft_loss"]
+    )
+    assert last["train/rewards_chosen"] != 0.0
+
+
+@pytest.mark.parametrize("strategy", ["full", pytest.param("replicated", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("adapter", [{"rank": 3}, pytest.param(None, marks=pytest.mark.slow)], ids=["lora", "whole"])
+def test_two_ranks_train_as_one(
+    tmp_path: Path, pair_corpus: Path, base: Path, strategy: str, adapter: dict[str, Any] | None
+) -> None:
+    shared = (str(base), str(pair_corpus), strategy, "sync", adapter, False)
+    (one,) = run_ranks(climb, 1, str(tmp_path / "1"), *shared)
+    two, _ = run_ranks(climb, 2, str(tmp_path / "2"), *shared)
+    for name, tensor in one["weights"].items():
+        torch.testing.assert_close(two["weights"][name], tensor, rtol=0, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+    for line, other in zip(one["log"], two["log"], strict=True):
+        wanted = {name: value for name, value in figures_of(line).items() if "scale_factor" not in name}
+        assert {name: other[name] for name in wanted} == pytest.approx(wanted, rel=1e-3, abs=1e-4)
+        assert "validation/reward_accuracy" not in line or 0.0 <= line["validation/reward_accuracy"] <= 1.0
+    validated = [line["validation/loss"] for line in one["log"] if "validation/loss" in line]
+    assert validated
+    assert validated == pytest.approx([line["validation/loss"] for line in two["log"] if "validation/loss" in line])
+
+
+@pytest.mark.slow
+def test_a_damaged_or_lost_reference_is_computed_again_with_the_same_values(
+    tmp_path: Path, pair_corpus: Path, base: Path
+) -> None:
+    shared = (str(base), str(pair_corpus), "replicated", "sync", None, True)
+    with pytest.raises(AssertionError, match="died without a word"):
+        run_ranks(climb, 1, str(tmp_path / "run"), *shared, KillAll())
+    (path,) = (tmp_path / "run" / "reference").glob("*")
+    undamaged = path.read_bytes()
+    path.write_bytes(undamaged[:-1] + bytes([undamaged[-1] ^ 1]))
+    (resumed,) = run_ranks(climb, 1, str(tmp_path / "run"), *shared)
+    assert resumed["restored"] == KILLED_BEFORE - 1
+    assert path.read_bytes() == undamaged
