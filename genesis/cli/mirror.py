@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
             return _BAD if mirror.sync() else 0
         _report(f"{run} is mirrored to {without_password(place.url)}; Ctrl-C stops")
         try:
-            mirror.run()
+            mirror.run(lambda: arguments.parent is None or os.getppid() == arguments.parent)
         except _Ended:
             return 0
     return 0
@@ -136,4 +136,5 @@ def _build_parser() -> Parser:
         help="limit in bytes per second for all that is written and read back, such as 20MB; default: no limit",
     )
     add("--poll_seconds", type=float, default=options.poll_seconds, help="time between two looks for new checkpoints")
+    add("--parent", type=int, help=argparse.SUPPRESS)  # the supervisor that started it, with which it ends
     return parser

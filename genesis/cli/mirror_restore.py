@@ -23,12 +23,16 @@ def main(argv: list[str]) -> int:
     add("url", help="the mirror: a directory, or a URL such as s3://bucket/prefix")
     add("run", type=Path, help="the run's directory; it need not exist")
     add("--all", action="store_true", help="restore older checkpoints of the mirror, too")
+    add("--or_none", action="store_true", help="end with status 0 if neither the mirror nor the run has a checkpoint")
     add("--bandwidth", type=read_rate, help="limit in bytes per second, such as 20MB; default: no limit")
     arguments = parser.parse_args(argv)
     place = open_place(arguments.url)
     outcome = restore_run(
         place, arguments.run, has_all=arguments.all, bytes_per_second=arguments.bandwidth, report=_report
     )
+    if outcome.step is None and arguments.or_none:
+        print(f"nothing to restore: {without_password(place.url)} is empty")
+        return 0
     if outcome.step is None:
         raise UserError(f"{without_password(place.url)} holds no mirrored checkpoint, and {arguments.run} has none")
     if not outcome.restored:

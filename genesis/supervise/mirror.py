@@ -126,15 +126,18 @@ class Mirror:
 
     # ---- the loop
 
-    def run(self) -> None:
-        """Copies checkpoints as they appear, and repeats what fails, until an exception such as `KeyboardInterrupt`.
+    def run(self, is_wanted: Callable[[], bool] = lambda: True) -> None:
+        """Copies checkpoints as they appear, and repeats what fails.
+
+        Args:
+            is_wanted: Asked between two looks for checkpoints; the call returns when the answer is no.
 
         Raises:
             MirrorTakenError: The place belongs to another run.
             UserError: The place refused the first request.
         """
         num_failures = 0
-        while True:
+        while is_wanted():
             try:
                 self.sync()
             except (UserError, OSError) as error:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from genesis.errors import RunEndedError
 from genesis.supervise.crashes import CrashRecord
 from genesis.supervise.status import SupervisorStatus
 
@@ -30,6 +31,10 @@ class Launch:
     is_adopted: bool = False
 
 
+class LaunchRefusedError(RunEndedError):
+    """An observer knows that the run must not be launched now; the supervisor ends with this reason."""
+
+
 class Observer(Protocol):
     """What happens to a supervised run. `NullObserver` has a method for each that does nothing."""
 
@@ -37,6 +42,9 @@ class Observer(Protocol):
         """Called before an attempt is launched, when nothing of the attempt before is left.
 
         What it adds to the run's checkpoints, the attempt may continue from.
+
+        Raises:
+            LaunchRefusedError: The run must not be launched now.
         """
 
     def on_launch(self, launch: Launch) -> None:
@@ -89,10 +97,16 @@ class Observers:
         self._observers, self._report = tuple(observers), report
 
     def call(self, act: Callable[[Observer], None]) -> None:
-        """Calls `act` with each observer."""
+        """Calls `act` with each observer.
+
+        Raises:
+            LaunchRefusedError: An observer refuses a launch.
+        """
         for observer in self._observers:
             try:
                 act(observer)
+            except LaunchRefusedError:
+                raise
             except Exception as error:  # a mirror or a webhook must never stop a training
                 name = type(observer).__name__
                 self._report(f"{name} failed and is called again next time: {type(error).__name__}: {error}")
