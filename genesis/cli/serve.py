@@ -9,6 +9,7 @@ from genesis.chat.render import read_template
 from genesis.cli.device import add_device_options, read_device
 from genesis.errors import UserError
 from genesis.generate.load import Loaded, load_decoder
+from genesis.generate.shared import SharedBases
 from genesis.serve.catalogue import Catalogue, Entry
 from genesis.serve.guard import Guard, is_loopback
 from genesis.serve.pool import Limits
@@ -26,20 +27,31 @@ def main(argv: list[str]) -> int:
     """Runs `genesis serve` and returns its exit status."""
     arguments = _build_parser().parse_args(argv)
     token = (os.environ.get(_TOKEN_VARIABLE) or None) if arguments.token is None else arguments.token
+    adapters = _read_adapters(arguments.adapter)
     guard = Guard(token, is_public=arguments.public)
     limits = Limits(
         max_concurrent=arguments.max_concurrent,
         max_queue=arguments.max_queue,
-        max_models=arguments.max_models,
+        max_models=_count_models(arguments.max_models, len(adapters)),
         max_request_seconds=arguments.max_request_seconds,
         max_write_seconds=arguments.max_write_seconds,
     )
     device, dtype = read_device(arguments)
-    catalogue = Catalogue(arguments.model)
+    catalogue = Catalogue(arguments.model, adapters)
     chat_template = None if arguments.chat_template is None else read_template(arguments.chat_template).text
 
+    bases = SharedBases()
+
     def load(entry: Entry) -> Loaded:
-        return load_decoder(entry.path, arguments.tokenizer, device=device, dtype=dtype)
+        is_beside = entry.base is not None
+        return load_decoder(
+            entry.base or entry.path,
+            arguments.tokenizer,
+            device=device,
+            dtype=dtype,
+            adapter=entry.path if is_beside else None,
+            bases=bases,
+        )
 
     with bind(arguments.host, arguments.port) as sock:
         address, port = sock.getsockname()[:2]
@@ -61,6 +73,24 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def _read_adapters(values: list[str]) -> dict[str, Path]:
+    """Returns the paths of adapters by their names."""
+    adapters: dict[str, Path] = {}
+    for value in values:
+        name, equals, path = value.partition("=")
+        if not (name and equals and path):
+            raise UserError(f"--adapter is {value!r}: give NAME=PATH, such as --adapter poet=runs/poet")
+        if name in adapters:
+            raise UserError(f"--adapter has the name {name!r} twice: give another one")
+        adapters[name] = Path(path)
+    return adapters
+
+
+def _count_models(given: int | None, num_adapters: int) -> int:
+    """Returns the number of models in memory: with adapters by default all of them and their base."""
+    return max(Limits.max_models, 1 + num_adapters if num_adapters else 0) if given is None else given
+
+
 def _build_parser() -> Parser:
     parser = Parser(prog="genesis serve", description=_DESCRIPTION)
     add = parser.add_argument
@@ -70,6 +100,14 @@ def _build_parser() -> Parser:
         type=Path,
         nargs="+",
         help="a run, RUN/best, RUN/STEP, or the path of a checkpoint or export; several are served under their names",
+    )
+    add(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="adapters beside the first model, served as NAME: a run, a checkpoint or a directory in PEFT's format; "
+        "the weights of the base are in memory once; may be given several times",
     )
     add("--host", default="127.0.0.1", help="address to listen on; default 127.0.0.1, which only this machine reaches")
     add("--port", type=int, default=_DEFAULT_PORT, help=f"port; default {_DEFAULT_PORT}; 0 selects any free port")
@@ -91,7 +129,12 @@ def _build_parser() -> Parser:
         default=limits.max_queue,
         help="texts that wait; further requests are refused with status 429",
     )
-    add("--max_models", type=int, default=limits.max_models, help="models in memory at the same time")
+    add(
+        "--max_models",
+        type=int,
+        help=f"models in memory at once, each with its own cache; default {limits.max_models}, or the base and "
+        "all its adapters",
+    )
     add("--max_request_seconds", type=float, default=limits.max_request_seconds, help="time limit of a request")
     add(
         "--max_write_seconds",

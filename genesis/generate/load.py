@@ -1,6 +1,7 @@
 """A decoder and its tokenizer from a checkpoint or an export: weights only, compared with their digests or hashes."""
 
 import logging
+from collections.abc import Mapping, Set
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,8 +13,10 @@ from genesis.checkpoint_reference import read_reference
 from genesis.data.paths import TOKENIZER_PATHS, find_path, read_path
 from genesis.device import read_capability
 from genesis.errors import UserError
+from genesis.generate.shared import SharedBases
 from genesis.huggingface.directory import CONFIG_NAME, DECODER_NAME, check_files, read_json
-from genesis.huggingface.shape import read_shape
+from genesis.huggingface.peft import fingerprint, read_adapters, read_peft_config
+from genesis.huggingface.shape import find_family, read_shape
 from genesis.huggingface.weights import read_weights
 from genesis.model.adapter import AdapterConfig, attach_adapters
 from genesis.model.attend import FLASH_CAPABILITY
@@ -21,9 +24,9 @@ from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.device_proofs import ATTENTION_PROOF, CACHED_ATTENTION_PROOF
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, read_adapter_config
 from genesis.run_directory import RunDirectory
-from genesis.tokenizer.open import find_format, list_file_names, open_tokenizer
+from genesis.tokenizer.open import find_format, hash_tokenizer, list_file_names, open_tokenizer
 from genesis.tokenizer.tokenizer import Tokenizer
-from genesis_callbacks.checkpoint import Manifest, read_manifest, read_tensors
+from genesis_callbacks.checkpoint import Manifest, find_base, read_committed_hash, read_manifest, read_tensors
 
 _MAX_REASON = 2000
 _log = logging.getLogger(__name__)
@@ -36,11 +39,13 @@ class Loaded(NamedTuple):
         decoder: The model, in evaluation mode.
         tokenizer: The tokenizer; None if the model was trained on ids without a tokenizer and the user named none.
         checkpoint: The directory of the checkpoint or the export.
+        shared_bytes: The bytes of those weights that were in memory already, because another decoder has the same base.
     """
 
     decoder: Decoder
     tokenizer: Tokenizer | None
     checkpoint: Path
+    shared_bytes: int = 0
 
     @property
     def text_tokenizer(self) -> Tokenizer:
@@ -53,7 +58,13 @@ class Loaded(NamedTuple):
 
 
 def load_decoder(
-    path: Path, tokenizer: Path | None = None, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    path: Path,
+    tokenizer: Path | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    *,
+    adapter: Path | None = None,
+    bases: SharedBases | None = None,
 ) -> Loaded:
     """Returns the decoder of a checkpoint or an export, in evaluation mode, and its tokenizer. Nothing is unpickled.
 
@@ -65,26 +76,43 @@ def load_decoder(
         tokenizer: A tokenizer's file or directory; None for the one that `load_tokenizer` finds, or the export's own.
         device: The device of the decoder.
         dtype: The dtype of the weights; None for the dtype in the files.
+        adapter: A directory with adapters in PEFT's format that are used beside the weights of the checkpoint.
+        bases: Weights that are in memory: the decoder shares those of its base, so that they must not be changed. None
+            to read all weights.
 
     Raises:
-        UserError: The checkpoint does not exist or is damaged, its tokenizer is missing or a different one, or an
-            export has changed since it was proved.
+        UserError: The checkpoint does not exist or is damaged, its tokenizer is missing or a different one, an export
+            has changed since it was proved, or the adapters belong to another base.
     """
     reference = read_reference(path)
+    prepare_device(torch.device(device))
     if reference.kind == "export":
-        checkpoint = reference.path
-        config, state, found = _read_export(checkpoint, tokenizer)
-        adapter = None
-    else:
-        checkpoint = reference.find_checkpoint(level="quick")
-        config, state, found, adapter = _read_checkpoint(checkpoint, tokenizer)
-    decoder = build_empty_decoder(config, len(state), checkpoint, adapter)
+        if adapter is not None:
+            raise UserError(
+                f"{path} is an export, beside which no adapters are loaded; convert it with `genesis import`"
+            )
+        config, state, found = _read_export(reference.path, tokenizer)
+        decoder = _fill_decoder(build_empty_decoder(config, len(state), reference.path), state, reference.path)
+        return Loaded(decoder.to(device=device, dtype=dtype).eval(), found, reference.path)
+    checkpoint = reference.find_checkpoint(level="quick")
+    manifest = read_manifest(checkpoint)
+    found = load_tokenizer(tokenizer, manifest, checkpoint)
+    bases = bases or SharedBases()
+    base_hash = read_committed_hash(checkpoint) if manifest.base is None else manifest.base.manifest_hash
+    key = f"{base_hash} {device} {dtype}"
+    with bases.loading(key) as shared:
+        decoder, in_base = _read_checkpoint(checkpoint, manifest, adapter, shared)
+        decoder = decoder.to(device=device, dtype=dtype).eval()
+        bases.add(key, decoder, in_base)
+    return Loaded(decoder, found, checkpoint, sum(shared[name].nbytes for name in in_base & shared.keys()))
+
+
+def _fill_decoder(decoder: Decoder, state: dict[str, Tensor], checkpoint: Path) -> Decoder:
     try:
         decoder.load_state_dict(state, assign=True)
     except RuntimeError as error:
         raise _another_decoder(checkpoint, error) from None
-    prepare_device(torch.device(device))
-    return Loaded(decoder.to(device=device, dtype=dtype).eval(), found, checkpoint)
+    return decoder
 
 
 def prepare_device(device: torch.device) -> None:
@@ -163,8 +191,9 @@ def load_tokenizer(path: Path | None, manifest: Manifest, checkpoint: Path) -> T
     """Returns the tokenizer that a checkpoint was trained with; None if there was none and `path` is None.
 
     Args:
-        path: The tokenizer's file or directory. None searches the run's directory, where an import stores it, and then
-            the corpus that the recipe names (`genesis.data.paths` documents where a corpus is searched).
+        path: The tokenizer's file or directory. None searches the run's directory, where an import stores it, for
+            adapters that of their base, and then the corpus that the recipe names (`genesis.data.paths` documents where
+            a corpus is searched).
         manifest: The checkpoint's manifest.
         checkpoint: The checkpoint's directory.
 
@@ -177,6 +206,9 @@ def load_tokenizer(path: Path | None, manifest: Manifest, checkpoint: Path) -> T
         path = run_dir
     if path is None and not wanted:
         return None
+    if path is None and manifest.base is not None:
+        base_dir = RunDirectory.of(find_base(checkpoint, manifest.base)[0]).path
+        path = base_dir if hash_tokenizer(base_dir) == wanted else None
     if path is None:
         found = (read_path(manifest.recipe, *keys) for keys in TOKENIZER_PATHS)
         named = next(filter(None, found), None)
@@ -194,14 +226,41 @@ def load_tokenizer(path: Path | None, manifest: Manifest, checkpoint: Path) -> T
 _Read = tuple[DecoderConfig, dict[str, Tensor], Tokenizer | None]
 
 
-def _read_checkpoint(checkpoint: Path, tokenizer: Path | None) -> tuple[*_Read, AdapterConfig | None]:
-    manifest = read_manifest(checkpoint)
-    tensors = read_tensors(checkpoint, prefix=DECODER_PREFIX)
+def _read_checkpoint(
+    checkpoint: Path, manifest: Manifest, adapter: Path | None, shared: Mapping[str, Tensor]
+) -> tuple[Decoder, Set[str]]:
+    """Returns the decoder of a checkpoint, and the names of its tensors that are those of its base.
+
+    Args:
+        checkpoint: The checkpoint.
+        manifest: Its manifest.
+        adapter: The directory of adapters in PEFT's format to add; None for those of the checkpoint alone.
+        shared: Tensors of the base that are in memory.
+    """
     where = f"the recipe in {checkpoint}"
     config = build_decoder_config(_find(manifest.recipe, "model", "decoder"), where=where)
-    adapter = read_adapter_config(manifest.recipe, where)
-    state = {name.removeprefix(DECODER_PREFIX): tensor for name, tensor in tensors.items()}
-    return config, state, load_tokenizer(tokenizer, manifest, checkpoint), adapter
+    adapter_config = read_adapter_config(manifest.recipe, where)
+    names = {name.removeprefix(DECODER_PREFIX) for name in manifest.tensors if name.startswith(DECODER_PREFIX)}
+    in_base = names
+    if manifest.base is not None:
+        in_base = names & {name.removeprefix(DECODER_PREFIX) for name in manifest.base.names}
+    added: dict[str, Tensor] = {}
+    if adapter is not None:
+        if adapter_config is not None:
+            raise UserError(f"{checkpoint} holds adapters itself: give its base, beside which others can be loaded")
+        adapter_config = read_peft_config(adapter, find_family(config))
+        decoder = build_empty_decoder(config, len(names), checkpoint, adapter_config)
+        shapes = {name: tuple(tensor.shape) for name, tensor in decoder.named_parameters() if tensor.requires_grad}
+        made = fingerprint(manifest, DECODER_PREFIX)
+        added = read_adapters(adapter, adapter_config, find_family(config), shapes=shapes, base_fingerprint=made)
+        in_base = names - added.keys()
+    else:
+        decoder = build_empty_decoder(config, len(names), checkpoint, adapter_config)
+    read = [name for name in sorted(names - added.keys()) if name not in in_base or name not in shared]
+    found = read_tensors(checkpoint, [DECODER_PREFIX + name for name in read])
+    state = {name: shared[name] for name in in_base & shared.keys()} | added
+    state |= {name.removeprefix(DECODER_PREFIX): tensor for name, tensor in found.items()}
+    return _fill_decoder(decoder, state, checkpoint), in_base
 
 
 def _read_export(directory: Path, tokenizer: Path | None) -> _Read:

@@ -142,6 +142,43 @@ def is_adapter_export(directory: Path) -> bool:
     return (directory / CONFIG_NAME).is_file()
 
 
+def read_peft_config(directory: Path, family: Family) -> AdapterConfig:
+    """Returns the options of adapters in PEFT's format; the layers are those that the file of weights has.
+
+    Args:
+        directory: The directory of the two files.
+        family: The base's family.
+
+    Raises:
+        UserError: The files cannot be read, or have options or layers that the decoder's adapters do not have.
+    """
+    if not is_adapter_export(directory):
+        raise UserError(f"{directory} has no {CONFIG_NAME}: give a directory with adapters in PEFT's format")
+    path, content = directory / WEIGHTS_NAME, read_json(directory / CONFIG_NAME)
+    options = _read_options(directory / CONFIG_NAME, content)
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = list(file.keys())
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    suffix = f".{_SUFFIXES['lora_A']}"
+    try:
+        ours = {name: family.our_name(_drop_suffix(name.removeprefix(_PREFIX))) for name in names}
+    except UserError as error:
+        raise UserError(f"{path}: {error}; give adapters for this base") from None
+    layers = sorted(one.removesuffix(".weight") for name, one in ours.items() if name.endswith(suffix))
+    extras = {extra for extra, name in EXTRA_TENSORS.items() if name in ours.values()}
+    if content.get("ensure_weight_tying"):
+        extras.discard("head")  # PEFT's copy of the embedding
+    return AdapterConfig(**options | {"include": tuple(layers), "also_train": tuple(sorted(extras))})
+
+
+def _drop_suffix(name: str) -> str:
+    """Returns the name of the weight beside which a tensor of an adapter lies; any other name is returned unchanged."""
+    found = next((suffix for suffix in _SUFFIXES.values() if name.endswith(f".{suffix}")), None)
+    return name if found is None else f"{name.removesuffix(found)}weight"
+
+
 def read_adapters(
     directory: Path,
     config: AdapterConfig,
@@ -209,7 +246,8 @@ def _drop_tied_copy(directory: Path, tensors: dict[str, Tensor], embedding: str,
         )
 
 
-def _compare_options(path: Path, content: Mapping[str, Any], config: AdapterConfig) -> None:
+def _read_options(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of `AdapterConfig` other than layers, after checking that no other option changes adapters."""
     for key, allowed in _PLAIN.items():
         value = content.get(key, allowed[0])
         if value not in allowed:
@@ -217,13 +255,18 @@ def _compare_options(path: Path, content: Mapping[str, Any], config: AdapterConf
     rank, alpha = content.get("r", 8), content.get("lora_alpha", 8)  # the defaults of PEFT
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= sys.float_info.max:
         raise UserError(f"{path}: lora_alpha is {str(alpha)[:_ALPHA_SHOWN]!r}: it must be a finite number")
-    given = {
+    if type(rank) is not int:
+        raise UserError(f"{path}: r is {str(rank)[:_ALPHA_SHOWN]!r}: it must be a whole number")
+    return {
         "rank": rank,
         "alpha": float(alpha),
         "rslora": content.get("use_rslora", False),
         "dora": content.get("use_dora", False),
     }
-    for name, value in given.items():
+
+
+def _compare_options(path: Path, content: Mapping[str, Any], config: AdapterConfig) -> None:
+    for name, value in _read_options(path, content).items():
         wanted = getattr(config, name)
         if value != wanted and not (name == "alpha" and math.isclose(value, wanted)):
             raise UserError(

@@ -4,13 +4,17 @@ import csv
 import difflib
 import math
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from genesis.checkpoint_reference import LATEST, Reference, read_reference
 from genesis.errors import UserError
 from genesis.huggingface.directory import PROOF_NAME, is_export
+from genesis.huggingface.peft import CONFIG_NAME as ADAPTER_NAME
+from genesis.huggingface.peft import is_adapter_export, read_peft_config
+from genesis.huggingface.shape import find_family
+from genesis.model.recipe import build_decoder_config
 from genesis.run_directory import RunDirectory
 from genesis.serve.errors import ApiError
 from genesis_callbacks.checkpoint import (
@@ -19,6 +23,7 @@ from genesis_callbacks.checkpoint import (
     Manifest,
     checkpoints_in,
     list_committed,
+    read_committed_hash,
     read_manifest,
 )
 
@@ -39,6 +44,7 @@ class Entry:
         tokens_seen: The checkpoint's token count; None if the manifest has no such counter.
         train_loss: The training loss at that step in the run's log, if the log has one.
         validation_loss: The validation loss at that step in the run's log, if the log has one.
+        base: For adapters in PEFT's format, the checkpoint beside which they are loaded; else None.
     """
 
     id: str
@@ -50,6 +56,7 @@ class Entry:
     tokens_seen: int | None = None
     train_loss: float | None = None
     validation_loss: float | None = None
+    base: Path | None = None
 
 
 class Catalogue:
@@ -57,21 +64,30 @@ class Catalogue:
 
     Args:
         paths: Runs, checkpoints or exports.
+        adapters: Names and paths of adapters beside the first of `paths`: runs, checkpoints, or directories in PEFT's
+            format.
 
     Raises:
-        UserError: A path is not a run, a checkpoint or an export, or is given twice.
+        UserError: A path is not a run, a checkpoint or an export, or is given twice, or adapters have another base.
     """
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(self, paths: Sequence[Path], adapters: Mapping[str, Path] | None = None) -> None:
         found = [_find(path) for path in paths]
         resolved = [reference.path for reference in found]
         for path, given in zip(resolved, paths, strict=True):
             if resolved.count(path) > 1:
                 raise UserError(f"{given} is given twice")
         names = _short_names(resolved)
-        self._sources = [
+        self._sources: list[_Run | _Export | _Adapter] = [
             _open(reference, name, has_prefix=len(paths) > 1) for reference, name in zip(found, names, strict=True)
         ]
+        if adapters:
+            base = found[0].find_checkpoint(level="quick").resolve()
+            taken = self.by_id()
+            for name, path in adapters.items():
+                if name in taken:
+                    raise UserError(f"--adapter has the name {name!r}, which a model has already: give another one")
+                self._sources.append(_Adapter(name, path, base))
 
     def entries(self) -> list[Entry]:
         """Returns every available model, source by source, the oldest first."""
@@ -178,6 +194,45 @@ class _Export:
         changed = max(stamp[0] for stamp in stamps if stamp is not None)
         return [
             Entry(id=self._name, path=self._path, version=str(stamps), run=self._name, created_seconds=changed / 1e9)
+        ]
+
+
+class _Adapter:
+    """Adapters beside a base, under a name of their own."""
+
+    def __init__(self, name: str, path: Path, base: Path) -> None:
+        self._name, self._base = name, base
+        self._is_peft = is_adapter_export(path)
+        self._path = path.resolve() if self._is_peft else read_reference(path).find_checkpoint(level="quick").resolve()
+        if self._is_peft:
+            manifest = read_manifest(base)
+            decoder = build_decoder_config(
+                (manifest.recipe.get("model") or {}).get("decoder"), where=f"the recipe in {base}"
+            )
+            read_peft_config(self._path, find_family(decoder))
+            return
+        found, wanted = read_manifest(self._path).base, read_committed_hash(base)
+        if found is None or found.manifest_hash != wanted:
+            what = "holds no adapters" if found is None else f"has adapters for the base {found.path}"
+            raise UserError(f"--adapter {name}: {self._path} {what}, and the base is {base}: give adapters for it")
+
+    @property
+    def latest_id(self) -> str:
+        return self._name
+
+    def entries(self) -> list[Entry]:
+        stamp = _stamp(self._path / (ADAPTER_NAME if self._is_peft else COMMITTED_NAME))
+        if stamp is None:  # the adapters were removed; a request for them gets an error
+            return []
+        return [
+            Entry(
+                id=self._name,
+                path=self._path,
+                version=str(stamp),
+                run=self._name,
+                created_seconds=stamp[0] / 1e9,
+                base=self._base if self._is_peft else None,
+            )
         ]
 
 

@@ -104,6 +104,7 @@ class ModelPool:
                     "is_loaded": seat.worker.loaded.done(),
                     "num_busy": seat.worker.num_busy,
                     "num_waiting": seat.worker.num_waiting,
+                    **_describe_memory(seat.worker),
                 }
                 for seat in self._seats.values()
             ],
@@ -197,6 +198,14 @@ class ModelPool:
                 future.set_result(self._seat(entry))
             line.popleft()
         self._line = line
+
+
+def _describe_memory(worker: Worker) -> dict[str, int]:
+    """Returns the bytes of a loaded model's weights, and how many of these were in memory already."""
+    if not worker.loaded.done() or worker.loaded.cancelled() or worker.loaded.exception() is not None:
+        return {}
+    facts = worker.loaded.result()
+    return {"weights_bytes": facts.weights_bytes, "shared_bytes": facts.shared_bytes}
 
 
 def _key(entry: Entry) -> _Key:

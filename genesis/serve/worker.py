@@ -30,6 +30,9 @@ class Facts(NamedTuple):
     tokenizer: Tokenizer | None
     max_seq_len: int
     vocab_size: int
+    weights_bytes: int
+    """The bytes of the weights, of which `shared_bytes` were in memory already."""
+    shared_bytes: int
 
 
 class PromptScores(NamedTuple):
@@ -151,7 +154,11 @@ class Worker:
             self._post(self._fail_loading, self._reason)
             return
         config = loaded.decoder.config
-        self._post(self._finish_loading, Facts(loaded.tokenizer, config.max_seq_len, config.vocab_size))
+        weights_bytes = sum(parameter.nbytes for parameter in loaded.decoder.parameters())
+        facts = Facts(
+            loaded.tokenizer, config.max_seq_len, config.vocab_size, weights_bytes, shared_bytes=loaded.shared_bytes
+        )
+        self._post(self._finish_loading, facts)
         decoder = loaded.decoder
         del loaded
         try:

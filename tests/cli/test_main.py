@@ -31,7 +31,7 @@ OPTIONS = {
     "validate": ("--config", "--data.corpus", "--ckpt_path"),
     "generate": ("checkpoint", "--prompt", "--temperature", "--top-p"),
     "evaluate": ("checkpoint", "--tasks", "--heldout", "--limit", "--checkpoints", "--watch", "--until_step"),
-    "serve": ("model", "--host", "--port", "--token", "--public", "--max_concurrent", "--max_models"),
+    "serve": ("model", "--adapter", "--host", "--port", "--token", "--public", "--max_concurrent", "--max_models"),
     "release": ("export", "--repo", "--license", "--space", "--dry-run", "--upload"),
     "demo": ("--configs",),
     "bench tokenize": ("--out",),
