@@ -10,6 +10,13 @@ from pathlib import Path
 import yaml
 
 from genesis.arguments import Parser
+from genesis.cli.supervise_observers import (
+    FILES_OF_ANY_RUN,
+    add_observer_options,
+    open_observers,
+    open_report,
+    print_file,
+)
 from genesis.errors import UserError
 from genesis.processes import check_can_find
 from genesis.supervise.attempt import Limits
@@ -44,8 +51,11 @@ def main(argv: list[str]) -> int:
             "--nodes and --rdzv are not available in this version: genesis supervise runs on one node; start several "
             "nodes by torchrun"
         )
-    _check_fit(fit)
+    if arguments.print not in FILES_OF_ANY_RUN:
+        _check_fit(fit)
     run_dir = find_run_dir(fit[1:])
+    if print_file(arguments, argv, run_dir):
+        return 0
     if arguments.on_drift == "allow":
         fit = [*fit, "--checkpoint.allow_changed", '["*"]']
     options = SuperviseOptions(
@@ -61,7 +71,8 @@ def main(argv: list[str]) -> int:
         preempt_url=arguments.preempt_url,
         cost_per_hour=arguments.cost_per_hour,
     )
-    return Supervisor(options, _report, _echo).run()
+    report = open_report(arguments, run_dir)
+    return Supervisor(options, report, _echo, open_observers(arguments, run_dir, report)).run()
 
 
 def _build_parser() -> Parser:
@@ -97,6 +108,7 @@ def _build_parser() -> Parser:
     add("--preempt-file", type=Path, metavar="FILE", help="save and exit with status 75 when FILE exists")
     add("--preempt-url", metavar="URL", help="save and exit with status 75 when URL answers with 200; asked every 5 s")
     add("--cost-per-hour", type=float, metavar="PRICE", help="price of an hour of this machine, for the crash records")
+    add_observer_options(parser)
     add("--nodes", metavar="N", help="not available in this version: several nodes are started by torchrun")
     add("--rdzv", metavar="HOST:PORT", help="not available in this version")
     return parser
@@ -165,10 +177,6 @@ def _port(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 1 << 16:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port, from 1 to 65535")
     return int(text)
-
-
-def _report(line: str) -> None:
-    print(f"supervise: {line}", flush=True)
 
 
 def _echo(data: bytes) -> None:

@@ -17,6 +17,9 @@ from genesis.supervise.mirror_process import MirrorProcess, MirrorProcessOptions
 from genesis.supervise.observers import Observer
 from genesis.supervise.service_files import FILE_KINDS, ServiceCommand, render_file
 
+FILES_OF_ANY_RUN = ("alerts", "dashboard")
+"""The files of `--print` that need no training on the command line."""
+
 _HOST = "127.0.0.1"
 
 

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, TextIO
 
-from genesis.errors import printable
+from genesis.errors import printable_lines
 
 LogFormat = Literal["text", "json"]
 
@@ -25,7 +25,7 @@ def build_report(log_format: LogFormat, run_dir: Path, output: TextIO | None = N
     """
 
     def report(line: str) -> None:
-        message = printable(line)
+        message = printable_lines(line)
         if log_format == "json":
             moment = datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="milliseconds")
             content = {"time": moment, "logger": "genesis.supervise", "run": str(run_dir), "message": message}

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from genesis.arguments import Parser
+from genesis.cli.main import main
 from genesis.cli.supervise_observers import add_observer_options, open_observers, open_report, print_file
 from genesis.errors import UserError
 from genesis.supervise import mirror_process
@@ -168,3 +169,16 @@ def test_a_service_file_runs_the_command_without_print(tmp_path: Path, capsys):
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ExecStart=")]
     assert line.endswith(' -m genesis supervise --metrics-port 9464 "--" fit --print x')
     assert not print_file(parse(), words, Path("runs/a"))
+
+
+def test_the_command_prints_files_and_takes_the_options(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["supervise", "--print", "alerts"]) == 0
+    assert "GenesisCrashesOften" in capsys.readouterr().out
+    words = ["supervise", "--print", "slurm", "--max-crashes", "3", "--", "fit", "--run_dir", "runs/b"]
+    assert main(words) == 0
+    script = capsys.readouterr().out
+    assert "--job-name=genesis-runs-b" in script
+    assert "supervise --max-crashes 3 -- fit --run_dir runs/b &" in script
+    assert main(["supervise", "--print", "slurm"]) == 2
+    assert "give the training after --" in capsys.readouterr().err
