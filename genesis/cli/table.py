@@ -114,6 +114,7 @@ COMMANDS = (
         "genesis.cli.checkpoint.to_lightning:main",
     ),
     Command("checkpoint repair", "report and fix broken checkpoints", "genesis.cli.checkpoint.repair:main"),
+    Command("runs", "list the runs under a directory: steps, tokens, loss, state, size", "genesis.cli.runs:main"),
     Command("mirror", "copy checkpoints to a second place while a run trains", "genesis.cli.mirror:main"),
     Command("mirror restore", "continue a run from its mirror", "genesis.cli.mirror_restore:main"),
     Command("demo", "run the whole workflow on Python's own sources, in minutes", "genesis.cli.demo:main"),

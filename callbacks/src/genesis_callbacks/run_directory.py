@@ -28,6 +28,7 @@ from .errors import UserError
 __all__ = [
     "BEST_NAME",
     "COMMITTED_NAME",
+    "LOCK_NAME",
     "EventWriter",
     "MANIFEST_NAME",
     "PLACES_VARIABLE",
