@@ -139,7 +139,8 @@ def _find_state(path: Path, heartbeat: HeartbeatRecord | None, has_checkpoints: 
         return live
     if heartbeat is None and status is None:
         return _find_last_event(path) or ("ended" if has_checkpoints else "new")
-    if heartbeat is not None and heartbeat.phase == "ended":
+    is_at_end = status is not None and status.state in ("completed", "requeued")
+    if is_at_end or (heartbeat is not None and heartbeat.phase == "ended"):
         return "ended"
     return "stopped" if status is not None and status.state == "stopped" else "crashed"
 

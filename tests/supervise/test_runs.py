@@ -74,7 +74,7 @@ def test_states(tmp_path: Path):
     beat(tmp_path / "lost", "train", host="another", age_seconds=3600)
     beat(tmp_path / "held", "train", age_seconds=3600)
     lock = DirectoryLock(tmp_path / "held" / "checkpoints")
-    for name in ("waiting", "recovering", "training", "stopped"):
+    for name in ("waiting", "recovering", "training", "stopped", "completed"):
         supervise(tmp_path / name, name)
     supervise(tmp_path / "supervisor-gone", "training", age_seconds=3600)
     beat(tmp_path / "supervisor-gone", "train", age_seconds=3600)
@@ -85,8 +85,8 @@ def test_states(tmp_path: Path):
         ]
     finally:
         lock.release()
-    assert [state(name) for name in ("waiting", "recovering", "training", "stopped")] == [
-        *("waiting", "waiting", "training", "stopped")
+    assert [state(name) for name in ("waiting", "recovering", "training", "stopped", "completed")] == [
+        *("waiting", "waiting", "training", "stopped", "ended")
     ]
     assert (state("supervisor-gone"), state("new")) == ("crashed", "new")
 
