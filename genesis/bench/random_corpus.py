@@ -16,7 +16,7 @@ NUM_SHARDS: Final = 8
 WEIGHTS: Final = {"web": 7, "code": 3}
 
 
-def write_random_corpus(path: Path, num_tokens: int) -> Path:
+def write_random_corpus(path: Path, num_tokens: int, vocab_size: int = VOCAB_SIZE) -> Path:
     """Writes a corpus of two sources with `NUM_SHARDS` shards each, and a flat file of the same tokens.
 
     Returns:
@@ -33,7 +33,7 @@ def write_random_corpus(path: Path, num_tokens: int) -> Path:
                 relative = f"train/{name}/{number:05d}.ds"
                 (path / relative).parent.mkdir(parents=True, exist_ok=True)
                 shard_tokens = num_tokens // (len(WEIGHTS) * NUM_SHARDS)
-                shards.append(_write_random_shard(path / relative, relative, shard_tokens, rng))
+                shards.append(_write_random_shard(path / relative, relative, shard_tokens, rng, vocab_size))
                 flat.write((path / relative).read_bytes())
             sources.append(
                 SourceRecord(
@@ -51,7 +51,7 @@ def write_random_corpus(path: Path, num_tokens: int) -> Path:
             name="random",
             hash_algorithm="blake3",
             tokenizer_hash="",
-            vocab_size=VOCAB_SIZE,
+            vocab_size=vocab_size,
             bos_id=BOS_ID,
             eos_id=EOS_ID,
             token_dtype="uint16",
@@ -62,10 +62,12 @@ def write_random_corpus(path: Path, num_tokens: int) -> Path:
     return flat_path
 
 
-def _write_random_shard(path: Path, relative: str, num_tokens: int, rng: np.random.Generator) -> ShardRecord:
+def _write_random_shard(
+    path: Path, relative: str, num_tokens: int, rng: np.random.Generator, vocab_size: int
+) -> ShardRecord:
     lengths = 2 + rng.geometric(1 / MEAN_DOCUMENT_TOKENS, max(1, num_tokens // MEAN_DOCUMENT_TOKENS))
     ends = np.cumsum(lengths)
-    tokens = rng.integers(FIRST_PIECE, VOCAB_SIZE, ends[-1], dtype=np.int32)
+    tokens = rng.integers(FIRST_PIECE, vocab_size, ends[-1], dtype=np.int32)
     tokens[ends - lengths] = BOS_ID
     tokens[ends - 1] = EOS_ID
     writer = ShardWriter(path, "uint16", "random", EOS_ID)

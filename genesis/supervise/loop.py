@@ -293,6 +293,8 @@ class Supervisor:
             self._meter.enter("waiting", time.monotonic())
             self._tell("waiting", "disk space")
             wait_for_space(self._options.run_dir, self._options.wait_seconds, stops, self._report)
+            if self._unrecovered is not None:  # the full disk may not have taken it
+                self._records.replace_last(self._unrecovered)
         if self._plan.is_fresh:
             self._free()
             self._call("genesis.supervise.fresh:main", [str(self._options.run_dir)])

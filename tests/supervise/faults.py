@@ -35,6 +35,8 @@ from genesis_callbacks.run_directory import checkpoint_name
 from tests.cli.tiny import build_recipe, write_recipe
 
 KINDS = ("rank", "ranks", "writer", "supervisor", "stop", "term", "usr1", "port", "disk", "corrupt")
+ENDING_KINDS = ("rank", "ranks", "stop", "port", "disk", "corrupt")
+"""Faults after which there is a new attempt of the same supervisor."""
 NUM_RANKS = 2
 EVERY_N_STEPS = 10
 LIMIT_SECONDS = 240.0
@@ -84,6 +86,7 @@ class FaultyRun:
             server.bind(("127.0.0.1", 0))
             self._port: int = server.getsockname()[1]
         self._supervisor: subprocess.Popen[bytes] | None = None
+        self._after_attempt = 0
         self.outcome = Outcome()
 
     # ---- processes
@@ -112,6 +115,11 @@ class FaultyRun:
         state = read_state(RunDirectory(self.run_dir).supervisor)
         return Mark(MARK_NAME, "" if state is None else state.run_id)
 
+    def read_attempt(self) -> int:
+        """Returns the number of the last attempt, which a full disk may hold back."""
+        state = read_state(RunDirectory(self.run_dir).supervisor)
+        return 0 if state is None else state.attempt
+
     def find(self, kind: str) -> list[MarkedProcess]:
         """Returns the run's live ranks or writers, without the launcher and without helpers of ranks."""
         found = find_processes(self.mark())
@@ -126,6 +134,9 @@ class FaultyRun:
         while time.monotonic() < deadline_seconds:
             if self.supervisor.poll() is not None:
                 return False
+            if self.read_attempt() <= self._after_attempt:
+                time.sleep(POLL_SECONDS)
+                continue
             beats = read_heartbeats(self.run_dir).values()
             alive = {process.pid for process in find_processes(self.mark())}
             ready = [beat for beat in beats if beat.pid in alive and "first_step" in beat.milestones]
@@ -142,6 +153,7 @@ class FaultyRun:
 
     def strike(self, kind: str) -> None:
         """Lets one fault happen, and starts the supervisor again where the fault has ended it."""
+        self._after_attempt = self.read_attempt() if kind in ENDING_KINDS else 0
         getattr(self, f"_strike_{kind}")()
         self.outcome.faults.append(kind)
 

@@ -52,6 +52,7 @@ class Heartbeat(Callback):
         self._phase: Phase | None = None
         self._counters: TokenCounters | None = None
         self._clocks: dict[str, int] = {}
+        self._created_seconds = time.monotonic()
         self._milestones: dict[str, float] = {}
         self._last_seconds = 0.0
         self._rate_from: tuple[float, int] | None = None
@@ -60,7 +61,7 @@ class Heartbeat(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Notes the time. Nothing is written yet: the directory may be another run's."""
         self._phase, self._clocks, self._rate_from = None, {}, None
-        self._milestones = {"setup": time.monotonic()}
+        self._milestones = {"created": self._created_seconds, "setup": time.monotonic()}
         callbacks = vars(trainer)["callbacks"]  # a public attribute without an annotation in Lightning
         self._counters = next((each for each in callbacks if isinstance(each, TokenCounters)), None)
 

@@ -49,7 +49,8 @@ class HeartbeatRecord:
         tokens_per_second: Over all ranks, since the heartbeat before; None if tokens are not counted.
         time_seconds: Unix time, by the clock of that machine.
         monotonic_seconds: That machine's monotonic clock.
-        milestones: When this process first came to "setup", "train" and "first_step", by the same monotonic clock.
+        milestones: When the callback was "created", and when this fit came to "setup", "train" and "first_step", by the
+            same monotonic clock.
     """
 
     rank: int
