@@ -135,6 +135,7 @@ class _SumCrossEntropy(torch.autograd.Function):
             logits = chunk @ low_weight.t()
             probs, log_normaliser = _normalise(logits)
             loss_sum += (log_normaliser - logits.gather(1, target)).masked_fill_(is_ignored, 0).sum()
+            del logits  # as large as `probs`, and not read again
             if grad_hidden is None:
                 continue
             # d(-log p)/d(logits) = softmax - onehot; ignored rows are cleared after and before the products, where
@@ -144,6 +145,7 @@ class _SumCrossEntropy(torch.autograd.Function):
             grad_hidden[start : start + step] = (grad_logits @ low_weight).masked_fill_(is_ignored, 0)
             if grad_weight is not None:
                 grad_weight = _add_product(grad_weight, grad_logits.t(), chunk.masked_fill(is_ignored, 0))
+            del probs, grad_logits  # before the logits of the next chunk exist
         ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
         return loss_sum
 

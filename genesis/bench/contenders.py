@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, Self
 
-from genesis.bench.workers.protocol import Burst, Ready, Workload
+from genesis.bench.workers.protocol import Burst, Ready, TimedWork
 from genesis.errors import UserError
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -113,6 +113,18 @@ def _choose_paths(python: str) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(_ROOT), *filter(None, own)]), "PYTHONSAFEPATH": "1"}
 
 
+def find_peer(file_name: str) -> Path:
+    """Returns the script of another project's worker.
+
+    Raises:
+        UserError: The script does not exist, because this is not a clone of the repository.
+    """
+    script = _PEERS / file_name
+    if not script.is_file():
+        raise UserError(f"there is no {script}; run this in a clone of the repository")
+    return script
+
+
 class WorkerProcess:
     """A process that answers each line with a line. Leaving the context ends the process.
 
@@ -206,7 +218,7 @@ class Worker:
     def __init__(
         self,
         contender: Contender,
-        workload: Workload,
+        workload: TimedWork,
         log_path: Path,
         environment: Mapping[str, str] | None = None,
     ) -> None:

@@ -139,6 +139,12 @@ COMMANDS = (
         prepare="genesis.evaluate.environment:make_quiet",
     ),
     Command(
+        "bench finetune",
+        "compare fine-tuning with TRL: speed, memory, losses",
+        "genesis.bench.finetune:main",
+        "peers",
+    ),
+    Command(
         "bench checkpoint", "measure training steps around a save, ours and torch's", "genesis.bench.checkpoint:main"
     ),
     Command("bench recovery", "measure the time from a killed rank to the next step", "genesis.bench.recovery:main"),

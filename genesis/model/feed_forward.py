@@ -5,9 +5,12 @@ N  tokens, in any leading dimensions     D  model width     F  feed-forward widt
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
 from genesis.model.initial import InitialValues
@@ -88,4 +91,24 @@ class Dense(FeedForward):
 
     def forward(self, x: Float[Tensor, "*N D"]) -> tuple[Float[Tensor, "*N D"], None]:
         """Returns down(silu(gate x) * up x)."""
-        return self.down(silu(self.gate(x)) * self.up(x)), None
+        gate, up = self.gate(x), self.up(x)
+        # torch.compile itself keeps only what its backward reads.
+        is_eager_cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
+        product = _GatedCPU.apply(gate, up) if is_eager_cpu else silu(gate) * up  # type: ignore[no-untyped-call]
+        return self.down(product), None
+
+
+class _GatedCPU(torch.autograd.Function):
+    """silu(gate) * up, whose backward computes silu(gate) again: autograd would keep it for every token and layer."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        (grad,) = grads
+        return torch.ops.aten.silu_backward(grad * up, gate), silu(gate).mul_(grad)

@@ -38,6 +38,7 @@ OPTIONS = {
     "bench data": ("--parts", "--peers", "--out"),
     "bench step": ("--config", "--out"),
     "bench evaluate": ("--questions", "--pairs", "--out"),
+    "bench finetune": ("--kinds", "--pairs", "--out"),
     "completion": ("bash", "zsh"),
 }
 TRAIN = {"fit", "validate", "bench step"}

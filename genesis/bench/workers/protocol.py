@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +34,33 @@ ENDLESS = 1_000_000
 """A number of steps that no benchmark reaches, for training loops that require a last step."""
 
 IGNORE_INDEX = -100
+
+
+class TimedWork(Protocol):
+    """What the parent and the gate read of a workload."""
+
+    @property
+    def device(self) -> str:
+        """The type of device."""
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of each contender on the CPU."""
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """Steps before the first burst."""
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Memory of the device that may be used; None for all."""
+
+    @property
+    def tokens_per_window(self) -> int:
+        """Tokens of a step of a burst."""
+
+    def to_json(self) -> str:
+        """Returns the line that the worker reads."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +178,7 @@ class Gate:
     """
 
     def __init__(
-        self, workload: Workload, packages: Sequence[str], read_loss: Callable[[], float | None] = lambda: None
+        self, workload: TimedWork, packages: Sequence[str], read_loss: Callable[[], float | None] = lambda: None
     ) -> None:
         self._workload = workload
         self._packages = packages
