@@ -18,7 +18,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from hashlib import blake2b
 from heapq import heapify, heappop, heappush
 from math import gcd, lcm
@@ -140,6 +140,10 @@ class SequenceOrder:
 
     def hash(self) -> str:
         """Returns a hash of the first sequences, which in practice differs between any two orders."""
+        return self._hash
+
+    @cached_property  # training waits while a checkpoint asks for it
+    def _hash(self) -> str:
         digest = blake2b("\0".join(self.names).encode(), digest_size=16)
         for ids in self.sequences(0, NUM_HASHED if self.end is None else min(NUM_HASHED, self.end)):
             digest.update(ids.astype("<i8").tobytes())

@@ -1,4 +1,4 @@
-"""Sums the parts' statistics over the micro-batches of a window, and as plain numbers that ranks can add up."""
+"""Sums the parts' statistics over the micro-batches of a window, and names the numbers of the sums."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -42,8 +42,3 @@ def name_figures(sums: Mapping[str, Tensor]) -> list[str]:
     return [
         name if value.ndim == 0 else f"{name}.{index}" for name, value in sums.items() for index in range(value.numel())
     ]
-
-
-def read_figures(sums: Mapping[str, Tensor]) -> list[float]:
-    """Returns each number in `sums`, in the order of `name_figures`. Waits for the device once."""
-    return torch.cat([value.flatten() for value in sums.values()]).tolist() if sums else []

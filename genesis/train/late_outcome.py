@@ -1,4 +1,4 @@
-"""A window's figures that stay on the device until they are needed: `GenesisModule(gradient_norm="device")`.
+"""The reading of a window's figures: at once, or when they are needed (`GenesisModule(gradient_norm="device")`).
 
 By default the host reads the gradient's norm in each step and decides on clip and skip; the device idles until the
 host has launched more. With the option the device decides: the clip is a factor in its memory, and the fused optimizer
@@ -8,6 +8,7 @@ a save or a progress bar asks earlier.
 
 import math
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -50,6 +51,15 @@ class LateOutcome:
     def skip_reason(self) -> str | None:
         """The reason why the optimizer has skipped the window, or None. Waits as `wait` does."""
         return None if math.isfinite(self.wait()[0]) else "nonfinite_gradient"
+
+
+def read_together(tensors: Sequence[Tensor]) -> list[float]:
+    """Returns all numbers of `tensors`, in order. Waits for the device once if all of them are on the same device."""
+    numbers: list[float] = []
+    for _, there in groupby(tensors, key=lambda tensor: tensor.device):
+        # float64 holds every float32, and the counts of tokens exactly.
+        numbers += torch.cat([tensor.detach().flatten().double() for tensor in there]).cpu().tolist()
+    return numbers
 
 
 def sum_on_device(figures: Sequence[Tensor], group: dist.ProcessGroup | None) -> Tensor:

@@ -9,7 +9,7 @@
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -24,7 +24,7 @@ from genesis.errors import RunEndedError, UserError
 from genesis.model.adapter import AdapterConfig, attach_adapters, fill_trained, init_adapters, is_adapter_tensor
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.initial import is_unset, mark_unset
-from genesis.model.statistics import name_figures, read_figures
+from genesis.model.statistics import name_figures
 from genesis.objectives.cross_entropy import CrossEntropy
 from genesis.objectives.objective import TOKENS, Objective, ObjectiveSums
 from genesis.objectives.preference import DPO
@@ -33,7 +33,7 @@ from genesis.strategies.layout import LayoutStrategy, layout_strategy
 from genesis.strategies.wrap import free_gathered_parameters
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.gradients import clip_on_device, measure_gradients, scale_gradients
-from genesis.train.late_outcome import LateOutcome, refuse_device_norm, sum_on_device
+from genesis.train.late_outcome import LateOutcome, read_together, refuse_device_norm, sum_on_device
 from genesis.train.lightning_signals import leave_signals_to_votes
 from genesis.train.logged_values import log_exactly
 from genesis.train.metrics import SumsOverRanks
@@ -243,8 +243,9 @@ class GenesisModule(pl.LightningModule):
         if self.gradient_norm == "device":
             self._decide_on_device(optimizer, norm, gradient_clip_val)
             return
-        self._grad_norm = float(norm)
-        self._sum_window()
+        # Everything that the host reads of this window, so that it waits for the device once in a step.
+        self._grad_norm, *figures = read_together([norm, *self._window_sums.values()])
+        self._sum_window(figures)
         # The norm and the token count are the same on all ranks, so all ranks come to the same decision without a
         # further reduction. Gradients of None leave Adam's state and the weight decay alone; zeros would not.
         self._skip_reason = self._find_skip_reason()
@@ -311,14 +312,11 @@ class GenesisModule(pl.LightningModule):
 
     # ---- figures of the window
 
-    def _sum_window(self) -> None:
-        """Starts to sum the objective's sums and the parts' statistics over all ranks while the optimizer steps.
-
-        Done here because the norm has waited for the device, so that earlier results are read without another wait.
-        """
+    def _sum_window(self, figures: Sequence[float]) -> None:
+        """Starts to sum the objective's sums and the parts' statistics over all ranks while the optimizer steps."""
         if self._sums_of_ranks is not None:
             self._sums_of_ranks.wait()  # a repeated window: gloo needs the wait, and the first sums are dropped
-        self._sums_of_ranks = self._strategy.layout.token_group.sum_floats(read_figures(self._window_sums))
+        self._sums_of_ranks = self._strategy.layout.token_group.sum_floats(figures)
         self._sum_names = name_figures(self._window_sums)
         self._window_sums = {}
 

@@ -1,5 +1,6 @@
 """Every private name of torch and Lightning that this package uses, in one place, with a test for each.
 
+The names that only the reading of state dicts needs are in `_state_dicts`, likewise with tests.
 This module does not import Lightning, so that the engine may use it: trainers and strategies are arguments.
 """
 
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -62,7 +64,33 @@ def memory_layout(tensor: Tensor) -> MemoryLayout:
 def local_layout(tensor: Tensor) -> MemoryLayout:
     """Returns the `memory_layout` of the elements that this rank holds."""
     # `_local_tensor` and not `to_local()`, which makes a new view with an autograd node for every call.
-    return memory_layout(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
+    return memory_layout(local_tensor(tensor))
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Returns the tensor that holds the elements of this rank: the tensor itself, or the shard of a DTensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+class LayoutGuard:
+    """The `memory_layout` of many plain tensors at one time, for a quick comparison at a later time.
+
+    It keeps no tensor alive.
+
+    Args:
+        tensors: Different tensors that hold elements.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._addresses = list(map(Tensor.data_ptr, tensors))
+        # One call into C++ compares class, dtype, device, sizes, strides and dispatch keys (lazy conjugation and
+        # negation among them) of all tensors. It also compares the mode of autograd, so it may find a difference where
+        # the layouts are equal.
+        self._guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+
+    def holds(self, tensors: Sequence[Tensor]) -> bool:
+        """Returns whether the layouts are the same; False may also mean that this cannot be decided quickly."""
+        return list(map(Tensor.data_ptr, tensors)) == self._addresses and bool(self._guards.check(*tensors))
 
 
 def write_counts(tensors: Sequence[Tensor]) -> list[int]:
@@ -70,7 +98,7 @@ def write_counts(tensors: Sequence[Tensor]) -> list[int]:
 
     The count is 0 where torch does not count. Writes through `.data` are not counted.
     """
-    return plain_write_counts([tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors])
+    return plain_write_counts([local_tensor(tensor) for tensor in tensors])
 
 
 def plain_write_counts(tensors: Sequence[Tensor]) -> list[int]:

@@ -13,12 +13,14 @@ _SAMPLED_PARAMETERS = 8
 _SAMPLED_ELEMENTS = 1024
 
 
-def _has_signal(gradients: list[Tensor]) -> bool:
-    """Returns whether a sample of the gradients is not all zeros; on an accelerator always True."""
+def _has_signal(parameters: list[Tensor]) -> bool:
+    """Returns whether a sample of the parameters' gradients is not all zeros; on an accelerator always True."""
     # A False ends in a comparison less and never in a refused save. Reading gradients on a device would make each save
     # wait for the device's queue, so they count as non-zero there.
-    stride = max(1, len(gradients) // _SAMPLED_PARAMETERS)
-    for gradient in gradients[::stride]:
+    stride = max(1, len(parameters) // _SAMPLED_PARAMETERS)
+    for parameter in parameters[::stride]:
+        gradient = parameter.grad
+        assert gradient is not None
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         if local.is_sparse:
             local = local._values()  # the rows of a sparse embedding; `coalesce` would sort them first
@@ -89,7 +91,7 @@ class StepWatch:
                 if parameter.grad is not None
             ]
             with torch.no_grad():
-                if _has_signal([parameter.grad for parameter in parameters]):
+                if _has_signal(parameters):
                     moved.update(names[id(parameter)] for parameter in parameters if id(parameter) in names)
         return frozenset(moved)
 

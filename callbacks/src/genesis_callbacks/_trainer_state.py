@@ -1,7 +1,7 @@
 """Reads the state of a Lightning Trainer through its public getters, for a save and for a restore."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from itertools import chain
 from typing import Any, Protocol, runtime_checkable
@@ -13,12 +13,14 @@ from torch.optim import Optimizer
 from ._compat import hparams_name, loader_generators, read_fetch_generators, read_loader_states
 from ._data_position import write_states
 from ._rank_role import read_rank_role
+from ._state_dicts import LiveStateDict, read_loop_state
 from .checkpoint.collect import (
     SWAPPED_PREFIX,
     NamedModel,
     canonical_name,
     name_parameters,
 )
+from .checkpoint.job import ChangedPartsError
 from .checkpoint.known_tensors import KnownTensors
 from .checkpoint.plan import LocalShard, local_shards
 from .checkpoint.rng import read_rng_state
@@ -56,12 +58,14 @@ class SnapshotCache:
     It holds tensors: drop it after the fit.
 
     Attributes:
+        state_dict: Reads the module's state dict.
         tensors: Names and blocks of the tensors.
         idle_loops: State of the loops that do not run in a fit; None until it is read.
         role: The entry for this rank's role in its section; None until the strategy is asked for it.
     """
 
     def __init__(self) -> None:
+        self.state_dict = LiveStateDict()
         self.tensors = KnownTensors()
         self.idle_loops: dict[str, dict[str, Any]] | None = None
         self.role: dict[str, Any] | None = None
@@ -90,7 +94,7 @@ def _read_loops(trainer: Trainer, cache: SnapshotCache) -> dict[str, Any]:
             "test_loop": trainer.test_loop.state_dict(),
             "predict_loop": trainer.predict_loop.state_dict(),
         }
-    return {"fit_loop": trainer.fit_loop.state_dict(), **_copy_dicts(cache.idle_loops)}
+    return {"fit_loop": read_loop_state(trainer.fit_loop), **_copy_dicts(cache.idle_loops)}
 
 
 def read_trainer_state(
@@ -213,19 +217,20 @@ def take_snapshot(
         trainer: The run's.
         module: The run's.
         rank: This rank.
-        cache: Serves one fit, from snapshot to snapshot.
+        cache: Serves one fit, from snapshot to snapshot. With a cache, a part of the work is left to `Snapshot.whole`.
         has_optimizer: Whether the optimizers' state is saved.
         rng_state: Of an earlier moment, as `read_rng_state` gave it; None: of now.
 
     Raises:
         UnsupportedStateError: Something cannot be saved without pickle; the message names its key.
     """
+    is_late = cache is not None
     cache = cache or SnapshotCache()
     if cache.role is None:
         cache.role = record_role(read_rank_role(trainer.strategy))
     # keep_vars, because names are found by identity, and a detached copy would be another object. The state dict is
     # taken before the hooks: WeightAveraging puts its average there, and the run has to continue with the live model.
-    live = module.state_dict(keep_vars=True)
+    live = cache.state_dict.read(module)
     state = read_trainer_state(trainer, module, live, cache)
     given = state.pop("state_dict")
     # A key that a hook took away is not saved, one that it added is.
@@ -238,28 +243,45 @@ def take_snapshot(
         cache.tensors.find_optimizer(index, optimizer, lambda: _name_parameters(module, model, saved_optimizers))
         for index, optimizer in enumerate(saved_optimizers)
     ]
+    # Copies that nobody else has: they are encoded later, while training continues.
+    own: dict[str, Any] = {"rng": read_rng_state() if rng_state is None else rng_state}
     content = {
         "trainer": state,
         "model_extras": model.extras,
         "optimizers": [optimizer.section for optimizer in optimizers],
-        "rng": read_rng_state() if rng_state is None else rng_state,
+        "rng": None,
         **cache.role,
     }
     if len(model.names) > len(model.tensors):  # readers without the module need the keys of tied tensors
         content["model_keys"] = {canonical_name(key): name for key, name in model.names.items()}
     own_generators = loader_generators(trainer)
     if own_generators:
-        content["loader_generators"] = [generator.get_state() for generator in own_generators]
+        own["loader_generators"] = [generator.get_state() for generator in own_generators]
     fetch_generators = read_fetch_generators(trainer)
     if fetch_generators is not None:
-        content["rng_of_fetch"] = fetch_generators
+        own["rng_of_fetch"] = fetch_generators
     stored = known.stored
     if swapped.values:
         content["swapped"] = swapped.values
         stored = stored | swapped.names
-    section, tensors = encode_tagged(content, f"state.{rank}", stored)
-    parts = [*known.parts, *chain.from_iterable(optimizer.parts for optimizer in optimizers), *swapped.parts()]
-    for name, tensor in tensors.items():
-        parts += local_shards(name, tensor, "state")
+    path = f"state.{rank}"
+    section: Any
+    section, tensors = encode_tagged(content, path, stored)
+    shared = cache.tensors.share(known, optimizers, swapped.parts())
+    parts = [*shared.parts, *_list_parts(tensors)]
     cache.tensors.end_save()
-    return Snapshot(trainer.global_step, read_counters(trainer), parts, section, has_optimizer)
+
+    def finish() -> Snapshot:
+        if cache.state_dict.has_missed_change():
+            raise ChangedPartsError("a module has other parameters or buffers than this rank had found")
+        own_section: Any
+        own_section, own_tensors = encode_tagged(own, path)
+        return replace(snapshot, section=section | own_section, parts=[*parts, *_list_parts(own_tensors)], finish=None)
+
+    step, counters = trainer.global_step, read_counters(trainer)
+    snapshot = Snapshot(step, counters, parts, section, has_optimizer, shared, finish)
+    return snapshot if is_late else snapshot.whole()
+
+
+def _list_parts(tensors: Mapping[str, Tensor]) -> list[LocalShard]:
+    return [part for name, tensor in tensors.items() for part in local_shards(name, tensor, "state")]

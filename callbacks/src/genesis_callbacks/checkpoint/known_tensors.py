@@ -10,11 +10,11 @@ from itertools import chain
 from operator import is_
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .._compat import MemoryLayout, local_layout, memory_layout
+from .._compat import LayoutGuard, local_tensor
 from .collect import (
     MODEL_PREFIX,
     NamedModel,
@@ -25,7 +25,7 @@ from .collect import (
     optimizer_parts,
     state_holder,
 )
-from .plan import LocalShard, PartsCache
+from .plan import LocalShard, PartsCache, SharedParts
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,13 @@ class KnownModel:
         model: The tensors by canonical name.
         stored: `id` of each tensor to the full name under which it is stored.
         parts: The parts of the tensors that this rank holds.
+        tensors: The tensors that hold the elements of this rank's parameters.
     """
 
     model: NamedModel
     stored: dict[int, str]
     parts: list[LocalShard]
+    tensors: list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,12 @@ class KnownOptimizer:
     Attributes:
         section: The saved state other than tensors.
         parts: The parts of the state's tensors that this rank holds.
+        tensors: The tensors that hold the elements of the parts.
     """
 
     section: dict[str, Any]
     parts: list[LocalShard]
+    tensors: list[Tensor]
 
 
 class _Tensors:
@@ -66,12 +70,13 @@ class _Tensors:
 
     def __init__(self, keys: Iterable[object], tensors: Iterable[Tensor]) -> None:
         self._keys, self._tensors = list(keys), list(tensors)
-        self._has_distributed = any(isinstance(tensor, DTensor) for tensor in self._tensors)
-        self._layouts = self._find_layouts(self._tensors)
+        self._distinct = list({id(tensor): tensor for tensor in self._tensors}.values())
+        self._has_distributed = any(isinstance(tensor, DTensor) for tensor in self._distinct)
+        self._layouts = LayoutGuard(self._local())
 
-    def _find_layouts(self, tensors: list[Any]) -> list[MemoryLayout]:
-        # A DTensor has no elements itself; testing the type of each tensor would take as long as reading the layouts.
-        return list(map(local_layout if self._has_distributed else memory_layout, tensors))
+    def _local(self) -> list[Tensor]:
+        # Testing the type of each tensor would take as long as comparing the layouts.
+        return list(map(local_tensor, self._distinct)) if self._has_distributed else self._distinct
 
     def are(self, keys: Sequence[object], values: list[Any]) -> bool:
         """Returns whether `values` are the same tensors under the same keys, with elements at the same addresses."""
@@ -79,7 +84,7 @@ class _Tensors:
             len(values) == len(self._tensors)
             and all(map(is_, values, self._tensors))  # `==` would compare elements, on their device
             and keys == self._keys
-            and self._find_layouts(values) == self._layouts
+            and self._layouts.holds(self._local())
         )
 
 
@@ -90,6 +95,7 @@ class _OptimizerEntry:
     group_names: list[list[str]]
     state: _Tensors
     parts: list[LocalShard]
+    tensors: list[Tensor]
 
     def is_of(self, optimizer: Optimizer, holder: Optimizer) -> bool:
         states = holder.state.values()
@@ -115,6 +121,7 @@ class KnownTensors:
         self._parts = PartsCache()
         self._model: tuple[_Tensors, KnownModel] | None = None
         self._optimizers: dict[int, _OptimizerEntry] = {}
+        self._shared: tuple[list[list[LocalShard]], SharedParts] | None = None
 
     def find_model(self, state_dict: Mapping[str, Any]) -> KnownModel:
         """Returns the model's tensors by name.
@@ -131,7 +138,8 @@ class KnownTensors:
         model = name_model(state_dict)
         # An `id` stays valid because the entry below refers to the tensors: no other object can get it meanwhile.
         stored = {id(tensor): MODEL_PREFIX + name for name, tensor in model.tensors.items()}
-        found = KnownModel(model, stored, model_parts(model, self._parts))
+        parameters = [local_tensor(tensor) for tensor in model.tensors.values() if isinstance(tensor, nn.Parameter)]
+        found = KnownModel(model, stored, model_parts(model, self._parts), parameters)
         # Values of a module that are not tensors may differ at each save, so that nothing can be cached.
         self._model = None if model.extras else (_Tensors(keys, values), found)
         return found
@@ -156,12 +164,15 @@ class KnownTensors:
                 {**group, "params": names}
                 for group, names in zip(optimizer.param_groups, known.group_names, strict=True)
             ]
-            return KnownOptimizer({"groups": groups, "values": {}, "has_state": bool(known.parameters)}, known.parts)
+            section = {"groups": groups, "values": {}, "has_state": bool(known.parameters)}
+            return KnownOptimizer(section, known.parts, known.tensors)
         names = name_parameters()
         named = name_optimizer(index, optimizer, names)
         parts = optimizer_parts(named, self._parts)
-        self._optimizers.pop(index, None)  # the old entry would keep its tensors, and their memory, alive
-        states = holder.state.values()
+        # The old entry, and the groups of its parts, would keep its tensors and their memory alive.
+        self._optimizers.pop(index, None)
+        self._shared = None
+        states, tensors = holder.state.values(), list(map(local_tensor, named.tensors.values()))
         if not named.section["values"]:  # values that are not tensors are read at each save
             self._optimizers[index] = _OptimizerEntry(
                 list(holder.state),
@@ -169,8 +180,26 @@ class KnownTensors:
                 name_groups(index, optimizer, names),
                 _Tensors(chain.from_iterable(states), chain.from_iterable(state.values() for state in states)),
                 parts,
+                tensors,
             )
-        return KnownOptimizer(named.section, parts)
+        return KnownOptimizer(named.section, parts, tensors)
+
+    def share(self, model: KnownModel, optimizers: Sequence[KnownOptimizer], swapped: list[LocalShard]) -> SharedParts:
+        """Returns all parts that ranks plan together. Nothing is computed if they are those of the last call.
+
+        Args:
+            model: The model's tensors.
+            optimizers: The optimizers' tensors.
+            swapped: The parts of tensors that are saved in the place of the model's.
+        """
+        lists = [model.parts, *(optimizer.parts for optimizer in optimizers)]
+        if not swapped and self._shared is not None and _are_same(lists, self._shared[0]):
+            return self._shared[1]
+        tensors = [*model.tensors, *chain.from_iterable(optimizer.tensors for optimizer in optimizers)]
+        tensors += (local.data for local in swapped)
+        shared = SharedParts([*chain.from_iterable(lists), *swapped], tensors)
+        self._shared = None if swapped else (lists, shared)
+        return shared
 
     def end_save(self) -> None:
         """Drops the tensors that do not belong to the model or its optimizers any more."""

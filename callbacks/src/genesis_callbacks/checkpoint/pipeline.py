@@ -33,7 +33,7 @@ from .job import (
 )
 from .manifest import Ancestor
 from .one_save import OneSave
-from .plan import SavePlan, TensorShard, plan_save
+from .plan import LocalShard, SavePlan, TensorShard, plan_save
 from .ranks import Ranks
 from .save_target import SaveTarget, Snapshot
 from .save_thread import SaveThread, perform_niced
@@ -53,8 +53,6 @@ _ANSWER_GRACE_SECONDS = 5.0
 _END_SECONDS = 5.0
 _YIELD_SECONDS = 0.001
 _TIME_LIMIT_SECONDS = 600.0
-# Only an optimizer step writes these kinds. The next forward may change any other tensor, which is copied at once.
-_OVERLAPPED_KINDS = ("parameter", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -178,7 +176,7 @@ class SavePipeline:
         device = find_device(local.data for local in snapshot.parts)
         if device is None:
             return
-        ours = self._ours(plan, (local.part for local in snapshot.parts))
+        ours = self._ours(plan, (local.part for local in snapshot.whole().parts))
         if self._worker is None:
             self._stager.reserve_scratch(device)
         else:
@@ -248,7 +246,7 @@ class SavePipeline:
 
         def report() -> tuple[tuple[TensorShard, ...], str]:
             taken.append(take_snapshot())
-            return _shared(taken[0]), uuid.uuid4().hex[:8]
+            return taken[0].split()[0].shards, uuid.uuid4().hex[:8]
 
         reports = self._ranks.attempt_and_gather("reporting the tensors to save", report)
         own = reports[self._ranks.rank][0]
@@ -281,11 +279,11 @@ class SavePipeline:
         if isinstance(taken, Exception):
             return _fail_with(taken)
         snapshot = taken
-        overlapped = [local for local in snapshot.parts if local.part.kind in _OVERLAPPED_KINDS]
-        others = [local for local in snapshot.parts if local.part.kind not in _OVERLAPPED_KINDS]
+        shared, of_rank = snapshot.split()
+        others = [*shared.copied, *of_rank]
         if self.mode != "sync":
-            others = [replace(local, data=local.data.clone()) for local in others]
-        written = [local.data for local in overlapped]
+            others = [LocalShard(local.part, local.data.clone()) for local in others]
+        written = shared.watched
         # The step clock catches an optimizer step, torch's version counters any other in-place write. A write through
         # `.data` bumps no counter; the second digest in `job` finds it if it fell between copy and first digest.
         before = (progress.num_steps(), plain_write_counts(written))
@@ -293,15 +291,16 @@ class SavePipeline:
         event = record_staging_event(snapshot.parts) if self.mode != "sync" else None
 
         def stage() -> tuple[WriteJob, Staged]:
-            if _shared(snapshot) != plan.own:  # compared here, where training does not wait
+            whole = snapshot.whole()
+            if shared.shards != plan.own:  # compared here, where training does not wait
                 raise ChangedPartsError("this rank holds other tensors than the save was planned for")
             copies = {local.part: local.data for local in others}
-            live = {local.part: copies.get(local.part, local.data) for local in snapshot.parts}
+            live = {local.part: copies.get(local.part, local.data) for local in whole.parts}
             ours = self._ours(plan, live)
             is_sync = self.mode == "sync"
             staged = self._stager.stage_one_at_a_time(live, ours) if is_sync else self._stager.stage(live, ours, event)
             save.staged_bytes = staged.num_bytes
-            job = self._order(save, plan, snapshot, progress, staged, limit_seconds)
+            job = self._order(save, plan, whole, progress, staged, limit_seconds)
             if before != (progress.num_steps(), plain_write_counts(written)):
                 raise TornSnapshotError("training changed tensors during staging: an optimizer step came too early")
             return job, staged.data
@@ -486,8 +485,3 @@ def _fail_with(error: Exception) -> _Stage:
         raise error
 
     return fail
-
-
-def _shared(snapshot: Snapshot) -> tuple[TensorShard, ...]:
-    """Returns the parts that ranks plan together; each rank writes the tensors of its own state itself."""
-    return tuple(local.part for local in snapshot.parts if local.part.kind != "state")

@@ -15,6 +15,7 @@ from .._compat import MemoryLayout, local_chunks, local_layout, memory_layout
 from .errors import CorruptCheckpointError, SaveFailedError, UnsupportedStateError
 
 TensorKind = Literal["parameter", "buffer", "optimizer", "state"]
+_OVERLAPPED_KINDS = ("parameter", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,27 @@ class LocalShard:
 
     part: TensorShard
     data: Tensor
+
+
+class SharedParts:
+    """The parts that ranks plan together, grouped by what a save does with them.
+
+    Args:
+        parts: The parts of one rank: of the model, and of its optimizers' state.
+        watched: Tensors with the data of all parts that only an optimizer step writes; None for the parts' own. Those
+            parts are copied while the next forward runs, and a write to one of these tensors meanwhile is noticed.
+
+    Attributes:
+        shards: The description of each part, in order.
+        copied: The parts that the next forward may change, so that they are copied at once.
+    """
+
+    def __init__(self, parts: list[LocalShard], watched: list[Tensor] | None = None) -> None:
+        self.parts = parts
+        self.shards = tuple(local.part for local in parts)
+        self.copied = [local for local in parts if local.part.kind not in _OVERLAPPED_KINDS]
+        overlapped = (local.data for local in parts if local.part.kind in _OVERLAPPED_KINDS)
+        self.watched = list(overlapped) if watched is None else watched
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,7 +14,7 @@ from .assemble import ManifestHeader
 from .errors import CheckpointError
 from .hashing import HashAlgorithm
 from .manifest import Ancestor
-from .plan import LocalShard
+from .plan import LocalShard, SharedParts
 from .ranks import Ranks
 from .retain import Retention
 from .scope import BoundScope
@@ -36,6 +36,8 @@ class Snapshot:
         parts: The live parts of all tensors that this rank holds.
         section: This rank's other state, already plain JSON.
         has_optimizer: Whether the snapshot includes the optimizers' state.
+        shared: The parts that ranks plan together, if they are known from an earlier save: the first of `parts`.
+        finish: Returns the whole snapshot, if a part of the work is left to the thread that stages.
     """
 
     step: int
@@ -43,6 +45,25 @@ class Snapshot:
     parts: list[LocalShard]
     section: Any
     has_optimizer: bool = True
+    shared: SharedParts | None = None
+    finish: Callable[[], "Snapshot"] | None = None
+
+    def whole(self) -> "Snapshot":
+        """Returns the snapshot with its whole section, and with the parts that belong to the section.
+
+        Training does not wait for this call.
+
+        Raises:
+            ChangedPartsError: The quick reading has missed a change of the module: the save must be made again.
+        """
+        return self if self.finish is None else self.finish()
+
+    def split(self) -> tuple[SharedParts, list[LocalShard]]:
+        """Returns the parts that ranks plan together, and those of this rank's own state, which only it writes."""
+        if self.shared is not None:
+            return self.shared, self.parts[len(self.shared.parts) :]
+        shared = SharedParts([local for local in self.parts if local.part.kind != "state"])
+        return shared, [local for local in self.parts if local.part.kind == "state"]
 
 
 @dataclass(frozen=True)
