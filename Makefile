@@ -91,6 +91,8 @@ format: $(STAMP)
 
 golden: $(STAMP)
 	@GENESIS_UPDATE_GOLDEN=1 $(BIN)/python -m pytest -q -n 2 -k golden
+	@GENESIS_UPDATE_GOLDEN=1 $(BIN)/python -m pytest -q tests/fakecuda/test_fits.py tests/fakecuda/test_inference.py \
+		tests/fakecuda/test_memory.py
 	@cd callbacks && GENESIS_UPDATE_GOLDEN=1 ../$(BIN)/python -m pytest -q tests/test_schemas.py -k current
 
 clean:

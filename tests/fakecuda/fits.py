@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import distributed as ddp
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torchmetrics import metric
 
 from genesis.data.clock import CopyClock
 from genesis.data.loader import SequenceFormat, WindowLoader, build_window
@@ -108,7 +109,7 @@ class KeepStep(pl.Callback):
     def __init__(self, watch: Watch) -> None:
         self.watch, self.syncs, self.kernels, self.casts = watch, {}, {}, {}
         self.memory: dict[str, int] = {}
-        self.num_steps = 0
+        self.peak_bytes = self.num_steps = 0
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -116,6 +117,8 @@ class KeepStep(pl.Callback):
         self.num_steps = trainer.global_step
         self.memory = count_bytes(pl_module, trainer.optimizers[0])
         watch = self.watch
+        self.peak_bytes = watch.live.peak
+        watch.live.reset_peak()
         self.syncs, self.kernels, self.casts = dict(watch.syncs), dict(watch.kernels), dict(watch.casts)
         for counts in (watch.syncs, watch.kernels, watch.casts):
             counts.clear()
@@ -179,6 +182,8 @@ def fake_ranks(num_ranks: int) -> Iterator[None]:
     loop: Any = fit_loop
     loop.has_len_all_ranks = lambda *arguments, **options: True
     # They compare and send numbers, which fake tensors have not.
+    metrics: Any = metric
+    metrics.gather_all_tensors = lambda result, group=None: [result] * num_ranks
     parallel: Any = ddp
     parallel._verify_param_shape_across_processes = lambda *arguments, **options: None
     parallel._sync_module_states = lambda *arguments, **options: None
@@ -268,6 +273,7 @@ def run_fit(
     module.log = module.log_dict = lambda self, *arguments, **options: None  # it copies numbers on the host
     with fake_ranks(combination.num_ranks), FakeMode(), Watch() as watch:
         keep = KeepStep(watch)
+        watch.live.watch_resizes()
         try:
             trainer = pl.Trainer(
                 accelerator=FakeCUDA(),
@@ -303,6 +309,7 @@ def run_fit(
         "kernels": keep.kernels,
         "casts": keep.casts,
         "memory": keep.memory,
+        "peak_bytes": keep.peak_bytes,
         "lines": watch.lines,
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "num_streams_entered": len(device.STREAMS_ENTERED),

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import genesis
 import genesis_callbacks
+from tests.fakecuda.memory import LiveBytes
 
 aten = torch.ops.aten
 
@@ -57,6 +58,7 @@ class Watch(TorchDispatchMode):
         self.kernels: Counter[str] = Counter()
         self.casts: Counter[str] = Counter()
         self.syncs: Counter[str] = Counter()
+        self.live = LiveBytes("cuda")
         self.lines: dict[str, str] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -98,6 +100,7 @@ class Watch(TorchDispatchMode):
             with _disable_current_modes():  # DDP's map of used parameters, whose address it looks at
                 return func(*args, **kwargs)
         out = func(*args, **kwargs)
+        self.live.note(out)
         self._note_kernel(func, first, out, kwargs)
         return out
 
