@@ -198,6 +198,7 @@ def _read_side(record: Mapping[str, Any], name: str, role: str) -> list[Message]
 
 
 def _read_prompt_completion(record: Mapping[str, Any], turn_field: str | None) -> Conversation:
+    _check_is_unrated(record, "label")
     prompt, completion = _read_side(record, "prompt", "user"), _read_side(record, "completion", "assistant")
     given = [{**message, WEIGHT: 0} if message["role"] == "assistant" else message for message in prompt]
     return _build(record, [*_system(record), *given, *completion])
@@ -241,7 +242,17 @@ def read_variables(record: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]] |
     return normalize_tools(record.get("tools")), dict(variables)
 
 
+def _check_is_unrated(record: Mapping[str, Any], name: str) -> None:
+    """Refuses data of KTO, whose records rate their answers: unwanted answers must not be learned."""
+    if isinstance(record.get(name), bool):
+        raise ConversationError(
+            f"{name} is {str(record[name]).lower()}: the record rates its answer, as data of KTO does, and unwanted "
+            f"answers must not be learned; keep the records whose {name} is true, and remove the field"
+        )
+
+
 def _build(record: Mapping[str, Any], messages: list[Message]) -> Conversation:
+    _check_is_unrated(record, "kto_tag")
     if not messages:
         raise ConversationError("the conversation is empty: it has no turns; remove it")
     return Conversation(messages, *read_variables(record))

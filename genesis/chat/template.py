@@ -16,9 +16,9 @@ from blake3 import blake3
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from genesis.chat.limits import LimitedEnvironment
 from genesis.errors import UserError
 
 Message = dict[str, Any]
@@ -136,7 +136,8 @@ class ChatTemplate:
             "add_generation_prompt": has_prompt,
         }
         try:
-            text = self._compiled.render(given)
+            with self._environment.counting.limited():
+                text = self._compiled.render(given)
         except UserError:
             raise
         except Exception as error:  # a template may raise anything
@@ -227,10 +228,8 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _build_environment(format_today: Callable[[str], str]) -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
+def _build_environment(format_today: Callable[[str], str]) -> LimitedEnvironment:
+    environment = LimitedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals.update(
         raise_exception=_raise_exception, strftime_now=format_today, dict=_SafeDict(), namespace=_SafeNamespace

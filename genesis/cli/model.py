@@ -11,8 +11,17 @@ from rich.table import Table
 
 from genesis.arguments import Parser
 from genesis.cli.options import PLAIN_WIDTH
-from genesis.model.describe import Description, describe
-from genesis.model.recipe import dump_decoder_config, read_decoder_config
+from genesis.model.describe import (
+    BFLOAT16_BYTES,
+    FLOAT32_BYTES,
+    Description,
+    TrainingMemory,
+    describe,
+    describe_training,
+)
+from genesis.model.recipe import dump_decoder_config, read_decoder_config, read_recipe_adapter
+
+BASE_BYTES = {"float32": FLOAT32_BYTES, "bfloat16": BFLOAT16_BYTES}
 
 _DESCRIPTION = """Prints the parameters of a model by part, its FLOPs per token and its memory, without building it.
 Example: genesis model describe --config configs/genesis-1b.yaml"""
@@ -25,18 +34,31 @@ def describe_main(argv: list[str]) -> int:
         "--config", type=Path, required=True, help="YAML file: a recipe of `genesis fit`, or a decoder's fields alone"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--base_dtype",
+        choices=tuple(BASE_BYTES),
+        default="float32",
+        help="type of the frozen weights, if the recipe has adapters (default %(default)s)",
+    )
     arguments = parser.parse_args(argv)
     description = describe(read_decoder_config(arguments.config))
+    adapter = read_recipe_adapter(arguments.config)
+    memory = None
+    if adapter is not None:
+        memory = describe_training(description.config, adapter, BASE_BYTES[arguments.base_dtype])
     if arguments.json:
         shown = {**asdict(description), "config": dump_decoder_config(description.config)}
-        print(json.dumps({**shown, "num_parameters": description.num_parameters}, indent=2))
+        shown["num_parameters"] = description.num_parameters
+        if memory is not None:
+            shown["adapter"] = {**asdict(memory), "base_dtype": arguments.base_dtype}
+        print(json.dumps(shown, indent=2))
     else:
         console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
-        console.print(_table_of(description, title=str(arguments.config)))
+        console.print(_table_of(description, memory, arguments.base_dtype, title=str(arguments.config)))
     return 0
 
 
-def _table_of(description: Description, title: str) -> Table:
+def _table_of(description: Description, memory: TrainingMemory | None, base_dtype: str, title: str) -> Table:
     config, total = description.config, description.num_parameters
     table = Table(box=box.SIMPLE, title=title, title_justify="left", show_header=False)
     table.add_column("")
@@ -53,10 +75,20 @@ def _table_of(description: Description, title: str) -> Table:
         "  with attention", f"{description.flops_per_token + attention:.3e}", f"at {config.max_seq_len:,} tokens"
     )
     table.add_section()
-    trained = description.weights_bytes + description.gradients_bytes + description.optimizer_bytes
-    table.add_row("weights", _gib(description.weights_bytes), "float32; half of it in bfloat16")
-    table.add_row("gradients", _gib(description.gradients_bytes), "float32")
-    table.add_row("AdamW's moments", _gib(description.optimizer_bytes), "float32")
+    if memory is None:
+        trained = description.weights_bytes + description.gradients_bytes + description.optimizer_bytes
+        table.add_row("weights", _gib(description.weights_bytes), "float32; half of it in bfloat16")
+        table.add_row("gradients", _gib(description.gradients_bytes), "float32")
+        table.add_row("AdamW's moments", _gib(description.optimizer_bytes), "float32")
+    else:
+        trained = memory.total_bytes
+        table.add_row(
+            "trained parameters", f"{memory.num_trained:,}", f"{memory.num_trained / total:.2%} of the model's"
+        )
+        table.add_row("frozen weights", _gib(memory.frozen_bytes), f"{base_dtype}; see --base_dtype")
+        table.add_row("adapters, trained weights", _gib(memory.weights_bytes), "float32")
+        table.add_row("gradients", _gib(memory.gradients_bytes), "float32")
+        table.add_row("AdamW's moments", _gib(memory.optimizer_bytes), "float32")
     table.add_row("training state", _gib(trained), "without activations; divided by the ranks that shard it")
     table.add_row("key-value cache", f"{description.kv_cache_bytes_per_token:,} B", "per token of context, bfloat16")
     return table

@@ -44,6 +44,30 @@ class Description:
         return sum(self.parameters.values())
 
 
+@dataclass(frozen=True)
+class TrainingMemory:
+    """The memory of training, without activations.
+
+    Attributes:
+        num_trained: Number of trained parameters.
+        frozen_bytes: Bytes of the weights that are not trained.
+        weights_bytes: Bytes of the trained weights in float32.
+        gradients_bytes: Bytes of their gradients in float32.
+        optimizer_bytes: Bytes of AdamW's two moments in float32.
+    """
+
+    num_trained: int
+    frozen_bytes: int
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self.frozen_bytes + self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+
+
 def describe(config: DecoderConfig) -> Description:
     """Returns the figures of `config`, counted on a decoder on the meta device."""
     with torch.device("meta"):
@@ -63,6 +87,32 @@ def describe(config: DecoderConfig) -> Description:
         weights_bytes=FLOAT32_BYTES * num_parameters,
         gradients_bytes=FLOAT32_BYTES * num_parameters,
         optimizer_bytes=2 * FLOAT32_BYTES * num_parameters,
+    )
+
+
+def describe_training(config: DecoderConfig, adapter: AdapterConfig | None, base_bytes: int) -> TrainingMemory:
+    """Returns the memory of training without activations: all weights in float32, or adapters beside a frozen base.
+
+    Args:
+        config: The decoder.
+        adapter: The adapters; None to train all weights.
+        base_bytes: The bytes of an element of the frozen weights.
+
+    Raises:
+        UserError: The decoder cannot have the adapters.
+    """
+    with torch.device("meta"):
+        decoder = Decoder(config)
+        if adapter is not None:
+            attach_adapters(decoder, adapter)
+    trained = sum(parameter.numel() for parameter in decoder.parameters() if parameter.requires_grad)
+    frozen = sum(parameter.numel() for parameter in decoder.parameters()) - trained
+    return TrainingMemory(
+        num_trained=trained,
+        frozen_bytes=base_bytes * frozen,
+        weights_bytes=FLOAT32_BYTES * trained,
+        gradients_bytes=FLOAT32_BYTES * trained,
+        optimizer_bytes=2 * FLOAT32_BYTES * trained,
     )
 
 

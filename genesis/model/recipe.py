@@ -36,6 +36,15 @@ def read_decoder_config(path: Path) -> DecoderConfig:
     return build_decoder_config(content, where=str(path))
 
 
+def read_recipe_adapter(path: Path) -> AdapterConfig | None:
+    """Returns the adapters in the YAML file `path`; None if it has none, or is no recipe of `genesis fit`.
+
+    Raises:
+        UserError: The file cannot be read, or a field of the adapters is invalid.
+    """
+    return read_adapter_config(_read_yaml(path), where=str(path))
+
+
 def build_decoder_config(content: Any, where: str) -> DecoderConfig:
     """Returns the shape whose fields `content` maps to values.
 

@@ -5,7 +5,7 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -51,6 +51,7 @@ def encode_prompts(asked: CompletionRequest, facts: Facts, chat_template: str | 
 def _encode(prompt: Prompt, asked: CompletionRequest, facts: Facts, chat_template: str | None) -> EncodedPrompt:
     context, max_new_tokens = facts.max_seq_len, asked.max_new_tokens
     if isinstance(prompt, ChatPrompt):
+        _check_num_bytes(sum(map(_count_bytes, prompt.messages)), facts)
         ids, text = encode_conversation(prompt, facts.tokenizer, chat_template), ""
     elif isinstance(prompt, str):
         ids, text = _encode_text(prompt, facts)
@@ -73,17 +74,36 @@ def _encode(prompt: Prompt, asked: CompletionRequest, facts: Facts, chat_templat
 
 
 def _encode_text(text: str, facts: Facts) -> tuple[tuple[int, ...], str]:
-    tokenizer, context = facts.tokenizer, facts.max_seq_len
+    tokenizer = facts.tokenizer
     if tokenizer is None:
         raise ApiError(
             "prompt is a text, but this model has no tokenizer: send a list of token ids (the response holds ids, too)",
             param="prompt",
             code="no_tokenizer",
         )
-    longest = int(tokenizer.token_num_bytes.max())
-    if len(text.encode()) > context * longest:  # too long under any tokenization of the text
-        raise _too_long(f"has more than {context:,} tokens", context)
+    _check_num_bytes(len(text.encode()), facts)
     return encode_prompt(tokenizer, text), text
+
+
+def _check_num_bytes(num_bytes: int, facts: Facts) -> None:
+    """Refuses a text that is too long under any tokenization, which would take seconds for a text of megabytes.
+
+    Raises:
+        ApiError: The text does not fit the model's context.
+    """
+    context = facts.max_seq_len
+    if facts.tokenizer is not None and num_bytes > context * int(facts.tokenizer.token_num_bytes.max()):
+        raise _too_long(f"has more than {context:,} tokens", context)
+
+
+def _count_bytes(message: Mapping[str, Any]) -> int:
+    """Returns the bytes of a message's text; 0 for the assistant, of whose turns a template may leave out parts."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    if message.get("role") == "assistant":
+        return 0
+    return sum(len(text.encode(errors="replace")) for text in texts if isinstance(text, str))
 
 
 def _decode_ids(ids: tuple[int, ...], facts: Facts) -> str:

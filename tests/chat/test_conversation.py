@@ -119,6 +119,9 @@ def test_calls_as_openai_writes_them_and_names_of_reasoning_become_what_template
         ({"instruction": "a", "output": None}, "turn 2 of the assistant is empty"),
         ({"instruction": "a", "output": "b", "history": [["a"]]}, "history is not a list of pairs"),
         ({"messages": [QUESTION, ANSWER], "images": ["a.png"]}, "the record has images, and only text can be learned"),
+        ({"prompt": "a", "completion": "b", "label": False}, "label is false: the record rates its answer"),
+        ({"prompt": [QUESTION], "completion": [ANSWER], "label": True}, "keep the records whose label is true"),
+        ({"messages": [QUESTION, ANSWER], "kto_tag": False}, "kto_tag is false: the record rates its answer"),
         ({"messages": [QUESTION, ANSWER], "chat_template_kwargs": 3}, "chat_template_kwargs is not an object"),
     ],
 )

@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from genesis.cli.model import describe_main
 from genesis.errors import UserError
-from genesis.model.decoder import DecoderConfig
-from genesis.model.describe import describe
-from genesis.model.recipe import build_decoder_config, read_decoder_config
+from genesis.model.adapter import attach_adapters
+from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.describe import describe, describe_training
+from genesis.model.recipe import build_decoder_config, read_decoder_config, read_recipe_adapter
 
 SHAPES = Path(__file__).parents[2] / "configs" / "model"
 NANO = {
@@ -110,3 +112,23 @@ def test_the_command_prints_a_table_or_json(capsys):
     assert "1,002,522,624" in capsys.readouterr().out
     assert describe_main([*config, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["num_parameters"] == 1_002_522_624
+
+
+def test_adapters_need_the_memory_of_what_they_train(capsys):
+    recipe = SHAPES.parent / "finetune/qwen3-8b-lora.yaml"
+    config, adapter = read_decoder_config(recipe), read_recipe_adapter(recipe)
+    memory, whole = describe_training(config, adapter, 2), describe_training(config, None, 2)
+    with torch.device("meta"):
+        decoder = Decoder(config)
+        layers = attach_adapters(decoder, adapter)
+    num_trained = sum(layer.lora_A.numel() + layer.lora_B.numel() for layer in layers.values())
+    assert memory.num_trained == num_trained
+    assert memory.total_bytes == 2 * 8_190_735_360 + 16 * num_trained
+    assert (whole.num_trained, whole.total_bytes) == (8_190_735_360, 16 * 8_190_735_360)
+    assert describe_main(["--config", str(recipe), "--base_dtype", "bfloat16"]) == 0
+    page = capsys.readouterr().out
+    assert f"{num_trained:,}" in page
+    assert "122" not in page.split("training state")[1].split("\n")[0]  # GiB to train all weights
+    assert describe_main(["--config", str(recipe), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["adapter"]["num_trained"] == num_trained
+    assert read_recipe_adapter(SHAPES / "genesis-1b.yaml") is None

@@ -19,11 +19,13 @@ from genesis.generate.load import Loaded, load_decoder
 from genesis.generate.sample import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
 from genesis.serve.catalogue import Catalogue
+from genesis.serve.completion import encode_prompts
 from genesis.serve.errors import ApiError
 from genesis.serve.guard import Guard
 from genesis.serve.pool import Limits
 from genesis.serve.request import parse_chat
 from genesis.serve.server import Server, answering, bind
+from genesis.serve.worker import Facts
 from tests.serve.support import Running, elsewhere
 from tests.tiny_runs import build_decoder, save
 from tests.tokenizer.test_huggingface import TEMPLATE, qwen
@@ -205,3 +207,18 @@ def test_a_chat_that_is_longer_than_the_context_is_refused_and_forgets_nothing(l
     with pytest.raises(UserError, match="context"):
         list(chat.answer("human " * 500))
     assert chat.messages == before
+
+
+def test_a_conversation_of_megabytes_is_refused_before_it_is_tokenized(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, context = loaded.text_tokenizer, loaded.decoder.config.max_seq_len
+    facts = Facts(tokenizer, context, tokenizer.vocab_size, weights_bytes=0, shared_bytes=0)
+    monkeypatch.setattr(type(tokenizer), "encode_with_controls", lambda *_: pytest.fail("it was tokenized"))
+    monkeypatch.setattr(type(tokenizer), "encode_with_offsets", lambda *_: pytest.fail("it was tokenized"))
+    for content in ("a " * 2_000_000, [{"type": "text", "text": "a " * 2_000_000}]):
+        body = {"model": "latest", "messages": [{"role": "user", "content": content}]}
+        asked = parse_chat(json.dumps(body).encode(), 16)
+        with pytest.raises(ApiError, match=rf"has more than {context:,} tokens.*shorten") as error:
+            encode_prompts(asked, facts)
+        assert error.value.code == "context_length_exceeded"
