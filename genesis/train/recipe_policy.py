@@ -22,6 +22,9 @@ _FREE: Final = (
     *("data.stream.num_workers", "data.stream.max_worker_restarts", "data.stream.tokenizer"),
     # The path of a source; the identity of the stream has the hash of its files.
     "data.stream.sources.*.paths",
+    # The identity of prompts has the hashes of what these lead to.
+    *("data.prompts.sources.*.paths", "data.prompts.tokenizer", "data.prompts.template"),
+    *("data.prompts.num_rows", "data.prompts.num_logged_prompts"),
     # Saving, logging and display.
     *("checkpoint", "verification", "trainer.logger", "trainer.log_every_n_steps", "trainer.enable_*"),
     *("trainer.model_registry", "trainer.profiler", "trainer.barebones", "trainer.detect_anomaly"),

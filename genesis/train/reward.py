@@ -22,6 +22,8 @@ from genesis.data.prompts import Prompt
 from genesis.errors import UserError
 
 _MAX_REASON = 300
+_LARGEST = 3e38
+"""Rewards are summed in float32 for the log."""
 _REMEDY = "give module:function or file.py:function by data.prompts.reward"
 
 
@@ -57,9 +59,15 @@ class Reward:
         # An array of one element is not a number either: it would hide a wrong shape.
         if not isinstance(value, Real):
             raise UserError(f"the reward function {self.name} gave {str(value)[:60]!r} for {where}; return a number")
-        if not math.isfinite(value):
-            raise UserError(f"the reward function {self.name} gave {float(value)} for {where}; return a finite number")
-        return float(value)
+        try:
+            reward = float(value)
+        except (OverflowError, ValueError):  # a whole number of hundreds of digits
+            reward = math.inf
+        if not abs(reward) <= _LARGEST:  # true for NaN
+            raise UserError(
+                f"the reward function {self.name} gave {reward:g} for {where}; return a finite number that fits float32"
+            )
+        return reward
 
 
 def load_reward(name: str, *, is_allowed: bool) -> Reward:

@@ -29,6 +29,7 @@ from genesis.data.window import AccumulationWindow
 from genesis.errors import RunEndedError, UserError
 from genesis.generate.batch import Batch, Request, check_is_number
 from genesis.generate.sample import SamplingOptions
+from genesis.model.adapter import AdapterConfig
 from genesis.model.decoder import Decoder
 from genesis.objectives.gspo import (
     ADVANTAGE,
@@ -44,9 +45,12 @@ from genesis.objectives.gspo import (
 from genesis.run_directory import RunDirectory
 from genesis.strategies import Sharded
 from genesis.strategies.layout import layout_strategy
+from genesis.strategies.whole import gather_decoder
+from genesis.strategies.wrap import free_gathered_parameters
 from genesis.train.reward import Reward
 from genesis_callbacks import AsyncProcessCheckpoint
 from genesis_callbacks.files import replace_file
+from genesis_callbacks.host_group import HostGroup
 
 _ROW_MULTIPLE = 16
 """Rows are as long as the longest answer of their micro-batch needs, up to this multiple: fewer shapes of tensors."""
@@ -77,20 +81,12 @@ class Rollouts:
         """Returns this rank's window with its answers. All ranks call it for the same window."""
         data, group = self._data, layout_strategy(self._trainer.strategy).layout.token_group
         position = window.data_position - data.options.global_batch_size
-        missing = data.plan_rollout(position)
-        (num_missing,) = group.sum((len(missing),)).wait()
+        (num_missing,) = group.sum((len(data.plan_rollout(position)),)).wait()
         if num_missing:
-            failure: UserError | None = None
-            try:
-                self._answer(missing)
-            except UserError as error:
-                failure = error
-            # The ranks agree, because a rank that goes on alone would wait for the others in the step.
-            (num_failed,) = group.sum((int(failure is not None),)).wait()
-            if failure is not None:
-                raise failure
-            if num_failed:
-                raise RunEndedError("another rank could not answer or score its prompts; its error has the reason")
+            # After a resume with another batch size some answers may be known. All are written again, so that all ranks
+            # have equally many: under sharding they run the same forwards.
+            data.groups = {}
+            self._answer(data.plan_rollout(position), group)
         rows = self._rows_at(data.own_positions(position))
         micro_batches, num_bytes = [], 0
         for chunk in self._chunks(rows):
@@ -102,24 +98,36 @@ class Rollouts:
 
     # ---- a rollout
 
-    def _answer(self, positions: Sequence[int]) -> None:
+    def _answer(self, positions: Sequence[int], group: HostGroup) -> None:
         """Writes and scores the answers to the prompts at `positions`, and adds their groups to the data."""
         options, decoder = self._data.prompt_options, self._decoder
+        size, rows, rewards = options.group_size, list[_Row](), list[float]()
+        failure: UserError | None = None
         with _in_evaluation(decoder), self._trainer.precision_plugin.forward_context(), torch.no_grad():
-            # Compiled blocks would be compiled again for nearly every length of a prompt.
-            with torch.compiler.set_stance("force_eager"):
-                rows = self._generate(decoder, positions)
-            old = [self._score_log_probs(decoder, chunk) for chunk in self._chunks(rows)]
-        old_log_probs = np.concatenate(old) if old else np.zeros(0, np.float32)
-        stop_ids = self._data.tokenizer.stop_ids
-        size = options.group_size
+            whole = gather_decoder(decoder, self._adapter)
+            try:
+                # Compiled blocks would be compiled again for nearly every length of a prompt.
+                with torch.compiler.set_stance("force_eager"):
+                    rows = self._generate(whole, positions)
+                rewards = [self._score(row) for row in rows]
+            except UserError as error:
+                failure = error
+            del whole
+            # The ranks agree, because a rank that goes on alone would wait for the others in the next forward.
+            (num_failed,) = group.sum((int(failure is not None),)).wait()
+            if failure is not None:
+                raise failure
+            if num_failed:
+                raise RunEndedError("another rank could not answer or score its prompts; its error has the reason")
+            old_log_probs = np.concatenate([self._score_log_probs(decoder, chunk) for chunk in self._chunks(rows)])
+        free_gathered_parameters(decoder)
         for index, position in enumerate(positions):
-            of_group = rows[index * size : (index + 1) * size]
+            own = slice(index * size, (index + 1) * size)
             self._data.groups[position] = Group(
-                tuple(row.answer for row in of_group),
-                np.array([int(row.answer[-1]) in stop_ids for row in of_group]),
-                self._score(position, of_group),
-                old_log_probs[index * size : (index + 1) * size],
+                tuple(row.answer for row in rows[own]),
+                np.array([int(row.answer[-1]) in self._data.tokenizer.stop_ids for row in rows[own]]),
+                np.array(rewards[own]),
+                old_log_probs[own],
             )
         self._write_samples(positions[: options.num_logged_prompts])
 
@@ -166,9 +174,8 @@ class Rollouts:
         )
         return sums.float().cpu().numpy()
 
-    def _score(self, position: int, rows: Sequence[_Row]) -> NDArray[np.float64]:
-        prompt = self._data.prompt_at(position)
-        return np.array([self._reward.score(prompt, self._text(row.answer), row.number + 1) for row in rows])
+    def _score(self, row: _Row) -> float:
+        return self._reward.score(self._data.prompt_at(row.position), self._text(row.answer), row.number + 1)
 
     def _text(self, answer: NDArray[np.int32]) -> str:
         """Returns an answer as text, without the token that ended it.
@@ -199,7 +206,7 @@ class Rollouts:
                     "is_finished": bool(group.is_finished[number]),
                     "reward": float(group.rewards[number]),
                 }
-                lines.append(json.dumps(sample, ensure_ascii=False))
+                lines.append(json.dumps(sample, ensure_ascii=False, default=repr))
         run = RunDirectory(checkpoints[0].directory.parent)
         path = run.rollout(positions[0], self._trainer.global_rank)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -261,6 +268,12 @@ class Rollouts:
         return torch.tensor([self._data.prompt_options.temperature], dtype=torch.float32)
 
     @property
+    def _adapter(self) -> AdapterConfig | None:
+        module: Any = self._trainer.lightning_module
+        config: AdapterConfig | None = module.adapter_config
+        return config
+
+    @property
     def _decoder(self) -> Decoder:
         decoder: Any = self._trainer.lightning_module.decoder
         assert isinstance(decoder, Decoder), "configure_model builds the decoder"
@@ -271,7 +284,7 @@ def check_rollouts(trainer: pl.Trainer, *, has_prompts: bool) -> None:
     """Refuses combinations of data, objective and strategy that cannot train, before the model is built.
 
     Raises:
-        UserError: Prompts have another objective than GSPO, or GSPO has no prompts, or the strategy shards parameters.
+        UserError: Prompts have another objective than GSPO, or GSPO has no prompts, or parameters are offloaded.
     """
     objective = getattr(trainer.lightning_module, "objective", None)
     if has_prompts and not isinstance(objective, GSPO):
@@ -281,10 +294,10 @@ def check_rollouts(trainer: pl.Trainer, *, has_prompts: bool) -> None:
         )
     if not has_prompts and isinstance(objective, GSPO):
         raise UserError("model.objective is GSPO, which learns from its own answers to prompts; give data.prompts")
-    if has_prompts and isinstance(trainer.strategy, Sharded):
+    if has_prompts and isinstance(trainer.strategy, Sharded) and trainer.strategy.cpu_offload:
         raise UserError(
-            "trainer.strategy is sharded: its ranks must run the same forwards, and answers end at different lengths; "
-            "train on prompts with the strategy replicated"
+            "trainer.strategy has cpu_offload: each rank gathers the model on its device to answer prompts; set it to "
+            "false, or train with the strategy replicated"
         )
 
 

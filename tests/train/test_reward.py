@@ -71,7 +71,7 @@ def test_a_module_that_fails_is_named(tmp_path: Path) -> None:
         load_reward(f"{path}:reward", is_allowed=True)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, "1.0", None, [1.0]])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 10**400, 1e300, "1.0", None, [1.0]])
 def test_a_reward_that_is_no_finite_number_names_the_row(value: Any) -> None:
     with pytest.raises(UserError, match=r"gave .* for answer 3 to prompts\.jsonl, line 7; return a") as caught:
         Reward("scores.py:reward", lambda *arguments: value).score(make_prompt(), "So.", 3)
