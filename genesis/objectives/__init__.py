@@ -1,6 +1,7 @@
 """What training minimises: the objectives of a step."""
 
 from genesis.objectives.cross_entropy import CrossEntropy
+from genesis.objectives.gspo import GSPO
 from genesis.objectives.preference import DPO
 
-__all__ = ["DPO", "CrossEntropy"]
+__all__ = ["DPO", "GSPO", "CrossEntropy"]

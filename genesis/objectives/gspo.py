@@ -3,7 +3,8 @@
 For an answer y of |y| tokens to a prompt x, with the advantage A of the answer within the answers to x:
 
     s = exp((log p(y|x) - log p_old(y|x)) / |y|)            p_old: the weights that wrote the answer
-    loss = mean over answers of -min(s A, clip(s, 1 - low, 1 + high) A)
+    loss = mean over answers of -min(s A, clip(s, 1 - low, 1 + high) A) + kl * KL
+    KL   = mean over the answer's tokens of r - log r - 1, with r = p_reference(token) / p(token)
 
     logged               unit and meaning
     train/loss           the mean above, which is near 0 and says little: watch the reward
@@ -15,12 +16,16 @@ For an answer y of |y| tokens to a prompt x, with the advantage A of the answer 
     train/answer_tokens  mean number of tokens of an answer
     train/finished       share of answers that ended before the longest length
     train/entropy        nats per token, estimated as -log p of the sampled tokens
+    train/kl             mean KL to the reference, in nats per token, if `kl` is above 0
 
 References:
-    Zheng et al., Group Sequence Policy Optimization, arXiv:2507.18071, equations 5 to 7.
+    Zheng et al., Group Sequence Policy Optimization, arXiv:2507.18071, equations 5 to 7. Shao et al., DeepSeekMath,
+    arXiv:2402.03300, equation 4 (the estimate of the KL).
 """
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -32,12 +37,15 @@ from torch import Tensor
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
 from genesis.errors import UserError
 from genesis.loss import token_losses
+from genesis.model.adapter import adapters_off
+from genesis.model.decoder import Decoder
 from genesis.objectives.objective import Head, HeadResult, Objective, ObjectiveSums, SumHead
 
 ANSWERS: Final = "answers"
 """The unit of the loss."""
 ADVANTAGE, OLD_LOG_PROB, REWARD = "advantage", "old_log_prob", "reward"
 SPREAD, IS_FINISHED, TEMPERATURE = "spread", "is_finished", "temperature"
+REFERENCE: Final = "reference_log_prob"
 _TINY_SPREAD: Final = 1e-4
 """Added to a group's standard deviation, so that rewards that differ by rounding make no large advantages."""
 
@@ -49,25 +57,50 @@ class GSPO(Objective):
         clip_low: How far the ratio of a sequence may fall below 1 before an answer worse than its group is no longer
             pushed down.
         clip_high: How far the ratio may rise above 1 before a better answer is no longer pushed up.
+        kl: Factor of the KL to the reference, which is the model without its adapters; 0 for none.
+
+    Raises:
+        UserError: A value is out of its range.
     """
 
-    def __init__(self, clip_low: float = 3e-4, clip_high: float = 4e-4) -> None:
+    def __init__(self, clip_low: float = 3e-4, clip_high: float = 4e-4, kl: float = 0.0) -> None:
         if not 0.0 < clip_low < 1.0:
             raise UserError(f"model.objective.clip_low is {clip_low}; it must be above 0 and below 1")
         if not 0.0 < clip_high < float("inf"):
             raise UserError(f"model.objective.clip_high is {clip_high}; it must be a number above 0")
-        self.clip_low, self.clip_high = clip_low, clip_high
+        if not 0.0 <= kl < float("inf"):
+            raise UserError(f"model.objective.kl is {kl}; it must be a number of at least 0")
+        self.clip_low, self.clip_high, self.kl = clip_low, clip_high, kl
 
     def count(self, window: AccumulationWindow) -> dict[str, int]:
         """Returns the number of answers, valid tokens and bytes in this rank's window."""
         return {ANSWERS: sum(len(m.input_ids) for m in window.micro_batches), **super().count(window)}
+
+    def prepare(self, decoder: Decoder, micro_batch: MicroBatch) -> MicroBatch:
+        """Returns the micro-batch with the reference's log-probabilities of the tokens, if there is a KL."""
+        if not self.kl:
+            return micro_batch
+        was_training = decoder.training
+        decoder.eval()
+        try:
+            with adapters_off(decoder):
+                found = decoder(
+                    micro_batch.input_ids,
+                    document_ids=micro_batch.document_ids,
+                    document_offsets=micro_batch.document_offsets,
+                    head=partial(score_tokens, labels=micro_batch.labels, temperature=micro_batch.extra[TEMPERATURE]),
+                )
+        finally:
+            decoder.train(was_training)
+        return replace(micro_batch, extra={**micro_batch.extra, REFERENCE: found})
 
     def head(self, micro_batch: MicroBatch, cross_entropy: Callable[[Tensor], SumHead]) -> Head:
         """Returns the head that sums the clipped loss of the answers."""
         labels, extra = micro_batch.labels, micro_batch.extra
 
         def compute(hidden: Tensor, weight: Tensor) -> HeadResult:
-            log_probs = sum_log_probs(hidden, weight, labels, extra[TEMPERATURE])
+            of_tokens = score_tokens(hidden, weight, labels, extra[TEMPERATURE])
+            log_probs = of_tokens.sum(1)
             losses, ratios, is_clipped = gspo_losses(
                 log_probs, extra[OLD_LOG_PROB], count_labels(labels), extra[ADVANTAGE], self.clip_low, self.clip_high
             )
@@ -81,6 +114,9 @@ class GSPO(Objective):
                 "negative_log_prob": -log_probs,
                 "num_tokens": count_labels(labels),
             }
+            if self.kl:
+                kl = estimate_kl(of_tokens, extra[REFERENCE], count_labels(labels))
+                losses, figures["kl"] = losses + self.kl * kl, kl
             sums = {name: values.detach().float().sum() for name, values in figures.items()}
             return HeadResult({ANSWERS: losses.sum()}, sums)
 
@@ -89,7 +125,7 @@ class GSPO(Objective):
     def measure(self, sums: ObjectiveSums) -> dict[str, float]:
         """Returns the loss and the figures of the answers; see the module's docstring."""
         num_answers, figures = sums.counts[ANSWERS], sums.figures
-        names = ("reward", "reward_spread", "no_signal", "clipped", "ratio", "finished")
+        names = ("reward", "reward_spread", "no_signal", "clipped", "ratio", "finished", *(["kl"] if self.kl else []))
         return {
             "loss": sums.terms[ANSWERS] / num_answers,
             **{name: figures[name] / num_answers for name in names},
@@ -103,13 +139,13 @@ def count_labels(labels: Int64[Tensor, "B S"]) -> Int64[Tensor, " B"]:
     return (labels != IGNORE_INDEX).sum(1)
 
 
-def sum_log_probs(
+def score_tokens(
     hidden: Float[Tensor, "B S D"],
     weight: Float[Tensor, "V D"],
     labels: Int64[Tensor, "B S"],
     temperature: Float32[Tensor, "1"],
-) -> Float32[Tensor, " B"]:
-    """Returns the sum of log p over the labels of each row, under the distribution that the temperature gives.
+) -> Float32[Tensor, "B S"]:
+    """Returns log p of the labels under the distribution that the temperature gives, and 0 where there is no label.
 
     Args:
         hidden: The final hidden states.
@@ -117,7 +153,21 @@ def sum_log_probs(
         labels: The tokens to score; others are `IGNORE_INDEX`.
         temperature: The divisor of the logits.
     """
-    return -token_losses(hidden / temperature.to(hidden.dtype), weight, labels).view(labels.shape).sum(1)
+    return -token_losses(hidden / temperature.to(hidden.dtype), weight, labels).view(labels.shape)
+
+
+def estimate_kl(
+    log_probs: Float32[Tensor, "B S"], reference: Float32[Tensor, "B S"], lengths: Int64[Tensor, " B"]
+) -> Float32[Tensor, " B"]:
+    """Returns the mean over each answer's tokens of an estimate of the KL that is never below 0. Pure.
+
+    Args:
+        log_probs: Log-probabilities of the tokens; 0 where there is no label.
+        reference: The same by the reference.
+        lengths: The number of tokens of each answer.
+    """
+    log_ratios = reference - log_probs
+    return (log_ratios.exp() - log_ratios - 1).sum(1) / lengths.clamp(min=1)
 
 
 def gspo_losses(

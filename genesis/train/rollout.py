@@ -40,7 +40,7 @@ from genesis.objectives.gspo import (
     SPREAD,
     TEMPERATURE,
     compare_rewards,
-    sum_log_probs,
+    score_tokens,
 )
 from genesis.run_directory import RunDirectory
 from genesis.strategies import Sharded
@@ -170,7 +170,7 @@ class Rollouts:
             micro_batch.input_ids,
             document_ids=micro_batch.document_ids,
             document_offsets=micro_batch.document_offsets,
-            head=lambda hidden, weight: sum_log_probs(hidden, weight, micro_batch.labels, temperature),
+            head=lambda hidden, weight: score_tokens(hidden, weight, micro_batch.labels, temperature).sum(1),
         )
         return sums.float().cpu().numpy()
 
@@ -284,7 +284,8 @@ def check_rollouts(trainer: pl.Trainer, *, has_prompts: bool) -> None:
     """Refuses combinations of data, objective and strategy that cannot train, before the model is built.
 
     Raises:
-        UserError: Prompts have another objective than GSPO, or GSPO has no prompts, or parameters are offloaded.
+        UserError: Prompts have another objective than GSPO, or GSPO has no prompts, its KL has no reference, or
+            parameters are offloaded.
     """
     objective = getattr(trainer.lightning_module, "objective", None)
     if has_prompts and not isinstance(objective, GSPO):
@@ -294,6 +295,12 @@ def check_rollouts(trainer: pl.Trainer, *, has_prompts: bool) -> None:
         )
     if not has_prompts and isinstance(objective, GSPO):
         raise UserError("model.objective is GSPO, which learns from its own answers to prompts; give data.prompts")
+    has_adapters = getattr(trainer.lightning_module, "adapter_config", None) is not None
+    if isinstance(objective, GSPO) and objective.kl and not has_adapters:
+        raise UserError(
+            f"model.objective.kl is {objective.kl}, but the model has no adapters, and without them the weights that "
+            "training starts from are not kept as a reference; set kl to 0, or train adapters by model.adapter"
+        )
     if has_prompts and isinstance(trainer.strategy, Sharded) and trainer.strategy.cpu_offload:
         raise UserError(
             "trainer.strategy has cpu_offload: each rank gathers the model on its device to answer prompts; set it to "

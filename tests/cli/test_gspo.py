@@ -24,7 +24,7 @@ def write_prompt_recipe(case: Path, run_dir: Path, **changes: Any) -> Path:
     recipe = build_recipe(case, run_dir)
     vocab_size = open_tokenizer(case / "tokenizer").vocab_size
     recipe["model"]["decoder"] |= {"vocab_size": vocab_size, "max_seq_len": SEQ_LEN}
-    recipe["model"]["objective"] = {"class_path": "genesis.objectives.gspo.GSPO", "init_args": {"clip_low": 0.01}}
+    recipe["model"]["objective"] = {"class_path": "genesis.objectives.GSPO", "init_args": {"clip_low": 0.01}}
     recipe["data"] = {
         "seq_len": SEQ_LEN,
         "micro_batch_size": 4,

@@ -1,5 +1,6 @@
 """The loss of GSPO: equal to a slow reference and to TRL's, with its gradients."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
 from genesis.errors import UserError
 from genesis.loss import sum_cross_entropy
-from genesis.objectives.gspo import ADVANTAGE, ANSWERS, GSPO, compare_rewards
+from genesis.objectives.gspo import ADVANTAGE, ANSWERS, GSPO, REFERENCE, compare_rewards
 from genesis.objectives.objective import HeadResult, ObjectiveSums
 
 V, D, S = 23, 12, 9
@@ -63,11 +64,11 @@ def slow_loss(hidden: Tensor, weight: Tensor, micro_batch: MicroBatch) -> Tensor
     return sum(losses, start=torch.zeros((), dtype=torch.float64)) / len(losses)
 
 
-def run_head(hidden: Tensor, weight: Tensor, micro_batch: MicroBatch) -> HeadResult:
+def run_head(hidden: Tensor, weight: Tensor, micro_batch: MicroBatch, kl: float = 0.0) -> HeadResult:
     def cross_entropy(labels: Tensor) -> Any:
         return lambda hidden, weight: sum_cross_entropy(hidden, weight, labels)
 
-    return GSPO(**CLIP).head(micro_batch, cross_entropy)(hidden, weight)
+    return GSPO(**CLIP, kl=kl).head(micro_batch, cross_entropy)(hidden, weight)
 
 
 @pytest.mark.parametrize(("temperature", "shift"), [(1.0, 0.2), (0.7, 0.2), (1.0, 0.01)])
@@ -88,16 +89,20 @@ def test_loss_and_gradients_equal_a_slow_reference(temperature: float, shift: fl
 
 
 @pytest.mark.slow
-def test_loss_and_gradients_equal_those_of_trl() -> None:
+@pytest.mark.parametrize("kl", [0.0, 0.3])
+def test_loss_and_gradients_equal_those_of_trl(kl: float) -> None:
     from trl import GRPOTrainer  # noqa: PLC0415  # seconds, for this test alone
 
     hidden, weight, micro_batch = make_case()
     own = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-    loss = run_head(*own, micro_batch).terms[ANSWERS] / len(LENGTHS)
-    loss.backward()
-    other = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
     mask = micro_batch.labels != IGNORE_INDEX
     targets = micro_batch.labels.masked_fill(~mask, 0)
+    reference = (hidden @ weight.t()).log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    reference = (reference + torch.linspace(-0.5, 0.5, mask.numel()).view(mask.shape)).masked_fill(~mask, 0.0)
+    given = replace(micro_batch, extra={**micro_batch.extra, REFERENCE: reference})
+    loss = run_head(*own, given, kl).terms[ANSWERS] / len(LENGTHS)
+    loss.backward()
+    other = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
 
     def log_probs(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor, None]:
         every = torch.log_softmax(other[0] @ other[1].t(), -1)
@@ -112,11 +117,11 @@ def test_loss_and_gradients_equal_those_of_trl() -> None:
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
         importance_sampling_level="sequence",
-        beta=0.0,
+        beta=kl,
         loss_type="grpo",
         epsilon_low=CLIP["clip_low"],
         epsilon_high=CLIP["clip_high"],
-        args=SimpleNamespace(delta=None),
+        args=SimpleNamespace(delta=None, use_bias_correction_kl=False),
         use_vllm=False,
         model=torch.nn.Identity(),
         current_gradient_accumulation_steps=1,
@@ -130,6 +135,7 @@ def test_loss_and_gradients_equal_those_of_trl() -> None:
         "completion_ids": targets,
         "completion_mask": mask.long(),
         "advantages": micro_batch.extra[ADVANTAGE],
+        "ref_per_token_logps": reference,
         "old_per_token_logps": now + shift.unsqueeze(1),
     }
     theirs = GRPOTrainer._compute_loss(trainer, None, inputs)
@@ -143,6 +149,7 @@ def test_loss_and_gradients_equal_those_of_trl() -> None:
 
 TRL_METRICS = (
     "entropy",
+    "kl",
     *(f"clip_ratio/{name}" for name in ("low_mean", "high_mean", "region_mean", "low_min", "high_max")),
 )
 
@@ -180,7 +187,7 @@ def test_advantages_are_normalised_within_the_group(rewards: tuple[float, ...], 
     assert (spread == 0.0) == (len(set(rewards)) == 1)
 
 
-@pytest.mark.parametrize("options", [{"clip_low": 0.0}, {"clip_low": 1.0}, {"clip_high": -1.0}])
+@pytest.mark.parametrize("options", [{"clip_low": 0.0}, {"clip_low": 1.0}, {"clip_high": -1.0}, {"kl": -0.1}])
 def test_a_clipping_range_without_a_meaning_is_refused(options: dict[str, float]) -> None:
     with pytest.raises(UserError, match=next(iter(options))):
         GSPO(**options)

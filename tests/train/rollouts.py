@@ -79,9 +79,8 @@ def build_module(data: CorpusDataModule, **changes: Any) -> GenesisModule:
             "max_seq_len": SEQ_LEN,
         }
     )
-    return GenesisModule(
-        decoder, OptimizerOptions(name="adamw", lr=3e-3), objective=GSPO(clip_low=0.01, clip_high=0.01), **changes
-    )
+    options = {"objective": GSPO(clip_low=0.01, clip_high=0.01)} | changes
+    return GenesisModule(decoder, OptimizerOptions(name="adamw", lr=3e-3), **options)
 
 
 def answer(
@@ -94,7 +93,7 @@ def answer(
 ) -> dict[str, Any]:
     """Fits on prompts from the latest checkpoint in `directory`, and returns what that came to."""
     data = build_data(Path(case), **options.pop("prompts", {}))
-    module = build_module(data)
+    module = build_module(data, **options.pop("module", {}))
     checkpoint = AsyncProcessCheckpoint(
         run_dir=directory, every_n_steps=1, keep_last=3, mode=options.pop("mode", "sync")
     )

@@ -316,13 +316,15 @@ def test_an_error_on_one_rank_ends_all_ranks(tmp_path: Path) -> None:
 
 def test_data_objective_and_strategy_that_do_not_fit_are_refused(case: Path, tiny_corpus: Path, tmp_path: Path) -> None:
     data = build_data(case)
-    module = build_module(data)
-    module.objective = CrossEntropy()
+    module = build_module(data, objective=CrossEntropy())
     with pytest.raises(UserError, match=r"data\.prompts is given, but model\.objective is CrossEntropy"):
         build_trainer("auto", 1, 2, []).fit(module, data)
     corpus = CorpusDataModule(str(tiny_corpus), seq_len=16, micro_batch_size=2, global_batch_size=8)
     with pytest.raises(UserError, match=r"model\.objective is GSPO, which learns from its own answers"):
         build_trainer("auto", 1, 2, []).fit(build_module(build_data(case)), corpus)
+    data = build_data(case)
+    with pytest.raises(UserError, match="but the model has no adapters"):
+        build_trainer("auto", 1, 2, []).fit(build_module(data, objective=GSPO(kl=0.1)), data)
     data = build_data(case)
     data.allows_reward_code = False
     with pytest.raises(UserError, match="--allow_reward_code true"):
@@ -342,6 +344,25 @@ def refuse_offloaded(case: str) -> str:
 def test_offloaded_parameters_are_refused_by_name(case: Path) -> None:
     (message,) = run_ranks(refuse_offloaded, 1, str(case))
     assert message.startswith("trainer.strategy has cpu_offload")
+
+
+def hold_to_base(directory: str, case: str, strategy: str) -> None:
+    module = {
+        "adapter": AdapterConfig(rank=2, alpha=4.0, dropout=0.1),
+        "objective": GSPO(clip_low=0.01, clip_high=0.01, kl=0.1),
+    }
+    answer(directory, case, strategy, 3, module=module, prompts={"steps_per_rollout": 1})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "world_size"), [("replicated", 1), ("full", 2)])
+def test_the_kl_to_the_base_begins_at_zero_and_grows(
+    tmp_path: Path, case: Path, strategy: str, world_size: int
+) -> None:
+    run_ranks(hold_to_base, world_size, str(tmp_path), str(case), strategy)
+    first, second, third = (row["train/kl"] for row in read_log(tmp_path))
+    assert first == 0.0  # new adapters add nothing
+    assert 0.0 < second < third
 
 
 class ShareAdapters(KeepWindows):
