@@ -124,7 +124,7 @@ def read_reference(value: Path | str, *, run_dir: Path | None = None) -> Referen
         run_dir: The run that the command works on, if any; the directory need not exist yet.
 
     Raises:
-            UserError: Nothing exists at the value; the message lists every path that was tried.
+        UserError: Nothing exists at the value; the message lists every path that was tried.
     """
     path, text = Path(value), str(value)
     selector = read_selector(text)

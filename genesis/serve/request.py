@@ -120,7 +120,7 @@ def parse_completion(body: bytes, max_texts: int) -> CompletionRequest:
         max_texts: The largest allowed number of prompts times choices.
 
     Raises:
-            ApiError: The body is not JSON, or a field is unknown, of a wrong type, out of range or not supported.
+        ApiError: The body is not JSON, or a field is unknown, of a wrong type, out of range or not supported.
     """
     fields = parse_object(body, _COMPLETION)
     is_stream = fields.flag("stream")
