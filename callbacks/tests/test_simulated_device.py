@@ -483,11 +483,12 @@ def prove_all() -> list[tuple]:
     break_digests()
     reports.append(prove_device(the_device()))
     found = [(one.environment, [text.partition(": ")[2] for text in one.failures], one.path) for one in reports]
-    return [*found, len(slow)]
+    return [*found, len(slow), [sorted(one.wrong) for one in reports]]
 
 
 def test_a_proof_that_fails_names_itself_and_its_slow_path_is_taken():
-    good, other, copies, digests, slow = run_alone(prove_all)
+    good, other, copies, digests, slow, wrong = run_alone(prove_all)
+    assert wrong == [[], [], [], ["digests"]], "a copy or a proof that raises has no other result"
     name = {"device": "a simulated device"}
     assert good == (name | {"device.digests": "device", "device.copies": "pinned"}, [], DevicePath())
     assert other[0] == good[0] | {"device.sums": "old"}

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
 from genesis.errors import UserError
 from genesis.generate.batch import Batch, NewToken, Request
 from genesis.generate.load import Loaded
@@ -252,7 +254,9 @@ class Worker:
 
 def _check_is_finite(loaded: Loaded) -> None:
     """Checks that all weights are finite: sampling one row that is not finite would fail for the whole batch."""
-    if not all(bool(parameter.isfinite().all()) for parameter in loaded.decoder.parameters()):
+    # One number for all weights, so that the host waits for the device once.
+    are_finite = torch.stack([parameter.isfinite().all() for parameter in loaded.decoder.parameters()])
+    if not bool(are_finite.all()):
         raise ApiError(
             f"{loaded.checkpoint} has weights that are not finite, training diverged: request an earlier checkpoint",
             status=500,

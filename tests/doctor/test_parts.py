@@ -19,6 +19,8 @@ from genesis.doctor.machine import inspect_devices, measure_copies, measure_disk
 from genesis.doctor.parts import PARTS, find_part
 from genesis.doctor.probe import Probe, SkippedError, Task
 from genesis.doctor.training import counting_waits, kill_and_resume, measure_training, train_on_all, watch_waits
+from genesis_callbacks.checkpoint import DeviceReport
+from genesis_callbacks.checkpoint.device import DevicePath
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -34,6 +36,26 @@ def values(probe: Probe) -> dict[str, object]:
 
 def check(probe: Probe) -> None:
     assert [check for check in probe.findings.checks if not check["passed"]] == []
+
+
+@pytest.mark.parametrize(
+    ("report", "is_passed"),
+    [
+        (DeviceReport(), True),
+        (DeviceReport(path=DevicePath(has_pinning=False), wrong=frozenset({"copies"})), False),
+        (DeviceReport(path=DevicePath(has_pinning=False)), None),
+    ],
+    ids=["good", "other bytes", "no pinned memory"],
+)
+def test_pinned_copies_fail_if_their_bytes_differ_and_not_if_there_is_no_pinned_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, report: DeviceReport, is_passed: bool | None
+) -> None:
+    probe = Probe(Task("cuda", "tiny", str(tmp_path)))
+    monkeypatch.setattr(machine, "prove_device", lambda device: report)
+    machine.run_proofs(probe, ())
+    found = [check["passed"] for check in probe.findings.checks if "pinned" in check["name"]]
+    assert found == ([] if is_passed is None else [is_passed])
+    assert bool(probe.findings.notes) == (is_passed is None)
 
 
 def test_every_part_has_a_function_and_a_limit() -> None:

@@ -4,13 +4,14 @@ import base64
 import hashlib
 import json
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
+
+from tests.loopback import serving
 
 TOKEN = "hf_" + "a1B2" * 9
 
@@ -213,12 +214,6 @@ _ROUTES = {
 def serve_hub() -> Iterator[Hub]:
     """Gives a Hub that answers at its `url`."""
     hub = Hub()
-    with ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub})) as server:
-        hub.url = f"http://127.0.0.1:{server.server_port}"
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        try:
-            yield hub
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(_Handler, hub=hub) as url:
+        hub.url = url
+        yield hub

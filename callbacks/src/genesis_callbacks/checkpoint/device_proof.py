@@ -58,11 +58,14 @@ class DeviceReport:
         environment: Entries for the manifest; empty on the CPU.
         failures: One line for the user for each proof that failed.
         path: The path that saves take on the device.
+        wrong: Names of the operations with other results than on the CPU. The other failures are of operations that the
+            device or its driver does not offer.
     """
 
     environment: Mapping[str, str] = field(default_factory=dict)
     failures: tuple[str, ...] = ()
     path: DevicePath = field(default_factory=DevicePath)
+    wrong: frozenset[str] = frozenset()
 
 
 def prove_device(device: torch.device, others: Sequence[DeviceProof] = ()) -> DeviceReport:
@@ -80,21 +83,26 @@ def prove_device(device: torch.device, others: Sequence[DeviceProof] = ()) -> De
         environment[f"device.{proof.name}"] = proof.fast if found[proof.name] is None else proof.slow
     failures = tuple(
         f"{device}: the proof of {proof.name} failed, {proof.slow} instead of {proof.fast} from now on: "
-        f"{found[proof.name]}"
+        f"{_describe(error)}"
         for proof in proofs
-        if found[proof.name] is not None
+        if (error := found[proof.name]) is not None
     )
-    return DeviceReport(environment, failures, DevicePath(found["copies"] is None, found["digests"] is None))
+    wrong = frozenset(name for name, error in found.items() if isinstance(error, DeviceProofError))
+    return DeviceReport(environment, failures, DevicePath(found["copies"] is None, found["digests"] is None), wrong)
 
 
-def _find_failure(proof: DeviceProof, device: torch.device) -> str | None:
+def _find_failure(proof: DeviceProof, device: torch.device) -> Exception | None:
     try:
         proof.prove(device)
     except Exception as error:  # a proof never ends the run: a device that is lost ends it soon enough
         proof.take_slow(device)
-        line = (str(error).splitlines() or [""])[0]
-        return line if isinstance(error, DeviceProofError | PinError) else f"{type(error).__name__}: {line}"
+        return error
     return None
+
+
+def _describe(error: Exception) -> str:
+    line = (str(error).splitlines() or [""])[0]
+    return line if isinstance(error, DeviceProofError | PinError) else f"{type(error).__name__}: {line}"
 
 
 def _name_device(device: torch.device) -> str:
