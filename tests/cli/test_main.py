@@ -43,6 +43,9 @@ OPTIONS = {
 }
 TRAIN = {"fit", "validate", "bench step"}
 NO_TENSORS = {
+    "mirror",
+    "runs",
+    "supervise",
     "tokenizer train",
     "tokenizer inspect",
     "data prepare",

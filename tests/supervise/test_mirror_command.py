@@ -40,9 +40,14 @@ def test_kills_at_any_moment_leave_only_whole_checkpoints_in_the_mirror(tmp_path
     seen: set[int] = set()
     for step in range(1, 9):
         run.save(step)
+        for lock in (run.path / "mirrors").glob("*.lock"):
+            lock.unlink()
         process = start_mirror(run.path, place, "--bandwidth", "4MB", "--poll_seconds", "0.05")
-        # From the imports to some copies: a copy takes about 0.6 s at this rate, with its verification.
-        time.sleep(draw.uniform(0.4, 2.0))
+        deadline = time.monotonic() + 60
+        while not list((run.path / "mirrors").glob("*.lock")):  # it begins to work
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0.0, 1.5))  # a copy takes about 0.4 s at this rate, with its verification
         process.send_signal(signal.SIGKILL)
         process.communicate()
         assert find_damage(place) == []
