@@ -10,6 +10,15 @@ P  pairs of a micro-batch     N  tokens of a micro-batch     2P  its answers, ch
 The loss of a window is the sum over its pairs divided by their number, over all ranks and micro-batches, plus
 `sft_weight` times the cross-entropy of the chosen answers, divided by the number of their tokens.
 
+    logged                    unit and meaning
+    train/loss                nats per pair: what training minimises; log 2 at the start
+    train/rewards_chosen      mean reward of the chosen answers, train/rewards_rejected that of the rejected ones
+    train/reward_margin       mean margin
+    train/reward_accuracy     share of pairs whose margin is above 0
+    train/log_probs_chosen    mean log p of the chosen answers, train/log_probs_rejected that of the rejected ones
+    train/preference_loss     with `sft_weight`: the loss of the pairs alone
+    train/sft_loss            with `sft_weight`: the cross-entropy of the chosen answers, nats per token
+
 References:
     Rafailov et al., "Direct Preference Optimization", arXiv:2305.18290, equation 7. Mitchell, "A note on DPO with noisy
     preferences", 2023 (label smoothing). Pang et al., "Iterative Reasoning Preference Optimization", arXiv:2404.19733,

@@ -189,3 +189,15 @@ def test_a_damaged_or_lost_reference_is_computed_again_with_the_same_values(
     (resumed,) = run_ranks(climb, 1, str(tmp_path / "run"), *shared)
     assert resumed["restored"] == KILLED_BEFORE - 1
     assert path.read_bytes() == undamaged
+
+
+@pytest.mark.long
+def test_compiled_blocks_switch_adapters_off_and_on(tmp_path: Path, pair_corpus: Path, base: Path) -> None:
+    runs = []
+    for name in ("replicated", "compiled"):
+        shared = (str(tmp_path / name), str(base), str(pair_corpus), name, "sync", {"rank": 3}, False)
+        runs += run_ranks(climb, 1, *shared, timeout_seconds=600.0)
+    eager, compiled = runs
+    for line, other in zip(eager["log"], compiled["log"], strict=True):
+        for name in ("train/loss", "train/reward_margin", "train/log_probs_rejected"):
+            assert other[name] == pytest.approx(line[name], rel=1e-3, abs=1e-3), name

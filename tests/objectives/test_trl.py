@@ -1,0 +1,103 @@
+"""DPO beside TRL's trainer: the same weights and the same batch give the same loss, gradients and log."""
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from genesis.huggingface.llama import LLAMA
+from genesis.huggingface.shape import write_shape
+from genesis.model.decoder import Decoder
+from genesis.objectives.preference import DPO
+from tests.chat.support import write_tokenizer
+from tests.objectives.support import TINY, make_decoder, make_pairs, window_of
+from tests.objectives.test_preference import gradients_of, run, table_of
+
+PAIRS = make_pairs(6)
+
+
+def to_transformers(decoder: Decoder) -> Any:
+    transformers = import_module("transformers")
+    config = transformers.LlamaConfig(**write_shape(LLAMA, TINY), attn_implementation="eager")
+    model = transformers.LlamaForCausalLM(config)
+    left = model.load_state_dict(LLAMA.to_theirs(decoder.state_dict()), strict=False)
+    assert left == (["lm_head.weight"], [])  # tied to the embedding
+    return model.train()
+
+
+def trl_loss(policy: Any, reference: Any, directory: Path, **options: Any) -> tuple[Tensor, dict[str, float]]:
+    """Returns the loss of TRL's trainer on the pairs in one batch, and what it logs."""
+    trl = import_module("trl")
+    write_tokenizer(directory / "tokenizer")
+    file = str(directory / "tokenizer/tokenizer.json")
+    tokenizer = import_module("transformers").PreTrainedTokenizerFast(
+        tokenizer_file=file, eos_token="</s>", pad_token="<pad>"
+    )
+    arguments = trl.DPOConfig(
+        output_dir=str(directory / "trl"),
+        use_cpu=True,
+        report_to="none",
+        disable_dropout=True,
+        gradient_checkpointing=False,
+        bf16=False,
+        **options,
+    )
+    rows = import_module("datasets").Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    trainer = trl.DPOTrainer(
+        model=policy, ref_model=reference, args=arguments, train_dataset=rows, processing_class=tokenizer
+    )
+    examples = []
+    for pair in PAIRS:
+        asked = int(pair.chosen.has_label.argmax())
+        sides = {
+            "chosen_ids": pair.chosen.tokens[asked:].tolist(),
+            "rejected_ids": pair.rejected.tokens[asked:].tolist(),
+        }
+        examples.append({"prompt_ids": pair.chosen.tokens[:asked].tolist(), **sides})
+    loss = trainer.compute_loss(trainer.model, trainer.data_collator(examples))
+    logged = {name: float(torch.tensor(values).double().mean()) for name, values in trainer._metrics["train"].items()}
+    return loss, logged
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({"beta": 0.3}, {"beta": 0.3}),
+        ({"beta": 2.0, "length_normalisation": True}, {"beta": 2.0, "loss_type": ["sigmoid_norm"]}),
+        ({"sft_weight": 0.5}, {"beta": 0.1, "loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}),
+    ],
+    ids=["plain", "length_normalised", "with_sft"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_loss_gradients_and_log_equal_those_of_trl(
+    ours: dict[str, Any], theirs: dict[str, Any], tmp_path: Path
+) -> None:
+    policy, reference = make_decoder(0), make_decoder(1)
+    objective = DPO(**ours)
+    objective.log_probs = table_of(reference, PAIRS)
+    loss, sums = run(objective, policy, window_of(PAIRS, 2))
+    gradients = LLAMA.to_theirs(gradients_of(policy, loss))
+    model = to_transformers(policy)
+    wanted, logged = trl_loss(model, to_transformers(reference), tmp_path, **theirs)
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
+    wanted.backward()
+    for name, parameter in model.named_parameters():
+        error = (gradients[name] - parameter.grad).norm() / parameter.grad.norm()
+        assert error < 1e-5, name
+    if "length_normalisation" in ours:  # TRL logs rewards without the normalisation
+        return
+    values = objective.measure(sums)
+    pairs = {
+        "rewards/chosen": "rewards_chosen",
+        "rewards/rejected": "rewards_rejected",
+        "rewards/margins": "reward_margin",
+        "rewards/accuracies": "reward_accuracy",
+        "logps/chosen": "log_probs_chosen",
+        "logps/rejected": "log_probs_rejected",
+    }
+    for name, own in pairs.items():
+        assert values[own] == pytest.approx(logged[name], rel=1e-4, abs=1e-5), name
