@@ -396,6 +396,8 @@ def _quieten() -> None:
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\).*")
     # Our metrics are already summed over all ranks.
     warnings.filterwarnings("ignore", message=r".*It is recommended to use `self.log\(.*sync_dist=True.*")
+    # The log counts steps across the ends of epochs.
+    warnings.filterwarnings("ignore", message=r".*is smaller than the logging interval.*")
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
         lambda record: _SAID_AT_EVERY_START.search(record.getMessage()) is None

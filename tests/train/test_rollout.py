@@ -22,7 +22,6 @@ from genesis.objectives.cross_entropy import CrossEntropy
 from genesis.objectives.gspo import GSPO
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.module import GenesisModule
-from genesis_callbacks import AsyncProcessCheckpoint
 from genesis_callbacks.checkpoint import list_committed, verify
 from genesis_callbacks.testing import run_ranks
 from tests.train.rollouts import GROUP_SIZE, STEPS, answer, build_data, build_module, read_log, write_case
@@ -210,11 +209,9 @@ class KillInGeneration(pl.Callback):
 
 
 class KillInSave(pl.Callback):
-    """Kills its rank, by SIGKILL, while the save of a step in the middle of a rollout is being written."""
+    """Kills its rank, by SIGKILL, while the save of a step in the middle of a rollout is copied or written."""
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
-        saves = [callback for callback in vars(trainer)["callbacks"] if isinstance(callback, AsyncProcessCheckpoint)]
-        assert saves
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, idx: int) -> None:
         if trainer.global_step == 5:
             os.kill(os.getpid(), signal.SIGKILL)
 
