@@ -24,6 +24,8 @@ _NUM_LAST_LINES = 12
 
 ProcessKind = Literal["rank", "writer", "other"]
 
+WRITER_NAME = "genesis-writer"
+"""The name of a writer that was forked, and has the command line of the process that forked it."""
 _WRITER_MODULE = b"genesis_callbacks.checkpoint.writer"
 _LAUNCHER_MODULE = b"genesis.supervise.launcher"
 _GENESIS_MODULES = (b"genesis", b"genesis.__main__")
@@ -205,6 +207,7 @@ class MarkedProcess:
         started: Start time in the kernel's ticks, to order processes by age.
         words: The command line.
         local_rank: The variable `LOCAL_RANK`, 0 without it.
+        name: The name that the process has given itself, or the beginning of its program's.
     """
 
     pid: int
@@ -213,6 +216,7 @@ class MarkedProcess:
     started: int
     words: tuple[bytes, ...]
     local_rank: int
+    name: str = ""
 
 
 def check_can_find(command: str) -> None:
@@ -240,7 +244,8 @@ def _read_process(entry: Path, mark: Mark) -> MarkedProcess | None:
             return None
         words = tuple((entry / "cmdline").read_bytes().split(b"\0"))
         # The process name stands in brackets and may contain anything, also brackets and spaces.
-        fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()
+        described, _, rest = (entry / "stat").read_bytes().rpartition(b")")
+        fields = rest.split()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None  # the process has ended, or belongs to another user
     if fields[0] in (b"Z", b"X"):
@@ -252,12 +257,13 @@ def _read_process(entry: Path, mark: Mark) -> MarkedProcess | None:
         started=int(fields[19]),
         words=words,
         local_rank=int(environment.get(b"LOCAL_RANK", b"0")),
+        name=described.partition(b"(")[2].decode(errors="replace"),
     )
 
 
 def find_kind(process: MarkedProcess) -> ProcessKind:
     """Returns the kind of a process: a rank of a training, a rank's writer, or another helper."""
-    if _WRITER_MODULE in process.words:
+    if _WRITER_MODULE in process.words or process.name == WRITER_NAME:
         return "writer"
     if _LAUNCHER_MODULE in process.words:  # forked from the launcher, whose command line it keeps
         return "rank"

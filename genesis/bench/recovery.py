@@ -65,7 +65,7 @@ class Recovery:
     @property
     def total(self) -> float:
         """Seconds from the kill to the first step."""
-        return sum(asdict(self).values())
+        return float(sum(asdict(self).values()))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

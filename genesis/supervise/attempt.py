@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from genesis.supervise.classify import Evidence, RankEnd
-from genesis.supervise.launcher import STACKS_SIGNAL, Child
+from genesis.supervise.launch_protocol import STACKS_SIGNAL, Child
 from genesis.supervise.launcher_client import LauncherClient, LauncherLostError
 from genesis.supervise.space import has_space
 from genesis_callbacks.event_reader import EventFollower

@@ -17,6 +17,7 @@ The state is also sent whenever a child has ended. Without a supervisor and with
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import importlib
 import json
@@ -27,93 +28,29 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from genesis.parent import end_with_forker
+from genesis.supervise.forked_writer import WRITER_MODULE, ForkedWriter, run_writer
+from genesis.supervise.launch_protocol import (
+    MAX_PACKET_BYTES,
+    SOCKET_NAME,
+    STACKS_SIGNAL,
+    Child,
+    Job,
+    LauncherState,
+    encode,
+    short_path,
+)
+from genesis_callbacks.checkpoint import start_writers_by
 
-MAX_PACKET_BYTES: Final = 1 << 17
-SOCKET_NAME: Final = "launcher.sock"
-STACKS_SIGNAL: Final = signal.SIGUSR2
-"""Makes a rank write the stacks of its threads into its file, also while it waits in native code."""
-PRELOADED: Final = ("torch.distributed.fsdp", "lightning.pytorch", "genesis.cli.fit")
+PRELOADED: Final = (WRITER_MODULE, "torch.distributed.fsdp", "lightning.pytorch", "genesis.cli.fit")
 
 _IDLE_SECONDS: Final = 60.0
 _CREDENTIALS: Final = struct.Struct("3i")  # struct ucred: process, user, group
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a child runs.
-
-    Args:
-        rank: Its rank; it names the child in the state.
-        target: `module:function`; the function takes `arguments` and returns the exit status.
-        arguments: The arguments.
-        environment: All of its environment.
-        directory: Its working directory.
-        output: File for its stdout and stderr, which is appended to.
-        stacks: File for the stacks of its threads.
-    """
-
-    rank: int
-    target: str
-    arguments: Sequence[str]
-    environment: Mapping[str, str]
-    directory: str
-    output: str
-    stacks: str
-
-
-@dataclass
-class Child:
-    """A child of the attempt at hand.
-
-    Args:
-        rank: Its rank.
-        pid: Its process.
-        status: Its exit status, negative for a signal; None while it runs.
-        ended_seconds: When its end was noticed, by the monotonic clock; None while it runs.
-    """
-
-    rank: int
-    pid: int
-    status: int | None = None
-    ended_seconds: float | None = None
-
-
-@dataclass
-class LauncherState:
-    """The launcher's own report to the supervisor.
-
-    Args:
-        pid: The launcher's process.
-        run_id: The value of the mark that all processes of the run carry.
-        attempt: Number of the attempt whose children are listed; 0 before the first.
-        forked_seconds: When these children were forked, by the monotonic clock.
-        children: The children, by rank.
-        error: Why the last request failed; empty if it did not.
-    """
-
-    pid: int
-    run_id: str
-    attempt: int = 0
-    forked_seconds: float = 0.0
-    children: list[Child] = field(default_factory=list)
-    error: str = ""
-
-
-def encode(content: Any) -> bytes:
-    """Returns the packet of a request or an answer."""
-    return json.dumps(content).encode()
-
-
-def decode_state(packet: bytes) -> LauncherState:
-    """Returns the state in a packet."""
-    content = json.loads(packet)
-    return LauncherState(**{**content, "children": [Child(**child) for child in content["children"]]})
 
 
 class Launcher:
@@ -129,6 +66,8 @@ class Launcher:
         self._supervisor: socket.socket | None = None
         self._state = LauncherState(os.getpid(), run_id)
         self._is_leaving = False
+        self._jobs: dict[int, tuple[socket.socket, Job]] = {}
+        self._writers: dict[int, int | None] = {}
         # A signal handler in Python runs between two instructions; the wake-up makes `poll` return for it.
         self._wakes, wakes_writer = socket.socketpair()
         wakes_writer.setblocking(False)
@@ -138,24 +77,26 @@ class Launcher:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)  # signals are for the supervisor, which ends this process by request
 
-    def serve(self) -> Job | None:
-        """Serves until there is nothing more to do. Returns the job in a child, and None in the launcher."""
+    def serve(self) -> Callable[[], int] | None:
+        """Serves until there is nothing more to do. Returns what a child has to do, and None in the launcher."""
         idle_since = time.monotonic()
         while not (self._is_leaving and not self._has_children()):
             if self._supervisor is not None or self._has_children():
                 idle_since = time.monotonic()
             elif time.monotonic() - idle_since > _IDLE_SECONDS:
                 break
-            job = self._serve_once()
-            if job is not None:
-                return job
+            task = self._serve_once()
+            if task is not None:
+                return task
         return None
 
     def _has_children(self) -> bool:
         return any(child.status is None for child in self._state.children)
 
-    def _serve_once(self) -> Job | None:
+    def _serve_once(self) -> Callable[[], int] | None:
         poll = select.poll()
+        for descriptor in self._jobs:
+            poll.register(descriptor, select.POLLIN)
         for end in (self._listening, self._wakes, self._supervisor):
             if end is not None:
                 poll.register(end, select.POLLIN)
@@ -163,6 +104,10 @@ class Launcher:
         if self._wakes.fileno() in ready:
             self._wakes.recv(4096)
         self._reap()
+        for descriptor in ready & self._jobs.keys():
+            task = self._answer_rank(descriptor)
+            if task is not None:
+                return task
         if self._listening.fileno() in ready:
             self._accept()
         elif self._supervisor is not None and self._supervisor.fileno() in ready:
@@ -180,7 +125,7 @@ class Launcher:
         self._supervisor = connection
         self._send_state()
 
-    def _answer(self, supervisor: socket.socket) -> Job | None:
+    def _answer(self, supervisor: socket.socket) -> Callable[[], int] | None:
         try:
             packet = supervisor.recv(MAX_PACKET_BYTES)
         except ConnectionError:
@@ -197,19 +142,49 @@ class Launcher:
             self._state.error = "children of the attempt before still run"
         elif request["op"] == "fork":
             self._is_leaving = False
-            job = self._fork(request["attempt"], [Job(**job) for job in request["jobs"]])
-            if job is not None:
-                return job
+            task = self._fork(request["attempt"], [Job(**job) for job in request["jobs"]])
+            if task is not None:
+                return task
         self._send_state()
         return None
 
-    def _fork(self, attempt: int, jobs: Sequence[Job]) -> Job | None:
+    def _fork(self, attempt: int, jobs: Sequence[Job]) -> Callable[[], int] | None:
         self._state.attempt, self._state.forked_seconds, self._state.children = attempt, time.monotonic(), []
         for job in jobs:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             pid = os.fork()
             if pid == 0:
-                return job
+                ours.close()
+                return functools.partial(run_job, job, theirs)
+            theirs.close()
+            self._jobs[ours.fileno()] = (ours, job)
             self._state.children.append(Child(job.rank, pid))
+        return None
+
+    def _answer_rank(self, descriptor: int) -> Callable[[], int] | None:
+        """Forks a writer for a rank, or returns the status of one; returns what the writer has to do in the child."""
+        channel, job = self._jobs[descriptor]
+        try:
+            packet, passed, _, _ = socket.recv_fds(channel, MAX_PACKET_BYTES, 1)
+        except ConnectionError:
+            packet, passed = b"", []
+        if not packet:
+            channel.close()
+            del self._jobs[descriptor]
+            return None
+        request = json.loads(packet)
+        answer: int | None
+        if request["op"] == "status":
+            answer = self._writers.get(request["pid"])
+        else:
+            pid = os.fork()
+            if pid == 0:
+                return functools.partial(run_writer, job, passed[0], request["trainer"])
+            answer = pid
+            self._writers[pid] = None
+            os.close(passed[0])
+        with contextlib.suppress(OSError):  # the rank has just ended
+            channel.send(encode(answer))
         return None
 
     def _reap(self) -> None:
@@ -220,6 +195,10 @@ class Launcher:
                 if pid:
                     child.status, child.ended_seconds = os.waitstatus_to_exitcode(status), time.monotonic()
                     has_news = True
+        for writer, status in list(self._writers.items()):
+            if status is None:
+                pid, raw = os.waitpid(writer, os.WNOHANG)
+                self._writers[writer] = os.waitstatus_to_exitcode(raw) if pid else None
         if has_news:
             self._send_state()
 
@@ -235,7 +214,8 @@ class Launcher:
     def forget(self) -> None:
         """Closes everything in a child."""
         signal.set_wakeup_fd(-1)
-        for end in (self._listening, self._wakes, self._wakes_writer, self._supervisor):
+        ranks = [channel for channel, _ in self._jobs.values()]
+        for end in (self._listening, self._wakes, self._wakes_writer, self._supervisor, *ranks):
             if end is not None:
                 end.close()
 
@@ -264,8 +244,10 @@ def become(job: Job) -> None:
     sys.argv[:] = ["genesis", *job.arguments]
 
 
-def run_job(job: Job) -> int:
-    """Runs a job in a child that has become its process, and returns the exit status."""
+def run_job(job: Job, launcher: socket.socket) -> int:
+    """Turns a child into the process of a job, runs it, and returns the exit status."""
+    become(job)
+    start_writers_by(functools.partial(ForkedWriter, launcher))
     module, _, name = job.target.partition(":")
     status: int = getattr(importlib.import_module(module), name)(list(job.arguments))
     return status
@@ -283,16 +265,6 @@ def bind(directory: Path) -> socket.socket:
     return listening
 
 
-@contextlib.contextmanager
-def short_path(path: Path) -> Any:
-    """Yields a name for `path` that is short enough for a socket, whatever the length of its directory."""
-    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{directory}/{path.name}"
-    finally:
-        os.close(directory)
-
-
 def main() -> int:
     """Listens, imports, serves; in a child it runs the job and returns its exit status."""
     directory, run_id = Path(sys.argv[1]), sys.argv[2]
@@ -302,13 +274,12 @@ def main() -> int:
     launcher = Launcher(listening, run_id)
     gc.collect()
     gc.freeze()  # what is imported is nobody's garbage: children neither look at it nor copy its pages
-    job = launcher.serve()
+    task = launcher.serve()
     launcher.forget()
-    if job is None:
-        (directory / SOCKET_NAME).unlink(missing_ok=True)
-        return 0
-    become(job)
-    return run_job(job)
+    if task is not None:
+        return task()
+    (directory / SOCKET_NAME).unlink(missing_ok=True)
+    return 0
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Final
 
 from genesis.errors import RunEndedError
 from genesis.processes import Mark
-from genesis.supervise.launcher import (
+from genesis.supervise.launch_protocol import (
     MAX_PACKET_BYTES,
     SOCKET_NAME,
     Job,

@@ -22,7 +22,7 @@ from genesis.supervise.crashes import CrashRecord, read_crashes
 from genesis.supervise.decide import Action, PastEnd, Policy, decide
 from genesis.supervise.ends import ENDS, EXIT_COMPLETE, EXIT_REQUEUE
 from genesis.supervise.goodput import Goodput, GoodputMeter, describe_goodput, format_seconds
-from genesis.supervise.launcher import Job
+from genesis.supervise.launch_protocol import Job
 from genesis.supervise.launcher_client import MARK_NAME, LauncherClient, LauncherLostError
 from genesis.supervise.observers import Launch, Observer, Observers
 from genesis.supervise.plan import Plan, RecipeFacts, build_jobs, build_probe, read_facts, save_stalls

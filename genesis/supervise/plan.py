@@ -12,7 +12,7 @@ from genesis.errors import UserError
 from genesis.processes import Mark
 from genesis.run_directory import RunDirectory
 from genesis.supervise.decide import Action
-from genesis.supervise.launcher import Job
+from genesis.supervise.launch_protocol import Job
 from genesis.supervise.plain import count, read_object, text
 from genesis_callbacks.run_directory import checkpoint_name
 

@@ -69,6 +69,7 @@ from .scope import SaveScope, bind_scope
 from .tagged_json import encode_tagged
 from .tensor_places import find_base
 from .verify import VerifyLevel, verify
+from .writer_process import start_writers_by, writer_environment
 
 __all__ = [
     "Ancestor",
@@ -159,9 +160,11 @@ __all__ = [
     "read_tensors",
     "restore_shards",
     "save_blocking",
+    "start_writers_by",
     "step_of",
     "summarise_parts",
     "supersede",
     "trace_ancestors",
     "verify",
+    "writer_environment",
 ]

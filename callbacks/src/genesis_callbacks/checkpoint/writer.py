@@ -1,14 +1,17 @@
 """A rank's writer process: `python -m genesis_callbacks.checkpoint.writer DESCRIPTOR`, started by `WriterProcess`.
 
 The process has no process group and no access to accelerators. When the trainer closes its end of the channel, the
-process finishes its current job and ends.
+process finishes its current job and ends. A second argument is the trainer's process, where another process has started
+the writer for it.
 """
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -23,13 +26,12 @@ _STATUS = Path("/proc/self/status")
 _OWN_MEMORY = ("RssAnon:", "RssFile:")  # not RssShmem, which counts the copies of tensors
 
 
-def serve(channel: Channel) -> None:
-    """Performs one job after another until the trainer is gone.
+def serve(channel: Channel, is_orphan: Callable[[], bool]) -> None:
+    """Performs one job after another until the trainer is gone, which `is_orphan` says.
 
     A message is (job, size of a new shared buffer or None); the buffer's descriptor comes with it. An answer is
     (outcome, size of this process's own memory in bytes); the first message has `READY` as its outcome.
     """
-    trainer = os.getppid()
     buffer: SharedBuffer | None = None
     with contextlib.suppress(OSError):
         channel.send((READY, read_own_memory_bytes()))
@@ -45,12 +47,29 @@ def serve(channel: Channel) -> None:
             buffer = SharedBuffer(num_bytes, descriptors[0])
         assert buffer is not None
         # Data workers that the trainer forked keep its end of the channel open after its death: then no end of file
-        # comes, but the kernel gives this process another parent.
-        outcome = perform(job, buffer, lambda: channel.is_ended() or os.getppid() != trainer)
+        # comes.
+        outcome = perform(job, buffer, lambda: channel.is_ended() or is_orphan())
         try:
             channel.send((outcome, read_own_memory_bytes()))
         except OSError:
             return
+
+
+def watch_parent() -> Callable[[], bool]:
+    """Returns a function that says whether the trainer, the parent of this process, is gone."""
+    trainer = os.getppid()
+    return lambda: os.getppid() != trainer  # the kernel gives an orphan another parent
+
+
+def watch_trainer(pid: int) -> Callable[[], bool]:
+    """Returns a function that says whether the trainer `pid`, which is not this process's parent, is gone."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return lambda: True
+    ends = select.poll()
+    ends.register(descriptor, select.POLLIN)
+    return lambda: bool(ends.poll(0))
 
 
 def read_own_memory_bytes() -> int:
@@ -79,7 +98,8 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     _lower_priority()
     torch.set_num_threads(1)  # the cores belong to training
-    serve(Channel(socket.socket(fileno=int(sys.argv[1]))))
+    descriptor, *trainer = map(int, sys.argv[1:])
+    serve(Channel(socket.socket(fileno=descriptor)), watch_trainer(trainer[0]) if trainer else watch_parent())
     sys.stderr.flush()
     os._exit(0)  # skips torch's slow cleanup, which this process does not need
 

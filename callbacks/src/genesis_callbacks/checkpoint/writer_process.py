@@ -6,8 +6,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 from .channel import IGNORED_SIGNALS, Channel
 from .errors import SaveFailedError
@@ -57,6 +58,28 @@ def start_writer(end: socket.socket) -> subprocess.Popen[bytes]:
         start_new_session=True,
         env=writer_environment(),
     )
+
+
+class StartedWriter(Protocol):
+    """A running writer, with the part of `subprocess.Popen` that `WriterProcess` uses."""
+
+    def poll(self) -> int | None:
+        """Returns the exit status, negative for a signal; None while the writer runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for the exit status; raises `subprocess.TimeoutExpired` after the limit."""
+
+    def kill(self) -> None:
+        """Sends SIGKILL, unless the writer has ended."""
+
+
+def start_writers_by(start: Callable[[socket.socket], StartedWriter]) -> None:
+    """Lets the writers of this process be started by `start`, which is given the writer's end of its channel.
+
+    A launcher that has imported torch can fork them, so that no save waits for imports.
+    """
+    global start_writer
+    start_writer = start  # type: ignore[assignment]
 
 
 class WriterProcess:
