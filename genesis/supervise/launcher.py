@@ -195,10 +195,9 @@ class Launcher:
                 if pid:
                     child.status, child.ended_seconds = os.waitstatus_to_exitcode(status), time.monotonic()
                     has_news = True
-        for writer, status in list(self._writers.items()):
-            if status is None:
-                pid, raw = os.waitpid(writer, os.WNOHANG)
-                self._writers[writer] = os.waitstatus_to_exitcode(raw) if pid else None
+        for writer in [pid for pid, known in self._writers.items() if known is None]:
+            pid, status = os.waitpid(writer, os.WNOHANG)
+            self._writers[writer] = os.waitstatus_to_exitcode(status) if pid else None
         if has_news:
             self._send_state()
 

@@ -26,12 +26,13 @@ _STATUS = Path("/proc/self/status")
 _OWN_MEMORY = ("RssAnon:", "RssFile:")  # not RssShmem, which counts the copies of tensors
 
 
-def serve(channel: Channel, is_orphan: Callable[[], bool]) -> None:
-    """Performs one job after another until the trainer is gone, which `is_orphan` says.
+def serve(channel: Channel, is_orphan: Callable[[], bool] | None = None) -> None:
+    """Performs one job after another until the trainer is gone: by `is_orphan`, or by default this process's parent.
 
     A message is (job, size of a new shared buffer or None); the buffer's descriptor comes with it. An answer is
     (outcome, size of this process's own memory in bytes); the first message has `READY` as its outcome.
     """
+    is_orphan = is_orphan or watch_parent()
     buffer: SharedBuffer | None = None
     with contextlib.suppress(OSError):
         channel.send((READY, read_own_memory_bytes()))
@@ -99,7 +100,7 @@ def main() -> None:
     _lower_priority()
     torch.set_num_threads(1)  # the cores belong to training
     descriptor, *trainer = map(int, sys.argv[1:])
-    serve(Channel(socket.socket(fileno=descriptor)), watch_trainer(trainer[0]) if trainer else watch_parent())
+    serve(Channel(socket.socket(fileno=descriptor)), watch_trainer(trainer[0]) if trainer else None)
     sys.stderr.flush()
     os._exit(0)  # skips torch's slow cleanup, which this process does not need
 
