@@ -29,7 +29,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_warn
 
 from genesis.checkpoint_reference import LATEST, read_reference
-from genesis.cli.adapter import check_has_adapters, find_continued, prepare_adapter, start_adapter
+from genesis.cli.adapter import check_has_adapters, prepare_adapter, start_adapter
 from genesis.cli.options import check_is_yaml
 from genesis.cli.precision import GenesisTrainer, resolve_precision
 from genesis.cli.preference import prepare_preference
@@ -237,8 +237,7 @@ class GenesisCLI(LightningCLI):
         )
         own = _place_run(str(run_dir), self._get(self.config, "fork"))
         self._adapter_base = prepare_adapter(config, reference, Path(own))
-        continued = None if reference is None else find_continued(reference)
-        self._identity = prepare_preference(config, continued, Path(own))
+        self._identity = prepare_preference(config, reference, Path(own))
         if reference is None:
             return
         run_dir = reference.run.path

@@ -5,7 +5,8 @@ from typing import Any, Final
 
 from jsonargparse import Namespace
 
-from genesis.checkpoint_reference import read_reference
+from genesis.checkpoint_reference import Reference, read_reference
+from genesis.cli.adapter import find_continued
 from genesis.errors import UserError
 from genesis.run_directory import RunDirectory
 from genesis_callbacks.checkpoint import Manifest, list_committed, read_committed_hash, read_manifest
@@ -18,7 +19,7 @@ _OPTION: Final = "model.objective.init_args.reference"
 _HASH_SHOWN: Final = 23
 
 
-def prepare_preference(config: Namespace, continued: Path | None, run_dir: Path) -> dict[str, str]:
+def prepare_preference(config: Namespace, reference: Reference | None, run_dir: Path) -> dict[str, str]:
     """Resolves the reference in a recipe, in place, and returns what identifies it in checkpoints.
 
     A run of all weights that begins with no checkpoint gets the weights of its reference.
@@ -26,7 +27,7 @@ def prepare_preference(config: Namespace, continued: Path | None, run_dir: Path)
     Args:
         config: The recipe, with the base of its adapters, before anything is built of it. Another objective stays as it
             is.
-        continued: The checkpoint that the run starts from; None without one.
+        reference: What `ckpt_path` is; None if it is not given.
         run_dir: The directory in which this run saves.
 
     Raises:
@@ -35,6 +36,7 @@ def prepare_preference(config: Namespace, continued: Path | None, run_dir: Path)
     class_path = config.get("model.objective.class_path")
     if class_path is None or class_path.rpartition(".")[2] != "DPO":
         return {}
+    continued = None if reference is None else find_continued(reference)
     manifest = None
     if continued is not None:
         is_own = continued.resolve().parent == RunDirectory(run_dir.resolve()).checkpoints
@@ -95,7 +97,7 @@ def _find_given(given: str, recorded: str | None) -> Path:
 
 def _find_recorded(manifest: Manifest, recorded: str) -> Path:
     objective: Any = manifest.recipe.get("model", {}).get("objective") or {}
-    path = Path(str(objective.get("init_args", {}).get(REFERENCE)))
+    path = Path(str(objective.get("init_args", {}).get(REFERENCE, "of the run before")))
     if not path.is_dir() or read_committed_hash(path) != recorded:
         raise UserError(
             f"the reference {path} with manifest {recorded[:_HASH_SHOWN]} is not there any more: give its new path by "
