@@ -47,6 +47,16 @@ SAID = {
         "state.0.rng.torch       same",
     ),
     "train_a_tiny_model.ipynb": ("documents", "tokens to train on", "saved step-00000120", "def loads("),
+    "your_own_assistant.ipynb": (
+        "300 conversations",
+        "values bit-equal",
+        "killed by signal 9",
+        "starts from step-",
+        "ended with step-00000090",
+        "merged: logits differ from the adapters' by at most",
+        "adapter/adapter_model.safetensors",
+        "merged/model.safetensors",
+    ),
 }
 
 
