@@ -140,6 +140,22 @@ def test_a_resume_with_another_reference_is_refused(
         moved.rename(base)
 
 
+@pytest.mark.slow
+def test_where_the_embedding_is_trained_the_base_is_the_reference_by_a_pass(
+    genesis: Genesis, adapted: Path, base: Path, tmp_path: Path
+) -> None:
+    options = ("--config", str(adapted), "--ckpt_path", "latest")
+    fitted = genesis("fit", *options, "--model.adapter.also_train", "[embedding]")
+    assert fitted.status == 0, fitted.err
+    manifest = read_manifest(tmp_path / "run/checkpoints/step-00000004")
+    assert manifest.identity["reference"] == read_committed_hash(base / "checkpoints/step-00000000")
+    assert len(list((tmp_path / "run/reference").iterdir())) == 1
+    # At the first step the policy is its base, so that no pair has a margin.
+    first = (tmp_path / "run/metrics.csv").read_text().splitlines()[:2]
+    values = dict(zip(*(line.split(",") for line in first), strict=True))
+    assert abs(float(values["train/reward_margin"])) < 1e-5
+
+
 def test_objective_and_data_that_do_not_fit_are_refused_in_one_line(
     genesis: Genesis, whole: Path, adapted: Path, tiny_corpus: Path
 ) -> None:
