@@ -11,7 +11,8 @@ from genesis.data.manifest import read_manifest
 from genesis.data.old_keys import rename_old_keys
 from genesis.data.order import SequenceOrder, build_order, weigh_sequences
 from genesis.data.packing import count_train_sequences
-from genesis.data.pairs import PAIRS, PairedSource, PairSet, PairWindows
+from genesis.data.pair_windows import PAIRS, PairWindows
+from genesis.data.pairs import PairedSource, PairSet
 from genesis.data.plans import SourcePlan, open_plan
 from genesis.data.shards import little_endian
 from genesis.data.training_data import (

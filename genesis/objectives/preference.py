@@ -36,7 +36,7 @@ from jaxtyping import Bool, Float32
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from genesis.data.pairs import ANSWERS, CHOSEN_TOKENS, PAIRS
+from genesis.data.pair_windows import ANSWERS, CHOSEN_TOKENS, PAIRS
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
 from genesis.errors import UserError
 from genesis.loss import token_losses

@@ -26,7 +26,8 @@ from genesis.data.corpus import VerifyHashes
 from genesis.data.corpus_data import CorpusData
 from genesis.data.loader import Ranks, ValidationWindows, WindowLoader
 from genesis.data.packing import Packing
-from genesis.data.pairs import SomePairWindows, spread_validation
+from genesis.data.pair_windows import SomePairWindows
+from genesis.data.pairs import spread_validation
 from genesis.data.prompt_data import PromptData
 from genesis.data.prompts import PromptOptions
 from genesis.data.stream.options import StreamOptions

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from genesis.data.loader import Ranks
-from genesis.data.pairs import SomePairWindows
+from genesis.data.pair_windows import SomePairWindows
 from genesis.errors import UserError
 from genesis.model.adapter import AdaptedLinear, adapters_off, is_adapter_tensor
 from genesis.model.recipe import DECODER_PREFIX

@@ -19,7 +19,8 @@ from genesis.data.corpus import open_corpus
 from genesis.data.corpus_data import CorpusData
 from genesis.data.loader import Ranks
 from genesis.data.manifest import read_manifest, write_manifest
-from genesis.data.pairs import ANSWERS, CHOSEN_TOKENS, PAIRS, PairedSource, PairSet, SomePairWindows, spread_validation
+from genesis.data.pair_windows import ANSWERS, CHOSEN_TOKENS, PAIRS, SomePairWindows
+from genesis.data.pairs import PairedSource, PairSet, spread_validation
 from genesis.data.plans import write_plan
 from genesis.data.prepare import prepare_corpus
 from genesis.data.shards import hash_file

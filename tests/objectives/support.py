@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from genesis.data.loader import SequenceFormat
-from genesis.data.pairs import Answer, Pair, build_pair_window
+from genesis.data.pair_windows import build_pair_window
+from genesis.data.pairs import Answer, Pair
 from genesis.data.window import AccumulationWindow
 from genesis.model.adapter import AdapterConfig, attach_adapters, init_adapters
 from genesis.model.decoder import Decoder

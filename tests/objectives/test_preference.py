@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from genesis.data.pairs import CHOSEN_TOKENS, PAIRS
+from genesis.data.pair_windows import CHOSEN_TOKENS, PAIRS
 from genesis.data.window import AccumulationWindow
 from genesis.errors import UserError
 from genesis.loss import sum_cross_entropy

@@ -1,0 +1,207 @@
+"""The windows of a step on pairs of answers.
+
+P  pairs of one micro-batch     S  tokens of a padded row (`seq_len`)     N  tokens of all answers of a micro-batch
+
+A position of the order is a pair. A micro-batch holds 2P documents, chosen and rejected in turn, and attention never
+crosses a document:
+
+    joined    one row of N tokens without padding
+    padded    2P rows of S tokens, for compiled blocks, which would compile again for each other shape
+
+`MicroBatch.extra` then has `answers`, the number of each token's document in the micro-batch, and `pairs`, the number
+of each pair among all pairs of the corpus, those of the validation set last; -1 where a validation set has none left.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+import torch
+from jaxtyping import Int64
+from numpy import ndarray
+
+from genesis.data.loader import Ranks, SequenceFormat
+from genesis.data.order import SequenceOrder
+from genesis.data.pairs import Answer, Pair, PairSet
+from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
+
+PAIRS: Final = "pairs"
+"""The unit of pairs in `AccumulationWindow.num_units`, and the tensor of their numbers in `MicroBatch.extra`."""
+CHOSEN_TOKENS: Final = "chosen_tokens"
+"""The unit of valid labels in chosen answers."""
+ANSWERS: Final = "answers"
+"""The tensor of each token's document in `MicroBatch.extra`."""
+
+
+@dataclass(frozen=True)
+class PairWindows:
+    """One rank's windows of the training order. Deterministic and thread-safe; no communication.
+
+    Args:
+        order: Maps each position to a pair.
+        pairs: The pairs; the sources of the training set are in the order's order.
+        sequence_format: Padding, and the length of padded rows.
+        global_batch_size: Pairs per step, over all ranks.
+        micro_batch_size: Pairs per micro-batch.
+        ranks: The number of this rank.
+        is_padded: Whether each answer has a row of `seq_len` tokens.
+    """
+
+    order: SequenceOrder
+    pairs: PairSet
+    sequence_format: SequenceFormat
+    global_batch_size: int
+    micro_batch_size: int
+    ranks: Ranks
+    is_padded: bool
+
+    def window(self, position: int) -> AccumulationWindow:
+        """Returns this rank's window of the global batch that begins at `position`."""
+        num_pairs = self.global_batch_size // self.ranks.world_size
+        source_ids, pair_ids = self.order.sequences(position + self.ranks.rank * num_pairs, num_pairs)
+        numbers = [
+            self.pairs.number_of(source, pair)
+            for source, pair in zip(source_ids.tolist(), pair_ids.tolist(), strict=True)
+        ]
+        return build_pair_window(
+            [self.pairs.read(number) for number in numbers],
+            self.sequence_format,
+            self.micro_batch_size,
+            position + self.global_batch_size,
+            is_padded=self.is_padded,
+        )
+
+
+class SomePairWindows:
+    """One rank's windows, of one micro-batch each, of consecutive pairs, each of which is in one window of one rank.
+
+    The last windows may have fewer pairs or none, so that all ranks have the same number of windows. Deterministic and
+    thread-safe; no communication.
+
+    Args:
+        pairs: The pairs.
+        numbers: The numbers of the pairs to read, in their order.
+        sequence_format: Padding, and the length of padded rows.
+        micro_batch_size: Pairs per window.
+        ranks: The number of this rank.
+        is_padded: Whether each answer has a row of `seq_len` tokens.
+    """
+
+    def __init__(
+        self,
+        pairs: PairSet,
+        numbers: Sequence[int],
+        sequence_format: SequenceFormat,
+        micro_batch_size: int,
+        ranks: Ranks,
+        *,
+        is_padded: bool,
+    ) -> None:
+        self._pairs, self._numbers, self._format = pairs, numbers, sequence_format
+        self._micro_batch_size, self._ranks, self._is_padded = micro_batch_size, ranks, is_padded
+
+    @cached_property
+    def _num_per_window(self) -> int:
+        return self._micro_batch_size * self._ranks.world_size
+
+    def __len__(self) -> int:
+        return -(-len(self._numbers) // self._num_per_window)
+
+    def window(self, index: int) -> AccumulationWindow:
+        """Returns this rank's window `index`."""
+        begin = index * self._num_per_window
+        first = begin + self._ranks.rank * self._micro_batch_size
+        own = self._numbers[first : first + self._micro_batch_size]
+        missing = [None] * (self._micro_batch_size - len(own))
+        end = min(begin + self._num_per_window, len(self._numbers))
+        read = [self._pairs.read(number) for number in own]
+        return build_pair_window(
+            [*read, *missing], self._format, self._micro_batch_size, end, is_padded=self._is_padded
+        )
+
+
+def build_pair_window(
+    pairs: Sequence[Pair | None],
+    sequence_format: SequenceFormat,
+    micro_batch_size: int,
+    data_position: int,
+    *,
+    is_padded: bool,
+) -> AccumulationWindow:
+    """Returns the window of some pairs, in their order; None is a pair that a validation set lacks."""
+    micro_batches = []
+    num_valid_tokens, num_bytes, num_chosen = 0, 0, 0
+    for first in range(0, len(pairs), micro_batch_size):
+        run = pairs[first : first + micro_batch_size]
+        answers = [answer for pair in run for answer in ((None, None) if pair is None else pair[1:])]
+        inputs, labels, documents, offsets, owners = (
+            _pad_answers(answers, sequence_format) if is_padded else _join_answers(answers, sequence_format)
+        )
+        is_valid = labels != IGNORE_INDEX
+        num_valid_tokens += int(np.count_nonzero(is_valid))
+        num_chosen += int(np.count_nonzero(is_valid & (owners % 2 == 0)))
+        num_bytes += int(sequence_format.token_num_bytes[labels[is_valid]].sum(dtype=np.int64))
+        micro_batches.append(
+            MicroBatch(
+                torch.from_numpy(inputs),
+                torch.from_numpy(labels),
+                torch.from_numpy(documents),
+                torch.from_numpy(offsets),
+                {
+                    ANSWERS: torch.from_numpy(owners),
+                    PAIRS: torch.tensor([-1 if pair is None else pair.number for pair in run]),
+                },
+            )
+        )
+    return AccumulationWindow(
+        micro_batches=tuple(micro_batches),
+        num_valid_tokens=num_valid_tokens,
+        num_bytes=num_bytes,
+        data_position=data_position,
+        num_units={PAIRS: sum(pair is not None for pair in pairs), CHOSEN_TOKENS: num_chosen},
+    )
+
+
+Arrays = tuple[ndarray, ndarray, ndarray, ndarray, ndarray]
+"""Inputs, labels, documents, offsets of documents, and the answer of each token."""
+
+
+def _join_answers(answers: Sequence[Answer | None], sequence_format: SequenceFormat) -> Arrays:
+    """Returns one row with all answers, or with one token of padding if there is none."""
+    present = [(owner, *_shift(answer)) for owner, answer in enumerate(answers) if answer is not None]
+    if not present:
+        empty = np.array([sequence_format.padding_id])
+        present = [(0, empty, np.full(1, IGNORE_INDEX))]
+    lengths = [len(inputs) for _, inputs, _ in present]
+    return (
+        np.concatenate([inputs for _, inputs, _ in present])[None],
+        np.concatenate([labels for _, _, labels in present])[None],
+        np.repeat(np.arange(len(present), dtype=np.int32), lengths)[None],
+        np.cumsum([0, *lengths]).astype(np.int32),
+        np.repeat(np.array([owner for owner, _, _ in present]), lengths)[None],
+    )
+
+
+def _pad_answers(answers: Sequence[Answer | None], sequence_format: SequenceFormat) -> Arrays:
+    """Returns a row for each answer; the padding after it is one more document of the row."""
+    shape = len(answers), sequence_format.seq_len
+    inputs, labels = np.full(shape, sequence_format.padding_id, np.int64), np.full(shape, IGNORE_INDEX, np.int64)
+    documents, offsets = np.zeros(shape, np.int32), [0]
+    for row, answer in enumerate(answers):
+        start, length = row * shape[1], 0
+        if answer is not None:
+            own_inputs, own_labels = _shift(answer)
+            length = len(own_inputs)
+            inputs[row, :length], labels[row, :length], documents[row, length:] = own_inputs, own_labels, 1
+            offsets.append(start + length)
+        if length < shape[1]:
+            offsets.append(start + shape[1])
+    owners = np.broadcast_to(np.arange(shape[0])[:, None], shape).copy()
+    return inputs, labels, documents, np.array(offsets, np.int32), owners
+
+
+def _shift(answer: Answer) -> tuple[Int64[ndarray, " n"], Int64[ndarray, " n"]]:
+    """Returns the inputs and the labels of an answer; its last token is a label alone."""
+    return answer.tokens[:-1], np.where(answer.has_label[1:], answer.tokens[1:], IGNORE_INDEX)
