@@ -133,7 +133,7 @@ class _SumCrossEntropy(torch.autograd.Function):
             is_ignored = target == IGNORE_INDEX
             target = target.masked_fill(is_ignored, 0)
             logits = chunk @ low_weight.t()
-            probs, log_normaliser = _normalise(logits)
+            probs, log_normaliser = normalise(logits)
             loss_sum += (log_normaliser - logits.gather(1, target)).masked_fill_(is_ignored, 0).sum()
             del logits  # as large as `probs`, and not read again
             if grad_hidden is None:
@@ -144,7 +144,7 @@ class _SumCrossEntropy(torch.autograd.Function):
             grad_logits = probs.to(dtype)
             grad_hidden[start : start + step] = (grad_logits @ low_weight).masked_fill_(is_ignored, 0)
             if grad_weight is not None:
-                grad_weight = _add_product(grad_weight, grad_logits.t(), chunk.masked_fill(is_ignored, 0))
+                grad_weight = add_product(grad_weight, grad_logits.t(), chunk.masked_fill(is_ignored, 0))
             del probs, grad_logits  # before the logits of the next chunk exist
         ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
         return loss_sum
@@ -168,11 +168,11 @@ class _TokenLosses(torch.autograd.Function):
         ctx.dtype = dtype
         losses = torch.zeros(len(labels), dtype=torch.float32, device=hidden.device)
         low_weight = weight.to(dtype)
-        for run in _chunks(len(labels), weight):
+        for run in split_chunks(len(labels), weight):
             target = labels[run, None]
             is_ignored = target == IGNORE_INDEX
             logits = hidden[run].to(dtype) @ low_weight.t()
-            _, log_normaliser = _normalise(logits)
+            _, log_normaliser = normalise(logits)
             own = log_normaliser - logits.gather(1, target.masked_fill(is_ignored, 0))
             losses[run] = own.masked_fill_(is_ignored, 0).squeeze(1)
         return losses
@@ -187,12 +187,12 @@ class _TokenLosses(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight_grad else None
         low_weight = weight.to(ctx.dtype)
         with torch.autocast(hidden.device.type, enabled=False):
-            for run in _chunks(len(labels), weight):
+            for run in split_chunks(len(labels), weight):
                 target = labels[run, None]
                 is_ignored = target == IGNORE_INDEX
                 target = target.masked_fill(is_ignored, 0)
                 chunk = hidden[run].to(ctx.dtype)
-                probs, _ = _normalise(chunk @ low_weight.t())
+                probs, _ = normalise(chunk @ low_weight.t())
                 # d(-log p)/d(logits) = softmax - onehot. The factors come before the cast: in float16 their product
                 # with the scale of a loss may be all that keeps a gradient from being 0.
                 probs.scatter_add_(1, target, probs.new_full(target.shape, -1.0))
@@ -200,16 +200,17 @@ class _TokenLosses(torch.autograd.Function):
                 if grad_hidden is not None:
                     grad_hidden[run] = (grad_logits @ low_weight).masked_fill_(is_ignored, 0)
                 if grad_weight is not None:
-                    grad_weight = _add_product(grad_weight, grad_logits.t(), chunk.masked_fill(is_ignored, 0))
+                    grad_weight = add_product(grad_weight, grad_logits.t(), chunk.masked_fill(is_ignored, 0))
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
-def _chunks(num_tokens: int, weight: Tensor) -> Iterator[slice]:
+def split_chunks(num_tokens: int, weight: Tensor) -> Iterator[slice]:
+    """Yields the chunks of so many tokens, whose logits with this output weight exist at one time."""
     step = split_tokens(num_tokens, weight.shape[0], weight.device)
     return (slice(start, start + step) for start in range(0, num_tokens, step))
 
 
-def _normalise(logits: Float[Tensor, "N V"]) -> tuple[Float32[Tensor, "N V"], Float[Tensor, "N 1"]]:
+def normalise(logits: Float[Tensor, "N V"]) -> tuple[Float32[Tensor, "N V"], Float[Tensor, "N 1"]]:
     """Returns the probabilities, and the logarithm of the sum of the exponentials."""
     # The sum over the vocabulary needs float32: in bfloat16, 8 bits of mantissa lose the small terms.
     probs = torch.softmax(logits, dim=-1, dtype=torch.float32)
@@ -217,8 +218,8 @@ def _normalise(logits: Float[Tensor, "N V"]) -> tuple[Float32[Tensor, "N V"], Fl
     return probs, logits.amax(1, keepdim=True) - probs.amax(1, keepdim=True).log_()
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Returns `total` with the product added, in place or not, in float32."""
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Returns `total` with the product of `a` and `b` added, in place or not, in float32."""
     if a.dtype == total.dtype:
         return total.addmm_(a, b)
     if a.is_cuda:  # the product is never rounded to 16 bits, and no tensor of its own

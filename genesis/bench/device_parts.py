@@ -138,7 +138,7 @@ def measure_decoding(kind: str, size: dict[str, int]) -> dict[str, Any]:
 @contextlib.contextmanager
 def _chunks_as_before() -> Iterator[None]:
     """Makes the loss take chunks of 128 MiB with a rest, and round the weight's gradient to 16 bits before each sum."""
-    before = (loss.split_tokens, loss._add_product)
+    before = (loss.split_tokens, loss.add_product)
 
     def split(num_tokens: int, vocab_size: int, device: torch.device) -> int:
         return max(loss.MIN_CHUNK_TOKENS, 128 * 2**20 // (4 * vocab_size))
@@ -147,11 +147,11 @@ def _chunks_as_before() -> Iterator[None]:
         total += a @ b
         return total
 
-    loss.split_tokens, loss._add_product = split, add
+    loss.split_tokens, loss.add_product = split, add
     try:
         yield
     finally:
-        loss.split_tokens, loss._add_product = before
+        loss.split_tokens, loss.add_product = before
 
 
 def measure_loss(kind: str, size: dict[str, int]) -> dict[str, Any]:

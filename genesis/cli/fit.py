@@ -30,6 +30,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from genesis.checkpoint_reference import LATEST, read_reference
 from genesis.cli.adapter import check_has_adapters, prepare_adapter, start_adapter
+from genesis.cli.distillation import read_recorded, start_distillation
 from genesis.cli.options import check_is_yaml
 from genesis.cli.precision import GenesisTrainer, resolve_precision
 from genesis.cli.preference import prepare_preference
@@ -38,6 +39,7 @@ from genesis.deprecated_options import rename_in_arguments, rename_in_yaml, rena
 from genesis.errors import RunEndedError, UserError, naming
 from genesis.model.device_proofs import ATTENTION_PROOF
 from genesis.model.recipe import dump_decoder_config
+from genesis.objectives.distillation import Distillation
 from genesis.objectives.preference import DPO
 from genesis.run_directory import RunDirectory
 from genesis.strategies import Replicated, Sharded
@@ -237,7 +239,7 @@ class GenesisCLI(LightningCLI):
         )
         own = _place_run(str(run_dir), self._get(self.config, "fork"))
         self._adapter_base = prepare_adapter(config, reference, Path(own))
-        self._identity = prepare_preference(config, reference, Path(own))
+        self._reference, self._identity = reference, prepare_preference(config, reference, Path(own))
         if reference is None:
             return
         run_dir = reference.run.path
@@ -280,7 +282,7 @@ class GenesisCLI(LightningCLI):
         self.checkpoint.recipe = self.config_dump
         self.checkpoint.device_proofs = (ATTENTION_PROOF,)
         self.checkpoint.drift_policy = RECIPE_POLICY
-        self.checkpoint.identity = {**self.datamodule.training.identity, **self._identity}
+        self.checkpoint.identity = {**self.datamodule.training.identity, **self._identity, **self._start_distillation()}
         if isinstance(self.model.objective, DPO):
             self.model.objective.directory = RunDirectory(run_dir).reference
         # Validating an earlier checkpoint must not write into the log of the run that trains.
@@ -295,6 +297,19 @@ class GenesisCLI(LightningCLI):
         if isinstance(trainer.strategy, Replicated | Sharded):
             trainer.strategy.start.recipe = self.config_dump
         return trainer
+
+    def _start_distillation(self) -> dict[str, str]:
+        """Finds the teacher of a fit that distils, completes the recipe, and returns what identifies the teacher."""
+        objective = self.model.objective
+        if self.subcommand != "fit" or not isinstance(objective, Distillation):
+            return {}
+        tokenizer = self._get(self.config, "data.stream.tokenizer") or self._get(self.config, "data.corpus")
+        restore = self._get(self.config, "checkpoint.restore")
+        recorded = read_recorded(self._reference, self.checkpoint.directory.parent, restore)
+        identity = start_distillation(objective, self.datamodule.training, tokenizer, recorded)
+        options = self.config_dump["model"]["objective"]["init_args"]
+        options["teacher"], options["cache"] = objective.teacher, objective.cache
+        return identity
 
     def _run_subcommand(self, subcommand: str) -> None:
         try:

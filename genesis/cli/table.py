@@ -78,6 +78,7 @@ COMMANDS = (
     Command("data prepare", "turn text into token shards with a manifest", "genesis.cli.data:prepare_main"),
     Command("data adopt", "use token files of other tools as a corpus, without a copy", "genesis.cli.adopt:main"),
     Command("data plan", "pack the documents of a corpus into sequences", "genesis.cli.data:plan_main"),
+    Command("data distill", "store a teacher's probabilities for a corpus", "genesis.cli.distill:main"),
     Command("data inspect", "show a corpus: manifest, packings, decoded samples", "genesis.cli.data:inspect_main"),
     Command("data verify", "check every shard of a corpus against its manifest", "genesis.cli.data:verify_main"),
     Command("model describe", "print parameters by part, FLOPs and memory", "genesis.cli.model:describe_main"),

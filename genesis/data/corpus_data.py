@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from genesis.data.corpus import Corpus, TokenSource, VerifyHashes, open_corpus
-from genesis.data.loader import Ranks, SequenceFormat, TrainWindows, plan_micro_batches
+from genesis.data.loader import Ranks, SequenceColumns, SequenceFormat, TrainWindows, plan_micro_batches
 from genesis.data.manifest import read_manifest
 from genesis.data.old_keys import rename_old_keys
 from genesis.data.order import SequenceOrder, build_order, weigh_sequences
@@ -37,6 +37,10 @@ class CorpusData:
         options: How sequences and batches are built; `best_fit` and `pad` need a plan by `genesis data plan`.
         verify_hashes: Whether to compare each shard with its hash when the shard is first read.
         tokenizer_hash: The tokenizer that the corpus must have been made with; None accepts any.
+
+    Attributes:
+        columns: Further tensors of the training sequences, if an objective needs any; set them before the corpus is
+            opened for training.
     """
 
     tokens_per_second: Final = None
@@ -53,6 +57,7 @@ class CorpusData:
         self._tokenizer_hash = tokenizer_hash
         self._ranks = Ranks()
         self._pads_pairs = False
+        self.columns: SequenceColumns | None = None
         self._order: SequenceOrder | None = None
         self._windows: TrainWindows | PairWindows | None = None
         self._packed_tokens: dict[str, int] = {}
@@ -243,7 +248,7 @@ class CorpusData:
         sizes = (options.global_batch_size, options.micro_batch_size, self._ranks)
         if self.pairs is not None:
             return PairWindows(self.order, self.pairs, self.sequence_format, *sizes, self._pads_pairs)
-        return TrainWindows(self.order, self.corpus.train, self.sequence_format, *sizes, self.plans)
+        return TrainWindows(self.order, self.corpus.train, self.sequence_format, *sizes, self.plans, self.columns)
 
     @property
     def _weights(self) -> Mapping[str, int]:

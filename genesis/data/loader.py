@@ -9,9 +9,9 @@ micro-batch in it, are the same for any number of ranks.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Int32, Int64, Integer
 from numpy import ndarray
+from torch import Tensor
 
 from genesis.data.clock import LoaderClock
 from genesis.data.order import SequenceOrder
@@ -78,6 +79,13 @@ class TokenStream(Protocol):
 
     def ends_between(self, start: int, stop: int) -> Int64[ndarray, " ends"]:
         """Returns the document ends in the stream that are greater than `start` and at most `stop`."""
+
+
+class SequenceColumns(Protocol):
+    """Further tensors of each sequence, which an objective reads beside the tokens. Thread-safe."""
+
+    def read(self, source_ids: Int64[ndarray, " N"], sequence_ids: Int64[ndarray, " N"]) -> Mapping[str, Tensor]:
+        """Returns the tensors by name, for `MicroBatch.extra`: a row for each of these sequences of these sources."""
 
 
 def plan_micro_batches(global_batch_size: int, micro_batch_size: int, world_size: int) -> int:
@@ -194,6 +202,7 @@ class TrainWindows:
         micro_batch_size: Sequences per micro-batch.
         ranks: The number of this rank.
         plans: The plans of the sources, in the same order; None cuts each stream evenly (`chunk`).
+        columns: Further tensors of the sequences, if any.
     """
 
     order: SequenceOrder
@@ -203,6 +212,7 @@ class TrainWindows:
     micro_batch_size: int
     ranks: Ranks
     plans: Sequence[SourcePlan] | None = None
+    columns: SequenceColumns | None = None
 
     def __post_init__(self) -> None:
         assert len({source.end_id for source in self.sources} - {None}) <= 1, "sources of more than one corpus"
@@ -215,7 +225,14 @@ class TrainWindows:
         """Returns this rank's window of the global batch that begins at `position`."""
         num_rows = self.global_batch_size // self.ranks.world_size
         source_ids, sequence_ids = self.order.sequences(position + self.ranks.rank * num_rows, num_rows)
-        seq_len = self.sequence_format.seq_len
+        window = self.read(source_ids, sequence_ids, position + self.global_batch_size)
+        return window if self.columns is None else _add_columns(window, self.columns.read(source_ids, sequence_ids))
+
+    def read(
+        self, source_ids: Int64[ndarray, " N"], sequence_ids: Int64[ndarray, " N"], data_position: int
+    ) -> AccumulationWindow:
+        """Returns the window of these sequences without columns; N is a multiple of the micro-batch size."""
+        num_rows, seq_len = len(sequence_ids), self.sequence_format.seq_len
         rows = np.empty((num_rows, seq_len + 1), self.sequence_format.token_dtype)
         has_label = _make_label_rows(self.sources, rows)
         ids = list(zip(source_ids.tolist(), sequence_ids.tolist(), strict=True))
@@ -229,8 +246,7 @@ class TrainWindows:
                 starts, sizes = self.plans[source_id].pieces(sequence)
                 source = self.sources[source_id]
                 lengths[number] = self._fill_row(source, starts, sizes, rows[number], ends[number], of_row)
-        end = position + self.global_batch_size
-        return build_window(rows, self.sequence_format, self.micro_batch_size, end, ends, lengths, has_label)
+        return build_window(rows, self.sequence_format, self.micro_batch_size, data_position, ends, lengths, has_label)
 
     def _read_rows(
         self, ids: list[tuple[int, int]], rows: Integer[ndarray, "N S+1"], has_label: Bool[ndarray, "N S+1"] | None
@@ -331,6 +347,17 @@ class ValidationWindows:
         source = int(np.searchsorted(self._last_of_source, in_set, side="right"))
         before = int(self._last_of_source[source - 1]) if source else 0
         return self._sources[source], (in_set - before) * self._format.seq_len
+
+
+def _add_columns(window: AccumulationWindow, columns: Mapping[str, Tensor]) -> AccumulationWindow:
+    """Returns the window with each micro-batch's rows of the columns."""
+    micro_batches, first = [], 0
+    for micro_batch in window.micro_batches:
+        end = first + len(micro_batch.input_ids)
+        extra = {name: column[first:end] for name, column in columns.items()}
+        micro_batches.append(replace(micro_batch, extra={**micro_batch.extra, **extra}))
+        first = end
+    return replace(window, micro_batches=tuple(micro_batches))
 
 
 def _make_label_rows(sources: Sequence[TokenStream], rows: Integer[ndarray, "N S+1"]) -> Bool[ndarray, "N S+1"] | None:

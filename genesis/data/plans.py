@@ -223,6 +223,16 @@ def measure_source(source: TokenSource, seq_len: int, packing: Packing) -> Packi
     return reduce(add, (figures for _, figures in _pack(source, seq_len, packing)), PackingFigures())
 
 
+def hash_shards(record: SourceRecord) -> str:
+    """Returns a hash of what the manifest lists of a source's shards: their tokens, document ends and labels."""
+    names = ["num_tokens", "num_documents", "hash", "index_hash"]
+    # Without the column the hash must equal that of earlier versions, which had no such column.
+    if "labels_hash" in record.table.columns:
+        names.append("labels_hash")
+    columns = [list(record.table.column(name)) for name in names]
+    return blake3(json.dumps(columns).encode()).hexdigest()
+
+
 # Making a plan
 
 
@@ -266,7 +276,7 @@ def _write_source(
             figures, num_pieces = figures + of_block, num_pieces + len(packed.starts)
             num_tokens += int(packed.lengths.sum())
     hashes = {name: _hash_file(path) for name, path in paths.items()}
-    return PlanRecord(_hash_shards(record), num_pieces, num_tokens, figures, hashes)
+    return PlanRecord(hash_shards(record), num_pieces, num_tokens, figures, hashes)
 
 
 def _pack(
@@ -369,7 +379,7 @@ def _find_misfit(plan: Plan, corpus: Corpus) -> str | None:
     names = [record.name for record in corpus.manifest.train]
     if list(plan.sources) != names:
         return f"the sources {', '.join(plan.sources)}, the corpus has {', '.join(names)}"
-    other = next((r.name for r in corpus.manifest.train if plan.sources[r.name].made_from != _hash_shards(r)), None)
+    other = next((r.name for r in corpus.manifest.train if plan.sources[r.name].made_from != hash_shards(r)), None)
     return None if other is None else f"other shards of the source {other!r}"
 
 
@@ -394,12 +404,3 @@ def _hash_file(path: Path) -> str:
         while part := file.read(_HASHED_BYTES):
             digest.update(part)
     return digest.hexdigest()
-
-
-def _hash_shards(record: SourceRecord) -> str:
-    names = ["num_tokens", "num_documents", "hash", "index_hash"]
-    # Without the column the hash must equal that of earlier versions, which had no such column.
-    if "labels_hash" in record.table.columns:
-        names.append("labels_hash")
-    columns = [list(record.table.column(name)) for name in names]
-    return blake3(json.dumps(columns).encode()).hexdigest()

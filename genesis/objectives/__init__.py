@@ -1,7 +1,8 @@
 """What training minimises: the objectives of a step."""
 
 from genesis.objectives.cross_entropy import CrossEntropy
+from genesis.objectives.distillation import Distillation
 from genesis.objectives.gspo import GSPO
 from genesis.objectives.preference import DPO
 
-__all__ = ["DPO", "GSPO", "CrossEntropy"]
+__all__ = ["DPO", "GSPO", "CrossEntropy", "Distillation"]

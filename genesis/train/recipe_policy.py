@@ -55,6 +55,9 @@ RECIPE_POLICY: Final = DriftPolicy(
         # The identity has the hash of the reference, which the command compares: a new run has one of its own.
         ("free", "model.objective.init_args.reference"),
         ("free", "reference"),
+        # The identity has the hashes of a distillation's teacher and cache.
+        ("free", "model.objective.init_args.teacher"),
+        ("free", "model.objective.init_args.cache"),
         *(("never", pattern) for pattern in _NEVER),
         *(("free", pattern) for pattern in _FREE),
     ),

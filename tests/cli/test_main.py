@@ -24,6 +24,7 @@ OPTIONS = {
     "data adopt": ("paths", "--sources", "--add_eos", "--validation_paths"),
     "data inspect": ("corpus", "--num_samples", "--split"),
     "data plan": ("corpus", "--packing", "--seq_len"),
+    "data distill": ("corpus", "teacher", "--seq_len", "--top_k", "--log_probs"),
     "data verify": ("corpus",),
     "model describe": ("--config", "--json"),
     "model add-tokens": ("model", "out", "tokens", "--eos", "--chat_template", "--multiple_of"),

@@ -1,0 +1,145 @@
+"""`genesis data distill`: a teacher's probabilities for a corpus, on disk."""
+
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from genesis.cli.options import PLAIN_WIDTH, build_parser, make, parse
+from genesis.data.corpus_data import CorpusData
+from genesis.data.fixed_sequences import identify_sequences, read_sequences
+from genesis.data.loader import Ranks
+from genesis.data.packing import Packing
+from genesis.data.training_data import TrainingOptions
+from genesis.device import check_available, is_available
+from genesis.errors import UserError
+from genesis.generate.teacher import find_teacher, load_teacher
+from genesis.objectives.distillation import check_options
+from genesis.objectives.teacher import TeacherDtype
+from genesis.objectives.teacher_cache import CacheIdentity, LogProbsType, write_cache
+
+_DESCRIPTION = """Stores a teacher's probabilities for each token of a corpus: those of the --top_k most probable ids,
+and that of all other ids together. A student learns them by model.objective of `genesis fit`, without the teacher.
+The command may be killed at any time: the same command continues. A cache belongs to one teacher, corpus, packing,
+length, temperature and number of ids, and is refused with others.
+Example: genesis data distill corpora/demo runs/teacher --seq_len 2048 --top_k 64"""
+
+
+@dataclass(frozen=True)
+class DistillOptions:
+    """Options of `genesis data distill`.
+
+    Args:
+        seq_len: Tokens per sequence, equal to data.seq_len.
+        packing: How documents are packed, equal to data.packing.
+        top_k: Number of ids for each position whose probabilities are stored.
+        temperature: The temperature of the probabilities.
+        log_probs: The type on disk: float32 keeps what the teacher gives, float16 an error of 1/2048 at most.
+        out: The cache's directory; by default in CORPUS/distilled.
+        batch_size: Number of sequences of one forward. If it is data.micro_batch_size, a CPU gives bit for bit the
+            probabilities of a teacher that runs beside the training.
+        device: The device: cpu, cuda, or another that torch finds; by default cuda if available.
+        dtype: The dtype in which the teacher runs; by default that of its weights.
+    """
+
+    seq_len: int
+    packing: Packing = "chunk"
+    top_k: int = 64
+    temperature: float = 1.0
+    log_probs: LogProbsType = "float32"
+    out: Path | None = None
+    batch_size: int = 8
+    device: str | None = None
+    dtype: TeacherDtype | None = None
+
+    def __post_init__(self) -> None:
+        check_options(self.top_k, self.temperature)
+        for name in ("seq_len", "batch_size"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+
+def main(argv: list[str]) -> int:
+    """Runs `genesis data distill` and returns its exit status."""
+    parser = build_parser("data distill", _DESCRIPTION)
+    parser.add_argument("corpus", type=Path, help="directory of a corpus")
+    parser.add_argument("teacher", type=Path, help="a run, a checkpoint or an export")
+    parser.add_class_arguments(DistillOptions)
+    arguments = parse(parser, argv, DistillOptions)
+    options = make(DistillOptions, arguments)
+    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+    for line in distill(arguments.corpus, arguments.teacher, options, console):
+        print(line)
+    return 0
+
+
+def distill(path: Path, given: Path, options: DistillOptions, console: Console) -> list[str]:
+    """Makes the cache and returns lines about it.
+
+    Raises:
+        UserError: Teacher and corpus do not fit together, or the cache cannot be written.
+    """
+    if options.device is not None:
+        check_available(options.device)
+    device = torch.device(options.device or ("cuda" if is_available("cuda") else "cpu"))
+    found = find_teacher(given)
+    size = options.batch_size
+    data = CorpusData(
+        path,
+        TrainingOptions(options.seq_len, size, size, packing=options.packing),
+        verify_hashes="first_touch",
+        tokenizer_hash=None,
+    )
+    data.open(Ranks())
+    sequences = identify_sequences(data)
+    found.check_tokenizer(sequences["tokenizer_hash"], f"the corpus {path}")
+    teacher, dtype = load_teacher(
+        found,
+        tokenizer=path if found.tokenizer_hash else None,
+        vocab_size=data.vocab_size,
+        seq_len=options.seq_len,
+        top_k=options.top_k,
+        temperature=options.temperature,
+        dtype=options.dtype,
+    )
+    identity = CacheIdentity(
+        teacher=found.hash,
+        teacher_dtype=dtype,
+        vocab_size=data.vocab_size,
+        top_k=options.top_k,
+        temperature=float(options.temperature),
+        log_probs=options.log_probs,
+        sequences=sequences,
+    )
+    out = options.out or path / "distilled" / _name(given, options)
+    total = sum(identity.num_sequences.values())
+    num_bytes = total * identity.layout.sequence_bytes
+    print(f"{out}: {total * options.seq_len:,} positions of {total:,} sequences, {num_bytes / 2**30:,.2f} GiB")
+    columns = (TextColumn("sequences"), BarColumn(), TextColumn("{task.completed:,.0f} of {task.total:,.0f}"))
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("sequences", total=total)
+        is_new = write_cache(
+            out,
+            identity,
+            partial(read_sequences, data),
+            lambda micro_batch: teacher.read(micro_batch.to(device)),
+            batch_size=size,
+            report=lambda done, of: bar.update(task, completed=done, total=of),
+        )
+    return [
+        "complete" if is_new else "nothing to do: the cache was complete",
+        "model.objective in a recipe: "
+        f"class_path: genesis.objectives.Distillation, init_args: teacher: {given}, cache: {out}, "
+        f"top_k: {options.top_k}, temperature: {options.temperature:g}",
+    ]
+
+
+def _name(given: Path, options: DistillOptions) -> str:
+    """Returns the name of a cache, by what people tell caches apart."""
+    teacher = "-".join(part for part in given.parts[-2:] if part not in ("/", "runs", "..", "."))
+    number = f"top{options.top_k}-t{options.temperature:g}-{options.packing}-{options.seq_len}-{options.log_probs}"
+    return f"{teacher}-{number}"

@@ -1,0 +1,122 @@
+"""The teacher of a distillation, from a checkpoint or an export: found and identified first, and loaded later."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from blake3 import blake3
+
+from genesis.checkpoint_reference import LATEST, Reference, read_reference
+from genesis.errors import UserError
+from genesis.generate.load import load_decoder
+from genesis.huggingface.directory import check_files
+from genesis.objectives.teacher import Teacher, TeacherDtype
+from genesis.tokenizer.open import find_format, open_tokenizer
+from genesis_callbacks.checkpoint import list_committed, read_committed_hash, read_manifest
+
+_HASH_SHOWN: Final = 16
+
+
+@dataclass(frozen=True)
+class TeacherReference:
+    """A teacher that is not loaded yet.
+
+    Args:
+        path: The directory of the checkpoint or the export, as an absolute path.
+        hash: The hash of the checkpoint's manifest, or of all files of the export.
+        tokenizer_hash: The identity of the teacher's tokenizer; empty without one.
+    """
+
+    path: Path
+    hash: str
+    tokenizer_hash: str
+
+    def check_tokenizer(self, tokenizer_hash: str, owner: str) -> None:
+        """Compares the tokenizer with the student's.
+
+        Raises:
+            UserError: The tokenizers differ, so that an id of one model is another text for the other.
+        """
+        if tokenizer_hash != self.tokenizer_hash:
+            raise UserError(
+                f"the teacher {self.path} has the tokenizer {_show(self.tokenizer_hash)}, and {owner} has "
+                f"{_show(tokenizer_hash)}: give a teacher with the student's tokenizer, or prepare the data with the "
+                "teacher's"
+            )
+
+
+def find_teacher(given: str | Path, recorded_hash: str | None = None) -> TeacherReference:
+    """Returns the teacher that a value names (`genesis.checkpoint_reference`); its weights are not read.
+
+    Args:
+        given: A run, a checkpoint or an export.
+        recorded_hash: The hash of the teacher in the checkpoint that a run continues from. Of a run that was trained
+            further, the checkpoint with this hash is the teacher, if it still exists.
+
+    Raises:
+        UserError: There is no such checkpoint, or the export is damaged.
+    """
+    reference = read_reference(given)
+    if reference.kind == "export":
+        files = check_files(reference.path)
+        tokenizer = open_tokenizer(reference.path).hash if find_format(reference.path) is not None else ""
+        content = blake3(json.dumps(files, sort_keys=True).encode()).hexdigest()
+        return TeacherReference(reference.path.resolve(), f"blake3:{content}", tokenizer)
+    path = _find_recorded(reference, recorded_hash) or reference.find_checkpoint(level="quick")
+    tokenizer = read_manifest(path).identity.get("tokenizer_hash") or ""
+    return TeacherReference(path.resolve(), read_committed_hash(path), tokenizer)
+
+
+def _find_recorded(reference: Reference, recorded_hash: str | None) -> Path | None:
+    if recorded_hash is None or reference.kind != "run" or reference.selector not in (None, LATEST):
+        return None
+    committed = (path for path, _ in list_committed(reference.path))
+    return next((path for path in committed if read_committed_hash(path) == recorded_hash), None)
+
+
+def load_teacher(
+    found: TeacherReference,
+    *,
+    tokenizer: Path | None,
+    vocab_size: int,
+    seq_len: int,
+    top_k: int,
+    temperature: float,
+    dtype: TeacherDtype | None = None,
+) -> tuple[Teacher, str]:
+    """Returns the teacher, in host memory until its first use, and the dtype in which it runs.
+
+    Args:
+        found: The teacher.
+        tokenizer: Where the tokenizer's files lie; None if there is no tokenizer.
+        vocab_size: Number of the tokenizer's ids.
+        seq_len: Tokens of a sequence.
+        top_k: Number of ids whose probabilities the teacher gives.
+        temperature: The temperature of the probabilities.
+        dtype: The dtype of the weights; None for that of the files.
+
+    Raises:
+        UserError: The teacher is damaged, reads shorter sequences, or has fewer ids than the tokenizer.
+    """
+    decoder = load_decoder(found.path, tokenizer, dtype=None if dtype is None else getattr(torch, dtype)).decoder
+    config = decoder.config
+    if seq_len > config.max_seq_len:
+        raise UserError(
+            f"the teacher {found.path} reads at most {config.max_seq_len} tokens, fewer than seq_len {seq_len}: lower "
+            "seq_len, or give another teacher"
+        )
+    if vocab_size > config.vocab_size:
+        raise UserError(
+            f"the teacher {found.path} has {config.vocab_size:,} ids, fewer than the tokenizer's {vocab_size:,}: give "
+            "another teacher"
+        )
+    if top_k > vocab_size:
+        raise UserError(f"top_k is {top_k}, more than the {vocab_size:,} ids of the tokenizer: lower it")
+    name = str(decoder.embedding.weight.dtype).removeprefix("torch.")
+    return Teacher(decoder, vocab_size=vocab_size, top_k=top_k, temperature=temperature), name
+
+
+def _show(tokenizer_hash: str) -> str:
+    return tokenizer_hash[:_HASH_SHOWN] if tokenizer_hash else "none"

@@ -1,0 +1,115 @@
+"""Distillation: a student learns a teacher's probabilities beside the labels.
+
+logged                     unit and meaning
+train/loss                 (1 - a) cross-entropy + a T^2 divergence, per valid token (`distillation_loss` defines it)
+train/cross_entropy        nats per valid token; train/perplexity and train/bits_per_byte follow from it
+train/teacher_divergence   nats per valid token: KL of the student from the teacher at temperature T
+train/teacher_rest         the teacher's mean probability of all ids that are not among its top_k
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import Tensor
+
+from genesis.data.window import MicroBatch
+from genesis.errors import UserError
+from genesis.model.decoder import Decoder
+from genesis.objectives.cross_entropy import CrossEntropy
+from genesis.objectives.distillation_loss import sum_distillation
+from genesis.objectives.objective import TOKENS, Head, HeadResult, Objective, ObjectiveSums, SumHead
+from genesis.objectives.teacher import Teacher, TeacherDtype, find_classes, name_classes
+
+_CROSS_ENTROPY, _DIVERGENCE, _REST = "cross_entropy", "teacher_divergence", "teacher_rest"
+
+
+class Distillation(Objective):
+    """The cross-entropy of the labels and the divergence from a teacher: (1 - a) CE + a T^2 KL for each valid token.
+
+    Probabilities are those at temperature T of the teacher's `top_k` most probable ids, and of all other ids together.
+    The teacher runs before each forward of the student, replicated on each rank, or its probabilities come from a cache
+    that `genesis data distill` made. Validation computes the cross-entropy alone.
+
+    Args:
+        teacher: A run, a checkpoint or an export with the student's tokenizer; may be left out beside a cache.
+        cache: The directory of a cache; None runs the teacher.
+        top_k: Number of ids for each position whose probabilities the student learns one by one.
+        temperature: T, above 0: higher ones give small probabilities more weight.
+        teacher_share: a, the share of the divergence in the loss, from 0 to 1.
+        teacher_dtype: The dtype in which the teacher runs; None for that of its weights.
+
+    Attributes:
+        loaded_teacher: The teacher; set it before a fit without a cache.
+    """
+
+    def __init__(
+        self,
+        teacher: str | None = None,
+        cache: str | None = None,
+        top_k: int = 64,
+        temperature: float = 1.0,
+        teacher_share: float = 0.5,
+        teacher_dtype: TeacherDtype | None = None,
+    ) -> None:
+        if teacher is None and cache is None:
+            raise UserError(
+                "model.objective has no teacher: give teacher, or the cache that `genesis data distill` made"
+            )
+        check_options(top_k, temperature)
+        if not 0.0 <= teacher_share <= 1.0:
+            raise UserError(f"teacher_share is {teacher_share}: it must be from 0 to 1")
+        self.teacher, self.cache, self.teacher_dtype = teacher, cache, teacher_dtype
+        self.top_k, self.temperature, self.teacher_share = top_k, float(temperature), teacher_share
+        self.loaded_teacher: Teacher | None = None
+
+    def prepare(self, decoder: Decoder, micro_batch: MicroBatch) -> MicroBatch:
+        """Returns the micro-batch with the teacher's classes; in validation, or where a cache gave them, unchanged."""
+        if not decoder.training or find_classes(micro_batch) is not None:
+            return micro_batch
+        assert self.loaded_teacher is not None, "set before a fit without a cache"
+        return replace(micro_batch, extra={**micro_batch.extra, **name_classes(self.loaded_teacher.read(micro_batch))})
+
+    def head(self, micro_batch: MicroBatch, cross_entropy: Callable[[Tensor], SumHead]) -> Head:
+        """Returns the head of both losses; in validation, that of the cross-entropy."""
+        classes = find_classes(micro_batch)
+        if classes is None:
+            return CrossEntropy().head(micro_batch, cross_entropy)
+
+        def sum_both(hidden: Tensor, weight: Tensor) -> HeadResult:
+            sums = sum_distillation(
+                *(hidden, weight, micro_batch.labels, classes),
+                temperature=self.temperature,
+                share=self.teacher_share,
+            )
+            figures = {_CROSS_ENTROPY: sums.cross_entropy, _DIVERGENCE: sums.divergence, _REST: sums.rest}
+            return HeadResult({TOKENS: sums.loss}, figures)
+
+        return sum_both
+
+    def measure(self, sums: ObjectiveSums) -> dict[str, float]:
+        """Returns the loss and its parts in nats per token, and the mean probability of the rest.
+
+        Perplexity and bits per byte follow from the cross-entropy, as without a teacher.
+        """
+        if _CROSS_ENTROPY not in sums.figures:
+            return CrossEntropy().measure(sums)
+        num_tokens = sums.counts[TOKENS]
+        of_labels = ObjectiveSums({TOKENS: sums.figures[_CROSS_ENTROPY]}, {}, sums.counts)
+        return {
+            **CrossEntropy().measure(of_labels),
+            "loss": sums.terms[TOKENS] / num_tokens,
+            **{name: sums.figures[name] / num_tokens for name in (_CROSS_ENTROPY, _DIVERGENCE, _REST)},
+        }
+
+
+def check_options(top_k: int, temperature: float) -> None:
+    """Checks the options that a recipe and `genesis data distill` have in common.
+
+    Raises:
+        UserError: One of them is out of its range.
+    """
+    if top_k < 1:
+        raise UserError(f"top_k is {top_k}: it must be at least 1")
+    if not (temperature > 0.0 and math.isfinite(temperature)):
+        raise UserError(f"temperature is {temperature}: it must be a number above 0")

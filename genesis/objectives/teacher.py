@@ -1,0 +1,63 @@
+"""The teacher of a distillation: a frozen decoder that is no part of the trained model."""
+
+from functools import partial
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from genesis.data.window import MicroBatch
+from genesis.model.decoder import Decoder
+from genesis.objectives.distillation_loss import TeacherClasses, read_classes
+
+TeacherDtype = Literal["float32", "bfloat16", "float16"]
+"""A dtype in which a teacher may run, other than that of its weights."""
+
+IDS: Final = "teacher_ids"
+LOG_PROBS: Final = "teacher_log_probs"
+LOG_REST: Final = "teacher_log_rest"
+"""Names of the teacher's classes in `MicroBatch.extra`."""
+
+
+class Teacher:
+    """A decoder that gives its classes for each position. Deterministic; draws no random numbers; never communicates.
+
+    Args:
+        decoder: The model, in evaluation mode. It runs in the dtype of its own weights, whatever the student's.
+        vocab_size: Number of the tokenizer's ids, at most the rows of the decoder's head.
+        top_k: Number of ids whose probabilities are kept.
+        temperature: The temperature of the probabilities.
+    """
+
+    def __init__(self, decoder: Decoder, *, vocab_size: int, top_k: int, temperature: float) -> None:
+        self._decoder = decoder.requires_grad_(False).eval()
+        self._device = torch.device("meta")
+        self._head = partial(read_classes, vocab_size=vocab_size, top_k=top_k, temperature=temperature)
+
+    @torch.no_grad()
+    def read(self, micro_batch: MicroBatch) -> TeacherClasses:
+        """Returns the classes of each position of a micro-batch, on its device, which the first call moves to."""
+        device = micro_batch.input_ids.device
+        if device != self._device:
+            self._decoder.to(device)
+            self._device = device
+        # Training runs under autocast, which would round the teacher's products.
+        with torch.autocast(device.type, enabled=False):
+            classes: TeacherClasses = self._decoder(
+                micro_batch.input_ids,
+                document_ids=micro_batch.document_ids,
+                document_offsets=micro_batch.document_offsets,
+                head=self._head,
+            )
+        return classes
+
+
+def name_classes(classes: TeacherClasses) -> dict[str, Tensor]:
+    """Returns the tensors by their names in `MicroBatch.extra`."""
+    return {IDS: classes.ids, LOG_PROBS: classes.log_probs, LOG_REST: classes.log_rest}
+
+
+def find_classes(micro_batch: MicroBatch) -> TeacherClasses | None:
+    """Returns the classes in `MicroBatch.extra`; None if there are none."""
+    extra = micro_batch.extra
+    return TeacherClasses(extra[IDS], extra[LOG_PROBS], extra[LOG_REST]) if IDS in extra else None
