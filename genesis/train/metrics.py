@@ -1,10 +1,9 @@
 """Token-weighted metrics: sums over all ranks first, one division at the end.
 
-A mean over ranks or micro-batches of their means is wrong wherever they hold different numbers of tokens. Perplexity is
-`TokenLoss.compute().exp()`: torchmetrics' own takes logits, which our loss never makes in full.
+A mean over ranks or micro-batches of their means is wrong wherever they hold different numbers of tokens. Torchmetrics'
+own perplexity takes logits, which our loss never makes in full. `Objective.measure` divides the sums.
 """
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -12,60 +11,6 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from genesis.objectives.objective import HeadResult
-
-
-class TokenLoss(Metric):
-    """The mean loss in nats per valid token. Sums stay on the device; only `compute` communicates."""
-
-    full_state_update = False
-    loss_sum: Tensor
-    num_tokens: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        # float64: a float32 sum over millions of tokens would lose the last digits of each addend.
-        self.add_state("loss_sum", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("num_tokens", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
-
-    def update(self, loss_sum: Tensor, num_tokens: int) -> None:
-        """Adds the sum of `num_tokens` losses."""
-        self.loss_sum += loss_sum.detach()
-        self.num_tokens += num_tokens
-
-    def compute(self) -> Tensor:
-        """Returns nats per valid token as float64; NaN without tokens."""
-        return self.loss_sum / self.num_tokens
-
-
-class Perplexity(TokenLoss):
-    """The exponential of the mean loss."""
-
-    def compute(self) -> Tensor:
-        """Returns exp(nats per valid token), float64."""
-        return super().compute().exp()
-
-
-class BitsPerByte(Metric):
-    """The mean loss in bits per byte of text, comparable across tokenizers."""
-
-    full_state_update = False
-    loss_sum: Tensor
-    num_bytes: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("loss_sum", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("num_bytes", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
-
-    def update(self, loss_sum: Tensor, num_bytes: int) -> None:
-        """Adds the sum of the losses, in nats, of the tokens behind `num_bytes` bytes of text."""
-        self.loss_sum += loss_sum.detach()
-        self.num_bytes += num_bytes
-
-    def compute(self) -> Tensor:
-        """Returns bits per byte as float64; NaN without bytes."""
-        bits = self.loss_sum / self.num_bytes / math.log(2)
-        return torch.where(self.num_bytes == 0, torch.nan, bits)  # without a tokenizer the number of bytes is unknown
 
 
 class SumsOverRanks(Metric):
@@ -79,7 +24,8 @@ class SumsOverRanks(Metric):
     def __init__(self) -> None:
         super().__init__()
         self._names: tuple[list[str], list[str], list[str]] = ([], [], [])
-        # Empty until the first batch: an objective names its sums only with their values.
+        # float64: a float32 sum over millions of tokens would lose the last digits of each addend. The states are empty
+        # until the first batch, because an objective names its sums only with their values.
         for name, dtype in (("terms", torch.float64), ("figures", torch.float64), ("counts", torch.int64)):
             self.add_state(name, torch.zeros(0, dtype=dtype), dist_reduce_fx="sum")
 
