@@ -36,6 +36,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
+from ._plain_values import MAX_ENTRIES, read_count, read_entries, read_number
 from .errors import printable
 from .run_directory import EventWriter, RunDirectory
 
@@ -52,8 +53,6 @@ MAX_LINE_BYTES: Final = 1 << 16
 _KINDS: dict[str, EventKind] = {kind: kind for kind in get_args(EventKind)}
 _MAX_TEXT: Final = 500
 _MAX_NAME: Final = 64
-_MAX_ENTRIES: Final = 24
-_MAX_COUNT: Final = 1 << 62
 
 
 class EventWarning(UserWarning):
@@ -98,12 +97,12 @@ def encode_event(event: Event) -> bytes:
         "kind": event.kind,
         "rank": event.rank,
         "step": event.step,
-        "clocks": {_cut(name, _MAX_NAME): value for name, value in list(event.clocks.items())[:_MAX_ENTRIES]},
+        "clocks": {_cut(name, _MAX_NAME): value for name, value in list(event.clocks.items())[:MAX_ENTRIES]},
         "checkpoint": None if event.checkpoint is None else _cut(event.checkpoint, _MAX_TEXT),
         "error_class": None if event.error_class is None else _cut(event.error_class, _MAX_NAME),
         "metrics": {
             _cut(name, _MAX_NAME): value if math.isfinite(value) else None
-            for name, value in list(event.metrics.items())[:_MAX_ENTRIES]
+            for name, value in list(event.metrics.items())[:MAX_ENTRIES]
         },
         "text": _cut(event.text, _MAX_TEXT),
     }
@@ -140,15 +139,15 @@ def _decode(content: dict[str, Any]) -> Event:
     return Event(
         kind=_KINDS[content["kind"]],
         time_seconds=moment.timestamp(),
-        monotonic_seconds=_number(content["monotonic_seconds"]),
-        rank=None if rank is None else _count(rank),
-        step=None if step is None else _count(step),
-        clocks={_text(name): _count(value) for name, value in _entries(content.get("clocks", {}))},
+        monotonic_seconds=read_number(content["monotonic_seconds"]),
+        rank=None if rank is None else read_count(rank),
+        step=None if step is None else read_count(step),
+        clocks={_text(name): read_count(value) for name, value in read_entries(content.get("clocks", {}))},
         checkpoint=None if checkpoint is None else _text(checkpoint),
         error_class=None if error_class is None else _text(error_class),
         metrics={
-            _text(name): math.nan if value is None else _number(value)
-            for name, value in _entries(content.get("metrics", {}))
+            _text(name): math.nan if value is None else read_number(value)
+            for name, value in read_entries(content.get("metrics", {}))
         },
         text=_text(content.get("text", "")),
     )
@@ -159,24 +158,6 @@ def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError("not a text")
     return printable(value[:_MAX_TEXT])
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < _MAX_COUNT:
-        raise ValueError("not a count")
-    return value
-
-
-def _number(value: Any) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise ValueError("not a finite number")
-    return float(value)
-
-
-def _entries(value: Any) -> list[tuple[Any, Any]]:
-    if not isinstance(value, dict) or len(value) > _MAX_ENTRIES:
-        raise ValueError("not a small mapping")
-    return list(value.items())
 
 
 class EventLog:

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
+from ._plain_values import read_count, read_entries, read_number
 from .errors import printable
 from .run_directory import RunDirectory
 
@@ -28,9 +29,7 @@ _PHASES: dict[str, Phase] = {phase: phase for phase in get_args(Phase)}
 _FILE_NAME: Final = re.compile(r"rank-(\d{1,7})\.json")
 _MAX_BYTES: Final = 1 << 14
 _MAX_FILES: Final = 1 << 14
-_MAX_ENTRIES: Final = 24
 _MAX_TEXT: Final = 200
-_MAX_COUNT: Final = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,38 +125,20 @@ def _read(path: Path) -> HeartbeatRecord | None:
 def _decode(content: dict[str, Any]) -> HeartbeatRecord:
     loss, speed = content["loss"], content["tokens_per_second"]
     return HeartbeatRecord(
-        rank=_count(content["rank"]),
-        world_size=_count(content["world_size"]),
-        pid=_count(content["pid"]),
+        rank=read_count(content["rank"]),
+        world_size=read_count(content["world_size"]),
+        pid=read_count(content["pid"]),
         host=printable(str(content["host"])[:_MAX_TEXT]),
         phase=_PHASES[content["phase"]],
-        step=_count(content["step"]),
-        time_seconds=_number(content["time_seconds"]),
-        monotonic_seconds=_number(content["monotonic_seconds"]),
-        clocks={_name(name): _count(value) for name, value in _entries(content["clocks"])},
+        step=read_count(content["step"]),
+        time_seconds=read_number(content["time_seconds"]),
+        monotonic_seconds=read_number(content["monotonic_seconds"]),
+        clocks={_name(name): read_count(value) for name, value in read_entries(content["clocks"])},
         loss=None if loss is None else float(loss),
-        tokens_per_second=None if speed is None else _number(speed),
-        milestones={_name(name): _number(value) for name, value in _entries(content["milestones"])},
+        tokens_per_second=None if speed is None else read_number(speed),
+        milestones={_name(name): read_number(value) for name, value in read_entries(content["milestones"])},
     )
 
 
 def _name(value: Any) -> str:
     return printable(str(value)[:_MAX_TEXT])
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < _MAX_COUNT:
-        raise ValueError("not a count")
-    return value
-
-
-def _number(value: Any) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise ValueError("not a finite number")
-    return float(value)
-
-
-def _entries(value: Any) -> list[tuple[Any, Any]]:
-    if not isinstance(value, dict) or len(value) > _MAX_ENTRIES:
-        raise ValueError("not a small mapping")
-    return list(value.items())
