@@ -54,7 +54,7 @@ def without_password(url: str) -> str:
     """Returns a URL without user and password.
 
     Example:
-        >>> without_password("ftp://me:secret@host/dir"), without_password("/disk/a@b")
+        >>> without_password("ftp://me@host/dir"), without_password("/disk/a@b")
         ('ftp://host/dir', '/disk/a@b')
     """
     return _PASSWORD.sub("", url)

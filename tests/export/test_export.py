@@ -72,7 +72,7 @@ def test_an_imported_checkpoint_holds_the_bits_that_were_exported(checkpoint: Pa
 
 
 def test_greedy_text_equals_that_of_transformers_for_200_tokens(run: Path, exported: Path) -> None:
-    decoder, tokenizer, _ = load_decoder(run)
+    decoder, tokenizer, *_ = load_decoder(run)
     model = AutoModelForCausalLM.from_pretrained(exported)
     fast = AutoTokenizer.from_pretrained(exported)
     greedy = GenerationConfig(max_new_tokens=200, do_sample=False, eos_token_id=None, pad_token_id=0)

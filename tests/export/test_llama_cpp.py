@@ -54,7 +54,7 @@ def llama_cpp() -> Path:
 @pytest.mark.slow
 @pytest.mark.process
 def test_llama_cpp_has_our_ids_and_our_greedy_text(llama_cpp: Path, exported: Path, tmp_path: Path) -> None:
-    decoder, tokenizer, _ = load_decoder(exported)
+    decoder, tokenizer, *_ = load_decoder(exported)
     prompt = [tokenizer.bos_id, *tokenizer.encode("class alpha")]
     options = GenerateOptions(NUM_NEW_TOKENS, SamplingOptions(temperature=0.0))
     our_greedy = [token.id for token in generate(decoder, [prompt], options, frozenset())]
