@@ -7,11 +7,13 @@ import pytest
 from tests.supervise.faults import FaultyRun, choose_kinds, small_disk_of
 
 
-def run_faults(corpus: Path, directory: Path, num_faults: int, max_steps: int, seed: int) -> None:
+def run_faults(
+    corpus: Path, directory: Path, num_faults: int, max_steps: int, seed: int, kinds: list[str] | None = None
+) -> None:
     faulty = FaultyRun(corpus, directory, max_steps, seed)
     with small_disk_of(faulty) as has_disk:
         faulty.train_straight()
-        kinds = choose_kinds(num_faults, seed, has_disk=has_disk)
+        kinds = kinds or choose_kinds(num_faults, seed, has_disk=has_disk)
         outcome = faulty.run(kinds)
         log = (directory / "supervise.log").read_text(errors="replace")
         assert outcome.statuses[-1] == 0, log[-4000:]
@@ -22,6 +24,14 @@ def run_faults(corpus: Path, directory: Path, num_faults: int, max_steps: int, s
 
 
 @pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.timeout(300)
+def test_a_run_with_a_few_faults_ends_as_if_there_were_none(tiny_corpus: Path, tmp_path: Path) -> None:
+    kinds = ["rank", "supervisor", "writer", "corrupt"]
+    run_faults(tiny_corpus, tmp_path / "faults", len(kinds), max_steps=300, seed=3, kinds=kinds)
+
+
+@pytest.mark.long
 @pytest.mark.process
 @pytest.mark.timeout(600)
 def test_a_run_with_a_fault_of_each_kind_ends_as_if_there_were_none(tiny_corpus: Path, tmp_path: Path) -> None:
