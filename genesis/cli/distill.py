@@ -96,7 +96,7 @@ def distill(path: Path, given: Path, options: DistillOptions, console: Console) 
     )
     data.open(Ranks())
     sequences = identify_sequences(data)
-    found.check_tokenizer(sequences["tokenizer_hash"], f"the corpus {path}")
+    found.check_tokenizer(sequences["tokenizer_hash"], f"the corpus {path}", path)
     teacher, dtype = load_teacher(
         found,
         tokenizer=path if found.tokenizer_hash else None,

@@ -63,8 +63,9 @@ def start_distillation(
         )
     found = None if objective.teacher is None else find_teacher(objective.teacher, recorded.get(TEACHER))
     tokenizer_hash = data.identity["tokenizer_hash"]
+    tokenizer_path = Path(tokenizer) if tokenizer is not None and tokenizer_hash else None
     if found is not None:
-        found.check_tokenizer(tokenizer_hash, data.vocabulary_owner)
+        found.check_tokenizer(tokenizer_hash, data.vocabulary_owner, tokenizer_path)
         objective.teacher = str(found.path)
     if objective.cache is not None:
         cache = _open_cache(objective, data, found)
@@ -72,7 +73,7 @@ def start_distillation(
     assert found is not None, "the objective has a teacher or a cache"
     objective.loaded_teacher, _ = load_teacher(
         found,
-        tokenizer=Path(tokenizer) if tokenizer is not None and tokenizer_hash else None,
+        tokenizer=tokenizer_path,
         vocab_size=data.vocab_size,
         seq_len=data.options.seq_len,
         top_k=objective.top_k,

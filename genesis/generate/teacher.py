@@ -10,10 +10,11 @@ from blake3 import blake3
 
 from genesis.checkpoint_reference import LATEST, Reference, read_reference
 from genesis.errors import UserError
-from genesis.generate.load import load_decoder
+from genesis.generate.load import load_decoder, load_tokenizer, require_tokenizer
 from genesis.huggingface.directory import check_files
 from genesis.objectives.teacher import Teacher, TeacherDtype
-from genesis.tokenizer.open import find_format, open_tokenizer
+from genesis.tokenizer.open import find_format, has_same_ids, open_tokenizer
+from genesis.tokenizer.tokenizer import Tokenizer
 from genesis_callbacks.checkpoint import list_committed, read_committed_hash, read_manifest
 
 _HASH_SHOWN: Final = 16
@@ -27,24 +28,46 @@ class TeacherReference:
         path: The directory of the checkpoint or the export, as an absolute path.
         hash: The hash of the checkpoint's manifest, or of all files of the export.
         tokenizer_hash: The identity of the teacher's tokenizer; empty without one.
+        is_export: Whether the directory is an export.
     """
 
     path: Path
     hash: str
     tokenizer_hash: str
+    is_export: bool = False
 
-    def check_tokenizer(self, tokenizer_hash: str, owner: str) -> None:
-        """Compares the tokenizer with the student's.
+    def check_tokenizer(self, tokenizer_hash: str, owner: str, tokenizer: Path | None) -> None:
+        """Compares the tokenizer with the student's. Files may differ in what changes no id, such as the template.
+
+        Args:
+            tokenizer_hash: The identity of the student's tokenizer; empty without one.
+            owner: What has this tokenizer, for the message.
+            tokenizer: Where the files of the student's tokenizer lie; None if there are none.
 
         Raises:
             UserError: The tokenizers differ, so that an id of one model is another text for the other.
         """
-        if tokenizer_hash != self.tokenizer_hash:
-            raise UserError(
-                f"the teacher {self.path} has the tokenizer {_show(self.tokenizer_hash)}, and {owner} has "
-                f"{_show(tokenizer_hash)}: give a teacher with the student's tokenizer, or prepare the data with the "
-                "teacher's"
-            )
+        if tokenizer_hash == self.tokenizer_hash:
+            return
+        reason = ""
+        if tokenizer is not None and tokenizer_hash and self.tokenizer_hash:
+            try:
+                own = self._open_tokenizer()
+            except UserError as error:
+                reason = f" (their ids cannot be compared: {error})"
+            else:
+                if has_same_ids(own, open_tokenizer(tokenizer)):
+                    return
+        raise UserError(
+            f"the teacher {self.path} has the tokenizer {_show(self.tokenizer_hash)}, and {owner} has "
+            f"{_show(tokenizer_hash)}{reason}: give a teacher with the student's tokenizer, or prepare the data with "
+            "the teacher's"
+        )
+
+    def _open_tokenizer(self) -> Tokenizer:
+        if self.is_export:
+            return open_tokenizer(self.path)
+        return require_tokenizer(load_tokenizer(None, read_manifest(self.path), self.path), self.path)
 
 
 def find_teacher(given: str | Path, recorded_hash: str | None = None) -> TeacherReference:
@@ -63,7 +86,7 @@ def find_teacher(given: str | Path, recorded_hash: str | None = None) -> Teacher
         files = check_files(reference.path)
         tokenizer = open_tokenizer(reference.path).hash if find_format(reference.path) is not None else ""
         content = blake3(json.dumps(files, sort_keys=True).encode()).hexdigest()
-        return TeacherReference(reference.path.resolve(), f"blake3:{content}", tokenizer)
+        return TeacherReference(reference.path.resolve(), f"blake3:{content}", tokenizer, is_export=True)
     path = _find_recorded(reference, recorded_hash) or reference.find_checkpoint(level="quick")
     tokenizer = read_manifest(path).identity.get("tokenizer_hash") or ""
     return TeacherReference(path.resolve(), read_committed_hash(path), tokenizer)
@@ -100,6 +123,8 @@ def load_teacher(
     Raises:
         UserError: The teacher is damaged, reads shorter sequences, or has fewer ids than the tokenizer.
     """
+    if tokenizer is not None and open_tokenizer(tokenizer).hash != found.tokenizer_hash:
+        tokenizer = None  # other files with the same ids; the teacher's own lie beside it
     decoder = load_decoder(found.path, tokenizer, dtype=None if dtype is None else getattr(torch, dtype)).decoder
     config = decoder.config
     if seq_len > config.max_seq_len:

@@ -136,6 +136,11 @@ class HuggingFaceTokenizer:
         """Returns the tokenizer's own files, because transformers opens them unchanged."""
         return self.files
 
+    def describe(self) -> str:
+        """Returns the content of `tokenizer.json` with the added tokens of all files, as the library writes it."""
+        content: str = self._tokenizer.to_str()
+        return content
+
     @cached_property
     def _with_controls(self) -> tokenizers.Tokenizer:
         return self._build(has_controls_in_text=True)
@@ -270,6 +275,21 @@ def read_config(files: Mapping[str, bytes]) -> dict[str, Any]:
 def _read_piece(value: Any) -> str | None:
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) else None
+
+
+def describe_ids(files: Mapping[str, bytes]) -> str:
+    """Returns what decides the ids of a text: normalisation, vocabulary, merges and special tokens, in one form.
+
+    Two tokenizers with equal descriptions give each text the same ids. Files of different versions of the library,
+    another template and options of transformers that change no id, such as `model_max_length`, do not change the
+    description. The first and last id of a document are part of it, but not pad, which is in no document.
+
+    Raises:
+        UserError: A file is invalid.
+    """
+    tokenizer = HuggingFaceTokenizer(files)
+    content = json.loads(tokenizer.describe())
+    return json.dumps([content, tokenizer.bos_id, tokenizer.eos_id], sort_keys=True)
 
 
 def iterate_missing_tokens(config: Mapping[str, Any], built: tokenizers.Tokenizer) -> Iterator[tokenizers.AddedToken]:

@@ -15,7 +15,7 @@ from genesis.errors import UserError
 from genesis.tokenizer.addition import TokenAddition, extend_huggingface, extend_sentencepiece
 from genesis.tokenizer.fast_form import FAST_NAME
 from genesis.tokenizer.files import TRAIN_REMEDY, hash_files, read_file, read_files
-from genesis.tokenizer.huggingface import GENERATION_NAME, IDENTITY_NAMES, HuggingFaceTokenizer
+from genesis.tokenizer.huggingface import GENERATION_NAME, IDENTITY_NAMES, HuggingFaceTokenizer, describe_ids
 from genesis.tokenizer.sentencepiece import SentencePieceTokenizer, puts_space_before_text
 from genesis.tokenizer.tokenizer import Tokenizer
 from genesis.tokenizer.train import MODEL_NAME
@@ -35,6 +35,8 @@ class TokenizerFormat:
         other_names: Optional files that are not part of its identity.
         extend: Returns the files with more special tokens. Raises UserError if the tokenizer cannot have them. None if
             tokens cannot be added to this kind.
+        describe_ids: Returns what decides the ids of a text, so that files which differ otherwise have equal
+            descriptions. None if every byte of the files may decide.
     """
 
     kind: str
@@ -43,6 +45,7 @@ class TokenizerFormat:
     identity_names: tuple[str, ...] = ()
     other_names: tuple[str, ...] = ()
     extend: Callable[[Mapping[str, bytes], TokenAddition], Mapping[str, bytes]] | None = None
+    describe_ids: Callable[[Mapping[str, bytes]], str] | None = None
 
     def find_names(self, directory: Path) -> tuple[str, ...]:
         """Returns the names of the format's files that a directory contains."""
@@ -57,7 +60,13 @@ SENTENCEPIECE: Final = TokenizerFormat(
     extend=extend_sentencepiece,
 )
 HUGGINGFACE: Final = TokenizerFormat(
-    "Hugging Face", (FAST_NAME,), HuggingFaceTokenizer, IDENTITY_NAMES, (GENERATION_NAME,), extend_huggingface
+    "Hugging Face",
+    (FAST_NAME,),
+    HuggingFaceTokenizer,
+    IDENTITY_NAMES,
+    (GENERATION_NAME,),
+    extend_huggingface,
+    describe_ids,
 )
 FORMATS: Final = (SENTENCEPIECE, HUGGINGFACE)
 
@@ -108,6 +117,16 @@ def extend_tokenizer(tokenizer: Tokenizer, addition: TokenAddition) -> Tokenizer
     if tuple(extended.pieces) != wanted or not all(map(extended.is_control, range(tokenizer.vocab_size, len(wanted)))):
         raise UserError("tokens cannot be added to this tokenizer: its library gives them other ids than the next ones")
     return extended
+
+
+def has_same_ids(one: Tokenizer, other: Tokenizer) -> bool:
+    """Whether two tokenizers give each text the same ids, although their files may differ in what changes no id."""
+    if one.hash == other.hash:
+        return True
+    owner = _find_owner(one.files)
+    if owner is not _find_owner(other.files) or owner.describe_ids is None:
+        return False
+    return owner.describe_ids(one.files) == owner.describe_ids(other.files)
 
 
 def _find_owner(files: Mapping[str, bytes]) -> TokenizerFormat:

@@ -261,4 +261,4 @@ def test_a_teacher_of_another_tokenizer_is_refused_with_both(tmp_path: Path, tea
     with pytest.raises(
         UserError, match=f"has the tokenizer {found.tokenizer_hash[:16]}, and the corpus has {hash[:16]}"
     ):
-        found.check_tokenizer(hash, "the corpus")
+        found.check_tokenizer(hash, "the corpus", corpus)

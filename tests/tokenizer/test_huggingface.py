@@ -18,7 +18,7 @@ from genesis.errors import UserError
 from genesis.export.texts import SCRIPTS
 from genesis.export.tokenizer import compare_tokenizers
 from genesis.tokenizer.files import write_files
-from genesis.tokenizer.open import build_tokenizer, hash_tokenizer, open_tokenizer
+from genesis.tokenizer.open import build_tokenizer, has_same_ids, hash_tokenizer, open_tokenizer
 from genesis.tokenizer.tokenizer import StreamingDecoder, Tokenizer, encode_prompt, frame_document
 
 TEXTS = [*SCRIPTS.values(), "def f(x):\n\treturn x + 12  # two\n" * 5, "it's  we'll\r\n\r\n"]
@@ -290,3 +290,62 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match=r"tokenizer\.json is not JSON"):
         open_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_same"),
+    [
+        ({}, True),
+        ({"chat_template": "{{ messages }}", "model_max_length": 8192, "pad_token": "<|im_start|>"}, True),
+        ({"eos_token": "<|endoftext|>"}, False),
+        ({"additional_special_tokens": ["<think>"]}, False),
+    ],
+)
+def test_tokenizers_of_one_family_have_the_same_ids_if_only_text_differs(
+    changes: dict[str, Any], is_same: bool, tmp_path: Path
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    smollm(first)
+    content = json.loads((first / "tokenizer.json").read_text())
+    content["truncation"] = {"max_length": 9, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    content["model"]["merges"] = [
+        merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]
+    ]
+    (second / "tokenizer.json").write_text(json.dumps(content, indent=1))
+    (second / "tokenizer_config.json").write_text(json.dumps(CONFIG | changes))
+    one, other = open_tokenizer(first), open_tokenizer(second)
+    assert one.hash != other.hash
+    assert has_same_ids(one, other) is is_same
+
+
+def swap_ids(content: dict[str, Any]) -> None:
+    vocabulary = content["model"]["vocab"]
+    vocabulary["e"], vocabulary["t"] = vocabulary["t"], vocabulary["e"]
+
+
+def swap_merges(content: dict[str, Any]) -> None:
+    merges = content["model"]["merges"]
+    merges[0], merges[1] = merges[1], merges[0]
+
+
+def normalise(content: dict[str, Any]) -> None:
+    content["normalizer"] = {"type": "NFC"}
+
+
+def read_a_control_as_text(content: dict[str, Any]) -> None:
+    content["added_tokens"][0]["special"] = False
+
+
+@pytest.mark.parametrize("change", [swap_ids, swap_merges, normalise, read_a_control_as_text])
+def test_tokenizers_that_differ_in_an_id_do_not_have_the_same_ids(change: Any, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    save(first, train(), {})
+    content = json.loads((first / "tokenizer.json").read_text())
+    change(content)
+    (second / "tokenizer.json").write_text(json.dumps(content))
+    (second / "tokenizer_config.json").write_text("{}")
+    assert not has_same_ids(open_tokenizer(first), open_tokenizer(second))
