@@ -14,7 +14,7 @@ from rich.text import Text
 
 from genesis.arguments import Parser
 from genesis.cli.options import PLAIN_WIDTH
-from genesis.errors import UserError
+from genesis.errors import UserError, printable
 from genesis.run_directory import RUNS_NAME, RunDirectory
 from genesis.supervise.crashes import CrashRecord, read_crashes
 from genesis.supervise.goodput import describe_goodput, format_seconds
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     if crashes:
         console.print(build_table(crashes))
     else:
-        console.print(f"{run} has no crash", markup=False)
+        console.print(f"{printable(str(run))} has no crash", soft_wrap=True, markup=False)
     if status is not None:
         console.print(describe_goodput(status.goodput), soft_wrap=True, markup=False)
     return 0

@@ -23,6 +23,7 @@ from genesis_callbacks.files import replace_file
 RECORD_NAME: Final = "crash.json"
 _FOLDER: Final = re.compile(r"(\d{4,9})-([a-z_]{1,40})")
 _MAX_RECORDS: Final = 100_000
+_MAX_TIME_SECONDS: Final = 2.5e11  # the year 9892
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,11 @@ def read_crashes(run_dir: Path) -> list[CrashRecord]:
 def _read(path: Path) -> CrashRecord | None:
     content = read_object(path)
     try:
-        return None if content is None else _decode(content)
+        record = None if content is None else _decode(content)
     except (ValueError, LookupError, OverflowError):  # a forged record, or one of another version
         return None
+    # A record that names another folder would be written there again, and would spoil the numbers of those to come.
+    return record if record is not None and record.folder_name == path.parent.name else None
 
 
 def _decode(content: Mapping[str, Any]) -> CrashRecord:
@@ -112,7 +115,7 @@ def _decode(content: Mapping[str, Any]) -> CrashRecord:
         end_class=text(content["end_class"]),
         rank=_maybe_count(content["rank"]),
         step=_maybe_count(content["step"]),
-        time_seconds=number(content["time_seconds"]),
+        time_seconds=_time(content["time_seconds"]),
         reason=text(content["reason"]),
         action=text(content["action"]),
         clocks={name: count(value) for name, value in entries(content["clocks"]).items()},
@@ -124,6 +127,13 @@ def _decode(content: Mapping[str, Any]) -> CrashRecord:
         lost_seconds=_maybe_number(content["lost_seconds"]),
         cost=_maybe_number(content["cost"]),
     )
+
+
+def _time(value: Any) -> float:
+    seconds = number(value)
+    if not 0 <= seconds < _MAX_TIME_SECONDS:
+        raise ValueError("not a time that a calendar has")
+    return seconds
 
 
 def _maybe_count(value: Any) -> int | None:

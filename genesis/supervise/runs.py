@@ -34,6 +34,7 @@ _MAX_DEPTH: Final = 5
 _MAX_RECIPE_BYTES: Final = 1 << 20
 _TAIL_BYTES: Final = 1 << 16
 _MAX_LABEL: Final = 60
+_MAX_TIME_SECONDS: Final = 2.5e11  # the year 9892
 _FRESH_SECONDS: Final = 30.0
 """A heartbeat or a supervisor's snapshot of this age is of a process that lives, on whatever machine."""
 _MANIFEST_HEAD_BYTES: Final = 4 << 20
@@ -114,7 +115,7 @@ def summarise_run(path: Path, root: Path | None = None, now_seconds: float | Non
     names = _list_checkpoints(path)
     manifest = {} if heartbeat is not None and heartbeat.clocks else _read_newest(path, names)
     counters = manifest.get("counters", {}) if heartbeat is None else heartbeat.clocks
-    changed = heartbeat.time_seconds if heartbeat is not None else manifest.get("created_seconds")
+    changed = _time(heartbeat.time_seconds if heartbeat is not None else manifest.get("created_seconds"))
     name = path.name if root is None or path == root else str(path.relative_to(root))
     loss = heartbeat.loss if heartbeat is not None else None
     return RunSummary(
@@ -128,7 +129,7 @@ def summarise_run(path: Path, root: Path | None = None, now_seconds: float | Non
         num_crashes=_count_crashes(path),
         num_checkpoints=len(names),
         num_bytes=_measure(path),
-        changed_seconds=changed if isinstance(changed, int | float) else None,
+        changed_seconds=changed,
     )
 
 
@@ -219,6 +220,11 @@ def _count(value: Any) -> int | None:
     return value if type(value) is int and 0 <= value < 1 << 62 else None
 
 
+def _time(value: Any) -> float | None:
+    is_time = type(value) in (int, float) and 0 <= value < _MAX_TIME_SECONDS
+    return float(value) if is_time else None
+
+
 def _count_crashes(path: Path) -> int:
     try:
         return sum(1 for entry in os.scandir(RunDirectory(path).crashes) if entry.is_dir())
@@ -264,7 +270,7 @@ def _read_last_loss(path: Path) -> float | None:
         head = read_small(metrics, _TAIL_BYTES).split(b"\n", 1)[0].decode("utf-8", errors="replace")
     except OSError:
         return None
-    columns = next(csv.reader(io.StringIO(head)), [])
+    columns = next(csv.reader(head.splitlines()), [])
     if "train/loss" not in columns:
         return None
     place = columns.index("train/loss")

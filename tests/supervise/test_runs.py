@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from genesis.cli.main import main
-from genesis.supervise.crashes import CrashRecord, write_crash
+from genesis.supervise.crashes import CrashRecord, read_crashes, write_crash
 from genesis.supervise.runs import find_runs, summarise_run
 from genesis.supervise.status import SupervisorStatus, write_status
 from genesis_callbacks.checkpoint import DirectoryLock
@@ -143,3 +143,39 @@ def test_hundreds_of_runs_are_listed_without_torch(tmp_path: Path):
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert len(json.loads(result.stdout)) == 300
+
+
+@pytest.mark.parametrize("seconds", ["NaN", "-1e999", "1e999", "true", "1" + "0" * 400, "-1e300"])
+def test_a_forged_time_is_no_time(tmp_path: Path, seconds: str, capsys: pytest.CaptureFixture[str]):
+    checkpoint = tmp_path / "a" / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "COMMITTED").touch()
+    (checkpoint / "manifest.json").write_text(f'{{"step": 1, "created_seconds": {seconds}}}')
+    assert main(["runs", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["changed_seconds"] is None
+
+
+def test_a_carriage_return_in_the_names_of_the_metrics_is_passed_over(tmp_path: Path):
+    (tmp_path / "metrics.csv").write_bytes(b"a\rb,train/loss\n1,2\n")
+    assert summarise_run(tmp_path).loss is None
+
+
+@pytest.mark.parametrize(
+    "forged", [{"time_seconds": 1e300}, {"time_seconds": -1e17}, {"number": 1 << 61}, {"end_class": "../../x"}]
+)
+def test_a_forged_record_of_a_crash_is_left_out(
+    tmp_path: Path, forged: dict[str, object], capsys: pytest.CaptureFixture[str]
+):
+    record = CrashRecord(1, 1, "lost_rank", 0, 1, time.time(), "reason", "action")
+    path = write_crash(tmp_path, record) / "crash.json"
+    assert read_crashes(tmp_path) == [record]
+    path.write_text(json.dumps({**json.loads(path.read_text()), **forged}))
+    assert main(["crashes", str(tmp_path)]) == 0
+    assert "has no crash" in capsys.readouterr().out
+
+
+def test_the_name_of_a_run_without_crashes_is_printable(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = tmp_path / "a\x1b[31mb"
+    (run / "crashes").mkdir(parents=True)
+    assert main(["crashes", str(run)]) == 0
+    assert "\x1b" not in capsys.readouterr().out
