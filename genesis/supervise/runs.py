@@ -32,6 +32,7 @@ RunState = Literal["training", "waiting", "ended", "crashed", "stopped", "new"]
 
 _MAX_DEPTH: Final = 5
 _MAX_RECIPE_BYTES: Final = 1 << 20
+_MAX_RECIPE_DEPTH: Final = 100
 _TAIL_BYTES: Final = 1 << 16
 _MAX_LABEL: Final = 60
 _MAX_TIME_SECONDS: Final = 2.5e11  # the year 9892
@@ -290,7 +291,7 @@ def _describe_recipe(path: Path) -> str:
     try:
         newest = max((recipe for recipe in recipes if recipe.is_file()), key=lambda recipe: recipe.stat().st_mtime)
         data = read_small(newest, _MAX_RECIPE_BYTES)
-        content = yaml.load(data, _Loader) if len(data) <= _MAX_RECIPE_BYTES else None
+        content = yaml.load(data, _Loader) if len(data) <= _MAX_RECIPE_BYTES and _is_flat(data) else None
     except (OSError, ValueError, yaml.YAMLError, RecursionError):  # `max` of none is a ValueError
         return ""
     decoder, data_section = _section(content, "model", "decoder"), _section(content, "data")
@@ -303,6 +304,19 @@ def _describe_recipe(path: Path) -> str:
     if _section(content, "model").get("adapter"):
         parts.append("(adapter)")
     return printable(" ".join(parts)[:_MAX_LABEL])
+
+
+def _is_flat(data: bytes) -> bool:
+    """Returns whether a recipe is nested moderately: libyaml's loader recurses without a limit, until it crashes."""
+    depth = 0
+    for event in yaml.parse(data, _Loader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > _MAX_RECIPE_DEPTH:
+            return False
+    return True
 
 
 def _section(content: Any, *names: str) -> Mapping[str, Any]:

@@ -179,3 +179,9 @@ def test_the_name_of_a_run_without_crashes_is_printable(tmp_path: Path, capsys: 
     (run / "crashes").mkdir(parents=True)
     assert main(["crashes", str(run)]) == 0
     assert "\x1b" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("unit", ["[", "- ", "? "])
+def test_a_recipe_that_is_nested_too_deeply_is_passed_over(tmp_path: Path, unit: str):
+    (tmp_path / "config.yaml").write_text(unit * 100_000)
+    assert summarise_run(tmp_path).recipe == ""
