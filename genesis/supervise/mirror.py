@@ -94,10 +94,11 @@ class Mirror:
         report: Prints a line.
 
     Raises:
-        UserError: Another process works for this mirror.
+        UserError: Another process works for this mirror, or the place lies in the run itself.
     """
 
     def __init__(self, run_dir: Path, place: Place, options: MirrorOptions, report: Callable[[str], None]) -> None:
+        _check_is_second(run_dir, place)
         self._run_dir, self._place, self._options, self._report = run_dir, place, options, report
         self._directory = RunDirectory(run_dir).checkpoints
         self._pace = Pace(options.bytes_per_second)
@@ -459,3 +460,10 @@ def _list_base_paths(path: Path, base: ListedBase) -> list[Path]:
 
 def _cut(data: bytes, block_bytes: int) -> Iterator[bytes]:
     return (data[start : start + block_bytes] for start in range(0, len(data), block_bytes))
+
+
+def _check_is_second(run_dir: Path, place: Place) -> None:
+    """Refuses a place in the run's own directory, where the mirror's retention would remove the run's checkpoints."""
+    own = run_dir.resolve()
+    if "://" not in place.url and own in (found := Path(place.url).resolve(), *found.parents):
+        raise UserError(f"the mirror {place.url} lies in the run {run_dir} itself: give a directory on another disk")

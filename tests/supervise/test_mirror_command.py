@@ -131,3 +131,13 @@ def test_the_help_of_both_commands_names_the_other(capsys):
         with pytest.raises(SystemExit):
             main(arguments)
         assert expected in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("place", [".", "checkpoints", "mirror"])
+def test_a_place_in_the_run_itself_is_refused_and_no_checkpoint_is_removed(tmp_path: Path, capsys, place: str):
+    run = Run(tmp_path / "run")
+    for step in (1, 2, 3):
+        run.save(step)
+    assert main(["mirror", str(run.path), str(run.path / place), "--once", "--keep_last", "1"]) == 2
+    assert "lies in the run" in capsys.readouterr().err
+    assert len(list((run.path / "checkpoints").glob("step-*"))) == 3
