@@ -24,6 +24,7 @@ from genesis.supervise.mirror_state import without_password
 
 _BAD = 1
 _NICENESS = 10
+_MAX_SECONDS = 1_000_000
 _DESCRIPTION = """Copies the committed checkpoints of a run to a second place while it trains: a directory, or a URL
 such as s3://bucket/prefix. Every copy is read back and compared with the manifest before it becomes visible there. The
 training is not concerned, whatever happens to the copies. `genesis mirror restore` continues a run from its mirror.
@@ -49,6 +50,16 @@ def read_rate(text: str) -> float:
     if match is None or float(match[1]) <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a rate; give bytes per second, such as 20MB")
     return float(match[1]) * _UNITS[match[2]]
+
+
+def _read_seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < _MAX_SECONDS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time; give seconds above 0 and below {_MAX_SECONDS}")
+    return seconds
 
 
 def main(argv: list[str]) -> int:
@@ -135,6 +146,11 @@ def _build_parser() -> Parser:
         type=read_rate,
         help="limit in bytes per second for all that is written and read back, such as 20MB; default: no limit",
     )
-    add("--poll_seconds", type=float, default=options.poll_seconds, help="time between two looks for new checkpoints")
+    add(
+        "--poll_seconds",
+        type=_read_seconds,
+        default=options.poll_seconds,
+        help="time between two looks for new checkpoints",
+    )
     add("--parent", type=int, help=argparse.SUPPRESS)  # the supervisor that started it, with which it ends
     return parser

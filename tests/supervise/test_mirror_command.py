@@ -141,3 +141,9 @@ def test_a_place_in_the_run_itself_is_refused_and_no_checkpoint_is_removed(tmp_p
     assert main(["mirror", str(run.path), str(run.path / place), "--once", "--keep_last", "1"]) == 2
     assert "lies in the run" in capsys.readouterr().err
     assert len(list((run.path / "checkpoints").glob("step-*"))) == 3
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "-1", "0", "1e300", "soon"])
+def test_a_time_between_looks_that_is_no_time_is_refused(tmp_path: Path, capsys, seconds: str):
+    assert main(["mirror", str(tmp_path / "run"), str(tmp_path / "m"), "--poll_seconds", seconds]) == 2
+    assert f"{seconds!r} is not a time" in capsys.readouterr().err
