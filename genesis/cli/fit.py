@@ -57,6 +57,11 @@ _REFUSED_OPTION = re.compile(
     r"(?:Group '(?P<group>[^']*)' )?does not accept (?:nested )?(?:option|key) '(?P<key>[^']+)'"
 )
 _NOT_ACCEPTED = re.compile(r"Option '(?P<key>[^']+)' is not accepted")
+_OPTIONAL = re.compile(
+    r"Does not validate against any of the Union subtypes Subtypes: (?:(?!Errors: ).)*"
+    r"Errors: - Expected a <class 'NoneType'> - (?P<reason>(?:(?!Errors: ).)+?) Given value type: .*"
+)
+"""The text that jsonargparse writes around the error of an optional section, such as model.objective."""
 _UNRECOGNIZED = re.compile(r"[Uu]nrecognized arguments: --(?P<key>[^=\s]+)")
 _FEW_KEYS = 20
 _MAX_SEED = 2**32 - 1  # numpy's
@@ -87,6 +92,7 @@ class GenesisParser(LightningArgumentParser):
         """Prints one line and exits with status 2."""
         line = " ".join(message.split())
         found = _REFUSED_OPTION.search(line) or _NOT_ACCEPTED.search(line) or _UNRECOGNIZED.search(line)
+        line = _OPTIONAL.sub(r"\g<reason>", line)
         if found is not None:
             group = found.groupdict().get("group")
             line += _hint(f"{group}.{found['key']}" if group else found["key"], sorted(_known_keys(self)))
@@ -262,7 +268,7 @@ class GenesisCLI(LightningCLI):
             if self._adapter_base is not None:
                 start_adapter(self.model, self._adapter_base)
         except (ValueError, MisconfigurationException) as error:
-            raise UserError(" ".join(str(error).split())) from error
+            raise UserError(_OPTIONAL.sub(r"\g<reason>", " ".join(str(error).split()))) from error
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Builds the Trainer with the run's own log and progress bar."""

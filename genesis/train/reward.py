@@ -18,6 +18,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from genesis.data.prompts import Prompt
 from genesis.errors import UserError
 
@@ -52,13 +54,15 @@ class Reward:
         where = f"answer {number} to {prompt.place}"
         try:
             # Copies, because a function that changes its arguments would change the rewards of later answers.
-            value = self._function(copy.deepcopy(list(prompt.messages)), text, copy.deepcopy(dict(prompt.columns)))
+            # Gradients are off again after a function that turns them on, for a model of its own.
+            with torch.no_grad():
+                value = self._function(copy.deepcopy(list(prompt.messages)), text, copy.deepcopy(dict(prompt.columns)))
         except (Exception, SystemExit) as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_REASON]
+            reason = _describe(error)
             raise UserError(f"the reward function {self.name} failed for {where}: {reason}; correct it") from error
         # An array of one element is not a number either: it would hide a wrong shape.
         if not isinstance(value, Real):
-            raise UserError(f"the reward function {self.name} gave {str(value)[:60]!r} for {where}; return a number")
+            raise UserError(f"the reward function {self.name} gave {_spell(value)[:60]!r} for {where}; return a number")
         try:
             reward = float(value)
         except (OverflowError, ValueError):  # a whole number of hundreds of digits
@@ -91,7 +95,7 @@ def load_reward(name: str, *, is_allowed: bool) -> Reward:
     try:
         module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except (Exception, SystemExit) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_REASON]
+        reason = _describe(error)
         raise UserError(
             f"the module of the reward function {name} cannot be imported ({reason}); correct it"
         ) from error
@@ -99,6 +103,18 @@ def load_reward(name: str, *, is_allowed: bool) -> Reward:
     if not callable(function):
         raise UserError(f"{place} has no function {function_name!r}; {_REMEDY}")
     return Reward(name, function)
+
+
+def _describe(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {_spell(error)}".split())[:_MAX_REASON]
+
+
+def _spell(value: object) -> str:
+    """Returns a value of the user's code as text; its own conversion may fail, too."""
+    try:
+        return str(value)
+    except Exception:  # the code of a class of the user
+        return f"<{type(value).__name__}>"
 
 
 def _import_file(path: Path) -> Any:

@@ -88,3 +88,21 @@ def test_an_error_of_the_reward_function_is_one_line_with_the_row(genesis: Genes
     assert len(errors) == 1
     assert "prompts.jsonl, line " in errors[0]
     assert errors[0].endswith("KeyError: 'answer'; correct it")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("model.objective.init_args.clip_low", "1", "model.objective.clip_low is 1.0; it must be above 0 and below 1"),
+        ("data.prompts.group_size", "1", "data.prompts.group_size is 1; it must be at least 2"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_its_reason_alone(
+    genesis: Genesis, case: Path, tmp_path: Path, key: str, value: str, message: str
+) -> None:
+    recipe = write_prompt_recipe(case, tmp_path / "run")
+    refused = genesis("fit", "--config", str(recipe), f"--{key}", value)
+    assert refused.status == 2
+    assert refused.err.startswith("genesis: error: ")
+    assert refused.err.endswith(f"{message}\n")
+    assert "Union" not in refused.err

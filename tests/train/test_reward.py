@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from genesis.data.prompts import Prompt
 from genesis.errors import UserError
@@ -108,3 +109,26 @@ def test_a_function_that_changes_its_arguments_changes_nothing() -> None:
     reward, prompt = Reward("scores.py:reward", greedy), make_prompt(scores=[1.0, 2.0])
     assert [reward.score(prompt, "So.", number) for number in (1, 2, 3)] == [2.0, 2.0, 2.0]
     assert len(prompt.messages) == 1
+
+
+def test_a_result_and_an_error_that_cannot_be_printed_are_one_line() -> None:
+    class BrokenError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    def fail(*_: object) -> float:
+        raise BrokenError
+
+    for function, message in ((fail, "failed for .*BrokenError"), (lambda *_: BrokenError(), "gave '<BrokenError>'")):
+        with pytest.raises(UserError, match=message):
+            Reward("own", function).score(make_prompt(), "text", 1)
+
+
+def test_a_function_that_turns_gradients_on_leaves_them_off() -> None:
+    def reward(*_: object) -> float:
+        torch.set_grad_enabled(True)
+        return 1.0
+
+    with torch.no_grad():
+        assert Reward("own", reward).score(make_prompt(), "text", 1) == 1.0
+        assert not torch.is_grad_enabled()
