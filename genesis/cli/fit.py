@@ -59,7 +59,7 @@ _REFUSED_OPTION = re.compile(
 _NOT_ACCEPTED = re.compile(r"Option '(?P<key>[^']+)' is not accepted")
 _OPTIONAL = re.compile(
     r"Does not validate against any of the Union subtypes Subtypes: (?:(?!Errors: ).)*"
-    r"Errors: - Expected a <class 'NoneType'> - (?P<reason>(?:(?!Errors: ).)+?) Given value type: .*"
+    r"Errors: - Expected a <class 'NoneType'> - (?P<reason>(?!Expected a )(?:(?!Errors: ).)+?) Given value type: .*"
 )
 """The text that jsonargparse writes around the error of an optional section, such as model.objective."""
 _UNRECOGNIZED = re.compile(r"[Uu]nrecognized arguments: --(?P<key>[^=\s]+)")
