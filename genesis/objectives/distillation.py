@@ -7,9 +7,9 @@ train/teacher_divergence   nats per valid token: KL of the student from the teac
 train/teacher_rest         the teacher's mean probability of all ids that are not among its top_k
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Final
 
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from genesis.objectives.distillation_loss import sum_distillation
 from genesis.objectives.objective import TOKENS, Head, HeadResult, Objective, ObjectiveSums, SumHead
 from genesis.objectives.teacher import Teacher, TeacherDtype, find_classes, name_classes
 
+_LOWEST_TEMPERATURE: Final = 0.01
 _CROSS_ENTROPY, _DIVERGENCE, _REST = "cross_entropy", "teacher_divergence", "teacher_rest"
 
 
@@ -35,7 +36,7 @@ class Distillation(Objective):
         teacher: A run, a checkpoint or an export with the student's tokenizer; may be left out beside a cache.
         cache: The directory of a cache; None runs the teacher.
         top_k: Number of ids for each position whose probabilities the student learns one by one.
-        temperature: T, above 0: higher ones give small probabilities more weight.
+        temperature: T, from 0.01 to 100: higher ones give small probabilities more weight.
         teacher_share: a, the share of the divergence in the loss, from 0 to 1.
         teacher_dtype: The dtype in which the teacher runs; None for that of its weights.
 
@@ -111,5 +112,7 @@ def check_options(top_k: int, temperature: float) -> None:
     """
     if top_k < 1:
         raise UserError(f"top_k is {top_k}: it must be at least 1")
-    if not (temperature > 0.0 and math.isfinite(temperature)):
-        raise UserError(f"temperature is {temperature}: it must be a number above 0")
+    if not _LOWEST_TEMPERATURE <= temperature <= 1 / _LOWEST_TEMPERATURE:  # beyond, float32 has no such probabilities
+        raise UserError(
+            f"temperature is {temperature}: it must be from {_LOWEST_TEMPERATURE} to {1 / _LOWEST_TEMPERATURE:g}"
+        )

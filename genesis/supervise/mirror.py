@@ -258,6 +258,12 @@ class Mirror:
                 f"{self._status.url} is mirrored by another copy of this run now, and this one has stopped; give this "
                 f"run another mirror, or remove {self._path} to take the mirror back"
             )
+        if owner is None and (contents.checkpoints or contents.bases or contents.damaged or contents.leftovers):
+            # A run, or somebody's copy of one: the retention of a mirror would remove checkpoints there.
+            raise MirrorTakenError(
+                f"{self._status.url} holds checkpoints and is not a mirror, because it has no {_OWNER_NAME}; give an "
+                "empty place"
+            )
         mirrored = {listing.marker for listing in contents.checkpoints.values()}
         related = {listing.marker for listing in run} | {listing.previous_hash for listing in run}
         if mirrored and not mirrored & related:
@@ -280,8 +286,7 @@ class Mirror:
             return str(json.loads(data)["owner"])
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise UserError(
-                f"{self._status.url}/{_OWNER_NAME} is not a file of a mirror ({error}); remove it if no other run "
-                "uses this place"
+                f"{self._status.url}/{_OWNER_NAME} is not a file of a mirror ({error}); give this run another mirror"
             ) from error
 
     def _check_owner(self) -> None:

@@ -111,7 +111,7 @@ def test_a_run_that_goes_on_with_another_cache_is_refused(
         ({"teacher": "runs/none"}, "no such directory"),
         ({"top_k": 0}, "top_k is 0: it must be at least 1"),
         ({"top_k": 301}, "top_k is 301, more than the 300 ids of the tokenizer"),
-        ({"temperature": 0.0}, "temperature is 0.0: it must be a number above 0"),
+        ({"temperature": 0.0}, "temperature is 0.0: it must be from 0.01 to 100"),
         ({"teacher_share": 1.5}, "teacher_share is 1.5: it must be from 0 to 1"),
         ({"cache": "nowhere"}, "nowhere is no cache of a teacher"),
     ],

@@ -194,6 +194,22 @@ def test_another_run_and_a_second_copy_of_the_run_are_refused(run: Run, place: P
     assert steps(place) == [1]
 
 
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_a_copy_of_the_run_that_is_no_mirror_is_refused_and_keeps_its_checkpoints(
+    run: Run, place: Path, is_committed: bool
+):
+    for step in (1, 2, 3):
+        run.save(step)
+    shutil.copytree(run.directory, place / run.directory.name)
+    if not is_committed:
+        for marker in place.rglob("COMMITTED"):
+            marker.unlink()
+    before = sorted(place.rglob("*"))
+    with pytest.raises(MirrorTakenError, match="not a mirror, because it has no"):
+        sync(run, place)
+    assert sorted(place.rglob("*")) == before
+
+
 def test_an_empty_run_claims_nothing_and_removes_nothing(run: Run, place: Path, tmp_path: Path):
     run.save(1)
     sync(run, place)
