@@ -43,6 +43,8 @@ def train(workload: FinetuneWorkload) -> None:
     """Trains as many steps as there are rows, or until the parent sends `quit`."""
     gate = Gate(workload, ["torch", "transformers", "peft"])
     model = AutoModelForCausalLM.from_pretrained(workload.model, dtype=torch.float32)
+    # transformers gives the input embedding of the pad token no gradient; in SmolLM2 that token ends the turns.
+    model.get_input_embeddings().padding_idx = None
     if workload.adapter is not None:
         model = PeftModel.from_pretrained(model, workload.adapter, is_trainable=True)
     model.train()
