@@ -76,6 +76,8 @@ def main(argv: list[str]) -> int:
         arguments.poll_seconds,
     )
     run = _find_run(arguments.run)
+    if not run.exists():
+        _report(f"there is no run {run} yet; a mirror waits for its first checkpoint")
     with contextlib.suppress(OSError):
         os.nice(_NICENESS)  # the training comes first
     with Mirror(run, place, options, _report) as mirror, _ended_by_sigterm():

@@ -151,6 +151,8 @@ def find_run_dir(fit: Sequence[str]) -> Path:
 def _read_run_dir(path: Path) -> str | None:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"no such recipe: {path}; give an existing file by --config") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"the recipe {path} cannot be read: {' '.join(str(error).split())}") from error
     given = content.get("run_dir") if isinstance(content, dict) else None

@@ -147,3 +147,15 @@ def test_a_place_in_the_run_itself_is_refused_and_no_checkpoint_is_removed(tmp_p
 def test_a_time_between_looks_that_is_no_time_is_refused(tmp_path: Path, capsys, seconds: str):
     assert main(["mirror", str(tmp_path / "run"), str(tmp_path / "m"), "--poll_seconds", seconds]) == 2
     assert f"{seconds!r} is not a time" in capsys.readouterr().err
+
+
+def test_a_mirror_of_a_run_that_does_not_exist_yet_reports_it(tmp_path: Path, capsys):
+    assert main(["mirror", str(tmp_path / "rnu"), str(tmp_path / "place"), "--once"]) == 0
+    assert "there is no run" in capsys.readouterr().err
+
+
+def test_a_supervised_recipe_that_does_not_exist_is_one_line(tmp_path: Path, capsys):
+    assert main(["supervise", "--", "fit", "--config", str(tmp_path / "nowhere.yaml")]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "no such recipe" in err
