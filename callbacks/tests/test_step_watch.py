@@ -4,45 +4,65 @@ from torch import nn
 from genesis_callbacks._step_watch import StepWatch
 
 
-def watch(*optimizers):
-    return StepWatch(optimizers, before_step=None, has_scaler=False)
-
-
-def names_of(**modules):
-    return {id(parameter): name for name, module in modules.items() for parameter in module.parameters()}
+def watch(*optimizers, **modules):
+    names = {id(parameter): name for name, module in modules.items() for parameter in module.parameters()}
+    return StepWatch(optimizers, before_step=None, has_scaler=False, names=names)
 
 
 def test_an_optimizer_that_did_not_step_since_the_last_save_moved_nothing_whatever_gradients_it_has():
     """As in a GAN whose discriminator takes several steps, with `zero_grad` before each backward."""
     generator, critic = nn.Linear(2, 2), nn.Linear(2, 1)
-    names = names_of(generator=generator, critic=critic)
     first, second = torch.optim.SGD(generator.parameters(), lr=0.1), torch.optim.SGD(critic.parameters(), lr=0.1)
-    steps = watch(first, second)
+    steps = watch(first, second, generator=generator, critic=critic)
     critic(generator(torch.ones(1, 2))).sum().backward()
     first.step()
-    assert steps.moved(names, since_updates=0) == {"generator"}
+    assert steps.moved(since_updates=0) == {"generator"}
     second.zero_grad()
     critic(generator(torch.ones(1, 2))).sum().backward()
     second.step()
     assert all(parameter.grad is not None for parameter in generator.parameters())
-    assert steps.moved(names, since_updates=1) == {"critic"}
-    assert steps.moved(names, since_updates=0) == {"generator", "critic"}, "a save that failed is none to compare with"
+    assert steps.moved(since_updates=1) == {"critic"}
+    assert steps.moved(since_updates=0) == {"generator", "critic"}, "a save that failed is none to compare with"
 
 
 def test_gradients_of_one_optimizer_say_nothing_of_anothers():
     moving, resting = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (moving, resting)]
-    steps = watch(*optimizers)
+    steps = watch(*optimizers, moving=moving, resting=resting)
     (moving(torch.ones(1, 2)).sum() + 0 * resting(torch.ones(1, 2)).sum()).backward()
     for optimizer in optimizers:
         optimizer.step()
-    assert steps.moved(names_of(moving=moving, resting=resting), since_updates=0) == {"moving"}
+    assert steps.moved(since_updates=0) == {"moving"}
 
 
 def test_sparse_gradients_move_their_embedding():
     embedding = nn.Embedding(4, 2, sparse=True)
     optimizer = torch.optim.SparseAdam(embedding.parameters())
-    steps = watch(optimizer)
+    steps = watch(optimizer, embedding=embedding)
     embedding(torch.tensor([1, 3, 3])).sum().backward()
     optimizer.step()
-    assert steps.moved(names_of(embedding=embedding), since_updates=0) == {"embedding"}
+    assert steps.moved(since_updates=0) == {"embedding"}
+
+
+def test_a_parameter_without_a_gradient_did_not_move_and_moves_again_with_one():
+    layer, frozen = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([*layer.parameters(), *frozen.parameters()], lr=0.1)
+    steps = watch(optimizer, layer=layer, frozen=frozen)
+    for is_frozen in (False, True, False):
+        optimizer.zero_grad()
+        frozen.requires_grad_(not is_frozen)
+        frozen(layer(torch.ones(1, 2))).sum().backward()
+        optimizer.step()
+        assert steps.moved(since_updates=0) == ({"layer"} if is_frozen else {"layer", "frozen"})
+
+
+def test_a_group_without_a_rate_did_not_move():
+    layer, resting = nn.Linear(2, 2), nn.Linear(2, 2)
+    groups = [{"params": [*layer.parameters()]}, {"params": [*resting.parameters()], "lr": 0.0}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    steps = watch(optimizer, layer=layer, resting=resting)
+    resting(layer(torch.ones(1, 2))).sum().backward()
+    optimizer.step()
+    assert steps.moved(since_updates=0) == {"layer"}
+    optimizer.param_groups[1]["lr"] = 0.1
+    assert steps.moved(since_updates=0) == {"layer", "resting"}

@@ -85,7 +85,6 @@ class FitSaves:
         self._options = options
         self._history, self._statistics, self._best = history, statistics, best
         self._watch: StepWatch | None = None
-        self._names: dict[int, str] = {}
         self._cache = SnapshotCache()
         self._updates_at_begin = 0
         self._updates_at_last = 0
@@ -108,7 +107,6 @@ class FitSaves:
             device_path=device_path,
         )
         self.target.ranks.attempt("starting the writer", self.pipeline.wait_ready)
-        self._names = {parameter: MODEL_PREFIX + name for parameter, name in name_parameters(self._module).items()}
         self._watch = StepWatch(
             self._trainer.optimizers,
             # In automatic optimization the optimizer's step runs the closure (forward and backward) first. A wait in
@@ -116,6 +114,7 @@ class FitSaves:
             # the closure. In manual optimization the user steps after the backward, so the pre-hook is the place.
             before_step=None if self._module.automatic_optimization else self.wait_staged,
             has_scaler=getattr(self._trainer.precision_plugin, "scaler", None) is not None,
+            names={parameter: MODEL_PREFIX + name for parameter, name in name_parameters(self._module).items()},
         )
 
     @property
@@ -230,7 +229,7 @@ class FitSaves:
         return Progress(
             lambda: watch.num_steps,
             watch.num_updates - self._updates_at_last,
-            watch.moved(self._names, since_updates=self._updates_at_last),
+            watch.moved(since_updates=self._updates_at_last),
         )
 
     # ---- to settle

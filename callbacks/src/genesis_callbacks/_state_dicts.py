@@ -6,7 +6,7 @@ used in this file alone; the tests compare each result with the original's.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from itertools import chain, repeat
@@ -210,23 +210,28 @@ class LiveStateDict:
 
 
 @cache
-def _field_names(kind: type) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(kind))
+def _read_fields(kind: type) -> tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]]]:
+    """Returns the names of a dataclass's fields, and a function that returns their values."""
+    names = tuple(field.name for field in fields(kind))
+    # With one name, attrgetter returns the value itself.
+    return names, attrgetter(*names) if len(names) > 1 else lambda owner: tuple(getattr(owner, name) for name in names)
 
 
 def _copy_progress(progress: _BaseProgress) -> dict[str, Any] | None:
     """Returns what `dataclasses.asdict` does for counts and records of counts; None for any other value."""
-    copied: dict[str, Any] = {}
     kind: Any = type(progress)
-    for name in _field_names(kind):
-        value = getattr(progress, name)
+    names, read = _read_fields(kind)
+    values = read(progress)
+    copied = dict(zip(names, values, strict=True))
+    if _NUMBERS.issuperset(map(type, values)):
+        return copied
+    for name, value in zip(names, values, strict=True):
         if isinstance(value, _BaseProgress):
-            value = _copy_progress(value)
-            if value is None:
+            inner = copied[name] = _copy_progress(value)
+            if inner is None:
                 return None
         elif type(value) not in _NUMBERS:
             return None
-        copied[name] = value
     return copied
 
 

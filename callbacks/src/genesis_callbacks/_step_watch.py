@@ -1,6 +1,8 @@
 """Watches optimizers: counts their steps and updates, and lists the parameters that they moved."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -13,20 +15,36 @@ _SAMPLED_PARAMETERS = 8
 _SAMPLED_ELEMENTS = 1024
 
 
-def _has_signal(parameters: list[Tensor]) -> bool:
-    """Returns whether a sample of the parameters' gradients is not all zeros; on an accelerator always True."""
+_GRADIENT = attrgetter("grad")
+
+
+def _has_signal(gradients: Sequence[Tensor]) -> bool:
+    """Returns whether a sample of the gradients is not all zeros; on an accelerator always True."""
     # A False ends in a comparison less and never in a refused save. Reading gradients on a device would make each save
     # wait for the device's queue, so they count as non-zero there.
-    stride = max(1, len(parameters) // _SAMPLED_PARAMETERS)
-    for parameter in parameters[::stride]:
-        gradient = parameter.grad
-        assert gradient is not None
+    stride = max(1, len(gradients) // _SAMPLED_PARAMETERS)
+    for gradient in gradients[::stride]:
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         if local.is_sparse:
             local = local._values()  # the rows of a sparse embedding; `coalesce` would sort them first
         if local.device.type != "cpu" or bool(local.detach().reshape(-1)[:_SAMPLED_ELEMENTS].any()):
             return True
     return False
+
+
+class _Names:
+    """The names of one list of parameters, looked up again only for another list: training waits for a lookup."""
+
+    def __init__(self) -> None:
+        self._parameters: list[Tensor] = []
+        self._found: frozenset[str] = frozenset()
+
+    def find(self, parameters: list[Tensor], names: Mapping[int, str]) -> frozenset[str]:
+        known = self._parameters
+        if len(parameters) != len(known) or not all(map(is_, parameters, known)):
+            self._parameters = parameters
+            self._found = frozenset(names[id(parameter)] for parameter in parameters if id(parameter) in names)
+        return self._found
 
 
 class StepWatch:
@@ -39,12 +57,20 @@ class StepWatch:
         optimizers: The run's.
         before_step: Called before each step of an optimizer; None for nothing.
         has_scaler: Whether the run scales its gradients.
+        names: Names of the model's parameters by their `id`.
     """
 
     def __init__(
-        self, optimizers: Iterable[Optimizer], *, before_step: Callable[[], None] | None, has_scaler: bool
+        self,
+        optimizers: Iterable[Optimizer],
+        *,
+        before_step: Callable[[], None] | None,
+        has_scaler: bool,
+        names: Mapping[int, str],
     ) -> None:
         self._has_scaler = has_scaler
+        self._names = names
+        self._known: dict[int, _Names] = {}
         self._moved_by: dict[int, tuple[Optimizer, int]] = {}
         self._handles: list[RemovableHandle] = []
         self.num_steps = 0
@@ -68,7 +94,7 @@ class StepWatch:
         else:
             self._moved_by.pop(id(optimizer), None)
 
-    def moved(self, names: Mapping[int, str], *, since_updates: int) -> frozenset[str]:
+    def moved(self, *, since_updates: int) -> frozenset[str]:
         """Returns the names of the parameters that the optimizers' last steps moved: they have a gradient and a lr.
 
         An optimizer without an update since `since_updates` moved nothing, whatever gradients its parameters have by
@@ -76,24 +102,24 @@ class StepWatch:
         gradients is all zeros. Call it at a window's end.
 
         Args:
-            names: Names of the parameters by their `id`.
             since_updates: `num_updates` at the save to compare with.
         """
-        moved: set[str] = set()
+        moved: frozenset[str] = frozenset()
         for optimizer, num_updates in self._moved_by.values():
             if num_updates <= since_updates:
                 continue
-            parameters = [
-                parameter
-                for group in optimizer.param_groups
-                if float(group.get("lr", 1.0)) > 0.0
-                for parameter in group["params"]
-                if parameter.grad is not None
-            ]
+            parameters: list[Tensor] = []
+            for group in optimizer.param_groups:
+                if float(group.get("lr", 1.0)) > 0.0:
+                    parameters += group["params"]
+            gradients = list(map(_GRADIENT, parameters))
+            if any(map(is_, gradients, repeat(None))):
+                parameters = [parameter for parameter in parameters if parameter.grad is not None]
+                gradients = [gradient for gradient in gradients if gradient is not None]
             with torch.no_grad():
-                if _has_signal(parameters):
-                    moved.update(names[id(parameter)] for parameter in parameters if id(parameter) in names)
-        return frozenset(moved)
+                if _has_signal(gradients):
+                    moved |= self._known.setdefault(id(optimizer), _Names()).find(parameters, self._names)
+        return moved
 
     def remove(self) -> None:
         """Removes the hooks; a second call does nothing."""

@@ -66,7 +66,7 @@ class SnapshotCache:
 
     def __init__(self) -> None:
         self.state_dict = LiveStateDict()
-        self.tensors = KnownTensors()
+        self.tensors = KnownTensors(is_late=True)
         self.idle_loops: dict[str, dict[str, Any]] | None = None
         self.role: dict[str, Any] | None = None
 
@@ -274,6 +274,8 @@ def take_snapshot(
     def finish() -> Snapshot:
         if cache.state_dict.has_missed_change():
             raise ChangedPartsError("a module has other parameters or buffers than this rank had found")
+        if cache.tensors.has_missed_change():
+            raise ChangedPartsError("an optimizer has other tensors in its state than this rank had found")
         own_section: Any
         own_section, own_tensors = encode_tagged(own, path)
         return replace(snapshot, section=section | own_section, parts=[*parts, *_list_parts(own_tensors)], finish=None)

@@ -97,16 +97,20 @@ class _OptimizerEntry:
     parts: list[LocalShard]
     tensors: list[Tensor]
 
-    def is_of(self, optimizer: Optimizer, holder: Optimizer) -> bool:
-        states = holder.state.values()
+    def seems_of(self, optimizer: Optimizer, holder: Optimizer) -> bool:
+        """Returns whether the optimizer has the same parameters; the tensors of its state are not looked at."""
         groups = [group["params"] for group in optimizer.param_groups]
         return (
-            _are_same(list(holder.state), self.parameters)
+            len(holder.state) == len(self.parameters)
             and len(groups) == len(self.group_parameters)
             and all(map(_are_same, groups, self.group_parameters))
-            and self.state.are(
-                list(chain.from_iterable(states)), list(chain.from_iterable(state.values() for state in states))
-            )
+        )
+
+    def has_state_of(self, holder: Optimizer) -> bool:
+        """Returns whether the optimizer's state consists of the same tensors, with elements at the same addresses."""
+        states = holder.state.values()
+        return _are_same(list(holder.state), self.parameters) and self.state.are(
+            list(chain.from_iterable(states)), list(chain.from_iterable(state.values() for state in states))
         )
 
 
@@ -115,9 +119,16 @@ def _are_same(objects: list[Any], others: list[Any]) -> bool:
 
 
 class KnownTensors:
-    """The cache of one run. It keeps tensors alive: drop it when the run ends. One thread at a time uses it."""
+    """The cache of one run. It keeps tensors alive: drop it when the run ends. One thread at a time uses it.
 
-    def __init__(self) -> None:
+    Args:
+        is_late: Whether the state of optimizers is taken for unchanged at first: `has_missed_change` has to be asked
+            before a tensor is read. Only a step of the optimizer, for which a save is waited, replaces tensors there.
+    """
+
+    def __init__(self, *, is_late: bool = False) -> None:
+        self._is_late = is_late
+        self._unchecked: list[tuple[int, Optimizer]] = []
         self._parts = PartsCache()
         self._model: tuple[_Tensors, KnownModel] | None = None
         self._optimizers: dict[int, _OptimizerEntry] = {}
@@ -132,6 +143,7 @@ class KnownTensors:
         Raises:
             UnsupportedStateError: Two different tensors would have the same name, or a tensor cannot be saved.
         """
+        self._unchecked = []  # of a snapshot that was not finished
         keys, values = list(state_dict), list(state_dict.values())
         if self._model is not None and self._model[0].are(keys, values):
             return self._model[1]
@@ -159,7 +171,10 @@ class KnownTensors:
                 are not plain names.
         """
         holder, known = state_holder(optimizer), self._optimizers.get(index)
-        if known is not None and known.is_of(optimizer, holder):
+        is_known = known is not None and known.seems_of(optimizer, holder)
+        if is_known and self._is_late:
+            self._unchecked.append((index, optimizer))
+        if known is not None and is_known and (self._is_late or known.has_state_of(holder)):
             groups = [
                 {**group, "params": names}
                 for group, names in zip(optimizer.param_groups, known.group_names, strict=True)
@@ -183,6 +198,17 @@ class KnownTensors:
                 tensors,
             )
         return KnownOptimizer(named.section, parts, tensors)
+
+    def has_missed_change(self) -> bool:
+        """Returns whether a late check finds another state in an optimizer; then the next searches will not be late.
+
+        Another thread may call it, until the next search.
+        """
+        unchecked, self._unchecked = self._unchecked, []
+        for index, optimizer in unchecked:
+            if not self._optimizers[index].has_state_of(state_holder(optimizer)):
+                self._is_late = False
+        return bool(unchecked) and not self._is_late
 
     def share(self, model: KnownModel, optimizers: Sequence[KnownOptimizer], swapped: list[LocalShard]) -> SharedParts:
         """Returns all parts that ranks plan together. Nothing is computed if they are those of the last call.
