@@ -19,6 +19,8 @@ PUBLIC_MODULES = (
     "genesis_callbacks.heartbeats",
     "genesis_callbacks.host_group",
     "genesis_callbacks.run_directory",
+    "genesis_callbacks.step_parts",
+    "genesis_callbacks.symptoms",
     "genesis_callbacks.testing",
 )
 MEASURES_INTERNALS = Path("genesis/bench")

@@ -3,16 +3,24 @@
 import contextlib
 import pickle
 
+import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.utils.data import DataLoader
 
 from genesis_callbacks._compat import (
     NothingToRestore,
     build_dcp_metadata,
     finish_before_hooks,
+    ignore_actions,
+    ignore_backward,
+    listen_to_actions,
+    listen_to_backward,
     loader_generators,
     local_chunks,
     offset_in_file,
@@ -110,3 +118,43 @@ def test_a_fits_end_is_heard_of_before_the_hooks_and_given_back():
 def test_a_trainer_without_loaders_has_no_states_of_loaders():
     trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
     assert (read_loader_states(trainer), loader_generators(trainer), read_fetch_generators(trainer)) == ([], [], None)
+
+
+@pytest.mark.filterwarnings("ignore:The '.*' does not have many workers")
+@pytest.mark.filterwarnings("ignore:The number of training batches")
+def test_the_profiler_names_the_actions_of_a_step_and_gets_its_methods_back(tmp_path):
+    class Model(BoringModel):
+        pass
+
+    actions, backwards = [], []
+
+    @contextlib.contextmanager
+    def within():
+        backwards.append("backward")
+        yield
+
+    class Listen(Callback):
+        def on_train_start(self, trainer, pl_module):
+            listen_to_actions(trainer, actions.append, lambda name: actions.append(f"end {name}"))
+            listen_to_backward(trainer.strategy, within)
+
+        def on_train_end(self, trainer, pl_module):
+            ignore_actions(trainer)
+            ignore_backward(trainer.strategy)
+
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "limit_val_batches": 0}
+    profiler = SimpleProfiler()
+    trainer = Trainer(max_steps=1, accelerator="cpu", callbacks=[Listen()], profiler=profiler, **options)
+    trainer.fit(Model(), DataLoader(RandomDataset(32, 4)))
+    wanted = [
+        "[_TrainingEpochLoop].train_dataloader_next",
+        "[Strategy]SingleDeviceStrategy.batch_to_device",
+        "[LightningModule]Model.optimizer_step",
+        "[Strategy]SingleDeviceStrategy.training_step",
+    ]
+    assert [name for name in actions if name in wanted] == wanted
+    assert {f"end {name}" for name in wanted} <= set(actions)
+    assert backwards == ["backward"]
+    assert {*wanted} <= profiler.recorded_durations.keys()
+    assert not {"start", "stop"} & vars(profiler).keys()
+    assert "backward" not in vars(trainer.strategy)

@@ -1,4 +1,4 @@
-"""Reads tables and blocks out of the docstrings of source files, without importing them.
+"""Reads tables and blocks out of the docstrings of source files, without importing them; one module renders its own.
 
 A module of this project documents what it logs, or which files it owns, in a block of its docstring: an indented header
 of column titles, then one line for each entry, whose text may go on in lines below it.
@@ -6,6 +6,7 @@ of column titles, then one line for each entry, whose text may go on in lines be
 
 import ast
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,9 +77,13 @@ def render(root: Path, kind: str, path: str) -> str:
 
     Args:
         root: The repository.
-        kind: `logged` (the table of metric keys), `events` (the table of kinds), or `block` (the first indented block).
+        kind: `logged` (the table of metric keys), `events` (the table of kinds), `block` (the first indented block), or
+            `symptoms` (the table that the module renders).
         path: The source file, relative to the repository.
     """
+    if kind == "symptoms":
+        table: str = runpy.run_path(str(root / path))["render_table"]()
+        return table
     docstring = read_docstring(root / path)
     if kind == "block":
         return f"```text\n{read_block(docstring)}\n```"

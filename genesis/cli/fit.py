@@ -2,7 +2,7 @@
 
 model        GenesisModule        data        CorpusDataModule        trainer     Lightning's Trainer
 checkpoint   AsyncProcessCheckpoint   counters    TokenCounters       schedule    SkipAwareLR
-verification CheckpointVerification
+verification CheckpointVerification     telemetry   TelemetryOptions
 run_dir      where checkpoints, metrics and configs of the run lie
 fork         of `fit`: a name; the run continues from --ckpt_path in a directory of that name beside run_dir
 """
@@ -34,6 +34,7 @@ from genesis.cli.distillation import read_recorded, start_distillation
 from genesis.cli.options import check_is_yaml
 from genesis.cli.precision import GenesisTrainer, resolve_precision
 from genesis.cli.preference import prepare_preference
+from genesis.cli.telemetry import TelemetryOptions, build_telemetry
 from genesis.data.paths import SOURCE_LISTS, TOKENIZER_PATHS, find_path, find_source_path, record_paths
 from genesis.deprecated_options import rename_in_arguments, rename_in_yaml, rename_option
 from genesis.errors import RunEndedError, UserError, naming
@@ -215,6 +216,7 @@ class GenesisCLI(LightningCLI):
             AsyncProcessCheckpoint, "checkpoint", skip={"recipe", "identity", "drift_policy"}, sub_configs=True
         )
         parser.callback_keys.append("checkpoint")
+        parser.add_argument("--telemetry", type=TelemetryOptions, default=TelemetryOptions())
         parser.link_arguments(("run_dir", "fork"), "checkpoint.run_dir", compute_fn=_place_run)
         # A logger writes into the run's directory; in a list of loggers each one names its own directory.
         parser.link_arguments(("run_dir", "fork"), "trainer.logger.init_args.save_dir", compute_fn=_place_run)
@@ -293,7 +295,10 @@ class GenesisCLI(LightningCLI):
             self.model.objective.directory = RunDirectory(run_dir).reference
         # Validating an earlier checkpoint must not write into the log of the run that trains.
         loggers = _loggers(config.get("logger"), run_dir) if self.subcommand == "fit" else False
+        telemetry: TelemetryOptions = self._get(self.config_init, "telemetry")
         callbacks: list[Callback] = [SaveRecipe(run_dir, self.config_dump), DataTelemetry()]
+        if self.subcommand == "fit":
+            callbacks += build_telemetry(telemetry, run_dir)
         if config.get("enable_progress_bar") is not False:
             callbacks.append(GenesisProgressBar())
         # Bar and heartbeat come after all other callbacks, so that they have the counters of the current step.

@@ -158,6 +158,7 @@ def build_window(
         num_valid_tokens=labels.size - len(places),
         num_bytes=num_bytes,
         data_position=data_position,
+        document_lengths=np.diff(starts, append=inputs.size),
     )
 
 

@@ -5,8 +5,9 @@ B  sequences of one micro-batch on one rank     S  tokens of one sequence
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final, Self
+from typing import Any, Final, Self
 
+import numpy as np
 import torch
 from jaxtyping import Int32, Int64
 from torch import Tensor
@@ -66,6 +67,8 @@ class AccumulationWindow:
         num_valid_tokens: Number of labels in this rank's micro-batches that are not `IGNORE_INDEX`.
         num_bytes: Number of UTF-8 bytes of text behind those labels, for bits per byte.
         data_position: Global sequences consumed after this window, over all ranks.
+        document_lengths: Lengths of the documents and of the padding in these micro-batches, on the host; None if
+            unknown.
         num_units: Numbers of other units than tokens in these micro-batches, such as pairs, by name.
         packed: The buffers of `pin_memory`, one per type: all tensors of the micro-batches, one after another.
     """
@@ -75,6 +78,7 @@ class AccumulationWindow:
     num_bytes: int
     data_position: int
     num_units: Mapping[str, int] = field(default_factory=dict)
+    document_lengths: np.ndarray[Any, np.dtype[np.int64]] | None = field(default=None, repr=False, compare=False)
     packed: tuple[Tensor, ...] | None = field(default=None, repr=False, compare=False)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:

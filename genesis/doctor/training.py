@@ -39,10 +39,9 @@ from genesis.doctor.probe import Probe, SkippedError, Task
 from genesis.model.describe import count_flops_per_token, describe
 from genesis.processes import run_together
 from genesis.strategies import Replicated, Sharded
-from genesis.train.mfu import choose_peak_type
 from genesis_callbacks import AsyncProcessCheckpoint
 from genesis_callbacks.checkpoint import find_latest, read_tensors
-from genesis_callbacks.device_peaks import compute_mfu, read_peak_flops
+from genesis_callbacks.device_peaks import choose_peak_type, compute_mfu, read_peak_flops
 
 _WARMUP_STEPS: Final = 5
 _STEPS: Final = 20
@@ -169,7 +168,9 @@ def measure_training(probe: Probe, is_compiled: bool) -> None:
     probe.figure("first steps, compilation included" if is_compiled else "first steps", times.seconds_of_first, "s")
     peak_flops = None
     if not is_host(task.kind):
-        peak_flops = read_peak_flops(name_device(task.kind), choose_peak_type(str(trainer.precision)))
+        peak_flops = read_peak_flops(
+            name_device(task.kind), choose_peak_type(str(trainer.precision), torch.get_float32_matmul_precision())
+        )
     if peak_flops is None:
         probe.note("the device's peak is not known: no MFU")
     else:

@@ -6,6 +6,7 @@ import torch
 
 from genesis.model.adapter import AdapterConfig, attach_adapters, find_linears
 from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.part import Part
 
 BFLOAT16_BYTES, FLOAT32_BYTES = 2, 4
 
@@ -132,6 +133,13 @@ def count_flops_per_token(config: DecoderConfig, seq_len: int, adapter: AdapterC
     if not decoder.output_weight.requires_grad:
         frozen += decoder.output_weight.numel()
     return total - 2 * frozen + sum(layer.flops_per_token for layer in adapted.values())
+
+
+def list_attending_parts(config: DecoderConfig) -> list[Part]:
+    """Returns the parts, on the meta device, whose arithmetic for a token depends on the length of its document."""
+    with torch.device("meta"):
+        parts = Decoder(config).parts.values()
+    return [part for part in parts if part.context_flops_per_token(1)]
 
 
 def _part_of(name: str) -> str:

@@ -23,7 +23,7 @@ class TorchAccelerator(Accelerator):
         select_device(device.type, device.index or 0)
 
     def get_device_stats(self, device: torch.device | str | int) -> dict[str, Any]:
-        """Returns no statistics, because the training log logs `memory/...`."""
+        """Returns no statistics, because `MemoryWatch` logs `memory/...`."""
         return {}
 
     def teardown(self) -> None:

@@ -32,6 +32,7 @@ from genesis.optim import GroupedOptimizer, OptimizerOptions, build_optimizer
 from genesis.strategies.layout import LayoutStrategy, layout_strategy
 from genesis.strategies.wrap import free_gathered_parameters
 from genesis.train.data_module import CorpusDataModule
+from genesis.train.flops import WindowFlops
 from genesis.train.gradients import clip_on_device, measure_gradients, scale_gradients
 from genesis.train.late_outcome import LateOutcome, read_together, refuse_device_norm, sum_on_device
 from genesis.train.lightning_signals import leave_signals_to_votes
@@ -41,6 +42,7 @@ from genesis.train.precision import prepare_precision
 from genesis.train.reference_pass import fill_reference
 from genesis.train.training_log import TrainingLog, WindowFigures, join_sums
 from genesis_callbacks.host_group import Pending
+from genesis_callbacks.step_parts import timing
 
 
 def seed_of_step(seed: int, step: int, data_rank: int) -> int:
@@ -114,6 +116,7 @@ class GenesisModule(pl.LightningModule):
         self._sums_of_ranks: Pending[float] | None = None
         self._training_log = TrainingLog(self._end_window, self.objective.measure, is_late=gradient_norm == "device")
         self.validation_sums = SumsOverRanks()
+        self._flops: WindowFlops | None = None
 
     # ---- building
 
@@ -219,7 +222,9 @@ class GenesisModule(pl.LightningModule):
         # Every rank needs the global count before its first backward, so this sum is awaited. It runs on gloo between
         # hosts: on nccl it would wait for the device's queue.
         counts = self.objective.count(window)
-        self._counts = dict(zip(counts, layout.token_group.sum(list(counts.values())).wait(), strict=True))
+        with timing(self.trainer, "communication"):
+            totals = layout.token_group.sum(list(counts.values())).wait()
+        self._counts = dict(zip(counts, totals, strict=True))
         # The reduction of gradients sums over ranks, and may divide that sum (DDP does). 0 keeps an empty window's
         # graph connected: every rank runs the same forwards and backwards, even without valid tokens.
         scales = {unit: layout.gradient_divisor / count if count else 0.0 for unit, count in self._counts.items()}
@@ -342,6 +347,12 @@ class GenesisModule(pl.LightningModule):
         self._sums_of_ranks = None
         window = known.with_values(names, values)
         return lambda: window
+
+    def count_batch_flops(self, batch: AccumulationWindow) -> float:
+        """Returns the operations of a window's forward and backward on this rank, for `Throughput`."""
+        if self._flops is None:
+            self._flops = WindowFlops(self.decoder_config, self.adapter_config)
+        return self._flops.count(batch)
 
     # ---- validation
 

@@ -26,7 +26,7 @@ _FREE: Final = (
     *("data.prompts.sources.*.paths", "data.prompts.tokenizer", "data.prompts.template"),
     *("data.prompts.num_rows", "data.prompts.num_logged_prompts"),
     # Saving, logging and display.
-    *("checkpoint", "verification", "trainer.logger", "trainer.log_every_n_steps", "trainer.enable_*"),
+    *("checkpoint", "verification", "telemetry", "trainer.logger", "trainer.log_every_n_steps", "trainer.enable_*"),
     *("trainer.model_registry", "trainer.profiler", "trainer.barebones", "trainer.detect_anomaly"),
     *("trainer.fast_dev_run",),
     # Validation.

@@ -51,6 +51,7 @@ from genesis.train.reward import Reward
 from genesis_callbacks import AsyncProcessCheckpoint
 from genesis_callbacks.files import replace_file
 from genesis_callbacks.host_group import HostGroup
+from genesis_callbacks.step_parts import timing
 
 _ROW_MULTIPLE = 16
 """Rows are as long as the longest answer of their micro-batch needs, up to this multiple: fewer shapes of tensors."""
@@ -86,7 +87,8 @@ class Rollouts:
             # After a resume with another batch size some answers may be known. All are written again, so that all ranks
             # have equally many: under sharding they run the same forwards.
             data.groups = {}
-            self._answer(data.plan_rollout(position), group)
+            with timing(self._trainer, "generation"):
+                self._answer(data.plan_rollout(position), group)
         rows = self._rows_at(data.own_positions(position))
         micro_batches, num_bytes = [], 0
         for chunk in self._chunks(rows):

@@ -6,9 +6,6 @@
     train/perplexity           exp of train/loss, if that is a cross-entropy
     train/bits_per_byte        bits per byte of text, likewise
     train/valid_tokens         valid tokens of this window, over all ranks
-    train/tokens_per_second    valid tokens over wall time since the last log line, over all ranks
-    train/mfu                  share of the device's dense peak that the model's arithmetic uses, on rank 0, for all
-                               tokens; absent if the peak is unknown (`genesis_callbacks.device_peaks`)
     train/grad_norm            2-norm of the synchronised gradient before the clip
     train/scale_factor         the factor of a rank's summed loss: 1 / valid tokens if gradients are summed
                                over ranks (sharded), number of ranks / valid tokens if they are averaged (replicated)
@@ -16,14 +13,10 @@
     train/auxiliary_loss       auxiliary losses of the model's parts in this window, per valid token, over all ranks
     parts/NAME                 statistics of a part, summed over the tokens of this window on all ranks, for each part
                                that has any: parts/blocks.3.feed_forward.load_tokens.0
-    memory/allocated_bytes     peak memory of tensors, memory/reserved_bytes that of the allocator (CUDA);
-                               memory/resident_bytes on other devices
 
 Does it communicate? No: the figures of a window are already those of all ranks.
 """
 
-import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -33,12 +26,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from genesis.errors import UserError
-from genesis.model.decoder import DecoderConfig
 from genesis.model.statistics import LOSS_SUM
 from genesis.objectives.objective import BYTES, TOKENS, HeadResult, ObjectiveSums
 from genesis.train.logged_values import align_log_steps, forget_logged, log_exactly
-from genesis.train.memory import peak_memory_bytes
-from genesis.train.mfu import MFUMeter
 
 _STATE_VERSION = 1
 
@@ -115,9 +105,6 @@ class TrainingLog(pl.Callback):
         self._measure = measure
         self._is_late = is_late
         self._open: Callable[[], WindowFigures] | None = None
-        self._timed_from_seconds = math.nan
-        self._timed_tokens = self._timed_positions = 0
-        self._mfu: MFUMeter | None = None
         self.last_loss: float | None = None
         self._reset()
 
@@ -163,13 +150,10 @@ class TrainingLog(pl.Callback):
     # ---- hooks
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Starts the measurement of time, and the sums if no checkpoint was restored."""
+        """Starts the sums if no checkpoint was restored."""
         self._open = None
         if trainer.global_step == 0:
             self._reset()
-        self._timed_from_seconds = time.perf_counter()
-        self._timed_tokens = self._timed_positions = 0
-        self._mfu = _build_meter(trainer, pl_module)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -190,52 +174,36 @@ class TrainingLog(pl.Callback):
         """Adds the window to the sums and logs every `log_every_n_steps`."""
         self._close_window()  # the previous window, if this one had no optimizer step
         self._open = self._end_window()
-        self._timed_positions += sum(micro_batch.input_ids.numel() for micro_batch in batch.micro_batches)
         every = vars(trainer)["log_every_n_steps"]  # a public attribute without an annotation in Lightning
         is_log_step = every > 0 and trainer.global_step % every == 0
         window = self._close_window() if is_log_step or not self._is_late else None
         if is_log_step or trainer.should_stop:  # Lightning logs in both cases
-            log_exactly(
-                pl_module,
-                self._take(trainer, pl_module, window, batch.micro_batches[0].input_ids.shape[1])
-                if is_log_step and window is not None
-                else {},
-            )
+            log_exactly(pl_module, self._take(trainer, pl_module, window) if is_log_step and window is not None else {})
 
     def _close_window(self) -> WindowFigures | None:
         """Adds the last window to the sums unless it is already included, and returns its figures."""
         if self._open is None:
             return None
         window, self._open = self._open(), None
-        self._timed_tokens += window.num_valid_tokens
         if not window.is_skipped:
             self._sums += window.sums
         return window
 
     # ---- parts of the hooks
 
-    def _take(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, window: WindowFigures, seq_len: int
-    ) -> dict[str, float]:
+    def _take(self, trainer: pl.Trainer, pl_module: pl.LightningModule, window: WindowFigures) -> dict[str, float]:
         """Returns the metrics of a log line, and resets the sums for the next line."""
-        now_seconds = time.perf_counter()
-        seconds = now_seconds - self._timed_from_seconds
         values = {
             "train/valid_tokens": float(window.num_valid_tokens),
-            "train/tokens_per_second": self._timed_tokens / seconds,
-            **({} if self._mfu is None else self._mfu.measure(self._timed_positions / seconds, seq_len)),
             "train/grad_norm": window.grad_norm,
             "train/scale_factor": window.scale_factor,
             **_describe_parts(window),
-            **peak_memory_bytes(pl_module.device),
             **self._read_means(),
         }
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None:
             values["train/loss_scale"] = float(scaler.get_scale())
         self._reset()
-        self._timed_from_seconds = now_seconds
-        self._timed_tokens = self._timed_positions = 0
         return values
 
     def _read_means(self) -> dict[str, float]:
@@ -244,11 +212,6 @@ class TrainingLog(pl.Callback):
         measured = self._measure(self._sums)
         self.last_loss = measured["loss"]
         return {f"train/{name}": value for name, value in measured.items()}
-
-
-def _build_meter(trainer: pl.Trainer, pl_module: pl.LightningModule) -> MFUMeter | None:
-    config, adapter = (vars(pl_module).get(name) for name in ("decoder_config", "adapter_config"))
-    return MFUMeter(trainer, config, adapter) if isinstance(config, DecoderConfig) else None
 
 
 def _describe_parts(window: WindowFigures) -> dict[str, float]:

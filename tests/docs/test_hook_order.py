@@ -23,7 +23,16 @@ from genesis.train.data_telemetry import DataTelemetry
 from genesis.train.module import GenesisModule
 from genesis.train.progress import GenesisProgressBar
 from genesis.train.training_log import TrainingLog
-from genesis_callbacks import AsyncProcessCheckpoint, CheckpointVerification, Heartbeat, SkipAwareLR, TokenCounters
+from genesis_callbacks import (
+    AsyncProcessCheckpoint,
+    CheckpointVerification,
+    Heartbeat,
+    MemoryWatch,
+    SkipAwareLR,
+    StepTimer,
+    Throughput,
+    TokenCounters,
+)
 from tests.cli.tiny import build_recipe, write_recipe
 from tests.commands import REPOSITORY
 
@@ -37,6 +46,9 @@ CALLBACKS = (
     SkipAwareLR,
     CheckpointVerification,
     TrainingLog,
+    Throughput,
+    StepTimer,
+    MemoryWatch,
     DataTelemetry,
     GenesisProgressBar,
     Heartbeat,

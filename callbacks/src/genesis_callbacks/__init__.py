@@ -13,8 +13,11 @@ _MODULES = {
     "AsyncProcessCheckpoint": ".async_process_checkpoint",
     "CheckpointVerification": ".checkpoint_verification",
     "Heartbeat": ".heartbeat",
+    "MemoryWatch": ".memory_watch",
     "SaveScope": ".checkpoint.scope",
     "SkipAwareLR": ".skip_aware_lr",
+    "StepTimer": ".step_timer",
+    "Throughput": ".throughput",
     "TokenCounters": ".token_counters",
     "export_lightning_checkpoint": ".checkpoint.lightning_file",
 }
@@ -22,8 +25,11 @@ __all__ = [
     "AsyncProcessCheckpoint",
     "CheckpointVerification",
     "Heartbeat",
+    "MemoryWatch",
     "SaveScope",
     "SkipAwareLR",
+    "StepTimer",
+    "Throughput",
     "TokenCounters",
     "export_lightning_checkpoint",
 ]

@@ -350,3 +350,57 @@ def begin_next_epoch(trainer: Any) -> None:
 def read_ddp_options(strategy: Any) -> dict[str, Any]:
     """Returns the arguments that a DDPStrategy passes to DistributedDataParallel."""
     return dict(strategy._ddp_kwargs)
+
+
+def dump_memory_snapshot(device_module: Any, path: Path) -> bool:
+    """Writes the allocator's blocks for torch's memory viewer; returns False for a device that cannot do it."""
+    dump = getattr(getattr(device_module, "memory", None), "_dump_snapshot", None)
+    if dump is None:
+        return False
+    dump(str(path))
+    return True
+
+
+_PROFILES = ("start", "stop")
+
+
+def listen_to_actions(trainer: Any, begin: Callable[[str], None], end: Callable[[str], None]) -> None:
+    """Makes `begin(name)` and `end(name)` run around each action of the Trainer's profiler.
+
+    By attributes on the profiler, whatever its class is, so that it works as before. Lightning names every hook that it
+    calls, each fetch of a batch and each save.
+    """
+    profiler = trainer.profiler
+    starts, stops = profiler.start, profiler.stop
+
+    def start(action_name: str) -> None:
+        starts(action_name)
+        begin(action_name)
+
+    def stop(action_name: str) -> None:
+        end(action_name)
+        stops(action_name)
+
+    profiler.start, profiler.stop = start, stop
+
+
+def ignore_actions(trainer: Any) -> None:
+    """Gives the profiler its own methods back; does nothing if nobody listens."""
+    for name in _PROFILES:
+        vars(trainer.profiler).pop(name, None)
+
+
+def listen_to_backward(strategy: Any, within: Callable[[], AbstractContextManager[None]]) -> None:
+    """Makes every backward of a strategy run within `within()`, by an attribute on the instance."""
+    original = strategy.backward
+
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        with within():
+            return original(*args, **kwargs)
+
+    strategy.backward = backward
+
+
+def ignore_backward(strategy: Any) -> None:
+    """Gives the strategy its own `backward` back; does nothing if nobody listens."""
+    vars(strategy).pop("backward", None)

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["DevicePeaks", "PeakType", "compute_mfu", "read_peak_flops"]
+__all__ = ["DevicePeaks", "PeakType", "choose_peak_type", "compute_mfu", "read_peak_flops"]
 
 PeakType = Literal["bfloat16", "float16", "tfloat32", "float32"]
 """What is multiplied; `tfloat32` is float32 of which the device reads 19 bits."""
@@ -92,6 +92,24 @@ def read_peak_flops(device_name: str, dtype: PeakType) -> float | None:
             rate: float | None = getattr(peaks, dtype)
             return None if rate is None else rate * 1e12
     return None
+
+
+def choose_peak_type(precision: str | None, float32_precision: str) -> PeakType:
+    """Returns the type of the peak for a Trainer's precision.
+
+    Args:
+        precision: The Trainer's.
+        float32_precision: `torch.get_float32_matmul_precision()`.
+
+    Example:
+        >>> choose_peak_type("bf16-mixed", "highest"), choose_peak_type("32-true", "high")
+        ('bfloat16', 'tfloat32')
+    """
+    if precision in ("bf16-mixed", "bf16-true"):
+        return "bfloat16"
+    if precision in ("16-mixed", "16-true"):
+        return "float16"
+    return "float32" if float32_precision == "highest" else "tfloat32"
 
 
 def compute_mfu(tokens_per_second: float, flops_per_token: float, peak_flops: float, num_devices: int = 1) -> float:

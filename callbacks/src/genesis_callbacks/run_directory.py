@@ -11,6 +11,8 @@
                commands.jsonl           what commands beside the training did
                supervisor.jsonl         what the supervisor of the run did
     RUN/heartbeats/rank-N.json          `heartbeat_file`: where each rank stands, rewritten at most once a second
+    RUN/memory/                         `memory`: snapshots of memory from when it ran out
+    RUN/traces/                         `traces`: profiler traces of chosen steps
     RUN/.ranks/                         one file for each rank that lives, while there are several
 
 Names in `checkpoints/` are constants, because the engine also works on a directory of checkpoints that lies in no run.
@@ -58,6 +60,8 @@ _EVENTS_NAME: Final = "events"
 _CHECKPOINT_NAME: Final = re.compile(r"step-(\d{8,})")
 _STAGING_NAME: Final = re.compile(r"step-\d{8,}\.staging-\w+")
 _HEARTBEATS_NAME: Final = "heartbeats"
+_MEMORY_NAME: Final = "memory"
+_TRACES_NAME: Final = "traces"
 _SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 """As a URL begins; a `Path` made of a URL has one slash of the two."""
 
@@ -152,6 +156,16 @@ class RunDirectory:
     def heartbeats(self) -> Path:
         """Holds a file for each rank, with its last heartbeat."""
         return self.path / _HEARTBEATS_NAME
+
+    @property
+    def memory(self) -> Path:
+        """Holds snapshots of memory from when it ran out."""
+        return self.path / _MEMORY_NAME
+
+    @property
+    def traces(self) -> Path:
+        """Holds profiler traces."""
+        return self.path / _TRACES_NAME
 
     def heartbeat_file(self, rank: int) -> Path:
         """Returns where a rank writes its heartbeat."""

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from genesis_callbacks._log_lines import is_log_step, log_exact
 from genesis_callbacks.errors import RunEndedError, UserError
 from genesis_callbacks.host_group import HostGroup, Pending
 
@@ -78,7 +79,7 @@ def count_tokens(batch: Any) -> int:
         if value is not None:
             return value.numel() if isinstance(value, Tensor) and name != "num_valid_tokens" else int(value)
     raise UserError(
-        f"TokenCounters cannot count the tokens of a batch of type {type(batch).__name__}: give it count_fn, a "
+        f"the tokens of a batch of type {type(batch).__name__} cannot be counted: give count_fn, a "
         "function from a batch to an int (or its dotted path)"
     )
 
@@ -120,7 +121,7 @@ class TokenCounters(pl.Callback):
             raise UserError(
                 f"max_consecutive_skips is {max_consecutive_skips}: it must be at least 1, or null for no limit"
             )
-        self._count = _import_function(count_fn) if isinstance(count_fn, str) else count_fn or count_tokens
+        self._count = import_function(count_fn) if isinstance(count_fn, str) else count_fn or count_tokens
         self._max_consecutive_skips = max_consecutive_skips
         self._group = HostGroup()
         self._is_alone = True
@@ -248,7 +249,7 @@ class TokenCounters(pl.Callback):
         """Registers hooks on the optimizers."""
         # Not in `on_fit_start`, before which FSDP2's restore has not happened: global_step would still be 0 there.
         self._start_clocks(trainer.global_step)
-        self._num_ranks_per_batch = _count_ranks_per_batch(trainer)
+        self._num_ranks_per_batch = count_ranks_per_batch(trainer)
         self._scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._module = pl_module
         self._forget_attempt()
@@ -286,7 +287,7 @@ class TokenCounters(pl.Callback):
             if self._late is None:
                 self._end_window(None if self.has_updated else self._reason(pl_module, outputs))
                 self._comparable_updates = self._updates
-        if _is_log_step(trainer):
+        if is_log_step(trainer):
             self._log(pl_module)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -388,9 +389,7 @@ class TokenCounters(pl.Callback):
             SKIPS: sum(self._skips.values()),
             **{SKIPS_BY_REASON.format(reason=reason): count for reason, count in self._skips.items()},
         }
-        # Lightning would make a number a float32 on the device: inexact from 2**24 on, and a wait for the device.
-        exact = {key: torch.tensor(value, dtype=torch.float64) for key, value in values.items()}
-        pl_module.log_dict(exact, on_step=True, on_epoch=False, batch_size=1)
+        log_exact(pl_module, values)
 
     def _forget_attempt(self) -> None:
         self._was_called = False
@@ -406,21 +405,17 @@ class TokenCounters(pl.Callback):
         self._module = None
 
 
-def _import_function(path: str) -> Callable[[Any], int]:
+def import_function(path: str, option: str = "count_fn") -> Callable[[Any], Any]:
+    """Returns the function of a dotted path."""
     module, _, name = path.rpartition(".")
     try:
-        function: Callable[[Any], int] = getattr(import_module(module), name)
+        function: Callable[[Any], Any] = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"count_fn {path!r} cannot be imported: {error}; write package.module.function") from error
+        raise UserError(f"{option} {path!r} cannot be imported: {error}; write package.module.function") from error
     return function
 
 
-def _count_ranks_per_batch(trainer: pl.Trainer) -> int:
+def count_ranks_per_batch(trainer: pl.Trainer) -> int:
     """Returns how many ranks read the same batch: more than one under tensor parallelism."""
     sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", None)
     return int(trainer.world_size // sampler["num_replicas"]) if sampler else 1
-
-
-def _is_log_step(trainer: pl.Trainer) -> bool:
-    every = vars(trainer)["log_every_n_steps"]  # a public attribute that Lightning's annotations leave out
-    return every > 0 and (trainer.global_step % every == 0 or trainer.should_stop)

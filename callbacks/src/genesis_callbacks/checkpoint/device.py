@@ -59,6 +59,44 @@ def record_event(device: torch.device) -> torch.Event:
     return event
 
 
+def build_timer(device: torch.device) -> torch.Event:
+    """Returns an event that can measure the time to another one, and that has not been recorded yet."""
+    return torch.Event(device, enable_timing=True)
+
+
+def name_device(device: torch.device) -> str:
+    """Returns the name that the driver gives to a device; the kind of device where there is no name."""
+    read = None if is_host(device) else getattr(torch.get_device_module(device), "get_device_name", None)
+    return device.type if read is None else str(read(device.index or 0))
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """What the allocator of a device counts in this process, in bytes.
+
+    Attributes:
+        allocated: Tensors.
+        reserved: What the allocator has taken from the driver.
+        peak: The most that tensors took since the start, or since somebody reset torch's peak.
+        split: Unused pieces of blocks that are otherwise in use; no other process can have them.
+    """
+
+    allocated: int
+    reserved: int
+    peak: int
+    split: int
+
+
+def read_device_memory(device: torch.device) -> DeviceMemory | None:
+    """Returns what torch counts on the host, without a wait; None for a device whose memory it does not count."""
+    read = None if is_host(device) else getattr(torch.get_device_module(device), "memory_stats", None)
+    if read is None:
+        return None
+    counts = read(device.index or 0)
+    names = ("allocated_bytes.all.current", "reserved_bytes.all.current", "allocated_bytes.all.peak")
+    return DeviceMemory(*(int(counts.get(name, 0)) for name in (*names, "inactive_split_bytes.all.current")))
+
+
 def build_stream(device: torch.device) -> torch.Stream:
     """Returns a new stream of `device`."""
     with torch.accelerator.device_index(device.index):

@@ -1,0 +1,181 @@
+"""Where the time of a step goes, on the host and on devices that are late, without a wait."""
+
+import time
+import warnings
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from clock_runs import LIGHTNING_WARNINGS, Module, loader, trainer
+from lightning.pytorch.callbacks import Checkpoint
+from torch.utils.data import DataLoader, Dataset
+
+from genesis_callbacks import StepTimer
+from genesis_callbacks._step_timeline import StepTimeline
+from genesis_callbacks.errors import UserError
+from genesis_callbacks.step_parts import timing
+from genesis_callbacks.step_timer import StepTimeWarning
+
+pytestmark = LIGHTNING_WARNINGS
+
+SECONDS = 0.02
+
+
+class Slow(Module):
+    def training_step(self, batch, batch_idx):
+        time.sleep(2 * SECONDS)
+        with timing(self.trainer, "communication"):
+            time.sleep(SECONDS)
+        return self.loss(batch)
+
+    def backward(self, loss) -> None:
+        time.sleep(3 * SECONDS)
+        loss.backward()
+
+    def on_before_optimizer_step(self, optimizer) -> None:
+        time.sleep(SECONDS)
+
+
+class Validated(Slow):
+    def validation_step(self, batch, batch_idx) -> None:
+        time.sleep(0.3)
+
+
+class Data(Dataset):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index):
+        time.sleep(2 * SECONDS)
+        return {"index": index, "x": torch.ones(4, 3), "num_valid_tokens": 1}
+
+
+class Saver(Checkpoint):
+    def on_train_batch_end(self, *_) -> None:
+        time.sleep(SECONDS)
+
+
+class Rows(pl.Callback):
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer, pl_module, *_) -> None:
+        row = {key: float(value) for key, value in trainer.callback_metrics.items() if key.startswith("time/")}
+        self.rows += [row] if row else []
+
+
+def test_each_part_has_its_time_and_they_add_up_to_the_step(tmp_path: Path) -> None:
+    timer, rows = StepTimer(), Rows()
+    run = trainer(
+        tmp_path, [timer, rows, Saver()], enable_checkpointing=True, log_every_n_steps=4, val_check_interval=2
+    )
+    run.fit(Validated(), DataLoader(Data(), batch_size=None), loader([1]))
+    (row,) = rows.rows
+    wanted = {"data_wait": 2, "forward": 2, "communication": 1, "backward": 3, "optimizer": 1, "save_stall": 1}
+    for part, times in wanted.items():
+        least = 1e3 * SECONDS * times
+        assert least <= row[f"time/{part}_ms"] < least + 200, part  # the 300 ms of a validation are in no part
+    assert sum(value for key, value in row.items() if key != "time/step_ms") == pytest.approx(row["time/step_ms"])
+    assert "start" not in vars(run.profiler)
+    assert "backward" not in vars(run.strategy)
+
+
+class Manual(Slow):
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx) -> None:
+        self.optimizers().zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+
+
+def test_manual_optimization_and_accumulation_have_their_steps(tmp_path: Path) -> None:
+    for module, options, num_steps in ((Manual(), {}, 5), (Slow(), {"accumulate_grad_batches": 2}, 2)):
+        module.on_before_optimizer_step = lambda optimizer: time.sleep(SECONDS)
+        timer, rows = StepTimer(), Rows()
+        trainer(tmp_path, [timer, rows], log_every_n_steps=100, **options).fit(module, loader([1] * 6))
+        state = timer.state_dict()
+        assert state["num_steps"] == num_steps
+        for part in ("backward", "optimizer", "forward"):
+            assert state["sums_ms"][part] > 0.0
+        assert state["sums_ms"]["backward"] >= 1e3 * 3 * SECONDS * num_steps
+
+
+def test_the_state_continues_an_interval() -> None:
+    timer = StepTimer()
+    assert timer.state_dict() == {}
+    state = {"version": 1, "num_steps": 3, "sums_ms": {"forward": 30.0, "unknown": 1.0}}
+    timer.load_state_dict(state)
+    assert timer.state_dict() == {"version": 1, "num_steps": 3, "sums_ms": {"forward": 30.0}}
+    assert timer._take() == {"time/step_ms": 10.0, "time/forward_ms": 10.0}
+    with pytest.raises(UserError, match="version 2"):
+        timer.load_state_dict({"version": 2})
+
+
+def test_steps_that_become_slower_are_reported_once_for_each_cause() -> None:
+    timer = StepTimer()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for data_wait, backward in [(1.0, 9.0)] * 100 + [(6.0, 9.5)] * 300 + [(1.0, 30.0)] * 200:
+            timer._judge({"data_wait": data_wait, "backward": backward})
+    assert [warning.category for warning in caught] == [StepTimeWarning] * 2
+    assert str(caught[0].message) == (
+        "steps take 15.5 ms, 1.55 times as long as before (10 ms); data_wait rose most, by 5 ms: more loader workers, "
+        "or a prepared corpus"
+    )
+    assert "backward rose most" in str(caught[1].message)
+
+
+class LateMarks:
+    """A device that passes its marks only when the test says so, and fails if it is asked for times before."""
+
+    def __init__(self) -> None:
+        self.made, self.passed, self.free = 0, -1, []
+
+    def mark(self) -> int:
+        self.made += 1
+        return self.made
+
+    def has_passed(self, mark: int) -> bool:
+        return mark <= self.passed
+
+    def measure_ms(self, begin: int, end: int) -> float:
+        assert end <= self.passed
+        return float(end - begin)
+
+    def give_back(self, marks) -> None:
+        self.free += marks
+
+
+def test_a_device_is_read_late_and_marks_are_given_back_once() -> None:
+    timeline = StepTimeline(torch.device("cpu"))
+    timeline._marks = marks = LateMarks()
+    timeline.start()
+    for _ in range(3):
+        timeline.begin("forward")
+        timeline.begin("backward")
+        timeline.end()
+        timeline.end()
+        timeline.end_step()
+    assert timeline.read() == []
+    marks.passed = marks.made - 1
+    first, second = timeline.read()
+    assert first == second == {"other": 2.0, "forward": 2.0, "backward": 1.0}
+    marks.passed = marks.made
+    assert timeline.read() == [first]
+    assert sorted(marks.free) == list(range(1, marks.made))
+
+
+def test_a_device_that_never_passes_keeps_few_steps() -> None:
+    timeline = StepTimeline(torch.device("cpu"))
+    timeline._marks = LateMarks()
+    timeline.start()
+    for _ in range(1000):
+        timeline.end_step()
+    assert len(timeline._open) == 64
+
+
+def test_a_wrong_limit_is_refused() -> None:
+    with pytest.raises(UserError, match=r"warn_above is 0\.5"):
+        StepTimer(warn_above=0.5)
