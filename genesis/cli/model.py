@@ -49,6 +49,7 @@ def describe_main(argv: list[str]) -> int:
     if arguments.json:
         shown = {**asdict(description), "config": dump_decoder_config(description.config)}
         shown["num_parameters"] = description.num_parameters
+        shown["num_active_parameters"] = description.num_active_parameters
         if memory is not None:
             shown["adapter"] = {**asdict(memory), "base_dtype": arguments.base_dtype}
         print(json.dumps(shown, indent=2))
@@ -68,6 +69,9 @@ def _table_of(description: Description, memory: TrainingMemory | None, base_dtyp
         note = "tied to the embedding" if part == "output" and config.has_tied_embeddings else f"{count / total:.1%}"
         table.add_row(f"parameters: {part.replace('_', '-')}", f"{count:,}", note)
     table.add_row("parameters", f"{total:,}", f"{total / 1e6:,.0f}M" if total >= 1e7 else f"{total / 1e6:.1f}M")
+    if description.num_inactive_parameters:
+        active = description.num_active_parameters
+        table.add_row("  active", f"{active:,}", f"{active / total:.1%}; a token sees only some of the experts")
     table.add_section()
     attention = description.attention_flops_per_token
     table.add_row("FLOPs per token", f"{description.flops_per_token:.3e}", "forward and backward, without attention")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
-from jaxtyping import Float, Int32, Int64
+from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
@@ -28,6 +28,7 @@ from genesis.model.attend import AttentionMetadata, CachedTokens
 from genesis.model.attention import AttentionConfig, build_layers_metadata
 from genesis.model.feed_forward import DenseConfig, FeedForwardConfig
 from genesis.model.initial import INIT_STD, InitialValues, fill_normal
+from genesis.model.mixture import MixtureConfig as MixtureConfig  # its name is then known to checkpoints
 from genesis.model.norm import NormConfig
 from genesis.model.part import EMBEDDINGS, HEAD, ParameterGroup, Part, Statistics, check_counts
 
@@ -102,6 +103,7 @@ class DecoderConfig:
             if getattr(self, part) is not None and value != default:
                 raise UserError(f"{name} is {value}, but {part} is also given: remove {name}")
         self.parts.attention.check(self.dim, self.num_layers)
+        self.parts.feed_forward.check(self.num_layers)
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f"dropout is {self.dropout}: it must be at least 0 and below 1")
 
@@ -226,10 +228,12 @@ class Block(nn.Module):
         metadata: AttentionMetadata,
         cache: tuple[Tensor, Tensor] | None = None,
         logits_to_keep: Int64[Tensor, " P"] | None = None,
+        counted: Bool[Tensor, "B S"] | None = None,
     ) -> tuple[Float[Tensor, "B S D"] | Float[Tensor, "P D"], Statistics | None]:
         """Returns the residual stream after this layer, and the statistics of its feed-forward part.
 
-        The stream is returned for all positions, or for some positions of the flattened batch.
+        The stream is returned for all positions, or for some positions of the flattened batch. The statistics are those
+        of the `counted` tokens.
         """
         is_before = self.has_norms_before
         update = self.attention(self.attention_norm(x) if is_before else x, metadata, cache)
@@ -237,7 +241,8 @@ class Block(nn.Module):
         # After the attention, whose keys and values need every position; feed-forward and head need only these.
         if logits_to_keep is not None:
             x = x.flatten(0, 1)[logits_to_keep]
-        update, statistics = self.feed_forward(self.feed_forward_norm(x) if is_before else x)
+            counted = None if counted is None else counted.flatten()[logits_to_keep]
+        update, statistics = self.feed_forward(self.feed_forward_norm(x) if is_before else x, counted)
         return x + self.dropout(update if is_before else self.feed_forward_norm(update)), statistics
 
 
@@ -304,6 +309,7 @@ class Decoder(nn.Module):
         logits_to_keep: Int64[Tensor, " P"] | None = None,
         head: Callable[[Tensor, Tensor], T] = project,  # type: ignore[assignment]  # a default cannot bind T
         has_statistics: bool = False,
+        counted: Bool[Tensor, "B S"] | None = None,
     ) -> T | tuple[T, dict[str, Statistics]]:
         """Returns the result of `head` for the final hidden states and the output weight: by default the logits.
 
@@ -316,7 +322,10 @@ class Decoder(nn.Module):
                 only these positions. None for all positions.
             head: Called as `head(hidden, output_weight)` inside the forward, where a sharded weight is whole.
             has_statistics: Whether to return the parts' statistics as well, by the parts' canonical names.
+            counted: The tokens that the statistics contain; None for all tokens.
         """
+        if has_statistics and counted is None:
+            counted = torch.ones_like(input_ids, dtype=torch.bool)
         x = self.embedding(input_ids)
         cached = None if cache is None else cache.cached
         metadata = build_layers_metadata(self._attention, len(self.blocks), x, document_ids, document_offsets, cached)
@@ -324,7 +333,7 @@ class Decoder(nn.Module):
         for index, block in enumerate(self.blocks):
             kept = logits_to_keep if index == len(self.blocks) - 1 else None
             held = None if cache is None else (cache.keys[index], cache.values[index])
-            x, reported = block(x, metadata[index], held, kept)
+            x, reported = block(x, metadata[index], held, kept, counted)
             if reported is not None:
                 statistics[f"blocks.{index}.feed_forward"] = reported
         # Inside the forward, where FSDP2's hooks have gathered the output weight: elsewhere it may be a shard.

@@ -6,9 +6,13 @@ import torch
 
 from genesis.model.adapter import AdapterConfig, attach_adapters, find_linears
 from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.experts import Experts
 from genesis.model.part import Part
+from genesis.model.router import Router
 
 BFLOAT16_BYTES, FLOAT32_BYTES = 2, 4
+_MIXTURE_PARTS = ("router", "experts")
+"""The parts of a mixture that are listed by themselves; the rest of it is dense."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,7 @@ class Description:
         weights_bytes: Bytes of the weights in float32, as trained; bfloat16 takes half of that.
         gradients_bytes: Bytes of the gradients in float32.
         optimizer_bytes: Bytes of AdamW's two moments in float32.
+        num_inactive_parameters: The number of parameters of experts that do not see a token.
 
     References:
         Chowdhery et al., PaLM, arXiv:2204.02311, appendix B: 6N + 12LHQT.
@@ -38,11 +43,17 @@ class Description:
     weights_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
+    num_inactive_parameters: int = 0
 
     @property
     def num_parameters(self) -> int:
         """The number of all parameters; tied embeddings count once."""
         return sum(self.parameters.values())
+
+    @property
+    def num_active_parameters(self) -> int:
+        """The number of parameters that a token uses."""
+        return self.num_parameters - self.num_inactive_parameters
 
 
 @dataclass(frozen=True)
@@ -75,7 +86,8 @@ def describe(config: DecoderConfig) -> Description:
         decoder = Decoder(config)
     parameters = dict.fromkeys(("embedding", "attention", "feed_forward", "norms", "output"), 0)
     for name, parameter in decoder.named_parameters():
-        parameters[_part_of(name)] += parameter.numel()
+        part = _part_of(name)
+        parameters[part] = parameters.get(part, 0) + parameter.numel()
     num_parameters = sum(parameters.values())
     parts = decoder.parts.values()
     attention = config.parts.attention
@@ -88,6 +100,7 @@ def describe(config: DecoderConfig) -> Description:
         weights_bytes=FLOAT32_BYTES * num_parameters,
         gradients_bytes=FLOAT32_BYTES * num_parameters,
         optimizer_bytes=2 * FLOAT32_BYTES * num_parameters,
+        num_inactive_parameters=sum(part.num_inactive_parameters for part in parts if isinstance(part, Experts)),
     )
 
 
@@ -130,6 +143,7 @@ def count_flops_per_token(config: DecoderConfig, seq_len: int, adapter: AdapterC
         decoder = Decoder(config)
         adapted = attach_adapters(decoder, adapter)
     frozen = sum(layer.weight.numel() for layer in find_linears(decoder).values())
+    frozen += sum(part.flops_per_token // 6 for part in decoder.parts.values() if isinstance(part, Experts | Router))
     if not decoder.output_weight.requires_grad:
         frozen += decoder.output_weight.numel()
     return total - 2 * frozen + sum(layer.flops_per_token for layer in adapted.values())
@@ -146,4 +160,6 @@ def _part_of(name: str) -> str:
     if "norm" in name:
         return "norms"
     first, *rest = name.split(".")
-    return rest[1] if first == "blocks" else first
+    if first != "blocks":
+        return first
+    return next((part for part in _MIXTURE_PARTS if f"{part}." in name), rest[1])

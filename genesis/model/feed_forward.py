@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
@@ -21,8 +21,15 @@ class FeedForward(Part):
     """The part of a block that processes each token by itself."""
 
     @abstractmethod
-    def forward(self, x: Float[Tensor, "*N D"]) -> tuple[Float[Tensor, "*N D"], Statistics | None]:
-        """Returns the update of the residual stream, and the statistics of these tokens, if the part has any."""
+    def forward(
+        self, x: Float[Tensor, "*N D"], counted: Bool[Tensor, "*N"] | None = None
+    ) -> tuple[Float[Tensor, "*N D"], Statistics | None]:
+        """Returns the update of the residual stream, and the statistics of the tokens, if the part has any.
+
+        Args:
+            x: The tokens.
+            counted: The tokens that the statistics contain; None if nobody reads the statistics.
+        """
 
 
 class FeedForwardConfig(ABC):
@@ -30,6 +37,13 @@ class FeedForwardConfig(ABC):
 
     A recipe chooses one by `model.decoder.feed_forward: {class_path: ..., init_args: {...}}`.
     """
+
+    def check(self, num_layers: int) -> None:  # noqa: B027 - most parts are the same in every layer
+        """Checks that the part can be built for every layer of a decoder.
+
+        Raises:
+            UserError: It cannot.
+        """
 
     @abstractmethod
     def build(self, dim: int, layer: int) -> FeedForward:
@@ -89,8 +103,10 @@ class Dense(FeedForward):
         """The FLOPs of the weights, each of which multiplies every token."""
         return 6 * sum(linear.weight.numel() for linear in (self.gate, self.up, self.down))
 
-    def forward(self, x: Float[Tensor, "*N D"]) -> tuple[Float[Tensor, "*N D"], None]:
-        """Returns down(silu(gate x) * up x)."""
+    def forward(
+        self, x: Float[Tensor, "*N D"], counted: Bool[Tensor, "*N"] | None = None
+    ) -> tuple[Float[Tensor, "*N D"], None]:
+        """Returns down(silu(gate x) * up x), without statistics."""
         gate, up = self.gate(x), self.up(x)
         # torch.compile itself keeps only what its backward reads.
         is_eager_cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -5,8 +5,9 @@ blocks whose rows it holds, and sharding does not change any value.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -70,6 +71,14 @@ class InitialValues:
         """Fills a parameter that writes into the residual stream with normal values of deviation `residual_std`."""
         fill_normal(parameter, self.residual_std, f"{self.key}.{name}")
 
+    def fill_stack(self, name: str, parameter: Tensor) -> None:
+        """Fills a stack of matrices as `fill` does, each by its number: a rank draws no other rank's matrices."""
+        _fill_stack(parameter, INIT_STD, f"{self.key}.{name}")
+
+    def fill_stack_residual(self, name: str, parameter: Tensor) -> None:
+        """Fills a stack of matrices that write into the residual stream as `fill_stack` does."""
+        _fill_stack(parameter, self.residual_std, f"{self.key}.{name}")
+
 
 def fill_normal(parameter: Tensor, std: float, key: str) -> None:
     """Fills this rank's part of a parameter with normal values of mean 0. Does not communicate.
@@ -86,13 +95,33 @@ def fill_normal(parameter: Tensor, std: float, key: str) -> None:
 def _fill_blocks(parameter: Tensor, draw: Callable[[tuple[int, ...], int], Tensor]) -> None:
     for local in local_shards("initial", parameter, "parameter"):
         corner = zip(local.part.offsets, local.part.sizes, strict=True)
-        first, *others = (slice(offset, offset + size) for offset, size in corner)
-        for number in find_blocks(first.start, first.stop):
-            block = draw(local.part.shape, number)
-            start = number * BLOCK_ROWS
-            rows = slice(max(first.start, start), min(first.stop, start + len(block)))
-            held = block[(slice(rows.start - start, rows.stop - start), *others)]
-            local.data[rows.start - first.start : rows.stop - first.start].copy_(held)
+        _fill_region(local.data, [slice(offset, offset + size) for offset, size in corner], local.part.shape, draw)
+
+
+@torch.no_grad()
+def _fill_stack(parameter: Tensor, std: float, key: str) -> None:
+    for local in local_shards("initial", parameter, "parameter"):
+        corner = zip(local.part.offsets, local.part.sizes, strict=True)
+        first, *region = (slice(offset, offset + size) for offset, size in corner)
+        for data, number in zip(local.data, range(first.start, first.stop), strict=True):
+            _fill_region(data, region, local.part.shape[1:], partial(_draw_matrix, std, f"{key}.{number}"))
+
+
+def _draw_matrix(std: float, key: str, shape: tuple[int, ...], number: int) -> Tensor:
+    return draw_block(shape, std, key, number)
+
+
+def _fill_region(
+    data: Tensor, region: Sequence[slice], shape: tuple[int, ...], draw: Callable[[tuple[int, ...], int], Tensor]
+) -> None:
+    """Fills `data`, which is this region of a tensor of that shape, block by block."""
+    first, *others = region
+    for number in find_blocks(first.start, first.stop):
+        block = draw(shape, number)
+        start = number * BLOCK_ROWS
+        rows = slice(max(first.start, start), min(first.stop, start + len(block)))
+        held = block[(slice(rows.start - start, rows.stop - start), *others)]
+        data[rows.start - first.start : rows.stop - first.start].copy_(held)
 
 
 def find_blocks(start: int, stop: int) -> range:

@@ -4,6 +4,7 @@ A part is a module that alone knows its parameters: the decoder, the optimizer a
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from typing import Any, Final, Literal, NamedTuple
 
@@ -19,8 +20,9 @@ class ParameterGroup:
 
     Args:
         name: The name of the group in the optimizer, and therefore in checkpoints.
-        kind: `matrix` for weights between hidden dimensions, which may be Muon's; `head` for an output weight and
-            `embedding` for a table, whose rows belong to tokens; `vector` for norms and biases, which never decay.
+        kind: `matrix` for weights between hidden dimensions, which may be Muon's, or stacks of them along the first
+            dimension; `head` for an output weight and `embedding` for a table, whose rows belong to tokens, and `head`
+            for a router, whose rows belong to experts; `vector` for norms and biases, which never decay.
     """
 
     name: str
@@ -51,9 +53,11 @@ class Part(nn.Module, ABC):
     Attributes:
         draws_random_numbers: Whether the forward uses random numbers, so that activation checkpointing has to save and
             restore the generators' state, which costs host time for each block.
+        keeps_float32: Whether its parameters are float32 under any precision; strategies then gather them as such.
     """
 
     draws_random_numbers: bool = True
+    keeps_float32: bool = False
 
     @abstractmethod
     def init_weights(self, initial: InitialValues) -> None:
@@ -73,13 +77,18 @@ class Part(nn.Module, ABC):
         return 0
 
 
-def check_counts(config: Any) -> None:
+def check_counts(config: Any, may_be_zero: Collection[str] = ()) -> None:
     """Checks that each whole number of a configuration is at least 1.
 
+    Args:
+        config: A dataclass.
+        may_be_zero: The fields that may also be 0.
+
     Raises:
-        UserError: A number is below 1.
+        UserError: A number is too small.
     """
     for field in fields(config):
         value = getattr(config, field.name)
-        if field.type in (int, int | None) and value is not None and value < 1:
-            raise UserError(f"{field.name} is {value}: it must be at least 1")
+        least = 0 if field.name in may_be_zero else 1
+        if field.type in (int, int | None) and value is not None and value < least:
+            raise UserError(f"{field.name} is {value}: it must be at least {least}")

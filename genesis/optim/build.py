@@ -68,8 +68,10 @@ def build_optimizer(model: GroupedModule, options: OptimizerOptions) -> GroupedO
     The four usual groups come first, in the order of checkpoints: `matrices`, the only group for Muon, `head`
     (the output weight if it is not the embedding table), `embeddings` and `vectors`. Additional groups of parts follow.
 
+    Muon treats a parameter of three dimensions as a stack of matrices along the first, such as one for each expert.
+
     Raises:
-        UserError: Muon is chosen, and a part has matrices that are not two-dimensional.
+        UserError: Muon is chosen, and a part has matrices of other dimensions.
     """
     # The order is part of the format of checkpoints: Lightning's states go by the positions of groups and parameters.
     groups: dict[ParameterGroup, list[nn.Parameter]] = {MATRICES: [], HEAD: [], EMBEDDINGS: [], VECTORS: []}
@@ -79,10 +81,10 @@ def build_optimizer(model: GroupedModule, options: OptimizerOptions) -> GroupedO
         if not parameter.requires_grad:
             continue
         groups.setdefault(group, []).append(parameter)
-        if options.name == "muon" and group.kind == "matrix" and parameter.ndim != 2:
+        if options.name == "muon" and group.kind == "matrix" and parameter.ndim not in (2, 3):
             raise UserError(
-                f"optimizer.name is 'muon', which updates two-dimensional matrices, and {name} has {parameter.ndim} "
-                "dimensions: use adamw"
+                f"optimizer.name is 'muon', which updates matrices and stacks of matrices, and {name} has "
+                f"{parameter.ndim} dimensions: use adamw"
             )
     return GroupedOptimizer(
         [

@@ -188,6 +188,21 @@ def orthogonalize_sharded(updates: Sequence[Tensor], parameters: Sequence[DTenso
     return [results[i].to(updates[i].dtype) for i in range(len(updates))]
 
 
+def require_whole_matrices(stacks: Sequence[DTensor]) -> None:
+    """Checks that stacks of matrices are sharded along their first dimension alone, which cuts no matrix.
+
+    Raises:
+        ValueError: A stack is sharded along another dimension.
+    """
+    for stack in stacks:
+        is_whole = (placement.is_replicate() or getattr(placement, "dim", None) == 0 for placement in stack.placements)
+        if not all(is_whole):
+            raise ValueError(
+                f"Muon needs whole matrices of each expert, but a stack of them has {stack.placements}: shard it along "
+                "its first dimension or give it to AdamW"
+            )
+
+
 def _find_groups(parameters: Sequence[DTensor]) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None, str]:
     """Returns the ranks over which rows are spread, those that hold the same rows, and the kind of device."""
     found = set()

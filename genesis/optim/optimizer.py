@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, overload
+from typing import Any, Final, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,11 @@ from genesis.optim.newton_schulz import (
     orthogonalize_batch,
     orthogonalize_sharded,
     plan_batches,
+    require_whole_matrices,
     turn_back,
 )
+
+_MATRIX_DIMS: Final = 2
 
 # The keys of torch's own groups, so that a state can be moved between this optimizer and torch's.
 _GROUP_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -166,28 +169,63 @@ class GroupedOptimizer(Optimizer):
         # Decoupled decay scales only the parameter and never enters the momentum.
         torch._foreach_mul_([_local(parameter) for parameter in parameters], 1 - group["lr"] * group["weight_decay"])
 
-        def update_of(i: int) -> Tensor:
-            return torch.lerp(gradients[i], buffers[i], group["momentum"]) if group["nesterov"] else buffers[i]
+        def update_of(index: _Matrix) -> Tensor:
+            gradient, buffer = (_select(tensors[index.parameter], index) for tensors in (gradients, buffers))
+            return torch.lerp(gradient, buffer, group["momentum"]) if group["nesterov"] else buffer
 
-        def apply(i: int, direction: Tensor) -> None:
-            lr = group["lr"] * lr_ratio(parameters[i].shape, group["adjust_lr_fn"])
-            _local(parameters[i]).add_(direction, alpha=-lr)
+        def apply(index: _Matrix, direction: Tensor) -> None:
+            parameter = parameters[index.parameter]
+            lr = group["lr"] * lr_ratio(parameter.shape[-2:], group["adjust_lr_fn"])
+            _select(_local(parameter), index).add_(direction, alpha=-lr)
+
+        def apply_batches(matrices: Sequence[_Matrix], replicas: dist.ProcessGroup | None) -> None:
+            # Each batch is applied and freed before the next: the updates of a whole model would not fit into memory.
+            shapes = [parameters[index.parameter].shape[-2:] for index in matrices]
+            for batch in plan_batches(shapes, count_ranks(replicas)):
+                members = [matrices[number] for number in batch.members]
+                directions = orthogonalize_batch(partial(_read, update_of, members), batch.owners, replicas)
+                for number, index, direction in zip(batch.members, members, directions, strict=True):
+                    apply(index, turn_back(direction, shapes[number]))
 
         sharded = {i: parameter for i, parameter in enumerate(parameters) if isinstance(parameter, DTensor)}
-        whole = [i for i in range(len(parameters)) if i not in sharded]
-        # Each batch is applied and freed before the next one: the updates of a whole model would not fit into memory.
-        for batch in plan_batches([parameters[i].shape for i in whole], count_ranks(self._replicas)):
-            members = [whole[number] for number in batch.members]
-            directions = orthogonalize_batch(partial(_read, update_of, members), batch.owners, self._replicas)
-            for i, direction in zip(members, directions, strict=True):
-                apply(i, turn_back(direction, parameters[i].shape))
-        if sharded:
-            rows = orthogonalize_sharded([update_of(i) for i in sharded], list(sharded.values()))
-            for i, direction in zip(sharded, rows, strict=True):
-                apply(i, direction)
+        apply_batches(
+            [index for i in range(len(parameters)) if i not in sharded for index in _list_matrices(i, parameters[i])],
+            self._replicas,
+        )
+        # A rank holds whole matrices of a stack that is sharded along its first dimension.
+        stacks = {i: parameter for i, parameter in sharded.items() if parameter.ndim > _MATRIX_DIMS}
+        require_whole_matrices(list(stacks.values()))
+        apply_batches([index for i, stack in stacks.items() for index in _list_matrices(i, _local(stack))], None)
+        rows = [_Matrix(i) for i in sharded if i not in stacks]
+        if rows:
+            directions = orthogonalize_sharded([update_of(index) for index in rows], [sharded[i] for i, _ in rows])
+            for index, direction in zip(rows, directions, strict=True):
+                apply(index, direction)
 
 
-def _read(update_of: Callable[[int], Tensor], members: Sequence[int], number: int) -> Tensor:
+class _Matrix(NamedTuple):
+    """One matrix of a group.
+
+    Args:
+        parameter: The number of its parameter.
+        number: Its number in this rank's part of a stack; None if the parameter is one matrix.
+    """
+
+    parameter: int
+    number: int | None = None
+
+
+def _list_matrices(parameter: int, tensor: Tensor) -> list[_Matrix]:
+    if tensor.ndim == _MATRIX_DIMS:
+        return [_Matrix(parameter)]
+    return [_Matrix(parameter, number) for number in range(len(tensor))]
+
+
+def _select(tensor: Tensor, index: _Matrix) -> Tensor:
+    return tensor if index.number is None else tensor[index.number]
+
+
+def _read(update_of: Callable[[_Matrix], Tensor], members: Sequence[_Matrix], number: int) -> Tensor:
     return update_of(members[number])
 
 

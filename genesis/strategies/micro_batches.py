@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from genesis.data.window import MicroBatch
+from genesis.data.window import IGNORE_INDEX, MicroBatch
 from genesis.model.decoder import Decoder
 from genesis.model.part import Statistics
 from genesis.model.statistics import add_statistics, list_auxiliary_losses
@@ -75,6 +75,8 @@ def train_in_turn(
             document_offsets=micro_batch.document_offsets,
             head=objective.head(micro_batch, cross_entropy),
             has_statistics=True,
+            # Padding, and prompts whose labels are ignored, are in no sum that is divided by the valid tokens.
+            counted=micro_batch.labels != IGNORE_INDEX,
         )
         sums = _add_result(sums, result)
         add_statistics(part_sums, statistics)

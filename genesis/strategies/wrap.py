@@ -113,7 +113,16 @@ def _apply_shard(decoder: Decoder, options: ShardOptions) -> None:
     ]
     # Pinned memory needs an accelerator; without one the default policy fails.
     offload = CPUOffloadPolicy(pin_memory=find_kind() != CPU) if options.offload_to_cpu else OffloadPolicy()
-    # The units first and the root last: `fully_shard` on the root takes only the parameters that no unit has taken.
+    # The innermost units first and the root last: `fully_shard` takes only the parameters that no unit has taken.
+    float32 = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for part in _list_float32(decoder.blocks):
+        fully_shard(
+            part,
+            mesh=options.mesh,
+            reshard_after_forward=options.reshard_after_forward,
+            mp_policy=float32,
+            offload_policy=offload,
+        )
     for unit in units:
         fully_shard(
             unit if len(unit) > 1 else unit[0],
@@ -127,7 +136,12 @@ def _apply_shard(decoder: Decoder, options: ShardOptions) -> None:
         decoder, mesh=options.mesh, reshard_after_forward=False, mp_policy=options.precision, offload_policy=offload
     )
     _sum_gradients(decoder)
-    _limit_prefetch([unit[0] for unit in units], options.max_gathers_in_flight - 1)
+    _limit_prefetch(units, options.max_gathers_in_flight - 1)
+
+
+def _list_float32(module: nn.Module) -> list[nn.Module]:
+    """Returns the parts that are gathered in float32, each by itself: a unit gathers its parameters in one dtype."""
+    return [part for part in module.modules() if isinstance(part, Part) and part.keeps_float32]
 
 
 def _sum_gradients(decoder: Decoder) -> None:
@@ -142,14 +156,22 @@ def _sum_gradients(decoder: Decoder) -> None:
             module.set_gradient_divide_factor(1.0)
 
 
-def _limit_prefetch(first_blocks: list[nn.Module], num_prefetched: int) -> None:
-    """Makes each unit prefetch the next `num_prefetched` units in forward and the previous ones in backward."""
+def _limit_prefetch(units_of_blocks: list[list[nn.Module]], num_prefetched: int) -> None:
+    """Makes each unit prefetch the next `num_prefetched` units in forward and the previous ones in backward.
+
+    The small units within a unit are prefetched with it.
+    """
+    first_blocks = (unit[0] for unit in units_of_blocks)
     units: list[FSDPModule] = [block for block in first_blocks if isinstance(block, FSDPModule)]
-    for index, unit in enumerate(units):
-        unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + num_prefetched])
+    for index, (unit, blocks) in enumerate(zip(units, units_of_blocks, strict=True)):
+        within = [part for block in blocks for part in _list_float32(block) if isinstance(part, FSDPModule)]
+        ahead = within if num_prefetched else []
+        unit.set_modules_to_forward_prefetch([*ahead, *units[index + 1 : index + 1 + num_prefetched]])
         previous = units[max(0, index - num_prefetched) : index][::-1]
         # An empty list would mean FSDP2's own choice (one unit); a unit that "prefetches" itself prefetches nothing.
-        unit.set_modules_to_backward_prefetch(previous or [unit])
+        unit.set_modules_to_backward_prefetch([*ahead, *previous] or [unit])
+        for part in within:
+            part.set_modules_to_backward_prefetch([part])
 
 
 def set_gradient_sync(module: nn.Module, is_reduced: bool) -> None:

@@ -10,6 +10,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -22,6 +23,7 @@ from genesis.data.training_data import TrainingData
 from genesis.data.window import AccumulationWindow
 from genesis.errors import RunEndedError, UserError
 from genesis.model.adapter import AdapterConfig, attach_adapters, fill_trained, init_adapters, is_adapter_tensor
+from genesis.model.balance import has_balance_biases, split_loads, update_balance_biases
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.initial import is_unset, mark_unset
 from genesis.model.statistics import name_figures
@@ -40,7 +42,7 @@ from genesis.train.logged_values import log_exactly
 from genesis.train.metrics import SumsOverRanks
 from genesis.train.precision import prepare_precision
 from genesis.train.reference_pass import fill_reference
-from genesis.train.training_log import TrainingLog, WindowFigures, join_sums
+from genesis.train.training_log import PART_PREFIX, TrainingLog, WindowFigures, join_sums
 from genesis_callbacks.host_group import Pending
 from genesis_callbacks.step_parts import timing
 
@@ -266,6 +268,8 @@ class GenesisModule(pl.LightningModule):
         self._sum_names = name_figures(self._window_sums)
         self._window_sums = {}
         self._outcome = LateOutcome(norm, figures)
+        if self._counts[TOKENS]:
+            self._balance_experts(figures, is_applied=norm.isfinite())
         # The count of tokens is known here, and such a window has no norm to judge by: its gradients are zeros.
         self._skip_reason = None if self._counts[TOKENS] else "no_valid_tokens"
         optimizer.found_inf = None
@@ -346,6 +350,8 @@ class GenesisModule(pl.LightningModule):
         values = self._sums_of_ranks.wait()
         self._sums_of_ranks = None
         window = known.with_values(names, values)
+        if not window.is_skipped and self._has_balance_biases:
+            self._balance_experts(torch.tensor(values, dtype=torch.float64))
         return lambda: window
 
     def count_batch_flops(self, batch: AccumulationWindow) -> float:
@@ -353,6 +359,15 @@ class GenesisModule(pl.LightningModule):
         if self._flops is None:
             self._flops = WindowFlops(self.decoder_config, self.adapter_config)
         return self._flops.count(batch)
+
+    def _balance_experts(self, figures: Tensor, is_applied: Tensor | None = None) -> None:
+        """Changes the balance biases by the loads among the window's figures over all ranks."""
+        if self._has_balance_biases:
+            update_balance_biases(self._model, split_loads(self._sum_names, figures, prefix=PART_PREFIX), is_applied)
+
+    @cached_property
+    def _has_balance_biases(self) -> bool:
+        return has_balance_biases(self._model)
 
     # ---- validation
 

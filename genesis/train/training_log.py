@@ -12,25 +12,34 @@
     train/loss_scale           the gradient scaler's scale, if there is a scaler
     train/auxiliary_loss       auxiliary losses of the model's parts in this window, per valid token, over all ranks
     parts/NAME                 statistics of a part, summed over the tokens of this window on all ranks, for each part
-                               that has any: parts/blocks.3.feed_forward.load_tokens.0
+                               that has any: parts/blocks.3.feed_forward.load_tokens.0; not the loads of more experts
+                               than 64
+    parts/NAME.imbalance       the largest load of a mixture's experts relative to the mean, in this window
+    parts/NAME.router_entropy  mean entropy of the router's scores of a token in nats, in this window
+    train/expert_imbalance     the largest imbalance of all layers
 
 Does it communicate? No: the figures of a window are already those of all ranks.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import lightning.pytorch as pl
 from torch import Tensor
 from torch.optim import Optimizer
 
 from genesis.errors import UserError
+from genesis.model.balance import LayerBalance, measure_balance
+from genesis.model.decoder import Decoder
+from genesis.model.router import ENTROPY, list_figures
 from genesis.model.statistics import LOSS_SUM
 from genesis.objectives.objective import BYTES, TOKENS, HeadResult, ObjectiveSums
 from genesis.train.logged_values import align_log_steps, forget_logged, log_exactly
 
 _STATE_VERSION = 1
+_MAX_LISTED_EXPERTS: Final = 64
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,8 @@ class WindowFigures:
 
 
 _TERM, _FIGURE, _PART = "term", "figure", "part"
+PART_PREFIX: Final = f"{_PART}."
+"""What `join_sums` puts before the names of the parts' figures."""
 
 
 def join_sums(sums: HeadResult, part_sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -106,6 +117,7 @@ class TrainingLog(pl.Callback):
         self._is_late = is_late
         self._open: Callable[[], WindowFigures] | None = None
         self.last_loss: float | None = None
+        self._collapsed: set[str] = set()
         self._reset()
 
     def _reset(self) -> None:
@@ -197,7 +209,7 @@ class TrainingLog(pl.Callback):
             "train/valid_tokens": float(window.num_valid_tokens),
             "train/grad_norm": window.grad_norm,
             "train/scale_factor": window.scale_factor,
-            **_describe_parts(window),
+            **_describe_parts(window, self._measure_experts(pl_module, window)),
             **self._read_means(),
         }
         scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -205,6 +217,17 @@ class TrainingLog(pl.Callback):
             values["train/loss_scale"] = float(scaler.get_scale())
         self._reset()
         return values
+
+    def _measure_experts(self, pl_module: pl.LightningModule, window: WindowFigures) -> dict[str, LayerBalance]:
+        """Returns the balance of each mixture, and warns once of each router that has collapsed."""
+        decoder = getattr(pl_module, "decoder", None)
+        measured = measure_balance(decoder, window.part_figures) if isinstance(decoder, Decoder) else {}
+        for name, balance in measured.items():
+            if balance.is_collapsed and name not in self._collapsed:
+                self._collapsed.add(name)
+                if pl_module.global_rank == 0:
+                    warnings.warn(balance.describe_collapse(name, pl_module.global_step), stacklevel=2)
+        return measured
 
     def _read_means(self) -> dict[str, float]:
         if not self._sums.counts.get(TOKENS):  # every window since the last log line was skipped
@@ -214,7 +237,16 @@ class TrainingLog(pl.Callback):
         return {f"train/{name}": value for name, value in measured.items()}
 
 
-def _describe_parts(window: WindowFigures) -> dict[str, float]:
+def _describe_parts(window: WindowFigures, experts: Mapping[str, LayerBalance]) -> dict[str, float]:
     losses = [value for name, value in window.part_figures.items() if name.endswith(f".{LOSS_SUM}")]
-    total = {"train/auxiliary_loss": sum(losses) / max(window.num_valid_tokens, 1)} if losses else {}
-    return total | {f"parts/{name}": value for name, value in window.part_figures.items()}
+    values = {"train/auxiliary_loss": sum(losses) / max(window.num_valid_tokens, 1)} if losses else {}
+    if experts:
+        values["train/expert_imbalance"] = max(balance.imbalance for balance in experts.values())
+    for name, balance in experts.items():
+        values[f"parts/{name}.imbalance"] = balance.imbalance
+        values[f"parts/{name}.router_entropy"] = balance.entropy_nats
+    unlisted = {f"{name}.{ENTROPY}" for name in experts}
+    for name, balance in experts.items():
+        if len(balance.loads) > _MAX_LISTED_EXPERTS:
+            unlisted.update(list_figures(name, len(balance.loads)))
+    return values | {f"parts/{name}": value for name, value in window.part_figures.items() if name not in unlisted}

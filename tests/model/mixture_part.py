@@ -57,7 +57,7 @@ class Mixture(FeedForward):
     def flops_per_token(self) -> int:
         return 6 * (self.router.numel() + self.up.numel() + self.down.numel())
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Statistics]:
+    def forward(self, x: Tensor, counted: Tensor | None = None) -> tuple[Tensor, Statistics]:
         scores = linear(x, self.router)
         inner = silu(torch.einsum("...d,efd->...ef", x, self.up))
         out = torch.einsum("...ef,edf,...e->...d", inner, self.down, scores.softmax(-1))

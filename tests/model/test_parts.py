@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from genesis.errors import UserError
 from genesis.huggingface.shape import find_family
@@ -150,9 +151,11 @@ def test_a_part_brings_groups_of_its_own_with_the_treatment_of_their_kind() -> N
     assert [tuple(parameter.shape) for parameter in groups["experts"]["params"]] == [(3, 8, 32), (3, 32, 8)] * 2
 
 
-def test_muon_refuses_matrices_that_are_not_two_dimensional() -> None:
-    with pytest.raises(UserError, match=r"'muon'.*blocks\.1\.feed_forward\.up has 3 dimensions: use adamw"):
-        build_optimizer(Decoder(MIXED), OptimizerOptions(name="muon"))
+def test_muon_refuses_what_is_neither_a_matrix_nor_a_stack_of_them() -> None:
+    decoder = Decoder(MIXED)
+    decoder.blocks[1].feed_forward.up = nn.Parameter(torch.empty(3, 2, 4, 32))
+    with pytest.raises(UserError, match=r"'muon'.*blocks\.1\.feed_forward\.up has 4 dimensions: use adamw"):
+        build_optimizer(decoder, OptimizerOptions(name="muon"))
 
 
 def test_a_part_draws_its_own_initial_values_by_canonical_name() -> None:

@@ -1,0 +1,257 @@
+"""The routed experts of a mixture: the products of rows with the weights of their experts.
+
+N  rows, sorted by expert     G  experts     D  model width     F  width inside an expert
+
+The products run in a loop over the experts, or in one kernel for all of them (`grouped_mm`) where the device has a fast
+one. Both are one operator for autograd and torch.compile, so that a compiled block has no break at the numbers of rows,
+which the host must know for a loop.
+"""
+
+from typing import Any, Final, Literal
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from genesis.device import read_capability
+from genesis.model.initial import InitialValues
+from genesis.model.part import ParameterGroup, Part
+
+EXPERTS: Final = ParameterGroup("experts", "matrix")
+"""The group of the experts' weights, each a stack of one matrix for each expert."""
+_GROUPED_CAPABILITY: Final = (8, 0)
+_GROUPED_ALIGNMENT: Final = 8
+"""Elements of bfloat16 in the 16 bytes to which the kernel aligns rows."""
+
+
+class Experts(Part):
+    """SwiGLU in each of several experts.
+
+    Args:
+        num_experts: Number of experts.
+        num_active: Number of experts that see a token.
+        dim: Model width.
+        ffn_dim: Width inside an expert.
+
+    Attributes:
+        products: How the products are computed: `loop`, `grouped`, or `auto` for the faster one on the device.
+    """
+
+    draws_random_numbers = False
+
+    def __init__(self, num_experts: int, num_active: int, dim: int, ffn_dim: int) -> None:
+        super().__init__()
+        self.num_experts, self.num_active = num_experts, num_active
+        self.gate = nn.Parameter(torch.empty(num_experts, ffn_dim, dim))
+        self.up = nn.Parameter(torch.empty(num_experts, ffn_dim, dim))
+        self.down = nn.Parameter(torch.empty(num_experts, dim, ffn_dim))
+        self.products: Literal["auto", "loop", "grouped"] = "auto"
+
+    def init_weights(self, initial: InitialValues) -> None:
+        """Initializes each expert by its number, so that a rank draws only the experts that it holds."""
+        initial.fill_stack("gate", self.gate)
+        initial.fill_stack("up", self.up)
+        initial.fill_stack_residual("down", self.down)
+
+    def parameter_groups(self) -> dict[str, ParameterGroup]:
+        """Returns the group of each weight."""
+        return dict.fromkeys(("gate", "up", "down"), EXPERTS)
+
+    @property
+    def num_inactive_parameters(self) -> int:
+        """The number of weights that a token does not multiply."""
+        return self._count_weights(self.num_experts - self.num_active)
+
+    @property
+    def flops_per_token(self) -> int:
+        """The FLOPs of the experts that see a token."""
+        return 6 * self._count_weights(self.num_active)
+
+    def _count_weights(self, num_experts: int) -> int:
+        return num_experts * sum(weight[0].numel() for weight in (self.gate, self.up, self.down))
+
+    def find_dtype(self, device: torch.device) -> torch.dtype:
+        """Returns the dtype of the products: that of autocast, or the weights' own."""
+        is_cast = torch.is_autocast_enabled(device.type)
+        return torch.get_autocast_dtype(device.type) if is_cast else self.gate.dtype
+
+    def forward(self, rows: Float[Tensor, "N D"], counts: Int64[Tensor, " G"]) -> Float[Tensor, "N D"]:
+        """Returns the experts' outputs for rows that are sorted by expert.
+
+        Args:
+            rows: The inputs. Rows behind those of the last expert belong to no expert; their outputs are zeros.
+            counts: The number of rows of each expert.
+        """
+        dtype = self.find_dtype(rows.device)
+        is_grouped = self.products == "grouped" or (self.products == "auto" and suits_grouped(rows, dtype, self.gate))
+        cast = [weight.to(dtype) for weight in (self.gate, self.up, self.down)]
+        out: Tensor = _run_experts(rows.to(dtype).contiguous(), *cast, counts, is_grouped)[0]
+        return out
+
+
+def suits_grouped(rows: Tensor, dtype: torch.dtype, weight: Tensor) -> bool:
+    """Whether one kernel for all experts is available for these operands and faster than a loop."""
+    return (
+        rows.device.type == "cuda"
+        and dtype == torch.bfloat16
+        and (read_capability(rows.device) or (0, 0)) >= _GROUPED_CAPABILITY
+        and all(size % _GROUPED_ALIGNMENT == 0 for size in weight.shape[1:])
+    )
+
+
+@torch.library.custom_op("genesis::run_experts", mutates_args=())
+def _run_experts(
+    rows: Tensor, gate: Tensor, up: Tensor, down: Tensor, counts: Tensor, is_grouped: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the outputs, and for the backward the products of the rows with `gate` and `up`."""
+    if is_grouped:
+        ends = _find_ends(counts)
+        gated = _grouped_mm(rows, gate.mT, ends)
+        upped = _grouped_mm(rows, up.mT, ends)
+        out = _grouped_mm(silu(gated).mul_(upped), down.mT, ends)
+        return _clear_tail(out, ends), gated, upped
+    out = torch.empty_like(rows)
+    gated, upped = (rows.new_empty(len(rows), gate.shape[1]) for _ in range(2))
+    end = 0
+    for expert, start, end in _iterate(counts):
+        torch.mm(rows[start:end], gate[expert].T, out=gated[start:end])
+        torch.mm(rows[start:end], up[expert].T, out=upped[start:end])
+        torch.mm(silu(gated[start:end]).mul_(upped[start:end]), down[expert].T, out=out[start:end])
+    out[end:] = 0.0
+    return out, gated, upped
+
+
+@_run_experts.register_fake
+def _(
+    rows: Tensor, gate: Tensor, up: Tensor, down: Tensor, counts: Tensor, is_grouped: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    inner = (len(rows), gate.shape[1])
+    return torch.empty_like(rows), rows.new_empty(inner), rows.new_empty(inner)
+
+
+@torch.library.custom_op("genesis::run_experts_backward", mutates_args=())
+def _run_experts_backward(
+    grad: Tensor,
+    rows: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    counts: Tensor,
+    gated: Tensor,
+    upped: Tensor,
+    is_grouped: bool,
+    has_weight_gradients: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns the gradients of the rows and of the weights; empty ones for weights that are not trained."""
+    grad = grad.contiguous()
+    if is_grouped:
+        return _backward_grouped(grad, rows, gate, up, down, _find_ends(counts), gated, upped, has_weight_gradients)
+    grad_rows = torch.empty_like(rows)
+    # An expert without rows has a gradient of zeros, which the optimizer sees as it sees any other.
+    grads = [torch.zeros_like(weight) if has_weight_gradients else weight.new_empty(0) for weight in (gate, up, down)]
+    grad_gate, grad_up, grad_down = grads
+    end = 0
+    for expert, start, end in _iterate(counts):
+        part, inputs = grad[start:end], rows[start:end]
+        grad_gated, grad_upped, inner = _backward_swiglu(part @ down[expert], gated[start:end], upped[start:end])
+        torch.mm(grad_gated, gate[expert], out=grad_rows[start:end])
+        grad_rows[start:end].addmm_(grad_upped, up[expert])
+        if has_weight_gradients:
+            torch.mm(grad_gated.T, inputs, out=grad_gate[expert])
+            torch.mm(grad_upped.T, inputs, out=grad_up[expert])
+            torch.mm(part.T, inner, out=grad_down[expert])
+    grad_rows[end:] = 0.0
+    return grad_rows, grad_gate, grad_up, grad_down
+
+
+@_run_experts_backward.register_fake
+def _(
+    grad: Tensor,
+    rows: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    counts: Tensor,
+    gated: Tensor,
+    upped: Tensor,
+    is_grouped: bool,
+    has_weight_gradients: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    weights = (torch.empty_like(w) if has_weight_gradients else w.new_empty(0) for w in (gate, up, down))
+    return torch.empty_like(rows), *weights  # type: ignore[return-value]  # three of them
+
+
+def _backward_grouped(
+    grad: Tensor,
+    rows: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    ends: Tensor,
+    gated: Tensor,
+    upped: Tensor,
+    has_weight_gradients: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grad_gated, grad_upped, inner = _backward_swiglu(_grouped_mm(grad, down, ends), gated, upped)
+    grad_rows = _grouped_mm(grad_gated, gate, ends).add_(_grouped_mm(grad_upped, up, ends))
+    grad_rows = _clear_tail(grad_rows, ends)
+    if not has_weight_gradients:
+        return grad_rows, gate.new_empty(0), up.new_empty(0), down.new_empty(0)
+    return (
+        grad_rows,
+        _grouped_mm(grad_gated.T, rows, ends),
+        _grouped_mm(grad_upped.T, rows, ends),
+        _grouped_mm(grad.T, inner, ends),
+    )
+
+
+def _backward_swiglu(grad: Tensor, gated: Tensor, upped: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of `gated` and `upped`, and silu(gated) * upped, which the forward did not keep."""
+    activated = silu(gated)
+    grad_gated = torch.ops.aten.silu_backward(grad * upped, gated)
+    return grad_gated, grad.mul_(activated), activated.mul_(upped)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    *tensors, ctx.is_grouped = inputs
+    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 6
+    has_weight_gradients = any(ctx.needs_input_grad[1:4])
+    saved = ctx.saved_tensors
+    grads = _run_experts_backward(grad, *saved, ctx.is_grouped, has_weight_gradients)
+    weights = grads[1:] if has_weight_gradients else (None,) * 3
+    return (grads[0], *weights, None, None)
+
+
+_run_experts.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _iterate(counts: Tensor) -> list[tuple[int, int, int]]:
+    """Returns the number, the first row and the end of each expert that has rows."""
+    found, start = [], 0
+    for expert, count in enumerate(counts.tolist()):
+        if count:
+            found.append((expert, start, start + count))
+        start += count
+    return found
+
+
+def _find_ends(counts: Tensor) -> Tensor:
+    return counts.cumsum(0).to(torch.int32)
+
+
+def _grouped_mm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    out: Tensor = torch.nn.functional.grouped_mm(left, right, offs=ends)
+    return out
+
+
+def _clear_tail(rows: Tensor, ends: Tensor) -> Tensor:
+    """Sets the rows behind the last group, which the kernel leaves as they were in memory, to zero."""
+    is_tail = torch.arange(len(rows), device=rows.device) >= ends[-1]
+    return rows.masked_fill_(is_tail.unsqueeze(1), 0.0)

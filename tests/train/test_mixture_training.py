@@ -1,0 +1,247 @@
+"""A mixture trains alike under every strategy; its balance bias follows the window over all ranks, and is restored."""
+
+import os
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from genesis.data.window import IGNORE_INDEX
+from genesis.model.balance import RouterCollapseWarning
+from genesis.model.decoder import Decoder
+from genesis.model.mixture import MixtureConfig
+from genesis.model.router import find_routers
+from genesis.optim import OptimizerOptions
+from genesis.train.data_module import CorpusDataModule
+from genesis.train.module import GenesisModule
+from genesis_callbacks import AsyncProcessCheckpoint, SkipAwareLR, TokenCounters
+from genesis_callbacks.checkpoint import CheckpointError, SaveFailedError
+from genesis_callbacks.testing import run_ranks
+from tests.train.support import (
+    TINY,
+    KeepGradients,
+    build_module,
+    build_strategy,
+    build_trainer,
+    loader,
+    rows_of_step,
+    whole,
+)
+from tests.train.test_part_statistics import Kill
+from tests.train.test_step import PoisonOneRank
+
+MIXTURE = MixtureConfig(
+    num_experts=8, top_k=2, ffn_dim=16, shared_ffn_dim=16, has_shared_gate=True, scores="sigmoid", num_dense_layers=1,
+    dense_ffn_dim=48, has_balance_bias=True, balance_bias_rate=0.1, balance_loss=0.1, z_loss=0.1,
+)  # fmt: skip
+MIXED = replace(TINY, ffn_dim=None, feed_forward=MIXTURE)
+PART = "blocks.1.feed_forward"
+BIAS = f"decoder.{PART}.router.balance_bias"
+STEPS = 6
+EMPTY, POISONED = 2, 3
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def reference(step: int) -> tuple[dict[str, Tensor], dict[str, float], Tensor]:
+    """Returns gradient, log and loads of one big batch, in float64."""
+    model = Decoder(MIXED)
+    model.init_weights(0)
+    model.double()
+    rows = rows_of_step(step)
+    counted = rows.labels != IGNORE_INDEX
+    logits, statistics = model(rows.input_ids, document_ids=rows.document_ids, has_statistics=True, counted=counted)
+    num_valid = int(counted.sum())
+    loss = cross_entropy(logits.flatten(0, 1), rows.labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    auxiliary = statistics[PART].loss_sum
+    ((loss + auxiliary) / num_valid).backward()
+    gradients = {f"decoder.{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    load = statistics[PART].counts["load_tokens"].double()
+    assert int(load.sum()) == 2 * num_valid
+    return (
+        gradients,
+        {
+            "train/loss": float(loss.detach()) / num_valid,
+            "train/auxiliary_loss": float(auxiliary.detach()) / num_valid,
+            "train/expert_imbalance": float(load.max() / load.mean()),
+            f"parts/{PART}.imbalance": float(load.max() / load.mean()),
+            f"parts/{PART}.router_entropy": float(statistics[PART].counts["router_entropy_nats"]) / num_valid,
+            **{f"parts/{PART}.load_tokens.{index}": float(count) for index, count in enumerate(load)},
+        },
+        load,
+    )
+
+
+def one_step(strategy: str, precision: str) -> dict[str, Any]:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    keep, module = KeepGradients(), build_module(MIXED)
+    trainer = build_trainer(
+        build_strategy(strategy), world_size, 1, [keep, TokenCounters()], precision=precision, gradient_clip_val=0.0
+    )
+    trainer.fit(module, loader(1, rank, world_size))
+    tensors = {name: whole(parameter) for name, parameter in module.named_parameters()}
+    return {
+        "gradients": keep.gradients,
+        "log": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "tensors": tensors,
+    }
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world_size"),
+    [
+        ("single", 1), ("replicated", 2), ("full", 2),
+        slow("grad_op", 2), slow("hybrid", 4), slow("two_blocks", 2), slow("reduced_each", 2), slow("offload", 2),
+        slow("zero1", 2), slow("checkpointing", 2), slow("compiled", 2), slow("compiled_shards", 2),
+    ],
+)  # fmt: skip
+def test_gradients_log_and_bias_are_those_of_one_big_batch(strategy: str, world_size: int) -> None:
+    gradients, logged, load = reference(0)
+    for found in run_ranks(one_step, world_size, strategy, "32-true"):
+        assert found["gradients"].keys() == gradients.keys()
+        for name, gradient in found["gradients"].items():
+            assert (gradient.double() - gradients[name]).abs().max() < 1e-6, name
+        for name, value in logged.items():
+            assert found["log"][name] == pytest.approx(value, rel=0 if "load" in name else 1e-5), name
+        step = (load.mean() - load).sign()
+        expected = (0.1 * (step - step.mean())).float()
+        assert torch.equal(found["tensors"][BIAS], expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["replicated", "full", "compiled_shards"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_the_router_is_trained_in_float32_under_any_precision(strategy: str, precision: str) -> None:
+    first, second = run_ranks(one_step, 2, strategy, precision)
+    router = f"decoder.{PART}.router.weight"
+    assert first["gradients"][router].dtype == first["tensors"][router].dtype == torch.float32
+    is_rounded = first["gradients"][router] == first["gradients"][router].bfloat16()
+    assert is_rounded.float().mean() < 0.1
+    exact, _, _ = reference(0)
+    for name, gradient in first["gradients"].items():
+        # Some tokens see other experts where activations are rounded.
+        assert (gradient.double() - exact[name]).norm() < 0.5 * exact[name].norm() + 1e-3, name
+    assert all(torch.equal(first["tensors"][name], tensor) for name, tensor in second["tensors"].items())
+
+
+def train(
+    run_dir: str, corpus: str, strategy: str, gradient_norm: Any, kill_at_step: int, name: str = "adamw"
+) -> dict[str, Any]:
+    """Trains to the last step, from the newest checkpoint if there is one.
+
+    Args:
+        run_dir: The run.
+        corpus: The corpus; without one, the rows of the tests, and two windows are skipped.
+        strategy: The strategy.
+        gradient_norm: `host` or `device`.
+        kill_at_step: The step at whose start the rank is killed.
+        name: The optimizer.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    decoder = replace(MIXED, dropout=0.1, vocab_size=320 if corpus else MIXED.vocab_size)
+    module = GenesisModule(decoder, OptimizerOptions(name=name, lr=1e-2), gradient_norm=gradient_norm)
+    checkpoint = AsyncProcessCheckpoint(run_dir=run_dir, every_n_steps=1 if corpus else 4, keep_last=None, mode="sync")
+    biases = Biases()
+    callbacks = [
+        TokenCounters(), SkipAwareLR(total_updates=STEPS, warmup_updates=2),
+        PoisonOneRank(-1 if corpus else POISONED, world_size - 1), checkpoint, biases, Kill(kill_at_step),
+    ]  # fmt: skip
+    trainer = build_trainer(build_strategy(strategy), world_size, STEPS, callbacks, gradient_clip_val=1.0)
+    latest = checkpoint.latest()
+    data: Any = loader(STEPS, rank, world_size, (EMPTY,))
+    if corpus:
+        data = CorpusDataModule(corpus, seq_len=16, micro_batch_size=2, global_batch_size=8)
+    trainer.fit(module, data, ckpt_path=latest)
+    tensors = {name: whole(parameter) for name, parameter in module.named_parameters()}
+    return {"tensors": tensors, "biases": [*biases.values, tensors[BIAS]]}
+
+
+class Biases(pl.Callback):
+    """Keeps the bias at the beginning of each step."""
+
+    def __init__(self) -> None:
+        self.values: list[Tensor] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        self.values.append(whole(pl_module.get_parameter(BIAS)))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world_size", "name"),
+    [
+        slow("replicated", 1, "muon"), slow("replicated", 2, "adamw"), slow("full", 2, "muon"),
+        slow("checkpointing", 2, "adamw"),
+    ],
+)  # fmt: skip
+def test_a_killed_run_goes_on_bit_for_bit_with_its_bias(
+    strategy: str, world_size: int, name: str, tiny_corpus: Path, tmp_path: Path
+) -> None:
+    straight, killed, corpus = str(tmp_path / "straight"), str(tmp_path / "killed"), str(tiny_corpus)
+    expected = run_ranks(train, world_size, straight, corpus, strategy, "host", -1, name)
+    with pytest.raises(AssertionError, match="died without a word"):
+        run_ranks(train, world_size, killed, corpus, strategy, "host", 3, name)
+    found = run_ranks(train, world_size, killed, corpus, strategy, "host", -1, name)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours["biases"][0], theirs["biases"][3])
+        assert bool(ours["biases"][0].ne(0).any())
+        assert all(torch.equal(ours["tensors"][key], tensor) for key, tensor in theirs["tensors"].items())
+
+
+@pytest.mark.slow
+def test_a_skipped_window_leaves_the_bias_alone_on_host_and_device(tmp_path: Path) -> None:
+    on_host, on_device = (
+        run_ranks(train, 2, str(tmp_path / where), "", "replicated", where, -1) for where in ("host", "device")
+    )
+    for host, device in zip(on_host, on_device, strict=True):
+        steps = [not torch.equal(a, b) for a, b in zip(host["biases"], host["biases"][1:], strict=False)]
+        assert [step for step, is_moved in enumerate(steps) if not is_moved] == [EMPTY, POISONED]
+        assert all(torch.equal(a, b) for a, b in zip(host["biases"], device["biases"], strict=True))
+        assert all(torch.equal(device["tensors"][name], tensor) for name, tensor in host["tensors"].items())
+
+
+class Drift(pl.Callback):
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if trainer.global_rank == 1:
+            pl_module.get_parameter(BIAS).data[3] += 1e-3
+
+
+def drift(run_dir: str) -> str:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    checkpoint = AsyncProcessCheckpoint(run_dir=run_dir, every_n_steps=1, mode="sync")
+    trainer = build_trainer(build_strategy("replicated"), world_size, 1, [TokenCounters(), checkpoint, Drift()])
+    with pytest.raises((SaveFailedError, CheckpointError)) as caught:
+        trainer.fit(build_module(MIXED), loader(1, rank, world_size))
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_bias_that_differs_between_ranks_is_never_saved(tmp_path: Path) -> None:
+    for message in run_ranks(drift, 2, str(tmp_path)):
+        assert "balance_bias: rank 1 holds other values than rank 0: the replicas have drifted apart" in message
+
+
+def test_a_router_that_collapses_is_named_once_with_its_layer() -> None:
+    module = build_module(replace(MIXED, feed_forward=replace(MIXTURE, balance_bias_rate=1e-6)))
+
+    class Collapse(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+            for router in find_routers(pl_module).values():
+                assert router.balance_bias is not None
+                router.balance_bias.data[:2] = 100.0
+
+    trainer = build_trainer("auto", 1, 2, [TokenCounters(), Collapse()])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, loader(2, 0, 1))
+    (warning,) = [w for w in caught if issubclass(w.category, RouterCollapseWarning)]
+    assert str(warning.message).startswith(
+        f"the router of {PART} has collapsed at step 1: of 8 experts only about 2.0 are used, with top_k 2; set"
+    )
