@@ -49,7 +49,8 @@ def describe_main(argv: list[str]) -> int:
     if arguments.json:
         shown = {**asdict(description), "config": dump_decoder_config(description.config)}
         shown["num_parameters"] = description.num_parameters
-        shown["num_active_parameters"] = description.num_active_parameters
+        if shown.pop("num_inactive_parameters"):
+            shown["num_active_parameters"] = description.num_active_parameters
         if memory is not None:
             shown["adapter"] = {**asdict(memory), "base_dtype": arguments.base_dtype}
         print(json.dumps(shown, indent=2))
