@@ -38,7 +38,7 @@ from genesis.cli.telemetry import TelemetryOptions, build_telemetry
 from genesis.data.paths import SOURCE_LISTS, TOKENIZER_PATHS, find_path, find_source_path, record_paths
 from genesis.deprecated_options import rename_in_arguments, rename_in_yaml, rename_option
 from genesis.errors import RunEndedError, UserError, naming
-from genesis.model.device_proofs import ATTENTION_PROOF
+from genesis.model.device_proofs import ATTENTION_PROOF, linear_attention_proofs
 from genesis.model.recipe import dump_decoder_config
 from genesis.objectives.distillation import Distillation
 from genesis.objectives.preference import DPO
@@ -288,7 +288,7 @@ class GenesisCLI(LightningCLI):
         self.config_dump["model"]["decoder"] = dump_decoder_config(self.model.decoder_config)
         self.checkpoint: AsyncProcessCheckpoint = self._get(self.config_init, "checkpoint")
         self.checkpoint.recipe = self.config_dump
-        self.checkpoint.device_proofs = (ATTENTION_PROOF,)
+        self.checkpoint.device_proofs = (ATTENTION_PROOF, *linear_attention_proofs())
         self.checkpoint.drift_policy = RECIPE_POLICY
         self.checkpoint.identity = {**self.datamodule.training.identity, **self._identity, **self._start_distillation()}
         if isinstance(self.model.objective, DPO):

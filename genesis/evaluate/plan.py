@@ -79,6 +79,11 @@ def gather_contexts(requests: Sequence[Request]) -> list[Context]:
     ]
 
 
+def keep_apart(requests: Sequence[Request]) -> tuple[Context, ...]:
+    """Returns a context for each request, so that no row reuses another."""
+    return tuple(Context(request.context, ((number, request.continuation),)) for number, request in enumerate(requests))
+
+
 def find_heads(contexts: Sequence[Context]) -> list[Head]:
     """Returns heads of contexts in lexicographic order; contexts with too short a prefix in common have the empty head.
 

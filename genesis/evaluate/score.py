@@ -23,6 +23,7 @@ from genesis.evaluate.plan import (
     batch_by_size,
     find_heads,
     gather_contexts,
+    keep_apart,
     plan_branches,
     plan_context,
 )
@@ -79,7 +80,10 @@ class Scorer:
         numbers = {request: number for number, request in enumerate(dict.fromkeys(requests))}
         self._sums = torch.zeros(len(numbers), dtype=torch.float64)
         self._is_greedy = torch.ones(len(numbers), dtype=torch.bool)
-        plain, *heads = find_heads(gather_contexts(list(numbers)))
+        if self.decoder.config.linear_attention is None:
+            plain, *heads = find_heads(gather_contexts(list(numbers)))
+        else:  # the state of a linear layer cannot go back to an earlier token, where another continuation begins
+            plain, heads = Head((), keep_apart(list(numbers))), []
         self._score_contexts([plain], None, on_progress)
         for batch in batch_by_size(heads, lambda head: (len(head.tokens), 0), self.batch_tokens):
             rows = [Row(0, 0, head.tokens) for head in batch]

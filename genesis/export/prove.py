@@ -93,6 +93,8 @@ def _compare_weights(
     adapter = read_adapter_config(manifest.recipe, where=str(checkpoints[0])) if is_merged else None
     num_values = num_merged = 0
     for name, tensor in iterate_tensors(directory, names):
+        if family is not None and family.is_dropped(name):
+            continue
         ours = DECODER_PREFIX + (name if family is None else family.our_name(name))
         if ours not in missing:
             if ours == DECODER_PREFIX + OUTPUT_WEIGHT:

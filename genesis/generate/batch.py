@@ -195,6 +195,8 @@ class Batch:
             line[: len(text)] = torch.tensor(text)
         last = torch.arange(len(texts)) * input_ids.shape[1] + lengths - 1
         cache = None if self._cache is None else self._cache.view(start, start + len(texts))
+        if cache is not None:
+            cache.expect(lengths)
         logits: Tensor = self._decoder(
             send(input_ids, self._device), cache=cache, logits_to_keep=send(last, self._device)
         )

@@ -21,7 +21,7 @@ from genesis.huggingface.weights import read_weights
 from genesis.model.adapter import AdapterConfig, attach_adapters
 from genesis.model.attend import FLASH_CAPABILITY
 from genesis.model.decoder import Decoder, DecoderConfig
-from genesis.model.device_proofs import ATTENTION_PROOF, CACHED_ATTENTION_PROOF
+from genesis.model.device_proofs import ATTENTION_PROOF, CACHED_ATTENTION_PROOF, linear_attention_proofs
 from genesis.model.recipe import DECODER_PREFIX, build_decoder_config, read_adapter_config
 from genesis.run_directory import RunDirectory
 from genesis.tokenizer.open import find_format, hash_tokenizer, list_file_names, open_tokenizer
@@ -133,7 +133,7 @@ def prepare_device(device: torch.device) -> None:
 @cache  # once per process
 def _prove_attention(device_type: str) -> None:
     device = torch.device(device_type)
-    for proof in (ATTENTION_PROOF, CACHED_ATTENTION_PROOF):
+    for proof in (ATTENTION_PROOF, CACHED_ATTENTION_PROOF, *linear_attention_proofs()):
         try:
             proof.prove(device)
         except Exception as error:  # a missing or wrong kernel is no error, because torch has other kernels

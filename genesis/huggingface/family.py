@@ -38,6 +38,11 @@ class Family:
         norm_placement: Where a block has its norms.
         windows: Which layers have the window where `config.json` does not list them: all; the last ones, from
             `max_window_layers` on; or those without rotary positions. None if models of the family have no window.
+        has_norm_offset: Whether norms scale by 1 plus their weight.
+        linear_keys: Key of `config.json` to field of `GatedDeltaConfig`, for families with linear layers.
+        wrapped_type: The `model_type` of checkpoints that hold such a model beside others: its settings are in
+            `text_config`, and its names begin with `model.language_model`.
+        dropped: Beginnings of the names of tensors that belong to those other models.
     """
 
     model_type: str
@@ -54,6 +59,10 @@ class Family:
     free: frozenset[str] = frozenset({"head_dim", "rope_scaling"})
     norm_placement: str = "before"
     windows: Literal["all", "last", "without_rope"] | None = None
+    has_norm_offset: bool = False
+    linear_keys: Mapping[str, str] = field(default_factory=dict)
+    wrapped_type: str | None = None
+    dropped: tuple[str, ...] = ()
 
     def can_hold(self, config: DecoderConfig) -> bool:
         """Whether a decoder consists of the parts of this family."""
@@ -63,9 +72,12 @@ class Family:
         options |= {**self.attention, "rope_theta": parts.attention.rope_theta}
         if parts.attention.qk_norm is not None:
             options["qk_norm_eps"] = parts.norm.eps  # config.json has one epsilon for all norms
+        linear = config.linear_attention
         return (
             type(parts.feed_forward) is self.feed_forward
             and parts.norm.placement == self.norm_placement
+            and parts.norm.has_offset == self.has_norm_offset
+            and (linear is None or (bool(self.linear_keys) and linear.norm_eps == parts.norm.eps))
             and all(attention[name] == value for name, value in options.items() if name not in self.free)
         )
 
@@ -80,12 +92,18 @@ class Family:
         block = re.fullmatch(r"blocks\.(\d+)\.(.+)", name)
         return f"{self.block_prefix}.{block[1]}.{self.block_tensors[block[2]]}" if block else self.tensors[name]
 
+    def is_dropped(self, name: str) -> bool:
+        """Whether the tensor `name` of a checkpoint belongs to another model beside this one, such as one of images."""
+        return name.startswith(self.dropped) if self.dropped else False
+
     def our_name(self, name: str) -> str:
         """Returns the decoder's name of the family's parameter `name`.
 
         Raises:
             UserError: The decoder has no such parameter.
         """
+        if self.wrapped_type is not None:
+            name = name.replace("model.language_model.", "model.", 1)
         block = re.fullmatch(rf"{re.escape(self.block_prefix)}\.(\d+)\.(.+)", name)
         ours = _find_key(self.block_tensors, block[2]) if block else _find_key(self.tensors, name)
         if ours is None:
@@ -107,7 +125,7 @@ class Family:
         Raises:
             UserError: The decoder has no parameter for a tensor.
         """
-        renamed = {self.our_name(name): tensor for name, tensor in state.items()}
+        renamed = {self.our_name(name): tensor for name, tensor in state.items() if not self.is_dropped(name)}
         if config.has_tied_embeddings:
             renamed.pop(OUTPUT_WEIGHT, None)
         return renamed

@@ -1,6 +1,6 @@
 """Keys of `config.json` that become options of the attention part: rotary positions and windows."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,8 +20,15 @@ _WHOLE: Final = "full_attention"
 _WINDOWED: Final = "sliding_attention"
 
 
-def read_rope_scaling(path: Path, content: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
+def read_rope_scaling(
+    path: Path, content: Mapping[str, Any], allowed: Set[str] = frozenset()
+) -> tuple[Any, dict[str, Any] | None]:
     """Returns the base of the rotary wavelengths and the fields of their scaling; None if they are not scaled.
+
+    Args:
+        path: The path of `config.json`, for the message.
+        content: The content of `config.json`, with the family's defaults.
+        allowed: Other keys that may stand beside the base.
 
     Raises:
         UserError: The wavelengths are scaled in a way that the decoder cannot represent.
@@ -30,7 +37,7 @@ def read_rope_scaling(path: Path, content: Mapping[str, Any]) -> tuple[Any, dict
     rope = content.get(key) or {}
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
     known = {"default": set[str](), "llama3": set(_SCALING_KEYS)}
-    if kind not in known or not rope.keys() <= known[kind] | {"rope_type", "type", "rope_theta"}:
+    if kind not in known or not rope.keys() <= known[kind] | {"rope_type", "type", "rope_theta"} | allowed:
         raise UserError(f"{path}: {key} is {rope!r}; only the rope_types 'default' and 'llama3' can be represented")
     theta = rope.get("rope_theta", content["rope_theta"])
     if kind == "default":

@@ -6,6 +6,7 @@ from typing import Any, Final
 from genesis.errors import UserError
 from genesis.huggingface.directory import CONFIG_NAME, read_json
 from genesis.huggingface.family import Family
+from genesis.huggingface.linear import read_linear, read_rotary_dim, write_linear
 from genesis.huggingface.llama import LLAMA
 from genesis.huggingface.mistral import MISTRAL
 from genesis.huggingface.olmo2 import OLMO2
@@ -18,13 +19,17 @@ from genesis.huggingface.options import (
 )
 from genesis.huggingface.qwen2 import QWEN2
 from genesis.huggingface.qwen3 import QWEN3
+from genesis.huggingface.qwen3_5 import QWEN3_5
 from genesis.huggingface.smollm3 import SMOLLM3
 from genesis.model.decoder import SHORT_FIELDS, DecoderConfig
 from genesis.model.recipe import build_decoder_config
 
-FAMILIES: Final[tuple[Family, ...]] = (LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, SMOLLM3)
+FAMILIES: Final[tuple[Family, ...]] = (LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, SMOLLM3, QWEN3_5)
 _DERIVED: Final = ("num_key_value_heads", "head_dim", "rope_theta", "rms_norm_eps", "tie_word_embeddings")
 """Keys whose values need a conversion to the decoder's fields."""
+_ROPE_OF_PARTS: Final = frozenset({"partial_rotary_factor", "mrope_section", "mrope_interleaved"})
+"""Keys beside the base of the wavelengths: the rotated share of a head, and the division of positions among an image's
+axes, which are equal for text."""
 
 
 def read_shape(directory: Path) -> tuple[Family, DecoderConfig]:
@@ -35,6 +40,11 @@ def read_shape(directory: Path) -> tuple[Family, DecoderConfig]:
     """
     path = directory / CONFIG_NAME
     content = read_json(path)
+    family = next((family for family in FAMILIES if family.wrapped_type == content.get("model_type")), None)
+    if family is not None and isinstance(content.get("text_config"), dict):
+        content = {**content["text_config"], "model_type": family.model_type} | {
+            key: content[key] for key in ("tie_word_embeddings", "quantization_config") if key in content
+        }
     family = next((family for family in FAMILIES if family.model_type == content.get("model_type")), None)
     if family is None:
         raise UserError(
@@ -70,6 +80,10 @@ def write_shape(family: Family, config: DecoderConfig) -> dict[str, Any]:
         if key == "rope_theta":  # transformers 4 reads this key; transformers 5 reads the other one
             content |= write_rope_scaling(attention)
     content |= write_windows(attention, family, config.num_layers)
+    if family.linear_keys:
+        content |= write_linear(config, family)
+        share = (attention.rotary_dim or config.head_dim) / config.head_dim
+        content["rope_parameters"] = {**content["rope_parameters"], "partial_rotary_factor": share}
     if "no_rope_every" in family.free:
         every = attention.no_rope_every or config.num_layers + 1
         content["no_rope_layer_interval"] = every
@@ -91,13 +105,19 @@ def _build_shape(path: Path, content: dict[str, Any], family: Family) -> Decoder
     shape = {field: content[key] for key, field in plain.items()}
     shape["has_tied_embeddings"] = bool(content["tie_word_embeddings"])
     num_heads, eps = shape.pop("num_heads"), content["rms_norm_eps"]
-    rope_theta, rope_scaling = read_rope_scaling(path, content)
+    has_linear = bool(family.linear_keys)
+    rope_theta, rope_scaling = read_rope_scaling(path, content, _ROPE_OF_PARTS if has_linear else frozenset())
     attention = {
         "num_heads": num_heads,
         "num_kv_heads": content.get("num_key_value_heads") or num_heads,
         "rope_theta": rope_theta,
     }
     no_rope_every = read_no_rope_every(path, content) if "no_rope_every" in family.free else None
+    linear = rotary_dim = None
+    if has_linear:
+        linear = read_linear(path, content, family)
+        rotary_dim = read_rotary_dim(path, content, content["head_dim"])
+        content = {**content, "layer_types": None}
     sliding_window, window_layers = read_windows(path, content, family, no_rope_every)
     options = {
         **family.attention,
@@ -106,6 +126,7 @@ def _build_shape(path: Path, content: dict[str, Any], family: Family) -> Decoder
         "sliding_window": sliding_window,
         "window_layers": window_layers,
         "no_rope_every": no_rope_every,
+        "rotary_dim": rotary_dim,
     }
     options = {name: value for name, value in options.items() if value is not None}
     if "qk_norm" in options:
@@ -114,10 +135,12 @@ def _build_shape(path: Path, content: dict[str, Any], family: Family) -> Decoder
         shape["attention"] = {**attention, **options}
     else:
         shape |= attention
-    if family.norm_placement == "before":
+    if family.norm_placement == "before" and not family.has_norm_offset:
         shape["norm_eps"] = eps
     else:
-        shape["norm"] = {"eps": eps, "placement": family.norm_placement}
+        shape["norm"] = {"eps": eps, "placement": family.norm_placement, "has_offset": family.has_norm_offset}
+    if linear is not None:
+        shape["linear_attention"] = linear
     return build_decoder_config(shape, where=str(path))
 
 

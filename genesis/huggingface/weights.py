@@ -79,7 +79,9 @@ def _read_state(directory: Path, family: Family | None) -> dict[str, Tensor]:
         raise UserError(f"{directory} has neither {WEIGHTS_NAME} nor {INDEX_NAME}{hint}")
     try:
         tensors = iterate_tensors(directory, read_file_names(directory))
-        return {name if family is None else family.our_name(name): tensor for name, tensor in tensors}
+        if family is None:
+            return dict(tensors)
+        return {family.our_name(name): tensor for name, tensor in tensors if not family.is_dropped(name)}
     except UserError as error:
         raise UserError(f"{directory}: {error}") from None
     except (SafetensorError, OSError, KeyError, ValueError) as error:

@@ -48,6 +48,8 @@ class CachedTokens(NamedTuple):
     longest: int
     num_slots: int
     """The number of tokens of a row that fit into the cache."""
+    num_new: Int64[Tensor, " B"] | None = None
+    """The number of this forward's tokens of each row that are no padding, on the device; None if all are none."""
 
 
 class UsedSlots(NamedTuple):

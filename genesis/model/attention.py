@@ -90,6 +90,10 @@ class AttentionConfig:
         qk_norm: Which vectors of queries and keys an RMSNorm scales: those of each `head`, before rotation, or each
             whole `projection`, before it is split into heads; None for no norm.
         qk_norm_eps: Added to the mean square in these norms.
+        qk_norm_has_offset: Whether these norms scale by 1 plus their weight, which then begins at 0.
+        rotary_dim: Number of dimensions of a head that are rotated by positions, even: the first ones. None for all.
+        has_output_gate: Whether each head's output is multiplied by the sigmoid of a gate, which the weight of the
+            queries also computes: its rows are those of a head's query and then those of its gate, head after head.
 
     Raises:
         UserError: The shape is invalid.
@@ -106,6 +110,9 @@ class AttentionConfig:
     has_qkv_bias: bool = False
     qk_norm: str | None = None
     qk_norm_eps: float = 1e-6
+    qk_norm_has_offset: bool = False
+    rotary_dim: int | None = None
+    has_output_gate: bool = False
 
     def __post_init__(self) -> None:
         check_counts(self)
@@ -140,6 +147,11 @@ class AttentionConfig:
         if self.window_layers is not None and self.window_layers[-1] >= num_layers:
             raise UserError(
                 f"window_layers has {self.window_layers[-1]}, but the {num_layers} layers are counted from 0: remove it"
+            )
+        if self.rotary_dim is not None and (self.rotary_dim % 2 or self.rotary_dim > self.head_width(dim)):
+            raise UserError(
+                f"rotary_dim is {self.rotary_dim}: it must be even and at most the width of a head, "
+                f"{self.head_width(dim)}"
             )
         if self.head_dim is not None:
             if self.head_dim % 2:
@@ -225,7 +237,7 @@ def build_attention_metadata(
             offsets = None
         elif not suits_offsets(x, num_documents, head_dim):
             offsets, mask = None, document_mask(document_ids, window)
-    cos, sin = rotary_tables(positions, head_dim, config.rope_theta, config.rope_scaling)
+    cos, sin = rotary_tables(positions, config.rotary_dim or head_dim, config.rope_theta, config.rope_scaling)
     expands_keys = needs_expanded_keys(x, head_dim, mask)
     return AttentionMetadata(cos, sin, offsets, mask, window, expands_keys=expands_keys)
 
@@ -237,7 +249,7 @@ def _build_cached_metadata(
     head_dim, window = config.head_width(x.shape[2]), config.sliding_window
     assert cached.longest + seq_len <= cached.num_slots, "the cache is full"
     positions = torch.arange(seq_len, device=device).unsqueeze(0) + cached.lengths.unsqueeze(1)
-    cos, sin = rotary_tables(positions, head_dim, config.rope_theta, config.rope_scaling)
+    cos, sin = rotary_tables(positions, config.rotary_dim or head_dim, config.rope_theta, config.rope_scaling)
     slots = (positions + torch.arange(batch_size, device=device).unsqueeze(1) * cached.num_slots).flatten()
     if (cached.longest or window is not None) and suits_lengths(x, head_dim):
         used = UsedSlots(
@@ -285,9 +297,14 @@ def rotate(
 ) -> Float[Tensor, "B S H E"]:
     """Returns `x` rotated by its position; dimension i of a head pairs with i + E/2, as in Hugging Face's Llama.
 
+    If the tables are narrower than a head, only its first dimensions are rotated.
+
     References:
         Su et al., RoFormer, arXiv:2104.09864, equation 34.
     """
+    if cos.shape[-1] < x.shape[-1]:
+        turning, fixed = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+        return torch.cat((rotate(turning, cos, sin), fixed), dim=-1)
     first, second = x.chunk(2, dim=-1)
     turned: Tensor = torch.addcmul(x * cos, torch.cat((second, first), dim=-1), sin)
     return turned.to(x.dtype)
@@ -303,15 +320,17 @@ class Attention(Part):
         self.head_dim, self.qk_norm = config.head_width(dim), config.qk_norm
         self.window = config.sliding_window if config.has_window(layer) else None
         self.has_rope = config.no_rope_every is None or (layer + 1) % config.no_rope_every != 0
+        self.has_output_gate = config.has_output_gate
         query_dim, kv_dim = config.num_heads * self.head_dim, config.num_kv_heads * self.head_dim
-        self.query = nn.Linear(dim, query_dim, bias=config.has_qkv_bias)
+        self.query = nn.Linear(dim, (1 + config.has_output_gate) * query_dim, bias=config.has_qkv_bias)
         self.key = nn.Linear(dim, kv_dim, bias=config.has_qkv_bias)
         self.value = nn.Linear(dim, kv_dim, bias=config.has_qkv_bias)
         self.output = nn.Linear(query_dim, dim, bias=False)
         if config.qk_norm is not None:
-            is_by_head = config.qk_norm == "head"
-            self.query_norm = RMSNorm(self.head_dim if is_by_head else query_dim, config.qk_norm_eps)
-            self.key_norm = RMSNorm(self.head_dim if is_by_head else kv_dim, config.qk_norm_eps)
+            widths = (self.head_dim, self.head_dim) if config.qk_norm == "head" else (query_dim, kv_dim)
+            self.query_norm, self.key_norm = (
+                RMSNorm(width, config.qk_norm_eps, has_offset=config.qk_norm_has_offset) for width in widths
+            )
 
     def init_weights(self, initial: InitialValues) -> None:
         """Initializes the four weights, and biases with zeros. The norms are parts of their own."""
@@ -338,7 +357,7 @@ class Attention(Part):
 
     def context_flops_per_token(self, context: int) -> int:
         """Two products of the width of all heads, query with key and weight with value, six operations each."""
-        return 12 * self.query.out_features * min(context, self.window or context)
+        return 12 * self.output.in_features * min(context, self.window or context)
 
     def forward(
         self, x: Float[Tensor, "B S D"], metadata: AttentionMetadata, cache: tuple[Tensor, Tensor] | None = None
@@ -346,6 +365,9 @@ class Attention(Part):
         """Returns what each token gathers from those it may see."""
         heads = (*x.shape[:2], -1, self.head_dim)
         query, key, value = self.query(x), self.key(x), self.value(x).view(heads)
+        gate = None
+        if self.has_output_gate:
+            query, gate = (part.flatten(2) for part in query.unflatten(2, (-1, 2, self.head_dim)).unbind(3))
         if self.qk_norm == "projection":
             query, key = self.query_norm(query), self.key_norm(key)
         query, key = query.view(heads), key.view(heads)
@@ -355,7 +377,8 @@ class Attention(Part):
             query, key = (rotate(part, metadata.cos, metadata.sin) for part in (query, key))
         if cache is not None:
             key, value = _remember(key, value, metadata, cache)
-        out: Tensor = self.output(attend(query, key, value, metadata).flatten(2))
+        attended = attend(query, key, value, metadata).flatten(2)
+        out: Tensor = self.output(attended if gate is None else attended * gate.sigmoid())
         return out
 
 

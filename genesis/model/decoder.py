@@ -26,6 +26,7 @@ from genesis.device import send
 from genesis.errors import UserError
 from genesis.model.attend import AttentionMetadata, CachedTokens
 from genesis.model.attention import AttentionConfig, build_layers_metadata
+from genesis.model.delta import DeltaMetadata, GatedDeltaConfig, build_delta_metadata
 from genesis.model.feed_forward import DenseConfig, FeedForwardConfig
 from genesis.model.initial import INIT_STD, InitialValues, fill_normal
 from genesis.model.mixture import MixtureConfig as MixtureConfig  # its name is then known to checkpoints
@@ -74,6 +75,7 @@ class DecoderConfig:
         attention: The attention part; None for the part that the short fields describe.
         feed_forward: The feed-forward part; None for a dense part with `ffn_dim`.
         norm: The norms; None for RMSNorm with `norm_eps`.
+        linear_attention: The part that most layers have in the place of attention; None if all layers have attention.
 
     Raises:
         UserError: The shape is invalid.
@@ -93,6 +95,7 @@ class DecoderConfig:
     attention: AttentionConfig | None = None
     feed_forward: FeedForwardConfig | None = None
     norm: NormConfig | None = None
+    linear_attention: GatedDeltaConfig | None = None
 
     def __post_init__(self) -> None:
         check_counts(self)
@@ -124,21 +127,43 @@ class DecoderConfig:
         """The width of one head."""
         return self.parts.attention.head_width(self.dim)
 
+    def is_linear(self, layer: int) -> bool:
+        """Returns whether block number `layer`, counted from 0, has the linear part in the place of attention."""
+        return self.linear_attention is not None and self.linear_attention.is_linear(layer)
+
+    @property
+    def num_attention_layers(self) -> int:
+        """The number of blocks with attention."""
+        return sum(not self.is_linear(layer) for layer in range(self.num_layers))
+
 
 class KVCache:
     """Keys and values of the tokens that were already given to the model, one slot per token and sequence.
 
-    Sequences of a batch may have different lengths: pad them on the right, then call `advance` with the lengths without
-    padding. Slots of padding are overwritten before any token can attend to them. The lengths are also known on the
-    host, so that no forward waits for the device.
+    Layers with linear attention have a state in their place, and the last inputs of their convolution.
+
+    Sequences of a batch may have different lengths: pad them on the right and call `expect` with the lengths without
+    padding, then `advance` with the same lengths after the forward. Slots of padding are overwritten before any token
+    can attend to them, and states skip padding. The lengths are also known on the host, so that no forward waits for
+    the device.
     """
 
     def __init__(
         self, config: DecoderConfig, batch_size: int, max_len: int, device: torch.device | str, dtype: torch.dtype
     ) -> None:
-        shape = (config.num_layers, batch_size, max_len, config.parts.attention.num_kv_heads, config.head_dim)
+        shape = (config.num_attention_layers, batch_size, max_len, config.parts.attention.num_kv_heads, config.head_dim)
         self.keys: Float[Tensor, "layers B L K E"] = torch.zeros(shape, device=device, dtype=dtype)
         self.values: Float[Tensor, "layers B L K E"] = torch.zeros(shape, device=device, dtype=dtype)
+        self.states: Tensor | None = None
+        self.tails: Tensor | None = None
+        linear = config.linear_attention
+        if linear is not None:
+            rows = (config.num_layers - config.num_attention_layers, batch_size)
+            state = (*rows, linear.num_value_heads, linear.key_dim, linear.value_dim)
+            self.states = torch.zeros(state, device=device)  # float32, because every token adds to it
+            tail = (*rows, linear.conv_width - 1, linear.num_channels)
+            self.tails = torch.zeros(tail, device=device, dtype=dtype)
+        self._num_new: Tensor | None = None
         self._set_lengths(torch.zeros(batch_size, dtype=torch.int64))
 
     @classmethod
@@ -147,7 +172,8 @@ class KVCache:
     ) -> "KVCache":
         """Returns a cache of these keys and values with these numbers of tokens of each sequence."""
         cache = cls.__new__(cls)
-        cache.keys, cache.values = keys, values
+        cache.keys, cache.values, cache.states, cache.tails = keys, values, None, None
+        cache._num_new = None
         cache._set_lengths(torch.tensor(lengths, dtype=torch.int64))
         return cache
 
@@ -160,7 +186,29 @@ class KVCache:
     def cached(self) -> CachedTokens:
         """The numbers of tokens in the cache, for attention."""
         shortest, longest = self.host_lengths.aminmax()
-        return CachedTokens(self.lengths, int(shortest), int(longest), self.keys.shape[2])
+        return CachedTokens(self.lengths, int(shortest), int(longest), self.keys.shape[2], self._num_new)
+
+    def of_layers(self, config: DecoderConfig) -> list[tuple[Tensor, Tensor]]:
+        """Returns what each layer reads and writes: keys and values, or its state and the convolution's inputs."""
+        given: list[tuple[Tensor, Tensor]] = []
+        num_linear = 0
+        for layer in range(config.num_layers):
+            # By index, because a view from an iteration over a tensor must not be written to.
+            if self.states is not None and self.tails is not None and config.is_linear(layer):
+                given.append((self.states[num_linear], self.tails[num_linear]))
+                num_linear += 1
+            else:
+                given.append((self.keys[layer - num_linear], self.values[layer - num_linear]))
+        return given
+
+    def expect(self, num_tokens: Int64[Tensor, " B"]) -> None:
+        """Sets how many tokens of each sequence in the next forward are not padding; without a call, all of them.
+
+        Args:
+            num_tokens: The numbers, on the host.
+        """
+        if self.states is not None:
+            self._num_new = send(num_tokens, self.keys.device)
 
     def advance(self, num_tokens: Int64[Tensor, " B"] | int) -> None:
         """Adds the tokens of the last forward to each sequence's length.
@@ -168,6 +216,7 @@ class KVCache:
         Args:
             num_tokens: The number of new tokens of each sequence, on the host.
         """
+        self._num_new = None
         self.host_lengths += num_tokens
         if not self._is_on_host:
             if isinstance(num_tokens, Tensor):
@@ -178,6 +227,8 @@ class KVCache:
         """Returns the cache of the sequences from `start` to `stop`, which shares memory with this one."""
         part = copy.copy(self)
         part.keys, part.values = self.keys[:, start:stop], self.values[:, start:stop]
+        if self.states is not None and self.tails is not None:
+            part.states, part.tails = self.states[:, start:stop], self.tails[:, start:stop]
         part.lengths, part.host_lengths = self.lengths[start:stop], self.host_lengths[start:stop]
         return part
 
@@ -187,6 +238,9 @@ class KVCache:
         length = int(self.host_lengths[source])
         self.keys[:, target, :length] = self.keys[:, source, :length]
         self.values[:, target, :length] = self.values[:, source, :length]
+        for held in (self.states, self.tails):
+            if held is not None:
+                held[:, target] = held[:, source]
         self._set_length(target, length)
 
     def free_row(self, row: int, *, is_number: bool = True) -> None:
@@ -199,6 +253,9 @@ class KVCache:
         """
         if not is_number:
             self.keys[:, row], self.values[:, row] = 0.0, 0.0
+        for held in (self.states, self.tails):
+            if held is not None:
+                held[:, row] = 0.0
         self._set_length(row, 0)
 
     def _set_length(self, row: int, length: int) -> None:
@@ -207,7 +264,7 @@ class KVCache:
 
 
 class Block(nn.Module):
-    """One layer: attention, then feed-forward, each added to the residual stream.
+    """One layer: attention or linear attention, then feed-forward, each added to the residual stream.
 
     The norms are applied to the inputs of the parts, or to their outputs.
     """
@@ -217,7 +274,11 @@ class Block(nn.Module):
         parts = config.parts
         self.has_norms_before = parts.norm.placement == "before"
         self.attention_norm = parts.norm.build(config.dim)
-        self.attention = parts.attention.build(config.dim, layer)
+        self.is_linear = config.is_linear(layer)
+        if config.linear_attention is not None and self.is_linear:
+            self.linear_attention = config.linear_attention.build(config.dim)
+        else:
+            self.attention = parts.attention.build(config.dim, layer)
         self.feed_forward_norm = parts.norm.build(config.dim)
         self.feed_forward = parts.feed_forward.build(config.dim, layer)
         self.dropout = nn.Dropout(config.dropout)
@@ -225,7 +286,7 @@ class Block(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "B S D"],
-        metadata: AttentionMetadata,
+        metadata: AttentionMetadata | DeltaMetadata,
         cache: tuple[Tensor, Tensor] | None = None,
         logits_to_keep: Int64[Tensor, " P"] | None = None,
         counted: Bool[Tensor, "B S"] | None = None,
@@ -236,7 +297,8 @@ class Block(nn.Module):
         of the `counted` tokens.
         """
         is_before = self.has_norms_before
-        update = self.attention(self.attention_norm(x) if is_before else x, metadata, cache)
+        attention = self.linear_attention if self.is_linear else self.attention
+        update = attention(self.attention_norm(x) if is_before else x, metadata, cache)
         x = x + self.dropout(update if is_before else self.attention_norm(update))
         # After the attention, whose keys and values need every position; feed-forward and head need only these.
         if logits_to_keep is not None:
@@ -328,12 +390,16 @@ class Decoder(nn.Module):
             counted = torch.ones_like(input_ids, dtype=torch.bool)
         x = self.embedding(input_ids)
         cached = None if cache is None else cache.cached
+        metadata: Sequence[AttentionMetadata | DeltaMetadata]
         metadata = build_layers_metadata(self._attention, len(self.blocks), x, document_ids, document_offsets, cached)
+        if self.config.linear_attention is not None:
+            linear = build_delta_metadata(x, document_ids, document_offsets, cached)
+            metadata = [linear if self.config.is_linear(layer) else one for layer, one in enumerate(metadata)]
+        held = [None] * len(self.blocks) if cache is None else cache.of_layers(self.config)
         statistics: dict[str, Statistics] = {}
         for index, block in enumerate(self.blocks):
             kept = logits_to_keep if index == len(self.blocks) - 1 else None
-            held = None if cache is None else (cache.keys[index], cache.values[index])
-            x, reported = block(x, metadata[index], held, kept, counted)
+            x, reported = block(x, metadata[index], held[index], kept, counted)
             if reported is not None:
                 statistics[f"blocks.{index}.feed_forward"] = reported
         # Inside the forward, where FSDP2's hooks have gathered the output weight: elsewhere it may be a shard.

@@ -14,6 +14,8 @@ from genesis.model.attend import (
     document_offsets,
 )
 from genesis.model.attention import AttentionConfig, build_attention_metadata
+from genesis.model.delta_kernel import PACKAGE, distrust_kernel, find_version, run_kernel
+from genesis.model.delta_rule import DeltaInputs, chunked
 from genesis_callbacks.checkpoint import DeviceProof
 
 _NUM_TOKENS, _NUM_HEADS, _NUM_KV_HEADS, _HEAD_DIM = 64, 4, 2, 32
@@ -64,6 +66,37 @@ def prove_cached_attention(device: torch.device) -> None:
                 _compare("by lengths", attend(query, key, value, metadata), masked)
 
 
+def prove_linear_attention(device: torch.device) -> None:
+    """Compares the kernels of linear layers with the computation in chunks: for documents, a text, and one new token.
+
+    Raises:
+        RuntimeError: The results differ, or a kernel fails.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(2, _NUM_TOKENS, *shape, generator=generator)
+
+    heads, width = _NUM_KV_HEADS, _HEAD_DIM
+    value = draw(_NUM_HEADS, width)
+    inputs = DeltaInputs(draw(heads, width), draw(heads, width), value, -draw(_NUM_HEADS).abs(), draw(_NUM_HEADS))
+    inputs = inputs._replace(beta=inputs.beta.sigmoid())
+    inputs = DeltaInputs(*(part.to(device, torch.bfloat16) for part in inputs))
+    one = DeltaInputs(*(part[:, :1] for part in inputs))
+    lengths = torch.tensor(_DOCUMENT_LENGTHS * 2)
+    document_ids = torch.arange(len(lengths)).repeat_interleave(lengths).view(2, -1).to(device, torch.int32)
+    is_start = torch.ones_like(document_ids, dtype=torch.bool)
+    is_start[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    state = torch.zeros(2, _NUM_HEADS, width, width, device=device)
+    with torch.no_grad():
+        found, wanted = run_kernel(inputs, document_offsets(document_ids))[0], chunked(inputs, is_start)[0]
+        _compare("in linear layers", found, wanted)
+        after, state = run_kernel(inputs, None, state)[1], chunked(inputs)[1]
+        assert after is not None
+        _compare("in linear layers", after, state)
+        _compare("of a new token in linear layers", run_kernel(one, None, state)[0], chunked(one, None, state)[0])
+
+
 def _draw_heads(
     batch_size: int, num_queries: int, num_keys: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -78,10 +111,19 @@ def _draw_heads(
 def _compare(name: str, found: torch.Tensor, masked: torch.Tensor) -> None:
     difference = float((found.float() - masked.float()).abs().max())
     if not difference <= _TOLERANCE:  # NaN also counts as a difference
-        raise RuntimeError(f"attention {name} differs from attention under a mask by {difference:.3g}")
+        raise RuntimeError(f"attention {name} differs from the slower way by {difference:.3g}")
 
 
 ATTENTION_PROOF: Final = DeviceProof("attention", "varlen", "mask", prove_attention, distrust_offsets)
 CACHED_ATTENTION_PROOF: Final = DeviceProof(
     "cached_attention", "lengths", "mask", prove_cached_attention, distrust_lengths
 )
+
+
+def linear_attention_proofs() -> tuple[DeviceProof, ...]:
+    """Returns the proof of the kernels of linear layers, if their package is installed; its name has the version."""
+    found = find_version()
+    if found is None:
+        return ()
+    quick = f"{PACKAGE} {found}"
+    return (DeviceProof("linear_attention", quick, "chunks", prove_linear_attention, distrust_kernel),)

@@ -24,6 +24,7 @@ class NormConfig:
     Args:
         eps: Added to the mean square.
         placement: Whether the norms of a block apply to the inputs of its parts (`before`) or their outputs (`after`).
+        has_offset: Whether a norm scales by 1 plus its weight, which then begins at 0, as in Qwen3-Next.
 
     Raises:
         UserError: A value is invalid.
@@ -31,6 +32,7 @@ class NormConfig:
 
     eps: float = 1e-5
     placement: str = "before"
+    has_offset: bool = False
 
     def __post_init__(self) -> None:
         if self.eps <= 0.0:
@@ -40,7 +42,7 @@ class NormConfig:
 
     def build(self, dim: int) -> "RMSNorm":
         """Builds the norm of vectors of `dim` elements."""
-        return RMSNorm(dim, self.eps)
+        return RMSNorm(dim, self.eps, has_offset=self.has_offset)
 
 
 class RMSNorm(Part):
@@ -52,14 +54,14 @@ class RMSNorm(Part):
 
     draws_random_numbers = False
 
-    def __init__(self, dim: int, eps: float) -> None:
+    def __init__(self, dim: int, eps: float, *, has_offset: bool = False) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.has_offset = eps, has_offset
         self.weight = nn.Parameter(torch.ones(dim))
 
     def init_weights(self, initial: InitialValues) -> None:
-        """Initializes the weight with ones."""
-        nn.init.ones_(self.weight)
+        """Initializes the weight, so that the norm scales by one."""
+        nn.init.constant_(self.weight, 0.0 if self.has_offset else 1.0)
 
     def parameter_groups(self) -> dict[str, ParameterGroup]:
         """Returns the group of the weight."""
@@ -73,12 +75,16 @@ class RMSNorm(Part):
     def forward(self, x: Float[Tensor, "B S D"]) -> Float[Tensor, "B S D"]:
         """Returns `x` normalised over its last dimension."""
         out: Tensor
+        # In float32: bfloat16 would round the sum.
+        weight = 1.0 + self.weight.float() if self.has_offset else self.weight
         # torch.compile itself fuses torch's own form into few passes.
         is_eager_cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
-        if is_eager_cpu and x.dtype == self.weight.dtype == torch.float32:
-            out = _RMSNormCPU.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]  # torch's
+        if is_eager_cpu and x.dtype == weight.dtype == torch.float32:
+            out = _RMSNormCPU.apply(x, weight, self.eps)  # type: ignore[no-untyped-call]  # torch's
+        elif self.has_offset:
+            out = rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)
         else:
-            out = rms_norm(x, self.weight.shape, self.weight, self.eps)
+            out = rms_norm(x, weight.shape, weight, self.eps)
         return out
 
 

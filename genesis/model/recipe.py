@@ -13,6 +13,7 @@ from genesis.errors import UserError
 from genesis.model.adapter import AdapterConfig
 from genesis.model.attention import AttentionConfig
 from genesis.model.decoder import SHORT_FIELDS, DecoderConfig, Parts
+from genesis.model.delta import GatedDeltaConfig
 from genesis.model.feed_forward import FeedForwardConfig
 from genesis.model.norm import NormConfig
 
@@ -60,7 +61,8 @@ def build_decoder_config(content: Any, where: str) -> DecoderConfig:
     if not isinstance(content, Mapping):
         raise UserError(f"{where}: no shape of a model found; give the fields of model.decoder (dim, num_layers, ...)")
     parts: dict[str, Any] = {}
-    for name, part in (("attention", AttentionConfig), ("norm", NormConfig)):
+    plain = {"attention": AttentionConfig, "norm": NormConfig, "linear_attention": GatedDeltaConfig}
+    for name, part in plain.items():
         if content.get(name) is not None:
             parts[name] = _build(part, content[name], f"{where}: {name}")
     if content.get("feed_forward") is not None:

@@ -24,6 +24,7 @@ from genesis.device import CPU, find_kind
 from genesis.errors import UserError
 from genesis.model.attend import AttentionMetadata
 from genesis.model.decoder import Decoder
+from genesis.model.delta import DeltaMetadata
 from genesis.model.part import Part
 
 ActivationCheckpointing = Literal["none", "block"] | int
@@ -78,11 +79,15 @@ def apply_wrappers(
 
 
 def _run_compiled(
-    compiled: Callable[..., Any], x: Tensor, metadata: AttentionMetadata, *arguments: Any, **options: Any
+    compiled: Callable[..., Any],
+    x: Tensor,
+    metadata: AttentionMetadata | DeltaMetadata,
+    *arguments: Any,
+    **options: Any,
 ) -> Any:
     # Torch treats every size as fixed until it changes, and the number of documents is a size. With the mark, the
     # first compilation already serves all numbers. If a kernel needs a fixed size after all, torch ignores the mark.
-    if metadata.offsets is not None:
+    if isinstance(metadata, AttentionMetadata) and metadata.offsets is not None:
         maybe_mark_dynamic(metadata.offsets, 0)
     return compiled(x, metadata, *arguments, **options)
 

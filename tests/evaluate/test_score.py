@@ -11,6 +11,7 @@ from genesis.errors import UserError
 from genesis.evaluate.plan import MIN_HEAD_TOKENS, Request, find_heads, gather_contexts
 from genesis.evaluate.score import Score, Scorer, score_targets
 from genesis.model.decoder import Decoder
+from genesis.model.delta import GatedDeltaConfig
 from tests.tiny_runs import SHAPE, build_decoder
 
 VOCAB_SIZE = 40
@@ -87,6 +88,12 @@ def test_scores_are_those_of_one_forward_for_each_request(decoder: Decoder, batc
     wanted = [score_slowly(decoder, request) for request in requests]
     assert any(score.is_greedy for score in wanted)
     check(Scorer(decoder, batch_tokens).score(requests), wanted)
+
+
+def test_a_model_with_linear_layers_scores_each_request_by_itself() -> None:
+    decoder = build_decoder(0, vocab_size=VOCAB_SIZE, linear_attention=GatedDeltaConfig(1, 2, 8, 8, attention_every=2))
+    requests = make_requests(decoder)
+    check(Scorer(decoder, 200).score(requests), [score_slowly(decoder, request) for request in requests])
 
 
 def test_the_whole_context_of_the_model_can_be_used(decoder: Decoder) -> None:

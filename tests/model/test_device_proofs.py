@@ -1,11 +1,18 @@
 """The proof of attention when a fit starts: it holds, it sees wrong kernels, and then masks are used."""
 
+from itertools import pairwise
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
-from genesis.model import attend
+from genesis.model import attend, delta_kernel
 from genesis.model.attention import AttentionConfig, build_attention_metadata
-from genesis.model.device_proofs import ATTENTION_PROOF
+from genesis.model.decoder import Decoder, DecoderConfig, KVCache
+from genesis.model.delta import GatedDeltaConfig
+from genesis.model.delta_rule import DeltaInputs, chunked
+from genesis.model.device_proofs import ATTENTION_PROOF, linear_attention_proofs
 
 CPU = torch.device("cpu")
 
@@ -18,7 +25,7 @@ def test_attention_by_documents_and_under_a_mask_agree() -> None:
 def test_a_kernel_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
     right = attend._attend_each_document
     monkeypatch.setattr(attend, "_attend_each_document", lambda *inputs: right(*inputs) * wrong)
-    with pytest.raises(RuntimeError, match="differs from attention under a mask by"):
+    with pytest.raises(RuntimeError, match="differs from the slower way by"):
         ATTENTION_PROOF.prove(CPU)
 
 
@@ -32,3 +39,102 @@ def test_where_the_proof_fails_masks_are_used(monkeypatch: pytest.MonkeyPatch) -
     metadata = build_attention_metadata(config, x, ids)
     assert metadata.offsets is None
     assert metadata.mask is not None
+
+
+class Kernels:
+    """Stands for `fla.ops.gated_delta_rule`, with the arguments and shapes that its documentation gives."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        self.factor = factor
+        self.names: list[str] = []
+
+    def chunk_gated_delta_rule(self, **given: Any) -> tuple[Tensor, Tensor | None]:
+        self.names.append("chunk")
+        return self._run(**given)
+
+    def fused_recurrent_gated_delta_rule(self, **given: Any) -> tuple[Tensor, Tensor | None]:
+        self.names.append("recurrent")
+        return self._run(**given)
+
+    def _run(
+        self,
+        *,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor | None,
+        output_final_state: bool,
+        use_qk_l2norm_in_kernel: bool,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        assert use_qk_l2norm_in_kernel
+        inputs = DeltaInputs(q, k, v, g, beta)
+        if cu_seqlens is None:
+            read, state = chunked(inputs, None, initial_state)
+            return (self.factor * read).to(v.dtype), state if output_final_state else None
+        assert len(v) == 1
+        cuts = cu_seqlens.tolist()
+        documents = [DeltaInputs(*(part[:, a:b] for part in inputs)) for a, b in pairwise(cuts)]
+        return self.factor * torch.cat([chunked(document)[0] for document in documents], dim=1).to(v.dtype), None
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    kernels = Kernels()
+    monkeypatch.setattr(delta_kernel, "find_version", lambda: "1.2.3")
+    monkeypatch.setattr("genesis.model.device_proofs.find_version", lambda: "1.2.3")
+    monkeypatch.setattr(delta_kernel, "import_module", lambda name: kernels)
+    return kernels
+
+
+def test_kernels_of_linear_layers_are_proved_where_they_are_installed(installed: Kernels) -> None:
+    (proof,) = linear_attention_proofs()
+    assert proof.fast == "flash-linear-attention 1.2.3"
+    proof.prove(CPU)
+    assert {*installed.names} == {"chunk", "recurrent"}
+    installed.factor = 1.5
+    with pytest.raises(RuntimeError, match="in linear layers differs from the slower way by"):
+        proof.prove(CPU)
+
+
+def test_a_model_with_kernels_has_the_logits_of_one_without(
+    installed: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linear = GatedDeltaConfig(1, 2, 8, 8, attention_every=2)
+    decoder = Decoder(
+        DecoderConfig(
+            vocab_size=31,
+            dim=16,
+            num_layers=2,
+            num_heads=2,
+            num_kv_heads=1,
+            ffn_dim=16,
+            max_seq_len=64,
+            linear_attention=linear,
+        )
+    )
+    decoder.init_weights(0)
+    ids = torch.arange(80).view(2, 40) % 31
+    document_ids = (torch.arange(40) // 17).to(torch.int32).repeat(2, 1)
+    with torch.no_grad():
+        wanted = [decoder(ids), decoder(ids, document_ids=document_ids)]
+        monkeypatch.setattr("genesis.model.delta.suits_kernel", lambda device: True)
+        found = [decoder(ids), decoder(ids, document_ids=document_ids)]
+        cache = KVCache(decoder.config, 2, 40, "cpu", torch.float32)
+        parts = []
+        for start, end in ((0, 30), *((place, place + 1) for place in range(30, 40))):
+            parts.append(decoder(ids[:, start:end], cache=cache))
+            cache.advance(end - start)
+    assert installed.names.count("recurrent") == 10
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(torch.cat(parts, dim=1), wanted[0], rtol=1e-4, atol=1e-5)
+
+
+def test_without_the_package_there_is_no_proof_and_no_kernel() -> None:
+    if delta_kernel.find_version() is not None:
+        pytest.skip("flash-linear-attention is installed")
+    assert linear_attention_proofs() == ()
+    assert not delta_kernel.suits_kernel(torch.device("cuda"))

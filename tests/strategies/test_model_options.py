@@ -10,6 +10,7 @@ from torch import Tensor
 
 from genesis.model.attention import AttentionConfig, RopeScaling
 from genesis.model.decoder import DecoderConfig
+from genesis.model.delta import GatedDeltaConfig
 from genesis.model.norm import NormConfig
 from genesis_callbacks.testing import run_ranks
 from tests.train.support import (
@@ -42,6 +43,14 @@ CONFIGS = {
         attention=replace(ATTENTION, qk_norm="projection", window_layers=(1,)),
         norm=NormConfig(1e-5, "after"),
     ),
+    "linear attention": replace(
+        TINY,
+        num_heads=None,
+        num_kv_heads=None,
+        attention=replace(ATTENTION, qk_norm_has_offset=True, rotary_dim=4, has_output_gate=True),
+        norm=NormConfig(1e-5, has_offset=True),
+        linear_attention=GatedDeltaConfig(1, 2, 8, 8, attention_every=2),
+    ),
 }
 
 
@@ -59,6 +68,8 @@ def first_gradients(config: DecoderConfig, strategy: str) -> dict[str, Tensor]:
         pytest.param("norms after", "checkpointing", marks=pytest.mark.slow),
         pytest.param("norms before", "compiled_shards", marks=pytest.mark.slow),
         pytest.param("norms before", "replicated", marks=pytest.mark.slow),
+        pytest.param("linear attention", "checkpointing", marks=pytest.mark.slow),
+        pytest.param("linear attention", "compiled_shards", marks=pytest.mark.slow),
     ],
 )
 def test_gradients_are_those_of_one_process(name: str, strategy: str) -> None:

@@ -1,0 +1,241 @@
+"""Linear attention by the gated delta rule: a state of fixed size in the place of keys and values of all tokens.
+
+B  sequences of a micro-batch     S  tokens of a sequence     D  model width
+K  key and query heads            H  value heads              E  width of a key     F  width of a value
+W  taps of the convolution        C  channels of queries, keys and values: 2 K E + H F
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int32, Int64
+from torch import Tensor, nn
+from torch.nn.functional import pad, silu, softplus
+
+from genesis.errors import UserError
+from genesis.model.attend import CachedTokens, document_offsets, document_positions
+from genesis.model.delta_kernel import run_kernel, suits_kernel
+from genesis.model.delta_rule import DeltaInputs, chunked, step
+from genesis.model.initial import InitialValues
+from genesis.model.part import MATRICES, VECTORS, ParameterGroup, Part, check_counts
+
+
+@dataclass(frozen=True)
+class GatedDeltaConfig:
+    """Gated delta rule layers, in the place of attention in some layers.
+
+    Args:
+        num_key_heads: Number of heads of queries and keys.
+        num_value_heads: Number of heads of values; `num_value_heads / num_key_heads` of them share queries and keys.
+        key_dim: Width of a query and of a key.
+        value_dim: Width of a value.
+        conv_width: Number of tokens in the causal convolution before the rule, the token itself included.
+        attention_every: Every layer whose number, counted from 1, is a multiple of this keeps its attention.
+        norm_eps: Added to the mean square in the norm of each head's output.
+
+    Raises:
+        UserError: The shape is invalid.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int = 128
+    value_dim: int = 128
+    conv_width: int = 4
+    attention_every: int = 4
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        check_counts(self)
+        if self.num_value_heads % self.num_key_heads:
+            raise UserError(
+                f"num_value_heads {self.num_value_heads} is not a multiple of num_key_heads {self.num_key_heads}"
+            )
+        if self.attention_every < 2:
+            raise UserError("attention_every is 1, so that no layer is linear: remove linear_attention, or raise it")
+        if self.norm_eps <= 0.0:
+            raise UserError(f"norm_eps is {self.norm_eps}: it must be above 0")
+
+    @property
+    def num_channels(self) -> int:
+        """The channels of queries, keys and values together."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    def is_linear(self, layer: int) -> bool:
+        """Returns whether block number `layer`, counted from 0, has this part."""
+        return (layer + 1) % self.attention_every != 0
+
+    def build(self, dim: int) -> "GatedDelta":
+        """Builds the part for a model of width `dim`."""
+        return GatedDelta(self, dim)
+
+
+class DeltaMetadata(NamedTuple):
+    """What the linear layers of a forward know about its tokens: computed once, read by every block."""
+
+    positions: Int64[Tensor, "B S"] | None = None
+    """Each token's place in its document, from 0; None if each row is one document, or continues a cache."""
+    is_padding: Bool[Tensor, "B S"] | None = None
+    """Tokens on the right of a row that change nothing in a cache; None without any."""
+    offsets: Int32[Tensor, " num_documents+1"] | None = None
+    """The index of each document's beginning in the flattened batch, and its end, where a kernel reads them."""
+
+
+def build_delta_metadata(
+    x: Float[Tensor, "B S D"], document_ids: Tensor | None, offsets: Tensor | None, cached: CachedTokens | None
+) -> DeltaMetadata:
+    """Returns the metadata of a forward.
+
+    Args:
+        x: The input of the first block.
+        document_ids: Which document of its row each token belongs to; None for one document per row.
+        offsets: Where documents begin in the flattened batch, and its end; None to compute them if a kernel reads them.
+        cached: The rows of a cache; None without a cache.
+    """
+    if cached is not None and cached.num_new is not None:
+        return DeltaMetadata(is_padding=torch.arange(x.shape[1], device=x.device) >= cached.num_new.unsqueeze(1))
+    if document_ids is None:
+        return DeltaMetadata()
+    if not suits_kernel(x.device):
+        offsets = None
+    elif offsets is None:
+        offsets = document_offsets(document_ids)
+    return DeltaMetadata(document_positions(document_ids), offsets=offsets)
+
+
+class GatedDelta(Part):
+    """Linear attention by the gated delta rule, after a short convolution, with a gated output.
+
+    References:
+        Yang, Kautz, Hatamizadeh, Gated Delta Networks, arXiv:2412.06464, section 3.4.
+    """
+
+    draws_random_numbers = False
+
+    def __init__(self, config: GatedDeltaConfig, dim: int) -> None:
+        super().__init__()
+        self.config = config
+        self.query_key_value = nn.Linear(dim, config.num_channels, bias=False)
+        self.gate = nn.Linear(dim, config.num_value_heads * config.value_dim, bias=False)
+        self.beta = nn.Linear(dim, config.num_value_heads, bias=False)
+        self.decay = nn.Linear(dim, config.num_value_heads, bias=False)
+        self.conv_weight = nn.Parameter(torch.empty(config.num_channels, 1, config.conv_width))
+        self.log_rate = nn.Parameter(torch.empty(config.num_value_heads))
+        self.decay_bias = nn.Parameter(torch.empty(config.num_value_heads))
+        self.norm_weight = nn.Parameter(torch.empty(config.value_dim))
+        self.output = nn.Linear(config.num_value_heads * config.value_dim, dim, bias=False)
+
+    @torch.no_grad()
+    def init_weights(self, initial: InitialValues) -> None:
+        """Initializes the weights; decay rates lie between 1 and 16, and time steps between 0.001 and 0.1.
+
+        References:
+            Dao and Gu, Transformers are SSMs (Mamba-2), arXiv:2405.21060, appendix D.2: rates and time steps.
+        """
+        for name in ("query_key_value", "gate", "beta", "decay"):
+            initial.fill(f"{name}.weight", self.get_parameter(f"{name}.weight"))
+        initial.fill_residual("output.weight", self.output.weight)
+        initial.fill_uniform("conv_weight", self.conv_weight, self.config.conv_width**-0.5)
+        initial.fill_uniform("log_rate", self.log_rate, 7.5)
+        self.log_rate.add_(8.5).log_()
+        # The logarithm of a time step is uniform; the bias is what softplus turns into it: x + log(1 - exp(-x)).
+        initial.fill_uniform("decay_bias", self.decay_bias, 0.5)
+        steps = self.decay_bias.add(0.5).mul(torch.log(torch.tensor(100.0)).item()).exp().mul(0.001)
+        self.decay_bias.copy_(steps.add(torch.log(-torch.expm1(-steps))))
+        nn.init.ones_(self.norm_weight)
+
+    def parameter_groups(self) -> dict[str, ParameterGroup]:
+        """Returns the group of each parameter; the convolution and all vectors never decay."""
+        matrices = ("query_key_value", "gate", "beta", "decay", "output")
+        vectors = ("conv_weight", "log_rate", "decay_bias", "norm_weight")
+        return {f"{name}.weight": MATRICES for name in matrices} | dict.fromkeys(vectors, VECTORS)
+
+    @property
+    def flops_per_token(self) -> int:
+        """The FLOPs of the weights, and of the three products of a token with the state of each head."""
+        linears = (self.query_key_value, self.gate, self.beta, self.decay, self.output)
+        state = self.config.num_value_heads * self.config.key_dim * self.config.value_dim
+        return 6 * (sum(part.weight.numel() for part in linears) + self.conv_weight.numel() + 3 * state)
+
+    def forward(
+        self, x: Float[Tensor, "B S D"], metadata: DeltaMetadata, cache: tuple[Tensor, Tensor] | None = None
+    ) -> Float[Tensor, "B S D"]:
+        """Returns what each token reads from the state of its document.
+
+        Args:
+            x: The input of the part.
+            metadata: The documents of the tokens, and which of them are padding.
+            cache: The state (B H E F, float32) and the last inputs of the convolution (B W-1 C) of each row; both are
+                replaced in place by those after this forward. None without a cache.
+        """
+        mixed = self._convolve(self.query_key_value(x), metadata, cache)
+        beta, decay = self.beta(x).sigmoid(), self.decay(x)
+        decay = -self.log_rate.float().exp() * softplus(decay.float() + self.decay_bias.float())
+        if metadata.is_padding is not None:
+            beta, decay = (part.masked_fill(metadata.is_padding.unsqueeze(-1), 0.0) for part in (beta, decay))
+        keys = self.config.num_key_heads * self.config.key_dim
+        query, key, value = mixed[..., :keys], mixed[..., keys : 2 * keys], mixed[..., 2 * keys :]
+        heads = (self.config.num_key_heads, self.config.key_dim)
+        inputs = DeltaInputs(
+            query.unflatten(-1, heads),
+            key.unflatten(-1, heads),
+            value.unflatten(-1, (self.config.num_value_heads, self.config.value_dim)),
+            decay,
+            beta,
+        )
+        read = _apply_rule(inputs, metadata, None if cache is None else cache[0])
+        gate = self.gate(x).view(read.shape)
+        out: Tensor = self.output(self._gated_norm(read, gate).flatten(2).to(x.dtype))
+        return out
+
+    def _gated_norm(self, read: Float[Tensor, "B S H F"], gate: Float[Tensor, "B S H F"]) -> Float[Tensor, "B S H F"]:
+        normed = read * torch.rsqrt(read.square().mean(-1, keepdim=True) + self.config.norm_eps)
+        return normed * self.norm_weight.float() * silu(gate.float())
+
+    def _convolve(
+        self, x: Float[Tensor, "B S C"], metadata: DeltaMetadata, cache: tuple[Tensor, Tensor] | None
+    ) -> Float[Tensor, "B S C"]:
+        """Returns the causal convolution of each channel within documents, after SiLU."""
+        width, seq_len = self.config.conv_width, x.shape[1]
+        if cache is None:
+            padded = pad(x, (0, 0, width - 1, 0))
+        else:
+            padded = torch.cat((cache[1].to(x.dtype), x), dim=1)
+            _keep_last(padded, metadata, cache[1])
+        weight = self.conv_weight.squeeze(1).to(x.dtype)
+        mixed = x * weight[:, -1]
+        for back in range(1, width):
+            earlier = padded[:, width - 1 - back : width - 1 - back + seq_len]
+            if metadata.positions is not None:
+                earlier = earlier * (metadata.positions >= back).unsqueeze(-1)
+            mixed = torch.addcmul(mixed, earlier, weight[:, width - 1 - back])
+        return silu(mixed)
+
+
+def _keep_last(padded: Tensor, metadata: DeltaMetadata, tail: Float[Tensor, "B W-1 C"]) -> None:
+    """Stores the last inputs before a row's padding in `tail`."""
+    width = tail.shape[1]
+    if metadata.is_padding is None:
+        tail.copy_(padded[:, padded.shape[1] - width :])
+        return
+    first = (~metadata.is_padding).sum(dim=1, keepdim=True)  # `padded` begins with `width` earlier inputs
+    index = first + torch.arange(width, device=padded.device)
+    tail.copy_(padded.gather(1, index.unsqueeze(-1).expand(-1, -1, padded.shape[2])))
+
+
+# Without torch.compile, whose graph would repeat the loop over chunks for each of them.
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
+def _apply_rule(inputs: DeltaInputs, metadata: DeltaMetadata, state: Tensor | None) -> Float[Tensor, "B S H F"]:
+    device = inputs.value.device
+    is_start = None if metadata.positions is None else metadata.positions == 0
+    with torch.autocast(device.type, enabled=False):
+        if suits_kernel(device):
+            read, after = run_kernel(inputs, metadata.offsets, state)
+        elif state is not None and inputs.value.shape[1] == 1:
+            read, after = step(inputs, state)
+        else:
+            read, after = chunked(inputs, is_start, state)
+    if state is not None and after is not None:
+        state.copy_(after)
+    return read.float()

@@ -1,0 +1,70 @@
+"""The gated delta rule by the kernels of flash-linear-attention, on CUDA where that package is installed.
+
+Letters as in `delta_rule`.
+"""
+
+from functools import cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Final
+
+import torch
+from jaxtyping import Float, Int32
+from torch import Tensor
+
+from genesis.model.delta_rule import DeltaInputs
+
+PACKAGE: Final = "flash-linear-attention"
+_MODULE: Final = "fla.ops.gated_delta_rule"
+_distrusted_devices: set[str] = set()
+
+
+@cache
+def find_version() -> str | None:
+    """Returns the version of the installed package; None if it is not installed."""
+    try:
+        return version(PACKAGE)
+    except PackageNotFoundError:
+        return None
+
+
+def suits_kernel(device: torch.device) -> bool:
+    """Whether the package is installed and its kernels for this device have given correct results."""
+    return device.type == "cuda" and device.type not in _distrusted_devices and find_version() is not None
+
+
+def distrust_kernel(device: torch.device) -> None:
+    """Makes linear layers on this type of device compute in chunks from now on, after a kernel gave wrong results."""
+    _distrusted_devices.add(device.type)
+
+
+def run_kernel(
+    inputs: DeltaInputs,
+    offsets: Int32[Tensor, " num_documents+1"] | None = None,
+    state: Float[Tensor, "B H E F"] | None = None,
+) -> tuple[Float[Tensor, "B S H F"], Float[Tensor, "B H E F"] | None]:
+    """Returns the outputs, and the state after the last token if `state` is given.
+
+    Args:
+        inputs: Queries, keys, values, decays, betas.
+        offsets: Where documents begin in the flattened batch, and its end; None if rows are one document each.
+        state: The state before the first token of each row, with rows of one document; None for zeros.
+    """
+    assert offsets is None or state is None, "a row that continues a state is one document"
+    kernels: Any = import_module(_MODULE)
+    shape = inputs.value.shape
+    query, key, value, decay, beta = inputs
+    decay, beta = decay.float(), beta.to(value.dtype)
+    given = [query, key, value, decay, beta]
+    if offsets is not None:  # the kernel takes documents of any lengths in one row
+        given = [part.flatten(0, 1).unsqueeze(0) for part in given]
+    is_step = state is not None and shape[1] == 1
+    run = kernels.fused_recurrent_gated_delta_rule if is_step else kernels.chunk_gated_delta_rule
+    read, after = run(
+        **dict(zip(("q", "k", "v", "g", "beta"), given, strict=True)),
+        initial_state=state,
+        output_final_state=state is not None,
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=None if offsets is None else offsets.long(),
+    )
+    return read.view(shape), after
