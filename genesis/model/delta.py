@@ -178,9 +178,9 @@ class GatedDelta(Part):
         query, key, value = mixed[..., :keys], mixed[..., keys : 2 * keys], mixed[..., 2 * keys :]
         heads = (self.config.num_key_heads, self.config.key_dim)
         inputs = DeltaInputs(
-            query.unflatten(-1, heads),
-            key.unflatten(-1, heads),
-            value.unflatten(-1, (self.config.num_value_heads, self.config.value_dim)),
+            query.reshape(*x.shape[:2], *heads),
+            key.reshape(*x.shape[:2], *heads),
+            value.reshape(*x.shape[:2], self.config.num_value_heads, self.config.value_dim),
             decay,
             beta,
         )
