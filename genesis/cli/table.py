@@ -82,6 +82,7 @@ COMMANDS = (
     Command("data inspect", "show a corpus: manifest, packings, decoded samples", "genesis.cli.data:inspect_main"),
     Command("data verify", "check every shard of a corpus against its manifest", "genesis.cli.data:verify_main"),
     Command("model describe", "print parameters by part, FLOPs and memory", "genesis.cli.model:describe_main"),
+    Command("upcycle", "make a mixture of experts from a dense checkpoint", "genesis.cli.upcycle:main"),
     Command("model add-tokens", "add special tokens to a model and its tokenizer", "genesis.cli.add_tokens:main"),
     Command(
         *("fit", "train, or resume from a checkpoint", "genesis.cli.fit:fit_main"),

@@ -27,6 +27,7 @@ OPTIONS = {
     "data distill": ("corpus", "teacher", "--seq_len", "--top_k", "--log_probs"),
     "data verify": ("corpus",),
     "model describe": ("--config", "--json"),
+    "upcycle": ("model", "out", "--experts", "--top_k", "--noise"),
     "model add-tokens": ("model", "out", "tokens", "--eos", "--chat_template", "--multiple_of"),
     "fit": ("--config", "--model.decoder.dim", "--data.corpus", "--checkpoint.every_n_steps", "--ckpt_path"),
     "validate": ("--config", "--data.corpus", "--ckpt_path"),
