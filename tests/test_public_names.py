@@ -16,6 +16,8 @@ PUBLIC_MODULES = (
     "genesis_callbacks.event_reader",
     "genesis_callbacks.events",
     "genesis_callbacks.files",
+    "genesis_callbacks.gradient_health",
+    "genesis_callbacks.gradients",
     "genesis_callbacks.heartbeats",
     "genesis_callbacks.host_group",
     "genesis_callbacks.run_directory",

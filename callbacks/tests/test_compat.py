@@ -126,7 +126,7 @@ def test_the_profiler_names_the_actions_of_a_step_and_gets_its_methods_back(tmp_
     class Model(BoringModel):
         pass
 
-    actions, backwards = [], []
+    actions, others, ends, backwards = [], [], [], []
 
     @contextlib.contextmanager
     def within():
@@ -135,11 +135,14 @@ def test_the_profiler_names_the_actions_of_a_step_and_gets_its_methods_back(tmp_
 
     class Listen(Callback):
         def on_train_start(self, trainer, pl_module):
+            listen_to_actions(trainer, others.append, ends.append)
             listen_to_actions(trainer, actions.append, lambda name: actions.append(f"end {name}"))
             listen_to_backward(trainer.strategy, within)
 
         def on_train_end(self, trainer, pl_module):
-            ignore_actions(trainer)
+            ignore_actions(trainer, others.append)
+            assert "start" in vars(trainer.profiler)
+            ignore_actions(trainer, actions.append)
             ignore_backward(trainer.strategy)
 
     options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "limit_val_batches": 0}
@@ -154,6 +157,7 @@ def test_the_profiler_names_the_actions_of_a_step_and_gets_its_methods_back(tmp_
     ]
     assert [name for name in actions if name in wanted] == wanted
     assert {f"end {name}" for name in wanted} <= set(actions)
+    assert set(wanted) <= set(others) & set(ends)
     assert backwards == ["backward"]
     assert {*wanted} <= profiler.recorded_durations.keys()
     assert not {"start", "stop"} & vars(profiler).keys()

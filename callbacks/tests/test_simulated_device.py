@@ -3,6 +3,7 @@
 It also stands in for a device that is short of memory, does not pin, fails, or is lost.
 """
 
+import functools
 import warnings
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from simulated import build_library, kills, load, project, require_compiler, the
 from simulated.project import train
 from test_digest import DTYPES, random_tensor
 
-from genesis_callbacks import AsyncProcessCheckpoint, _fit_saves
+from genesis_callbacks import AsyncProcessCheckpoint, StepTimer, _fit_saves, _step_timeline
 from genesis_callbacks.checkpoint import Ranks, SaveTarget, Snapshot, digest_chunk, local_shards, read_tensors, stager
 from genesis_callbacks.checkpoint import digest as digest_module
 from genesis_callbacks.checkpoint.device import DevicePath
@@ -541,3 +542,43 @@ def test_a_path_that_changed_since_the_checkpoint_is_drift_at_a_resume(tmp_path)
 def test_a_run_that_is_killed_twice_is_the_run_that_nobody_killed(tmp_path):
     """`simulated/kills.py` does it fifty times, for a record."""
     kills.rehearse(tmp_path, [kills.Kill("copy", 4, 0.4, (150, 0)), kills.Kill("step", 3, 0.6, (0, 400))])
+
+
+# ---- the time of steps
+
+
+class PatientEvent:
+    """An event of the device that fails a test whose host waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.event = torch.Event(device, enable_timing=True)
+        self.num_queries = 0
+
+    def record(self) -> None:
+        self.event.record()
+
+    def query(self) -> bool:
+        return self.event.query()
+
+    def elapsed_time(self, end: "PatientEvent") -> float:
+        assert self.query()
+        assert end.query()
+        return self.event.elapsed_time(end.event)
+
+
+def time_steps(run_dir: Path, *, has_timer: bool) -> tuple[int, dict]:
+    """Returns how often the host waited for a stream in a fit, and what the timer has measured."""
+    _step_timeline.build_timer = PatientEvent
+    device = load(first_us=2000)
+    timer = StepTimer()
+    train(run_dir, max_steps=8, every_n_steps=1000, save_at_end=False, callbacks=[timer] if has_timer else [])
+    return device.simulated_num_waits(), timer.state_dict()
+
+
+def test_the_time_of_steps_is_read_late_and_without_a_wait(tmp_path):
+    waits, _ = run_alone(functools.partial(time_steps, tmp_path / "without", has_timer=False))
+    waits_with_timer, state = run_alone(functools.partial(time_steps, tmp_path / "with", has_timer=True))
+    assert waits_with_timer == waits
+    assert 1 <= state["num_steps"] <= 7
+    assert {"forward", "backward", "optimizer"} <= state["sums_ms"].keys()
+    assert sum(state["sums_ms"].values()) > 2.0 * state["num_steps"]

@@ -8,26 +8,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
+from genesis_callbacks.gradients import weigh_gradient
+
 
 def _local(gradient: Tensor) -> Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
-
-
-def _weight(gradient: Tensor, num_stage_ranks: int) -> float:
-    """Returns the weight of this rank's part of a gradient, so that each element counts once over all ranks.
-
-    Of the copies on the gradient's own mesh only the first counts. Ranks of the stage outside of that mesh hold equal
-    copies, and so do all ranks of the stage for a plain tensor: each of these counts for its share.
-    """
-    if not isinstance(gradient, DTensor):
-        return 1.0 / num_stage_ranks
-    mesh = gradient.device_mesh
-    is_partial = any(placement.is_partial() for placement in gradient.placements)
-    assert not is_partial, "FSDP2 leaves no partial gradient"
-    # Not `is_shard()`, which is false for torch's strided shard of tensor parallelism under FSDP2.
-    copies = [axis for axis, placement in enumerate(gradient.placements) if placement.is_replicate()]
-    is_first = all(mesh.get_local_rank(axis) == 0 for axis in copies)
-    return mesh.size() / num_stage_ranks if is_first else 0.0
 
 
 def _total_norm(gradients: list[Tensor]) -> Tensor:
@@ -68,7 +53,7 @@ def measure_gradients(
         return _total_norm(gradients) if gradients else torch.zeros((), device=device)
     by_weight: dict[float, list[Tensor]] = {}
     for gradient in gradients:
-        by_weight.setdefault(_weight(gradient, num_stage_ranks), []).append(_local(gradient))
+        by_weight.setdefault(weigh_gradient(gradient, num_stage_ranks), []).append(_local(gradient))
     # float64, because the squares of float32 norms may overflow float32. One number for each rank costs no time.
     squared = torch.zeros((), device=device, dtype=torch.float64)
     for weight, parts in by_weight.items():

@@ -43,6 +43,7 @@ from genesis.train.metrics import SumsOverRanks
 from genesis.train.precision import prepare_precision
 from genesis.train.reference_pass import fill_reference
 from genesis.train.training_log import PART_PREFIX, TrainingLog, WindowFigures, join_sums
+from genesis_callbacks.gradient_health import find_gradient_health
 from genesis_callbacks.host_group import Pending
 from genesis_callbacks.step_parts import timing
 
@@ -256,6 +257,9 @@ class GenesisModule(pl.LightningModule):
         # The norm and the token count are the same on all ranks, so all ranks come to the same decision without a
         # further reduction. Gradients of None leave Adam's state and the weight decay alone; zeros would not.
         self._skip_reason = self._find_skip_reason()
+        health = find_gradient_health(self.trainer) if self._skip_reason == "nonfinite_gradient" else None
+        if health is not None:
+            health.look(self)  # on all ranks: they have the same norm
         if self._skip_reason is not None:
             self._remove_gradients()
         elif gradient_clip_val and self._grad_norm > gradient_clip_val:
@@ -368,6 +372,11 @@ class GenesisModule(pl.LightningModule):
     @cached_property
     def _has_balance_biases(self) -> bool:
         return has_balance_biases(self._model)
+
+    def repeat_forward(self, batch: AccumulationWindow) -> None:
+        """Runs the forwards of a window without gradients, so that `GradientHealth` can look at each output."""
+        self._strategy.sum_losses(self._model, batch.micro_batches, self.objective)
+        free_gathered_parameters(self)
 
     # ---- validation
 

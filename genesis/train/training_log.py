@@ -37,6 +37,7 @@ from genesis.model.router import ENTROPY, list_figures
 from genesis.model.statistics import LOSS_SUM
 from genesis.objectives.objective import BYTES, TOKENS, HeadResult, ObjectiveSums
 from genesis.train.logged_values import align_log_steps, forget_logged, log_exactly
+from genesis_callbacks.gradient_health import GradientHealth, find_gradient_health
 
 _STATE_VERSION = 1
 _MAX_LISTED_EXPERTS: Final = 64
@@ -116,6 +117,7 @@ class TrainingLog(pl.Callback):
         self._measure = measure
         self._is_late = is_late
         self._open: Callable[[], WindowFigures] | None = None
+        self._health: GradientHealth | None = None
         self.last_loss: float | None = None
         self._collapsed: set[str] = set()
         self._reset()
@@ -166,6 +168,9 @@ class TrainingLog(pl.Callback):
         self._open = None
         if trainer.global_step == 0:
             self._reset()
+        self._health = find_gradient_health(trainer)
+        if self._health is not None:
+            self._health.follow(self._close_window)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -197,6 +202,8 @@ class TrainingLog(pl.Callback):
         if self._open is None:
             return None
         window, self._open = self._open(), None
+        if self._health is not None:
+            self._health.observe(window.grad_norm, is_skipped=window.is_skipped)
         if not window.is_skipped:
             self._sums += window.sums
         return window

@@ -26,6 +26,7 @@ from genesis.train.training_log import TrainingLog
 from genesis_callbacks import (
     AsyncProcessCheckpoint,
     CheckpointVerification,
+    GradientHealth,
     Heartbeat,
     MemoryWatch,
     SkipAwareLR,
@@ -49,6 +50,7 @@ CALLBACKS = (
     Throughput,
     StepTimer,
     MemoryWatch,
+    GradientHealth,
     DataTelemetry,
     GenesisProgressBar,
     Heartbeat,

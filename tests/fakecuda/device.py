@@ -113,6 +113,7 @@ def pretend() -> None:
         "set_stream": None,
         "synchronize": None,
         "empty_cache": None,
+        "memory_stats": {},
         "max_memory_allocated": 0,
         "max_memory_reserved": 0,
         "reset_peak_memory_stats": None,

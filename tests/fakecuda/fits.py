@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import lightning.pytorch as pl
@@ -22,6 +23,7 @@ from torch.nn.parallel import distributed as ddp
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchmetrics import metric
 
+from genesis.cli.telemetry import TelemetryOptions, build_telemetry
 from genesis.data.clock import CopyClock
 from genesis.data.loader import SequenceFormat, WindowLoader, build_window
 from genesis.data.window import AccumulationWindow
@@ -31,7 +33,7 @@ from genesis.optim import OptimizerOptions
 from genesis.strategies import Replicated, Sharded, mesh, replicated, sharded
 from genesis.strategies.start import Start
 from genesis.train.module import GenesisModule
-from genesis_callbacks import AsyncProcessCheckpoint, SkipAwareLR, TokenCounters
+from genesis_callbacks import AsyncProcessCheckpoint, SkipAwareLR, StepTimer, TokenCounters
 from genesis_callbacks.host_group import HostGroup, Pending
 from tests.fakecuda import device
 from tests.fakecuda.combinations import NUM_MICRO_BATCHES, Combination
@@ -289,7 +291,11 @@ def run_fit(
                 enable_model_summary=False,
                 inference_mode=False,
                 gradient_clip_val=0.5,
-                callbacks=[TokenCounters(), SkipAwareLR(warmup_updates=2), keep, Votes(run_dir=tempfile.gettempdir())],
+                callbacks=[
+                    *(TokenCounters(), SkipAwareLR(warmup_updates=2)),
+                    *(callbacks := build_telemetry(TelemetryOptions(), Path(tempfile.gettempdir()))),
+                    *(keep, Votes(run_dir=tempfile.gettempdir())),
+                ],
                 default_root_dir=tempfile.gettempdir(),
                 **{"log_every_n_steps": 100, "val_check_interval": STEPS, "check_val_every_n_epoch": None, **options},
             )
@@ -312,5 +318,6 @@ def run_fit(
         "peak_bytes": keep.peak_bytes,
         "lines": watch.lines,
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "timed_steps": sum(each.state_dict()["num_steps"] for each in callbacks if isinstance(each, StepTimer)),
         "num_streams_entered": len(device.STREAMS_ENTERED),
     }

@@ -52,6 +52,15 @@ def test_with_the_norm_on_the_device_no_step_waits_for_it(fake_device: FakeDevic
     assert result["syncs"] == {}, result["lines"]
 
 
+@pytest.mark.parametrize("combination", [Combination(), Combination("full", num_ranks=2)], ids=str)
+def test_a_log_line_with_all_telemetry_waits_as_often_as_a_step(
+    fake_device: FakeDevice, combination: Combination
+) -> None:
+    silent, logging = run(fake_device, combination), run(fake_device, combination, log_every_n_steps=1)
+    assert logging["syncs"] == silent["syncs"], logging["lines"]
+    assert silent["timed_steps"] == 2  # all but the first, and nothing is logged
+
+
 def count_gathers(device: FakeDevice, **options: Any) -> int:
     kernels = run(device, Combination("full", num_ranks=2), **options)["kernels"]
     return sum(count for name, count in kernels.items() if "allgather" in name)

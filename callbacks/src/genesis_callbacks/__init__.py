@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "AsyncProcessCheckpoint": ".async_process_checkpoint",
     "CheckpointVerification": ".checkpoint_verification",
+    "GradientHealth": ".gradient_health",
     "Heartbeat": ".heartbeat",
     "MemoryWatch": ".memory_watch",
     "SaveScope": ".checkpoint.scope",
@@ -19,11 +20,13 @@ _MODULES = {
     "StepTimer": ".step_timer",
     "Throughput": ".throughput",
     "TokenCounters": ".token_counters",
+    "TraceSteps": ".trace_steps",
     "export_lightning_checkpoint": ".checkpoint.lightning_file",
 }
 __all__ = [
     "AsyncProcessCheckpoint",
     "CheckpointVerification",
+    "GradientHealth",
     "Heartbeat",
     "MemoryWatch",
     "SaveScope",
@@ -31,6 +34,7 @@ __all__ = [
     "StepTimer",
     "Throughput",
     "TokenCounters",
+    "TraceSteps",
     "export_lightning_checkpoint",
 ]
 

@@ -352,6 +352,19 @@ def read_ddp_options(strategy: Any) -> dict[str, Any]:
     return dict(strategy._ddp_kwargs)
 
 
+def compute_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the 2-norm of each tensor, by few kernels for many tensors, in float32 for 16-bit tensors."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        by_kind.setdefault((tensor.device, tensor.dtype), []).append(index)
+    norms: dict[int, Tensor] = {}
+    for (_, dtype), indices in by_kind.items():
+        wide = torch.float32 if dtype.itemsize < torch.float32.itemsize else None
+        found = torch._foreach_norm([tensors[index] for index in indices], 2, dtype=wide)
+        norms |= dict(zip(indices, found, strict=True))
+    return [norms[index] for index in range(len(tensors))]
+
+
 def dump_memory_snapshot(device_module: Any, path: Path) -> bool:
     """Writes the allocator's blocks for torch's memory viewer; returns False for a device that cannot do it."""
     dump = getattr(getattr(device_module, "memory", None), "_dump_snapshot", None)
@@ -362,32 +375,44 @@ def dump_memory_snapshot(device_module: Any, path: Path) -> bool:
 
 
 _PROFILES = ("start", "stop")
+_LISTENERS = "_action_listeners"
+_NameListener = Callable[[str], None]
 
 
-def listen_to_actions(trainer: Any, begin: Callable[[str], None], end: Callable[[str], None]) -> None:
+def listen_to_actions(trainer: Any, begin: _NameListener, end: _NameListener) -> None:
     """Makes `begin(name)` and `end(name)` run around each action of the Trainer's profiler.
 
     By attributes on the profiler, whatever its class is, so that it works as before. Lightning names every hook that it
-    calls, each fetch of a batch and each save.
+    calls, each fetch of a batch and each save. Several may listen.
     """
     profiler = trainer.profiler
+    listeners: list[tuple[_NameListener, _NameListener]] = vars(profiler).setdefault(_LISTENERS, [])
+    listeners.append((begin, end))
+    if len(listeners) > 1:
+        return
     starts, stops = profiler.start, profiler.stop
 
     def start(action_name: str) -> None:
         starts(action_name)
-        begin(action_name)
+        for one, _ in tuple(listeners):
+            one(action_name)
 
     def stop(action_name: str) -> None:
-        end(action_name)
+        for _, one in tuple(reversed(listeners)):
+            one(action_name)
         stops(action_name)
 
     profiler.start, profiler.stop = start, stop
 
 
-def ignore_actions(trainer: Any) -> None:
-    """Gives the profiler its own methods back; does nothing if nobody listens."""
-    for name in _PROFILES:
-        vars(trainer.profiler).pop(name, None)
+def ignore_actions(trainer: Any, begin: _NameListener) -> None:
+    """Ends the listening of `begin`, and gives the profiler its own methods back after the last listener."""
+    own = vars(trainer.profiler)
+    listeners = own.get(_LISTENERS, [])
+    listeners[:] = [listener for listener in listeners if listener[0] != begin]
+    if not listeners:
+        for name in (*_PROFILES, _LISTENERS):
+            own.pop(name, None)
 
 
 def listen_to_backward(strategy: Any, within: Callable[[], AbstractContextManager[None]]) -> None:

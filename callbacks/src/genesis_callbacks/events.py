@@ -1,20 +1,21 @@
 """A run's events, one JSON line for each, for people, supervisors and reports.
 
-    kind          written by                       about
-    started       every rank                       a fit has taken the run's directory, before anything is restored
-    restored      rank 0                           the checkpoint from which training continues, after the restore
-    saved         rank 0's writer                  a checkpoint that has just been committed
-    verified      rank 0                           a checkpoint that holds what it must
-    quarantined   rank 0, or a command             a checkpoint that does not verify and was renamed
-    validated     rank 0                           the metrics of a validation
-    evaluated     a command                        the metrics of an evaluation of a checkpoint
-    failed        rank 0 (a save), every rank      a save (`checkpoint` has its name; the run may continue), or the fit
-    ended         every rank                       a fit came to its end, or was stopped by a signal
-    launched      the supervisor                   the ranks of an attempt were started
-    crashed       the supervisor                   an attempt ended before the run did: its class and the rank
-    recovered     the supervisor                   the first new step after a crash: what the crash has cost
-    stopped       the supervisor                   the run is not restarted any more, or waits for its queue: the reason
-    completed     the supervisor                   the run has reached its end
+    kind                written by                     about
+    started             every rank                     a fit has taken the run's directory, before anything is restored
+    restored            rank 0                         the checkpoint from which training continues, after the restore
+    saved               rank 0's writer                a checkpoint that has just been committed
+    verified            rank 0                         a checkpoint that holds what it must
+    quarantined         rank 0, or a command           a checkpoint that does not verify and was renamed
+    validated           rank 0                         the metrics of a validation
+    evaluated           a command                      the metrics of an evaluation of a checkpoint
+    nonfinite_gradient  rank 0                         a window whose gradient is not finite: module and rank
+    failed              rank 0 (a save), every rank    a save (its name is in `checkpoint`), or the fit
+    ended               every rank                     a fit came to its end, or was stopped by a signal
+    launched            the supervisor                 the ranks of an attempt were started
+    crashed             the supervisor                 an attempt ended before the run did: its class and the rank
+    recovered           the supervisor                 the first new step after a crash: what the crash has cost
+    stopped             the supervisor                 the run is not restarted, or waits for its queue: the reason
+    completed           the supervisor                 the run has reached its end
 
 A start without an `ended` or a `failed` of its own was killed. Only the checkpoints on the disk are authoritative: a
 kill, or a power failure, right after a commit may lose the last events.
@@ -43,7 +44,16 @@ from .run_directory import EventWriter, RunDirectory
 __all__ = ["Event", "EventKind", "EventLog", "EventWarning", "decode_event", "encode_event"]
 
 _FitKind = Literal[
-    "started", "restored", "saved", "verified", "quarantined", "validated", "evaluated", "failed", "ended"
+    "started",
+    "restored",
+    "saved",
+    "verified",
+    "quarantined",
+    "validated",
+    "evaluated",
+    "nonfinite_gradient",
+    "failed",
+    "ended",
 ]
 _SupervisorKind = Literal["launched", "crashed", "recovered", "stopped", "completed"]
 EventKind = Literal[_FitKind, _SupervisorKind]

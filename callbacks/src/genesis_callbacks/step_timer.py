@@ -274,7 +274,7 @@ class StepTimer(pl.Callback, PartListener):
 
     def _leave(self) -> None:
         if self._trainer is not None:
-            ignore_actions(self._trainer)
+            ignore_actions(self._trainer, self._begin_action)
             ignore_backward(self._trainer.strategy)
         self._trainer, self._timeline = None, None
 
