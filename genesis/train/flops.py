@@ -1,11 +1,14 @@
 """The floating-point operations of a window: of the weights for each token, of attention within each document."""
 
+from functools import cached_property
+
 import numpy as np
 
 from genesis.data.window import AccumulationWindow
 from genesis.model.adapter import AdapterConfig
 from genesis.model.decoder import DecoderConfig
 from genesis.model.describe import count_flops_per_token, list_attending_parts
+from genesis.model.part import Part
 
 
 class WindowFlops:
@@ -17,9 +20,16 @@ class WindowFlops:
     """
 
     def __init__(self, decoder: DecoderConfig, adapter: AdapterConfig | None = None) -> None:
-        self._parts = list_attending_parts(decoder)
+        self._decoder, self._adapter = decoder, adapter
         self._context_flops: dict[int, int] = {}
-        self._flops_per_token = count_flops_per_token(decoder, 1, adapter) - self._count_context(1)
+
+    @cached_property
+    def _parts(self) -> list[Part]:
+        return list_attending_parts(self._decoder)
+
+    @cached_property
+    def _flops_per_token(self) -> float:
+        return count_flops_per_token(self._decoder, 1, self._adapter) - self._count_context(1)
 
     def count(self, window: AccumulationWindow) -> float:
         """Returns the operations of forward and backward on this rank, padding included. It reads no tensor."""

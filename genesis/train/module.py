@@ -83,6 +83,7 @@ class GenesisModule(pl.LightningModule):
 
     Attributes:
         base_dtype: The dtype of the base's tensors if there are adapters; set it before a fit.
+        count_batch_flops: Returns the operations of a window on this rank, for `Throughput`.
         start: Adapter tensors by name with which a fit on a base starts; set them before the fit.
 
     Set `is_restored` before a fit or a validation that starts from a checkpoint: then no initial weights are generated.
@@ -119,7 +120,7 @@ class GenesisModule(pl.LightningModule):
         self._sums_of_ranks: Pending[float] | None = None
         self._training_log = TrainingLog(self._end_window, self.objective.measure, is_late=gradient_norm == "device")
         self.validation_sums = SumsOverRanks()
-        self._flops: WindowFlops | None = None
+        self.count_batch_flops = WindowFlops(decoder, adapter).count
 
     # ---- building
 
@@ -357,12 +358,6 @@ class GenesisModule(pl.LightningModule):
         if not window.is_skipped and self._has_balance_biases:
             self._balance_experts(torch.tensor(values, dtype=torch.float64))
         return lambda: window
-
-    def count_batch_flops(self, batch: AccumulationWindow) -> float:
-        """Returns the operations of a window's forward and backward on this rank, for `Throughput`."""
-        if self._flops is None:
-            self._flops = WindowFlops(self.decoder_config, self.adapter_config)
-        return self._flops.count(batch)
 
     def _balance_experts(self, figures: Tensor, is_applied: Tensor | None = None) -> None:
         """Changes the balance biases by the loads among the window's figures over all ranks."""
