@@ -119,6 +119,7 @@ COMMANDS = (
     Command("runs", "list the runs under a directory: steps, tokens, loss, state, size", "genesis.cli.runs:main"),
     Command("mirror", "copy checkpoints to a second place while a run trains", "genesis.cli.mirror:main"),
     Command("mirror restore", "continue a run from its mirror", "genesis.cli.mirror_restore:main"),
+    Command("plan", "compute memory, time, cost and disk of a recipe before it runs", "genesis.cli.plan:main"),
     Command("demo", "run the whole workflow on Python's own sources, in minutes", "genesis.cli.demo:main"),
     Command("doctor", "examine devices: speed, waits, a killed run; one report", "genesis.doctor.main:main"),
     Command("rehearse", "test a recipe with kills and restarts before a long training", "genesis.cli.rehearse:main"),

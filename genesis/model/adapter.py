@@ -23,6 +23,7 @@ from genesis.errors import UserError
 from genesis.model.decoder import Decoder
 from genesis.model.initial import InitialValues
 from genesis.model.part import VECTORS, ParameterGroup, Part, check_counts
+from genesis.model.tape import FLOAT32_BYTES, Tape, Value
 from genesis_callbacks.checkpoint import local_shards
 
 ADAPTERS: Final = ParameterGroup("adapters", "matrix")
@@ -155,6 +156,35 @@ class AdaptedLinear(nn.Linear, Part):
     def flops_per_token(self) -> int:
         """The FLOPs of the adapter, which multiplies every token; the part around this layer counts the base's."""
         return 6 * (self.lora_A.numel() + self.lora_B.numel())
+
+    def record(self, tape: Tape, x: Value) -> Value:
+        """Records the frozen product and, beside it, the adapter's two."""
+        base = tape.linear(x, self.weight, self.bias)
+        if not tape.setting.is_autocast:
+            x = tape.cast(x, min(FLOAT32_BYTES, tape.setting.weight_bytes))
+        if self.dropout > 0.0:
+            mask = tape.value(x.num_elements, 1 if tape.setting.kernel != "cpu" else x.element_bytes)
+            x = tape.apply((x,), x.num_elements, x.element_bytes, saved=(mask,))
+        low = tape.linear(x, self.lora_A)
+        scaled = tape.apply((low,), low.num_elements, low.element_bytes)
+        update = tape.cast(tape.linear(scaled, self.lora_B), base.element_bytes)
+        if self.lora_magnitude is None:
+            return tape.add(base, update)
+        joined = tape.add(base, update)
+        # The lengths of the rows: the adapted weight stands whole, and a scale for each row is kept with the sum.
+        weight_bytes = 2 * self.weight.numel() * FLOAT32_BYTES
+        return tape.cast(
+            tape.apply(
+                (joined,),
+                joined.num_elements,
+                FLOAT32_BYTES,
+                saved=(joined,),
+                forward_bytes=weight_bytes,
+                backward_bytes=joined.num_elements * FLOAT32_BYTES,
+                weights=[tape.weight(self.lora_magnitude)],
+            ),
+            base.element_bytes,
+        )
 
     def forward(self, x: Float[Tensor, "*N I"]) -> Float[Tensor, "*N O"]:
         """Returns the output of the base plus the adapter's update."""

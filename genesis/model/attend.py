@@ -14,6 +14,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from genesis.device import read_capability
+from genesis.model.tape import FLOAT32_BYTES, Tape, Value
 
 MIN_MEAN_DOCUMENT_TOKENS = 24
 """On CPU, shorter documents use a mask: for them, one call per document costs more than it saves."""
@@ -234,3 +235,52 @@ def _window_mask(query: Float[Tensor, "S H E"], window: int | None) -> Bool[Tens
     if window is None or seq_len <= window:
         return None
     return document_mask(torch.zeros((1, seq_len), device=query.device, dtype=torch.int32), window)
+
+
+def record_attention(tape: Tape, query: Value, key: Value, value: Value, num_heads: int, window: int | None) -> Value:
+    """Records `attend` without a cache: it keeps its inputs, its result, and a number for each token and head.
+
+    Args:
+        tape: The tape.
+        query: Queries, of all heads.
+        key: Keys, of all their heads.
+        value: Values, likewise.
+        num_heads: Number of query heads.
+        window: The tokens that a token sees; None for all.
+    """
+    setting = tape.setting
+    sums = tape.value(setting.num_tokens * num_heads, FLOAT32_BYTES)
+    is_masked = setting.kernel == "efficient" and (setting.has_documents or window is not None)
+    if setting.kernel != "cpu" and (is_masked or setting.kernel == "efficient" or setting.has_documents):
+        # Where a kernel does not serve several query heads by one key head, keys and values are repeated.
+        key, value = (_record_repeats(tape, part, query.num_elements) for part in (key, value))
+    if setting.kernel == "cpu" and setting.has_documents:
+        # One call for each document: the results are joined in a tensor of their own, and so are the gradients.
+        parts = tape.apply(
+            (query, key, value),
+            query.num_elements,
+            query.element_bytes,
+            saved=(query, key, value, sums),
+            saves_output=True,
+            backward_bytes=query.num_bytes + key.num_bytes + value.num_bytes,
+        )
+        return tape.apply((parts,), query.num_elements, query.element_bytes, passes_gradient=True)
+    mask = _record_mask(tape, query.element_bytes) if is_masked else ()
+    return tape.apply(
+        (query, key, value),
+        query.num_elements,
+        query.element_bytes,
+        saved=(query, key, value, sums, *mask),
+        saves_output=True,
+        # The flash kernel adds up the gradient of the queries in float32.
+        backward_bytes=query.num_elements * FLOAT32_BYTES if setting.kernel == "flash" else 0,
+    )
+
+
+def _record_repeats(tape: Tape, part: Value, num_elements: int) -> Value:
+    return part if part.num_elements == num_elements else tape.apply((part,), num_elements, part.element_bytes)
+
+
+def _record_mask(tape: Tape, element_bytes: int) -> tuple[Value, ...]:
+    """Returns the mask in the type of the scores, which torch makes of the shared one for each call."""
+    return (tape.value(tape.setting.num_tokens * tape.setting.seq_len, element_bytes),)

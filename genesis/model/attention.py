@@ -24,12 +24,14 @@ from genesis.model.attend import (
     document_offsets,
     document_positions,
     needs_expanded_keys,
+    record_attention,
     suits_lengths,
     suits_offsets,
 )
 from genesis.model.initial import InitialValues
 from genesis.model.norm import RMSNorm
-from genesis.model.part import MATRICES, VECTORS, ParameterGroup, Part, check_counts
+from genesis.model.part import MATRICES, VECTORS, ParameterGroup, Part, check_counts, record_linear
+from genesis.model.tape import FLOAT32_BYTES, Tape, Value
 
 
 @dataclass(frozen=True)
@@ -310,6 +312,14 @@ def rotate(
     return turned.to(x.dtype)
 
 
+def record_rotation(tape: Tape, x: Value) -> Value:
+    """Records `rotate`, which keeps nothing: the tables need no gradient."""
+    wide = x.num_elements * FLOAT32_BYTES
+    # Forward: the product with the cosine, the halves in the other order, and the sum before it is narrowed.
+    forward_bytes = wide + x.num_bytes + (wide if x.element_bytes != FLOAT32_BYTES else 0)
+    return tape.apply((x,), x.num_elements, x.element_bytes, forward_bytes=forward_bytes, backward_bytes=2 * wide)
+
+
 class Attention(Part):
     """Grouped-query attention with rotary positions."""
 
@@ -358,6 +368,16 @@ class Attention(Part):
     def context_flops_per_token(self, context: int) -> int:
         """Two products of the width of all heads, query with key and weight with value, six operations each."""
         return 12 * self.output.in_features * min(context, self.window or context)
+
+    def record(self, tape: Tape, x: Value) -> Value:
+        """Records the products, the rotation and the attention itself."""
+        query, key, value = (record_linear(tape, x, layer) for layer in (self.query, self.key, self.value))
+        if self.qk_norm is not None:
+            query, key = self.query_norm.record(tape, query), self.key_norm.record(tape, key)
+        if self.has_rope:
+            query, key = (record_rotation(tape, part) for part in (query, key))
+        attended = record_attention(tape, query, key, value, self.query.out_features // self.head_dim, self.window)
+        return record_linear(tape, attended, self.output)
 
     def forward(
         self, x: Float[Tensor, "B S D"], metadata: AttentionMetadata, cache: tuple[Tensor, Tensor] | None = None

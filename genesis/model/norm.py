@@ -15,6 +15,7 @@ from torch.nn.functional import rms_norm
 from genesis.errors import UserError
 from genesis.model.initial import InitialValues
 from genesis.model.part import VECTORS, ParameterGroup, Part
+from genesis.model.tape import FLOAT32_BYTES, Tape, Value
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,24 @@ class RMSNorm(Part):
     def flops_per_token(self) -> int:
         """Returns 0, because a norm multiplies no matrix."""
         return 0
+
+    def record(self, tape: Tape, x: Value) -> Value:
+        """Records the norm: it keeps its input, and the scale of each vector."""
+        weight = tape.weight(self.weight)
+        scale = tape.value(x.num_elements // self.weight.numel(), FLOAT32_BYTES)
+        saved = [x, scale] if x.needs_grad or weight.is_trained else []
+        is_ours = tape.setting.kernel == "cpu" and x.element_bytes == weight.element_bytes == FLOAT32_BYTES
+        if tape.setting.kernel == "cpu" and not is_ours and saved:
+            # torch's own form on CPU computes in float32, step by step.
+            saved = [scale, *(tape.value(x.num_elements, FLOAT32_BYTES) for _ in range(2 if weight.is_trained else 1))]
+        return tape.apply(
+            (x,),
+            x.num_elements,
+            max(x.element_bytes, weight.element_bytes),
+            saved=saved,
+            backward_bytes=2 * x.num_bytes if is_ours else 0,
+            weights=[weight],
+        )
 
     def forward(self, x: Float[Tensor, "B S D"]) -> Float[Tensor, "B S D"]:
         """Returns `x` normalised over its last dimension."""

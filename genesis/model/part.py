@@ -1,4 +1,4 @@
-"""The interface of the model's parts: initial values, groups of parameters, cost and statistics.
+"""The interface of the model's parts: initial values, groups of parameters, cost, memory and statistics.
 
 A part is a module that alone knows its parameters: the decoder, the optimizer and the description ask the part.
 """
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from genesis.errors import UserError
 from genesis.model.initial import InitialValues
+from genesis.model.tape import Tape, Value
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,18 @@ class Part(nn.Module, ABC):
     def context_flops_per_token(self, context: int) -> int:
         """Returns the additional FLOPs of a token for its products with the tokens of a context of this length."""
         return 0
+
+    def record(self, tape: Tape, x: Value) -> Value:
+        """Records what the forward and its backward hold in memory, and returns the output; see `genesis.model.tape`.
+
+        A part without a record of its own is estimated from its matrices, which the plan of a run prints.
+        """
+        return tape.estimate(x, self)
+
+
+def record_linear(tape: Tape, x: Value, layer: nn.Linear) -> Value:
+    """Records a linear layer, with or without an adapter."""
+    return layer.record(tape, x) if isinstance(layer, Part) else tape.linear(x, layer.weight, layer.bias)
 
 
 def check_counts(config: Any, may_be_zero: Collection[str] = ()) -> None:

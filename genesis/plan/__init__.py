@@ -1,0 +1,15 @@
+"""What a run needs before it starts: memory by rank and moment, time, money and disk. Pure; nothing is allocated.
+
+recipe.py       a recipe of `genesis fit` -> what the plan needs of it, without Lightning
+layout.py       how a strategy spreads a model over ranks: pure values
+state.py        parameters, gradients and optimizer states of a rank, in bytes
+sections.py     the embedding, the blocks and the head, each as a tape (`genesis.model.tape`)
+timeline.py     plays a step: rest, forward, backward, step, save -> the bill
+host.py         memory of the host: staging, offload, pinned buffers
+remedies.py     which changes make a layout fit, ordered by their cost in speed
+speed.py        tokens per second, by a measured rate or an assumed MFU
+cost.py         hours, energy, money; spot against on-demand
+checkpoints.py  bytes, disk, and the interval that loses least
+learning_rate.py  what a change of the global batch suggests
+report.py       all of it as plain JSON
+"""

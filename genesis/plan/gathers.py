@@ -1,0 +1,100 @@
+"""Which parameters FSDP2 holds whole at each moment, and what their gathers take: the order of torch's own hooks."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from genesis.plan.bill import COMMUNICATION, GATHERED, Bill
+from genesis.plan.layout import Layout
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The parameters that are gathered together, in bytes.
+
+    Args:
+        gathered: All of them as they are gathered.
+        reduced: All gradients in the type of the reduction.
+        shard: A rank's share of these.
+        own_shard: That share in the type of the parameters.
+        from_host: The largest tensor that is copied from the host before a gather; 0 without offload.
+    """
+
+    gathered: int
+    reduced: int
+    shard: int
+    own_shard: int
+    from_host: int
+
+
+class Gathers:
+    """Plays the gathers of a micro-batch on a bill.
+
+    Args:
+        bill: The bytes.
+        layout: How the model is spread.
+        root: The parameters outside of the blocks, which stay gathered from the first moment to the last.
+        units: The blocks' parameters, in order.
+    """
+
+    def __init__(self, bill: Bill, layout: Layout, root: Unit, units: list[Unit]) -> None:
+        self._bill, self._layout, self._root, self._units = bill, layout, root, units
+        self._has_results = layout.ranks_per_shard_group > 1
+        self._stays = layout.strategy == "grad_op" or layout.keeps_gathered
+        self._ahead = layout.max_gathers_in_flight - 1
+        self._in_flight: dict[int, int] = {}
+        self._held = 0
+        self._is_whole = False
+
+    def begin(self, *, is_first: bool) -> None:
+        """Gathers the root, unless everything has stayed gathered since the last micro-batch."""
+        self._is_whole = self._layout.keeps_gathered and not is_first
+        self._in_flight.clear()
+        self._held = 0
+        if not self._is_whole:
+            self._held = self._start(self._root)
+            self._bill.change(GATHERED, self._root.gathered)
+
+    def enter_forward(self, number: int) -> None:
+        """Makes a unit whole before its forward, and starts the gathers of the next ones."""
+        if self._is_whole:
+            return
+        self._request(number)
+        # The result of a gather is freed when the next one is copied out.
+        self._bill.change(COMMUNICATION, -self._held)
+        self._bill.change(GATHERED, self._units[number].gathered)
+        self._held = self._in_flight.pop(number)
+        for later in range(number + 1, min(number + 1 + self._ahead, len(self._units))):
+            self._request(later)
+
+    def leave_forward(self, number: int) -> None:
+        """Frees a unit after its forward, unless it stays until its backward."""
+        if not self._stays:
+            self._bill.change(GATHERED, -self._units[number].gathered)
+
+    def enter_backward(self, number: int) -> None:
+        """Makes a unit whole before its backward, and starts the gathers of those before it."""
+        if not self._stays:
+            self._request(number)
+            self._bill.change(GATHERED, self._units[number].gathered)
+            self._bill.change(COMMUNICATION, -self._in_flight.pop(number))
+            for earlier in range(number - 1, max(-1, number - 1 - self._ahead), -1):
+                self._request(earlier)
+        self._bill.change(COMMUNICATION, -self._held)
+        self._held = 0
+
+    def leave_backward(self, unit: Unit, *, is_last: bool) -> None:
+        """Frees a unit after its backward."""
+        if is_last or not self._layout.keeps_gathered:
+            self._bill.change(GATHERED, -unit.gathered)
+
+    def _request(self, number: int) -> None:
+        if number not in self._in_flight:
+            self._in_flight[number] = self._start(self._units[number])
+
+    def _start(self, unit: Unit) -> int:
+        """Allocates the result of a gather and returns its bytes; one rank alone has none."""
+        result = unit.gathered if self._has_results else 0
+        copies = unit.gathered // self._layout.ranks_per_shard_group if self._has_results else 0
+        self._bill.change(COMMUNICATION, result)
+        self._bill.see(Counter({COMMUNICATION: copies + unit.from_host}))
+        return result

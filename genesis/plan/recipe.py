@@ -1,0 +1,334 @@
+"""Reads what a plan needs of a recipe of `genesis fit`: files, then options of the command line, without Lightning."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from genesis.deprecated_options import rename_option
+from genesis.errors import UserError
+from genesis.model.decoder import DecoderConfig
+from genesis.model.recipe import build_decoder_config, read_adapter_config, read_decoder_config
+from genesis.plan.layout import FLOAT32_BYTES, HALF_BYTES, OBJECTIVES, PRECISIONS, Layout, Workload
+from genesis.precision import FULL, MIXED
+
+_CPU: Final = "cpu"
+_DTYPES: Final = {"float32": FLOAT32_BYTES, "bfloat16": HALF_BYTES}
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """Which checkpoints a run writes and keeps.
+
+    Args:
+        every_n_steps: Steps between two saves; None for none by steps.
+        keep_last: Number of the newest that stay; None for all.
+        keep_every_n_steps: Those at multiples stay, too.
+        has_optimizer: Whether the optimizer's states are saved.
+    """
+
+    every_n_steps: int | None
+    keep_last: int | None
+    keep_every_n_steps: int | None
+    has_optimizer: bool
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a plan needs of a recipe.
+
+    Args:
+        workload: What is trained.
+        layout: Its own strategy.
+        saves: Its checkpoints.
+        num_steps: Steps of the run; None if only the data or the user end it.
+        run_dir: The run's directory.
+        corpus: The corpus, if it trains on one.
+        packing: How documents are packed.
+        prefetch_windows: Windows that are prepared ahead.
+        lr: The peak learning rate.
+        betas: Decay of the moments.
+        eps: Added to the root of the second moment.
+        assumptions: What the recipe does not tell.
+    """
+
+    workload: Workload
+    layout: Layout
+    saves: SaveOptions
+    num_steps: int | None
+    run_dir: str
+    corpus: str | None
+    packing: str
+    prefetch_windows: int
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    assumptions: tuple[str, ...]
+
+
+def read_content(paths: Sequence[Path], overrides: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """Returns the merged content of recipes and of options such as `("data.seq_len", "512")`.
+
+    A decoder that is a path is read relative to the file that names it.
+
+    Raises:
+        UserError: A file cannot be read, or is no mapping.
+    """
+    merged: dict[str, Any] = {}
+    for path in paths:
+        content = _read_mapping(path)
+        decoder = content["model"].get("decoder") if isinstance(content.get("model"), dict) else None
+        if isinstance(decoder, str):
+            content["model"]["decoder"] = _read_mapping(_find_beside(decoder, path))
+        _merge(merged, content)
+    for name, text in overrides:
+        value = _parse_value(name, text)
+        *groups, last = rename_option(name).split(".")
+        target = merged
+        for group in groups:
+            below = target.get(group)
+            if not isinstance(below, dict):
+                below = {} if below is None or not isinstance(below, str) else {"class_path": below}
+                target[group] = below
+            target = below
+        if name == "model.decoder" and isinstance(value, str):
+            value = _read_mapping(Path(value))
+        if isinstance(value, dict) and isinstance(target.get(last), dict):
+            _merge(target[last], value)
+        else:
+            target[last] = value
+    return merged
+
+
+def _find_beside(name: str, recipe: Path) -> Path:
+    beside = recipe.parent / name
+    return beside if beside.exists() else Path(name)
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UserError(f"cannot read {path}: {reason}") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} has no options: give a recipe of `genesis fit`, or a decoder's fields")
+    return content
+
+
+def _parse_value(name: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise UserError(f"--{name} is {text!r}: it must be a value as YAML writes it") from None
+
+
+def _merge(target: dict[str, Any], content: Mapping[str, Any]) -> None:
+    for name, value in content.items():
+        held = target.get(name)
+        if isinstance(held, dict) and isinstance(value, Mapping):
+            if "class_path" in value and value["class_path"] != held.get("class_path"):
+                held.pop("init_args", None)  # they were the other class's
+            _merge(held, value)
+        else:
+            target[name] = value
+
+
+def read_recipe(
+    content: Mapping[str, Any], where: str, *, num_ranks: int | None = None, base_dtype: str | None = None
+) -> Recipe:
+    """Returns what a plan needs of a recipe's content.
+
+    Args:
+        content: The merged content; a decoder's fields alone are a recipe of defaults.
+        where: The files' names, for messages.
+        num_ranks: Number of devices; None for the recipe's.
+        base_dtype: The dtype of a frozen base; None to assume one.
+
+    Raises:
+        UserError: A value is missing or invalid.
+    """
+    if "model" not in content and "dim" in content:
+        content = {"model": {"decoder": content}}
+    read = _Reader(content, where)
+    assumptions: list[str] = []
+    decoder_content = read.get("model.decoder")
+    decoder = build_decoder_config(decoder_content, where=f"{where}: model.decoder")
+    adapter = read_adapter_config(content, where)
+    is_cpu = read.get("trainer.accelerator", "auto") == _CPU
+    precision = _read_precision(read, assumptions, is_cpu=is_cpu)
+    base_bytes = FLOAT32_BYTES
+    if adapter is not None:
+        if base_dtype is None:
+            base_dtype = "bfloat16" if precision.startswith("bf16") else "float32"
+            assumptions.append(f"the frozen base is in {base_dtype}; --base_dtype has the choice")
+        base_bytes = _DTYPES[base_dtype]
+    objective = str(_class_name(read.get("model.objective")) or "CrossEntropy")
+    if objective not in OBJECTIVES:
+        assumptions.append(f"objective {objective} is counted as CrossEntropy")
+        objective = "CrossEntropy"
+    seq_len = read.count("data.seq_len", decoder.max_seq_len)
+    micro_batch_size = read.count("data.micro_batch_size", 1)
+    layout = _read_layout(read, num_ranks or _read_devices(read, assumptions))
+    group = layout.num_ranks * micro_batch_size
+    workload = Workload(
+        decoder=decoder,
+        adapter=adapter,
+        base_bytes=base_bytes,
+        optimizer=str(read.get("model.optimizer.name", "adamw")),
+        objective=objective,
+        seq_len=seq_len,
+        micro_batch_size=micro_batch_size,
+        global_batch_size=read.count("data.global_batch_size", group),
+        precision=precision,
+        is_cpu=is_cpu,
+        teacher=_read_teacher(read, objective, assumptions),
+    )
+    if seq_len > decoder.max_seq_len:
+        raise UserError(
+            f"data.seq_len is {seq_len}, longer than model.decoder.max_seq_len {decoder.max_seq_len}: lower seq_len"
+        )
+    betas = read.get("model.optimizer.betas", [0.9, 0.95])
+    return Recipe(
+        workload=workload,
+        layout=layout,
+        saves=SaveOptions(
+            every_n_steps=read.optional_count("checkpoint.every_n_steps"),
+            keep_last=read.optional_count("checkpoint.keep_last"),
+            keep_every_n_steps=read.optional_count("checkpoint.keep_every_n_steps"),
+            has_optimizer=read.get("checkpoint.save_optimizer", True) is not False,
+        ),
+        num_steps=read.optional_count("trainer.max_steps") or read.optional_count("schedule.total_updates"),
+        run_dir=str(read.get("run_dir", "runs/default")),
+        corpus=read.get("data.corpus") if isinstance(read.get("data.corpus"), str) else None,
+        packing=str(read.get("data.packing", "chunk")),
+        prefetch_windows=int(read.get("data.prefetch_windows", 2)),
+        lr=read.number("model.optimizer.lr", 3e-4),
+        betas=(float(betas[0]), float(betas[1])) if isinstance(betas, list) and len(betas) > 1 else (0.9, 0.95),
+        eps=read.number("model.optimizer.eps", 1e-8),
+        assumptions=tuple(assumptions),
+    )
+
+
+class _Reader:
+    """Reads single values of a recipe by their dotted names."""
+
+    def __init__(self, content: Mapping[str, Any], where: str) -> None:
+        self._content, self._where = content, where
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value: Any = self._content
+        for key in name.split("."):
+            if not isinstance(value, Mapping):
+                return default
+            value = value.get(key)
+        return default if value is None else value
+
+    def count(self, name: str, default: int) -> int:
+        value = self.get(name, default)
+        if type(value) is not int or value < 1:
+            raise UserError(f"{self._where}: {name} is {value!r}: it must be a whole number of at least 1")
+        return value
+
+    def optional_count(self, name: str) -> int | None:
+        value = self.get(name)
+        return None if value is None or value == -1 else self.count(name, 1)
+
+    def number(self, name: str, default: float) -> float:
+        value = self.get(name, default)
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise UserError(f"{self._where}: {name} is {value!r}: it must be a number") from None
+
+
+def _class_name(value: Any) -> str | None:
+    path = value.get("class_path") if isinstance(value, Mapping) else value
+    return path.rpartition(".")[2] if isinstance(path, str) else None
+
+
+def _read_precision(read: _Reader, assumptions: list[str], *, is_cpu: bool) -> str:
+    given = read.get("trainer.precision", FULL)
+    if given == "auto":
+        found = FULL if is_cpu else MIXED
+        assumptions.append(f"precision auto is {found} on this kind of device")
+        return found
+    spelled = {32: FULL, "32": FULL, "bf16": MIXED, 16: "16-mixed", "16": "16-mixed"}.get(given, given)
+    if spelled not in PRECISIONS:
+        raise UserError(f"trainer.precision is {given!r}: it must be one of {', '.join(PRECISIONS)}, auto")
+    return str(spelled)
+
+
+def _read_devices(read: _Reader, assumptions: list[str]) -> int:
+    devices = read.get("trainer.devices", "auto")
+    nodes = read.count("trainer.num_nodes", 1)
+    if isinstance(devices, list):
+        return max(1, len(devices)) * nodes
+    text = str(devices).strip()
+    if text.isdecimal() and int(text) > 0:
+        return int(text) * nodes
+    if "," in text:
+        return len([part for part in text.split(",") if part.strip()]) * nodes
+    if read.get("trainer.accelerator", "auto") != _CPU:
+        assumptions.append("one device; --gpus has the number")
+    return nodes
+
+
+def _read_layout(read: _Reader, num_ranks: int) -> Layout:
+    name = _class_name(read.get("trainer.strategy"))
+    options = read.get("trainer.strategy.init_args", {})
+    if not isinstance(options, Mapping):
+        raise UserError(f"trainer.strategy.init_args is {options!r}: it must be a mapping of options")
+    checkpointing = options.get("activation_checkpointing", "none")
+    if checkpointing not in ("none", "block") and not (type(checkpointing) is int and checkpointing >= 1):
+        raise UserError(
+            f"activation_checkpointing is {checkpointing!r}; it must be 'none', 'block' or a whole number >= 1"
+        )
+    common: dict[str, Any] = {
+        "num_ranks": num_ranks,
+        "activation_checkpointing": checkpointing,
+        "has_compiled_blocks": options.get("compile_blocks") is True,
+    }
+    if name != "Sharded":
+        is_zero = options.get("optimizer_states") == "sharded"
+        alone = Layout("one device", **common)
+        return alone if num_ranks == 1 else replace(alone, strategy="zero1" if is_zero else "replicated")
+    shard = options.get("shard", "full")
+    if shard not in ("full", "grad_op", "hybrid"):
+        raise UserError(f"trainer.strategy.init_args.shard is {shard!r}: it must be full, grad_op or hybrid")
+    group = num_ranks
+    if shard == "hybrid":
+        group = options.get("ranks_per_shard_group") or min(num_ranks, 8)
+        if type(group) is not int or group < 1 or num_ranks % group:
+            raise UserError(f"ranks_per_shard_group {group} does not divide {num_ranks} ranks")
+    gather = options.get("gather_dtype")
+    return Layout(
+        shard,
+        ranks_per_shard_group=group,
+        cpu_offload=options.get("cpu_offload") is True,
+        blocks_per_unit=int(options.get("blocks_per_unit", 1)),
+        max_gathers_in_flight=int(options.get("max_gathers_in_flight", 2)),
+        gather_bytes=None if gather is None else _DTYPES.get(gather, FLOAT32_BYTES),
+        reduce_bytes=_DTYPES.get(options.get("reduce_dtype", "float32"), FLOAT32_BYTES),
+        reduces_each=options.get("gradient_reduction") == "micro_batch",
+        keeps_gathered=options.get("keep_gathered") is True,
+        **common,
+    )
+
+
+def _read_teacher(read: _Reader, objective: str, assumptions: list[str]) -> DecoderConfig | None:
+    if objective != "Distillation":
+        return None
+    teacher = read.get("model.objective.init_args.teacher")
+    if not isinstance(teacher, str):
+        return None
+    for name in ("config.yaml", "recipe.yaml"):
+        path = Path(teacher) / name
+        if path.is_file():
+            return read_decoder_config(path)
+    assumptions.append(f"the teacher {teacher} is not here: its weights and logits are not counted")
+    return None
