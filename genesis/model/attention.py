@@ -372,11 +372,21 @@ class Attention(Part):
     def record(self, tape: Tape, x: Value) -> Value:
         """Records the products, the rotation and the attention itself."""
         query, key, value = (record_linear(tape, x, layer) for layer in (self.query, self.key, self.value))
+        gate = None
+        if self.has_output_gate:  # the rows of queries and gates alternate, so that each is copied
+            half = query.num_elements // 2
+            query, gate = (tape.apply((query,), half, query.element_bytes) for _ in range(2))
         if self.qk_norm is not None:
             query, key = self.query_norm.record(tape, query), self.key_norm.record(tape, key)
         if self.has_rope:
             query, key = (record_rotation(tape, part) for part in (query, key))
-        attended = record_attention(tape, query, key, value, self.query.out_features // self.head_dim, self.window)
+        num_heads = query.num_elements // tape.setting.num_tokens // self.head_dim
+        attended = record_attention(tape, query, key, value, num_heads, self.window)
+        if gate is not None:
+            opened = tape.apply((gate,), gate.num_elements, gate.element_bytes, saves_output=True)
+            attended = tape.apply(
+                (attended, opened), attended.num_elements, attended.element_bytes, saved=(attended, opened)
+            )
         return record_linear(tape, attended, self.output)
 
     def forward(

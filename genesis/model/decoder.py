@@ -311,7 +311,8 @@ class Block(nn.Module):
     def record(self, tape: Tape, x: Value) -> Value:
         """Records what this layer holds in memory, and returns the stream after it; see `genesis.model.tape`."""
         is_before = self.has_norms_before
-        for norm, part in ((self.attention_norm, self.attention), (self.feed_forward_norm, self.feed_forward)):
+        attention = self.linear_attention if self.is_linear else self.attention
+        for norm, part in ((self.attention_norm, attention), (self.feed_forward_norm, self.feed_forward)):
             update = part.record(tape, norm.record(tape, x) if is_before else x)
             update = update if is_before else norm.record(tape, update)
             if self.dropout.p > 0.0:

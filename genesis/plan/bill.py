@@ -38,7 +38,7 @@ class Bill:
         self.see()
 
     def change(self, term: str, num_bytes: int) -> None:
-        """Adds bytes to a term, or takes them away."""
+        """Adds bytes to a term, or removes them."""
         self.now[term] += num_bytes
         assert self.now[term] >= 0, f"{term} is {self.now[term]}"
         if num_bytes > 0:

@@ -100,7 +100,7 @@ class Plan:
         own: The recipe's own strategy on the first number of devices.
         host: Memory of the host for a rank of it.
         textbook: The state of mixed precision as textbooks count it.
-        num_steps: Steps of the run; None if nothing tells it.
+        num_steps: Steps of the run; None if it is not known.
         cost: Of the run; None without steps or a rate.
         checkpoints: What checkpoints take.
         save_seconds: Time that a save delays training.

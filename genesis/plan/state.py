@@ -76,7 +76,7 @@ def build_model(workload: Workload) -> Model:
             name,
             tuple(parameter.shape),
             parameter.requires_grad,
-            groups[name].kind == "matrix" and parameter.ndim == 2,
+            groups[name].kind == "matrix" and parameter.ndim in (2, 3),
             int(name.split(".")[1]) if name.startswith("blocks.") else None,
             min(own, parameter.element_size()),
         )

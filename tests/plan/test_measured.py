@@ -8,10 +8,11 @@ import pytest
 from genesis.model.adapter import AdapterConfig
 from genesis.model.attention import AttentionConfig
 from genesis.model.decoder import DecoderConfig
+from genesis.model.mixture import MixtureConfig
 from genesis.model.norm import NormConfig
 from genesis.plan.layout import Layout, Workload
 from genesis.plan.timeline import play_step
-from tests.model.mixture_part import MixtureConfig
+from tests.model import mixture_part
 from tests.plan.measure import measure_peak
 
 TOLERANCE: Final = 0.1
@@ -28,6 +29,11 @@ WORKLOAD: Final = Workload(
     precision="32-true",
     is_cpu=True,
     has_documents=False,
+)
+MIXTURE: Final = replace(
+    SHAPE,
+    ffn_dim=None,
+    feed_forward=MixtureConfig(num_experts=4, top_k=2, ffn_dim=96, shared_ffn_dim=64, balance_loss=0.01, z_loss=0.001),
 )
 LORA: Final = AdapterConfig(rank=8)
 
@@ -59,6 +65,19 @@ CASES: Final[dict[str, tuple[Workload, Layout]]] = {
         ),
         has_documents=True,
     ),
+    "one device, gated attention": case(
+        ONE,
+        decoder=replace(
+            SHAPE,
+            num_heads=None,
+            num_kv_heads=None,
+            attention=AttentionConfig(num_heads=4, num_kv_heads=2, has_output_gate=True, rotary_dim=8),
+        ),
+    ),
+    "experts": case(ONE, decoder=MIXTURE),
+    "experts, bf16-mixed": case(ONE, decoder=MIXTURE, precision="bf16-mixed"),
+    "experts, block": case(replace(ONE, activation_checkpointing="block"), decoder=MIXTURE),
+    "experts, full": case(FULL, decoder=MIXTURE),
     "adapters": case(ONE, adapter=LORA),
     "adapters, bf16-mixed, narrow base": case(ONE, adapter=LORA, base_bytes=2, precision="bf16-mixed"),
     "adapters, DoRA": case(ONE, adapter=replace(LORA, dora=True)),
@@ -100,7 +119,7 @@ def test_the_predicted_peak_is_within_a_tenth_of_the_measured_one(name: str) -> 
 
 
 def test_a_part_without_a_record_is_estimated_and_named() -> None:
-    parts = replace(SHAPE, ffn_dim=None, feed_forward=MixtureConfig(4, 96))
+    parts = replace(SHAPE, ffn_dim=None, feed_forward=mixture_part.MixtureConfig(4, 96))
     timeline = play_step(replace(WORKLOAD, decoder=parts), ONE)
     assert timeline.notes == ("Mixture does not record its activations: estimated from its matrices",)
     assert timeline.peak_bytes > play_step(WORKLOAD, ONE).state.total
