@@ -9,6 +9,7 @@
     supervisor/                         state of `genesis supervise`: status.json, its lock, the output of each attempt
     recipe.yaml, proof.json             written by `genesis import` and `genesis model add-tokens`, with the tokenizer
     loss.png                            written by `genesis demo`
+    report.html                         written by `genesis report`
     mirrors/                            what is known of each mirror of the run: `genesis mirror`
     bases/                              bases of checkpoints that `genesis mirror restore` could not put elsewhere
     reference/                          log-probabilities of a reference model (`genesis.objectives.reference`)
@@ -49,6 +50,7 @@ class RunDirectory:
         supervisor_status: The supervisor's snapshot for other programs.
         imported_recipe: The recipe for training that starts from an import.
         loss_plot: The loss curve that `genesis demo` plots.
+        report: The page that `genesis report` writes.
         mirrors: The directory of the states of the run's mirrors.
         bases: The directory of restored bases.
         reference: Log-probabilities of a reference model, for preference optimisation.
@@ -68,6 +70,7 @@ class RunDirectory:
         self.supervisor_status = self.supervisor / "status.json"
         self.imported_recipe = path / "recipe.yaml"
         self.loss_plot = path / "loss.png"
+        self.report = path / "report.html"
         self.mirrors = path / "mirrors"
         self.bases = path / "bases"
         self.reference = path / "reference"

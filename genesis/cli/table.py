@@ -117,6 +117,7 @@ COMMANDS = (
     ),
     Command("checkpoint repair", "report and fix broken checkpoints", "genesis.cli.checkpoint.repair:main"),
     Command("runs", "list the runs under a directory: steps, tokens, loss, state, size", "genesis.cli.runs:main"),
+    Command("report", "write a page about runs: curves, speed, checkpoints, crashes", "genesis.cli.report:main"),
     Command("mirror", "copy checkpoints to a second place while a run trains", "genesis.cli.mirror:main"),
     Command("mirror restore", "continue a run from its mirror", "genesis.cli.mirror_restore:main"),
     Command("plan", "compute memory, time, cost and disk of a recipe before it runs", "genesis.cli.plan:main"),

@@ -291,7 +291,7 @@ def _describe_recipe(path: Path) -> str:
     try:
         newest = max((recipe for recipe in recipes if recipe.is_file()), key=lambda recipe: recipe.stat().st_mtime)
         data = read_small(newest, _MAX_RECIPE_BYTES)
-        content = yaml.load(data, _Loader) if len(data) <= _MAX_RECIPE_BYTES and _is_flat(data) else None
+        content = parse_recipe(data) if len(data) <= _MAX_RECIPE_BYTES else None
     except (OSError, ValueError, yaml.YAMLError, RecursionError):  # `max` of none is a ValueError
         return ""
     decoder, data_section = _section(content, "model", "decoder"), _section(content, "data")
@@ -304,6 +304,15 @@ def _describe_recipe(path: Path) -> str:
     if _section(content, "model").get("adapter"):
         parts.append("(adapter)")
     return printable(" ".join(parts)[:_MAX_LABEL])
+
+
+def parse_recipe(data: bytes) -> Any:
+    """Returns the content of a recipe; None if it is nested too deeply.
+
+    Raises:
+        ValueError: It is not YAML; a `yaml.YAMLError` for most faults.
+    """
+    return yaml.load(data, _Loader) if _is_flat(data) else None
 
 
 def _is_flat(data: bytes) -> bool:

@@ -1,0 +1,61 @@
+"""Writes a report: the page, and pictures of its main charts."""
+
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from genesis.errors import UserError
+from genesis.report.collect import collect_runs
+from genesis.report.overview import build_overview
+from genesis.report.page import plan_sections, render_page
+from genesis.report.style import LIGHT, to_png
+from genesis_callbacks.files import replace_file
+
+OVERVIEW_NAME: Final = "overview.png"
+_UNSAFE: Final = re.compile(r"[^A-Za-z0-9-]")
+
+
+def write_report(paths: Sequence[Path], out: Path, png: Path | None = None) -> list[Path]:
+    """Writes the report of runs; returns the written files, the page first.
+
+    Args:
+        paths: Directories of the runs.
+        out: The page.
+        png: The directory for pictures of all charts but those of other metrics; None for no pictures.
+
+    Raises:
+        UserError: A run has no log, or a file cannot be written.
+    """
+    _check(out, png)
+    runs = collect_runs(paths)
+    sections = plan_sections(runs)
+    written = [out]
+    _write(out, render_page(runs, sections, time.time()).encode("utf-8", errors="replace"))
+    if png is not None:
+        _write(png / OVERVIEW_NAME, to_png(build_overview(runs)))
+        written.append(png / OVERVIEW_NAME)
+        for drawing in (drawing for section in sections if not section.is_closed for drawing in section.drawings):
+            path = png / f"{_UNSAFE.sub('-', drawing.name)}.png"
+            _write(path, to_png(drawing.build(LIGHT)))
+            written.append(path)
+    return written
+
+
+def _check(out: Path, png: Path | None) -> None:
+    """Refuses places that cannot be written before a long log is read."""
+    if out.is_dir():
+        raise UserError(f"--out {out} is a directory; give the name of a file, such as {out / 'report.html'}")
+    for directory in (out.parent, *([png] if png is not None else [])):
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{directory} cannot be made: {error.strerror}; give another place") from error
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        replace_file(path, data, has_rivals=True)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}; give another place by --out or --png") from error

@@ -1,0 +1,158 @@
+"""`genesis report`: what the page holds, and what is refused in one line."""
+
+import html
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from genesis.cli.report import main
+from genesis.errors import UserError
+from genesis.report.collect import collect_runs
+from genesis.report.history import find_attempts
+from tests.report.runs import KEYS, row_of, write_events, write_log, write_run
+
+HOSTILE = "<script>alert(1)</script>\"'&$x^2$]]>"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return write_run(tmp_path / "runs/mine")
+
+
+def report(*arguments: str) -> str:
+    assert main([*arguments, "--out", "out.html"]) == 0
+    return Path("out.html").read_text()
+
+
+def refuse(*arguments: str) -> str:
+    with pytest.raises(UserError) as refused:
+        main(list(arguments))
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def charts_of(page: str) -> set[str]:
+    return set(re.findall(r'<figure id="([^"]+)"', page))
+
+
+def test_the_page_has_every_chart_that_the_run_has_values_for(run: Path) -> None:
+    page = report("mine")
+    assert {
+        *("loss", "loss-tokens-seen", "loss-tokens-updated", "learning-rate", "gradient-norm", "tokens-per-second"),
+        *("mfu", "memory", "step-time-0", "timeline-0", "data"),
+    } <= charts_of(page)
+    assert "Left out: Evaluations: there are none" in html.unescape(page)
+    assert "steps wait for data" in page  # a symptom: 20 of 100 ms
+    assert "max_steps: 30" in page
+
+
+def test_the_page_runs_no_script_and_asks_for_nothing(run: Path) -> None:
+    page = report("mine")
+    assert "default-src 'none'" in page
+    assert "<script" not in page.lower()
+    assert re.findall(r"""(?:src|href)\s*=\s*["'](?!#)[^"']*""", page) == []
+    assert re.findall(r"url\((?!#)|@import", page) == []
+    targets = set(re.findall(r'(?:xlink:href="#|url\(#)([^")]+)', page))
+    assert targets
+    assert targets <= set(re.findall(r'id="([^"]+)"', page))
+
+
+def test_names_texts_and_recipes_of_a_hostile_run_stay_text(tmp_path: Path, run: Path) -> None:
+    name = HOSTILE.replace("/", "")
+    other = write_run(tmp_path / "runs" / name)
+    (other / "config.yaml").write_text(f"a: {HOSTILE}\n")
+    header = ",".join(KEYS).replace("books", "<b>bold</b>")
+    (other / "metrics.csv").write_text(f"{header},train/<i>x</i>\n{row_of(1)},1\n{row_of(2)},2\n")
+    (other / "rollouts").mkdir()
+    (other / "rollouts/1.rank-0.jsonl").write_text(
+        '{"prompt": "<img src=x>", "text": "<script>alert(2)</script>"}\nnot json\n'
+    )
+    page = report("mine", str(other))
+    for forbidden in ("<script", "<b>bold", "<i>x", "<img"):
+        assert forbidden not in page
+    assert "&lt;script&gt;alert(2)" in page
+    assert html.escape("<b>bold</b>") in page
+
+
+def test_several_runs_are_drawn_over_each_other_and_what_one_lacks_is_named(tmp_path: Path, run: Path) -> None:
+    other = tmp_path / "runs/other"
+    write_log(other, [])
+    (other / "metrics.csv").write_text("step,train/loss\n1,5.0\n2,4.0\n")
+    (other / "config.yaml").write_text("trainer: {max_steps: 99}\n")
+    page = html.unescape(report("mine", "other"))
+    loss = page[page.index('<figure id="loss"') :]
+    loss = loss[: loss.index("</figure>")]
+    assert 'class="run-0"' in loss
+    assert 'class="run-1"' in loss
+    assert "other: training" in loss
+    assert re.search(r'<figure id="mfu"><h3>MFU</h3><figcaption>not logged by other', page)
+    assert "Left out: Timeline: other has no events." in page
+    assert re.search(r"<td>trainer.max_steps</td><td[^>]*>30</td><td[^>]*>99</td>", page)
+
+
+def test_a_start_without_an_end_was_killed(run: Path) -> None:
+    (collected,) = collect_runs([run])
+    assert [attempt.end for attempt in find_attempts(collected)] == ["killed", "ended"]
+
+
+def test_a_run_that_has_only_begun_has_a_page(tmp_path: Path, run: Path) -> None:
+    write_events(tmp_path / "runs/new")
+    page = report("new")
+    assert "The run has no metrics.csv yet." in page
+    assert charts_of(page) == {"timeline-0"}
+
+
+@pytest.mark.slow
+def test_a_long_log_is_thinned_and_the_page_says_so(run: Path) -> None:
+    short = len(report("mine"))
+    write_log(run, [row_of(step) for step in range(1, 6001)])
+    long = report("mine")
+    assert "the lowest and the highest are drawn" in long
+    assert len(long) < 5 * short
+
+
+@pytest.mark.slow
+def test_pictures_are_written_beside_the_page(run: Path) -> None:
+    report("mine", "--png", "pictures")
+    names = {path.name for path in Path("pictures").iterdir()}
+    assert {"overview.png", "loss.png", "gradient-norm.png", "step-time-0.png", "timeline-0.png"} <= names
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in Path("pictures").iterdir())
+
+
+def test_a_misspelt_run_is_refused_with_the_nearest(run: Path) -> None:
+    assert refuse("mien") == "there is no run 'mien'; did you mean mine?"
+    assert "genesis runs" in refuse("nothing-like-it")
+
+
+def test_a_run_without_logs_is_refused_with_the_remedy(tmp_path: Path, run: Path) -> None:
+    (tmp_path / "runs/empty").mkdir()
+    said = refuse("mine", "empty")
+    assert said.startswith("runs/empty has no metrics.csv and no events")
+    assert "give the directory of a run" in said
+    assert not Path("report.html").exists()
+
+
+def test_what_cannot_be_written_is_refused_before_the_log_is_read(run: Path) -> None:
+    (run / "metrics.csv").write_text("never read")
+    assert refuse("mine", "--out", ".") == "--out . is a directory; give the name of a file, such as report.html"
+    assert refuse("mine", "--out", "runs/mine/config.yaml/out.html").startswith("runs/mine/config.yaml cannot be made")
+    assert "cannot be made: Not a directory" in refuse("mine", "--png", "runs/mine/config.yaml/x")
+
+
+def test_a_run_that_is_given_twice_and_too_many_runs_are_refused(tmp_path: Path, run: Path) -> None:
+    assert refuse("mine", "runs/mine") == "a run is given twice; give each run once"
+    for number in range(9):
+        shutil.copytree(run, tmp_path / f"runs/r{number}")
+    assert refuse(*(f"r{number}" for number in range(9))).startswith("9 runs are too many")
+
+
+def test_damaged_evaluations_and_a_damaged_recipe_leave_their_part_out(run: Path) -> None:
+    (run / "evaluations/step-1").mkdir(parents=True)
+    (run / "evaluations/step-1/a.json").write_text("{")
+    (run / "config.yaml").write_bytes(b"\xff\xfe: [")
+    page = html.unescape(report("mine"))
+    assert "Evaluations are left out: " in page
+    assert "loss" in charts_of(page)
