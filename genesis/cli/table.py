@@ -122,7 +122,7 @@ COMMANDS = (
     Command("mirror restore", "continue a run from its mirror", "genesis.cli.mirror_restore:main"),
     Command("plan", "compute memory, time, cost and disk of a recipe before it runs", "genesis.cli.plan:main"),
     Command("demo", "run the whole workflow on Python's own sources, in minutes", "genesis.cli.demo:main"),
-    Command("doctor", "examine devices: speed, waits, a killed run; one report", "genesis.doctor.main:main"),
+    Command("doctor", "examine a machine, its devices, or a recipe before it trains", "genesis.cli.doctor:main"),
     Command("rehearse", "test a recipe with kills and restarts before a long training", "genesis.cli.rehearse:main"),
     Command(
         "supervise", "keep a run alive: restart after crashes, with a record of each", "genesis.cli.supervise:main"

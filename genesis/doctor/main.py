@@ -1,4 +1,4 @@
-"""`genesis doctor`: examines the machine's devices, part by part, and writes a report for an issue."""
+"""`genesis doctor --device`: examines the machine's devices, part by part, and writes a report for an issue."""
 
 import argparse
 import contextlib
@@ -84,10 +84,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     options = parser.parse_args(argv)
     if options.device is None:
-        raise UserError(
-            "`genesis doctor` examines devices only so far: give --device (cpu, cuda ...); for a recipe, run "
-            "`genesis rehearse`"
-        )
+        raise UserError("these options measure devices: give --device (cpu, cuda ...)")
     options.device = find_kind() if options.device == _FIND else options.device
     check_available(options.device)
     if options.patience <= 0:

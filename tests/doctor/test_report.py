@@ -180,7 +180,7 @@ def test_ctrl_c_leaves_a_report_of_what_was_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "examines devices only so far: give --device"),
+        ([], "these options measure devices: give --device"),
         (["--device", "cuda5"], "no cuda5 device was found"),
         (["--device", "cpu", "--parts", "copies,x"], "--parts has 'x': choose from devices"),
         (["--device", "cpu", "--parts", ","], "--parts has 'no part'"),

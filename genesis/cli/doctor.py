@@ -1,0 +1,159 @@
+"""`genesis doctor`: the machine, its devices (`--device`), and a recipe (`--config`)."""
+
+import argparse
+import logging
+import os
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+
+from genesis.arguments import Parser
+from genesis.cli.fit import GenesisCLI
+from genesis.cli.options import PLAIN_WIDTH
+from genesis.doctor.advice import examine_machine
+from genesis.doctor.capacity import measure_capacity
+from genesis.doctor.checks import Check, has_failed, list_plain, print_checks, write_json
+from genesis.doctor.facts import PlannedSaves, read_facts
+from genesis.doctor.main import main as examine_devices
+from genesis.doctor.protocol import Examination, examine
+from genesis.doctor.recipe import BuiltRecipe, Options, to_arguments
+from genesis.errors import UserError, naming
+
+_DESCRIPTION: Final = """Examines what a training needs, in three ways:
+  genesis doctor                    the machine: builds, devices and their links, memory, disks, limits, ports; seconds
+  genesis doctor --config RECIPE    the machine and the recipe: initial loss, labels, masks, accumulation, checkpoint,
+                                    resume, memory, one batch learned by heart, two ranks; minutes
+  genesis doctor --device [KIND]    the devices, measured: speed, copies, waits, a killed run; minutes
+Options after -- change the recipe, as options of `genesis fit` do.
+Example: genesis doctor --config configs/genesis-10m.yaml -- --trainer.accelerator cpu
+Exit status: 0 nothing failed, 1 a check failed, 2 a mistake in what was given."""
+_OF_DEVICES: Final = ("--device", "--out", "--parts", "--size", "--patience")
+_FAILED: Final = 1
+
+
+def main(argv: list[str]) -> int:
+    """Runs `genesis doctor` and returns its exit status."""
+    if any(word.partition("=")[0] == "--device" for word in argv):
+        return examine_devices(argv)
+    options, extra = _parse(argv)
+    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
+    report: dict[str, Any] = {"what": "genesis doctor", "machine": [], "recipe": None}
+    saves: PlannedSaves | None = None
+    checks: list[Check] = []
+    if options.config:
+        report["what"] = "genesis doctor --config"
+        found = _examine_recipe(options, extra)
+        saves = found.saves
+        _print_examination(found, console)
+        report["recipe"] = {
+            "config": [str(path) for path in options.config],
+            "notes": found.notes,
+            "changes": [{"key": each.key, "before": each.before, "now": each.now} for each in found.changes],
+            "checks": list_plain(found.checks),
+        }
+        checks += found.checks
+    with naming(options.dir or Path()):
+        machine = examine_machine(read_facts(options.dir or Path()), saves)
+    print_checks("genesis doctor: the machine", machine, console)
+    report["machine"] = list_plain(machine)
+    checks += machine
+    _print_verdict(checks)
+    if options.json is not None:
+        write_json(options.json, {**report, "verdict": "failed" if has_failed(checks) else "passed"})
+    return _FAILED if has_failed(checks) else 0
+
+
+def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    place = argv.index("--") if "--" in argv else len(argv)
+    own, extra = argv[:place], argv[place + 1 :]
+    parser = Parser(
+        prog="genesis doctor",
+        usage="genesis doctor [--config RECIPE] [--json FILE] [--dir DIR] [-- OPTIONS OF FIT]",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", type=Path, action="append", help="a recipe; may be given several times")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results as JSON to FILE")
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        help="directory for the fits of the examination (default: on the disk of the recipe's run_dir)",
+    )
+    parser.add_argument(
+        "--device",
+        nargs="?",
+        metavar="KIND",
+        help="measure the devices of a kind (cpu, cuda, xpu ...) instead; see genesis doctor --device --help",
+    )
+    options = parser.parse_args(own)
+    if extra and not options.config:
+        raise UserError(f"{extra[0]} changes a recipe: give one by --config")
+    if options.json is not None and not options.json.parent.is_dir():
+        raise UserError(f"--json is {options.json}: no such directory: {options.json.parent}")
+    if options.dir is not None and not (options.dir.is_dir() and os.access(options.dir, os.W_OK)):
+        raise UserError(f"--dir is {options.dir}: it must be a directory that you can write to")
+    for path in options.config or ():
+        if not path.is_file():
+            raise UserError(f"no such recipe: {path}; give a YAML file of `genesis fit` by --config")
+    return options, extra
+
+
+def _print_verdict(checks: Sequence[Check]) -> None:
+    counts = Counter(check.status for check in checks)
+    failed = ", ".join(check.name for check in checks if check.status == "failed")
+    print(
+        f"{counts['passed']} passed, {counts['warning']} warnings, {counts['does not apply']} do not apply, "
+        f"{counts['failed']} failed" + (f": {failed}" if failed else "")
+    )
+
+
+class _UnstartedCLI(GenesisCLI):
+    """Builds what `genesis fit` trains, and does not train."""
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        self.start: Path | None = self._prepare_subcommand_kwargs(subcommand)["ckpt_path"]
+
+
+def build_recipe(arguments: Sequence[str], options: Options) -> BuiltRecipe:
+    """Returns what `genesis fit` would train.
+
+    Args:
+        arguments: Of `genesis fit`.
+        options: Options that replace those of the arguments.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cli = _UnstartedCLI("fit", ["fit", *arguments, *to_arguments(options)])
+    return BuiltRecipe(cli.model, cli.datamodule, cli.trainer, cli.checkpoint, cli.config_dump, cli.start)
+
+
+def _examine_recipe(options: argparse.Namespace, extra: Sequence[str]) -> Examination:
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    arguments = [word for path in options.config for word in ("--config", str(path))] + list(extra)
+    progress = Console(stderr=True, highlight=False)
+    parent = options.dir or Path()
+    with tempfile.TemporaryDirectory(dir=parent, prefix=".genesis-doctor-", ignore_cleanup_errors=True) as directory:
+        return examine(
+            partial(build_recipe, arguments),
+            Path(directory).resolve(),
+            measure_capacity,
+            lambda line: progress.print(f"doctor: {line}", markup=False),
+        )
+
+
+def _print_examination(found: Examination, console: Console) -> None:
+    if found.sample is not None:
+        console.print(found.sample)
+    for note in found.notes:
+        console.print(f"trained with {note}", markup=False)
+    for change in found.changes:
+        console.print(f"changed: {change.key} {change.before} -> {change.now}: {change.reason}", markup=False)
+    print_checks("genesis doctor: the recipe", found.checks, console)
