@@ -4,13 +4,15 @@ Each conversation of a row runs by itself, so that neither masks nor positions c
 """
 
 import sys
+from typing import Any
 
 import torch
 from peft import PeftModel
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, logsigmoid
 from transformers import AutoModelForCausalLM
 
 from genesis.bench.workers.finetune_protocol import (
+    BETA,
     IGNORE_INDEX,
     FinetuneWorkload,
     Row,
@@ -39,6 +41,32 @@ def count_learned(row: Row) -> int:
     return sum(label != IGNORE_INDEX and index not in starts for index, label in enumerate(row.labels))
 
 
+def backward_tokens(model: Any, rows: list[Row]) -> float:
+    """Returns the loss of a step, in nats per learned token, whose gradients it has added."""
+    total = 0.0
+    num_learned = sum(count_learned(row) for row in rows)
+    for row in rows:
+        loss = sum_losses(model, row) / num_learned
+        loss.backward()
+        total += float(loss)
+    return total
+
+
+def backward_pairs(model: Any, rows: list[Row]) -> float:
+    """Returns the loss of DPO of a step, in nats per pair, whose gradients it has added; the base is the reference."""
+    total = 0.0
+    num_pairs = len(rows) // 2
+    for start in range(0, len(rows), 2):
+        pair = rows[start : start + 2]
+        with torch.no_grad(), model.disable_adapter():
+            reference = [-sum_losses(model, row) for row in pair]
+        chosen, rejected = (-sum_losses(model, row) - given for row, given in zip(pair, reference, strict=True))
+        loss = -logsigmoid(BETA * (chosen - rejected)) / num_pairs
+        loss.backward()
+        total += float(loss)
+    return total
+
+
 def train(workload: FinetuneWorkload) -> None:
     """Trains as many steps as there are rows, or until the parent sends `quit`."""
     gate = Gate(workload, ["torch", "transformers", "peft"])
@@ -49,17 +77,12 @@ def train(workload: FinetuneWorkload) -> None:
         model = PeftModel.from_pretrained(model, workload.adapter, is_trainable=True)
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    backward = backward_pairs if workload.kind == "dpo" else backward_tokens
     options = workload.optimizer
     optimizer = torch.optim.AdamW(trained, **{**options, "betas": tuple(options["betas"])})
     for _, rows in zip(gate.passes(), read_batches(workload), strict=False):
         optimizer.zero_grad(set_to_none=True)
-        total = 0.0
-        num_learned = sum(count_learned(row) for row in rows)
-        for row in rows:
-            loss = sum_losses(model, row) / num_learned
-            loss.backward()
-            total += float(loss)
-        append_loss(workload, total)
+        append_loss(workload, backward(model, rows))
         torch.nn.utils.clip_grad_norm_(trained, workload.max_grad_norm)
         optimizer.step()
 

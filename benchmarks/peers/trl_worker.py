@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer on the rows of `genesis bench finetune`; adapters are PEFT's."""
+"""TRL's SFTTrainer or DPOTrainer on the rows of `genesis bench finetune`; adapters are PEFT's."""
 
 import sys
 import tempfile
@@ -8,11 +8,19 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from peft import PeftModel
+from peft import PeftConfig, PeftModel, load_peft_weights, set_peft_model_state_dict
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-from genesis.bench.workers.finetune_protocol import FinetuneWorkload, append_loss, finetune_from_json, read_rows
+from genesis.bench.workers.finetune_protocol import (
+    BETA,
+    FinetuneWorkload,
+    Row,
+    append_loss,
+    count_prompt,
+    finetune_from_json,
+    read_rows,
+)
 from genesis.bench.workers.protocol import Gate, NoMoreStepsError
 
 
@@ -39,6 +47,21 @@ class RecordingTrainer(SFTTrainer):
         return loss
 
 
+class RecordingPairsTrainer(DPOTrainer):
+    """Writes the loss of each step, and takes pairs that are tokens already."""
+
+    workload: FinetuneWorkload
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Trains a step, and writes its loss."""
+        loss: torch.Tensor = super().training_step(*args, **kwargs)
+        append_loss(self.workload, float(loss))
+        return loss
+
+    def _prepare_dataset(self, dataset: Dataset, *args: Any, **kwargs: Any) -> Dataset:
+        return dataset
+
+
 def build_model(workload: FinetuneWorkload) -> Any:
     """Returns the model in float32, with adapters if there are any."""
     model = AutoModelForCausalLM.from_pretrained(workload.model, dtype=torch.float32)
@@ -47,50 +70,94 @@ def build_model(workload: FinetuneWorkload) -> Any:
     return PeftModel.from_pretrained(model, workload.adapter, is_trainable=True)
 
 
-def build_config(workload: FinetuneWorkload, directory: str) -> SFTConfig:
-    """Returns the trainer's settings: no saves, nothing recomputed, and rows that are packed already."""
+def build_options(workload: FinetuneWorkload, directory: str) -> dict[str, Any]:
+    """Returns the settings of either trainer: no saves, nothing recomputed, and rows in their order."""
     optimizer = workload.optimizer
-    return SFTConfig(
-        output_dir=directory,
-        max_steps=workload.num_steps,
+    return {
+        "output_dir": directory,
+        "max_steps": workload.num_steps,
+        "optim": "adamw_torch_fused",
+        "learning_rate": optimizer["lr"],
+        "adam_beta1": optimizer["betas"][0],
+        "adam_beta2": optimizer["betas"][1],
+        "adam_epsilon": optimizer["eps"],
+        "weight_decay": optimizer["weight_decay"],
+        "max_grad_norm": workload.max_grad_norm,
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
+        "logging_steps": 10,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "train_sampling_strategy": "sequential",
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "dataloader_pin_memory": False,
+        "max_length": None,
+    }
+
+
+def build_trainer(workload: FinetuneWorkload, directory: str) -> RecordingTrainer:
+    """Returns the trainer of packed rows."""
+    config = SFTConfig(
+        **build_options(workload, directory),
         per_device_train_batch_size=workload.batch_size,
-        optim="adamw_torch_fused",
-        learning_rate=optimizer["lr"],
-        adam_beta1=optimizer["betas"][0],
-        adam_beta2=optimizer["betas"][1],
-        adam_epsilon=optimizer["eps"],
-        weight_decay=optimizer["weight_decay"],
-        max_grad_norm=workload.max_grad_norm,
-        lr_scheduler_type="constant",
-        warmup_steps=0,
-        logging_steps=10,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        train_sampling_strategy="sequential",
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        dataloader_pin_memory=False,
         # The rows have their documents: what `packing=True` would make of conversations, in its own order.
         padding_free=True,
-        max_length=None,
         dataset_kwargs={"skip_prepare_dataset": True},
     )
+    return RecordingTrainer(
+        model=build_model(workload),
+        args=config,
+        train_dataset=Dataset.from_list([asdict(row) for row in read_rows(workload.rows)]),
+        processing_class=AutoTokenizer.from_pretrained(workload.model),
+        callbacks=[Gatekeeper(workload)],
+    )
+
+
+def build_trainer_of_pairs(workload: FinetuneWorkload, directory: str) -> RecordingPairsTrainer:
+    """Returns the trainer of pairs, whose reference is the base without adapters."""
+    assert workload.adapter is not None
+    config = DPOConfig(
+        **build_options(workload, directory), per_device_train_batch_size=workload.batch_size // 2, beta=BETA
+    )
+    # A model with adapters would get a copy of them as its reference. New adapters are nothing at the start.
+    adapter = PeftConfig.from_pretrained(workload.adapter)
+    adapter.inference_mode = False
+    trainer = RecordingPairsTrainer(
+        model=AutoModelForCausalLM.from_pretrained(workload.model, dtype=torch.float32),
+        args=config,
+        train_dataset=Dataset.from_list(read_pairs(read_rows(workload.rows))),
+        processing_class=AutoTokenizer.from_pretrained(workload.model),
+        peft_config=adapter,
+        callbacks=[Gatekeeper(workload)],
+    )
+    set_peft_model_state_dict(trainer.model, load_peft_weights(workload.adapter, device="cpu"))
+    return trainer
+
+
+def read_pairs(rows: list[Row]) -> list[dict[str, list[int]]]:
+    """Returns the pairs of rows as TRL tokenizes them."""
+    pairs = []
+    for chosen, rejected in zip(rows[::2], rows[1::2], strict=True):
+        start = count_prompt(chosen)
+        pairs.append(
+            {
+                "prompt_ids": chosen.input_ids[:start],
+                "chosen_ids": chosen.input_ids[start:],
+                "rejected_ids": rejected.input_ids[start:],
+            }
+        )
+    return pairs
 
 
 def main(arguments: list[str]) -> None:
     """Trains until the parent sends `quit`."""
     workload = finetune_from_json(arguments[0])
-    gatekeeper = Gatekeeper(workload)
     with tempfile.TemporaryDirectory() as directory:
-        trainer = RecordingTrainer(
-            model=build_model(workload),
-            args=build_config(workload, directory),
-            train_dataset=Dataset.from_list([asdict(row) for row in read_rows(workload.rows)]),
-            processing_class=AutoTokenizer.from_pretrained(workload.model),
-            callbacks=[gatekeeper],
-        )
+        build = build_trainer_of_pairs if workload.kind == "dpo" else build_trainer
+        trainer = build(workload, directory)
         trainer.workload = workload
         with suppress(NoMoreStepsError):
             trainer.train()

@@ -1,8 +1,9 @@
-"""Compares fine-tuning with TRL's SFTTrainer and PEFT: speed, memory and losses, of adapters and of all weights.
+"""Compares fine-tuning with TRL and PEFT: speed, memory and losses, of adapters, of all weights, and of DPO on pairs.
 
-Each contender is a process that trains the same model on the same packed rows with the same optimizer, from the same
-adapters. Its first steps are short, and their losses are compared with those of a plain loop with transformers and
-PEFT. Then the contenders train longer steps one after another, in a rotating order (`genesis.bench.pairs`).
+Each contender is a process that trains the same model on the same packed rows, or on the same pairs of answers without
+padding, with the same optimizer, from the same adapters. Its first steps are short, and their losses are compared with
+those of a plain loop with transformers and PEFT. Then the contenders train longer steps one after another, in a
+rotating order (`genesis.bench.pairs`).
 """
 
 import argparse
@@ -58,16 +59,21 @@ class KindOptions:
         summary: A description of one line.
         lr: The learning rate, which is constant.
         goal: The speed over TRL's that we want to reach.
+        has_adapter: Whether adapters are trained.
+        has_pairs: Whether the rows are pairs of answers.
     """
 
     summary: str
     lr: float
     goal: float
+    has_adapter: bool = False
+    has_pairs: bool = False
 
 
 KINDS: Final[dict[Kind, KindOptions]] = {
-    "lora": KindOptions("adapters on all linear layers of the blocks", lr=2e-4, goal=1.4),
+    "lora": KindOptions("adapters on all linear layers of the blocks", lr=2e-4, goal=1.4, has_adapter=True),
     "full": KindOptions("all weights", lr=2e-5, goal=1.25),
+    "dpo": KindOptions("adapters by DPO on pairs of answers", lr=5e-5, goal=1.25, has_adapter=True, has_pairs=True),
 }
 
 
@@ -78,11 +84,13 @@ def main(argv: list[str]) -> int:
     trl, reference = find_peer("trl_worker.py"), find_peer("finetune_reference_worker.py")
     contenders = {
         OURS: Contender(OURS, "our trainer as `genesis fit` sets it up", _WORKERS / "genesis_finetuner.py"),
-        TRL: Contender(TRL, "TRL's SFTTrainer, padding-free, with PEFT; fused AdamW, nothing recomputed", trl),
+        TRL: Contender(
+            TRL, "TRL's SFTTrainer, padding-free, or DPOTrainer, with PEFT; fused AdamW, nothing recomputed", trl
+        ),
         REFERENCE: Contender(REFERENCE, "a plain loop with transformers and PEFT", reference),
     }
     record: dict[str, Any] = {
-        "what": "fine-tuning beside TRL's SFTTrainer with PEFT, in interleaved bursts",
+        "what": "fine-tuning beside TRL with PEFT, in interleaved bursts",
         "command": f"genesis bench finetune {shlex.join(anonymise(argv))}".rstrip(),
         "date": date.today().isoformat(),
         "hardware": describe_hardware("cpu"),
@@ -99,18 +107,21 @@ def main(argv: list[str]) -> int:
         lengths = [options.loss_tokens] * options.loss_steps + [options.seq_len] * num_long
         chats = render_conversations(model, conversations)
         record["num_conversations"] = len(chats)
-        write_rows(
-            list(pack_rows(chats, [length for length in lengths for _ in range(options.batch_size)])),
-            directory / "rows.jsonl",
-        )
+        row_lengths = [length for length in lengths for _ in range(options.batch_size)]
+        kinds: list[Kind] = options.kinds.split(",")
+        files = {has_pairs: directory / f"rows-{has_pairs}.jsonl" for has_pairs in (False, True)}
+        if any(not KINDS[kind].has_pairs for kind in kinds):
+            write_rows(list(pack_rows(chats, row_lengths)), files[False])
+        if any(KINDS[kind].has_pairs for kind in kinds):
+            write_rows(list(pair_rows(chats, row_lengths[::2])), files[True])
         write_adapter(model, AdapterConfig(rank=options.rank, alpha=2.0 * options.rank), directory / "adapter")
-        for kind in options.kinds.split(","):
+        for kind in kinds:
             console.print(f"{kind}: {KINDS[kind].summary}", highlight=False)
             workload = FinetuneWorkload(
                 kind=kind,
                 model=str(model),
-                adapter=str(directory / "adapter") if kind == "lora" else None,
-                rows=str(directory / "rows.jsonl"),
+                adapter=str(directory / "adapter") if KINDS[kind].has_adapter else None,
+                rows=str(files[KINDS[kind].has_pairs]),
                 losses="",
                 optimizer={"lr": KINDS[kind].lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
                 max_grad_norm=_MAX_GRAD_NORM,
@@ -144,7 +155,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         help="directory of a chat model in Hugging Face's layout (default: SmolLM2-135M-Instruct, downloaded)",
     )
     add("--conversations", type=Path, help="JSONL file of conversations (default: 300 Alpaca rows, downloaded)")
-    add("--batch-size", type=int, default=2, help="rows of a step (default %(default)s)")
+    add("--batch-size", type=int, default=2, help="rows of a step; DPO has two for each pair (default %(default)s)")
     add("--seq-len", type=int, default=512, help="tokens of a row in the timed steps (default %(default)s)")
     add("--rank", type=int, default=32, help="rank of the adapters (default %(default)s)")
     add("--loss-steps", type=int, default=20, help="first steps, whose losses are compared (default %(default)s)")
@@ -164,6 +175,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     for kind in options.kinds.split(","):
         if kind not in KINDS:
             raise UserError(f"--kinds has {kind!r}; there are {', '.join(KINDS)}")
+        if KINDS[kind].has_pairs and options.batch_size % 2:
+            raise UserError(f"--batch-size is {options.batch_size}: {kind} has pairs of rows; give an even number")
     for name in ("model", "conversations"):
         path = getattr(options, name)
         if path is not None and not path.exists():
@@ -214,6 +227,26 @@ def pack_rows(chats: Sequence[RenderedChat], lengths: Sequence[int]) -> Iterator
             row.seq_lengths.append(end - start)
             number, start = (number + 1, 0) if end == len(chat.ids) else (number, end)
         yield row
+
+
+def pair_rows(chats: Sequence[RenderedChat], lengths: Sequence[int]) -> Iterator[Row]:
+    """Yields the chosen and the rejected row of pairs, both of the pair's length, so that nobody pads.
+
+    The prompt is that of a conversation, cut to half of the row. The chosen row goes on with this conversation's answer
+    and those of the next ones, the rejected row with those of the conversations half the file away.
+    """
+    for number, length in enumerate(lengths):
+        chat = chats[number % len(chats)]
+        prompt = chat.ids[: int(chat.trained.argmax())][: length // 2].tolist()
+        for first in (number, number + max(1, len(chats) // 2)):
+            answer: list[int] = []
+            index = first
+            while len(answer) < length - len(prompt):
+                other = chats[index % len(chats)]
+                answer += other.ids[other.trained].tolist()
+                index += 1
+            answer = answer[: length - len(prompt)]
+            yield Row(prompt + answer, [IGNORE_INDEX] * len(prompt) + answer, [length])
 
 
 def write_adapter(model: Path, config: AdapterConfig, out: Path) -> None:
@@ -311,11 +344,12 @@ def format_page(record: Mapping[str, Any]) -> str:
         f"- date: {record['date']}",
         f"- hardware: {record['hardware']}; load average at the end {record['load_average_after']}, its own included",
         f"- work: rows of {record['num_conversations']} conversations, {options['batch_size']} x {options['seq_len']} "
-        f"tokens a step, float32, {options['threads']} threads; adapters of rank {options['rank']}",
+        f"tokens a step, float32, {options['threads']} threads; adapters of rank {options['rank']}. In DPO a pair is "
+        "two rows of one prompt, without padding; the reference is the base",
         f"- {options['pairs']} rounds of {options['burst_steps']} steps each, in rotating order; ratios are medians of "
         "pairs within a round, with an interval of 95%. By CPU time, threads that wait for one another count, too",
         f"- losses: the largest difference of ours over the first {options['loss_steps']} steps, of "
-        f"{options['batch_size']} x {options['loss_tokens']} tokens, in nats per learned token",
+        f"{options['batch_size']} x {options['loss_tokens']} tokens, in nats per learned token, of DPO per pair",
         "",
         "| kind | genesis tokens/s | TRL tokens/s | speed over TRL (goal) | by CPU time | genesis MiB | TRL MiB | "
         f"memory over TRL (goal {_MEMORY_GOAL}) | losses: reference | TRL |",

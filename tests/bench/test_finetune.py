@@ -1,4 +1,5 @@
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -6,9 +7,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from genesis.bench.finetune import main, pack_rows, summarise
+from genesis.bench.finetune import main, pack_rows, pair_rows, summarise
 from genesis.bench.workers.finetune_protocol import IGNORE_INDEX
-from genesis.bench.workers.genesis_finetuner import build_window
+from genesis.bench.workers.genesis_finetuner import build_window, build_window_of_pairs
 from genesis.bench.workers.protocol import Burst
 from genesis.chat.render import RenderedChat
 from genesis.errors import UserError
@@ -37,7 +38,7 @@ def _write_model(directory: Path) -> None:
 
 
 @pytest.mark.bench
-def test_adapters_and_whole_models_train_with_the_losses_of_peft_and_trl(tmp_path: Path) -> None:
+def test_adapters_whole_models_and_dpo_train_with_the_losses_of_peft_and_trl(tmp_path: Path) -> None:
     _write_model(tmp_path / "model")
     conversations = tmp_path / "conversations.jsonl"
     turns = [[{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": "x" * n}] for n in (3, 9)]
@@ -49,7 +50,7 @@ def test_adapters_and_whole_models_train_with_the_losses_of_peft_and_trl(tmp_pat
     assert main([*words, "--out", str(out)]) == 0
 
     record = json.loads(out.read_text(encoding="utf-8"))
-    assert list(record["kinds"]) == ["lora", "full"]
+    assert list(record["kinds"]) == ["lora", "full", "dpo"]
     for kind in record["kinds"].values():
         assert {name: len(losses) for name, losses in kind["losses"].items()} == {
             "genesis": 3,
@@ -60,9 +61,11 @@ def test_adapters_and_whole_models_train_with_the_losses_of_peft_and_trl(tmp_pat
         assert [len(speeds) for speeds in kind["tokens_per_second_by_round"].values()] == [2, 2]
         assert kind["memory_over_trl"] > 0
     # The kinds train different tensors, so that only the first losses are equal.
-    lora, full = (kind["losses"]["genesis"] for kind in record["kinds"].values())
+    lora, full, dpo = (kind["losses"]["genesis"] for kind in record["kinds"].values())
     assert lora[0] == full[0]
     assert lora[2] != full[2]
+    assert dpo[0] == pytest.approx(math.log(2))
+    assert dpo[2] != dpo[0]
     assert str(tmp_path) not in out.read_text() + out.with_suffix(".md").read_text()
 
 
@@ -77,6 +80,18 @@ def test_rows_hold_conversations_in_turn_and_are_cut_where_they_end() -> None:
     assert first.labels == [IGNORE_INDEX, 2, 3, IGNORE_INDEX]
     assert (second.input_ids, second.seq_lengths) == ([5, 1, 2, 3, 4], [1, 3, 1])
     assert second.labels == [5, IGNORE_INDEX, 2, 3, IGNORE_INDEX]
+
+
+def test_a_pair_has_one_prompt_two_answers_and_no_padding() -> None:
+    chats = [_chat([1, 2, 3], 2), _chat([4, 5], 1)]
+    chosen, rejected = pair_rows(chats, [4])
+    assert (chosen.input_ids, rejected.input_ids) == ([1, 2, 3, 5], [1, 5, 2, 3])
+    assert chosen.labels[0] == rejected.labels[0] == IGNORE_INDEX
+    assert chosen.labels[1:] == chosen.input_ids[1:]
+
+    (micro_batch,) = build_window_of_pairs([chosen, rejected]).micro_batches
+    assert micro_batch.input_ids.tolist() == [[1, 2, 3, 1, 5, 2]]
+    assert micro_batch.labels.tolist() == [[2, 3, 5, 5, 2, 3]]
 
 
 def test_our_label_is_the_next_token_of_the_same_conversation() -> None:
@@ -104,7 +119,8 @@ def test_speed_and_memory_are_ratios_to_trl_and_losses_are_compared_step_by_step
     ("words", "reason"),
     [
         (["--pairs", "0"], "--pairs is 0: it must be at least 1"),
-        (["--kinds", "lora,dpo"], "--kinds has 'dpo'; there are lora, full"),
+        (["--kinds", "lora,ppo"], "--kinds has 'ppo'; there are lora, full, dpo"),
+        (["--batch-size", "3"], "--batch-size is 3: dpo has pairs of rows; give an even number"),
         (["--model", "nowhere"], "--model is nowhere, which does not exist"),
     ],
 )

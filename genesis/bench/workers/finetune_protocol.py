@@ -10,8 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-Kind = Literal["lora", "full"]
-"""Which weights are trained: those of adapters, or all of the model."""
+Kind = Literal["lora", "full", "dpo"]
+"""What is trained: adapters, the whole model, or adapters by DPO on pairs of answers."""
+
+BETA = 0.1
+"""The beta of DPO, and its default in TRL."""
 
 IGNORE_INDEX = -100
 
@@ -36,14 +39,15 @@ class FinetuneWorkload:
     """The training that every contender runs.
 
     Args:
-        kind: Which weights are trained.
+        kind: What is trained.
         model: The directory of the model, in Hugging Face's layout.
         adapter: The directory of the adapters to start with, in PEFT's format; None if all weights are trained.
-        rows: The file of the rows of all steps.
+        rows: The file of the rows of all steps. In those of DPO, chosen and rejected answers alternate, each after its
+            prompt, whose tokens are not learned.
         losses: The file to which the contender appends the loss of each step.
         optimizer: The keyword arguments of AdamW: lr, betas, eps, weight_decay.
         max_grad_norm: The norm to which gradients are clipped.
-        batch_size: The rows of a step.
+        batch_size: The rows of a step; in those of DPO, two for each pair.
         tokens_per_window: The tokens of a step that is timed.
         num_threads: Threads of each contender.
         num_warmup_steps: Steps before the first burst: those whose losses are compared, and those that only warm up.
@@ -92,7 +96,12 @@ def read_batches(workload: FinetuneWorkload) -> Iterator[list[Row]]:
         yield rows[start : start + workload.batch_size]
 
 
+def count_prompt(row: Row) -> int:
+    """Returns the number of tokens before the first learned one."""
+    return next(index for index, label in enumerate(row.labels) if label != IGNORE_INDEX)
+
+
 def append_loss(workload: FinetuneWorkload, loss: float) -> None:
-    """Appends the loss of a step, in nats per learned token."""
+    """Appends the loss of a step, in nats per learned token, or per pair."""
     with Path(workload.losses).open("a", encoding="utf-8") as file:
         file.write(f"{loss!r}\n")

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from torch import Tensor
 
 from genesis.bench.workers.finetune_protocol import (
+    BETA,
     FinetuneWorkload,
     Row,
     append_loss,
@@ -22,7 +24,9 @@ from genesis.bench.workers.finetune_protocol import (
     read_batches,
 )
 from genesis.bench.workers.protocol import Gate, NoMoreStepsError
-from genesis.data.loader import WindowLoader
+from genesis.data.loader import SequenceFormat, WindowLoader
+from genesis.data.pair_windows import PAIRS, build_pair_window
+from genesis.data.pairs import Answer, Pair
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
 from genesis.huggingface.directory import read_json
 from genesis.huggingface.family import Family
@@ -31,6 +35,7 @@ from genesis.huggingface.shape import read_shape
 from genesis.huggingface.weights import read_weights
 from genesis.model.adapter import AdapterConfig, attach_adapters, fill_trained
 from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.objectives import DPO
 from genesis.optim import OptimizerOptions
 from genesis.run_directory import RunDirectory
 from genesis.strategies import Replicated
@@ -69,7 +74,7 @@ class _Gatekeeper(pl.Callback):
         batch: AccumulationWindow,
         batch_idx: int,
     ) -> None:
-        append_loss(self._workload, float(outputs["loss_sum"]) / batch.num_valid_tokens)
+        append_loss(self._workload, float(outputs["loss_sum"]) / batch.num_units.get(PAIRS, batch.num_valid_tokens))
 
 
 class _Windows(pl.LightningDataModule):
@@ -77,7 +82,8 @@ class _Windows(pl.LightningDataModule):
 
     def __init__(self, workload: FinetuneWorkload) -> None:
         super().__init__()
-        self._windows = [build_window(rows) for rows in read_batches(workload)]
+        build = build_window_of_pairs if workload.kind == "dpo" else build_window
+        self._windows = [build(rows) for rows in read_batches(workload)]
 
     def train_dataloader(self) -> WindowLoader:
         num_windows = len(self._windows)
@@ -106,6 +112,16 @@ def build_window(rows: list[Row]) -> AccumulationWindow:
     return AccumulationWindow((MicroBatch(input_ids, labels, document_ids, offsets),), num_valid, num_valid, 0)
 
 
+def build_window_of_pairs(rows: list[Row]) -> AccumulationWindow:
+    """Returns the window of a step's pairs, whose answers are joined into one row without padding."""
+    answers = [Answer(np.array(row.input_ids), np.array(row.labels) != IGNORE_INDEX) for row in rows]
+    pairs = [Pair(start // 2, answers[start], answers[start + 1]) for start in range(0, len(answers), 2)]
+    highest = max(int(answer.tokens.max()) for answer in answers)
+    # The tokens' bytes do not matter here: nothing is logged per byte.
+    form = SequenceFormat(max(len(row.input_ids) for row in rows), 0, np.ones(highest + 1, np.int64), np.dtype("<i4"))
+    return build_pair_window(pairs, form, len(pairs), 0, is_padded=False)
+
+
 def read_start(directory: Path, family: Family, decoder: DecoderConfig) -> tuple[AdapterConfig, Mapping[str, Tensor]]:
     """Returns the options and the tensors of adapters in PEFT's format."""
     content = read_json(directory / CONFIG_NAME)
@@ -123,7 +139,8 @@ def main(arguments: list[str]) -> None:
     gatekeeper = _Gatekeeper(workload)
     family, decoder = read_shape(Path(workload.model))
     config, start = (None, {}) if workload.adapter is None else read_start(Path(workload.adapter), family, decoder)
-    module = GenesisModule(decoder, OptimizerOptions(**workload.optimizer), adapter=config)
+    objective = DPO(BETA) if workload.kind == "dpo" else None
+    module = GenesisModule(decoder, OptimizerOptions(**workload.optimizer), adapter=config, objective=objective)
     module.is_restored, module.start = True, start
     with tempfile.TemporaryDirectory() as run_dir:
         trainer = pl.Trainer(
