@@ -110,8 +110,19 @@ def _field_names(options: type) -> set[str]:
     return names
 
 
+_CHOICES = re.compile(
+    r'Parser key "(?P<key>[^"]+)": (?:Does not validate against any of the Union subtypes .*- )?'
+    r"Expected a typing\.Literal\[(?P<choices>[^\]]*)\].* (?:Got|Given) value: (?P<value>.*)"
+)
+"""The text of jsonargparse about a value that is none of an option's choices."""
+
+
+def _list_choices(found: re.Match[str]) -> str:
+    return f"--{found['key']} is {found['value']!r}; choose from {found['choices'].replace(chr(39), '')}"
+
+
 def _explain(message: str, known: list[str]) -> str:
-    line = " ".join(message.split())
+    line = _CHOICES.sub(_list_choices, " ".join(message.split()))
     unknown: Any = re.search(r"Option '([^']+)' is not accepted", line) or re.search(
         r"unrecognized arguments: --([^\s=]+)", line, re.IGNORECASE
     )

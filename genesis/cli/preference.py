@@ -84,6 +84,8 @@ def _check_same(found: str, recorded: str | None) -> None:
 
 def _find_given(given: str, recorded: str | None) -> Path:
     """Returns the checkpoint that a recipe names; of a run that trains on, the one that was the reference before."""
+    if not given.strip():
+        raise UserError(f"{_OPTION} is empty: give a run or checkpoint, or leave it out")
     reference = read_reference(given)
     found = reference.find_checkpoint(level="quick")
     if recorded is None or read_committed_hash(found) == recorded:

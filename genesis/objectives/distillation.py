@@ -53,6 +53,9 @@ class Distillation(Objective):
         teacher_share: float = 0.5,
         teacher_dtype: TeacherDtype | None = None,
     ) -> None:
+        for name, value in (("teacher", teacher), ("cache", cache)):
+            if value is not None and not value.strip():  # as a path, it would be the working directory
+                raise UserError(f"model.objective.{name} is empty: give its directory, or leave it out")
         if teacher is None and cache is None:
             raise UserError(
                 "model.objective has no teacher: give teacher, or the cache that `genesis data distill` made"

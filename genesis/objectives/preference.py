@@ -99,6 +99,8 @@ class DPO(Objective):
             raise UserError(f"label_smoothing is {label_smoothing:g}: it must be at least 0 and below 0.5")
         if not (sft_weight >= 0.0 and math.isfinite(sft_weight)):
             raise UserError(f"sft_weight is {sft_weight:g}: it must be a number of at least 0")
+        if reference is not None and not reference.strip():  # as a path, it would be the working directory
+            raise UserError("reference is empty: give a run or checkpoint, or leave it out")
         self.beta, self.label_smoothing = float(beta), float(label_smoothing)
         self.length_normalisation, self.sft_weight = length_normalisation, float(sft_weight)
         self.reference = reference

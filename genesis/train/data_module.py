@@ -108,7 +108,9 @@ class CorpusDataModule(pl.LightningDataModule):
         self.allows_reward_code = False
         self._rollouts: Rollouts | None = None
         self.copy_clock = CopyClock()
-        self._validation_micro_batch_size = validation_micro_batch_size or micro_batch_size
+        self._validation_micro_batch_size = (
+            micro_batch_size if validation_micro_batch_size is None else validation_micro_batch_size
+        )
         self._limit_validation_sequences = limit_validation_sequences
         self._pads_pairs_option = pads_pairs
         self._prefetch_windows = prefetch_windows
@@ -122,6 +124,8 @@ class CorpusDataModule(pl.LightningDataModule):
         self._give_back_validation()  # an earlier error may have skipped the teardown
         check_counts(
             seq_len=self.training.options.seq_len,
+            micro_batch_size=self.training.options.micro_batch_size,
+            global_batch_size=self.training.options.global_batch_size,
             validation_micro_batch_size=self._validation_micro_batch_size,
             limit_validation_sequences=self._limit_validation_sequences,
             num_epochs=self.training.options.num_epochs,
