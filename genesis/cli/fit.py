@@ -41,6 +41,7 @@ from genesis.errors import RunEndedError, UserError, naming
 from genesis.model.device_proofs import ATTENTION_PROOF, linear_attention_proofs
 from genesis.model.recipe import dump_decoder_config
 from genesis.objectives.distillation import Distillation
+from genesis.objectives.gspo import GSPO
 from genesis.objectives.preference import DPO
 from genesis.run_directory import RunDirectory
 from genesis.strategies import Replicated, Sharded
@@ -298,7 +299,7 @@ class GenesisCLI(LightningCLI):
         telemetry: TelemetryOptions = self._get(self.config_init, "telemetry")
         callbacks: list[Callback] = [SaveRecipe(run_dir, self.config_dump), DataTelemetry()]
         if self.subcommand == "fit":
-            callbacks += build_telemetry(telemetry, run_dir)
+            callbacks += build_telemetry(telemetry, run_dir, has_loss=not isinstance(self.model.objective, GSPO))
         if config.get("enable_progress_bar") is not False:
             callbacks.append(GenesisProgressBar())
         # Bar and heartbeat come after all other callbacks, so that they have the counters of the current step.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from lightning.pytorch import Callback
 
-from genesis_callbacks import GradientHealth, MemoryWatch, StepTimer, Throughput, TraceSteps
+from genesis_callbacks import DeviceWatch, GradientHealth, LossWatch, MemoryWatch, StepTimer, Throughput, TraceSteps
 
 
 @dataclass(frozen=True)
@@ -15,20 +15,30 @@ class TelemetryOptions:
     Args:
         throughput: Tokens per second and MFU.
         step_timer: The time of a step by part, and a warning if steps become slower.
-        gradient: Spikes of the gradient's norm, skips, and the origin of values that are not finite.
-        trace_steps: The steps to trace with torch's profiler, counted from 0.
         memory: Memory, transfers and disk throughput, and a snapshot when memory runs out.
+        loss: A warning of a loss that does not fall, or has risen again; not for rewards (GSPO).
+        gradient: Spikes of the gradient's norm, skips, and the origin of values that are not finite.
+        device: Utilisation, power and traffic of an NVIDIA device; needs the package nvidia-ml-py.
+        trace_steps: The steps to trace with torch's profiler, counted from 0.
     """
 
     throughput: bool = True
     step_timer: bool = True
     memory: bool = True
+    loss: bool = True
     gradient: bool = True
+    device: bool = False
     trace_steps: tuple[int, ...] = ()
 
 
-def build_telemetry(options: TelemetryOptions, run_dir: Path) -> list[Callback]:
-    """Returns the callbacks for the options of a run."""
+def build_telemetry(options: TelemetryOptions, run_dir: Path, *, has_loss: bool = True) -> list[Callback]:
+    """Returns the callbacks for the options of a run.
+
+    Args:
+        options: The recipe's.
+        run_dir: The run's directory.
+        has_loss: Whether the objective's loss falls in training that works.
+    """
     callbacks: list[Callback] = []
     if options.throughput:
         callbacks.append(Throughput())
@@ -38,6 +48,10 @@ def build_telemetry(options: TelemetryOptions, run_dir: Path) -> list[Callback]:
         callbacks.append(MemoryWatch(run_dir))
     if options.gradient:
         callbacks.append(GradientHealth(run_dir))
+    if options.loss and has_loss:
+        callbacks.append(LossWatch())
+    if options.device:
+        callbacks.append(DeviceWatch())
     if options.trace_steps:
         callbacks.append(TraceSteps(options.trace_steps, run_dir))
     return callbacks

@@ -12,8 +12,10 @@ __version__ = "0.1.0"
 _MODULES = {
     "AsyncProcessCheckpoint": ".async_process_checkpoint",
     "CheckpointVerification": ".checkpoint_verification",
+    "DeviceWatch": ".device_watch",
     "GradientHealth": ".gradient_health",
     "Heartbeat": ".heartbeat",
+    "LossWatch": ".loss_watch",
     "MemoryWatch": ".memory_watch",
     "SaveScope": ".checkpoint.scope",
     "SkipAwareLR": ".skip_aware_lr",
@@ -26,8 +28,10 @@ _MODULES = {
 __all__ = [
     "AsyncProcessCheckpoint",
     "CheckpointVerification",
+    "DeviceWatch",
     "GradientHealth",
     "Heartbeat",
+    "LossWatch",
     "MemoryWatch",
     "SaveScope",
     "SkipAwareLR",

@@ -12,7 +12,7 @@ from lightning.pytorch.accelerators import Accelerator
 
 from .runtime import COMPILER, NAME, build_library, load
 
-__all__ = ["NAME", "SimulatedAccelerator", "build_library", "load", "require_compiler", "the_device"]
+__all__ = ["COMPILER", "NAME", "SimulatedAccelerator", "build_library", "load", "require_compiler", "the_device"]
 
 
 def require_compiler() -> None:

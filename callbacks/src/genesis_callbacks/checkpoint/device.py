@@ -70,6 +70,13 @@ def name_device(device: torch.device) -> str:
     return device.type if read is None else str(read(device.index or 0))
 
 
+def read_device_uuid(device: torch.device) -> str | None:
+    """Returns the identity that the driver gives to a device; None for the host and where torch does not know it."""
+    read = None if is_host(device) else getattr(torch.get_device_module(device), "get_device_properties", None)
+    found = None if read is None else getattr(read(device.index or 0), "uuid", None)
+    return None if found is None else str(found)
+
+
 @dataclass(frozen=True)
 class DeviceMemory:
     """What the allocator of a device counts in this process, in bytes.
