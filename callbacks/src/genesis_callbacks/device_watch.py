@@ -41,8 +41,8 @@ _STOP_SECONDS: Final = 5.0
 class DeviceWatch(pl.Callback):
     """Samples the device of rank 0 and logs means every `log_every_n_steps`.
 
-    Without the package `nvidia-ml-py`, without an NVIDIA device or without its driver, one line says so when training
-    starts, and nothing is logged. There is no state to save.
+    Without the package `nvidia-ml-py`, without an NVIDIA device or without its driver, one line gives the reason when
+    training starts, and nothing is logged. There is no state to save.
 
     Args:
         every_seconds: The interval of samples.
