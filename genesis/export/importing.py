@@ -93,7 +93,7 @@ def import_directory(
     check_is_new(out)
     family, config = read_shape(directory)
     tokenizer = read_tokenizer(directory, config) if has_tokenizer else None
-    found = read_weights(directory, config, family)
+    found = read_weights(directory, config, family, scratch=out.parent if out.parent.is_dir() else None)
     _check_lossless(directory, found, dtype)
     num_bytes = sum(tensor.numel() for tensor in found.values()) * torch.float32.itemsize
     num_widened = sum(tensor.numel() for tensor in found.values() if tensor.dtype != dtype)

@@ -13,6 +13,7 @@ import json
 import platform
 import sys
 from collections.abc import Sequence
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from genesis.export.tokenizer import compare_tokenizers
 from genesis.generate.load import load_decoder
 from genesis.generate.sample import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
-from genesis.huggingface.family import OUTPUT_WEIGHT, Family
+from genesis.huggingface.family import OUTPUT_WEIGHT, Family, Placed
 from genesis.huggingface.shape import read_shape
 from genesis.huggingface.weights import iterate_tensors, read_file_names
 from genesis.model.adapter import AdaptedLinear, is_adapter_tensor, merge_rows
@@ -44,6 +45,8 @@ _NUM_SEQUENCES = 8
 _SEQUENCE_TOKENS = 128
 _PROMPT_TOKENS = 16
 _NEW_TOKENS = 64
+_NUM_CACHED = 4
+"""Tensors of a checkpoint that stay in memory, because a file lists the three stacks of a layer's experts in turns."""
 _PACKAGES = ("genesis-lm", "genesis-callbacks", "torch", "safetensors", "transformers", "tokenizers")
 
 
@@ -65,14 +68,14 @@ def _prove(request: dict[str, Any]) -> dict[str, Any]:
     ours = None if request["tokenizer"] is None else open_tokenizer(request["tokenizer"])
     packages = (*_PACKAGES, *(() if ours is None else ours.packages))
     family = read_shape(directory)[0] if layout == "huggingface" else None
+    recipe = read_manifest(checkpoints[0]).recipe
+    config = build_decoder_config(recipe["model"]["decoder"], where=str(checkpoints[0]))
     result: dict[str, Any] = {
-        "weights": _compare_weights(directory, names, checkpoints, family, is_merged=request["is_merged"]),
+        "weights": _compare_weights(directory, names, checkpoints, family, config, is_merged=request["is_merged"]),
         "versions": {"python": platform.python_version()} | {package: version(package) for package in packages},
     }
     if family is None:
         return result
-    recipe = read_manifest(checkpoints[0]).recipe
-    config = build_decoder_config(recipe["model"]["decoder"], where=str(checkpoints[0]))
     is_open = ours is not None and ours.huggingface_files(config.max_seq_len) is not None  # passed to transformers
     result["tokenizer"] = _compare_tokenizers(directory, ours, request["is_import"]) if ours and is_open else None
     if request["compares_models"]:
@@ -86,28 +89,42 @@ def _prove(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compare_weights(
-    directory: Path, names: dict[str, str], checkpoints: Sequence[Path], family: Family | None, *, is_merged: bool
+    directory: Path,
+    names: dict[str, str],
+    checkpoints: Sequence[Path],
+    family: Family | None,
+    config: DecoderConfig,
+    *,
+    is_merged: bool,
 ) -> dict[str, Any]:
     manifest = read_manifest(checkpoints[0])
     missing = {name for name in manifest.tensors if name.startswith(DECODER_PREFIX) and not is_adapter_tensor(name)}
     adapter = read_adapter_config(manifest.recipe, where=str(checkpoints[0])) if is_merged else None
     num_values = num_merged = 0
+    read = lru_cache(_NUM_CACHED)(_read_average)
+    rows: dict[str, set[int]] = {}
     for name, tensor in iterate_tensors(directory, names):
-        if family is not None and family.is_dropped(name):
-            continue
-        ours = DECODER_PREFIX + (name if family is None else family.our_name(name))
-        if ours not in missing:
-            if ours == DECODER_PREFIX + OUTPUT_WEIGHT:
-                continue  # a copy of tied embeddings, already compared by the import
-            raise UserError(f"{name} is in the directory but not in the checkpoint")
-        missing.remove(ours)
-        num_values += tensor.numel()
-        if adapter is not None and f"{ours.removesuffix('.weight')}.lora_A" in manifest.tensors:
-            _compare_merged(checkpoints[0], ours, tensor, adapter.scaling)
-            num_merged += tensor.numel()
-            continue
-        if not torch.equal(_read_average(checkpoints, ours).to(tensor.dtype), tensor):
-            raise UserError(f"the values of {name} differ from the checkpoint's")
+        placed = [Placed(name, None, tensor)] if family is None else family.place(name, tensor, config)
+        for found, expert, values in placed:
+            ours = DECODER_PREFIX + found
+            if ours not in missing:
+                if ours == DECODER_PREFIX + OUTPUT_WEIGHT:
+                    continue  # a copy of tied embeddings, already compared by the import
+                raise UserError(f"{name} is in the directory but not in the checkpoint")
+            num_values += values.numel()
+            if adapter is not None and f"{ours.removesuffix('.weight')}.lora_A" in manifest.tensors:
+                missing.remove(ours)
+                _compare_merged(checkpoints[0], ours, values, adapter.scaling)
+                num_merged += values.numel()
+                continue
+            wanted = read(tuple(checkpoints), ours)
+            if expert is not None:
+                rows.setdefault(ours, set()).add(expert)
+                wanted = wanted[expert]
+            if expert is None or len(rows[ours]) == manifest.tensors[ours].shape[0]:
+                missing.remove(ours)
+            if not torch.equal(wanted.to(values.dtype), values):
+                raise UserError(f"the values of {name} differ from the checkpoint's")
     if missing:
         raise UserError(f"{len(missing)} tensors of the checkpoint are not in the directory, such as {min(missing)}")
     compared = {"compared": "every value, bit for bit, after the cast", "num_values": num_values, "num_different": 0}

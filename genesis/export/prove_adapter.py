@@ -11,20 +11,23 @@ import warnings
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from genesis.errors import UserError
 from genesis.generate.load import load_decoder
+from genesis.huggingface.directory import CONFIG_NAME
+from genesis.huggingface.directory import WEIGHTS_NAME as BASE_NAME
 from genesis.huggingface.family import Family
 from genesis.huggingface.peft import WEIGHTS_NAME, name_adapter_tensor, name_tied_output
 from genesis.huggingface.shape import find_family, write_shape
 from genesis.model.adapter import is_adapter_tensor
-from genesis.model.decoder import Decoder
+from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.recipe import DECODER_PREFIX
 from genesis_callbacks.checkpoint import read_tensors
 
@@ -80,20 +83,31 @@ def _compare_weights(directory: Path, checkpoint: Path, family: Family) -> tuple
     return compared, next(iter(theirs.values())).dtype
 
 
+def _build_theirs(base: Path, config: DecoderConfig, family: Family) -> Any:
+    """Returns transformers' model with the weights of a base.
+
+    Raises:
+        UserError: transformers has other tensors.
+    """
+    ours = read_tensors(base, prefix=DECODER_PREFIX).items()
+    renamed = family.to_theirs({name.removeprefix(DECODER_PREFIX): tensor for name, tensor in ours})
+    state = {name: tensor.float().contiguous() for name, tensor in renamed.items()}
+    # By a directory, because transformers stacks the weights of experts only while it loads files.
+    with TemporaryDirectory() as directory:
+        save_file(state, Path(directory, BASE_NAME), metadata={"format": "pt"})
+        Path(directory, CONFIG_NAME).write_text(json.dumps(write_shape(family, config)), encoding="utf-8")
+        load: Any = AutoModelForCausalLM.from_pretrained
+        model, loaded = load(directory, dtype=torch.float32, output_loading_info=True)
+    left = [name for name in loaded["missing_keys"] if not (config.has_tied_embeddings and name == "lm_head.weight")]
+    unexpected = [*left, *loaded["unexpected_keys"]]
+    if unexpected:
+        raise UserError(f"transformers has other tensors than the base, such as {unexpected[0]}")
+    return model
+
+
 def _compare_logits(directory: Path, base: Path, decoder: Decoder, family: Family) -> dict[str, Any]:
     config = decoder.config
-    shape = write_shape(family, config)
-    build_config: Any = AutoConfig.for_model
-    build_model: Any = AutoModelForCausalLM.from_config
-    model = build_model(build_config(**shape))
-    state = {
-        family.their_name(name.removeprefix(DECODER_PREFIX)): tensor.float()
-        for name, tensor in read_tensors(base, prefix=DECODER_PREFIX).items()
-    }
-    loaded = model.load_state_dict(state, strict=False)
-    left = [name for name in loaded.missing_keys if not (config.has_tied_embeddings and name == "lm_head.weight")]
-    if left or loaded.unexpected_keys:
-        raise UserError(f"transformers has other tensors than the base, such as {[*left, *loaded.unexpected_keys][0]}")
+    model = _build_theirs(base, config, family)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)  # PEFT warns if the config and the file name different layers
         warnings.filterwarnings("error", message=".*missing adapter keys.*")

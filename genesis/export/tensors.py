@@ -57,10 +57,24 @@ class Source:
 
 @dataclass(frozen=True)
 class WeightsFile:
-    """A planned file: its name, and its tensors in order, with their names in the file."""
+    """A planned file: its name, and its tensors in order, with their names in the file.
+
+    A name with `{}` stands for one tensor for each row of a stack, in order: the bytes of the stack are theirs.
+    """
 
     name: str
     tensors: tuple[tuple[str, str], ...]
+
+    def list_entries(self, manifest: Manifest) -> list[tuple[str, tuple[int, ...]]]:
+        """Returns name and shape of everything in the file, in order."""
+        entries: list[tuple[str, tuple[int, ...]]] = []
+        for ours, theirs in self.tensors:
+            shape = manifest.tensors[ours].shape
+            if "{}" in theirs:
+                entries += [(theirs.format(row), shape[1:]) for row in range(shape[0])]
+            else:
+                entries.append((theirs, shape))
+        return entries
 
 
 def plan_files(
@@ -115,7 +129,7 @@ def write_weights(directory: Path, files: Sequence[WeightsFile], sources: Sequen
     if len(files) > 1:
         index = {
             "metadata": {"total_size": sum(count_bytes(dict(file.tensors), manifest, dtype) for file in files)},
-            "weight_map": {theirs: file.name for file in files for _, theirs in file.tensors},
+            "weight_map": {name: file.name for file in files for name, _ in file.list_entries(manifest)},
         }
         (directory / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     sync_directory(directory)
@@ -191,10 +205,9 @@ def _read_block(source: Source, name: str, first: int, count: int) -> tuple[Tens
 def _encode_header(file: WeightsFile, manifest: Manifest, dtype: torch.dtype) -> bytes:
     content: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
-    for ours, theirs in file.tensors:
-        shape = manifest.tensors[ours].shape
+    for name, shape in file.list_entries(manifest):
         end = start + math.prod(shape) * dtype.itemsize
-        content[theirs] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        content[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
         start = end
     header = json.dumps(content, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)

@@ -4,18 +4,23 @@ Tensors keep their layout, because the decoder pairs rotary halves as transforme
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from genesis.errors import UserError
+from genesis.huggingface.mixture import MixtureTable
 from genesis.model.attention import AttentionConfig
 from genesis.model.decoder import DecoderConfig
 from genesis.model.feed_forward import FeedForwardConfig
+from genesis.model.mixture import MixtureConfig
 
 OUTPUT_WEIGHT: Final = "output.weight"
+_STACKED: Final = {"mlp.experts.gate_up_proj": ("gate", "up"), "mlp.experts.down_proj": ("down",)}
+"""The stacks of all experts in files that have them, to the decoder's stacks, which follow in dimension 1."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,12 @@ class Family:
         wrapped_type: The `model_type` of checkpoints that hold such a model beside others: its settings are in
             `text_config`, and its names begin with `model.language_model`.
         dropped: Beginnings of the names of tensors that belong to those other models.
+        mixture: The keys of its mixtures of experts; None if its feed-forward parts are dense.
+        stacks: The decoder's name of a stack of all experts' weights within its block, to the family's name of one
+            expert's weight, with `{}` for the expert.
+        unpack: Returns the tensors that one of the family's stands for, under the names in `block_tensors`, for tensors
+            that another arrangement of the same weights has; given the name within the block, the tensor and the shape.
+        is_written: Whether models are exported as this family; otherwise another family has the same parts.
     """
 
     model_type: str
@@ -63,6 +74,10 @@ class Family:
     linear_keys: Mapping[str, str] = field(default_factory=dict)
     wrapped_type: str | None = None
     dropped: tuple[str, ...] = ()
+    mixture: MixtureTable | None = None
+    stacks: Mapping[str, str] = field(default_factory=dict)
+    unpack: Callable[[str, Tensor, DecoderConfig], Mapping[str, Tensor] | None] | None = None
+    is_written: bool = True
 
     def can_hold(self, config: DecoderConfig) -> bool:
         """Whether a decoder consists of the parts of this family."""
@@ -72,9 +87,12 @@ class Family:
         options |= {**self.attention, "rope_theta": parts.attention.rope_theta}
         if parts.attention.qk_norm is not None:
             options["qk_norm_eps"] = parts.norm.eps  # config.json has one epsilon for all norms
-        linear = config.linear_attention
+        linear, feed_forward = config.linear_attention, parts.feed_forward
+        is_mixture = self.mixture is not None and isinstance(feed_forward, MixtureConfig)
+        if is_mixture and not self.mixture.can_hold(feed_forward, config.num_layers):
+            return False
         return (
-            type(parts.feed_forward) is self.feed_forward
+            type(feed_forward) is self.feed_forward
             and parts.norm.placement == self.norm_placement
             and parts.norm.has_offset == self.has_norm_offset
             and (linear is None or (bool(self.linear_keys) and linear.norm_eps == parts.norm.eps))
@@ -89,8 +107,14 @@ class Family:
             >>> LLAMA.their_name("blocks.3.attention.query.weight")
             'model.layers.3.self_attn.q_proj.weight'
         """
+        return self.their_pattern(name).replace("{}", "*")
+
+    def their_pattern(self, name: str) -> str:
+        """Returns the family's name of the decoder's parameter `name`, with `{}` for the expert if it is a stack."""
         block = re.fullmatch(r"blocks\.(\d+)\.(.+)", name)
-        return f"{self.block_prefix}.{block[1]}.{self.block_tensors[block[2]]}" if block else self.tensors[name]
+        if block is None:
+            return self.tensors[name]
+        return f"{self.block_prefix}.{block[1]}.{self.stacks.get(block[2]) or self.block_tensors[block[2]]}"
 
     def is_dropped(self, name: str) -> bool:
         """Whether the tensor `name` of a checkpoint belongs to another model beside this one, such as one of images."""
@@ -102,20 +126,56 @@ class Family:
         Raises:
             UserError: The decoder has no such parameter.
         """
+        return self._find(name)[0]
+
+    def _find(self, name: str) -> tuple[str, int | None]:
+        """Returns the decoder's name of the family's parameter `name`, and the number of its expert within a stack."""
         if self.wrapped_type is not None:
             name = name.replace("model.language_model.", "model.", 1)
         block = re.fullmatch(rf"{re.escape(self.block_prefix)}\.(\d+)\.(.+)", name)
+        if block is not None:
+            for ours, pattern in self.stacks.items():
+                expert = re.fullmatch(re.escape(pattern).replace(r"\{\}", r"(\d{1,6})"), block[2])
+                if expert is not None:
+                    return f"blocks.{block[1]}.{ours}", int(expert[1])
         ours = _find_key(self.block_tensors, block[2]) if block else _find_key(self.tensors, name)
         if ours is None:
             raise UserError(f"parameter {name!r} is unknown in models of type {self.model_type}")
-        return f"blocks.{block[1]}.{ours}" if block else ours
+        return (f"blocks.{block[1]}.{ours}" if block else ours), None
+
+    def place(self, name: str, tensor: Tensor, config: DecoderConfig) -> list["Placed"]:
+        """Returns what a tensor of a checkpoint is in the decoder; nothing for a tensor of another model.
+
+        Raises:
+            UserError: The decoder has no parameter for it.
+        """
+        if self.is_dropped(name):
+            return []
+        inner = re.fullmatch(r"(.*?\.layers\.\d+)\.(.+)", name)
+        if self.stacks and inner is not None and inner[2] in _STACKED:
+            number = inner[1].rpartition(".")[2]
+            names = [f"blocks.{number}.feed_forward.experts.{part}" for part in _STACKED[inner[2]]]
+            return [Placed(one, None, part) for one, part in zip(names, tensor.chunk(len(names), 1), strict=True)]
+        unpacked = None
+        if self.unpack is not None and inner is not None:
+            unpacked = self.unpack(inner[2], tensor, config)
+        if unpacked is not None and inner is not None:
+            return [Placed(*self._find(f"{inner[1]}.{one}"), part) for one, part in unpacked.items()]
+        return [Placed(*self._find(name), tensor)]
 
     def to_theirs(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the decoder's state under the family's names; the tensors are the same, not copies."""
-        return {self.their_name(name): tensor for name, tensor in state.items()}
+        """Returns the decoder's state under the family's names; the tensors are the same or views of them."""
+        found: dict[str, Tensor] = {}
+        for name, tensor in state.items():
+            pattern = self.their_pattern(name)
+            if "{}" in pattern:
+                found |= {pattern.format(expert): part for expert, part in enumerate(tensor)}
+            else:
+                found[pattern] = tensor
+        return found
 
     def to_ours(self, state: Mapping[str, Tensor], config: DecoderConfig) -> dict[str, Tensor]:
-        """Returns the family's state under the decoder's names; the tensors are the same, not copies.
+        """Returns the family's state under the decoder's names; only stacks of experts are copies.
 
         Args:
             state: The tensors of a transformers checkpoint. An output weight next to tied embeddings is a copy of them
@@ -123,12 +183,57 @@ class Family:
             config: The decoder's shape.
 
         Raises:
-            UserError: The decoder has no parameter for a tensor.
+            UserError: The decoder has no parameter for a tensor, or an expert is missing.
         """
-        renamed = {self.our_name(name): tensor for name, tensor in state.items() if not self.is_dropped(name)}
+        found = assemble(
+            (placed for name, tensor in state.items() for placed in self.place(name, tensor, config)), self
+        )
         if config.has_tied_embeddings:
-            renamed.pop(OUTPUT_WEIGHT, None)
-        return renamed
+            found.pop(OUTPUT_WEIGHT, None)
+        return found
+
+
+class Placed(NamedTuple):
+    """A tensor of a checkpoint, or a part of it, in the decoder."""
+
+    name: str
+    """The decoder's name."""
+    expert: int | None
+    """The number of the expert within the stack of this name; None if it is the whole tensor."""
+    data: Tensor
+
+
+def assemble(
+    placed: Iterable[Placed], family: Family, stack: Callable[[list[Tensor]], Tensor] = torch.stack
+) -> dict[str, Tensor]:
+    """Returns the decoder's tensors, with the weights of single experts stacked.
+
+    Args:
+        placed: All tensors, in any order.
+        family: The family, for its names in messages.
+        stack: Stacks tensors of one shape.
+
+    Raises:
+        UserError: An expert is missing, or experts differ in shape or dtype.
+    """
+    found: dict[str, Tensor] = {}
+    experts: dict[str, dict[int, Tensor]] = {}
+    for name, expert, data in placed:
+        if expert is None:
+            found[name] = data
+        else:
+            experts.setdefault(name, {})[expert] = data
+    for name, parts in experts.items():
+        pattern = family.their_pattern(name)
+        missing = next((number for number in range(max(parts) + 1) if number not in parts), None)
+        if missing is not None:
+            raise UserError(f"{pattern.format(missing)} is missing")
+        first = parts[0]
+        other = next((k for k, one in parts.items() if one.shape != first.shape or one.dtype != first.dtype), None)
+        if other is not None:
+            raise UserError(f"{pattern.format(other)} has another shape or type than {pattern.format(0)}")
+        found[name] = stack([parts[number] for number in range(len(parts))])
+    return found
 
 
 def _find_key(names: Mapping[str, str], value: str) -> str | None:

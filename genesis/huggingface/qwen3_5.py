@@ -1,14 +1,23 @@
-"""Qwen3.5's text model: layers with the gated delta rule, every fourth with attention whose output has a gate.
+"""Qwen3.5's text models, dense or with experts, and Qwen3-Next.
 
-Published checkpoints also contain a vision tower and layers that predict several tokens; both are left out by name, and
-the settings of the text model are in `text_config`.
+Most layers have the gated delta rule; every fourth has attention whose output has a gate. Published checkpoints also
+contain a vision tower and layers that predict several tokens; both are left out by name, and the settings of the text
+model are in `text_config`. Qwen3-Next has the parts of Qwen3.5 with experts, and another arrangement of two weights: an
+export writes them as Qwen3.5 has them.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
+import torch
+from torch import Tensor
+
 from genesis.huggingface.llama import LLAMA
+from genesis.huggingface.mixture import ROUTER, SHARED, STACKS, MixtureTable, without_dense
 from genesis.huggingface.qwen3 import QWEN3
+from genesis.model.decoder import DecoderConfig
+from genesis.model.mixture import MixtureConfig
 
 _ONLY: Final = {key: values for key, values in QWEN3.only.items() if key != "partial_rotary_factor"}
 
@@ -63,4 +72,91 @@ QWEN3_5: Final = replace(
     },
     wrapped_type="qwen3_5",
     dropped=("model.visual.", "mtp."),
+)
+
+
+def unpack_interleaved(name: str, tensor: Tensor, config: DecoderConfig) -> Mapping[str, Tensor] | None:
+    """Returns the weights in Qwen3-Next's `in_proj_qkvz` and `in_proj_ba`, whose rows are ordered by key head.
+
+    None for any other tensor, and for one of another size, which is refused later by its name.
+    """
+    linear = config.linear_attention
+    sizes: dict[str, int]
+    if linear is None or not name.startswith("linear_attn.in_proj_"):
+        return None
+    groups = linear.num_value_heads // linear.num_key_heads
+    if name == "linear_attn.in_proj_qkvz.weight":
+        values = groups * linear.value_dim
+        sizes = {"q": linear.key_dim, "k": linear.key_dim, "v": values, "z": values}
+    elif name == "linear_attn.in_proj_ba.weight":
+        sizes = {"b": groups, "a": groups}
+    else:
+        return None
+    if tensor.ndim != 2 or len(tensor) != linear.num_key_heads * sum(sizes.values()):
+        return None
+    by_head = tensor.view(linear.num_key_heads, -1, tensor.shape[1])
+    start, rows = 0, {}
+    for part, size in sizes.items():
+        rows[part] = by_head[:, start : start + size].flatten(0, 1)
+        start += size
+    if "b" in rows:
+        return {f"linear_attn.in_proj_{part}.weight": rows[part] for part in ("b", "a")}
+    mixed = torch.cat([rows["q"], rows["k"], rows["v"]])
+    return {"linear_attn.in_proj_qkv.weight": mixed, "linear_attn.in_proj_z.weight": rows["z"]}
+
+
+_SHARED_GATE: Final = {"feed_forward.shared_gate": "mlp.shared_expert_gate.weight"}
+_MIXTURE_DEFAULTS: Final = {
+    **{key: value for key, value in QWEN3_5.defaults.items() if key != "intermediate_size"},
+    "hidden_size": 2048,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+
+QWEN3_5_MOE: Final = replace(
+    QWEN3_5,
+    model_type="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    feed_forward=MixtureConfig,
+    block_tensors={**without_dense(QWEN3_5.block_tensors), **ROUTER, **SHARED, **_SHARED_GATE},
+    stacks=STACKS,
+    keys={key: field for key, field in QWEN3_5.keys.items() if key != "intermediate_size"},
+    defaults={**_MIXTURE_DEFAULTS, "num_hidden_layers": 40, "num_experts_per_tok": 8},
+    wrapped_type="qwen3_5_moe",
+    mixture=MixtureTable(
+        ("num_experts",),
+        "moe_intermediate_size",
+        shared_width="shared_expert_intermediate_size",
+        normalized=True,
+        default_experts=256,
+    ),
+)
+
+QWEN3_NEXT: Final = replace(
+    QWEN3_5_MOE,
+    model_type="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    block_tensors={**QWEN3_5.block_tensors, **ROUTER, **SHARED, **_SHARED_GATE},
+    defaults={
+        **_MIXTURE_DEFAULTS,
+        "vocab_size": 151_936,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 48,
+        "num_experts_per_tok": 10,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    wrapped_type=None,
+    dropped=("mtp.",),
+    mixture=MixtureTable(
+        ("num_experts",),
+        "moe_intermediate_size",
+        "step",
+        shared_width="shared_expert_intermediate_size",
+        default_experts=512,
+    ),
+    unpack=unpack_interleaved,
+    is_written=False,
 )

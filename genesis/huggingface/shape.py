@@ -5,10 +5,13 @@ from typing import Any, Final
 
 from genesis.errors import UserError
 from genesis.huggingface.directory import CONFIG_NAME, read_json
+from genesis.huggingface.dots1 import DOTS1
 from genesis.huggingface.family import Family
 from genesis.huggingface.linear import read_linear, read_rotary_dim, write_linear
 from genesis.huggingface.llama import LLAMA
 from genesis.huggingface.mistral import MISTRAL
+from genesis.huggingface.mixtral import MIXTRAL
+from genesis.huggingface.mixture import name_mixture
 from genesis.huggingface.olmo2 import OLMO2
 from genesis.huggingface.options import (
     read_no_rope_every,
@@ -19,12 +22,28 @@ from genesis.huggingface.options import (
 )
 from genesis.huggingface.qwen2 import QWEN2
 from genesis.huggingface.qwen3 import QWEN3
-from genesis.huggingface.qwen3_5 import QWEN3_5
+from genesis.huggingface.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from genesis.huggingface.qwen3_moe import OLMOE, QWEN3_MOE
 from genesis.huggingface.smollm3 import SMOLLM3
 from genesis.model.decoder import SHORT_FIELDS, DecoderConfig
+from genesis.model.mixture import MixtureConfig
 from genesis.model.recipe import build_decoder_config
 
-FAMILIES: Final[tuple[Family, ...]] = (LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, SMOLLM3, QWEN3_5)
+FAMILIES: Final[tuple[Family, ...]] = (
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    OLMO2,
+    SMOLLM3,
+    MIXTRAL,
+    QWEN3_MOE,
+    OLMOE,
+    DOTS1,
+    QWEN3_NEXT,
+    QWEN3_5,
+    QWEN3_5_MOE,
+)
 _DERIVED: Final = ("num_key_value_heads", "head_dim", "rope_theta", "rms_norm_eps", "tie_word_embeddings")
 """Keys whose values need a conversion to the decoder's fields."""
 _ROPE_OF_PARTS: Final = frozenset({"partial_rotary_factor", "mrope_section", "mrope_interleaved"})
@@ -40,7 +59,7 @@ def read_shape(directory: Path) -> tuple[Family, DecoderConfig]:
     """
     path = directory / CONFIG_NAME
     content = read_json(path)
-    family = next((family for family in FAMILIES if family.wrapped_type == content.get("model_type")), None)
+    family = next((one for one in FAMILIES if one.wrapped_type == content.get("model_type") is not None), None)
     if family is not None and isinstance(content.get("text_config"), dict):
         content = {**content["text_config"], "model_type": family.model_type} | {
             key: content[key] for key in ("tie_word_embeddings", "quantization_config") if key in content
@@ -61,7 +80,7 @@ def find_family(config: DecoderConfig) -> Family:
         UserError: No family has these parts.
     """
     for family in FAMILIES:
-        if family.can_hold(config):
+        if family.is_written and family.can_hold(config):
             return family
     parts = config.parts
     if not any(type(parts.feed_forward) is family.feed_forward for family in FAMILIES):
@@ -84,6 +103,9 @@ def write_shape(family: Family, config: DecoderConfig) -> dict[str, Any]:
         content |= write_linear(config, family)
         share = (attention.rotary_dim or config.head_dim) / config.head_dim
         content["rope_parameters"] = {**content["rope_parameters"], "partial_rotary_factor": share}
+    feed_forward = config.parts.feed_forward
+    if family.mixture is not None and isinstance(feed_forward, MixtureConfig):
+        content |= family.mixture.write(feed_forward, config.num_layers)
     if "no_rope_every" in family.free:
         every = attention.no_rope_every or config.num_layers + 1
         content["no_rope_layer_interval"] = every
@@ -141,6 +163,8 @@ def _build_shape(path: Path, content: dict[str, Any], family: Family) -> Decoder
         shape["norm"] = {"eps": eps, "placement": family.norm_placement, "has_offset": family.has_norm_offset}
     if linear is not None:
         shape["linear_attention"] = linear
+    if family.mixture is not None:
+        shape["feed_forward"] = name_mixture(family.mixture.read(path, content))
     return build_decoder_config(shape, where=str(path))
 
 

@@ -1,7 +1,9 @@
 """The tensors of a directory of safetensors files, read strictly against a decoder's shape."""
 
 import json
+import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from genesis.errors import UserError
 from genesis.huggingface.directory import INDEX_NAME, WEIGHTS_NAME, explain_other_formats
-from genesis.huggingface.family import OUTPUT_WEIGHT, Family
+from genesis.huggingface.family import OUTPUT_WEIGHT, Family, assemble
 from genesis.model.decoder import Decoder, DecoderConfig
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -19,15 +21,19 @@ _DERIVED_SUFFIX = "rotary_emb.inv_freq"
 """A tensor that old checkpoints of transformers contain; it follows from rope_theta and is skipped."""
 
 
-def read_weights(directory: Path, config: DecoderConfig, family: Family | None) -> dict[str, Tensor]:
+def read_weights(
+    directory: Path, config: DecoderConfig, family: Family | None, scratch: Path | None = None
+) -> dict[str, Tensor]:
     """Returns the decoder's state, in the dtypes of the files.
 
-    The tensors are views of the mapped files: they take memory only while they are read.
+    The tensors are views of the mapped files: they take memory only while they are read. Experts that files hold one by
+    one are stacked, which takes memory, or space in `scratch`.
 
     Args:
         directory: Holds safetensors files.
         config: The decoder's shape.
         family: The family whose names the files have; None for the decoder's own names.
+        scratch: A directory for mapped files with stacks, which have no name there; None to stack in memory.
 
     Raises:
         UserError: There are no safetensors files, or a tensor is missing, is unknown to the decoder, has a wrong shape
@@ -35,7 +41,7 @@ def read_weights(directory: Path, config: DecoderConfig, family: Family | None) 
     """
     if (directory / _ADAPTER_NAME).exists():
         raise UserError(f"{directory} has an adapter ({_ADAPTER_NAME}); merge it into the weights first, or remove it")
-    state = _read_state(directory, family)
+    state = _read_state(directory, config, family, scratch)
     for name, tensor in state.items():
         _check_values(directory, _name_in_files(name, family), tensor)
     if config.has_tied_embeddings and OUTPUT_WEIGHT in state and "embedding.weight" in state:
@@ -72,7 +78,9 @@ def _name_in_files(name: str, family: Family | None) -> str:
     return name if family is None else family.their_name(name)
 
 
-def _read_state(directory: Path, family: Family | None) -> dict[str, Tensor]:
+def _read_state(
+    directory: Path, config: DecoderConfig, family: Family | None, scratch: Path | None
+) -> dict[str, Tensor]:
     if not (directory / WEIGHTS_NAME).exists() and not (directory / INDEX_NAME).exists():
         names = [path.name for path in directory.iterdir()]
         hint = explain_other_formats(names, str(directory))
@@ -81,11 +89,23 @@ def _read_state(directory: Path, family: Family | None) -> dict[str, Tensor]:
         tensors = iterate_tensors(directory, read_file_names(directory))
         if family is None:
             return dict(tensors)
-        return {family.our_name(name): tensor for name, tensor in tensors if not family.is_dropped(name)}
+        placed = (placed for name, tensor in tensors for placed in family.place(name, tensor, config))
+        return assemble(placed, family, torch.stack if scratch is None else partial(_stack_in_file, scratch))
     except UserError as error:
         raise UserError(f"{directory}: {error}") from None
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise UserError(f"{directory} cannot be read: {' '.join(str(error).split())}") from None
+
+
+def _stack_in_file(directory: Path, parts: list[Tensor]) -> Tensor:
+    """Returns the stack of `parts` in a mapped file, which has no name and ends with the tensor."""
+    with tempfile.NamedTemporaryFile(dir=directory) as file:
+        size = len(parts) * parts[0].numel()
+        stacked = torch.from_file(file.name, shared=True, size=size, dtype=parts[0].dtype)
+    stacked = stacked.view(len(parts), *parts[0].shape)
+    for place, part in zip(stacked.unbind(), parts, strict=True):
+        place.copy_(part)
+    return stacked
 
 
 def read_file_names(directory: Path) -> dict[str, str]:

@@ -74,6 +74,48 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         LINEAR | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}},
     ),
 }
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+SHARED = EXPERTS | {"shared_expert_intermediate_size": 20}
+FAMILIES |= {
+    "mixtral": ("mixtral", {"num_local_experts": 4, "sliding_window": 40}),
+    "qwen3 with experts": ("qwen3_moe", EXPERTS | {"head_dim": 16}),
+    "qwen3, some layers with experts": (
+        "qwen3_moe",
+        EXPERTS | {"head_dim": 16, "num_hidden_layers": 4, "mlp_only_layers": [0, 1], "decoder_sparse_step": 2},
+    ),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 3}),
+    "dots1": (
+        "dots1",
+        {
+            "num_hidden_layers": 3,
+            "n_routed_experts": 8,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "first_k_dense_replace": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "norm_topk_prob": True,
+            "sliding_window": None,
+        },
+    ),
+    "dots1, window in the last layer": (
+        "dots1",
+        {
+            "num_hidden_layers": 3,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 24,
+            "sliding_window": 40,
+            "max_window_layers": 2,
+        },
+    ),
+    "qwen3-next": ("qwen3_next", LINEAR | SHARED),
+    "qwen3.5 with experts": ("qwen3_5_moe_text", LINEAR | SHARED),
+}
+WRITTEN_AS = {"qwen3_next": "qwen3_5_moe_text"}
 SLOW = set(FAMILIES) - {"mistral"}
 NUM_STEPS = 3
 
@@ -94,6 +136,7 @@ def train(forward: Any, parameters: list[Tensor], ids: Tensor) -> list[float]:
 )
 def test_a_model_is_imported_trained_and_exported_as_transformers_has_it(name: str, tmp_path: Path) -> None:
     model_type, changes = FAMILIES[name]
+    has_linear = "linear_attention" in changes.get("layer_types", ())
     torch.manual_seed(0)
     shape: Any = AutoConfig.for_model(model_type, **(SHAPE | changes))
     theirs = AutoModelForCausalLM.from_config(shape)
@@ -104,7 +147,7 @@ def test_a_model_is_imported_trained_and_exported_as_transformers_has_it(name: s
             assert parameter.isfinite().all(), key
     theirs.save_pretrained(tmp_path / "theirs")
     proof = import_directory(tmp_path / "theirs", tmp_path / "run", has_tokenizer=False)
-    beyond = 64 if name == "llama 3.1" else changes.get("sliding_window", 0)
+    beyond = 64 if name == "llama 3.1" else changes.get("sliding_window") or 0
     assert proof["logits"]["longest_context"] == 128 + beyond
     ours = load_decoder(tmp_path / "run").decoder.train()
     ids = torch.randint(90, (2, 300))
@@ -117,7 +160,9 @@ def test_a_model_is_imported_trained_and_exported_as_transformers_has_it(name: s
         return torch.nn.functional.cross_entropy(theirs(input_ids=inputs).logits.flatten(0, 1), labels.flatten())
 
     losses = train(our_loss, list(ours.parameters()), ids)
-    assert losses == pytest.approx(train(their_loss, list(theirs.parameters()), ids), rel=1e-5)
+    # See below for why two programs drift apart here.
+    tolerance = 1e-4 if has_linear else 1e-5
+    assert losses == pytest.approx(train(their_loss, list(theirs.parameters()), ids), rel=tolerance)
     assert losses[-1] < losses[0]
     (tmp_path / "trained").mkdir()
     checkpoint = save_weights(ours.state_dict(), ours.config, None, tmp_path / "trained/checkpoints")
@@ -126,10 +171,10 @@ def test_a_model_is_imported_trained_and_exported_as_transformers_has_it(name: s
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
     for key in ("layer_types", "sliding_window"):
         assert getattr(again.config, key, None) == getattr(shape, key, None), key
-    assert again.config.model_type == model_type
+    assert again.config.model_type == WRITTEN_AS.get(model_type, model_type)
     with torch.no_grad():
         # The norm after a linear layer turns rounding into another direction where a head reads almost nothing. Two
         # programs that train such a model drift apart, so that its export is compared with our model alone.
         found = again(input_ids=ids).logits
-        wanted = ours.eval()(ids) if name.startswith("qwen3.5") else theirs.eval()(input_ids=ids).logits
+        wanted = ours.eval()(ids) if has_linear else theirs.eval()(input_ids=ids).logits
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)

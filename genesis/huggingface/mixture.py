@@ -1,0 +1,158 @@
+"""Mixtures of experts in Hugging Face's layout: the keys of `config.json`, and the tensors of single experts.
+
+Files hold a tensor for each expert, or a stack of all of them; the decoder has a stack for each of the three weights.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from genesis.errors import UserError
+from genesis.model.mixture import MixtureConfig
+
+TRAINING_FIELDS: Final = ("balance_loss", "z_loss", "balance_bias_rate")
+"""Fields of `MixtureConfig` that training alone reads, so that no `config.json` has them."""
+STACKS: Final = {
+    "feed_forward.experts.gate": "mlp.experts.{}.gate_proj.weight",
+    "feed_forward.experts.up": "mlp.experts.{}.up_proj.weight",
+    "feed_forward.experts.down": "mlp.experts.{}.down_proj.weight",
+}
+"""The decoder's stack, to the name of one expert's weight."""
+ROUTER: Final = {"feed_forward.router.weight": "mlp.gate.weight"}
+SHARED: Final = {
+    f"feed_forward.shared.{name}.weight": f"mlp.shared_expert.{name}_proj.weight" for name in ("gate", "up", "down")
+}
+_MAX_EXPERTS: Final = 100_000
+_DEFAULTS: Final = {one.name: one.default for one in fields(MixtureConfig)}
+
+
+@dataclass(frozen=True)
+class MixtureTable:
+    """The keys with which a family describes its mixtures.
+
+    Args:
+        num_experts: Keys of the number of experts; the first that is present counts, and all of them are written.
+        ffn_dim: Key of the width inside an expert.
+        dense: How layers without experts are listed: `first` by the number of first ones, `step` by a distance and a
+            list; None if every layer is a mixture.
+        shared_width: Key of the width of the shared expert, which has a gate; None if there is no such key.
+        shared_count: Key of the number of shared experts, each as wide as a routed one; None if there is no such key.
+        normalized: Key that switches the normalisation of weights, or its constant value.
+        has_bias: Whether scores are sigmoids, with a bias and groups; otherwise they are a softmax.
+        default_experts: The number of experts of a `config.json` without any of the keys.
+    """
+
+    num_experts: tuple[str, ...]
+    ffn_dim: str
+    dense: Literal["first", "step"] | None = None
+    shared_width: str | None = None
+    shared_count: str | None = None
+    normalized: str | bool = "norm_topk_prob"
+    has_bias: bool = False
+    default_experts: int | None = None
+
+    def can_hold(self, config: MixtureConfig, num_layers: int) -> bool:
+        """Whether these keys can describe a mixture."""
+        plain = replace(config, **{name: _DEFAULTS[name] for name in TRAINING_FIELDS})
+        try:
+            found = self.read(Path("config.json"), self.write(config, num_layers) | {"num_hidden_layers": num_layers})
+        except UserError:
+            return False
+        return MixtureConfig(**found) == plain
+
+    def read(self, path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the fields of `MixtureConfig`.
+
+        Raises:
+            UserError: A key is missing or has a value that the decoder cannot represent.
+        """
+        key = next((key for key in self.num_experts if content.get(key) is not None), self.num_experts[0])
+        content = {**content, key: content.get(key, self.default_experts)}
+        found: dict[str, Any] = {
+            "num_experts": _read_count(path, content, key),
+            "top_k": _read_count(path, content, "num_experts_per_tok"),
+            "ffn_dim": _read_count(path, content, self.ffn_dim),
+            "has_normalized_weights": self._read_normalized(path, content),
+        }
+        if self.shared_width is not None:
+            found |= {"shared_ffn_dim": _read_count(path, content, self.shared_width), "has_shared_gate": True}
+        if self.shared_count is not None and content.get(self.shared_count):
+            found["shared_ffn_dim"] = _read_count(path, content, self.shared_count) * found["ffn_dim"]
+        if self.has_bias:
+            scale = content.get("routed_scaling_factor", 1.0)
+            if type(scale) not in (int, float):
+                raise UserError(f"{path}: routed_scaling_factor is {scale!r}; it must be a number")
+            found |= {"scores": "sigmoid", "has_balance_bias": True, "routed_scale": float(scale)}
+            for name, key in (("num_groups", "n_group"), ("top_groups", "topk_group")):
+                found[name] = _read_count(path, {**content, key: content.get(key) or 1}, key)
+        return found | self._read_dense(path, content)
+
+    def _read_normalized(self, path: Path, content: Mapping[str, Any]) -> bool:
+        if isinstance(self.normalized, bool):
+            return self.normalized
+        value = content.get(self.normalized, False)
+        if type(value) is not bool:
+            raise UserError(f"{path}: {self.normalized} is {value!r}; it must be true or false")
+        return value
+
+    def _read_dense(self, path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
+        if self.dense is None:
+            return {}
+        if self.dense == "first":
+            first, every = content.get("first_k_dense_replace") or 0, 1
+        else:
+            listed = content.get("mlp_only_layers") or []
+            first, every = len(listed), content.get("decoder_sparse_step", 1)
+            if listed != list(range(first)):
+                raise UserError(f"{path}: mlp_only_layers is {listed!r}; the layers without experts must be the first")
+        for name, value in (("first_k_dense_replace", first), ("decoder_sparse_step", every)):
+            if type(value) is not int or value < (name != "first_k_dense_replace"):
+                raise UserError(f"{path}: {name} is {value!r}; it must be a whole number")
+        if first == 0 and every == 1:
+            return {}
+        width = _read_count(path, content, "intermediate_size")
+        return {"num_dense_layers": first, "mixture_every": every, "dense_ffn_dim": width}
+
+    def write(self, config: MixtureConfig, num_layers: int) -> dict[str, Any]:
+        """Returns the keys of `config.json`."""
+        keys: dict[str, Any] = dict.fromkeys(self.num_experts, config.num_experts)
+        keys |= {"num_experts_per_tok": config.top_k, self.ffn_dim: config.ffn_dim, "output_router_logits": False}
+        if isinstance(self.normalized, str):
+            keys[self.normalized] = config.has_normalized_weights
+        if self.shared_width is not None and config.shared_ffn_dim is not None:
+            keys[self.shared_width] = config.shared_ffn_dim
+        if self.shared_count is not None:
+            # A width that is no multiple is read back as another one, and so refused.
+            keys[self.shared_count] = (config.shared_ffn_dim or 0) // config.ffn_dim
+        if self.has_bias:
+            keys |= {"routed_scaling_factor": config.routed_scale}
+            keys |= {"n_group": config.num_groups, "topk_group": config.top_groups}
+        if self.dense == "first":
+            keys["first_k_dense_replace"] = config.num_dense_layers
+        if self.dense == "step":
+            keys["mlp_only_layers"] = list(range(min(config.num_dense_layers, num_layers)))
+            keys["decoder_sparse_step"] = config.mixture_every
+        if self.dense is not None:
+            keys["intermediate_size"] = config.dense_ffn_dim or config.ffn_dim
+        return keys
+
+
+def without_dense(block_tensors: Mapping[str, str]) -> dict[str, str]:
+    """Returns the names of a block's tensors without those of its dense feed-forward part."""
+    return {ours: theirs for ours, theirs in block_tensors.items() if not ours.startswith("feed_forward.")}
+
+
+def name_mixture(fields_of_mixture: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a mixture as `DecoderConfig.feed_forward` has it in a recipe."""
+    return {
+        "class_path": f"{MixtureConfig.__module__}.{MixtureConfig.__qualname__}",
+        "init_args": dict(fields_of_mixture),
+    }
+
+
+def _read_count(path: Path, content: Mapping[str, Any], key: str) -> int:
+    value = content.get(key)
+    if type(value) is not int or not 1 <= value <= _MAX_EXPERTS:
+        raise UserError(f"{path}: {key} is {value!r}; it must be a whole number from 1 to {_MAX_EXPERTS:,}")
+    return value
