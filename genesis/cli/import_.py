@@ -13,9 +13,10 @@ from genesis.export.staging import check_is_new
 from genesis.run_directory import RUNS_NAME, RunDirectory
 
 _DESCRIPTION = """Converts a model in Hugging Face's layout into a run's directory with one committed checkpoint:
-Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-Next, Qwen3.5, OLMo 2, OLMoE, dots.llm1, SmolLM2 or SmolLM3. Features
-that the decoder cannot represent are refused by name. The result is proved like an export, in proof.json. A model on the Hub is downloaded first.
-`genesis generate` loads the directory; the recipe in the directory trains from its weights in a new run.
+Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-Next, Qwen3.5, OLMo 2, OLMoE, dots.llm1, SmolLM2 or SmolLM3.
+Features that the decoder cannot represent are refused by name. The result is proved like an export, in
+proof.json. A model on the Hub is downloaded first. `genesis generate` loads the directory; the recipe in the
+directory trains from its weights in a new run.
 Example: genesis import Qwen/Qwen3-0.6B runs/qwen
          genesis import exports/demo runs/old
          genesis fit --config runs/old/recipe.yaml --data.corpus corpora/demo"""
