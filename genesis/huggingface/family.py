@@ -88,8 +88,8 @@ class Family:
         if parts.attention.qk_norm is not None:
             options["qk_norm_eps"] = parts.norm.eps  # config.json has one epsilon for all norms
         linear, feed_forward = config.linear_attention, parts.feed_forward
-        is_mixture = self.mixture is not None and isinstance(feed_forward, MixtureConfig)
-        if is_mixture and not self.mixture.can_hold(feed_forward, config.num_layers):
+        table, layers = self.mixture, config.num_layers
+        if table is not None and isinstance(feed_forward, MixtureConfig) and not table.can_hold(feed_forward, layers):
             return False
         return (
             type(feed_forward) is self.feed_forward
@@ -138,10 +138,10 @@ class Family:
                 expert = re.fullmatch(re.escape(pattern).replace(r"\{\}", r"(\d{1,6})"), block[2])
                 if expert is not None:
                     return f"blocks.{block[1]}.{ours}", int(expert[1])
-        ours = _find_key(self.block_tensors, block[2]) if block else _find_key(self.tensors, name)
-        if ours is None:
+        found = _find_key(self.block_tensors, block[2]) if block else _find_key(self.tensors, name)
+        if found is None:
             raise UserError(f"parameter {name!r} is unknown in models of type {self.model_type}")
-        return (f"blocks.{block[1]}.{ours}" if block else ours), None
+        return (f"blocks.{block[1]}.{found}" if block else found), None
 
     def place(self, name: str, tensor: Tensor, config: DecoderConfig) -> list["Placed"]:
         """Returns what a tensor of a checkpoint is in the decoder; nothing for a tensor of another model.

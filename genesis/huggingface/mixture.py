@@ -24,7 +24,7 @@ SHARED: Final = {
     f"feed_forward.shared.{name}.weight": f"mlp.shared_expert.{name}_proj.weight" for name in ("gate", "up", "down")
 }
 _MAX_EXPERTS: Final = 100_000
-_DEFAULTS: Final = {one.name: one.default for one in fields(MixtureConfig)}
+_DEFAULTS: Final[dict[str, Any]] = {one.name: one.default for one in fields(MixtureConfig)}
 
 
 @dataclass(frozen=True)
