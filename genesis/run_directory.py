@@ -9,6 +9,7 @@
     supervisor/                         state of `genesis supervise`: status.json, its lock, the output of each attempt
     recipe.yaml, proof.json             written by `genesis import` and `genesis model add-tokens`, with the tokenizer
     loss.png                            written by `genesis demo`
+    tensorboard/, wandb/                written by these loggers (`configs/loggers/`)
     report.html                         written by `genesis report`
     mirrors/                            what is known of each mirror of the run: `genesis mirror`
     bases/                              bases of checkpoints that `genesis mirror restore` could not put elsewhere
@@ -20,14 +21,43 @@
 """
 
 import os
+import re
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from genesis_callbacks.run_directory import MANIFEST_NAME
 from genesis_callbacks.run_directory import RunDirectory as CallbacksDirectory
 
 RUNS_NAME: Final = "runs"
 """The directory, relative to the working directory, in which commands look for a run by its name."""
+
+_WANDB_RUN: Final = re.compile(r"(?P<offline>offline-)?run-(?P<time>\d{8}_\d{6})-(?P<id>.+)")
+_TENSORBOARD_VERSION: Final = re.compile(r"version_(\d{1,9})")
+
+
+class WandbRun(NamedTuple):
+    """The newest files of W&B in a run's directory: the id, and whether they wait for an upload."""
+
+    id: str
+    is_offline: bool
+
+
+def find_wandb_run(root: Path) -> WandbRun | None:
+    """Returns what W&B's files in `root` belong to; None if there are none."""
+    found = [match for path in (root / "wandb").glob("*run-*") if (match := _WANDB_RUN.fullmatch(path.name))]
+    newest = max(found, key=lambda match: match["time"], default=None)
+    return None if newest is None else WandbRun(newest["id"], newest["offline"] is not None)
+
+
+def find_tensorboard_version(root: Path) -> int | None:
+    """Returns the number of the newest `version_N` in TensorBoard's directory; None if there is none."""
+    found = (_TENSORBOARD_VERSION.fullmatch(path.name) for path in root.glob("version_*"))
+    return max((int(match[1]) for match in found if match), default=None)
+
+
+def tensorboard_directory(root: Path, version: int) -> Path:
+    """Returns the directory of a version in TensorBoard's directory."""
+    return root / f"version_{version}"
 
 
 class RunDirectory:

@@ -6,7 +6,6 @@ training does not use; for such runs the results are only in `metrics.csv`.
 """
 
 import os
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -15,6 +14,7 @@ import wandb
 
 from genesis.errors import UserError
 from genesis.evaluate.results import Result
+from genesis.run_directory import find_tensorboard_version, find_wandb_run, tensorboard_directory
 from genesis_callbacks.checkpoint import Manifest
 
 try:
@@ -24,8 +24,6 @@ except ImportError:
 
 _TENSORBOARD: Final = "TensorBoardLogger"
 _WANDB: Final = "WandbLogger"
-_VERSION: Final = "version_"
-_WANDB_RUN: Final = re.compile(r"(?P<offline>offline-)?run-(?P<time>\d{8}_\d{6})-(?P<id>.+)")
 _STEP: Final = "evaluation/step"
 
 
@@ -74,14 +72,11 @@ class RunLog:
     def _write_tensorboard(self, root: Path, settings: dict[str, Any], results: Sequence[Result]) -> None:
         if SummaryWriter is None:
             raise UserError("TensorBoard is not installed here (pip install 'genesis-lm[tensorboard]')")
-        versions = [
-            path
-            for path in (root / (settings.get("name") or "")).glob(f"{_VERSION}*")
-            if path.name.removeprefix(_VERSION).isdigit()
-        ]
-        if not versions:
+        directory = root / (settings.get("name") or "")
+        version = find_tensorboard_version(directory)
+        if version is None:
             raise UserError("the run's TensorBoard directory does not exist")
-        newest = max(versions, key=lambda path: int(path.name.removeprefix(_VERSION)))
+        newest = tensorboard_directory(directory, version)
         if newest not in self._writers:
             self._writers[newest] = SummaryWriter(str(newest), filename_suffix=".evaluate")
         for result in results:
@@ -91,14 +86,13 @@ class RunLog:
         self._writers[newest].flush()
 
     def _write_wandb(self, root: Path, settings: dict[str, Any], results: Sequence[Result]) -> None:
-        found = [match for path in (root / "wandb").glob("*run-*") if (match := _WANDB_RUN.fullmatch(path.name))]
-        newest = max(found, key=lambda match: match["time"], default=None)
+        newest = find_wandb_run(root)
         if newest is None:
             raise UserError("the run's W&B directory does not exist")
-        if not newest["offline"]:
+        if not newest.is_offline:
             raise UserError("W&B accepts metrics of an online run only from training")
-        if self._wandb is None or self._wandb.id != newest["id"]:
-            self._open_wandb(root, newest["id"], settings)
+        if self._wandb is None or self._wandb.id != newest.id:
+            self._open_wandb(root, newest.id, settings)
         for result in results:
             values = {measure.key: measure.value for measure in result.measures if measure.value is not None}
             self._wandb.log({_STEP: result.step, **values})

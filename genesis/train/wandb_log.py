@@ -1,0 +1,31 @@
+"""The logger of Weights & Biases for runs that are resumed: all attempts have one id."""
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
+
+from genesis.run_directory import find_wandb_run
+
+
+class WandbLogger(LightningWandbLogger):
+    """Continues the W&B run whose files lie in the run's directory, where Lightning's logger would make another run.
+
+    Online, W&B opens the run of this id again. Offline each attempt writes a directory of its own, and W&B makes one
+    run of those with the same id when they are uploaded. A resumed run logs the steps again that a killed one logged
+    beyond its last checkpoint; the later values are those of the run.
+
+    Args:
+        save_dir: The run's directory.
+        id: Another id than that of the newest files; None for theirs, or a new one where there are none.
+        offline: Whether to write files only.
+        kwargs: What Lightning's logger and `wandb.init` take.
+    """
+
+    def __init__(self, save_dir: str | Path, id: str | None = None, offline: bool = False, **kwargs: Any) -> None:
+        found = find_wandb_run(Path(save_dir))
+        if id is None and kwargs.get("version") is None and found is not None:
+            id = found.id
+        if offline:
+            kwargs.setdefault("resume", None)  # W&B warns that it ignores the option
+        super().__init__(save_dir=save_dir, id=id, offline=offline, **kwargs)
