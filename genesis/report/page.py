@@ -14,6 +14,7 @@ from genesis.report.charts import Drawing, plan_lines, plan_others, plan_parts
 from genesis.report.collect import Run
 from genesis.report.history import list_milestones, plan_data, plan_evaluations, plan_timelines
 from genesis.report.log import ALL_PARTS, STEP_TIME
+from genesis.report.memory import plan_memory
 from genesis.report.recipes import compare_recipes
 from genesis.report.style import DARK, LIGHT, VARIABLES, to_svg, variable, variables
 from genesis_callbacks.errors import printable
@@ -61,12 +62,13 @@ def plan_sections(runs: Sequence[Run]) -> list[Section]:
     """Returns the charts of a report in their order."""
     lines, missing = plan_lines(runs)
     parts, no_parts = plan_parts(runs)
+    memory, no_plan = plan_memory(runs)
     timelines, no_events = plan_timelines(runs)
     data, no_data = plan_data(runs)
     evaluations, no_evaluations = plan_evaluations(runs)
     others, left = plan_others(runs, _MAX_OTHERS)
     return [
-        Section("Training", [*lines, *parts], [*missing, *no_parts]),
+        Section("Training", [*lines, *memory, *parts], [*missing, *no_plan, *no_parts]),
         Section("Checkpoints, crashes and restarts", timelines, no_events),
         Section("Data", data, no_data),
         Section("Evaluations", evaluations, no_evaluations),

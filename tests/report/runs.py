@@ -11,6 +11,12 @@ KEYS = (
     *("time/step_ms", "time/data_wait_ms", "time/forward_ms", "time/backward_ms", "time/other_ms"),
     *("data/tokens_books", "data/epochs_books", "validation/loss"),
 )
+RECIPE = """
+trainer: {max_steps: 30, accelerator: cpu, devices: 1}
+model:
+  decoder: {vocab_size: 320, dim: 32, num_layers: 2, num_heads: 4, num_kv_heads: 2, ffn_dim: 48, max_seq_len: 16}
+data: {seq_len: 16, micro_batch_size: 2, global_batch_size: 4}
+"""
 BEGIN_SECONDS = 1_700_000_000.0
 
 
@@ -49,5 +55,5 @@ def write_events(run: Path) -> None:
 def write_run(run: Path, num_steps: int = 30) -> Path:
     write_log(run, [row_of(step) for step in range(1, num_steps + 1)])
     write_events(run)
-    (run / "config.yaml").write_text("trainer: {max_steps: 30}\nmodel: {decoder: {num_layers: 2, dim: 32}}\n")
+    (run / "config.yaml").write_text(RECIPE)
     return run

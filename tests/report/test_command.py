@@ -11,6 +11,7 @@ from genesis.cli.report import main
 from genesis.errors import UserError
 from genesis.report.collect import collect_runs
 from genesis.report.history import find_attempts
+from genesis.report.memory import plan_memory
 from tests.report.runs import KEYS, row_of, write_events, write_log, write_run
 
 HOSTILE = "<script>alert(1)</script>\"'&$x^2$]]>"
@@ -42,7 +43,7 @@ def test_the_page_has_every_chart_that_the_run_has_values_for(run: Path) -> None
     page = report("mine")
     assert {
         *("loss", "loss-tokens-seen", "loss-tokens-updated", "learning-rate", "gradient-norm", "tokens-per-second"),
-        *("mfu", "memory", "step-time-0", "timeline-0", "data"),
+        *("mfu", "memory", "step-time-0", "timeline-0", "data", "memory-plan-0"),
     } <= charts_of(page)
     assert "Left out: Evaluations: there are none" in html.unescape(page)
     assert "steps wait for data" in page  # a symptom: 20 of 100 ms
@@ -155,4 +156,23 @@ def test_damaged_evaluations_and_a_damaged_recipe_leave_their_part_out(run: Path
     (run / "config.yaml").write_bytes(b"\xff\xfe: [")
     page = html.unescape(report("mine"))
     assert "Evaluations are left out: " in page
+    assert "Left out: Memory against the plan: no plan of config.yaml" in page
     assert "loss" in charts_of(page)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "[1, 2]",
+        "model: 3",
+        "model: {decoder: {num_layers: 1000000000}}",
+        "model: {decoder: {num_layers: 2}}",
+        "a: [" * 200,
+    ],
+)
+def test_a_recipe_without_a_plan_costs_one_chart_and_a_line(run: Path, recipe: str) -> None:
+    (run / "config.yaml").write_text(recipe)
+    drawings, (line,) = plan_memory(collect_runs([run]))
+    assert drawings == []
+    assert line.startswith("Memory against the plan: no plan of config.yaml: ")
+    assert "\n" not in line
