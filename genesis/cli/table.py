@@ -134,6 +134,9 @@ COMMANDS = (
     ),
     Command("bench step", "compare the training step with bare loops and other trainers", "genesis.bench.step:main"),
     Command(
+        "bench experts", "compare a mixture of experts with a dense model and Mixtral", "genesis.bench.experts:main"
+    ),
+    Command(
         *(
             "bench evaluate",
             "compare evaluation with lm-eval's hf backend",

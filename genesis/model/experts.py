@@ -137,11 +137,18 @@ def _run_experts(
         return _clear_tail(out, ends), gated, upped
     out = torch.empty_like(rows)
     gated, upped = (rows.new_empty(len(rows), gate.shape[1]) for _ in range(2))
+    parts = _iterate(counts)
+    # One buffer for all experts stays in the cache, and its memory is not returned to the system and zeroed again.
+    (buffer,) = _allocate_buffers(parts, gated, 1)
     end = 0
-    for expert, start, end in _iterate(counts):
+    for expert, start, end in parts:
+        if start == end:
+            continue
+        inner = buffer[: end - start]
         torch.mm(rows[start:end], gate[expert].T, out=gated[start:end])
         torch.mm(rows[start:end], up[expert].T, out=upped[start:end])
-        torch.mm(silu(gated[start:end]).mul_(upped[start:end]), down[expert].T, out=out[start:end])
+        torch.ops.aten.silu.out(gated[start:end], out=inner)
+        torch.mm(inner.mul_(upped[start:end]), down[expert].T, out=out[start:end])
     out[end:] = 0.0
     return out, gated, upped
 
@@ -172,19 +179,31 @@ def _run_experts_backward(
     if is_grouped:
         return _backward_grouped(grad, rows, gate, up, down, _find_ends(counts), gated, upped, has_weight_gradients)
     grad_rows = torch.empty_like(rows)
-    # An expert without rows has a gradient of zeros, which the optimizer sees as it sees any other.
-    grads = [torch.zeros_like(weight) if has_weight_gradients else weight.new_empty(0) for weight in (gate, up, down)]
+    grads = [torch.empty_like(weight) if has_weight_gradients else weight.new_empty(0) for weight in (gate, up, down)]
     grad_gate, grad_up, grad_down = grads
+    parts = _iterate(counts)
+    buffers = _allocate_buffers(parts, gated, 3)
     end = 0
-    for expert, start, end in _iterate(counts):
+    for expert, start, end in parts:
+        if start == end:  # its gradient is zeros, which the optimizer sees as it sees any other
+            for of_one in grads:
+                of_one[expert : expert + 1] = 0.0
+            continue
         part, inputs = grad[start:end], rows[start:end]
-        grad_gated, grad_upped, inner = _backward_swiglu(part @ down[expert], gated[start:end], upped[start:end])
-        torch.mm(grad_gated, gate[expert], out=grad_rows[start:end])
+        grad_inner, grad_upped, other = (buffer[: end - start] for buffer in buffers)
+        torch.mm(part, down[expert], out=grad_inner)
+        torch.ops.aten.silu.out(gated[start:end], out=grad_upped)
+        if has_weight_gradients:
+            torch.mul(grad_upped, upped[start:end], out=other)
+            torch.mm(part.T, other, out=grad_down[expert])
+        grad_upped.mul_(grad_inner)
+        grad_inner.mul_(upped[start:end])
+        torch.ops.aten.silu_backward.grad_input(grad_inner, gated[start:end], grad_input=other)
+        torch.mm(other, gate[expert], out=grad_rows[start:end])
         grad_rows[start:end].addmm_(grad_upped, up[expert])
         if has_weight_gradients:
-            torch.mm(grad_gated.T, inputs, out=grad_gate[expert])
+            torch.mm(other.T, inputs, out=grad_gate[expert])
             torch.mm(grad_upped.T, inputs, out=grad_up[expert])
-            torch.mm(part.T, inner, out=grad_down[expert])
     grad_rows[end:] = 0.0
     return grad_rows, grad_gate, grad_up, grad_down
 
@@ -257,13 +276,14 @@ _run_experts.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _iterate(counts: Tensor) -> list[tuple[int, int, int]]:
-    """Returns the number, the first row and the end of each expert that has rows."""
-    found, start = [], 0
-    for expert, count in enumerate(counts.tolist()):
-        if count:
-            found.append((expert, start, start + count))
-        start += count
-    return found
+    """Returns the number, the first row and the end of each expert. Waits for the device."""
+    ends = counts.cumsum(0).tolist()
+    return [(expert, start, end) for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False))]
+
+
+def _allocate_buffers(parts: list[tuple[int, int, int]], like: Tensor, number: int) -> list[Tensor]:
+    most = max((end - start for _, start, end in parts), default=0)
+    return [like.new_empty(most, like.shape[1]) for _ in range(number)]
 
 
 def _find_ends(counts: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ OPTIONS = {
     "bench tokenize": ("--out",),
     "bench data": ("--parts", "--peers", "--out"),
     "bench step": ("--config", "--out"),
+    "bench experts": ("--experts", "--ranks", "--mixtral", "--out"),
     "bench evaluate": ("--questions", "--pairs", "--out"),
     "bench finetune": ("--kinds", "--pairs", "--out"),
     "completion": ("bash", "zsh"),

@@ -18,7 +18,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from typing import Any, Literal, Protocol
 
@@ -144,6 +144,7 @@ class Burst:
         peak_resident_bytes: Peak resident memory of the process since its start.
         peak_device_bytes: Peak memory of tensors on the GPU since the start; None on the CPU.
         loss: Loss of one of the last steps in nats per token, if the contender reports losses.
+        figures: Other figures of one of the last steps, by name.
     """
 
     seconds: float
@@ -152,6 +153,7 @@ class Burst:
     peak_resident_bytes: int
     peak_device_bytes: int | None
     loss: float | None
+    figures: dict[str, float] = field(default_factory=dict)
 
 
 def random_rows(workload: Workload) -> Tensor:
@@ -175,14 +177,19 @@ class Gate:
         workload: The training.
         packages: The packages whose versions are reported.
         read_loss: Returns the loss of a late step. Called between bursts only.
+        read_figures: Returns other figures of a late step, likewise.
     """
 
     def __init__(
-        self, workload: TimedWork, packages: Sequence[str], read_loss: Callable[[], float | None] = lambda: None
+        self,
+        workload: TimedWork,
+        packages: Sequence[str],
+        read_loss: Callable[[], float | None] = lambda: None,
+        read_figures: Callable[[], dict[str, float]] = dict,
     ) -> None:
         self._workload = workload
         self._packages = packages
-        self._read_loss = read_loss
+        self._read_loss, self._read_figures = read_loss, read_figures
         self._to_parent = os.fdopen(os.dup(sys.stdout.fileno()), "w")
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         self._num_steps_left = workload.num_warmup_steps
@@ -232,6 +239,7 @@ class Gate:
                 resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
                 None if peak is None else peak.allocated_bytes,
                 self._read_loss(),
+                self._read_figures(),
             )
         )
 

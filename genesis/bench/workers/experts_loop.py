@@ -1,0 +1,178 @@
+"""A plain training loop for `genesis bench experts`, of any model, on one rank or several: the same for each contender.
+
+The arguments are the workload, the number of ranks, and whether the routers are `learned`, or `even`: then every expert
+sees the same number of tokens, which shows what imbalance costs.
+"""
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from genesis.bench.workers.protocol import Gate, NoMoreStepsError, Workload, workload_from_json
+from genesis.bench.workers.windows import build_windows
+from genesis.data.window import IGNORE_INDEX, MicroBatch
+from genesis.loss import sum_cross_entropy
+from genesis.model.balance import update_balance_biases
+from genesis.model.decoder import Decoder
+from genesis.model.mixture import MixtureConfig
+from genesis.model.recipe import build_decoder_config
+from genesis.model.router import LOAD, Routing, find_routers
+from genesis.optim import OptimizerOptions, build_optimizer
+
+_MAX_GRADIENT_NORM = 1.0
+
+
+class Trained(NamedTuple):
+    """What a contender trains.
+
+    Args:
+        model: The model, which may be wrapped.
+        optimizer: Its optimizer.
+        compute_loss: Returns the summed loss of a micro-batch by a model that may be wrapped.
+        end_step: Called after each step.
+        read_figures: The figures of the last step.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    compute_loss: Callable[[nn.Module, MicroBatch], Tensor]
+    end_step: Callable[[], None] = lambda: None
+    read_figures: Callable[[], dict[str, float]] = dict
+
+
+def run(build: Callable[[Workload, list[str]], Trained], arguments: list[str], packages: list[str]) -> None:
+    """Trains until the parent sends `quit`.
+
+    Args:
+        build: Builds what is trained; it gets the workload and the arguments after the number of ranks.
+        arguments: The arguments of the script.
+        packages: The packages whose versions are reported.
+    """
+    workload, num_ranks = workload_from_json(arguments[0]), int(arguments[1])
+    if num_ranks > 1:
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+        os.environ["MASTER_ADDR"] = "localhost"
+        context = torch.multiprocessing.get_context("spawn")
+        for rank in range(1, num_ranks):
+            context.Process(target=_train, args=(build, arguments, packages, rank), daemon=True).start()
+    del workload
+    _train(build, arguments, packages, 0)
+
+
+def _train(
+    build: Callable[[Workload, list[str]], Trained], arguments: list[str], packages: list[str], rank: int
+) -> None:
+    workload, num_ranks = workload_from_json(arguments[0]), int(arguments[1])
+    torch.set_num_threads(max(1, workload.num_threads // num_ranks))
+    windows = build_windows(workload)
+    trained = build(workload, arguments[2:])
+    model: nn.Module = trained.model
+    if num_ranks > 1:
+        dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
+        model = DistributedDataParallel(model)
+    loss = torch.zeros(())
+    gate = Gate(workload, packages, lambda: float(loss), trained.read_figures) if rank == 0 else None
+    torch.set_num_threads(max(1, workload.num_threads // num_ranks))
+    for step in range(sys.maxsize):
+        if not _may_begin(gate, num_ranks):
+            break
+        window = windows[step % len(windows)]
+        trained.optimizer.zero_grad(set_to_none=True)
+        loss = torch.zeros(())
+        for micro_batch in window.micro_batches[rank::num_ranks]:
+            # DDP averages over ranks, and the loss is a mean over the tokens of all ranks.
+            part = trained.compute_loss(model, micro_batch) * (num_ranks / window.num_valid_tokens)
+            part.backward()  # type: ignore[no-untyped-call]  # torch's
+            loss += part.detach()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), _MAX_GRADIENT_NORM)
+        trained.optimizer.step()
+        trained.end_step()
+
+
+def _may_begin(gate: Gate | None, num_ranks: int) -> bool:
+    """Returns whether the next step begins, which the first rank's gate decides for all ranks."""
+    begins = torch.ones(1)
+    if gate is not None:
+        try:
+            gate.before_step()
+        except NoMoreStepsError:
+            begins.zero_()
+    if num_ranks > 1:
+        with suppress(RuntimeError):  # the first rank has ended
+            dist.broadcast(begins, 0)
+            return bool(begins)
+        return False
+    return bool(begins)
+
+
+def build_own(workload: Workload, arguments: list[str]) -> Trained:
+    """Builds our decoder, dense or a mixture."""
+    decoder = Decoder(build_decoder_config(workload.decoder, "the workload"))
+    decoder.init_weights(seed=0)
+    routers = find_routers(decoder)
+    is_even = arguments == ["even"]
+    if is_even:
+        for router in routers.values():
+            router.forward = partial(_route_evenly, router.config, router.forward)  # type: ignore[method-assign]
+    loads: dict[str, Tensor] = {}
+
+    def compute_loss(model: nn.Module, micro_batch: MicroBatch) -> Tensor:
+        counted = micro_batch.labels != IGNORE_INDEX
+        loss: Tensor
+        loss, statistics = model(
+            micro_batch.input_ids,
+            document_ids=micro_batch.document_ids,
+            head=partial(sum_cross_entropy, labels=micro_batch.labels),
+            has_statistics=True,
+            counted=counted,
+        )
+        for name, part in statistics.items():
+            load = part.counts[LOAD].double()
+            loads[name] = loads[name] + load if name in loads else load
+            loss = loss if part.loss_sum is None else loss + part.loss_sum
+        return loss
+
+    def end_step() -> None:
+        if dist.is_initialized():
+            for load in loads.values():
+                dist.all_reduce(load)
+        if loads:
+            update_balance_biases(decoder, loads)
+            # The statistics are those of the router, before its choice is replaced.
+            imbalances[:] = [1.0 if is_even else float(load.max() / load.mean()) for load in loads.values()]
+        loads.clear()
+
+    imbalances: list[float] = []
+    optimizer = build_optimizer(decoder, OptimizerOptions(**workload.optimizer))
+    return Trained(
+        decoder,
+        optimizer,
+        compute_loss,
+        end_step,
+        lambda: {"imbalance": max(imbalances)} if imbalances else {},
+    )
+
+
+def _route_evenly(
+    config: MixtureConfig, forward: Callable[[Tensor, Tensor | None], Routing], x: Tensor, counted: Tensor | None = None
+) -> Routing:
+    """Routes as the router does, in the same time, and then takes each expert in turn."""
+    routing = forward(x, counted)
+    choices = torch.arange(routing.experts.numel(), device=x.device) % config.num_experts
+    return routing._replace(experts=choices.view(routing.experts.shape))
+
+
+if __name__ == "__main__":
+    run(build_own, sys.argv[1:], ["torch"])
