@@ -63,7 +63,8 @@ def main(argv: list[str]) -> int:
         run_dir=run_dir,
         policy=Policy(arguments.max_ends_without_progress, arguments.on_drift, arguments.max_crashes),
         limits=Limits(
-            arguments.hang_seconds, arguments.start_seconds, arguments.grace_seconds, arguments.deadline_seconds
+            *(arguments.hang_seconds, arguments.start_seconds, arguments.phase_seconds),
+            *(arguments.grace_seconds, arguments.deadline_seconds),
         ),
         port=arguments.port,
         wait_seconds=arguments.wait_seconds,
@@ -97,8 +98,9 @@ def _build_parser() -> Parser:
         "or start from scratch with the earlier checkpoints moved aside",
     )
     for name, default, text in (
-        ("--hang-seconds", limits.hang_seconds, "a rank without a heartbeat for so long hangs"),
-        ("--start-seconds", limits.start_seconds, "limit from a launch to the first heartbeat"),
+        ("--hang-seconds", limits.hang_seconds, "a rank that trains without a heartbeat for so long hangs"),
+        ("--start-seconds", limits.start_seconds, "limit from a launch to the first step"),
+        ("--phase-seconds", limits.phase_seconds, "limit without a heartbeat in validations, saves and rollouts"),
         ("--grace-seconds", limits.grace_seconds, "from SIGTERM to SIGKILL when ranks are ended"),
         ("--deadline-seconds", limits.deadline_seconds, "time for the last save after SIGTERM or SIGUSR1"),
         ("--wait-seconds", _WAIT_SECONDS, "how long to wait for disk space"),
@@ -107,7 +109,7 @@ def _build_parser() -> Parser:
     add("--port", type=_port, help="port at which the ranks meet (default: a free one in each attempt)")
     add("--preempt-file", type=Path, metavar="FILE", help="save and exit with status 75 when FILE exists")
     add("--preempt-url", metavar="URL", help="save and exit with status 75 when URL answers with 200; asked every 5 s")
-    add("--cost-per-hour", type=float, metavar="PRICE", help="price of an hour of this machine, for the crash records")
+    add("--cost-per-hour", type=_price, metavar="PRICE", help="price of an hour of this machine, for the crash records")
     add_observer_options(parser)
     add("--nodes", metavar="N", help="not available in this version: several nodes are started by torchrun")
     add("--rdzv", metavar="HOST:PORT", help="not available in this version")
@@ -166,6 +168,16 @@ def _positive(text: str) -> float:
         value = math.nan
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return value
+
+
+def _price(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a price, a number of at least 0")
     return value
 
 

@@ -5,7 +5,16 @@ from pathlib import Path
 
 from lightning.pytorch import Callback
 
-from genesis_callbacks import DeviceWatch, GradientHealth, LossWatch, MemoryWatch, StepTimer, Throughput, TraceSteps
+from genesis_callbacks import (
+    DeviceWatch,
+    GradientHealth,
+    HangWatch,
+    LossWatch,
+    MemoryWatch,
+    StepTimer,
+    Throughput,
+    TraceSteps,
+)
 
 
 @dataclass(frozen=True)
@@ -20,6 +29,8 @@ class TelemetryOptions:
         gradient: Spikes of the gradient's norm, skips, and the origin of values that are not finite.
         device: Utilisation, power and traffic of an NVIDIA device; needs the package nvidia-ml-py.
         trace_steps: The steps to trace with torch's profiler, counted from 0.
+        hang_seconds: A run whose ranks make no progress for so long ends with their stacks and the name of the rank
+            that is missing; None never ends it. It names a rank only if the process group's timeout is longer.
     """
 
     throughput: bool = True
@@ -29,6 +40,7 @@ class TelemetryOptions:
     gradient: bool = True
     device: bool = False
     trace_steps: tuple[int, ...] = ()
+    hang_seconds: float | None = 1800.0
 
 
 def build_telemetry(options: TelemetryOptions, run_dir: Path, *, has_loss: bool = True) -> list[Callback]:
@@ -54,4 +66,6 @@ def build_telemetry(options: TelemetryOptions, run_dir: Path, *, has_loss: bool 
         callbacks.append(DeviceWatch())
     if options.trace_steps:
         callbacks.append(TraceSteps(options.trace_steps, run_dir))
+    if options.hang_seconds is not None:
+        callbacks.append(HangWatch(timeout_seconds=options.hang_seconds))
     return callbacks

@@ -33,16 +33,24 @@ class Limits:
     """How long things may take.
 
     Args:
-        hang_seconds: A rank without a heartbeat for so long hangs.
-        start_seconds: From the launch to the first heartbeat.
+        hang_seconds: A rank that trains, and has no heartbeat for so long, hangs.
+        start_seconds: From the launch to the first step, which compiles and connects.
+        phase_seconds: The same as `hang_seconds` for a rank that does something else, such as a save or a validation.
         grace_seconds: From SIGTERM to SIGKILL, when ranks are ended.
         deadline_seconds: From a request to save and stop until SIGKILL.
     """
 
     hang_seconds: float = 300.0
     start_seconds: float = 1800.0
+    phase_seconds: float = 1800.0
     grace_seconds: float = 10.0
     deadline_seconds: float = 100.0
+
+    def choose(self, beat: HeartbeatRecord | None) -> float:
+        """Returns how long a rank with this last heartbeat may be silent. Pure."""
+        if beat is None or "first_step" not in beat.milestones:
+            return max(self.start_seconds, self.hang_seconds)
+        return self.hang_seconds if beat.phase == "train" else max(self.phase_seconds, self.hang_seconds)
 
 
 @dataclass
@@ -197,9 +205,13 @@ class Attempt:
             return stopped[0], silences[stopped[0]]
         if first_end_seconds is not None and now - first_end_seconds > _OTHERS_END_SECONDS:
             return longest, now - first_end_seconds
-        has_begun = any(child.rank in self.sight.heartbeats for child in alive)
-        limit = self._limits.hang_seconds if has_begun else self._limits.start_seconds
-        return (longest, silences[longest]) if silences[longest] > limit else None
+        late = {
+            rank: silence
+            for rank, silence in silences.items()
+            if silence > self._limits.choose(self.sight.heartbeats.get(rank))
+        }
+        first = max(late, key=late.__getitem__, default=None)
+        return None if first is None else (first, late[first])
 
     def _is_silenced_by_disk(self, now: float, alive: Sequence[Child]) -> bool:
         """Returns whether all ranks are silent and the disk is full: they may train on, but cannot save."""

@@ -13,6 +13,7 @@ _OUT_OF_MEMORY: Final = frozenset({"out_of_memory_at_start", "out_of_memory_in_s
 _SAVE_FAILED: Final = re.compile(r"SaveFailedError|the save of step|save .* failed", re.IGNORECASE)
 _WARNING: Final = re.compile(r"\bwarning\b|\w+Warning:", re.IGNORECASE)
 _KILLED: Final = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGSEGV, -signal.SIGBUS)
+_MISSING_RANK: Final = re.compile(r"\brank (\d{1,7}) is missing: ")
 _OTHER_PROCESS: Final = re.compile(r"Process (\d+) has ([\d.]+ \wiB) memory in use")
 
 
@@ -115,7 +116,9 @@ def _classify_rank(end: RankEnd, evidence: Evidence) -> Diagnosis:
             line = _find(rule.signatures, part)
             if line is not None:
                 name = _choose_memory_class(text, evidence) if name in _OUT_OF_MEMORY else name
-                return Diagnosis(name, end.rank, _describe(end, line) + _name_other_processes(text))
+                missing = _MISSING_RANK.search(line) if name == "hang" else None
+                rank = end.rank if missing is None else int(missing[1])
+                return Diagnosis(name, rank, _describe(end, line) + _name_other_processes(text))
     if end.status in (-signal.SIGKILL, 137) and evidence.oom_kills:
         reason = (
             f"{_describe(end, '')}; the kernel's out-of-memory killer ended {evidence.oom_kills} processes meanwhile"

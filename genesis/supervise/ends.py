@@ -241,9 +241,19 @@ ENDS: Final[dict[EndClass, EndRule]] = {
     "hang": EndRule(
         meaning="no rank made progress, or one has stopped",
         policy="ends all ranks and restarts from the newest checkpoint",
-        remedy="read the stacks in the crash's folder; raise --hang-seconds if steps are that slow",
+        remedy="read the stacks in the crash's folder, or in RUN/hangs; raise --hang-seconds if steps are that slow",
         exit_status=92,
-        evidence="no heartbeat for --hang-seconds, or a start without a first step for --start-seconds",
+        signatures=(
+            Signature(
+                r"error: \[rank \d+\] hang: ",
+                "genesis_callbacks/hang_watch.py",
+                "genesis-callbacks: error: [rank 0] hang: rank 1 is missing: it has written no report, so its process "
+                "is stopped, gone, or stuck in native code (stacks of all ranks: runs/a/hangs/20260131T120000-42)",
+            ),
+        ),
+        statuses=(92,),
+        evidence="no heartbeat in training for --hang-seconds, in other phases for --phase-seconds, or a start "
+        "without a first step for --start-seconds",
     ),
     "preempted": EndRule(
         meaning="the machine is about to be taken",

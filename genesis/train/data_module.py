@@ -209,6 +209,11 @@ class CorpusDataModule(pl.LightningDataModule):
     # ---- parts
 
     @property
+    def data_position(self) -> int:
+        """The position after the last trained window, for `Heartbeat`."""
+        return self.training.data_position
+
+    @property
     def pads_pairs(self) -> bool:
         """Whether each answer of a pair has a row of its own."""
         if self._pads_pairs_option is not None or self.trainer is None:

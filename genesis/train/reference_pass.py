@@ -34,6 +34,7 @@ from genesis_callbacks.checkpoint import (
     restore_shards,
     verify,
 )
+from genesis_callbacks.phases import in_phase, note_progress
 
 
 def fill_reference(objective: DPO, decoder: nn.Module, trainer: pl.Trainer, data: CorpusDataModule) -> None:
@@ -64,7 +65,8 @@ def fill_reference(objective: DPO, decoder: nn.Module, trainer: pl.Trainer, data
     if num_missing:
         if directory is not None and isinstance(found, str) and (directory / identity.file_name).exists():
             rank_zero_warn(f"{found}; its log-probabilities are computed again")
-        found = _compute(checkpoint, decoder, trainer, data)
+        with in_phase(trainer, "reference"):
+            found = _compute(checkpoint, decoder, trainer, data)
         if directory is not None and trainer.is_global_zero:
             write_log_probs(directory / identity.file_name, identity, found)
     assert isinstance(found, Tensor)
@@ -94,6 +96,7 @@ def _compute(checkpoint: Path, decoder: nn.Module, trainer: pl.Trainer, data: Co
             with trainer.precision_plugin.forward_context():
                 found = sum_answers(decoder, micro_batch)  # type: ignore[arg-type]  # FSDP changes the class
             table[micro_batch.extra["pairs"]] = found.view(-1, 2)
+            note_progress(trainer)
         free_gathered_parameters(decoder)
     # Each pair is on one rank, and 0 on the others.
     return sum_on_device([table[:-1]], layout.token_process_group).float().view(-1, 2).cpu()

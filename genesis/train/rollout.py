@@ -51,6 +51,7 @@ from genesis.train.reward import Reward
 from genesis_callbacks import AsyncProcessCheckpoint
 from genesis_callbacks.files import replace_file
 from genesis_callbacks.host_group import HostGroup
+from genesis_callbacks.phases import in_phase, note_progress
 from genesis_callbacks.step_parts import timing
 
 _ROW_MULTIPLE = 16
@@ -87,7 +88,7 @@ class Rollouts:
             # After a resume with another batch size some answers may be known. All are written again, so that all ranks
             # have equally many: under sharding they run the same forwards.
             data.groups = {}
-            with timing(self._trainer, "generation"):
+            with timing(self._trainer, "generation"), in_phase(self._trainer, "generate"):
                 self._answer(data.plan_rollout(position), group)
         rows = self._rows_at(data.own_positions(position))
         micro_batches, num_bytes = [], 0
@@ -111,7 +112,7 @@ class Rollouts:
                 # Compiled blocks would be compiled again for nearly every length of a prompt.
                 with torch.compiler.set_stance("force_eager"):
                     rows = self._generate(whole, positions)
-                rewards = [self._score(row) for row in rows]
+                rewards = [self._score(row) for row in self._follow(rows)]
             except UserError as error:
                 failure = error
             del whole
@@ -132,6 +133,12 @@ class Rollouts:
                 old_log_probs[own],
             )
         self._write_samples(positions[: options.num_logged_prompts])
+
+    def _follow(self, rows: Sequence[_Row]) -> Iterator[_Row]:
+        """Yields rows, and notes progress after each: a reward function may take long."""
+        for row in rows:
+            yield row
+            note_progress(self._trainer)
 
     def _generate(self, decoder: Decoder, positions: Sequence[int]) -> list[_Row]:
         """Returns the answers in the order of the positions and of their numbers."""
@@ -159,6 +166,7 @@ class Rollouts:
             tokens = batch.step()
             if not tokens:
                 break
+            note_progress(self._trainer)
             for token in tokens:
                 check_is_number(token)
                 answers[token.request].append(token.id)

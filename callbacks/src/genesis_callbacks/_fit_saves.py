@@ -26,6 +26,7 @@ from .checkpoint.job import Outcome
 from .checkpoint.pipeline import Progress, SavePipeline
 from .checkpoint.save_target import RetentionWarning, SaveTarget, Snapshot
 from .checkpoint.writer_process import WriterProcess
+from .phases import in_phase
 from .run_directory import checkpoint_name
 
 _NUM_RECENT = 8
@@ -170,8 +171,9 @@ class FitSaves:
         if is_dry or self._history.last_step == self._trainer.global_step:
             return
         self._last_begin_seconds = time.monotonic()
-        if self.pipeline is not None and not self._is_busy(self.pipeline, may_be_skipped=may_be_skipped):
-            self._begin(self.pipeline)
+        with in_phase(self._trainer, "save"):
+            if self.pipeline is not None and not self._is_busy(self.pipeline, may_be_skipped=may_be_skipped):
+                self._begin(self.pipeline)
 
     def save_if_best(self, best: BestWatch) -> None:
         """Saves, and marks what it saves, if the validation that just ended is among the best so far. Communicates."""
@@ -243,7 +245,8 @@ class FitSaves:
         """Waits for the save in flight, and for its repetitions. Communicates."""
         # A loop, because settling a torn save begins it again.
         while self.pipeline is not None and self.pipeline.step_in_flight is not None:
-            self._settle(self.pipeline, self.pipeline.finish())
+            with in_phase(self._trainer, "save"):
+                self._settle(self.pipeline, self.pipeline.finish())
 
     def wait_staged(self) -> None:
         """Blocks training until the save in flight no longer reads the live tensors. No communication."""

@@ -10,6 +10,7 @@
     evaluated           a command                      the metrics of an evaluation of a checkpoint
     nonfinite_gradient  rank 0                         a window whose gradient is not finite: module and rank
     failed              rank 0 (a save), every rank    a save (its name is in `checkpoint`), or the fit
+    hang                the first rank that reports    no progress for too long: the rank that is missing
     ended               every rank                     a fit came to its end, or was stopped by a signal
     launched            the supervisor                 the ranks of an attempt were started
     crashed             the supervisor                 an attempt ended before the run did: its class and the rank
@@ -53,6 +54,7 @@ _FitKind = Literal[
     "evaluated",
     "nonfinite_gradient",
     "failed",
+    "hang",
     "ended",
 ]
 _SupervisorKind = Literal["launched", "crashed", "recovered", "stopped", "completed"]

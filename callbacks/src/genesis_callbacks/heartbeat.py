@@ -11,16 +11,17 @@ import socket
 import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from .heartbeats import HeartbeatRecord, Phase, write_heartbeat
+from .heartbeats import HeartbeatRecord, write_heartbeat
+from .phases import Phase, PhaseListener
 from .run_directory import read_run_dir
 from .token_counters import TokenCounters
 
-__all__ = ["Heartbeat", "HeartbeatWarning"]
+__all__ = ["Heartbeat", "HeartbeatWarning", "Progress"]
 
 _LOSS_KEY = "train/loss"
 
@@ -29,12 +30,29 @@ class HeartbeatWarning(UserWarning):
     """A heartbeat could not be written; training continues."""
 
 
-class Heartbeat(Callback):
+class Progress(NamedTuple):
+    """How far the training thread has come, in this process's memory.
+
+    Attributes:
+        phase: What it does.
+        num_moves: Grows with each batch that begins or ends, each phase, and each call of `note_progress`.
+        seconds: When it last grew, by the monotonic clock.
+        has_stepped: Whether a training batch of this fit has ended.
+    """
+
+    phase: Phase
+    num_moves: int
+    seconds: float
+    has_stepped: bool
+
+
+class Heartbeat(Callback, PhaseListener):
     """Writes a heartbeat at the end of a batch, if the last one is old enough, and whenever the phase changes.
 
     Every rank has one. A module may give the loss that it logged last in an attribute `logged_loss: float | None`;
-    otherwise a metric of that name is read if it lies in the host's memory. The heartbeat comes from the training
-    thread, so that a rank that hangs stops writing.
+    otherwise a metric of that name is read if it lies in the host's memory. A data module may give its position in an
+    attribute `data_position: int`. The heartbeat comes from the training thread, so that a rank that hangs stops
+    writing. `genesis_callbacks.phases` names phases of other code.
 
     Args:
         run_dir: The run's directory, the same on all ranks.
@@ -49,7 +67,9 @@ class Heartbeat(Callback):
         self._run_dir = read_run_dir(run_dir)
         self._every_seconds, self._loss_key = every_seconds, loss_key
         self._host = socket.gethostname()
-        self._phase: Phase | None = None
+        self._phases: list[Phase] = []
+        self._progress: Progress | None = None
+        self._trainer: Trainer | None = None
         self._counters: TokenCounters | None = None
         self._clocks: dict[str, int] = {}
         self._created_seconds = time.monotonic()
@@ -58,9 +78,30 @@ class Heartbeat(Callback):
         self._rate_from: tuple[float, int] | None = None
         self._has_warned = False
 
+    @property
+    def run_dir(self) -> Path:
+        """The run's directory."""
+        return self._run_dir
+
+    @property
+    def every_seconds(self) -> float:
+        """The least time between two heartbeats of one phase."""
+        return self._every_seconds
+
+    @property
+    def progress(self) -> Progress | None:
+        """How far the training thread has come; None outside of training. Any thread may read it."""
+        return self._progress
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a heartbeat could not be written, so that a reader takes this rank for one that hangs."""
+        return self._has_warned
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Notes the time. Nothing is written yet: the directory may be another run's."""
-        self._phase, self._clocks, self._rate_from = None, {}, None
+        self._clocks, self._rate_from = {}, None
+        self._forget()
         self._milestones = {"created": self._created_seconds, "setup": time.monotonic()}
         callbacks = vars(trainer)["callbacks"]  # a public attribute without an annotation in Lightning
         self._counters = next((each for each in callbacks if isinstance(each, TokenCounters)), None)
@@ -69,7 +110,12 @@ class Heartbeat(Callback):
         """Writes the first heartbeat: everything is restored, and training begins."""
         self._milestones["train"] = time.monotonic()
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]  # Lightning sets it; such a run leaves nothing behind
-            self._enter("train", trainer, pl_module)
+            self._trainer = trainer
+            self.enter_phase("train")
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Notes that a batch begins; nothing is written."""
+        self._move()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -78,12 +124,12 @@ class Heartbeat(Callback):
         if "first_step" not in self._milestones:
             self._milestones["first_step"] = time.monotonic()
             self._last_seconds = -math.inf
-        self._beat(trainer, pl_module)
+        self.note_progress()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes that a validation within training begins."""
-        if self._phase is not None:
-            self._enter("validate", trainer, pl_module)
+        if self._phases:
+            self.enter_phase("validate")
 
     def on_validation_batch_end(
         self,
@@ -95,47 +141,75 @@ class Heartbeat(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Writes a heartbeat if the last one is old enough."""
-        self._beat(trainer, pl_module)
+        self.note_progress()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes that training continues."""
-        if self._phase is not None:
-            self._enter("train", trainer, pl_module)
+        if self._phases:
+            self.leave_phase()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Writes that the fit has ended."""
-        if self._phase is not None:
-            self._enter("ended", trainer, pl_module)
-            self._phase = None
+        self._end("ended")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Writes that the fit has failed. Lightning does not call `teardown` after this hook."""
-        if self._phase is not None:
-            self._enter("failed", trainer, pl_module)
-            self._phase = None
+        self._end("failed")
 
-    def _enter(self, phase: Phase, trainer: Trainer, module: LightningModule) -> None:
-        self._phase = phase
-        self._write(trainer, module)
+    # ---- phases
 
-    def _beat(self, trainer: Trainer, module: LightningModule) -> None:
-        if self._phase is not None and time.monotonic() - self._last_seconds >= self._every_seconds:
-            self._write(trainer, module)
+    def enter_phase(self, phase: Phase) -> None:
+        """Writes that a phase begins; before training it does nothing."""
+        if self._trainer is not None:
+            self._phases.append(phase)
+            self._move()
+            self._write(self._trainer)
 
-    def _write(self, trainer: Trainer, module: LightningModule) -> None:
-        assert self._phase is not None
+    def leave_phase(self) -> None:
+        """Writes that the phase before the innermost one continues."""
+        if self._trainer is not None and len(self._phases) > 1:
+            self._phases.pop()
+            self._move()
+            self._write(self._trainer)
+
+    def note_progress(self) -> None:
+        """Notes that a part of the work is done, and writes a heartbeat if the last one is old enough."""
+        if self._trainer is not None:
+            self._move()
+            if time.monotonic() - self._last_seconds >= self._every_seconds:
+                self._write(self._trainer)
+
+    def _move(self) -> None:
+        if self._phases:
+            before = self._progress
+            self._progress = Progress(
+                self._phases[-1],
+                1 if before is None else before.num_moves + 1,
+                time.monotonic(),
+                "first_step" in self._milestones,
+            )
+
+    def _end(self, phase: Phase) -> None:
+        if self._phases:
+            self.enter_phase(phase)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._phases, self._progress, self._trainer = [], None, None
+
+    def _write(self, trainer: Trainer) -> None:
         now = self._last_seconds = time.monotonic()
         record = HeartbeatRecord(
             rank=trainer.global_rank,
             world_size=trainer.world_size,
             pid=os.getpid(),
             host=self._host,
-            phase=self._phase,
+            phase=self._phases[-1],
             step=trainer.global_step,
             time_seconds=time.time(),
             monotonic_seconds=now,
-            clocks=self._read_clocks(),
-            loss=self._read_loss(trainer, module),
+            clocks=self._read_clocks() | _read_position(trainer),
+            loss=self._read_loss(trainer),
             tokens_per_second=self._measure_speed(now),
             milestones=dict(self._milestones),
         )
@@ -155,17 +229,22 @@ class Heartbeat(Callback):
             self._clocks = {name: count for name, count in clocks.items() if name != "step"}
         return self._clocks
 
-    def _read_loss(self, trainer: Trainer, module: LightningModule) -> float | None:
-        given = getattr(module, "logged_loss", None)
+    def _read_loss(self, trainer: Trainer) -> float | None:
+        given = getattr(trainer.lightning_module, "logged_loss", None)
         if given is not None:
             return float(given)
         metric = trainer.callback_metrics.get(self._loss_key)
         return float(metric) if isinstance(metric, Tensor) and metric.device.type == "cpu" else None
 
     def _measure_speed(self, now: float) -> float | None:
-        if self._counters is None or self._phase != "train":
+        if self._counters is None or self._phases[-1] != "train":
             self._rate_from = None
             return None
         tokens, before = self._counters.tokens_seen, self._rate_from
         self._rate_from = (now, tokens)
         return None if before is None or now <= before[0] else (tokens - before[1]) / (now - before[0])
+
+
+def _read_position(trainer: Trainer) -> dict[str, int]:
+    position = getattr(vars(trainer).get("datamodule"), "data_position", None)
+    return {"data_position": position} if isinstance(position, int) else {}

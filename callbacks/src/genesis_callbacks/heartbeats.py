@@ -12,20 +12,19 @@ import math
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final
 
 from ._plain_values import read_count, read_entries, read_number
 from .errors import printable
+from .phases import PHASES, Phase
 from .run_directory import RunDirectory
 
 __all__ = ["HeartbeatRecord", "Phase", "read_heartbeats", "write_heartbeat"]
 
-Phase = Literal["train", "validate", "ended", "failed"]
-
-_PHASES: dict[str, Phase] = {phase: phase for phase in get_args(Phase)}
+_PHASES: dict[str, Phase] = {phase: phase for phase in PHASES}
 _FILE_NAME: Final = re.compile(r"rank-(\d{1,7})\.json")
 _MAX_BYTES: Final = 1 << 14
 _MAX_FILES: Final = 1 << 14
@@ -41,9 +40,10 @@ class HeartbeatRecord:
         world_size: Number of ranks.
         pid: Its process.
         host: The name of its machine.
-        phase: "train" from the restore on, "validate", "ended", or "failed" after an exception.
+        phase: "train" from the restore on, or another one of `genesis_callbacks.phases`.
         step: Windows attempted, Lightning's global step.
         clocks: The other exact counts, such as `tokens_seen`. Those that only the device knows so far are older.
+            `data_position` is the position after the last trained batch, if the data module has one.
         loss: The training loss that was last logged; None before.
         tokens_per_second: Over all ranks, since the heartbeat before; None if tokens are not counted.
         time_seconds: Unix time, by the clock of that machine.
@@ -96,8 +96,16 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
         raise OSError(f"only {num_written} of {len(data)} bytes were written to {path}")
 
 
-def read_heartbeats(run_dir: Path | str) -> dict[int, HeartbeatRecord]:
-    """Returns the last heartbeat of each rank, by rank; ranks of earlier attempts are among them."""
+def read_heartbeats(run_dir: Path | str, ranks: Collection[int] | None = None) -> dict[int, HeartbeatRecord]:
+    """Returns the last heartbeat of each rank, by rank; ranks of earlier attempts are among them.
+
+    Args:
+        run_dir: The run's directory.
+        ranks: Read those of these ranks alone; None reads all.
+    """
+    if ranks is not None:
+        named = {rank: _read(RunDirectory(Path(run_dir)).heartbeat_file(rank)) for rank in ranks}
+        return {rank: record for rank, record in named.items() if record is not None}
     directory = RunDirectory(Path(run_dir)).heartbeats
     try:
         with os.scandir(directory) as entries:

@@ -13,6 +13,7 @@
     RUN/heartbeats/rank-N.json          `heartbeat_file`: where each rank stands, rewritten at most once a second
     RUN/memory/                         `memory`: snapshots of memory from when it ran out
     RUN/traces/                         `traces`: profiler traces of chosen steps
+    RUN/hangs/                          `hangs`: the stacks of all ranks from when a run hung
     RUN/.ranks/                         one file for each rank that lives, while there are several
 
 Names in `checkpoints/` are constants, because the engine also works on a directory of checkpoints that lies in no run.
@@ -62,6 +63,7 @@ _STAGING_NAME: Final = re.compile(r"step-\d{8,}\.staging-\w+")
 _HEARTBEATS_NAME: Final = "heartbeats"
 _MEMORY_NAME: Final = "memory"
 _TRACES_NAME: Final = "traces"
+_HANGS_NAME: Final = "hangs"
 _SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 """As a URL begins; a `Path` made of a URL has one slash of the two."""
 
@@ -166,6 +168,11 @@ class RunDirectory:
     def traces(self) -> Path:
         """Holds profiler traces."""
         return self.path / _TRACES_NAME
+
+    @property
+    def hangs(self) -> Path:
+        """Holds the reports of hangs."""
+        return self.path / _HANGS_NAME
 
     def heartbeat_file(self, rank: int) -> Path:
         """Returns where a rank writes its heartbeat."""
