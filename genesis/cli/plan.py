@@ -5,7 +5,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -21,7 +21,7 @@ from genesis.errors import UserError
 from genesis.plan.bill import PHASES
 from genesis.plan.recipe import Recipe, read_content, read_recipe
 from genesis.plan.remedies import Budget
-from genesis.plan.report import Plan, Question, Row, make_plan, to_json
+from genesis.plan.report import Plan, Question, Row, make_plan, own_layout, to_json
 from genesis.plan.speed import ASSUMED_MFU, LINKS, Rate, rate_from_tokens, read_rates
 from genesis_callbacks.device_peaks import PeakType, read_peak_flops
 
@@ -31,6 +31,7 @@ _UNITS: Final = {
     **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgtpe", start=1)},
 }
 _AMOUNT: Final = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_MOST_BYTES: Final = 10**24
 _CONTEXT_BYTES: Final = 600 * 2**20
 """Assumed: a CUDA context with its kernels."""
 _PRODUCTS_BYTES: Final = 2 * 32 * 2**20
@@ -96,7 +97,7 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str
     return own, overrides
 
 
-def read_bytes(text: str, option: str = "--memory") -> int:
+def read_bytes(text: str) -> int:
     """Returns the bytes that a text such as `24GB` or `80GiB` means.
 
     Example:
@@ -104,16 +105,16 @@ def read_bytes(text: str, option: str = "--memory") -> int:
         (24000000000, 1073741824)
 
     Raises:
-        UserError: It is no amount of at least one byte.
+        ArgumentTypeError: It is no amount of at least one byte.
     """
     match = _AMOUNT.fullmatch(text)
     unit = _UNITS.get(match[2].lower() or "b") if match else None
     if match is None or unit is None:
-        raise UserError(f"{option} is {text!r}: write an amount such as 24GB or 80GiB")
-    number = float(match[1])
-    if not math.isfinite(number) or number * unit < 1:
-        raise UserError(f"{option} is {text!r}: it must be at least one byte, such as 24GB")
-    return int(number * unit)
+        raise argparse.ArgumentTypeError(f"{text!r} is no amount: write it as 24GB or 80GiB")
+    number = float(match[1]) * unit
+    if not 1 <= number <= _MOST_BYTES:
+        raise argparse.ArgumentTypeError(f"{text!r} is no possible memory: write at least one byte, such as 24GB")
+    return int(number)
 
 
 def _read_gpus(text: str) -> tuple[int, ...]:
@@ -125,7 +126,7 @@ def _read_gpus(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(numbers))
 
 
-def _read_positive(option: str, *, allows_zero: bool = False) -> "type[float]":
+def _read_number(*, allows_zero: bool = False) -> Callable[[str], float]:
     def read(text: str) -> float:
         try:
             number = float(text)
@@ -133,10 +134,10 @@ def _read_positive(option: str, *, allows_zero: bool = False) -> "type[float]":
             number = math.nan
         if not math.isfinite(number) or number < 0.0 or (number == 0.0 and not allows_zero):
             least = "at least 0" if allows_zero else "above 0"
-            raise UserError(f"--{option} is {text!r}: it must be a number {least}")
+            raise argparse.ArgumentTypeError(f"{text!r} must be a number {least}")
         return number
 
-    return read  # type: ignore[return-value]  # argparse takes any callable
+    return read
 
 
 def _build_parser() -> Parser:
@@ -154,12 +155,12 @@ def _build_parser() -> Parser:
     memory = parser.add_argument_group("memory")
     memory.add_argument(
         "--workspace",
-        type=lambda text: read_bytes(text, "--workspace"),
+        type=read_bytes,
         help="memory beside tensors: driver, kernels, communicators (default: an assumed one, which is printed)",
     )
     memory.add_argument(
         "--margin",
-        type=_read_positive("margin", allows_zero=True),
+        type=_read_number(allows_zero=True),
         default=_MARGIN_SHARE,
         help="share of the peak that fragmentation may take (default %(default)s)",
     )
@@ -167,24 +168,20 @@ def _build_parser() -> Parser:
     speed.add_argument(
         "--rates", type=Path, help="report of `genesis doctor --device`, or record of `genesis bench step`"
     )
-    speed.add_argument(
-        "--tokens_per_second", type=_read_positive("tokens_per_second"), help="measured rate over all devices"
-    )
+    speed.add_argument("--tokens_per_second", type=_read_number(), help="measured rate over all devices")
     speed.add_argument("--device_name", help="the driver's name of the device, such as 'NVIDIA GeForce RTX 4090'")
-    speed.add_argument("--mfu", type=_read_positive("mfu"), help=f"assumed MFU (default {ASSUMED_MFU})")
+    speed.add_argument("--mfu", type=_read_number(), help=f"assumed MFU (default {ASSUMED_MFU})")
     speed.add_argument(
         "--link", default="pcie", help=f"{', '.join(LINKS)}, or GB/s in each direction (default %(default)s)"
     )
     cost = parser.add_argument_group("cost")
-    cost.add_argument("--steps", type=_read_positive("steps"), help="steps of the run (default: the recipe's)")
-    cost.add_argument("--watts", type=_read_positive("watts"), help="power of a device with its share of the host")
-    cost.add_argument("--cost_per_hour", type=_read_positive("cost_per_hour"), help="price of a device")
-    cost.add_argument(
-        "--spot_cost_per_hour", type=_read_positive("spot_cost_per_hour"), help="price of an interruptible device"
-    )
+    cost.add_argument("--steps", type=_read_number(), help="steps of the run (default: the recipe's)")
+    cost.add_argument("--watts", type=_read_number(), help="power of a device with its share of the host")
+    cost.add_argument("--cost_per_hour", type=_read_number(), help="price of a device")
+    cost.add_argument("--spot_cost_per_hour", type=_read_number(), help="price of an interruptible device")
     cost.add_argument(
         *("--interruptions_per_day",),
-        type=_read_positive("interruptions_per_day", allows_zero=True),
+        type=_read_number(allows_zero=True),
         default=0.0,
         help="interruptions of the run at that price",
     )
@@ -193,16 +190,14 @@ def _build_parser() -> Parser:
         ("mirror_lag_seconds", 0.0, "time by which the mirror is behind; 0 if the disk stays"),
     ):
         cost.add_argument(
-            f"--{name}", type=_read_positive(name, allows_zero=True), default=default, help=f"{text} (%(default)s)"
+            f"--{name}", type=_read_number(allows_zero=True), default=default, help=f"{text} (%(default)s)"
         )
     saves = parser.add_argument_group("saves")
-    saves.add_argument("--mtbf_hours", type=_read_positive("mtbf_hours"), help="mean time between failures of the run")
-    saves.add_argument(
-        "--save_seconds", type=_read_positive("save_seconds"), help="time by which a save delays training"
-    )
+    saves.add_argument("--mtbf_hours", type=_read_number(), help="mean time between failures of the run")
+    saves.add_argument("--save_seconds", type=_read_number(), help="time by which a save delays training")
     saves.add_argument(
         "--from_global_batch_size",
-        type=_read_positive("from_global_batch_size"),
+        type=_read_number(),
         help="global batch for which the learning rate was found (default: that of the recipe's files)",
     )
     return parser
@@ -219,11 +214,12 @@ def _build_question(
     if workspace is None:
         workspace = _HOST_BYTES if recipe.workload.is_cpu else _CONTEXT_BYTES + _PRODUCTS_BYTES
         workspace += _COMMUNICATOR_BYTES if max(gpus) > 1 and not recipe.workload.is_cpu else 0
+    link = _read_link(arguments.link)
     return Question(
         gpus=gpus,
         budget=Budget(arguments.memory, workspace, arguments.margin),
-        rate=_find_rate(arguments, recipe, gpus[0]),
-        link_bytes_per_second=_read_link(arguments.link),
+        rate=_find_rate(arguments, recipe, gpus[0], link),
+        link_bytes_per_second=link,
         watts=arguments.watts,
         price_per_hour=arguments.cost_per_hour,
         spot_price_per_hour=arguments.spot_cost_per_hour,
@@ -249,10 +245,11 @@ def _read_link(text: str) -> float:
     return number * 1e9
 
 
-def _find_rate(arguments: argparse.Namespace, recipe: Recipe, num_ranks: int) -> Rate | None:
+def _find_rate(arguments: argparse.Namespace, recipe: Recipe, num_ranks: int, link: float) -> Rate | None:
     """Returns a measured rate if there is one, or the share of a known peak that is assumed, or None."""
     if arguments.tokens_per_second is not None:
-        return rate_from_tokens(recipe.workload, arguments.tokens_per_second, num_ranks)
+        layout = own_layout(recipe.layout, num_ranks)
+        return rate_from_tokens(recipe.workload, layout, arguments.tokens_per_second, link)
     if arguments.rates is not None:
         return read_rates(arguments.rates)
     if arguments.device_name is None:
@@ -277,7 +274,8 @@ def print_plan(plan: Plan, console: Console, where: str) -> None:
     """Prints the plan as tables."""
     recipe, budget = plan.recipe, plan.question.budget
     trained = "" if plan.num_trained == plan.num_parameters else f", {plan.num_trained / 1e6:,.1f}M trained"
-    console.print(f"{escape(where)}: {plan.num_parameters / 1e6:,.0f}M parameters{trained}", highlight=False)
+    digits = 0 if plan.num_parameters >= 10**7 else 2
+    console.print(f"{escape(where)}: {plan.num_parameters / 1e6:,.{digits}f}M parameters{trained}", highlight=False)
     limit = "no --memory given" if budget.memory_bytes is None else f"{_gb(budget.memory_bytes)} a device"
     console.print(
         f"memory: {limit}; beside tensors {_gb(budget.workspace_bytes)} for driver, kernels and communicators, and "
@@ -286,7 +284,7 @@ def print_plan(plan: Plan, console: Console, where: str) -> None:
     )
     if plan.question.rate is not None:
         console.print(f"speed: {escape(plan.question.rate.source)}", highlight=False)
-    for line in (*recipe.assumptions, *(plan.own.timeline.notes if plan.own.timeline else ())):
+    for line in (*recipe.assumptions, *plan.notes):
         console.print(f"assumed: {escape(line)}", highlight=False)
     console.print(_build_bill(plan))
     console.print(_build_strategies(plan))
@@ -301,21 +299,21 @@ def _build_bill(plan: Plan) -> Table:
         f"memory of a rank: {layout.name} on {layout.num_ranks}, recomputed blocks: {layout.activation_checkpointing}"
     )
     table = Table(box=box.SIMPLE, title=title, title_justify="left")
-    table.add_column("GB")
+    totals = {phase: sum(terms.values()) for phase, terms in timeline.peaks.items()}
+    name, unit = ("GB", 10**9) if max(totals.values()) >= 10**9 else ("MB", 10**6)
+    table.add_column(name)
     phases = [phase for phase in PHASES if phase in timeline.peaks]
     for phase in phases:
         table.add_column(f"{phase} *" if phase == timeline.peak_phase else phase, justify="right")
     terms = dict.fromkeys(term for phase in phases for term in timeline.peaks[phase])
     for term in terms:
         cells = [timeline.peaks[phase].get(term, 0) for phase in phases]
-        if max(cells) >= 500_000:
-            table.add_row(term, *(f"{cell / 1e9:,.2f}" if cell else "" for cell in cells))
+        if max(cells) >= unit // 200:
+            table.add_row(term, *(f"{cell / unit:,.2f}" if cell >= unit // 200 else "" for cell in cells))
     table.add_section()
-    totals = [sum(timeline.peaks[phase].values()) for phase in phases]
-    table.add_row("tensors", *(f"{total / 1e9:,.2f}" for total in totals))
-    table.add_row(
-        "with workspaces and margin", *(f"{plan.question.budget.needed(total) / 1e9:,.2f}" for total in totals)
-    )
+    table.add_row("tensors", *(f"{totals[phase] / unit:,.2f}" for phase in phases))
+    needed = (plan.question.budget.needed(totals[phase]) for phase in phases)
+    table.add_row("with workspaces and margin", *(f"{one / unit:,.2f}" for one in needed))
     return table
 
 
@@ -324,10 +322,12 @@ def _build_strategies(plan: Plan) -> Table:
     for name, side in (("devices", "right"), ("strategy", "left"), ("GB", "right"), ("peak in", "left")):
         table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]  # a side
     table.add_column("fits" if plan.question.budget.memory_bytes is not None else "")
-    table.add_column("tokens/s", justify="right")
+    if plan.question.rate is not None:
+        table.add_column("tokens/s", justify="right")
     table.add_column("what makes it fit: the quickest changes", overflow="fold")
     for row in plan.rows:
-        table.add_row(*_describe_row(row, has_limit=plan.question.budget.memory_bytes is not None))
+        *cells, step, advice = _describe_row(row, has_limit=plan.question.budget.memory_bytes is not None)
+        table.add_row(*cells, *([] if plan.question.rate is None else [step]), advice)
     return table
 
 
@@ -363,7 +363,8 @@ def _list_facts(plan: Plan) -> list[tuple[str, str]]:
     facts = [("tokens per update", f"{workload.tokens_per_step:,} ({count:,} micro-batches a rank)")]
     if plan.num_steps is not None:
         tokens = plan.num_steps * workload.tokens_per_step
-        facts.append(("steps", f"{plan.num_steps:,}, {tokens / 1e9:,.2f} billion tokens"))
+        amount = f"{tokens / 1e9:,.2f} billion" if tokens >= 10**9 else f"{tokens / 1e6:,.2f} million"
+        facts.append(("steps", f"{plan.num_steps:,}, {amount} tokens"))
     facts += _list_costs(plan)
     facts += _list_saves(plan)
     host = plan.host
@@ -384,14 +385,10 @@ def _list_facts(plan: Plan) -> list[tuple[str, str]]:
         facts.append(("AdamW's learning rate", f"{text}, arXiv:2205.10287; {betas}, eps {proposal.eps:.3g})"))
         if workload.optimizer == "muon":
             facts.append(("Muon's learning rate", "no such rule is known for Muon: measure it"))
-    bill = plan.textbook
-    facts.append(
-        (
-            "textbook state",
-            f"{_gb(bill.without_master_weights)} with 16-bit weights and gradients, "
-            f"{_gb(bill.with_master_weights)} with master weights, over all ranks",
-        )
-    )
+    if plan.num_trained == plan.num_parameters:
+        least, most = _gb(plan.textbook.without_master_weights), _gb(plan.textbook.with_master_weights)
+        text = f"{least} with 16-bit weights and gradients, {most} with master weights, over all ranks"
+        facts.append(("textbook state", text))
     return facts
 
 

@@ -15,6 +15,7 @@ from genesis.plan.layout import FLOAT32_BYTES, HALF_BYTES, OBJECTIVES, PRECISION
 from genesis.precision import FULL, MIXED
 
 _CPU: Final = "cpu"
+_MOST_LAYERS: Final = 4096
 _DTYPES: Final = {"float32": FLOAT32_BYTES, "bfloat16": HALF_BYTES}
 
 
@@ -158,6 +159,10 @@ def read_recipe(
     assumptions: list[str] = []
     decoder_content = read.get("model.decoder")
     decoder = build_decoder_config(decoder_content, where=f"{where}: model.decoder")
+    if decoder.num_layers > _MOST_LAYERS:
+        raise UserError(
+            f"{where}: model.decoder: num_layers is {decoder.num_layers}: it must be at most {_MOST_LAYERS}"
+        )
     adapter = read_adapter_config(content, where)
     is_cpu = read.get("trainer.accelerator", "auto") == _CPU
     precision = _read_precision(read, assumptions, is_cpu=is_cpu)
@@ -174,16 +179,22 @@ def read_recipe(
     seq_len = read.count("data.seq_len", decoder.max_seq_len)
     micro_batch_size = read.count("data.micro_batch_size", 1)
     layout = _read_layout(read, num_ranks or _read_devices(read, assumptions))
-    group = layout.num_ranks * micro_batch_size
+    global_batch_size = read.count("data.global_batch_size", layout.num_ranks * micro_batch_size)
+    if objective == "GSPO":
+        answers = read.count("data.prompts.group_size", 8)
+        global_batch_size *= answers
+        assumptions.append(
+            f"a step trains {answers} answers to each prompt; the cache of the answers' generation is not counted"
+        )
     workload = Workload(
         decoder=decoder,
         adapter=adapter,
         base_bytes=base_bytes,
-        optimizer=str(read.get("model.optimizer.name", "adamw")),
+        optimizer=_read_optimizer(read),
         objective=objective,
         seq_len=seq_len,
         micro_batch_size=micro_batch_size,
-        global_batch_size=read.count("data.global_batch_size", group),
+        global_batch_size=global_batch_size,
         precision=precision,
         is_cpu=is_cpu,
         teacher=_read_teacher(read, objective, assumptions),
@@ -192,7 +203,6 @@ def read_recipe(
         raise UserError(
             f"data.seq_len is {seq_len}, longer than model.decoder.max_seq_len {decoder.max_seq_len}: lower seq_len"
         )
-    betas = read.get("model.optimizer.betas", [0.9, 0.95])
     return Recipe(
         workload=workload,
         layout=layout,
@@ -206,9 +216,9 @@ def read_recipe(
         run_dir=str(read.get("run_dir", "runs/default")),
         corpus=read.get("data.corpus") if isinstance(read.get("data.corpus"), str) else None,
         packing=str(read.get("data.packing", "chunk")),
-        prefetch_windows=int(read.get("data.prefetch_windows", 2)),
+        prefetch_windows=read.count("data.prefetch_windows", 2, least=0),
         lr=read.number("model.optimizer.lr", 3e-4),
-        betas=(float(betas[0]), float(betas[1])) if isinstance(betas, list) and len(betas) > 1 else (0.9, 0.95),
+        betas=_read_betas(read),
         eps=read.number("model.optimizer.eps", 1e-8),
         assumptions=tuple(assumptions),
     )
@@ -228,10 +238,10 @@ class _Reader:
             value = value.get(key)
         return default if value is None else value
 
-    def count(self, name: str, default: int) -> int:
+    def count(self, name: str, default: int, least: int = 1) -> int:
         value = self.get(name, default)
-        if type(value) is not int or value < 1:
-            raise UserError(f"{self._where}: {name} is {value!r}: it must be a whole number of at least 1")
+        if type(value) is not int or value < least:
+            raise UserError(f"{self._where}: {name} is {value!r}: it must be a whole number of at least {least}")
         return value
 
     def optional_count(self, name: str) -> int | None:
@@ -244,6 +254,22 @@ class _Reader:
             return float(value)
         except (TypeError, ValueError):
             raise UserError(f"{self._where}: {name} is {value!r}: it must be a number") from None
+
+
+def _read_betas(read: _Reader) -> tuple[float, float]:
+    betas = read.get("model.optimizer.betas", [0.9, 0.95])
+    try:
+        first, second = (float(beta) for beta in betas)
+    except (TypeError, ValueError):
+        raise UserError(f"model.optimizer.betas is {betas!r}: it must be two numbers, such as [0.9, 0.95]") from None
+    return first, second
+
+
+def _read_optimizer(read: _Reader) -> str:
+    name = read.get("model.optimizer.name", "adamw")
+    if name not in ("adamw", "muon"):
+        raise UserError(f"model.optimizer.name is {name!r}: it must be adamw or muon")
+    return str(name)
 
 
 def _class_name(value: Any) -> str | None:
@@ -310,8 +336,8 @@ def _read_layout(read: _Reader, num_ranks: int) -> Layout:
         shard,
         ranks_per_shard_group=group,
         cpu_offload=options.get("cpu_offload") is True,
-        blocks_per_unit=int(options.get("blocks_per_unit", 1)),
-        max_gathers_in_flight=int(options.get("max_gathers_in_flight", 2)),
+        blocks_per_unit=read.count("trainer.strategy.init_args.blocks_per_unit", 1),
+        max_gathers_in_flight=read.count("trainer.strategy.init_args.max_gathers_in_flight", 2),
         gather_bytes=None if gather is None else _DTYPES.get(gather, FLOAT32_BYTES),
         reduce_bytes=_DTYPES.get(options.get("reduce_dtype", "float32"), FLOAT32_BYTES),
         reduces_each=options.get("gradient_reduction") == "micro_batch",

@@ -1,6 +1,6 @@
 """Puts the answers of a plan together, as one value that can be printed or written as JSON."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +20,8 @@ from genesis.plan.timeline import Timeline, play_step
 
 UNKNOWN_RATE: Final = Rate(1e14, "unknown", is_assumed=True)
 """The order of remedies needs some rate; no time is printed for it."""
+KEEP_SPARE: Final = 1.2
+"""Free memory for each gathered byte that `Sharded(keep_gathered="auto")` demands."""
 _COPY_BYTES_PER_SECOND: Final = 5e9
 """Assumed rate at which a save copies a rank's tensors to the host while training waits."""
 
@@ -108,6 +110,7 @@ class Plan:
         spot: Interruptible machines; None without prices.
         packings: The packings of the corpus, if it is here.
         proposal: AdamW's options, if the global batch has changed.
+        notes: What the bill assumes.
     """
 
     recipe: Recipe
@@ -127,6 +130,7 @@ class Plan:
     spot: SpotComparison | None
     packings: tuple[PackingShare, ...]
     proposal: RateProposal | None
+    notes: tuple[str, ...]
 
 
 def make_plan(recipe: Recipe, question: Question, corpora: Sequence[Path] = ()) -> Plan:
@@ -184,6 +188,7 @@ def make_plan(recipe: Recipe, question: Question, corpora: Sequence[Path] = ()) 
         spot=_compare_spot(recipe, question, own, cost),
         packings=tuple(share for corpus in corpora for share in read_packings(corpus)),
         proposal=proposal,
+        notes=tuple(_list_notes(workload, own, question.budget)),
     )
 
 
@@ -191,14 +196,14 @@ def _list_rows(recipe: Recipe, question: Question) -> list[Layout]:
     layouts: list[Layout] = []
     for number, num_ranks in enumerate(question.gpus):
         several = list_layouts(recipe.layout, num_ranks)
-        own = _own_layout(recipe.layout, num_ranks)
+        own = own_layout(recipe.layout, num_ranks)
         if number == 0 and own not in several:
             several.insert(0, own)
         layouts += several
     return layouts
 
 
-def _own_layout(own: Layout, num_ranks: int) -> Layout:
+def own_layout(own: Layout, num_ranks: int) -> Layout:
     """Returns the recipe's layout on so many devices."""
     if own.num_ranks == num_ranks:
         return own
@@ -210,7 +215,7 @@ def _own_layout(own: Layout, num_ranks: int) -> Layout:
 
 
 def _answer_row(workload: Workload, layout: Layout, own: Layout, question: Question) -> Row:
-    is_own = layout == _own_layout(own, question.gpus[0])
+    is_own = layout == own_layout(own, question.gpus[0])
     try:
         timeline = play_step(workload, layout)
     except UserError as error:
@@ -223,6 +228,21 @@ def _answer_row(workload: Workload, layout: Layout, own: Layout, question: Quest
     needed = budget.needed(timeline.peak_bytes)
     shown = None if question.rate is None else step
     return Row(layout, is_own, timeline, needed, fits, shown, tuple(remedies), None)
+
+
+def _list_notes(workload: Workload, own: Row, budget: Budget) -> Iterator[str]:
+    assert own.timeline is not None
+    yield from own.timeline.notes
+    layout, whole = own.layout, own.timeline.gathered_whole_bytes
+    if layout.has_compiled_blocks:
+        yield "compiled blocks are counted as eager ones, which keep no less"
+    several = workload.num_micro_batches(layout.num_ranks) > 1 and layout.num_ranks > 1
+    if layout.is_sharded and several and not (layout.keeps_gathered or workload.is_cpu) and budget.memory_bytes:
+        has_room = own.needed_bytes + round(KEEP_SPARE * whole) <= budget.memory_bytes
+        verb = "will" if has_room else "will not"
+        yield f"keep_gathered auto {verb} keep {whole / 1e9:,.2f} GB of parameters gathered between micro-batches"
+    if workload.objective == "DPO":
+        yield "the reference of preferences is a forward without adapters, or stored: no second model is in memory"
 
 
 def _compare_spot(recipe: Recipe, question: Question, own: Row, cost: Cost | None) -> SpotComparison | None:
@@ -246,7 +266,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "schema_version": 1,
         "what": "genesis plan",
         "assumptions": list(recipe.assumptions),
-        "notes": list(plan.own.timeline.notes if plan.own.timeline else ()),
+        "notes": list(plan.notes),
         "model": {
             "num_parameters": plan.num_parameters,
             "num_trained": plan.num_trained,

@@ -1,6 +1,6 @@
 """The embedding, the blocks and the head of a decoder, each with the courses of its forward and backward."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from genesis.loss import CHUNK_LOGITS_BYTES_CPU, CHUNK_LOGITS_BYTES_GPU, MIN_CHUNK_TOKENS
@@ -27,7 +27,8 @@ class Section:
         gradient_bytes: Bytes of the gradients of its weights.
         input_bytes: Bytes of its input.
         cached_casts: Bytes of the copies of its weights that autocast keeps.
-        weight_gradient_bytes: Bytes of the gradient of the output weight that the loss computes in its forward.
+        weight_gradient_bytes: Bytes of the gradient of the output weight, which the timeline holds.
+        has_late_gradient: Whether the backward computes that gradient, not the forward.
     """
 
     forward: Course
@@ -39,6 +40,7 @@ class Section:
     input_bytes: int
     cached_casts: int
     weight_gradient_bytes: int = 0
+    has_late_gradient: bool = False
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,6 @@ def _record_head(decoder: Decoder, workload: Workload, setting: Setting, stream:
         )
         return _finish(tape, entering, own if weight.is_trained else 0)
     # Objectives of single tokens, and of a teacher's probabilities, compute the logits again in the backward.
-    weights = [weight._replace(product_bytes=FLOAT32_BYTES)]
     besides = 2 * probabilities if workload.objective == "Distillation" else 0
     tape.apply(
         (hidden,),
@@ -188,10 +189,10 @@ def _record_head(decoder: Decoder, workload: Workload, setting: Setting, stream:
         FLOAT32_BYTES,
         saved=(hidden,),
         forward_bytes=copies + in_softmax + besides,
-        backward_bytes=working + besides,
-        weights=weights,
+        backward_bytes=working + besides + (wide if weight.is_trained else 0),
     )
-    return _finish(tape, entering)
+    late = vocab_size * dim * weight.element_bytes if weight.is_trained else 0
+    return replace(_finish(tape, entering, late), has_late_gradient=True)
 
 
 def _count_chunk_tokens(setting: Setting, vocab_size: int) -> int:

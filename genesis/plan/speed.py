@@ -29,6 +29,12 @@ _ADAM_BYTES: Final = 28
 """Bytes that AdamW reads and writes for each parameter in float32: weight, gradient and two moments."""
 
 
+_UNLIMITED: Final = 1e30
+_MOST_EXPOSED: Final = 100.0
+"""A measured step may have been so many times as long as its products."""
+_HALVINGS: Final = 40
+
+
 @dataclass(frozen=True)
 class Rate:
     """The rate at which one device trains.
@@ -117,13 +123,29 @@ def time_step(workload: Workload, layout: Layout, rate: Rate, link_bytes_per_sec
     return StepTime(seconds, compute, exposed, workload.tokens_per_step / seconds)
 
 
-def rate_from_tokens(workload: Workload, tokens_per_second: float, num_ranks: int) -> Rate:
-    """Returns the rate behind a measured number of tokens per second over all ranks."""
-    return Rate(
-        tokens_per_second * flops_per_token(workload) / num_ranks,
-        f"{tokens_per_second:,.0f} tokens/s, as given",
-        is_assumed=False,
-    )
+def rate_from_tokens(
+    workload: Workload, layout: Layout, tokens_per_second: float, link_bytes_per_second: float
+) -> Rate:
+    """Returns the rate with which this layout has a measured number of tokens per second over all ranks.
+
+    If communication alone would take longer than was measured, the link is quicker than given, and the products are
+    taken to have all of the time.
+    """
+    source = f"{tokens_per_second:,.0f} tokens/s, as given"
+    seconds = workload.tokens_per_step / tokens_per_second
+    whole = Rate(1e15, source, is_assumed=False)
+    unlimited = time_step(workload, layout, whole, _UNLIMITED).compute_seconds * whole.flops_per_second
+    slow, quick = unlimited / seconds, unlimited / seconds * _MOST_EXPOSED
+    if time_step(workload, layout, replace(whole, flops_per_second=quick), link_bytes_per_second).seconds > seconds:
+        return replace(whole, flops_per_second=slow)
+    for _ in range(_HALVINGS):  # the time falls with the rate
+        middle = (slow + quick) / 2.0
+        rate = replace(whole, flops_per_second=middle)
+        if time_step(workload, layout, rate, link_bytes_per_second).seconds > seconds:
+            slow = middle
+        else:
+            quick = middle
+    return replace(whole, flops_per_second=quick)
 
 
 def read_rates(path: Path) -> Rate:

@@ -292,12 +292,15 @@ class _Player:
 
     def _forward_head(self, *, is_first: bool) -> None:
         head = self.sections.head
-        self.bill.change(LOSS, head.weight_gradient_bytes)
+        if not head.has_late_gradient:
+            self.bill.change(LOSS, head.weight_gradient_bytes)
         self._forward(head, is_first=is_first)
 
     def _backward_head(self, term: str, *, is_added: bool) -> None:
         head = self.sections.head
         self._backward(head, term, is_added=is_added)
+        if head.has_late_gradient:
+            self.bill.change(LOSS, head.weight_gradient_bytes)
         if head.weight_gradient_bytes and not self.workload.decoder.has_tied_embeddings:
             self.bill.change(LOSS, -head.weight_gradient_bytes)
             if not is_added:

@@ -1,0 +1,235 @@
+"""What a plan answers beside the bill: known figures, remedies, costs, intervals, rates."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from genesis.data.packing import PackingFigures
+from genesis.errors import UserError
+from genesis.model.recipe import read_decoder_config
+from genesis.plan.checkpoints import count_checkpoints, find_interval
+from genesis.plan.cost import Interruptions, compare_spot, count_cost
+from genesis.plan.layout import Layout, Workload
+from genesis.plan.learning_rate import scale_rate
+from genesis.plan.padding import read_packings
+from genesis.plan.recipe import Recipe, SaveOptions, read_content, read_recipe
+from genesis.plan.remedies import Budget, find_remedies, list_layouts
+from genesis.plan.speed import LINKS, Rate, rate_from_tokens, read_rates, time_step
+from genesis.plan.state import TextbookBill, build_model, count_state
+from genesis.plan.timeline import play_step
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+GB = 10**9
+RATE = Rate(60e12, "a test", is_assumed=True)
+
+
+def read(name: str, *overrides: tuple[str, str], num_ranks: int | None = None) -> Recipe:
+    path = CONFIGS / f"{name}.yaml"
+    return read_recipe(read_content([path], overrides), str(path), num_ranks=num_ranks)
+
+
+def test_seven_billion_parameters_take_84_gb_and_112_with_master_weights() -> None:
+    bill = TextbookBill(7 * GB)
+    assert (bill.without_master_weights, bill.with_master_weights) == (84 * GB, 112 * GB)
+
+
+def test_float32_weights_gradients_and_moments_take_sixteen_bytes_a_parameter() -> None:
+    recipe = read("genesis-1b", num_ranks=1)
+    model = build_model(recipe.workload)
+    num_parameters = sum(parameter.num_elements for parameter in model.parameters)
+    state = count_state(model, recipe.workload, Layout())
+    assert state.total == pytest.approx(TextbookBill(num_parameters).with_master_weights, rel=1e-4)
+
+
+def test_one_billion_sharded_over_two_cards_fits_into_what_its_authors_report() -> None:
+    """They report about 21 GB on each of two cards of 24 GB; docs/how-to/plan.md explains the difference."""
+    recipe = read("genesis-1b", num_ranks=2)
+    whole = replace(recipe.layout, activation_checkpointing="none")
+    peaks = [play_step(recipe.workload, layout).peak_bytes / GB for layout in (recipe.layout, whole)]
+    assert peaks[0] == pytest.approx(11.9, abs=0.1)
+    assert peaks[1] == pytest.approx(15.0, abs=0.1)
+    assert max(peaks) < 21
+
+
+def test_a_sharded_state_is_a_share_of_the_whole() -> None:
+    workload = read("genesis-1b", num_ranks=4).workload
+    model = build_model(workload)
+    whole, share = (count_state(model, workload, layout) for layout in (Layout(), Layout("full", 4, 4)))
+    assert share.total == pytest.approx(whole.total / 4, rel=1e-3)
+    spread = count_state(model, workload, Layout("zero1", 4))
+    assert spread.weights == whole.weights
+    assert whole.optimizer / 4 <= spread.optimizer < whole.optimizer / 3.5
+
+
+def test_the_remedies_fit_are_minimal_and_the_quickest_comes_first() -> None:
+    workload, budget = read("genesis-1b", num_ranks=1).workload, Budget(24 * GB, GB, 0.05)
+    remedies = find_remedies(workload, Layout(), budget, RATE, LINKS["pcie"])
+    assert remedies[0].changes == ("activation_checkpointing 2",)
+    assert [remedy.slowdown for remedy in remedies] == sorted(remedy.slowdown for remedy in remedies)
+    for remedy in remedies:
+        assert budget.needed(play_step(remedy.workload, remedy.layout).peak_bytes) == remedy.needed_bytes <= 24 * GB
+        assert len(remedy.changes) == 1, "one change is enough, so that no set of two is minimal"
+
+
+def test_adapters_come_last_because_they_learn_something_else() -> None:
+    workload = read("finetune/qwen3-8b-full-8-cards", num_ranks=1).workload
+    remedies = find_remedies(workload, Layout(), Budget(24 * GB, GB, 0.05), RATE, LINKS["pcie"])
+    assert remedies
+    assert [remedy.changes_result for remedy in remedies] == sorted(remedy.changes_result for remedy in remedies)
+    assert any("model.adapter.rank 16" in change for change in remedies[-1].changes)
+
+
+def test_nothing_makes_a_model_fit_into_a_megabyte() -> None:
+    workload = read("genesis-1b", num_ranks=1).workload
+    assert find_remedies(workload, Layout(), Budget(10**6, 0, 0.0), RATE, LINKS["pcie"]) == []
+
+
+def test_every_strategy_is_listed_for_several_devices_and_one_for_one() -> None:
+    own = Layout("full", 2, 2)
+    assert [layout.name for layout in list_layouts(own, 1)] == ["one device", "full, offload"]
+    names = ["replicated", "zero1", "full", "grad_op", "full, offload"]
+    assert [layout.name for layout in list_layouts(own, 2)] == names
+    hybrid = Layout("hybrid", 4, 2)
+    assert "hybrid" in [layout.name for layout in list_layouts(hybrid, 4)]
+
+
+def test_recomputation_costs_a_third_of_the_blocks_and_a_slow_link_costs_more() -> None:
+    recipe = read("genesis-1b", num_ranks=2)
+    plain = replace(recipe.layout, activation_checkpointing="none")
+    quick, slow = (time_step(recipe.workload, layout, RATE, 1e12).seconds for layout in (plain, recipe.layout))
+    assert 1.2 < slow / quick < 1.34
+    over_wire = time_step(recipe.workload, recipe.layout, RATE, 1e9)
+    assert over_wire.exposed_seconds > 0.0
+    assert over_wire.seconds > slow
+
+
+def test_a_measured_rate_gives_its_own_tokens_back() -> None:
+    recipe = read("genesis-1b", num_ranks=2)
+    for link in (1e15, 12e9, 4e9):
+        rate = rate_from_tokens(recipe.workload, recipe.layout, 6400.0, link)
+        assert time_step(recipe.workload, recipe.layout, rate, link).tokens_per_second == pytest.approx(6400.0)
+    slower = rate_from_tokens(recipe.workload, recipe.layout, 6400.0, 1e6)
+    assert time_step(recipe.workload, recipe.layout, slower, 1e15).tokens_per_second == pytest.approx(6400.0)
+
+
+def test_rates_are_read_from_the_doctor_and_from_bench_step(tmp_path: Path) -> None:
+    record = CONFIGS.parent / "benchmarks" / "records" / "step-9m-cpu.json"
+    content = json.loads(record.read_text(encoding="utf-8"))
+    tokens = content["contenders"]["genesis"]["tokens_per_second"]
+    assert read_rates(record).flops_per_second == pytest.approx(tokens * content["workload"]["flops_per_token"])
+    report = {
+        "what": "genesis doctor --device",
+        "parts": [
+            {"name": "devices", "figures": [{"name": "cuda 0: dense peak in bfloat16", "value": "989.5 TFLOP/s"}]},
+            {"name": "speed", "figures": [{"name": "MFU", "value": 0.5, "unit": ""}]},
+        ],
+    }  # fmt: skip
+    path = tmp_path / "doctor.json"
+    path.write_text(json.dumps(report), encoding="utf-8")
+    assert read_rates(path).flops_per_second == pytest.approx(0.5 * 989.5e12)
+    for content in ({}, [], {"parts": 3}, {"contenders": {"genesis": {}}}, {**report, "parts": report["parts"][:1]}):
+        path.write_text(json.dumps(content), encoding="utf-8")
+        with pytest.raises(UserError, match="has no rate"):
+            read_rates(path)
+
+
+def test_spot_is_cheaper_until_interruptions_eat_the_difference() -> None:
+    def compare(per_day: float) -> bool:
+        interruptions = Interruptions(per_day, interval_seconds=1200, mirror_lag_seconds=60, restart_seconds=240)
+        assert interruptions.lost_seconds == 900
+        return compare_spot(10 * 86_400, 2, 0.7, 1.0, interruptions).is_spot_cheaper
+
+    assert compare(0)
+    assert compare(28)
+    assert not compare(29)
+    never = compare_spot(86_400, 1, 0.1, 1.0, Interruptions(200, 1200, 60, 240))
+    assert (never.hours, never.spot_money, never.is_spot_cheaper) == (None, None, False)
+
+
+def test_energy_and_money_are_those_of_all_devices() -> None:
+    cost = count_cost(7200.0, 4, watts=500.0, price_per_hour=2.0)
+    assert (cost.hours, cost.kilowatt_hours, cost.money) == (2.0, 4.0, 16.0)
+
+
+def test_the_best_interval_loses_less_than_shorter_and_longer_ones() -> None:
+    save, failure = 30.0, 4 * 3600.0
+    found = find_interval(save, failure)
+    assert found.young_seconds == pytest.approx((2 * save * failure) ** 0.5)
+    assert found.daly_seconds == pytest.approx(found.young_seconds - save, rel=0.05)
+
+    def lose(interval: float) -> float:
+        return save / (interval + save) + (interval + save) / (2 * failure)
+
+    assert lose(found.daly_seconds) < min(lose(found.daly_seconds / 2), lose(found.daly_seconds * 2))
+    assert find_interval(100.0, 10.0).daly_seconds == 10.0
+
+
+def test_a_checkpoint_has_weights_and_moments_once_and_retention_bounds_the_disk() -> None:
+    recipe = read("genesis-1b", num_ranks=2)
+    model = build_model(recipe.workload)
+    bill = count_checkpoints(model, recipe.workload, recipe.saves, recipe.num_steps)
+    state = count_state(model, recipe.workload, Layout(), rounded_to=1)
+    assert bill.checkpoint_bytes == pytest.approx(state.weights + state.optimizer, rel=1e-6)
+    assert (bill.num_kept, bill.disk_bytes) == (4, 4 * bill.checkpoint_bytes)
+    kept = replace(recipe.saves, keep_every_n_steps=5000)
+    assert count_checkpoints(model, recipe.workload, kept, 20_000).num_kept == 3 + 4 + 1
+    every = SaveOptions(every_n_steps=100, keep_last=None, keep_every_n_steps=None, has_optimizer=False)
+    unknown = count_checkpoints(model, recipe.workload, every, None)
+    assert (unknown.num_kept, unknown.disk_bytes) == (None, None)
+    assert unknown.checkpoint_bytes == pytest.approx(state.weights, rel=1e-6)
+
+
+def test_adapters_are_saved_without_their_base() -> None:
+    recipe = read("finetune/qwen3-8b-lora")
+    bill = count_checkpoints(build_model(recipe.workload), recipe.workload, recipe.saves, recipe.num_steps)
+    assert bill.checkpoint_bytes < GB < bill.base_bytes == pytest.approx(16.4 * GB, rel=0.01)
+
+
+def test_the_learning_rate_grows_by_the_root_of_the_batch() -> None:
+    found = scale_rate(3e-4, (0.9, 0.95), 1e-8, old_batch=128, new_batch=512)
+    assert found.lr == pytest.approx(6e-4)
+    assert found.betas == pytest.approx((0.6, 0.8))
+    assert found.eps == pytest.approx(5e-9)
+    assert scale_rate(3e-4, (0.9, 0.95), 1e-8, old_batch=1, new_batch=64).betas is None
+
+
+def test_the_packings_of_a_corpus_give_the_share_of_padding(tmp_path: Path) -> None:
+    figures = PackingFigures(num_sequences=10, num_valid_tokens=800)
+    folder = tmp_path / "packing" / "pad-100"
+    folder.mkdir(parents=True)
+    plan = {"packing": "pad", "seq_len": 100, "sources": {"a": {"figures": figures.__dict__}}}
+    (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
+    (tmp_path / "packing" / "broken").mkdir()
+    (tmp_path / "packing" / "broken" / "plan.json").write_text("{", encoding="utf-8")
+    (share,) = read_packings(tmp_path)
+    assert (share.packing, share.num_sequences, share.valid_share) == ("pad", 10, 0.8)
+    assert read_packings(tmp_path / "none") == []
+
+
+def test_options_of_fit_change_the_recipe() -> None:
+    changes = (
+        ("data.micro_batch_size", "4"),
+        ("trainer.strategy.init_args.shard", "grad_op"),
+        ("model.decoder.num_layers", "10"),
+        ("trainer.precision", "32"),
+    )
+    found = read("genesis-1b", *changes, num_ranks=2)
+    assert (found.workload.micro_batch_size, found.layout.strategy) == (4, "grad_op")
+    assert (found.workload.decoder.num_layers, found.workload.precision) == (10, "32-true")
+    other = read("genesis-1b", ("trainer.strategy", "genesis.strategies.Replicated"), num_ranks=2)
+    assert other.layout.strategy == "replicated"
+
+
+def test_a_later_file_replaces_a_strategy_with_its_options(tmp_path: Path) -> None:
+    paths = [CONFIGS / "genesis-1b.yaml", CONFIGS / "strategies" / "zero1.yaml"]
+    recipe = read_recipe(read_content(paths, ()), "both", num_ranks=2)
+    assert (recipe.layout.strategy, recipe.layout.activation_checkpointing) == ("zero1", "none")
+
+
+def test_a_file_of_a_decoder_alone_is_a_recipe() -> None:
+    recipe = read("model/qwen3-8b")
+    assert recipe.workload == Workload(
+        read_decoder_config(CONFIGS / "model" / "qwen3-8b.yaml"), seq_len=40_960, precision="32-true"
+    )
