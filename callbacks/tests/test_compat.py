@@ -7,6 +7,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
@@ -23,6 +24,7 @@ from genesis_callbacks._compat import (
     listen_to_backward,
     loader_generators,
     local_chunks,
+    log_step_values,
     offset_in_file,
     read_fetch_generators,
     read_loader_states,
@@ -118,6 +120,39 @@ def test_a_fits_end_is_heard_of_before_the_hooks_and_given_back():
 def test_a_trainer_without_loaders_has_no_states_of_loaders():
     trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
     assert (read_loader_states(trainer), loader_generators(trainer), read_fetch_generators(trainer)) == ([], [], None)
+
+
+@pytest.mark.filterwarnings("ignore:The '.*' does not have many workers")
+@pytest.mark.filterwarnings("ignore:The number of training batches")
+def test_values_that_are_logged_again_are_what_lightning_logs(tmp_path):
+    class Rows(Logger):
+        name, version = "rows", 0
+
+        def __init__(self):
+            super().__init__()
+            self.rows = []
+
+        def log_hyperparams(self, *_):
+            pass
+
+        def log_metrics(self, metrics, step):
+            self.rows.append((step, {key: value for key, value in metrics.items() if key != "epoch"}))
+
+    class Log(Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            step = trainer.global_step
+            values = {"a": torch.tensor(step + 0.1, dtype=torch.float64)}
+            if step != 2:
+                values["b"] = torch.tensor(2**24 + step, dtype=torch.float64)
+            log_step_values(pl_module, values)
+
+    rows = Rows()
+    options = {"enable_checkpointing": False, "enable_progress_bar": False, "limit_val_batches": 0}
+    trainer = Trainer(max_steps=3, accelerator="cpu", callbacks=[Log()], logger=rows, log_every_n_steps=1, **options)
+    trainer.fit(BoringModel(), DataLoader(RandomDataset(32, 4)))
+    assert [row["a"] for _, row in rows.rows] == [1.1, 2.1, 3.1]
+    assert [rows.rows[index][1]["b"] for index in (0, 2)] == [2**24 + 1, 2**24 + 3]
+    assert trainer.callback_metrics["a"] == 3.1
 
 
 @pytest.mark.filterwarnings("ignore:The '.*' does not have many workers")

@@ -156,6 +156,9 @@ COMMANDS = (
     ),
     Command("bench recovery", "measure the time from a killed rank to the next step", "genesis.bench.recovery:main"),
     Command("bench session", "measure all that a borrowed GPU should answer, in minutes", "genesis.bench.session:main"),
+    Command(
+        "bench telemetry", "measure what each telemetry callback costs a training step", "genesis.bench.telemetry:main"
+    ),
     Command("bench versions", "compare this version's speed with another checkout's", "genesis.bench.versions:main"),
     Command("completion", "print a completion script for bash or zsh", "genesis.cli.completion:main"),
 )

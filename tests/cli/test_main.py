@@ -42,6 +42,7 @@ OPTIONS = {
     "bench experts": ("--experts", "--ranks", "--mixtral", "--out"),
     "bench evaluate": ("--questions", "--pairs", "--out"),
     "bench finetune": ("--kinds", "--pairs", "--out"),
+    "bench telemetry": ("--rounds", "--steps", "--small", "--out"),
     "completion": ("bash", "zsh"),
 }
 TRAIN = {"fit", "validate", "bench step"}

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 import lightning.pytorch as pl
 import torch
 
+from ._compat import log_step_values
+
 
 def is_log_step(trainer: pl.Trainer) -> bool:
     """Returns whether Lightning logs at the end of the current batch."""
@@ -15,5 +17,4 @@ def is_log_step(trainer: pl.Trainer) -> bool:
 def log_exact(pl_module: pl.LightningModule, values: Mapping[str, float]) -> None:
     """Logs values of one step in float64. It neither communicates nor waits for the device."""
     # Lightning would make a number a float32 on the device: inexact from 2**24 on, and a wait for the device.
-    exact = {key: torch.tensor(value, dtype=torch.float64) for key, value in values.items()}
-    pl_module.log_dict(exact, on_step=True, on_epoch=False, batch_size=1)
+    log_step_values(pl_module, {key: torch.tensor(value, dtype=torch.float64) for key, value in values.items()})
