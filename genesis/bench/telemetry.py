@@ -167,11 +167,16 @@ class _Windows(pl.LightningDataModule):
             self._windows.append(build_window(rows, form, _BATCH_SIZE, _BATCH_SIZE * (index + 1), ends))
 
     def train_dataloader(self) -> WindowLoader:
-        count = self._num_steps + 8
-        has_device = self.trainer is not None and not is_host(self.trainer.strategy.root_device.type)
-        return WindowLoader(
-            lambda index: self._windows[index % _NUM_WINDOWS], lambda: range(count), count, 2, has_device
-        )
+        """Returns more windows than the fit takes."""
+        return self._build_loader(self._num_steps + 8)
+
+    def val_dataloader(self) -> WindowLoader:
+        """Returns a window, which no validation reads: without a loader, Lightning warns."""
+        return self._build_loader(1)
+
+    def _build_loader(self, count: int) -> WindowLoader:
+        pins = self.trainer is not None and not is_host(self.trainer.strategy.root_device.type)
+        return WindowLoader(lambda index: self._windows[index % _NUM_WINDOWS], lambda: range(count), count, 2, pins)
 
 
 def measure(device: str, num_rounds: int, num_steps: int, *, is_small: bool, out: Path) -> _Bursts:
