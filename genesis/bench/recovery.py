@@ -6,6 +6,7 @@ monotonic clock.
 """
 
 import argparse
+import contextlib
 import itertools
 import os
 import random
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from importlib.metadata import version
@@ -72,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints the record and writes it to the path of `--out`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     options = _parse(arguments)
-    with tempfile.TemporaryDirectory() as directory:
+    with _ending_at_sigterm(), tempfile.TemporaryDirectory() as directory:
         recoveries = measure(options, Path(directory))
     record: dict[str, Any] = {
         "what": "from the SIGKILL of a rank to the first step after it, under genesis supervise",
@@ -89,6 +90,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.out is not None:
         write_record(record, page, options.out)
     return 0
+
+
+@contextlib.contextmanager
+def _ending_at_sigterm() -> Iterator[None]:
+    """Lets SIGTERM end this process by an exception, so that the run is ended and its directory removed."""
+
+    def leave(number: int, _: Any) -> None:
+        signal.signal(number, signal.SIG_IGN)  # a second one must not interrupt the removal
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:

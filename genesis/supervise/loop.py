@@ -293,8 +293,6 @@ class Supervisor:
             self._meter.enter("waiting", time.monotonic())
             self._tell("waiting", "disk space")
             wait_for_space(self._options.run_dir, self._options.wait_seconds, stops, self._report)
-            if self._unrecovered is not None:  # the full disk may not have taken it
-                self._records.replace_last(self._unrecovered)
         if self._plan.is_fresh:
             self._free()
             self._call("genesis.supervise.fresh:main", [str(self._options.run_dir)])
@@ -381,7 +379,8 @@ class Supervisor:
     def _tell(self, state: State, reason: str) -> None:
         self._status_state, self._reason, self._told_seconds = state, reason, time.monotonic()
         status = self._snapshot()
-        self._writer.write(lambda: write_status(self._options.run_dir, status))
+        if self._writer.write(lambda: write_status(self._options.run_dir, status)):
+            self._records.write_lost()
         self._observers.call(lambda each: each.on_status(status))
 
     def _save_state(self) -> None:

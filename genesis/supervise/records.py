@@ -1,10 +1,11 @@
 """The crashes of a run, in memory and on the disk."""
 
+import contextlib
 import os
 import platform
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -32,15 +33,17 @@ class SafeWriter:
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report, self._is_failing = report, False
 
-    def write(self, act: Callable[[], object]) -> None:
-        """Calls `act`; the first of several failures in a row is reported."""
+    def write(self, act: Callable[[], object]) -> bool:
+        """Calls `act`, and returns whether that worked; the first of several failures in a row is reported."""
         try:
             act()
             self._is_failing = False
+            return True
         except OSError as error:
             if not self._is_failing:
                 self._report(f"{error.filename or 'a file'} cannot be written: {error.strerror or error}")
             self._is_failing = True
+            return False
 
 
 class Records:
@@ -54,6 +57,8 @@ class Records:
 
     def __init__(self, run_dir: Path, crashes: Sequence[CrashRecord], writer: SafeWriter) -> None:
         self._run_dir, self._crashes, self._writer = run_dir, list(crashes), writer
+        self._lost_files: dict[int, Mapping[str, bytes]] = {}
+        """The files of crashes whose record a full disk has not taken, by the number of the crash."""
 
     def history(self, first: int) -> list[PastEnd]:
         """Returns the ends for the decision, from the crash with number `first` on."""
@@ -85,13 +90,26 @@ class Records:
         self._crashes.append(record)
         files = {path.name: read_tail(path) for path in sorted(folder.glob("rank-*"))}
         files = {name: data for name, data in files.items() if data}
-        self._writer.write(lambda: write_crash(self._run_dir, record, files))
+        self._write(record, files)
         return record
 
     def replace_last(self, record: CrashRecord) -> None:
         """Replaces the newest record."""
         self._crashes[-1] = record
-        self._writer.write(lambda: write_crash(self._run_dir, record))
+        self._write(record, self._lost_files.get(record.number, {}))
+
+    def write_lost(self) -> None:
+        """Writes the records that a full disk has not taken, with the output and the stacks of their ranks."""
+        for record in [record for record in self._crashes if record.number in self._lost_files]:
+            with contextlib.suppress(OSError):  # it is reported already, and this is called again
+                write_crash(self._run_dir, record, self._lost_files[record.number])
+                del self._lost_files[record.number]
+
+    def _write(self, record: CrashRecord, files: Mapping[str, bytes]) -> None:
+        if self._writer.write(lambda: write_crash(self._run_dir, record, files)):
+            self._lost_files.pop(record.number, None)
+        else:
+            self._lost_files[record.number] = files
 
     def count_ends(self) -> dict[str, int]:
         """Returns the number of ends by class."""

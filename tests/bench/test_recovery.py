@@ -1,11 +1,13 @@
 """`genesis bench recovery`: how it divides a recovery, and what it refuses."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
-from genesis.bench.recovery import divide, main
+from genesis.bench.recovery import Recovery, divide, main
 from genesis.errors import UserError
 from genesis_callbacks.events import Event
 from genesis_callbacks.heartbeats import HeartbeatRecord
@@ -31,6 +33,24 @@ def test_the_parts_of_a_recovery_add_up_and_earlier_ones_do_not_count() -> None:
 def test_arguments_without_meaning_are_refused(arguments: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         main(arguments)
+
+
+def test_sigterm_removes_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def measure(_: object, directory: Path) -> list[Recovery]:
+        directories.append(directory)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return []
+
+    directories: list[Path] = []
+    monkeypatch.setattr("genesis.bench.recovery.measure", measure)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("{}")
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as caught:
+        main(["--config", str(recipe)])
+    assert caught.value.code == 143
+    assert [path.exists() for path in directories] == [False]
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.bench

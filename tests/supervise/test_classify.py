@@ -1,11 +1,15 @@
 """Each class of ends has its signature; the first cause wins over its consequences."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
+from genesis.cli.supervise import main
+from genesis.supervise.attempt import Limits
 from genesis.supervise.classify import Evidence, RankEnd, classify
 from genesis.supervise.ends import CONSEQUENCES, ENDS, EndClass
+from genesis_callbacks.heartbeats import HeartbeatRecord
 
 EXAMPLES = [
     (name, signature.example)
@@ -93,3 +97,24 @@ def test_a_warning_of_what_a_rank_survived_is_not_its_end() -> None:
     assert classify(Evidence((RankEnd(0, 1, 1.0, output),), has_trained=True)).end_class == "unknown"
     killed = RankEnd(0, -9, 1.0, "OSError: [Errno 28] No space left on device")
     assert classify(Evidence((killed,), has_trained=True)).end_class == "lost_rank"
+
+
+def test_a_hang_that_the_ranks_found_themselves_names_the_rank_that_is_missing() -> None:
+    line = "genesis-callbacks: error: [rank 0] hang: rank 3 is missing: it has written no report"
+    diagnosis = classify(Evidence([RankEnd(0, 92, 10.0, line)], has_trained=True))
+    assert (diagnosis.end_class, diagnosis.rank) == ("hang", 3)
+
+
+def test_a_rank_has_the_limit_of_its_phase_and_a_first_step_that_of_the_start() -> None:
+    limits = Limits(hang_seconds=10.0, start_seconds=100.0, phase_seconds=50.0)
+    first = HeartbeatRecord(0, 1, 42, "node", "train", 0, 1.0, 1.0)
+    later = replace(first, milestones={"first_step": 1.0})
+    assert [limits.choose(beat) for beat in (None, first, later)] == [100.0, 100.0, 10.0]
+    assert limits.choose(replace(later, phase="generate")) == 50.0
+
+
+@pytest.mark.parametrize("price", ["nan", "inf", "-1", "much"])
+def test_a_price_that_is_no_price_is_refused(price: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises((SystemExit, ValueError)) as caught:
+        main(["--cost-per-hour", price, "--", "fit"])
+    assert "is not a price" in capsys.readouterr().err + str(caught.value)

@@ -1,15 +1,21 @@
 """Crash records, snapshots and observers: written, read back, and safe against whatever the files hold."""
 
+import errno
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from genesis.run_directory import RunDirectory
+from genesis.supervise.attempt import Sight
+from genesis.supervise.classify import Diagnosis
 from genesis.supervise.crashes import CrashRecord, read_crashes, write_crash
+from genesis.supervise.decide import Action, PastEnd
 from genesis.supervise.goodput import Goodput
 from genesis.supervise.observers import Launch, NullObserver, Observer, Observers
+from genesis.supervise.records import Records, SafeWriter
 from genesis.supervise.status import SupervisorStatus, read_status, write_status
 from genesis_callbacks.event_reader import EventFollower, read_events
 from genesis_callbacks.events import EventLog
@@ -34,6 +40,32 @@ def test_a_crash_comes_back_as_it_was_written_and_again_with_its_cost(tmp_path: 
     write_crash(tmp_path, replace(CRASH, number=2, end_class="hang", rank=None, step=None))
     assert [each.number for each in read_crashes(tmp_path)] == [1, 2]
     assert read_crashes(tmp_path)[0] == recovered
+
+
+def test_a_record_that_a_full_disk_did_not_take_is_written_with_its_files_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, lines = tmp_path / "attempt-0001", list[str]()
+    folder.mkdir()
+    (folder / "rank-0.log").write_bytes(b"last words\n")
+    attempt = SimpleNamespace(sight=Sight(), statuses={0: 1})
+    diagnosis, past = Diagnosis("disk_full", None, "the disk is full"), PastEnd("disk_full", 3, 0)
+    records = Records(tmp_path, [], SafeWriter(lines.append))
+    with monkeypatch.context() as context:
+        context.setattr("genesis.supervise.records.write_crash", raise_disk_full)
+        record = records.add(attempt, diagnosis, past, Action("restart", "wait"), folder)  # type: ignore[arg-type]
+        records.replace_last(replace(record, resumed_from=0))
+        records.write_lost()
+        records.write_lost()
+    assert read_crashes(tmp_path) == []
+    assert len(lines) == 1
+    records.write_lost()
+    assert [(each.number, each.resumed_from) for each in read_crashes(tmp_path)] == [(1, 0)]
+    assert (RunDirectory(tmp_path).crashes / "0001-disk_full" / "rank-0.log").read_bytes() == b"last words\n"
+
+
+def raise_disk_full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", "crash.json")
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"number": 3}', '{"number": "3"}', "[" * 5_000, "x" * (2 << 20)])
