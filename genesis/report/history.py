@@ -225,5 +225,17 @@ def _evaluation_builder(
 
 def list_milestones(run: Run, limit: int) -> list[Event]:
     """Returns the newest events that a reader looks for: ends, crashes, restores, quarantined and failed saves."""
-    kinds = ("started", "restored", "quarantined", "failed", "ended", "crashed", "recovered", "stopped", "completed")
+    kinds = (
+        "started",
+        "restored",
+        "quarantined",
+        "failed",
+        "hang",
+        "ended",
+        "crashed",
+        "preempted",
+        "recovered",
+        "stopped",
+        "completed",
+    )
     return [event for event in run.events if event.kind in kinds and event.rank in (0, None)][-limit:]

@@ -271,6 +271,10 @@ class Supervisor:
         past = PastEnd(diagnosis.end_class, sight.step, newest_step(self._options.run_dir))
         history = [*self._records.history(self._state.first_crash), past]
         action = decide(history, self._options.policy)
+        if diagnosis.end_class == "preempted":  # the run did what it was asked to: no crash
+            self._report(f"attempt {self._state.attempt} was preempted: {diagnosis.reason}; {action.text}")
+            self._events.append("preempted", step=sight.step, text=diagnosis.reason)
+            return action
         self._crash_seconds, self._reason = attempt.end_seconds, diagnosis.reason
         record = self._records.add(attempt, diagnosis, past, action, attempt_folder(self._run, self._state.attempt))
         self._report(f"attempt {self._state.attempt} ended: {diagnosis.end_class}: {diagnosis.reason}")

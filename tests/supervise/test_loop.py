@@ -110,6 +110,9 @@ def test_a_preemption_saves_and_a_later_supervisor_completes_the_run(run: Run, t
     preempt = Strike(lambda pids: notice.touch(), run, min_step=1)
     assert run.supervise([preempt], preempt_file=notice) == 75, run.lines
     assert preempt.completed[0].state == "requeued"
+    assert (preempt.ended, read_crashes(run.run_dir)) == ([], [])
+    kinds = [event.kind for event in read_events(run.run_dir) if event.rank is None]
+    assert kinds == ["launched", "preempted", "stopped"]
     saved = [event.step for event in read_events(run.run_dir) if event.kind == "saved"][-1]
     notice.unlink()
     assert run.supervise() == 0

@@ -14,6 +14,7 @@
     ended               every rank                     a fit came to its end, or was stopped by a signal
     launched            the supervisor                 the ranks of an attempt were started
     crashed             the supervisor                 an attempt ended before the run did: its class and the rank
+    preempted           the supervisor                 the ranks were asked to save and stop, and have ended: by what
     recovered           the supervisor                 the first new step after a crash: what the crash has cost
     stopped             the supervisor                 the run is not restarted, or waits for its queue: the reason
     completed           the supervisor                 the run has reached its end
@@ -57,7 +58,7 @@ _FitKind = Literal[
     "hang",
     "ended",
 ]
-_SupervisorKind = Literal["launched", "crashed", "recovered", "stopped", "completed"]
+_SupervisorKind = Literal["launched", "crashed", "preempted", "recovered", "stopped", "completed"]
 EventKind = Literal[_FitKind, _SupervisorKind]
 MAX_LINE_BYTES: Final = 1 << 16
 """More than any line that is written."""
