@@ -23,7 +23,6 @@ import numpy as np
 from genesis.arguments import Parser
 from genesis.bench.pairs import compare_pairs, rotate_order
 from genesis.bench.record import anonymise, describe_hardware, write_record
-from genesis.cli.telemetry import TelemetryOptions, build_telemetry
 from genesis.data.loader import SequenceFormat, WindowLoader, build_window
 from genesis.data.window import AccumulationWindow
 from genesis.device import CPU, check_available, is_host, name_device
@@ -34,6 +33,7 @@ from genesis.strategies import Replicated
 from genesis.train.accelerators import build_accelerator
 from genesis.train.csv_log import CSVLog
 from genesis.train.module import GenesisModule
+from genesis.train.telemetry import TelemetryOptions, build_telemetry
 from genesis.train.training_log import TrainingLog
 from genesis_callbacks import SkipAwareLR, TokenCounters
 

@@ -34,7 +34,6 @@ from genesis.cli.distillation import read_recorded, start_distillation
 from genesis.cli.options import check_is_yaml
 from genesis.cli.precision import GenesisTrainer, resolve_precision
 from genesis.cli.preference import prepare_preference
-from genesis.cli.telemetry import TelemetryOptions, build_telemetry
 from genesis.data.paths import SOURCE_LISTS, TOKENIZER_PATHS, find_path, find_source_path, record_paths
 from genesis.deprecated_options import rename_in_arguments, rename_in_yaml, rename_option
 from genesis.errors import RunEndedError, UserError, naming
@@ -51,6 +50,7 @@ from genesis.train.data_telemetry import DataTelemetry
 from genesis.train.module import GenesisModule
 from genesis.train.progress import GenesisProgressBar
 from genesis.train.recipe_policy import RECIPE_POLICY
+from genesis.train.telemetry import TelemetryOptions, build_telemetry
 from genesis_callbacks import AsyncProcessCheckpoint, CheckpointVerification, Heartbeat, SkipAwareLR, TokenCounters
 from genesis_callbacks.checkpoint import MANIFEST_NAME, check_not_in_use, list_committed
 from genesis_callbacks.run_directory import read_run_dir

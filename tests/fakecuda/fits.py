@@ -23,7 +23,6 @@ from torch.nn.parallel import distributed as ddp
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchmetrics import metric
 
-from genesis.cli.telemetry import TelemetryOptions, build_telemetry
 from genesis.data.clock import CopyClock
 from genesis.data.loader import SequenceFormat, WindowLoader, build_window
 from genesis.data.window import AccumulationWindow
@@ -33,6 +32,7 @@ from genesis.optim import OptimizerOptions
 from genesis.strategies import Replicated, Sharded, mesh, replicated, sharded
 from genesis.strategies.start import Start
 from genesis.train.module import GenesisModule
+from genesis.train.telemetry import TelemetryOptions, build_telemetry
 from genesis_callbacks import AsyncProcessCheckpoint, SkipAwareLR, StepTimer, TokenCounters
 from genesis_callbacks.host_group import HostGroup, Pending
 from tests.fakecuda import device
