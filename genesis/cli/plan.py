@@ -5,9 +5,9 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from rich import box
 from rich.console import Console
@@ -19,7 +19,7 @@ from genesis.cli.option_names import check_fit
 from genesis.cli.options import PLAIN_WIDTH, check_is_yaml
 from genesis.errors import UserError
 from genesis.plan.bill import PHASES
-from genesis.plan.recipe import Recipe, read_content, read_recipe
+from genesis.plan.recipe import Recipe, apply_overrides, read_content, read_recipe
 from genesis.plan.remedies import Budget
 from genesis.plan.report import Plan, Question, Row, make_plan, own_layout, to_json
 from genesis.plan.speed import ASSUMED_MFU, LINKS, Rate, rate_from_tokens, read_rates
@@ -58,9 +58,10 @@ def main(argv: list[str]) -> int:
         check_is_yaml(path)
     where = ", ".join(map(str, arguments.config))
     gpus = None if arguments.gpus is None else _read_gpus(arguments.gpus)
-    content = read_content(arguments.config, overrides)
+    written = read_content(arguments.config)
+    content = apply_overrides(written, overrides)
     recipe = read_recipe(content, where, num_ranks=None if gpus is None else gpus[0], base_dtype=arguments.base_dtype)
-    question = _build_question(arguments, recipe, gpus or (recipe.layout.num_ranks,), overrides)
+    question = _build_question(arguments, recipe, gpus or (recipe.layout.num_ranks,), _find_batch(written))
     corpora = [] if recipe.corpus is None else [Path(recipe.corpus)]
     plan = make_plan(recipe, question, corpora)
     if arguments.json:
@@ -204,12 +205,9 @@ def _build_parser() -> Parser:
 
 
 def _build_question(
-    arguments: argparse.Namespace, recipe: Recipe, gpus: tuple[int, ...], overrides: Sequence[tuple[str, str]]
+    arguments: argparse.Namespace, recipe: Recipe, gpus: tuple[int, ...], written_batch: int | None
 ) -> Question:
-    old_batch = arguments.from_global_batch_size
-    if old_batch is None and any(name == "data.global_batch_size" for name, _ in overrides):
-        given = read_content(arguments.config, ()).get("data", {}).get("global_batch_size")
-        old_batch = given if type(given) is int and given > 0 else None
+    old_batch = arguments.from_global_batch_size or written_batch
     workspace = arguments.workspace
     if workspace is None:
         workspace = _HOST_BYTES if recipe.workload.is_cpu else _CONTEXT_BYTES + _PRODUCTS_BYTES
@@ -231,6 +229,13 @@ def _build_question(
         num_steps=None if arguments.steps is None else max(1, int(arguments.steps)),
         old_batch=None if old_batch is None else max(1, int(old_batch)),
     )
+
+
+def _find_batch(written: Mapping[str, Any]) -> int | None:
+    """Returns the global batch that the recipe's files have; None for prompts, whose answers are the batch."""
+    data = written.get("data")
+    batch = data.get("global_batch_size") if isinstance(data, Mapping) and "prompts" not in data else None
+    return batch if type(batch) is int and batch > 0 else None
 
 
 def _read_link(text: str) -> float:

@@ -30,10 +30,12 @@ def count_checkpoints(model: Model, workload: Workload, saves: SaveOptions, num_
     weights = states = base = 0
     for parameter in model.parameters:
         size = parameter.num_elements * parameter.element_bytes
-        if not parameter.is_trained:
+        if not parameter.is_trained and workload.adapter is not None:
             base += size
             continue
         weights += size
+        if not parameter.is_trained:  # such as the bias that balances experts
+            continue
         states += size if workload.optimizer == "muon" and parameter.is_matrix else 2 * size
     checkpoint = weights + (states if saves.has_optimizer else 0)
     num_kept = _count_kept(saves, num_steps)

@@ -1,5 +1,6 @@
 """Reads what a plan needs of a recipe of `genesis fit`: files, then options of the command line, without Lightning."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -69,10 +70,10 @@ class Recipe:
     assumptions: tuple[str, ...]
 
 
-def read_content(paths: Sequence[Path], overrides: Sequence[tuple[str, str]]) -> dict[str, Any]:
+def read_content(paths: Sequence[Path], overrides: Sequence[tuple[str, str]] = ()) -> dict[str, Any]:
     """Returns the merged content of recipes and of options such as `("data.seq_len", "512")`.
 
-    A decoder that is a path is read relative to the file that names it.
+    A decoder that is a path is read relative to the file that names it. Each file is read once: it may be a pipe.
 
     Raises:
         UserError: A file cannot be read, or is no mapping.
@@ -84,6 +85,16 @@ def read_content(paths: Sequence[Path], overrides: Sequence[tuple[str, str]]) ->
         if isinstance(decoder, str):
             content["model"]["decoder"] = _read_mapping(_find_beside(decoder, path))
         _merge(merged, content)
+    return apply_overrides(merged, overrides)
+
+
+def apply_overrides(content: Mapping[str, Any], overrides: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """Returns a recipe's content with other values of some options; the given content stays as it is.
+
+    Raises:
+        UserError: A value is not YAML, or names a file that cannot be read.
+    """
+    merged = copy.deepcopy(dict(content))
     for name, text in overrides:
         value = _parse_value(name, text)
         *groups, last = rename_option(name).split(".")
@@ -124,7 +135,7 @@ def _read_mapping(path: Path) -> dict[str, Any]:
 def _parse_value(name: str, text: str) -> Any:
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):
         raise UserError(f"--{name} is {text!r}: it must be a value as YAML writes it") from None
 
 

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import torch
 
+from genesis.errors import UserError
 from genesis.model.adapter import attach_adapters
 from genesis.model.decoder import Decoder
 from genesis.plan.layout import FLOAT32_BYTES, HALF_BYTES, Layout, Workload, parameter_bytes
@@ -65,11 +66,14 @@ def build_model(workload: Workload) -> Model:
         UserError: The decoder cannot have the adapters.
     """
     own = parameter_bytes(workload)
-    with torch.device("meta"):
-        decoder = Decoder(workload.decoder)
-        if workload.adapter is not None:
-            base = torch.bfloat16 if workload.base_bytes == HALF_BYTES else torch.float32
-            attach_adapters(decoder, workload.adapter, base)
+    try:
+        with torch.device("meta"):
+            decoder = Decoder(workload.decoder)
+            if workload.adapter is not None:
+                base = torch.bfloat16 if workload.base_bytes == HALF_BYTES else torch.float32
+                attach_adapters(decoder, workload.adapter, base)
+    except (RuntimeError, OverflowError, TypeError):  # torch's, for more than 2^63 bytes
+        raise UserError("the decoder has a tensor of more than 2^63 bytes: lower dim, ffn_dim or vocab_size") from None
     groups = decoder.parameter_groups()
     parameters = tuple(
         Parameter(

@@ -187,6 +187,14 @@ def test_adapters_are_saved_without_their_base() -> None:
     assert bill.checkpoint_bytes < GB < bill.base_bytes == pytest.approx(16.4 * GB, rel=0.01)
 
 
+def test_what_is_frozen_without_adapters_is_in_every_checkpoint() -> None:
+    recipe = read("mixture-tiny")
+    model = build_model(recipe.workload)
+    bill = count_checkpoints(model, recipe.workload, recipe.saves, recipe.num_steps)
+    assert len(model.trained) < len(model.parameters)
+    assert bill.base_bytes == 0
+
+
 def test_the_learning_rate_grows_by_the_root_of_the_batch() -> None:
     found = scale_rate(3e-4, (0.9, 0.95), 1e-8, old_batch=128, new_batch=512)
     assert found.lr == pytest.approx(6e-4)
