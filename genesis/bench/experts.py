@@ -40,7 +40,7 @@ _LOOP: Final = Path(__file__).resolve().parent / "workers" / "experts_loop.py"
 _PEER: Final = "mixtral_worker.py"
 _PAUSE_SECONDS: Final = 0.1
 _SHAPES: Final[dict[str, dict[str, int]]] = {
-    "29m": {"vocab_size": 8192, "dim": 256, "num_layers": 6, "num_heads": 4, "ffn_dim": 768, "seq_len": 256, "rows": 8},
+    "34m": {"vocab_size": 8192, "dim": 256, "num_layers": 6, "num_heads": 4, "ffn_dim": 768, "seq_len": 256, "rows": 8},
     "tiny": {"vocab_size": 128, "dim": 32, "num_layers": 2, "num_heads": 4, "ffn_dim": 48, "seq_len": 32, "rows": 2},
 }
 
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> int:
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(prog="genesis bench experts", description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--model", choices=tuple(_SHAPES), default="29m", help="the shape (default %(default)s)")
+    parser.add_argument("--model", choices=tuple(_SHAPES), default="34m", help="the shape (default %(default)s)")
     parser.add_argument("--experts", type=int, default=8, help="number of experts (default %(default)s)")
     parser.add_argument("--top_k", type=int, default=2, help="experts of a token (default %(default)s)")
     parser.add_argument("--ranks", type=int, default=1, help="ranks of each contender, under DDP (default %(default)s)")
