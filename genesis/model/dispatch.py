@@ -6,11 +6,13 @@ Gathers take the place of scatters in the backward, too, so that each sum has on
 every run and on any number of threads.
 """
 
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
+from torch.nn.functional import embedding_bag
 
 
 class Order(NamedTuple):
@@ -62,21 +64,14 @@ class _Spread(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (row_of_choice,) = ctx.saved_tensors
         (grad,) = grads
-        total = grad.index_select(0, row_of_choice[:, 0]).to(_sum_dtype(grad))
-        for k in range(1, row_of_choice.shape[1]):
-            total.add_(grad.index_select(0, row_of_choice[:, k]))
-        return total.to(grad.dtype), None, None
+        return _sum_rows(grad, row_of_choice, None), None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, choice_of_row: Tensor, row_of_choice: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weights, choice_of_row, row_of_choice)
-        weights = weights.to(_sum_dtype(rows))
-        out = rows.index_select(0, row_of_choice[:, 0]) * weights[:, :1]
-        for k in range(1, row_of_choice.shape[1]):
-            out.addcmul_(rows.index_select(0, row_of_choice[:, k]).to(out.dtype), weights[:, k : k + 1])
-        return out.to(rows.dtype)
+        return _sum_rows(rows, row_of_choice, weights.to(_sum_dtype(rows)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
@@ -86,6 +81,17 @@ class _Combine(torch.autograd.Function):
         products = torch.linalg.vecdot(grad, rows.to(grad.dtype))
         grad_weights = products[row_of_choice.flatten()].view(weights.shape).to(weights.dtype)
         return (grad * by_row.unsqueeze(1)).to(rows.dtype), grad_weights, None, None
+
+
+def _sum_rows(rows: Tensor, row_of_choice: Tensor, weights: Tensor | None) -> Tensor:
+    """Returns the sum of each token's rows, in the order of its choices."""
+    if rows.device.type == "cpu" and rows.dtype == torch.float32 and not torch.compiler.is_compiling():
+        # One pass over the memory: a bag is a token.
+        return embedding_bag(row_of_choice, rows, mode="sum", per_sample_weights=weights)
+    parts = (rows.index_select(0, column).to(_sum_dtype(rows)) for column in row_of_choice.unbind(1))
+    if weights is not None:
+        parts = (part * weight.unsqueeze(1) for part, weight in zip(parts, weights.unbind(1), strict=True))
+    return reduce(torch.add, parts).to(rows.dtype)
 
 
 def _sum_dtype(rows: Tensor) -> torch.dtype:

@@ -16,7 +16,7 @@ from genesis.model.adapter import find_linears
 from genesis.model.balance import LayerBalance, split_loads, update_balance_biases
 from genesis.model.decoder import Decoder, DecoderConfig, KVCache
 from genesis.model.describe import count_flops_per_token, describe
-from genesis.model.dispatch import sort_by_expert
+from genesis.model.dispatch import _sum_rows, sort_by_expert
 from genesis.model.experts import Experts
 from genesis.model.feed_forward import Dense
 from genesis.model.initial import InitialValues
@@ -450,3 +450,14 @@ def test_a_wrong_shape_is_refused_in_one_line(changes: dict[str, Any], message: 
         decoder_config(**changes)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_sums_of_rows_on_cpus_are_those_of_the_general_form() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows, weights = torch.randn(66, DIM, generator=generator), torch.rand(33, 2, generator=generator)
+    index = torch.randperm(66, generator=generator).view(33, 2)
+    for given in (weights, None):
+        parts = [rows[index[:, k]] * (1.0 if given is None else given[:, k : k + 1]) for k in range(2)]
+        assert largest(_sum_rows(rows, index, given) - (parts[0] + parts[1])) < 1e-6
+        exact = _sum_rows(rows.double(), index, None if given is None else given.double())
+        assert largest(_sum_rows(rows, index, given) - exact) < 1e-6
