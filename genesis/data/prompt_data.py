@@ -8,7 +8,6 @@ that are not trained yet are part of the state, so that a resumed run continues 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -20,7 +19,7 @@ from genesis.data.corpus import TokenSource
 from genesis.data.loader import Ranks, SequenceFormat, plan_micro_batches
 from genesis.data.order import SequenceOrder, build_order
 from genesis.data.pairs import PairSet
-from genesis.data.prompts import Prompt, PromptOptions, PromptSet, read_prompts
+from genesis.data.prompts import Prompt, PromptOptions, PromptSet, find_reward_file, read_prompts
 from genesis.data.shards import little_endian, token_dtype
 from genesis.data.training_data import (
     SumOverRanks,
@@ -53,6 +52,31 @@ class Group:
     old_log_probs: NDArray[np.float32]
 
 
+class HeldOutWindows:
+    """One rank's windows of a validation, without tensors: each stands for some of the held-out prompts.
+
+    Args:
+        prompts: The prompts, the same on all ranks.
+        size: Prompts of a window.
+        ranks: The number of this rank.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], size: int, ranks: Ranks) -> None:
+        self._prompts, self._size, self._ranks = prompts, size, ranks
+
+    def __len__(self) -> int:
+        return -(-len(self._prompts) // (self._size * self._ranks.world_size))
+
+    def window(self, index: int) -> AccumulationWindow:
+        """Returns the window `index`; `prompts_of` returns its prompts."""
+        return AccumulationWindow((), 0, 0, index)
+
+    def prompts_of(self, window: AccumulationWindow) -> Sequence[Prompt]:
+        """Returns this rank's prompts of a window: none where the last windows have too few for all ranks."""
+        first = (window.data_position * self._ranks.world_size + self._ranks.rank) * self._size
+        return self._prompts[first : first + self._size]
+
+
 class PromptData:
     """The `TrainingData` of prompts.
 
@@ -67,8 +91,8 @@ class PromptData:
     wait_remedy: Final = "leave the loader a core"
     validation: Final[Sequence[TokenSource]] = ()
     validation_remedy: Final = (
-        "data.prompts has no validation set; validate with the recipe of a corpus, or score checkpoints by "
-        "`genesis evaluate`"
+        "data.prompts has no validation set; hold prompts out by data.prompts.validation_share, validate with the "
+        "recipe of a corpus, or score checkpoints by `genesis evaluate`"
     )
 
     def __init__(self, prompt_options: PromptOptions, options: TrainingOptions, *, tokenizer_hash: str | None) -> None:
@@ -101,10 +125,17 @@ class PromptData:
 
     @cached_property
     def identity(self) -> dict[str, str]:
-        """Returns the entries that identify the prompts, and a reward function's file, in a checkpoint."""
+        """Returns the entries that identify the prompts, and the reward function's source, in a checkpoint."""
         identity = {"tokenizer_hash": self.tokenizer.hash, "prompts": self.prompts.hash()}
-        path = Path(self.prompt_options.reward.rpartition(":")[0])
-        return {**identity, "reward": blake3(path.read_bytes()).hexdigest()} if path.is_file() else identity
+        path = find_reward_file(self.prompt_options.reward)
+        return identity if path is None else {**identity, "reward": blake3(path.read_bytes()).hexdigest()}
+
+    def held_out(self, ranks: Ranks, limit: int | None) -> HeldOutWindows:
+        """Returns a rank's windows of the held-out prompts, or of `limit` of them that are spread over the set."""
+        prompts = self.prompts.held_out
+        number = min(len(prompts), len(prompts) if limit is None else limit)
+        spread = [prompts[index * len(prompts) // number] for index in range(number)]
+        return HeldOutWindows(spread, self.prompt_options.num_rows, ranks)
 
     @property
     def vocab_size(self) -> int:

@@ -1,8 +1,10 @@
 """Prompts that a model answers in training: conversations without their answer, with columns for a reward function."""
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -50,6 +52,8 @@ class PromptOptions:
         variables: Further variables of the template, such as `enable_thinking: false`.
         on_long: The action for a prompt that leaves no room for an answer: error or drop.
         num_logged_prompts: Prompts of each rollout and rank whose answers are written to the run's directory.
+        validation_share: The share of the prompts that are not trained, and get one greedy answer in each validation.
+            A prompt's content decides whether it is one of them.
     """
 
     sources: tuple[SourceOptions, ...]
@@ -65,6 +69,7 @@ class PromptOptions:
     variables: dict[str, Any] = field(default_factory=dict)
     on_long: Literal["error", "drop"] = "error"
     num_logged_prompts: int = 1
+    validation_share: float = 0.0
 
     def __post_init__(self) -> None:
         check_sources(self.sources)
@@ -77,6 +82,10 @@ class PromptOptions:
         if not 0.0 < self.temperature < float("inf"):
             raise UserError(
                 f"data.prompts.temperature is {self.temperature}; it must be above 0, or all answers would be the same"
+            )
+        if not 0.0 <= self.validation_share < 1.0:
+            raise UserError(
+                f"data.prompts.validation_share is {self.validation_share}; it must be at least 0 and below 1"
             )
         _ = self.chat
 
@@ -109,10 +118,11 @@ class Prompt(NamedTuple):
 
 
 class PromptSet(NamedTuple):
-    """The prompts of each source by its name, and how many were dropped because they are long."""
+    """The trained prompts of each source by its name, how many were dropped because they are long, and the held-out."""
 
     of_source: Mapping[str, Sequence[Prompt]]
     num_dropped: int
+    held_out: Sequence[Prompt] = ()
 
     def hash(self) -> str:
         """Returns the identity of the prompts: their ids and their columns."""
@@ -120,9 +130,35 @@ class PromptSet(NamedTuple):
         for name, prompts in self.of_source.items():
             hasher.update(f"{name} {len(prompts)}\n".encode())
             for prompt in prompts:
-                content = [prompt.ids, prompt.messages, prompt.columns]
-                hasher.update(json.dumps(content, sort_keys=True, default=repr).encode("utf-8", "surrogatepass"))
+                hasher.update(_serialise(prompt))
         return hasher.hexdigest()
+
+
+def _serialise(prompt: Prompt) -> bytes:
+    content = [prompt.ids, prompt.messages, prompt.columns]
+    return json.dumps(content, sort_keys=True, default=repr).encode("utf-8", "surrogatepass")
+
+
+def _is_held_out(prompt: Prompt, share: float) -> bool:
+    """Returns whether a prompt is validated: equal prompts are on the same side, in any order and on any rank."""
+    return int.from_bytes(blake3(b"held out" + _serialise(prompt)).digest(8), "big") < share * 2**64
+
+
+def find_reward_file(reward: str) -> Path | None:
+    """Returns the source file of the function `module:function` or `file.py:function`, of which nothing is run."""
+    place = reward.rpartition(":")[0]
+    if place.endswith(".py"):
+        return Path(place) if Path(place).is_file() else None
+    # Not importlib.util.find_spec, which imports the packages that the module is in.
+    first, *inner = place.split(".")
+    found = (finder.find_spec(first, None) for finder in sys.meta_path)
+    spec = next((spec for spec in found if spec is not None), None)
+    for part in inner:
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        # By the last part of the name: of a dotted one, Python looks for the imported package.
+        spec = PathFinder.find_spec(part, list(spec.submodule_search_locations))
+    return Path(spec.origin) if spec is not None and spec.has_location and spec.origin is not None else None
 
 
 def read_prompts(options: PromptOptions, renderer: ChatRenderer, seq_len: int) -> PromptSet:
@@ -138,11 +174,12 @@ def read_prompts(options: PromptOptions, renderer: ChatRenderer, seq_len: int) -
     """
     least = options.max_new_tokens or 1
     found, num_dropped = {}, 0
+    held_out: list[Prompt] = []
     for source in options.sources:
-        prompts = []
+        prompts: list[Prompt] = []
         for prompt in _read_source(source, renderer):
             if len(prompt.ids) + least <= seq_len:
-                prompts.append(prompt)
+                (held_out if _is_held_out(prompt, options.validation_share) else prompts).append(prompt)
             elif options.on_long == "drop":
                 num_dropped += 1
             else:
@@ -152,9 +189,16 @@ def read_prompts(options: PromptOptions, renderer: ChatRenderer, seq_len: int) -
                     "data.prompts.on_long: drop"
                 )
         if not prompts:
-            raise UserError(f"source {source.name} has no prompt that fits into data.seq_len {seq_len:,}")
+            rest = " and is not held out by data.prompts.validation_share" if options.validation_share else ""
+            raise UserError(f"source {source.name} has no prompt that fits into data.seq_len {seq_len:,}{rest}")
         found[source.name] = prompts
-    return PromptSet(found, num_dropped)
+    if options.validation_share and not held_out:
+        number = sum(map(len, found.values()))
+        raise UserError(
+            f"data.prompts.validation_share {options.validation_share} holds out none of {number} prompts; raise it, "
+            "or leave it out"
+        )
+    return PromptSet(found, num_dropped, held_out)
 
 
 def _read_source(source: SourceOptions, renderer: ChatRenderer) -> Iterator[Prompt]:

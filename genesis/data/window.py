@@ -71,6 +71,7 @@ class AccumulationWindow:
             unknown.
         num_units: Numbers of other units than tokens in these micro-batches, such as pairs, by name.
         packed: The buffers of `pin_memory`, one per type: all tensors of the micro-batches, one after another.
+        figures: In a validation without micro-batches, the sums to log, such as rewards, by name.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -80,6 +81,7 @@ class AccumulationWindow:
     num_units: Mapping[str, int] = field(default_factory=dict)
     document_lengths: np.ndarray[Any, np.dtype[np.int64]] | None = field(default=None, repr=False, compare=False)
     packed: tuple[Tensor, ...] | None = field(default=None, repr=False, compare=False)
+    figures: Mapping[str, float] = field(default_factory=dict)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
         """Returns the same window with its tensors on `device`; page-locked memory needs only one copy per type."""

@@ -18,6 +18,9 @@ For an answer y of |y| tokens to a prompt x, with the advantage A of the answer 
     train/entropy        nats per token, estimated as -log p of the sampled tokens
     train/kl             mean KL to the reference, in nats per token, if `kl` is above 0
 
+A validation has one greedy answer to each held-out prompt, and logs validation/reward, validation/finished and
+validation/answer_tokens.
+
 References:
     Zheng et al., Group Sequence Policy Optimization, arXiv:2507.18071, equations 5 to 7. Shao et al., DeepSeekMath,
     arXiv:2402.03300, equation 4 (the estimate of the KL).
@@ -46,6 +49,8 @@ ANSWERS: Final = "answers"
 ADVANTAGE, OLD_LOG_PROB, REWARD = "advantage", "old_log_prob", "reward"
 SPREAD, IS_FINISHED, TEMPERATURE = "spread", "is_finished", "temperature"
 REFERENCE: Final = "reference_log_prob"
+VALIDATION_FIGURES: Final = ("reward", "finished", "answer_tokens")
+"""What a validation logs: means over greedy answers to the held-out prompts."""
 _TINY_SPREAD: Final = 1e-4
 """Added to a group's standard deviation, so that rewards that differ by rounding make no large advantages."""
 
@@ -74,7 +79,8 @@ class GSPO(Objective):
 
     def count(self, window: AccumulationWindow) -> dict[str, int]:
         """Returns the number of answers, valid tokens and bytes in this rank's window."""
-        return {ANSWERS: sum(len(m.input_ids) for m in window.micro_batches), **super().count(window)}
+        num_answers = sum(len(m.input_ids) for m in window.micro_batches)
+        return {ANSWERS: num_answers, **super().count(window), **window.num_units}
 
     def prepare(self, decoder: Decoder, micro_batch: MicroBatch) -> MicroBatch:
         """Returns the micro-batch with the reference's log-probabilities of the tokens, if there is a KL."""
@@ -123,8 +129,10 @@ class GSPO(Objective):
         return compute
 
     def measure(self, sums: ObjectiveSums) -> dict[str, float]:
-        """Returns the loss and the figures of the answers; see the module's docstring."""
+        """Returns the loss and the figures of the answers; see the module's docstring. A validation has no loss."""
         num_answers, figures = sums.counts[ANSWERS], sums.figures
+        if not sums.terms:
+            return {name: figures[name] / num_answers for name in VALIDATION_FIGURES}
         names = ("reward", "reward_spread", "no_signal", "clipped", "ratio", "finished", *(["kl"] if self.kl else []))
         return {
             "loss": sums.terms[ANSWERS] / num_answers,

@@ -28,7 +28,7 @@ from genesis.data.loader import Ranks, ValidationWindows, WindowLoader
 from genesis.data.packing import Packing
 from genesis.data.pair_windows import SomePairWindows
 from genesis.data.pairs import spread_validation
-from genesis.data.prompt_data import PromptData
+from genesis.data.prompt_data import HeldOutWindows, PromptData
 from genesis.data.prompts import PromptOptions
 from genesis.data.stream.options import StreamOptions
 from genesis.data.stream_data import StreamData
@@ -139,9 +139,11 @@ class CorpusDataModule(pl.LightningDataModule):
             self.training.open(self._ranks(), pads_pairs=self.pads_pairs)
             self._set_max_steps()
             self._put_position_callback_first()
-        has_validation_set = any(source.num_tokens for source in self.training.validation)
+        held_out = self.training.prompts.held_out if isinstance(self.training, PromptData) else ()
+        has_validation_set = bool(held_out) or any(source.num_tokens for source in self.training.validation)
         if stage == "validate":
             self._check_can_validate(has_validation_set)
+            self._set_up_rollouts()
         if stage == "fit" and self.trainer is not None and not has_validation_set:
             self._limit_val_batches = self.trainer.limit_val_batches
             self.trainer.limit_val_batches = 0  # else Lightning warns of a loader without batches
@@ -166,8 +168,13 @@ class CorpusDataModule(pl.LightningDataModule):
 
     def on_before_batch_transfer(self, batch: AccumulationWindow, dataloader_idx: int) -> AccumulationWindow:
         """Returns the window; one of prompts is answered here, on the training thread and by the current weights."""
-        is_trained = self.trainer is not None and self.trainer.training
-        return self._rollouts.fill(batch) if self._rollouts is not None and is_trained else batch
+        if self._rollouts is None or self.trainer is None:
+            return batch
+        if self.trainer.training:
+            return self._rollouts.fill(batch)
+        windows = self._validation_windows()
+        assert isinstance(windows, HeldOutWindows)
+        return self._rollouts.validate(batch, windows.prompts_of(batch))
 
     def transfer_batch_to_device(
         self, batch: AccumulationWindow, device: torch.device, dataloader_idx: int
@@ -220,8 +227,10 @@ class CorpusDataModule(pl.LightningDataModule):
             return bool(self._pads_pairs_option)
         return bool(getattr(self.trainer.strategy, "compile_blocks", False))
 
-    def _validation_windows(self) -> ValidationWindows | SomePairWindows:
+    def _validation_windows(self) -> ValidationWindows | SomePairWindows | HeldOutWindows:
         size, limit = self._validation_micro_batch_size, self._limit_validation_sequences
+        if isinstance(self.training, PromptData):
+            return self.training.held_out(self._ranks(), limit)
         pairs, sequence_format = self.training.pairs, self.training.sequence_format
         if pairs is None:
             return ValidationWindows(self.training.validation, sequence_format, size, self._ranks(), limit)

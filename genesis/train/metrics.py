@@ -32,7 +32,8 @@ class SumsOverRanks(Metric):
     def update(self, sums: HeadResult, counts: Mapping[str, int]) -> None:
         """Adds the sums of a batch."""
         self._names = (list(sums.terms), list(sums.figures), list(counts))
-        self.terms = _add(self.terms, torch.stack([value.double() for value in sums.terms.values()]))
+        if sums.terms:
+            self.terms = _add(self.terms, torch.stack([value.double() for value in sums.terms.values()]))
         if sums.figures:
             self.figures = _add(self.figures, torch.stack([value.double() for value in sums.figures.values()]))
         # Filled on the device: a copy of host memory would be a wait.

@@ -28,7 +28,7 @@ from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.initial import is_unset, mark_unset
 from genesis.model.statistics import name_figures
 from genesis.objectives.cross_entropy import CrossEntropy
-from genesis.objectives.objective import TOKENS, Objective, ObjectiveSums
+from genesis.objectives.objective import TOKENS, HeadResult, Objective, ObjectiveSums
 from genesis.objectives.preference import DPO
 from genesis.optim import GroupedOptimizer, OptimizerOptions, build_optimizer
 from genesis.strategies.layout import LayoutStrategy, layout_strategy
@@ -382,7 +382,11 @@ class GenesisModule(pl.LightningModule):
 
     def validation_step(self, window: AccumulationWindow, batch_idx: int) -> None:
         """Adds one batch of the validation set; all ranks run the same number of batches, without a gather."""
-        sums = self._strategy.sum_losses(self._model, window.micro_batches, self.objective)
+        if window.figures:  # known without a forward
+            values = {name: torch.tensor(value, device=self.device) for name, value in window.figures.items()}
+            sums = HeadResult({}, values)
+        else:
+            sums = self._strategy.sum_losses(self._model, window.micro_batches, self.objective)
         self.validation_sums.update(sums, self.objective.count(window))
 
     def on_validation_epoch_end(self) -> None:

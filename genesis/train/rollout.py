@@ -12,7 +12,7 @@ run killed after it continues with the saved answers.
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from genesis.data.loader import SequenceFormat, build_window
 from genesis.data.prompt_data import Group, PromptData
+from genesis.data.prompts import Prompt
 from genesis.data.window import AccumulationWindow
 from genesis.errors import RunEndedError, UserError
 from genesis.generate.batch import Batch, Request, check_is_number
@@ -33,12 +34,14 @@ from genesis.model.adapter import AdapterConfig
 from genesis.model.decoder import Decoder
 from genesis.objectives.gspo import (
     ADVANTAGE,
+    ANSWERS,
     GSPO,
     IS_FINISHED,
     OLD_LOG_PROB,
     REWARD,
     SPREAD,
     TEMPERATURE,
+    VALIDATION_FIGURES,
     compare_rewards,
     score_tokens,
 )
@@ -99,69 +102,108 @@ class Rollouts:
         num_valid = sum(len(row.answer) for row in rows)
         return AccumulationWindow(tuple(micro_batches), num_valid, num_bytes, window.data_position)
 
+    def validate(self, window: AccumulationWindow, prompts: Sequence[Prompt]) -> AccumulationWindow:
+        """Returns the window of a validation with the sums of the greedy answers' figures. All ranks call it together.
+
+        Nothing random is drawn and nothing is kept, so that a run trains the same with and without a validation.
+        """
+        group = layout_strategy(self._trainer.strategy).layout.token_group
+        requests = [self._request(prompt, SamplingOptions(0.0), 0) for prompt in prompts]
+        with self._evaluating():
+            answers, rewards = self._write(
+                requests, lambda index, answer: self._reward.score(prompts[index], self._text(answer), 1), group
+            )
+        free_gathered_parameters(self._decoder)
+        num_tokens = sum(map(len, answers))
+        sums = (sum(rewards), sum(map(self._is_finished, answers)), num_tokens)
+        return replace(
+            window,
+            num_valid_tokens=num_tokens,
+            num_units={ANSWERS: len(answers)},
+            figures={name: float(value) for name, value in zip(VALIDATION_FIGURES, sums, strict=True)},
+        )
+
     # ---- a rollout
 
     def _answer(self, positions: Sequence[int], group: HostGroup) -> None:
         """Writes and scores the answers to the prompts at `positions`, and adds their groups to the data."""
-        options, decoder = self._data.prompt_options, self._decoder
-        size, rows, rewards = options.group_size, list[_Row](), list[float]()
-        failure: UserError | None = None
-        with _in_evaluation(decoder), self._trainer.precision_plugin.forward_context(), torch.no_grad():
-            whole = gather_decoder(decoder, self._adapter)
-            try:
-                # Compiled blocks would be compiled again for nearly every length of a prompt.
-                with torch.compiler.set_stance("force_eager"):
-                    rows = self._generate(whole, positions)
-                rewards = [self._score(row) for row in self._follow(rows)]
-            except UserError as error:
-                failure = error
-            del whole
-            # The ranks agree, because a rank that goes on alone would wait for the others in the next forward.
-            (num_failed,) = group.sum((int(failure is not None),)).wait()
-            if failure is not None:
-                raise failure
-            if num_failed:
-                raise RunEndedError("another rank could not answer or score its prompts; its error has the reason")
+        data, decoder = self._data, self._decoder
+        options = data.prompt_options
+        size, sampling = options.group_size, SamplingOptions(options.temperature)
+        asked = [(position, number, data.prompt_at(position)) for position in positions for number in range(size)]
+        requests = [
+            self._request(prompt, sampling, _seed(data.options.seed, position, number))
+            for position, number, prompt in asked
+        ]
+
+        def score(index: int, answer: NDArray[np.int32]) -> float:
+            _, number, prompt = asked[index]
+            return self._reward.score(prompt, self._text(answer), number + 1)
+
+        with self._evaluating():
+            answers, rewards = self._write(requests, score, group)
+            rows = [
+                _Row(position, number, prompt.ids, answer)
+                for (position, number, prompt), answer in zip(asked, answers, strict=True)
+            ]
             old_log_probs = np.concatenate([self._score_log_probs(decoder, chunk) for chunk in self._chunks(rows)])
         free_gathered_parameters(decoder)
         for index, position in enumerate(positions):
             own = slice(index * size, (index + 1) * size)
             self._data.groups[position] = Group(
                 tuple(row.answer for row in rows[own]),
-                np.array([int(row.answer[-1]) in self._data.tokenizer.stop_ids for row in rows[own]]),
+                np.array([self._is_finished(row.answer) for row in rows[own]]),
                 np.array(rewards[own]),
                 old_log_probs[own],
             )
         self._write_samples(positions[: options.num_logged_prompts])
 
-    def _follow(self, rows: Sequence[_Row]) -> Iterator[_Row]:
-        """Yields rows, and notes progress after each: a reward function may take long."""
-        for row in rows:
-            yield row
-            note_progress(self._trainer)
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Computes as in training, without dropout and without gradients."""
+        with _in_evaluation(self._decoder), self._trainer.precision_plugin.forward_context(), torch.no_grad():
+            yield
 
-    def _generate(self, decoder: Decoder, positions: Sequence[int]) -> list[_Row]:
-        """Returns the answers in the order of the positions and of their numbers."""
-        data, options = self._data, self._data.prompt_options
-        sampling, seq_len = SamplingOptions(options.temperature), data.options.seq_len
-        rows: list[_Row] = []
-        requests = []
-        for position in positions:
-            prompt = data.prompt_at(position).ids
-            room = seq_len - len(prompt)
-            most = room if options.max_new_tokens is None else min(room, options.max_new_tokens)
-            for number in range(options.group_size):
-                rows.append(_Row(position, number, prompt, np.zeros(0, np.int32)))
-                requests.append(Request(prompt, most, sampling, _seed(data.options.seed, position, number)))
-        answers: list[list[int]] = [[] for _ in rows]
-        batch = Batch(
-            decoder, min(options.num_rows, max(1, len(rows))), data.tokenizer.stop_ids, num_slots=data.options.seq_len
-        )
+    def _request(self, prompt: Prompt, sampling: SamplingOptions, seed: int) -> Request:
+        room, most = self._data.options.seq_len - len(prompt.ids), self._data.prompt_options.max_new_tokens
+        return Request(prompt.ids, room if most is None else min(room, most), sampling, seed)
+
+    def _write(
+        self, requests: Sequence[Request], score: Callable[[int, NDArray[np.int32]], float], group: HostGroup
+    ) -> tuple[list[NDArray[np.int32]], list[float]]:
+        """Returns the answers to this rank's requests, and their rewards. All ranks of the group call it together."""
+        answers, rewards = list[NDArray[np.int32]](), list[float]()
+        failure: UserError | None = None
+        whole = gather_decoder(self._decoder, self._adapter)
+        try:
+            # Compiled blocks would be compiled again for nearly every length of a prompt.
+            with torch.compiler.set_stance("force_eager"):
+                answers = self._generate(whole, requests)
+            for index, answer in enumerate(answers):
+                rewards.append(score(index, answer))
+                note_progress(self._trainer)  # a reward function may take long
+        except UserError as error:
+            failure = error
+        del whole
+        # The ranks agree, because a rank that goes on alone would wait for the others in the next forward.
+        (num_failed,) = group.sum((int(failure is not None),)).wait()
+        if failure is not None:
+            raise failure
+        if num_failed:
+            raise RunEndedError("another rank could not answer or score its prompts; its error has the reason")
+        return answers, rewards
+
+    def _generate(self, decoder: Decoder, requests: Sequence[Request]) -> list[NDArray[np.int32]]:
+        """Returns the answers in the order of the requests."""
+        data = self._data
+        answers: list[list[int]] = [[] for _ in requests]
+        num_rows = min(data.prompt_options.num_rows, max(1, len(requests)))
+        batch = Batch(decoder, num_rows, data.tokenizer.stop_ids, num_slots=data.options.seq_len)
         waiting = iter(requests)
         request = next(waiting, None)
         while True:
             while request is not None and batch.num_free:
-                batch.add(request)  # handles count up, so that a handle is the index of its row
+                batch.add(request)  # handles count up, so that a handle is the index of its request
                 request = next(waiting, None)
             tokens = batch.step()
             if not tokens:
@@ -170,7 +212,7 @@ class Rollouts:
             for token in tokens:
                 check_is_number(token)
                 answers[token.request].append(token.id)
-        return [row._replace(answer=np.array(ids, np.int32)) for row, ids in zip(rows, answers, strict=True)]
+        return [np.array(ids, np.int32) for ids in answers]
 
     def _score_log_probs(self, decoder: Decoder, rows: Sequence[_Row]) -> NDArray[np.float32]:
         """Returns the sum of the log-probabilities of each answer, by a forward as in training."""
@@ -184,8 +226,8 @@ class Rollouts:
         )
         return sums.float().cpu().numpy()
 
-    def _score(self, row: _Row) -> float:
-        return self._reward.score(self._data.prompt_at(row.position), self._text(row.answer), row.number + 1)
+    def _is_finished(self, answer: NDArray[np.int32]) -> bool:
+        return int(answer[-1]) in self._data.tokenizer.stop_ids
 
     def _text(self, answer: NDArray[np.int32]) -> str:
         """Returns an answer as text, without the token that ended it.

@@ -1,6 +1,7 @@
 """Prompts: read from every form of conversation, ordered and counted; answers survive a checkpoint and other ranks."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from genesis.data.loader import Ranks
 from genesis.data.prompt_data import Group, PromptData, pack_groups, unpack_groups
-from genesis.data.prompts import PromptOptions
+from genesis.data.prompts import PromptOptions, find_reward_file
 from genesis.data.sources import SourceOptions
 from genesis.data.training_data import TrainingOptions
 from genesis.data.window import AccumulationWindow
@@ -109,6 +110,30 @@ def same(one: Group, other: Group) -> bool:
     return all(map(np.array_equal, one.answers, other.answers)) and all(
         np.array_equal(getattr(one, name), getattr(other, name)) for name in columns
     )
+
+
+def test_a_reward_function_of_a_module_is_identified_by_a_source_that_is_not_run(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "of_a_user"
+    (package / "scores").mkdir(parents=True)
+    ran = f"open({str(tmp_path / 'ran')!r}, 'w')\n"
+    (package / "__init__.py").write_text(ran)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def identify(source: str) -> str | None:
+        (package / "scores" / "length.py").write_text(ran + source)
+        data = open_data(tmp_path, tokenizer, [{"prompt": "Hello"}])
+        data.prompt_options = replace(data.prompt_options, reward="of_a_user.scores.length:score")
+        return data.identity.get("reward")
+
+    first = identify("def score(messages, text, columns): return 1.0")
+    assert first is not None
+    assert identify("def score(messages, text, columns): return 1.0") == first
+    assert identify("def score(messages, text, columns): return 2.0") != first
+    assert not (tmp_path / "ran").exists()
+    assert find_reward_file("of_a_user.nowhere.length:score") is None
+    assert find_reward_file("sys:exit") is None
 
 
 def test_packed_answers_are_the_same_answers() -> None:

@@ -1,5 +1,6 @@
 """Rollouts in training: exact gradients, equal ranks, and a run that is killed anywhere and ends with the same bits."""
 
+import csv
 import json
 import os
 import signal
@@ -24,7 +25,7 @@ from genesis.train.data_module import CorpusDataModule
 from genesis.train.module import GenesisModule
 from genesis_callbacks.checkpoint import list_committed, verify
 from genesis_callbacks.testing import run_ranks
-from tests.train.rollouts import GROUP_SIZE, STEPS, answer, build_data, build_module, read_log, write_case
+from tests.train.rollouts import GROUP_SIZE, NUM_PROMPTS, STEPS, answer, build_data, build_module, read_log, write_case
 from tests.train.support import KeepGradients, build_strategy, build_trainer, whole
 
 pytestmark = pytest.mark.xdist_group("rollouts")
@@ -386,3 +387,67 @@ def test_sharded_adapters_answer_and_learn_as_whole_ones(case: Path) -> None:
     assert [[row for _, of_rank in ranks for row in of_rank[step]] for step in range(2)] == batches
     for name, tensor in alone.items():
         assert float((ranks[0][0][name] - tensor).abs().max()) < 1e-5, name
+
+
+# ---- validation
+
+
+def test_held_out_prompts_are_validated_by_greedy_answers_and_change_no_training(case: Path, tmp_path: Path) -> None:
+    prompts = {"validation_share": 0.4}
+    silent = answer(str(tmp_path / "silent"), str(case), prompts=prompts, limit_val_batches=0)
+    validated = answer(str(tmp_path / "validated"), str(case), prompts=prompts, val_check_interval=2)
+    assert_same_bits(silent, validated)
+    rewards = read_rewards(tmp_path / "validated")
+    assert len(rewards) == STEPS // 2
+    # Killed after a step and resumed: the later validations are the same.
+    answer(str(tmp_path / "resumed"), str(case), "replicated", 3, prompts=prompts, val_check_interval=2)
+    answer(str(tmp_path / "resumed"), str(case), prompts=prompts, val_check_interval=2)
+    assert read_rewards(tmp_path / "resumed") == rewards
+
+    data = build_data(case, **prompts)
+    held_out, trained = data.training.prompts.held_out, data.training.prompts.of_source["questions"]
+    assert (len(held_out) > 0, len(held_out) + len(trained)) == (True, NUM_PROMPTS)
+    assert {p.ids for p in held_out}.isdisjoint(p.ids for p in trained)
+    decoder = Decoder(build_module(data).decoder_config).eval()
+    decoder.load_state_dict({name.removeprefix("decoder."): w for name, w in validated["weights"].items()})
+    assert rewards[-1] == pytest.approx(mean_greedy_reward(decoder, data, held_out))
+
+
+def read_rewards(directory: Path) -> list[float]:
+    with (directory / "metrics.csv").open() as file:
+        return [float(row["validation/reward"]) for row in csv.DictReader(file) if row.get("validation/reward")]
+
+
+def mean_greedy_reward(decoder: Decoder, data: CorpusDataModule, prompts: Any) -> float:
+    """Returns the mean reward of answers that are written token by token, without a cache."""
+    tokenizer, rewards = data.training.tokenizer, []
+    for prompt in prompts:
+        ids = list(prompt.ids)
+        while len(ids) < len(prompt.ids) + 12 and (ids == list(prompt.ids) or ids[-1] not in tokenizer.stop_ids):
+            with torch.no_grad():
+                ids.append(int(decoder(torch.tensor([ids]))[0, -1].argmax()))
+        new = [token for token in ids[len(prompt.ids) :] if token not in tokenizer.stop_ids]
+        text = tokenizer.spell(new, has_controls=True)
+        rewards.append(sum(c in "aeiou" for c in text) / (len(text) + 1) + prompt.columns["bonus"])
+    return sum(rewards) / len(rewards)
+
+
+def validate_some(directory: str, case: str) -> None:
+    answer(directory, case, prompts={"validation_share": 0.4, "num_rows": 1}, val_check_interval=2)
+
+
+@pytest.mark.slow
+def test_two_ranks_validate_as_one(case: Path, tmp_path: Path) -> None:
+    for world_size in (1, 2):
+        run_ranks(validate_some, world_size, str(tmp_path / str(world_size)), str(case))
+    one, two = (read_rewards(tmp_path / str(world_size)) for world_size in (1, 2))
+    assert one == pytest.approx(two, rel=1e-4)
+
+
+def test_a_share_that_holds_out_nothing_or_everything_is_refused(case: Path) -> None:
+    with pytest.raises(UserError, match=r"validation_share is 1.0; it must be at least 0 and below 1"):
+        build_data(case, validation_share=1.0)
+    with pytest.raises(UserError, match=r"validation_share 1e-09 holds out none of 7 prompts"):
+        _ = build_data(case, validation_share=1e-9).training.prompts
+    with pytest.raises(UserError, match=r"no prompt that fits .* and is not held out"):
+        _ = build_data(case, validation_share=0.999999999).training.prompts
