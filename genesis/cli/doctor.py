@@ -47,6 +47,8 @@ def main(argv: list[str]) -> int:
     report: dict[str, Any] = {"what": "genesis doctor", "machine": [], "recipe": None}
     saves: PlannedSaves | None = None
     checks: list[Check] = []
+    with naming(options.dir or Path()):
+        facts = read_facts(options.dir or Path())  # before fits, which set environment variables of their own
     if options.config:
         report["what"] = "genesis doctor --config"
         found = _examine_recipe(options, extra)
@@ -59,8 +61,7 @@ def main(argv: list[str]) -> int:
             "checks": list_plain(found.checks),
         }
         checks += found.checks
-    with naming(options.dir or Path()):
-        machine = examine_machine(read_facts(options.dir or Path()), saves)
+    machine = examine_machine(facts, saves)
     print_checks("genesis doctor: the machine", machine, console)
     report["machine"] = list_plain(machine)
     checks += machine

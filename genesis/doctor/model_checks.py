@@ -325,7 +325,9 @@ def _measure_gradient(scene: Scene, micro_batches: Sequence[MicroBatch]) -> list
         packed=None,
     )
     was_training = scene.decoder.training
-    has_dropout = any(isinstance(part, torch.nn.Dropout) and part.p > 0 for part in scene.decoder.modules())
+    has_dropout = scene.decoder.config.dropout > 0 or any(
+        part.draws_random_numbers for part in scene.decoder.parts.values()
+    )
     scene.decoder.train(was_training and not has_dropout)
     try:
         with scene.trainer.precision_plugin.train_step_context():

@@ -208,7 +208,7 @@ class _Protocol:
                 "checkpoint.save_at_end": True,
             }
         )
-        watch = Watch(self._examine_model(built), range(num_steps // 2 + 1, num_steps + 1, 3))
+        watch = Watch(self._examine_model(built), range(step + 1, num_steps, 2))
         remember = _RememberSave(built.module.adapter_config is not None)
         with self._time("checkpoint", "memory", ends=(UserError, RunEndedError)) as checks:
             with _quiet():
@@ -218,7 +218,7 @@ class _Protocol:
             first = checkpoints / checkpoint_name(step)
             assert remember.plan is not None
             checks.append(check_checkpoint(first if first.is_dir() else None, remember.plan))
-            checks.append(check_memory(watch.resident, watch.allocated, watch.tensors))
+            checks.append(check_memory(watch.resident, watch.allocated, watch.tensors, step))
             last = find_latest(run_dir)
             assert last is not None
             return Course(watch.windows, last, find_position(built.trainer)), step

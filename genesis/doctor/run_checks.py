@@ -6,7 +6,6 @@ Each compares what a fit has left, and is a function of it.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,8 +27,10 @@ _MIB: Final = 2**20
 _SHOWN: Final = 3
 _WARM_UP_STEPS: Final = 4
 _MIN_STEPS: Final = 5
+_MIN_PART: Final = 3
 _MIN_SLOPE_BYTES: Final = 1 << 20
 _MAX_TENSOR_SLOPE_BYTES: Final = 1024
+_MAX_TENSORS_A_STEP: Final = 0.5
 _LARGE_SHARE: Final = 1.05
 _LARGE_BYTES: Final = 1 << 20
 
@@ -178,7 +179,7 @@ def check_resume(straight: Course, resumed: Course, step: int) -> Check:
 
 
 def check_memory(
-    resident: Mapping[int, int], allocated: Mapping[int, int], tensors: Mapping[int, LiveTensors]
+    resident: Mapping[int, int], allocated: Mapping[int, int], tensors: Mapping[int, LiveTensors], saved_at: int
 ) -> Check:
     """Looks for memory that grows with each step.
 
@@ -186,16 +187,17 @@ def check_memory(
         resident: Memory of the process after each step, without shared memory.
         allocated: Memory of the device's tensors after each step; empty on the CPU.
         tensors: All tensors that Python knows, after some steps.
+        saved_at: The step that was saved, after which the process is larger by the buffers of saves.
     """
     steady = {step: value for step, value in resident.items() if step > _WARM_UP_STEPS}
     if len(steady) < _MIN_STEPS:
         return Check("memory", "does not apply", f"{len(resident)} steps are too few for a slope")
-    slope = find_slope(steady)
-    of_device = find_slope({step: value for step, value in allocated.items() if step > _WARM_UP_STEPS})
-    num_tensors = [tensors[step].count for step in sorted(tensors)]
+    slope = _find_least_slope(steady, saved_at)
+    of_device = _find_least_slope({step: allocated[step] for step in steady if step in allocated}, saved_at)
+    num_tensors = [tensors[step].num_tensors for step in sorted(tensors)]
     of_tensors = find_slope({step: each.num_bytes for step, each in tensors.items()})
-    # Prefetched windows come and go; only a count that grows from each look to the next is a leak.
-    grows = len(num_tensors) > 2 and all(later > before for before, later in pairwise(num_tensors))
+    # Prefetched windows come and go; a tensor that is kept in each step adds one a step.
+    grows = find_slope({step: each.num_tensors for step, each in tensors.items()}) > _MAX_TENSORS_A_STEP
     limit = max(_MIN_SLOPE_BYTES, 0.002 * max(resident.values()))
     found = (
         f"over steps {min(steady)} to {max(steady)}, at {max(resident.values()) / _MIB:,.0f} MiB: "
@@ -212,6 +214,13 @@ def check_memory(
         "something keeps a tensor of each step: look for lists of losses that are not detached, and for callbacks "
         "that keep outputs",
     )
+
+
+def _find_least_slope(values: Mapping[int, int], saved_at: int) -> float:
+    """Returns the slope before or after a save, whichever is less: a leak grows in both."""
+    before = {step: value for step, value in values.items() if step <= saved_at}
+    after = {step: value for step, value in values.items() if step > saved_at + 1}
+    return min((find_slope(part) for part in (before, after) if len(part) >= _MIN_PART), default=0.0)
 
 
 # ---- one batch
