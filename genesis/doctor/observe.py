@@ -5,7 +5,6 @@ import hashlib
 import resource
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -18,8 +17,6 @@ from genesis.data.window import AccumulationWindow
 from genesis.device import is_host
 
 _STATM: Final = Path("/proc/self/statm")
-_MAX_COUNTS: Final = 6
-_COUNT_SECONDS: Final = 0.02
 
 
 def hash_window(window: AccumulationWindow) -> str:
@@ -48,17 +45,7 @@ class LiveTensors(NamedTuple):
 
 
 def count_tensors() -> LiveTensors:
-    """Returns how many tensors Python knows, once the thread of the loader has its next windows ready."""
-    found, before = _count_once(), None
-    for _ in range(_MAX_COUNTS):
-        if found == before:
-            break
-        time.sleep(_COUNT_SECONDS)
-        found, before = _count_once(), found
-    return found
-
-
-def _count_once() -> LiveTensors:
+    """Returns how many tensors Python knows."""
     gc.collect()
     storages: dict[int, int] = {}
     count = 0

@@ -125,6 +125,7 @@ class _Protocol:
         self._num_steps = 0
         self._objective: ObjectiveName = "CrossEntropy"
         self._is_new = True
+        self._straight = Watch()
         self._resolved: Mapping[str, Any] = {}
 
     def run(self) -> Examination:
@@ -208,9 +209,9 @@ class _Protocol:
                 "checkpoint.save_at_end": True,
             }
         )
-        watch = Watch(self._examine_model(built), range(step + 1, num_steps, 2))
+        watch = Watch(self._examine_model(built))
         remember = _RememberSave(built.module.adapter_config is not None)
-        with self._time("checkpoint", "memory", ends=(UserError, RunEndedError)) as checks:
+        with self._time("checkpoint", ends=(UserError, RunEndedError)) as checks:
             with _quiet():
                 built.fit(watch, remember)
             self._plan_saves(remember.plan)
@@ -218,9 +219,9 @@ class _Protocol:
             first = checkpoints / checkpoint_name(step)
             assert remember.plan is not None
             checks.append(check_checkpoint(first if first.is_dir() else None, remember.plan))
-            checks.append(check_memory(watch.resident, watch.allocated, watch.tensors, step))
             last = find_latest(run_dir)
             assert last is not None
+            self._straight = watch
             return Course(watch.windows, last, find_position(built.trainer)), step
         return None
 
@@ -254,6 +255,7 @@ class _Protocol:
             ignore=shutil.ignore_patterns(course.last.name),
             copy_function=_link,
         )
+        watch = Watch(tensor_steps=range(step + 2, self._num_steps))
         with self._time("resume") as checks:
             built = self._build(
                 {
@@ -263,14 +265,16 @@ class _Protocol:
                     "trainer.max_steps": self._num_steps,
                     "checkpoint.every_n_steps": step,
                     "checkpoint.save_at_end": True,
+                    "data.prefetch_windows": 0,  # windows that come and go would hide a tensor that stays
                 }
             )
-            watch = Watch()
             with _quiet():
                 built.fit(watch)
             last = find_latest(run_dir)
             assert last is not None
             checks.append(check_resume(course, Course(watch.windows, last, find_position(built.trainer)), step))
+        with self._time("memory") as checks:
+            checks.append(check_memory(self._straight.resident, self._straight.allocated, watch.tensors, step))
 
     def _overfit(self) -> None:
         self._progress("one batch, until it is learned by heart")

@@ -4,8 +4,10 @@ Each compares what a fit has left, and is a function of it.
 """
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,7 +32,6 @@ _MIN_STEPS: Final = 5
 _MIN_PART: Final = 3
 _MIN_SLOPE_BYTES: Final = 1 << 20
 _MAX_TENSOR_SLOPE_BYTES: Final = 1024
-_MAX_TENSORS_A_STEP: Final = 0.5
 _LARGE_SHARE: Final = 1.05
 _LARGE_BYTES: Final = 1 << 20
 
@@ -186,7 +187,7 @@ def check_memory(
     Args:
         resident: Memory of the process after each step, without shared memory.
         allocated: Memory of the device's tensors after each step; empty on the CPU.
-        tensors: All tensors that Python knows, after some steps.
+        tensors: All tensors that Python knows, after some steps of a fit that reads no window ahead.
         saved_at: The step that was saved, after which the process is larger by the buffers of saves.
     """
     steady = {step: value for step, value in resident.items() if step > _WARM_UP_STEPS}
@@ -195,14 +196,14 @@ def check_memory(
     slope = _find_least_slope(steady, saved_at)
     of_device = _find_least_slope({step: allocated[step] for step in steady if step in allocated}, saved_at)
     num_tensors = [tensors[step].num_tensors for step in sorted(tensors)]
-    of_tensors = find_slope({step: each.num_bytes for step, each in tensors.items()})
-    # Prefetched windows come and go; a tensor that is kept in each step adds one a step.
-    grows = find_slope({step: each.num_tensors for step, each in tensors.items()}) > _MAX_TENSORS_A_STEP
+    of_tensors = _find_usual_growth([tensors[step].num_bytes for step in sorted(tensors)])
+    # A tensor that is kept in each step adds one a step, whatever its size.
+    grows = _find_usual_growth(num_tensors) >= 1
     limit = max(_MIN_SLOPE_BYTES, 0.002 * max(resident.values()))
     found = (
         f"over steps {min(steady)} to {max(steady)}, at {max(resident.values()) / _MIB:,.0f} MiB: "
         f"{slope / _MIB:+.2f} MiB a step in the process, {of_tensors / _MIB:+.3f} MiB a step in tensors, "
-        f"of which there are {', then '.join(map(str, num_tensors))}"
+        f"of which there are {_describe_counts(num_tensors)}"
     )
     if allocated:
         found += f", {of_device / _MIB:+.3f} MiB a step on the device"
@@ -214,6 +215,17 @@ def check_memory(
         "something keeps a tensor of each step: look for lists of losses that are not detached, and for callbacks "
         "that keep outputs",
     )
+
+
+def _find_usual_growth(values: Sequence[int]) -> float:
+    """Returns the median growth from each look to the next, which single jumps do not move at all."""
+    return statistics.median([later - before for before, later in pairwise(values)] or [0])
+
+
+def _describe_counts(counts: Sequence[int]) -> str:
+    if not counts:
+        return "no counts"
+    return str(counts[0]) if len(set(counts)) == 1 else f"{counts[0]}, and {counts[-1]} at the end"
 
 
 def _find_least_slope(values: Mapping[int, int], saved_at: int) -> float:
