@@ -85,7 +85,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--dir",
         type=Path,
-        help="directory for the fits of the examination (default: on the disk of the recipe's run_dir)",
+        help="directory for the fits, on the disk of the checkpoints (default: the working directory)",
     )
     parser.add_argument(
         "--device",
