@@ -11,6 +11,7 @@
     loss.png                            written by `genesis demo`
     tensorboard/, wandb/                written by these loggers (`configs/loggers/`)
     report.html                         written by `genesis report`
+    pictures/                           written by `genesis demo`: the report's charts
     mirrors/                            what is known of each mirror of the run: `genesis mirror`
     bases/                              bases of checkpoints that `genesis mirror restore` could not put elsewhere
     reference/                          log-probabilities of a reference model (`genesis.objectives.reference`)
@@ -81,6 +82,7 @@ class RunDirectory:
         imported_recipe: The recipe for training that starts from an import.
         loss_plot: The loss curve that `genesis demo` plots.
         report: The page that `genesis report` writes.
+        pictures: The report's charts, of `genesis demo`.
         mirrors: The directory of the states of the run's mirrors.
         bases: The directory of restored bases.
         reference: Log-probabilities of a reference model, for preference optimisation.
@@ -101,6 +103,7 @@ class RunDirectory:
         self.imported_recipe = path / "recipe.yaml"
         self.loss_plot = path / "loss.png"
         self.report = path / "report.html"
+        self.pictures = path / "pictures"
         self.mirrors = path / "mirrors"
         self.bases = path / "bases"
         self.reference = path / "reference"

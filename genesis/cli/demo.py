@@ -11,7 +11,7 @@ from genesis.errors import UserError
 _KINDS = ("pretrain", "finetune")
 _DESCRIPTION = """Runs the whole workflow in minutes on a CPU, each step as a command that you could type yourself:
 Python's own sources as text, a tokenizer, token shards, training with one real SIGKILL in the middle and a resume,
-validation, text from an early and the last checkpoint, a plot of the loss. All results are in runs/demo.
+validation, text from an early and the last checkpoint, a report with all curves. All results are in runs/demo.
 `genesis demo finetune` downloads an open model of 135M parameters and 300 conversations by pip (100 MB), trains
 adapters with a SIGKILL and a resume, compares answers before and after, and exports; all results are in
 runs/demo-finetune."""

@@ -2,7 +2,7 @@
 
 The demo collects text that every Python includes, trains a tokenizer, and prepares token shards. It trains a model,
 sends one real SIGKILL in the middle, and resumes. It validates the last checkpoint, generates text from an early and
-the last checkpoint, plots the loss, and lists the paths of the results.
+the last checkpoint, plots the loss, writes a report, and lists the paths of the results.
 """
 
 import shlex
@@ -44,29 +44,32 @@ class Demo:
     def run(self) -> None:
         """Runs every step."""
         began = time.monotonic()
-        self.commands.title("1/8  Text: Python's standard library")
+        self.commands.title("1/9  Text: Python's standard library")
         num_documents, num_bytes = gather_text(self.directory / "text")
         self.console.print(f"{num_documents} documents, {num_bytes / 1e6:.1f} MB")
-        self.commands.title("2/8  Tokenizer")
+        self.commands.title("2/9  Tokenizer")
         self.commands.run("tokenizer", "train", "--config", str(self.tokenizer_config))
-        self.commands.title("3/8  Tokens")
+        self.commands.title("3/9  Tokens")
         self.commands.run("data", "prepare", "--config", str(self.corpus_config))
-        self.commands.title("4/8  Training, until it is killed")
+        self.commands.title("4/9  Training, until it is killed")
         fit = ("fit", *self.recipe_options)
         kill = self.commands.run_and_kill(fit, self.run_dir, self.num_steps)
-        self.commands.title("5/8  Training resumes from the last checkpoint")
+        self.commands.title("5/9  Training resumes from the last checkpoint")
         self.commands.run(*fit, "--ckpt_path", "latest")
-        self.commands.title("6/8  Validation of the last checkpoint, in a separate process")
+        self.commands.title("6/9  Validation of the last checkpoint, in a separate process")
         last = self._committed()[-1]
         self.commands.run("validate", *self.recipe_options, "--ckpt_path", str(last))
-        self.commands.title("7/8  Text from an early and from the last checkpoint")
+        self.commands.title("7/9  Text from an early and from the last checkpoint")
         for checkpoint in (self._committed()[0], last):
             self.console.print(f"\n[bold]{checkpoint.name}[/bold]")
             prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
             self.commands.run(
                 "generate", str(checkpoint), *prompts, "--max-new-tokens", "80", "--temperature", "0.6", "--seed", "1"
             )
-        self.commands.title("8/8  Results")
+        self.commands.title("8/9  Report")
+        run = RunDirectory(self.run_dir)
+        self.commands.run("report", str(self.run_dir), "--png", str(run.pictures))
+        self.commands.title("9/9  Results")
         self._summarise(kill, last, time.monotonic() - began)
 
     def _committed(self) -> list[Path]:
@@ -83,7 +86,8 @@ class Demo:
             f"trained           {manifest.counters['updates']} updates, {manifest.counters['tokens_updated']:,} tokens"
         )
         print_(f"checkpoint        {last}")
-        print_(f"loss              {picture}")
+        print_(f"report            {RunDirectory(self.run_dir).report}: open it in a browser")
+        print_(f"pictures          {RunDirectory(self.run_dir).pictures}, {picture}")
         print_(f"metrics           {self.metrics}")
         print_(f"recipe            {RunDirectory(self.run_dir).recipe}")
         print_(f"total time        {seconds / 60:.1f} minutes")

@@ -22,6 +22,7 @@ _CLOCK_LABELS: Final = {
 }
 _MAX_LABEL: Final = 34
 _FEW_POINTS: Final = 60
+_MAX_RESTARTS: Final = 200
 _LINE_STYLES: Final = ("-", "--", ":", "-.")
 _BYTES: Final = 1e9
 
@@ -116,7 +117,7 @@ class Chart:
         colour = palette.lines[(number if num_runs > 1 else place) % len(palette.lines)]
         label = line.label if num_runs == 1 else run.name
         if num_runs > 1 and len(self.lines) > 1:
-            label = f"{_cut(run.name)}: {line.label}"
+            label = f"{shorten(run.name)}: {line.label}"
         is_marked = line.is_sparse or len(points) == 1
         (drawn,) = axes.plot(
             *zip(*points, strict=True),
@@ -125,7 +126,7 @@ class Chart:
             marker="o" if is_marked and len(points) <= _FEW_POINTS else None,
             markersize=3.5,
             linewidth=1.2 if len(points) <= 2 * _FEW_POINTS or line.is_sparse else 0.9,
-            label=_cut(label),
+            label=shorten(label),
         )
         drawn.set_gid(f"run-{number}-{place}")
 
@@ -166,8 +167,10 @@ def format_number(value: float, _: object = None) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _MAX_LABEL else f"{text[: _MAX_LABEL - 1]}…"
+def shorten(text: str) -> str:
+    """Returns a label for a legend. matplotlib hides labels that begin with an underscore, hence the space."""
+    shown = text if len(text) <= _MAX_LABEL else f"{text[: _MAX_LABEL - 1]}…"
+    return f" {shown}" if shown.startswith("_") else shown
 
 
 def find_restarts(run: Run) -> list[int]:
@@ -176,13 +179,14 @@ def find_restarts(run: Run) -> list[int]:
 
 
 def _draw_restarts(axes: Axes, number: int, run: Run, palette: Palette) -> None:
-    for place, step in enumerate(find_restarts(run)):
+    for place, step in enumerate(find_restarts(run)[-_MAX_RESTARTS:]):
+        is_first = "resumed" not in axes.get_legend_handles_labels()[1]
         line = axes.axvline(
             step,
             color=palette.muted,
             linestyle=(0, (1, 2)),
             linewidth=1,
-            label="resumed" if (number, place) == (0, 0) else None,
+            label="resumed" if is_first else None,
         )
         line.set_gid(f"run-{number}-restart-{place}")
 

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from genesis.evaluate.table import BITS, select_shown
-from genesis.report.charts import Drawing, add_legend, format_number
+from genesis.report.charts import Drawing, add_legend, format_number, shorten
 from genesis.report.collect import Run
 from genesis.report.style import Palette, new_figure, styled
 from genesis_callbacks.events import Event
@@ -161,7 +161,7 @@ def plan_data(runs: Sequence[Run]) -> tuple[list[Drawing], list[str]]:
                     [tokens.get(source, 0.0) for source in sources],
                     height * 0.9,
                     color=palette.lines[number],
-                    label=run.name,
+                    label=shorten(run.name),
                 )
                 for place, bar in enumerate(bars):
                     bar.set_gid(f"run-{number}-{place}")
@@ -211,7 +211,7 @@ def _evaluation_builder(
                     color=palette.lines[number],
                     marker="o",
                     markersize=4,
-                    label=runs[number].name,
+                    label=shorten(runs[number].name),
                 )
                 for place, artist in enumerate(drawn.get_children()):
                     artist.set_gid(f"run-{number}-{place}")
@@ -226,16 +226,11 @@ def _evaluation_builder(
 def list_milestones(run: Run, limit: int) -> list[Event]:
     """Returns the newest events that a reader looks for: ends, crashes, restores, quarantined and failed saves."""
     kinds = (
-        "started",
-        "restored",
-        "quarantined",
-        "failed",
-        "hang",
-        "ended",
-        "crashed",
-        "preempted",
-        "recovered",
-        "stopped",
-        "completed",
+        *("started", "restored", "quarantined", "nonfinite_gradient", "failed", "hang", "ended"),
+        *("crashed", "preempted", "recovered", "stopped", "completed"),
     )
-    return [event for event in run.events if event.kind in kinds and event.rank in (0, None)][-limit:]
+    # Every rank records its start and its end; one of them is enough.
+    found = [event for event in run.events if event.kind in kinds]
+    return [event for event in found if event.rank in (0, None) or event.kind in ("nonfinite_gradient", "hang")][
+        -limit:
+    ]

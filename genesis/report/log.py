@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from genesis.errors import UserError
+from genesis.errors import UserError, printable
 from genesis.report.series import Point, Series
 
 AREAS: Final = (
@@ -83,7 +83,7 @@ def _read(path: Path, file: BinaryIO, num_bytes: int) -> RunLog:
             raise UserError(f"{path} is no log of a run: its first line has more than {_MAX_LINE_BYTES:,} bytes")
         log.notes.append("The log has no complete row yet.")
         return log
-    columns = next(csv.reader([head.decode("utf-8-sig", errors="replace")]), [])
+    columns = [printable(name) for name in next(csv.reader([head.decode("utf-8-sig", errors="replace")]), [])]
     if _STEP not in columns:
         raise UserError(f"{path} is no log of a run: it has no column 'step'; remove it, or give another run")
     start = file.tell()

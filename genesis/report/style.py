@@ -6,6 +6,7 @@ name is taken as a formula (`text.parse_math`), and matplotlib escapes what XML 
 
 import io
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
@@ -98,7 +99,9 @@ def styled(palette: Palette) -> Iterator[None]:
         "xtick.color": palette.muted,
         "ytick.color": palette.muted,
     }
-    with matplotlib.rc_context(parameters):
+    with matplotlib.rc_context(parameters), warnings.catch_warnings():
+        # A name in a script that matplotlib's font lacks: the browser has one.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         yield
 
 

@@ -66,6 +66,8 @@ def test_the_short_demo_is_killed_goes_on_and_draws_what_happened(tmp_path: Path
     manifest = json.loads((run_dir / f"checkpoints/step-{STEPS:08d}/manifest.json").read_text())
     assert manifest["counters"]["updates"] == STEPS
     check_picture(run_dir / "loss.png", run_dir / "metrics.csv", killed_at, resumed_from)
+    assert "Left out" in (run_dir / "report.html").read_text()
+    assert {"overview.png", "loss.png", "timeline-0.png"} <= {path.name for path in (run_dir / "pictures").iterdir()}
     # Two texts for each prompt: of an early and of the last checkpoint.
     assert done.stdout.count("class Stack:") >= 2
     assert " at the start)" in done.stdout

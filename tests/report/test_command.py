@@ -9,17 +9,19 @@ import pytest
 
 from genesis.cli.report import main
 from genesis.errors import UserError
+from genesis.report import page
 from genesis.report.collect import collect_runs
 from genesis.report.history import find_attempts
 from genesis.report.memory import plan_memory
 from tests.report.runs import KEYS, row_of, write_events, write_log, write_run
 
-HOSTILE = "<script>alert(1)</script>\"'&$x^2$]]>"
+HOSTILE = "_名\x1b<script>alert(1)</script>\"'&$x^2$]]>"
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(page, "_MAX_OTHERS", 2)  # each chart takes a tenth of a second
     return write_run(tmp_path / "runs/mine")
 
 
@@ -35,30 +37,30 @@ def refuse(*arguments: str) -> str:
     return str(refused.value)
 
 
-def charts_of(page: str) -> set[str]:
-    return set(re.findall(r'<figure id="([^"]+)"', page))
+def charts_of(shown: str) -> set[str]:
+    return set(re.findall(r'<figure id="([^"]+)"', shown))
 
 
 def test_the_page_has_every_chart_that_the_run_has_values_for(run: Path) -> None:
-    page = report("mine")
+    shown = report("mine")
     assert {
         *("loss", "loss-tokens-seen", "loss-tokens-updated", "learning-rate", "gradient-norm", "tokens-per-second"),
         *("mfu", "memory", "step-time-0", "timeline-0", "data", "memory-plan-0"),
-    } <= charts_of(page)
-    assert "Left out: Evaluations: there are none" in html.unescape(page)
-    assert "steps wait for data" in page  # a symptom: 20 of 100 ms
-    assert "max_steps: 30" in page
+    } <= charts_of(shown)
+    assert "Left out: Evaluations: there are none" in html.unescape(shown)
+    assert "steps wait for data" in shown  # a symptom: 20 of 100 ms
+    assert "max_steps: 30" in shown
 
 
 def test_the_page_runs_no_script_and_asks_for_nothing(run: Path) -> None:
-    page = report("mine")
-    assert "default-src 'none'" in page
-    assert "<script" not in page.lower()
-    assert re.findall(r"""(?:src|href)\s*=\s*["'](?!#)[^"']*""", page) == []
-    assert re.findall(r"url\((?!#)|@import", page) == []
-    targets = set(re.findall(r'(?:xlink:href="#|url\(#)([^")]+)', page))
+    shown = report("mine")
+    assert "default-src 'none'" in shown
+    assert "<script" not in shown.lower()
+    assert re.findall(r"""(?:src|href)\s*=\s*["'](?!#)[^"']*""", shown) == []
+    assert re.findall(r"url\((?!#)|@import", shown) == []
+    targets = set(re.findall(r'(?:xlink:href="#|url\(#)([^")]+)', shown))
     assert targets
-    assert targets <= set(re.findall(r'id="([^"]+)"', page))
+    assert targets <= set(re.findall(r'id="([^"]+)"', shown))
 
 
 def test_names_texts_and_recipes_of_a_hostile_run_stay_text(tmp_path: Path, run: Path) -> None:
@@ -71,11 +73,11 @@ def test_names_texts_and_recipes_of_a_hostile_run_stay_text(tmp_path: Path, run:
     (other / "rollouts/1.rank-0.jsonl").write_text(
         '{"prompt": "<img src=x>", "text": "<script>alert(2)</script>"}\nnot json\n'
     )
-    page = report("mine", str(other))
+    shown = report("mine", str(other))
     for forbidden in ("<script", "<b>bold", "<i>x", "<img"):
-        assert forbidden not in page
-    assert "&lt;script&gt;alert(2)" in page
-    assert html.escape("<b>bold</b>") in page
+        assert forbidden not in shown
+    assert "&lt;script&gt;alert(2)" in shown
+    assert html.escape("<b>bold</b>") in shown
 
 
 def test_several_runs_are_drawn_over_each_other_and_what_one_lacks_is_named(tmp_path: Path, run: Path) -> None:
@@ -83,15 +85,15 @@ def test_several_runs_are_drawn_over_each_other_and_what_one_lacks_is_named(tmp_
     write_log(other, [])
     (other / "metrics.csv").write_text("step,train/loss\n1,5.0\n2,4.0\n")
     (other / "config.yaml").write_text("trainer: {max_steps: 99}\n")
-    page = html.unescape(report("mine", "other"))
-    loss = page[page.index('<figure id="loss"') :]
+    shown = html.unescape(report("mine", "other"))
+    loss = shown[shown.index('<figure id="loss"') :]
     loss = loss[: loss.index("</figure>")]
     assert 'class="run-0"' in loss
     assert 'class="run-1"' in loss
     assert "other: training" in loss
-    assert re.search(r'<figure id="mfu"><h3>MFU</h3><figcaption>not logged by other', page)
-    assert "Left out: Timeline: other has no events." in page
-    assert re.search(r"<td>trainer.max_steps</td><td[^>]*>30</td><td[^>]*>99</td>", page)
+    assert re.search(r'<figure id="mfu"><h3>MFU</h3><figcaption>not logged by other', shown)
+    assert "Left out: Timeline: other has no events." in shown
+    assert re.search(r"<td>trainer.max_steps</td><td[^>]*>30</td><td[^>]*>99</td>", shown)
 
 
 def test_a_start_without_an_end_was_killed(run: Path) -> None:
@@ -101,9 +103,9 @@ def test_a_start_without_an_end_was_killed(run: Path) -> None:
 
 def test_a_run_that_has_only_begun_has_a_page(tmp_path: Path, run: Path) -> None:
     write_events(tmp_path / "runs/new")
-    page = report("new")
-    assert "The run has no metrics.csv yet." in page
-    assert charts_of(page) == {"timeline-0"}
+    shown = report("new")
+    assert "The run has no metrics.csv yet." in shown
+    assert charts_of(shown) == {"timeline-0"}
 
 
 @pytest.mark.slow
@@ -154,10 +156,10 @@ def test_damaged_evaluations_and_a_damaged_recipe_leave_their_part_out(run: Path
     (run / "evaluations/step-1").mkdir(parents=True)
     (run / "evaluations/step-1/a.json").write_text("{")
     (run / "config.yaml").write_bytes(b"\xff\xfe: [")
-    page = html.unescape(report("mine"))
-    assert "Evaluations are left out: " in page
-    assert "Left out: Memory against the plan: no plan of config.yaml" in page
-    assert "loss" in charts_of(page)
+    shown = html.unescape(report("mine"))
+    assert "Evaluations are left out: " in shown
+    assert "Left out: Memory against the plan: no plan of config.yaml" in shown
+    assert "loss" in charts_of(shown)
 
 
 @pytest.mark.parametrize(
