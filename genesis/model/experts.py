@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import silu
 
 from genesis.device import read_capability
@@ -109,7 +110,10 @@ class Experts(Part):
         """
         dtype = self.find_dtype(rows.device)
         is_grouped = self.products == "grouped" or (self.products == "auto" and suits_grouped(rows, dtype, self.gate))
-        cast = [weight.to(dtype) for weight in (self.gate, self.up, self.down)]
+        held = [
+            weight.to_local() if isinstance(weight, DTensor) else weight for weight in (self.gate, self.up, self.down)
+        ]
+        cast = [weight.to(dtype) for weight in held]
         out: Tensor = _run_experts(rows.to(dtype).contiguous(), *cast, counts, is_grouped)[0]
         return out
 

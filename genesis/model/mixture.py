@@ -4,8 +4,9 @@ N  tokens, in any leading dimensions     K  experts of a token     D  model widt
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 from jaxtyping import Bool, Float
@@ -18,7 +19,7 @@ from genesis.model.experts import Experts
 from genesis.model.feed_forward import Dense, FeedForward, FeedForwardConfig
 from genesis.model.initial import InitialValues
 from genesis.model.part import ParameterGroup, Statistics, check_counts
-from genesis.model.router import ROUTERS, Router, Routing
+from genesis.model.router import ROUTERS, Router
 from genesis.model.tape import FLOAT32_BYTES, Tape, Value
 
 INDEX_BYTES: Final = 8
@@ -126,12 +127,29 @@ class MixtureConfig(FeedForwardConfig):
         return Dense(dim, self.dense_ffn_dim)
 
 
+class Flight(Protocol):
+    """Rows on their way to the experts of other ranks."""
+
+    def finish(self, run: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Returns the outputs of all rows that were sent; `run` computes this rank's experts."""
+
+
+class Exchange(Protocol):
+    """The way of rows to experts on other ranks (`genesis.strategies.expert_parallel`)."""
+
+    def send(self, rows: Tensor, counts: Tensor) -> Flight:
+        """Begins to send rows that are sorted by expert, given the number of each expert's."""
+
+
 class Mixture(FeedForward):
     """Routed experts, and the shared expert if there is one.
 
     Args:
         config: The options.
         dim: Model width.
+
+    Attributes:
+        exchange: How rows reach experts on other ranks; None if this rank has all experts.
     """
 
     draws_random_numbers = False
@@ -141,6 +159,7 @@ class Mixture(FeedForward):
     def __init__(self, config: MixtureConfig, dim: int) -> None:
         super().__init__()
         self.config = config
+        self.exchange: Exchange | None = None
         self.router = Router(config, dim)
         self.experts = Experts(config.num_experts, config.top_k, dim, config.ffn_dim)
         self.shared = None if config.shared_ffn_dim is None else Dense(dim, config.shared_ffn_dim)
@@ -193,17 +212,22 @@ class Mixture(FeedForward):
     ) -> tuple[Float[Tensor, "*N D"], Statistics | None]:
         """Returns the sum of the experts' outputs, and the statistics of the counted tokens."""
         routing = self.router(x, counted)
-        out = self.run_experts(x.flatten(0, -2), routing).view(x.shape)
-        if self.shared is not None:
-            shared, _ = self.shared(x)
-            if self.shared_gate is not None:
-                shared = linear(x, self.shared_gate).sigmoid() * shared
-            out = out + shared
-        return out, routing.statistics
-
-    def run_experts(self, tokens: Float[Tensor, "N D"], routing: Routing) -> Float[Tensor, "N D"]:
-        """Returns the weighted sum of the routed experts' outputs."""
+        tokens = x.flatten(0, -2)
         order = sort_by_expert(routing.experts, self.config.num_experts)
         # Cast before the copies are made, not after.
-        rows = spread(tokens.to(self.experts.find_dtype(tokens.device)), order)
-        return combine(self.experts(rows, order.counts), routing.weights, order)
+        rows = spread(tokens.to(self.experts.find_dtype(x.device)), order)
+        if self.exchange is None:
+            made = self.experts(rows, order.counts)
+            shared = self._run_shared(x)
+        else:  # the shared expert computes while rows travel
+            flight = self.exchange.send(rows, order.counts)
+            shared = self._run_shared(x)
+            made = flight.finish(self.experts)
+        out = combine(made, routing.weights, order).view(x.shape)
+        return (out if shared is None else out + shared), routing.statistics
+
+    def _run_shared(self, x: Float[Tensor, "*N D"]) -> Float[Tensor, "*N D"] | None:
+        if self.shared is None:
+            return None
+        shared, _ = self.shared(x)
+        return shared if self.shared_gate is None else linear(x, self.shared_gate).sigmoid() * shared

@@ -21,7 +21,7 @@ import numpy as np
 from genesis.errors import UserError
 
 _REST: Final = -1
-_NOT_THERE_YET: Final = {"cp": "context", "tp": "tensor", "ep": "expert", "pp": "pipeline"}
+_NOT_THERE_YET: Final = {"cp": "context", "tp": "tensor", "pp": "pipeline"}
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,17 @@ class WorldMesh:
         return self.dense[names]
 
     @cached_property
+    def experts(self) -> DeviceMesh:
+        """The ranks that share the experts: ep alone."""
+        return self.sparse["ep"]
+
+    @cached_property
+    def expert_shard(self) -> DeviceMesh:
+        """The mesh that FSDP2 takes for experts: efsdp alone, or dp_replicate and efsdp."""
+        names = ("efsdp",) if self._degrees.dp_replicate == 1 else ("dp_replicate", "efsdp")
+        return self.sparse[names]
+
+    @cached_property
     def tokens(self) -> DeviceMesh:
         """The ranks that together read every row of a global batch once."""
         return self.data["dp"] if self._degrees.cp == 1 else self.data["dp", "cp"]._flatten("tokens")

@@ -50,6 +50,8 @@ class Sharded(ModelParallelStrategy):
             `auto`, which keeps them if after the first window the device's free memory exceeds what they take by 20%,
             on every rank, and never on CPUs. A window then gathers each unit once, and every rank holds the whole model
             in `gather_dtype` until the window's last backward. Losses are the same.
+        expert_parallel: Number of ranks that share the experts of a mixture; each holds as many experts, and the ranks
+            send each other the rows of their tokens. 1 gives every rank all experts, sharded like other weights.
         cpu_offload: Whether parameters, gradients and optimizer state live in CPU memory between uses.
         activation_checkpointing: `none`, `block`, or n for every n-th block.
         compile_blocks: Whether each block is compiled by torch.compile.
@@ -72,6 +74,7 @@ class Sharded(ModelParallelStrategy):
         reduce_dtype: DType = "float32",
         gradient_reduction: Literal["window", "micro_batch"] = "window",
         keep_gathered: KeepGathered = "auto",
+        expert_parallel: int = 1,
         cpu_offload: bool = False,
         activation_checkpointing: ActivationCheckpointing = "none",
         compile_blocks: bool = False,
@@ -91,6 +94,7 @@ class Sharded(ModelParallelStrategy):
         self.reduce_dtype = reduce_dtype
         self.gradient_reduction = gradient_reduction
         self.keep_gathered = keep_gathered
+        self.expert_parallel = expert_parallel
         self.cpu_offload = cpu_offload
         self.activation_checkpointing = activation_checkpointing
         self.compile_blocks = compile_blocks
@@ -112,14 +116,14 @@ class Sharded(ModelParallelStrategy):
     def _plan_degrees(self) -> Degrees:
         num_ranks = self.num_nodes * self.num_processes
         if self.shard != "hybrid":
-            return Degrees().resolve(num_ranks)
+            return Degrees(ep=self.expert_parallel).resolve(num_ranks)
         group = self.ranks_per_shard_group or self.num_processes
         if group < 1 or num_ranks % group:
             raise UserError(
                 f"ranks_per_shard_group {group} does not divide {num_ranks} ranks; one of {list_divisors(num_ranks)} "
                 "does"
             )
-        return Degrees(dp_replicate=num_ranks // group).resolve(num_ranks)
+        return Degrees(dp_replicate=num_ranks // group, ep=self.expert_parallel).resolve(num_ranks)
 
     @property
     def parallel_degrees(self) -> dict[str, int]:
@@ -152,6 +156,7 @@ class Sharded(ModelParallelStrategy):
             max_gathers_in_flight=self.max_gathers_in_flight,
             precision=precision,
             offload_to_cpu=self.cpu_offload,
+            experts=(self._mesh.experts, self._mesh.expert_shard) if self.expert_parallel > 1 else None,
         )
         apply_wrappers(decoder, self.activation_checkpointing, self.compile_blocks, options)
 

@@ -26,6 +26,7 @@ from genesis.model.attend import AttentionMetadata
 from genesis.model.decoder import Decoder
 from genesis.model.delta import DeltaMetadata
 from genesis.model.part import Part
+from genesis.strategies.expert_parallel import list_experts, share_experts
 
 ActivationCheckpointing = Literal["none", "block"] | int
 """Which blocks recompute their activations in backward: none, each, or every n-th."""
@@ -43,6 +44,8 @@ class ShardOptions:
             prefetched.
         precision: The dtypes of gathered parameters and of reduced gradients.
         offload_to_cpu: Whether parameters, gradients and optimizer live in CPU memory between uses.
+        experts: The ranks that share the experts, and the mesh over which the experts of a rank are sharded; None if
+            experts are sharded like other weights.
     """
 
     mesh: DeviceMesh
@@ -51,6 +54,7 @@ class ShardOptions:
     max_gathers_in_flight: int
     precision: MixedPrecisionPolicy
     offload_to_cpu: bool
+    experts: tuple[DeviceMesh, DeviceMesh] | None = None
 
 
 def apply_wrappers(
@@ -128,6 +132,14 @@ def _apply_shard(decoder: Decoder, options: ShardOptions) -> None:
             mp_policy=float32,
             offload_policy=offload,
         )
+    if options.experts is not None:
+        share_experts(
+            decoder,
+            *options.experts,
+            reshard_after_forward=options.reshard_after_forward,
+            precision=options.precision,
+            offload=offload,
+        )
     for unit in units:
         fully_shard(
             unit if len(unit) > 1 else unit[0],
@@ -169,7 +181,8 @@ def _limit_prefetch(units_of_blocks: list[list[nn.Module]], num_prefetched: int)
     first_blocks = (unit[0] for unit in units_of_blocks)
     units: list[FSDPModule] = [block for block in first_blocks if isinstance(block, FSDPModule)]
     for index, (unit, blocks) in enumerate(zip(units, units_of_blocks, strict=True)):
-        within = [part for block in blocks for part in _list_float32(block) if isinstance(part, FSDPModule)]
+        inner = (part for block in blocks for part in (*_list_float32(block), *list_experts(block)))
+        within = [part for part in inner if isinstance(part, FSDPModule)]
         ahead = within if num_prefetched else []
         unit.set_modules_to_forward_prefetch([*ahead, *units[index + 1 : index + 1 + num_prefetched]])
         previous = units[max(0, index - num_prefetched) : index][::-1]

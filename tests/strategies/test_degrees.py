@@ -75,7 +75,7 @@ def test_a_degree_that_is_no_number_of_ranks_is_refused(name: str) -> None:
         Degrees(**{name: 0})
 
 
-@pytest.mark.parametrize("name", ["cp", "tp", "ep", "pp"])
+@pytest.mark.parametrize("name", ["cp", "tp", "pp"])
 def test_a_kind_of_parallelism_that_is_not_there_yet_is_refused_by_name(name: str) -> None:
     with pytest.raises(UserError, match=f"{name} is 2, and .* parallelism is not supported yet; leave {name} at 1"):
         Degrees(**{name: 2}).resolve(4).check_available()

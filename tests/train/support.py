@@ -87,6 +87,13 @@ def build_strategy(name: str) -> Any:
         "compiled": lambda: Replicated(compile_blocks=True),
         "compiled_shards": lambda: Sharded(compile_blocks=True, activation_checkpointing="block"),
         "checkpointing": lambda: Sharded(activation_checkpointing="block"),
+        "experts_2": lambda: Sharded(expert_parallel=2),
+        "experts_4": lambda: Sharded(expert_parallel=4),
+        "experts_hybrid": lambda: Sharded(expert_parallel=2, shard="hybrid", ranks_per_shard_group=2),
+        "experts_each": lambda: Sharded(expert_parallel=2, gradient_reduction="micro_batch", cpu_offload=True),
+        "experts_compiled": lambda: Sharded(
+            expert_parallel=2, compile_blocks=True, activation_checkpointing="block", shard="grad_op"
+        ),
     }[name]()
 
 

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from genesis.data.window import IGNORE_INDEX
+from genesis.errors import UserError
 from genesis.model.balance import RouterCollapseWarning
-from genesis.model.decoder import Decoder
+from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.mixture import MixtureConfig
 from genesis.model.router import find_routers
 from genesis.optim import OptimizerOptions
@@ -101,6 +102,8 @@ def one_step(strategy: str, precision: str) -> dict[str, Any]:
         ("single", 1), ("replicated", 2), ("full", 2),
         slow("grad_op", 2), slow("hybrid", 4), slow("two_blocks", 2), slow("reduced_each", 2), slow("offload", 2),
         slow("zero1", 2), slow("checkpointing", 2), slow("compiled", 2), slow("compiled_shards", 2),
+        slow("experts_2", 2), slow("experts_2", 4), slow("experts_4", 4), slow("experts_hybrid", 4),
+        slow("experts_each", 2), slow("experts_compiled", 2),
     ],
 )  # fmt: skip
 def test_gradients_log_and_bias_are_those_of_one_big_batch(strategy: str, world_size: int) -> None:
@@ -178,7 +181,7 @@ class Biases(pl.Callback):
     ("strategy", "world_size", "name"),
     [
         slow("replicated", 1, "muon"), slow("replicated", 2, "adamw"), slow("full", 2, "muon"),
-        slow("checkpointing", 2, "adamw"),
+        slow("checkpointing", 2, "adamw"), slow("experts_2", 4, "adamw"), slow("experts_2", 2, "muon"),
     ],
 )  # fmt: skip
 def test_a_killed_run_goes_on_bit_for_bit_with_its_bias(
@@ -193,6 +196,40 @@ def test_a_killed_run_goes_on_bit_for_bit_with_its_bias(
         assert torch.equal(ours["biases"][0], theirs["biases"][3])
         assert bool(ours["biases"][0].ne(0).any())
         assert all(torch.equal(ours["tensors"][key], tensor) for key, tensor in theirs["tensors"].items())
+
+
+@pytest.mark.slow
+def test_checkpoints_move_between_any_numbers_of_ranks_that_share_the_experts(
+    tiny_corpus: Path, tmp_path: Path
+) -> None:
+    run, corpus = str(tmp_path / "run"), str(tiny_corpus)
+    expected = run_ranks(train, 2, run, corpus, "experts_2", "host", -1)[0]["tensors"]
+    for strategy, world_size in (("experts_4", 4), ("experts_2", 4), ("full", 2), ("single", 1)):
+        for found in run_ranks(train, world_size, run, corpus, strategy, "host", -1):  # the run has ended
+            assert all(torch.equal(found["tensors"][name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("decoder", "message"),
+    [
+        (TINY, "expert_parallel is 2, but the model has no experts: leave it at 1"),
+        (
+            replace(MIXED, feed_forward=replace(MIXTURE, num_experts=9)),
+            "expert_parallel 2 does not divide num_experts 9: every rank holds as many experts",
+        ),
+    ],
+)
+def test_experts_that_cannot_be_shared_are_refused(decoder: DecoderConfig, message: str) -> None:
+    for found in run_ranks(refuse, 2, decoder):
+        assert message in found
+
+
+def refuse(decoder: DecoderConfig) -> str:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    trainer = build_trainer(build_strategy("experts_2"), world_size, 1, [TokenCounters()])
+    with pytest.raises(UserError) as caught:
+        trainer.fit(build_module(decoder), loader(1, rank, world_size))
+    return str(caught.value)
 
 
 @pytest.mark.slow
