@@ -229,5 +229,5 @@ class Mixture(FeedForward):
     def _run_shared(self, x: Float[Tensor, "*N D"]) -> Float[Tensor, "*N D"] | None:
         if self.shared is None:
             return None
-        shared, _ = self.shared(x)
+        shared: Tensor = self.shared(x)[0]
         return shared if self.shared_gate is None else linear(x, self.shared_gate).sigmoid() * shared
