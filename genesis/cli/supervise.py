@@ -22,11 +22,13 @@ from genesis.processes import check_can_find
 from genesis.supervise.attempt import Limits
 from genesis.supervise.decide import Policy
 from genesis.supervise.loop import SuperviseOptions, Supervisor
+from genesis.supervise.node_options import read_nodes
 
-_DESCRIPTION = """Keeps one run alive on this machine: starts `genesis fit` from the newest checkpoint that verifies,
-watches its ranks, and when they end before the run does, finds out why, cleans up and starts again. RUN/crashes holds a
-record of each crash (`genesis crashes RUN`). SIGTERM, SIGUSR1 and a notice of preemption save the run and end it with
-status 75, so that a queue starts it again. A supervisor that was killed and started again finds its run.
+_DESCRIPTION = """Keeps one run alive, on this machine or with --nodes on several: starts `genesis fit` from the
+newest checkpoint that verifies, watches its ranks, and when they end before the run does, finds out why, cleans up and
+starts again. RUN/crashes holds a record of each crash (`genesis crashes RUN`). SIGTERM, SIGUSR1 and a notice of
+preemption save the run and end it with status 75, so that a queue starts it again. A supervisor that was killed and
+started again finds its run. With --nodes, give the same command on each node; the run's directory must be shared.
 Example: genesis supervise -- fit --config configs/genesis-10m.yaml
 Exit status: 0 complete, 2 invalid arguments or recipe, 75 saved and to be started again, 80 to 94 the class of the end
 after which it gave up (docs: Ends of a run), 130 interrupted."""
@@ -46,15 +48,13 @@ def main(argv: list[str]) -> int:
     parser = _build_parser()
     arguments = parser.parse_args(own)
     check_can_find("genesis supervise")
-    if arguments.nodes is not None or arguments.rdzv is not None:
-        raise UserError(
-            "--nodes and --rdzv are not available in this version: genesis supervise runs on one node; start several "
-            "nodes by torchrun"
-        )
+    nodes = read_nodes(
+        *(arguments.nodes, arguments.rdzv, arguments.node_name, arguments.rdzv_seconds, arguments.last_call_seconds)
+    )
     if arguments.print not in FILES_OF_ANY_RUN:
         _check_fit(fit)
     run_dir = find_run_dir(fit[1:])
-    if print_file(arguments, argv, run_dir):
+    if print_file(arguments, argv, run_dir, nodes):
         return 0
     if arguments.on_drift == "allow":
         fit = [*fit, "--checkpoint.allow_changed", '["*"]']
@@ -71,8 +71,13 @@ def main(argv: list[str]) -> int:
         preempt_file=arguments.preempt_file,
         preempt_url=arguments.preempt_url,
         cost_per_hour=arguments.cost_per_hour,
+        nodes=nodes,
     )
     report = open_report(arguments, run_dir)
+    if nodes is not None:
+        from genesis.supervise.nodes import NodeSupervisor  # noqa: PLC0415  # its rendezvous imports torch
+
+        return NodeSupervisor(options, report, _echo, open_observers(arguments, run_dir, report)).run()
     return Supervisor(options, report, _echo, open_observers(arguments, run_dir, report)).run()
 
 
@@ -111,9 +116,20 @@ def _build_parser() -> Parser:
     add("--preempt-url", metavar="URL", help="save and exit with status 75 when URL answers with 200; asked every 5 s")
     add("--cost-per-hour", type=_price, metavar="PRICE", help="price of an hour of this machine, for the crash records")
     add_observer_options(parser)
-    add("--nodes", metavar="N", help="not available in this version: several nodes are started by torchrun")
-    add("--rdzv", metavar="HOST:PORT", help="not available in this version")
+    _add_node_options(parser)
     return parser
+
+
+def _add_node_options(parser: Parser) -> None:
+    add = parser.add_argument
+    add("--nodes", metavar="N|MIN:MAX", help="number of nodes; each runs this command. 1:2 trains with one or two")
+    add("--rdzv", metavar="HOST:PORT", help="where the nodes meet: one of them, which hosts it, and a free port")
+    add("--node-name", metavar="NAME", help="this node's own name (default: the machine's)")
+    for name, default, text in (
+        ("--rdzv-seconds", 600.0, "how long to wait for the other nodes"),
+        ("--last-call-seconds", 10.0, "how long to wait for more nodes than MIN"),
+    ):
+        add(name, type=_positive, default=default, metavar="S", help=f"{text} (default %(default)g)")
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:

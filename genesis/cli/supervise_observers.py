@@ -14,6 +14,7 @@ from genesis.supervise.metrics import MetricsServer
 from genesis.supervise.mirror_open import open_place
 from genesis.supervise.mirror_plan import MirrorRetention
 from genesis.supervise.mirror_process import MirrorProcess, MirrorProcessOptions
+from genesis.supervise.node_options import NodeOptions
 from genesis.supervise.observers import Observer
 from genesis.supervise.service_files import FILE_KINDS, ServiceCommand, render_file
 
@@ -52,17 +53,24 @@ def add_observer_options(parser: Parser) -> None:
     add("--log-format", choices=("text", "json"), default="text", help="form of the supervisor's lines (default text)")
 
 
-def print_file(arguments: Namespace, words: Sequence[str], run_dir: Path) -> bool:
+def print_file(arguments: Namespace, words: Sequence[str], run_dir: Path, nodes: NodeOptions | None = None) -> bool:
     """Prints the file of `--print`, if it is given, and returns whether it is.
 
     Args:
         arguments: The parsed options.
         words: All words after `genesis supervise`.
         run_dir: The run's directory.
+        nodes: The options of several nodes; None for one.
     """
     if arguments.print is None:
         return False
-    command = ServiceCommand(_without_print(words), run_dir, Path.cwd())
+    command = ServiceCommand(
+        _without_print(words),
+        run_dir,
+        Path.cwd(),
+        max_nodes=1 if nodes is None else nodes.max_nodes,
+        min_nodes=1 if nodes is None else nodes.min_nodes,
+    )
     sys.stdout.write(render_file(arguments.print, command))
     return True
 

@@ -1,7 +1,9 @@
 """Resolves the recipe of a supervised run, in a child of the launcher: the supervisor itself imports no torch."""
 
 import contextlib
+import hashlib
 import io
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,18 @@ def read_recipe(resolved: Mapping[str, Any]) -> RecipeFacts:
         num_ranks=count_ranks(trainer["devices"], trainer["accelerator"]),
         num_nodes=int(trainer.get("num_nodes") or 1),
         micro_batch_size=int(resolved["data"]["micro_batch_size"]),
+        recipe_hash=hash_recipe(resolved),
     )
+
+
+def hash_recipe(resolved: Mapping[str, Any]) -> str:
+    """Returns a hash of a resolved recipe by which nodes find that they were given different ones.
+
+    The number of nodes, which changes within a run, and the paths of recipe files are left out.
+    """
+    trainer = {name: value for name, value in resolved["trainer"].items() if name != "num_nodes"}
+    kept = {name: value for name, value in resolved.items() if name != "config"} | {"trainer": trainer}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def count_ranks(devices: Any, accelerator: Any) -> int:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from genesis.supervise.classify import Evidence, RankEnd
 from genesis.supervise.launch_protocol import STACKS_SIGNAL, Child
@@ -82,6 +82,16 @@ class Sight:
         return max(found) if found else None
 
 
+class Peers(Protocol):
+    """The other nodes of an attempt. Neither method waits."""
+
+    def has_ended(self) -> bool:
+        """Returns whether another node's ranks have failed or the node is lost, so that these must be ended."""
+
+    def tell_end(self) -> None:
+        """Lets the other nodes know that the ranks of this one have failed, hang, or were stopped."""
+
+
 class Attempt:
     """Watches the ranks of an attempt, from their launch or from the moment at which they are found.
 
@@ -92,6 +102,7 @@ class Attempt:
         limits: How long things may take.
         find_stop: Returns why the ranks shall save and stop, or None.
         on_look: Called with what is seen, a few times a second.
+        peers: The other nodes of the attempt; None on one node.
     """
 
     def __init__(
@@ -102,6 +113,7 @@ class Attempt:
         limits: Limits,
         find_stop: Callable[[], str | None],
         on_look: Callable[[Sight], None],
+        peers: Peers | None = None,
     ) -> None:
         self._run_dir, self._client, self._outputs, self._limits = run_dir, client, outputs, limits
         self._find_stop, self._on_look = find_stop, on_look
@@ -109,7 +121,9 @@ class Attempt:
         assert state is not None
         self._forked_seconds = state.forked_seconds
         self._children: Sequence[Child] = state.children
-        self._events = EventFollower(run_dir)
+        self._peers = peers
+        # Monotonic clocks of several machines cannot be compared: only what comes from now on is of this attempt.
+        self._events = EventFollower(run_dir, is_from_now=peers is not None)
         self._looked_seconds = 0.0
         self._oom_kills = _count_oom_kills()
         self._hung: tuple[int | None, float] | None = None
@@ -137,6 +151,8 @@ class Attempt:
         except LauncherLostError:
             self._lose_launcher()
         self.end_seconds = time.monotonic()
+        if self._peers is not None and not self._is_complete():
+            self._peers.tell_end()
         self._look()
         survivors = {child.rank for child in self._children if child.status is None}
         if survivors and not self._has_lost_launcher:
@@ -146,6 +162,9 @@ class Attempt:
         has_failed = any(child.status not in (0, None) for child in self._children)
         self._is_disk_full = self._is_disk_full or (has_failed and not has_space(self._run_dir, _HEARTBEAT_BYTES))
         return self._gather(survivors, stop_reason)
+
+    def _is_complete(self) -> bool:
+        return all(child.status == 0 for child in self._children)
 
     # ---- watching
 
@@ -160,6 +179,8 @@ class Attempt:
             now = time.monotonic()
             if len(alive) < len(self._children):  # the others have ended well; these close their files
                 first_end_seconds = first_end_seconds or now
+            if self._peers is not None and self._peers.has_ended():
+                return None
             stop_reason = self._find_stop()
             if stop_reason is not None:
                 self._stop_ranks()
@@ -183,13 +204,14 @@ class Attempt:
             if pids.get(rank) == beat.pid and beat.monotonic_seconds >= self._forked_seconds:
                 self.sight.heartbeats[rank] = beat
         for event in self._events.poll():
-            if event.monotonic_seconds < self._forked_seconds:
+            is_ours = self._peers is None or event.rank in pids
+            if is_ours and event.monotonic_seconds < self._forked_seconds:
                 continue
-            if event.kind == "started" and self.sight.started_seconds is None:
+            if event.kind == "started" and is_ours and self.sight.started_seconds is None:
                 self.sight.started_seconds = event.monotonic_seconds
             elif event.kind == "restored":
                 self.sight.restored_step = event.step
-            elif event.kind == "failed" and event.rank is not None and event.checkpoint is None:
+            elif event.kind == "failed" and is_ours and event.rank is not None and event.checkpoint is None:
                 self.sight.failures.setdefault(event.rank, event)
         self._on_look(self.sight)
 

@@ -51,6 +51,7 @@ class Scene:
         pids: The ranks' process ids, whose shared memory is removed.
         port: The port at which the next ranks will meet; None if any free one will do.
         writer_seconds: How long a writer that still saves may take.
+        has_lock: Whether the run's lock must be free: ranks of other nodes may hold it.
     """
 
     run_dir: Path
@@ -59,6 +60,7 @@ class Scene:
     pids: Sequence[int] = ()
     port: int | None = None
     writer_seconds: float = 60.0
+    has_lock: bool = True
 
 
 def wait_until_free(scene: Scene, limit_seconds: float, report: Callable[[str], None]) -> list[Held]:
@@ -93,7 +95,7 @@ def find_held(scene: Scene, waited_seconds: float = 0.0) -> list[Held]:
         held.append(Held(f"{kind} (process {process.pid})", is_ours=True))
     # The lock and the port first become free when their processes are gone.
     if not held:
-        if not _is_lock_free(RunDirectory(scene.run_dir).checkpoints / LOCK_NAME):
+        if scene.has_lock and not _is_lock_free(RunDirectory(scene.run_dir).checkpoints / LOCK_NAME):
             held.append(Held("the run's lock, which another process holds", is_ours=False))
         if scene.port is not None and not is_port_free(scene.port):
             held.append(Held(f"port {scene.port}", is_ours=False))

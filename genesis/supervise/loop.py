@@ -24,6 +24,7 @@ from genesis.supervise.ends import ENDS, EXIT_COMPLETE, EXIT_REQUEUE
 from genesis.supervise.goodput import Goodput, GoodputMeter, describe_goodput, format_seconds
 from genesis.supervise.launch_protocol import Job
 from genesis.supervise.launcher_client import MARK_NAME, LauncherClient, LauncherLostError
+from genesis.supervise.node_options import NodeOptions
 from genesis.supervise.observers import Launch, Observer, Observers
 from genesis.supervise.plan import Plan, RecipeFacts, build_jobs, build_probe, read_facts, save_stalls
 from genesis.supervise.records import Records, SafeWriter
@@ -52,6 +53,7 @@ class SuperviseOptions:
         preempt_file: A file whose existence announces that the machine is about to be taken; None for none.
         preempt_url: A URL that does so by answering with status 200; None for none.
         cost_per_hour: What an hour of the machine costs, for the records; None if it is not known.
+        nodes: How this node meets the others; None for a run on one node.
     """
 
     fit: tuple[str, ...]
@@ -63,6 +65,13 @@ class SuperviseOptions:
     preempt_file: Path | None = None
     preempt_url: str | None = None
     cost_per_hour: float | None = None
+    nodes: NodeOptions | None = None
+
+    @property
+    def directory(self) -> Path:
+        """Where this supervisor keeps what only this node may use: its lock, its launcher and its state."""
+        shared = RunDirectory(self.run_dir).supervisor
+        return shared if self.nodes is None else shared / f"node-{self.nodes.name}"
 
 
 class Supervisor:
@@ -86,10 +95,12 @@ class Supervisor:
         self._observers = Observers(observers, report)
         self._writer = SafeWriter(report)
         self._run = RunDirectory(options.run_dir)
-        self._lock = SupervisorLock(self._run.supervisor)
-        self._state = read_state(self._run.supervisor) or LoopState(uuid.uuid4().hex, began_seconds=time.time())
+        self._place = options.directory
+        self._waits_for_lock = True
+        self._lock = SupervisorLock(self._place)
+        self._state = read_state(self._place) or LoopState(uuid.uuid4().hex, began_seconds=time.time())
         self._mark = Mark(MARK_NAME, self._state.run_id)
-        self._client = LauncherClient(self._run.supervisor, self._mark)
+        self._client = LauncherClient(self._place, self._mark)
         self._events = EventLog(options.run_dir, "supervisor")
         before = read_status(options.run_dir)
         goodput = Goodput() if before is None else before.goodput
@@ -163,7 +174,7 @@ class Supervisor:
         assert state is not None
         if state.attempt == 0 or state.attempt != self._state.attempt or self._was_over:
             return False
-        self._facts = read_facts(self._run.supervisor)
+        self._facts = read_facts(self._place)
         if self._facts is None:
             return False
         num_running = sum(child.status is None for child in state.children)
@@ -202,7 +213,7 @@ class Supervisor:
                 return
             except LauncherLostError:
                 self._client.close()
-        log = self._run.supervisor / "launcher.log"
+        log = self._place / "launcher.log"
         raise RunEndedError(f"the launcher of ranks ends before it has launched any (see {log})")
 
     def _build_attempt(self, stops: StopRequests, *, is_adopted: bool) -> Attempt:
@@ -305,7 +316,9 @@ class Supervisor:
     def _free(self) -> None:
         pids = [] if self._client.state is None else [child.pid for child in self._client.state.children]
         spared = {os.getpid(), *([] if self._client.pid is None else [self._client.pid])}
-        scene = Scene(self._options.run_dir, self._mark, spared, pids, self._options.port)
+        scene = Scene(
+            *(self._options.run_dir, self._mark, spared, pids, self._options.port), has_lock=self._waits_for_lock
+        )
         self._meter.enter("waiting", time.monotonic())
         left = wait_until_free(scene, _HELD_SECONDS, self._report)
         self._meter.enter("start", time.monotonic())
@@ -319,13 +332,13 @@ class Supervisor:
     def _resolve(self) -> RecipeFacts:
         """Returns what the recipe says, which a child of the launcher resolves as `genesis fit` does."""
         self._free()
-        out = self._run.supervisor / "recipe.json"
+        out = self._place / "recipe.json"
         out.unlink(missing_ok=True)
         self._call("genesis.cli.supervise_recipe:main", [str(out), *self._options.fit])
-        facts = read_facts(self._run.supervisor)
+        facts = read_facts(self._place)
         if facts is None:
-            raise RunEndedError(f"the recipe was not resolved (see {self._run.supervisor / 'job.log'})")
-        facts.check(self._options.run_dir)
+            raise RunEndedError(f"the recipe was not resolved (see {self._place / 'job.log'})")
+        facts.check(self._options.run_dir, has_nodes=self._options.nodes is not None)
         return facts
 
     def _call(self, target: str, arguments: Sequence[str]) -> None:
@@ -334,7 +347,7 @@ class Supervisor:
         Raises:
             RunEndedError: It failed; the exit status is the child's.
         """
-        job = build_probe(target, arguments, self._run.supervisor, self._mark)
+        job = build_probe(target, arguments, self._place, self._mark)
         self._fork(0, [job])
         try:
             while self._client.state is not None and any(child.status is None for child in self._client.state.children):
@@ -388,7 +401,7 @@ class Supervisor:
         self._observers.call(lambda each: each.on_status(status))
 
     def _save_state(self) -> None:
-        self._writer.write(lambda: write_state(self._run.supervisor, self._state))
+        self._writer.write(lambda: write_state(self._place, self._state))
 
     def _snapshot(self) -> SupervisorStatus:
         return SupervisorStatus(

@@ -30,22 +30,29 @@ class RecipeFacts:
         num_ranks: Number of ranks on this node.
         num_nodes: Number of nodes.
         micro_batch_size: Sequences in a micro-batch.
+        recipe_hash: Hash of the resolved recipe without the number of nodes; all nodes must have the same.
     """
 
     run_dir: str
     num_ranks: int
     num_nodes: int
     micro_batch_size: int
+    recipe_hash: str = ""
 
-    def check(self, run_dir: Path) -> None:
+    def check(self, run_dir: Path, *, has_nodes: bool = False) -> None:
         """Refuses a recipe that this supervisor cannot run.
+
+        Args:
+            run_dir: The supervisor's run.
+            has_nodes: Whether `--nodes` is given, which replaces the recipe's number.
 
         Raises:
             UserError: The recipe needs several nodes, or names another directory.
         """
-        if self.num_nodes != 1:
+        if self.num_nodes != 1 and not has_nodes:
             raise UserError(
-                f"trainer.num_nodes is {self.num_nodes}: genesis supervise runs on one node; start nodes by torchrun"
+                f"trainer.num_nodes is {self.num_nodes}: run the supervisor on each node with --nodes {self.num_nodes} "
+                "and --rdzv HOST:PORT"
             )
         if Path(self.run_dir).resolve() != run_dir.resolve():
             raise UserError(f"the recipe's run_dir is {self.run_dir}, not {run_dir}: give it by --run_dir after --")
@@ -66,6 +73,7 @@ def _decode(content: Mapping[str, Any]) -> RecipeFacts:
         num_ranks=count(content["num_ranks"]),
         num_nodes=count(content["num_nodes"]),
         micro_batch_size=count(content["micro_batch_size"]),
+        recipe_hash=text(content.get("recipe_hash", "")),
     )
 
 
@@ -106,16 +114,49 @@ class Plan:
         return (f"from step {step}" if step and not self.is_fresh else "from the beginning") + smaller
 
 
+@dataclass(frozen=True)
+class NodePlace:
+    """Where a node stands among those of an attempt.
+
+    Args:
+        node: Its number, from 0.
+        num_nodes: Number of nodes.
+        address: The address of node 0, as all nodes reach it.
+        interface: The network interface for gloo; None to let gloo choose.
+        start: What the ranks of one start have in common, and no others; empty for the run's mark.
+    """
+
+    node: int = 0
+    num_nodes: int = 1
+    address: str = "127.0.0.1"
+    interface: str | None = None
+    start: str = ""
+
+
+ONE_NODE: Final = NodePlace()
+
+
 def build_jobs(
-    fit: Sequence[str], run_dir: Path, facts: RecipeFacts, plan: Plan, attempt: int, port: int, mark: Mark
+    fit: Sequence[str],
+    run_dir: Path,
+    facts: RecipeFacts,
+    plan: Plan,
+    attempt: int,
+    port: int,
+    mark: Mark,
+    place: NodePlace | None = None,
 ) -> list[Job]:
-    """Returns a job for each rank of an attempt, and makes the directory of their outputs."""
+    """Returns a job for each of this node's ranks in an attempt, and makes the directory of their outputs."""
     run = RunDirectory(run_dir)
     start = "latest" if plan.from_step is None else str(run.checkpoints / checkpoint_name(plan.from_step))
     arguments = [*fit, "--run_dir", str(run_dir), "--ckpt_path", start]
     if plan.micro_batch_divisor > 1:
         size = max(1, facts.micro_batch_size // plan.micro_batch_divisor)
         arguments += ["--data.micro_batch_size", str(size)]
+    if place is not None:
+        arguments += ["--trainer.num_nodes", str(place.num_nodes)]
+    place = place or ONE_NODE
+    first = place.node * facts.num_ranks
     folder = run.supervisor / f"attempt-{attempt:04d}"
     folder.mkdir(parents=True, exist_ok=True)
     return [
@@ -123,26 +164,33 @@ def build_jobs(
             rank=rank,
             target=_FIT,
             arguments=arguments,
-            environment=build_environment(rank, facts.num_ranks, attempt, port, mark),
+            environment=build_environment(rank - first, facts.num_ranks, attempt, port, mark, place),
             directory=str(Path.cwd()),
             output=str(folder / f"rank-{rank}.log"),
             stacks=str(folder / f"rank-{rank}.stacks"),
         )
-        for rank in range(facts.num_ranks)
+        for rank in range(first, first + facts.num_ranks)
     ]
 
 
-def build_environment(rank: int, num_ranks: int, attempt: int, port: int, mark: Mark) -> dict[str, str]:
+def build_environment(
+    local_rank: int, num_ranks: int, attempt: int, port: int, mark: Mark, place: NodePlace = ONE_NODE
+) -> dict[str, str]:
     """Returns the environment of a rank; several ranks have that of torch's elastic agent, which Lightning knows."""
     environment = {**os.environ, mark.name: mark.value}
-    if num_ranks > 1:
-        number, size = str(rank), str(num_ranks)
+    world_size = num_ranks * place.num_nodes
+    if world_size > 1:
+        local, number, size = str(local_rank), str(place.node * num_ranks + local_rank), str(world_size)
+        nodes = str(place.num_nodes)
         environment |= {
-            **{"RANK": number, "LOCAL_RANK": number, "GROUP_RANK": "0", "ROLE_RANK": number},
-            **{"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_WORLD_SIZE": "1", "ROLE_WORLD_SIZE": size},
-            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-            **{"TORCHELASTIC_RUN_ID": mark.value, "TORCHELASTIC_RESTART_COUNT": str(attempt)},
+            **{"RANK": number, "LOCAL_RANK": local, "GROUP_RANK": str(place.node), "ROLE_RANK": number},
+            **{"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": str(num_ranks), "GROUP_WORLD_SIZE": nodes},
+            **{"ROLE_WORLD_SIZE": size, "MASTER_ADDR": place.address, "MASTER_PORT": str(port)},
+            **{"TORCHELASTIC_RUN_ID": place.start or mark.value, "TORCHELASTIC_RESTART_COUNT": str(attempt)},
         }
+    if place.interface is not None:
+        # Where a machine's name leads to its loopback address, gloo would offer that one to the other nodes.
+        environment.setdefault("GLOO_SOCKET_IFNAME", place.interface)
     return environment
 
 

@@ -6,6 +6,7 @@ import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -110,6 +111,10 @@ class Records:
             self._lost_files.pop(record.number, None)
         else:
             self._lost_files[record.number] = files
+
+    def set_statuses(self, statuses: Mapping[int, int]) -> None:
+        """Completes the newest record by the exit statuses of ranks on other nodes."""
+        self.replace_last(replace(self._crashes[-1], statuses=dict(statuses)))
 
     def count_ends(self) -> dict[str, int]:
         """Returns the number of ends by class."""

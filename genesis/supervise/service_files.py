@@ -36,12 +36,17 @@ class ServiceCommand:
         run_dir: The run's directory.
         directory: The working directory, an absolute path.
         python: The interpreter that has genesis.
+        max_nodes: Number of nodes that take part at most; 1 for a supervisor of its own. The files of Slurm and
+            Kubernetes give `--rdzv` themselves, from what they know of the nodes.
+        min_nodes: The least number of nodes.
     """
 
     words: Sequence[str]
     run_dir: Path
     directory: Path
     python: str = sys.executable
+    max_nodes: int = 1
+    min_nodes: int = 1
 
     def __post_init__(self) -> None:
         for word in (*self.words, str(self.directory), self.python):
@@ -74,7 +79,7 @@ def render_file(kind: FileKind, command: ServiceCommand) -> str:
     if kind == "systemd":
         return _render_systemd(command)
     if kind == "slurm":
-        return _render_slurm(command)
+        return _render_slurm(command) if command.max_nodes == 1 else _render_slurm_nodes(command)
     if kind == "kubernetes":
         return _render_kubernetes(command)
     name = "alerts.yaml" if kind == "alerts" else "dashboard.json"
@@ -146,9 +151,62 @@ exit "$status"
 """
 
 
+def _render_slurm_nodes(command: ServiceCommand) -> str:
+    words, port = _split_rdzv(command.words)
+    size = (
+        str(command.max_nodes) if command.min_nodes == command.max_nodes else f"{command.min_nodes}-{command.max_nodes}"
+    )
+    start = shlex.join([command.python, "-m", "genesis", "supervise"])
+    return f"""\
+#!/bin/bash
+#SBATCH --job-name={command.name}
+#SBATCH --nodes={size}
+#SBATCH --ntasks-per-node=1
+#SBATCH --signal=B:USR1@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output={command.name}-%j.log
+# Add what the cluster asks for, such as --partition, --time, --cpus-per-task and --gpus-per-node.
+
+cd {shlex.quote(str(command.directory))} || exit 2
+# One supervisor per node; they meet at the first node of the list.
+host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+srun --ntasks-per-node=1 --kill-on-bad-exit=0 {start} --rdzv "$host:{port}" {shlex.join(words)} &
+step=$!
+# Slurm sends USR1 two minutes before the limit of time, and TERM when the job is cancelled or preempted. They go
+# to the supervisors, which a signal to srun itself would not reach.
+trap 'scancel --signal=USR1 "$SLURM_JOB_ID"' USR1
+trap 'scancel --signal=TERM "$SLURM_JOB_ID"' TERM
+while kill -0 "$step" 2>/dev/null; do
+    wait "$step"
+done
+wait "$step"
+status=$?
+if [ "$status" -eq {REQUEUE_STATUS} ] && [ -n "$SLURM_JOB_ID" ]; then
+    scontrol requeue "$SLURM_JOB_ID" && exit 0
+fi
+exit "$status"
+"""
+
+
+def _split_rdzv(words: Sequence[str]) -> tuple[list[str], str]:
+    """Returns the words without `--rdzv HOST:PORT`, and the port."""
+    for place, word in enumerate(words):
+        if word == "--rdzv" or word.startswith("--rdzv="):
+            end = place + (2 if word == "--rdzv" else 1)
+            return [*words[:place], *words[end:]], words[end - 1].rpartition(":")[2]
+    raise ValueError("several nodes without --rdzv")
+
+
 def _render_kubernetes(command: ServiceCommand) -> str:
-    """Returns a claim for the working directory, and a Job."""
+    """Returns a claim for the working directory, and a Job; for several nodes an indexed one, and a headless service.
+
+    A pod of an indexed job has a name of its own, its number, by which the others reach it through the service.
+    """
     words = ["genesis", "supervise", *command.words]
+    if command.max_nodes > 1:
+        rest, port = _split_rdzv(command.words)
+        words = ["genesis", "supervise", "--rdzv", f"{command.name}-0.{command.name}:{port}", *rest]
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": _STOP_SECONDS,
@@ -172,13 +230,17 @@ def _render_kubernetes(command: ServiceCommand) -> str:
         {"action": "FailJob", "onExitCodes": {"operator": "In", "values": list(GAVE_UP_STATUSES)}},
     ]
     labels = {"app.kubernetes.io/name": "genesis", "app.kubernetes.io/instance": command.name}
+    is_one = command.max_nodes == 1
     claim = {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
         "metadata": {"name": command.name, "labels": labels},
-        "spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "100Gi"}}},
+        "spec": {
+            "accessModes": ["ReadWriteOnce" if is_one else "ReadWriteMany"],
+            "resources": {"requests": {"storage": "100Gi"}},
+        },
     }
-    job = {
+    job: dict[str, Any] = {
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": {"name": command.name, "labels": labels},
@@ -188,8 +250,27 @@ def _render_kubernetes(command: ServiceCommand) -> str:
             "template": {"metadata": {"labels": labels}, "spec": pod},
         },
     }
+    manifests: list[dict[str, Any]] = [claim, job]
+    if not is_one:
+        pod["subdomain"] = command.name
+        job["spec"] |= {
+            "completionMode": "Indexed",
+            "completions": command.max_nodes,
+            "parallelism": command.max_nodes,
+        }
+        service = {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": {"name": command.name, "labels": labels},
+            "spec": {
+                "clusterIP": "None",
+                "publishNotReadyAddresses": True,
+                "selector": {"batch.kubernetes.io/job-name": command.name},
+            },
+        }
+        manifests.insert(1, service)
     return (
         "# Change `image` to one that has genesis, and the size of the claim, which holds the working directory:\n"
         "# recipes, corpora and runs. Add `resources.limits` for GPUs.\n"
-        + yaml.safe_dump_all([claim, job], sort_keys=False)
+        + yaml.safe_dump_all(manifests, sort_keys=False)
     )
