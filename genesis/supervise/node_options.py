@@ -16,7 +16,7 @@ class NodeOptions:
     """How a node meets the others.
 
     Args:
-        min_nodes: The run goes on with so many nodes.
+        min_nodes: The run continues with so many nodes.
         max_nodes: No more nodes than these take part.
         host: The machine at which the nodes meet: one of them.
         port: The port there.

@@ -4,12 +4,12 @@
 
 A round is one attempt with the nodes that met for it (`genesis.supervise.rendezvous`). Node 0 of a round decides for
 all: it compares what the nodes are, names the attempt and its plan, gathers what is left of all ranks, classifies the
-end by the first cause among them, records the crash and tells what follows. Any node may be node 0 of the next round,
+end by the first cause among them, records the crash and gives what follows. Any node may be node 0 of the next round,
 so that each keeps what a decision needs: attempt, progress, plan; the crashes lie in the run's directory, which all
 share.
 
 Ranks of all nodes end together. They save first if a node is asked to stop or another node wants to take part; where a
-node is lost they are ended, and the run goes on from the newest checkpoint. Neither counts as a crash. The number of
+node is lost they are ended, and the run continues from the newest checkpoint. Neither counts as a crash. The number of
 nodes is not part of the recipe: a global batch is the same windows on any number of ranks.
 
 A supervisor that was killed and started again ends the ranks that it left, since the others have given them up, and
@@ -144,6 +144,7 @@ class NodeSupervisor(Supervisor):
         messages, info = met
         watch = Watch(messages, self._nodes.peer_seconds, self._meeting.find_waiting, self._nodes.max_nodes)
         store_info = info.bootstrap_store_info
+        assert store_info is not None
         interface = self._meeting.interface if info.world_size > 1 else None
         place = NodePlace(info.rank, info.world_size, store_info.master_addr, interface, messages.number)
         self._round = Round(messages, watch, place, self._options.port or store_info.master_port)
@@ -179,7 +180,7 @@ class NodeSupervisor(Supervisor):
     # ---- before an attempt
 
     def _agree(self, round_: Round) -> bool:
-        """Returns whether the nodes of a round can run an attempt together; node 0 has then told how.
+        """Returns whether the nodes of a round can run an attempt together; node 0 has then published how.
 
         Raises:
             UserError: This node must not take part.
@@ -212,7 +213,7 @@ class NodeSupervisor(Supervisor):
         }
 
     def _lead(self, round_: Round) -> None:
-        """Compares the nodes and tells them how the attempt begins, or who of them must not take part."""
+        """Compares the nodes and publishes how the attempt begins, or who of them must not take part."""
         messages, watch = round_.messages, round_.watch
         token = uuid.uuid4().hex
         replace_file(self._run.supervisor / _TOKEN_NAME, token.encode())
@@ -280,7 +281,7 @@ class NodeSupervisor(Supervisor):
         if self._is_leader:
             self._observers = self._all_observers
         elif self._observers is self._all_observers:
-            snapshot = self._snapshot()  # another node mirrors and tells from now on
+            snapshot = self._snapshot()  # another node mirrors and alerts from now on
             self._observers.call(lambda each: None if isinstance(each, MetricsServer) else each.on_complete(snapshot))
             self._observers = self._local_observers
         state.attempt, state.first_crash, state.best_step = go["attempt"], go["first_crash"], go["best_step"]
