@@ -220,7 +220,7 @@ def test_a_run_whose_data_ranks_are_not_the_global_ranks_goes_on_bit_for_bit(
 
 class Unsupported(Sharded):
     def _plan_degrees(self) -> Degrees:
-        return Degrees(tp=1, pp=1, ep=self.num_processes).resolve(self.num_processes)
+        return Degrees(tp=self.num_processes).resolve(self.num_processes)
 
 
 def refuse(strategy: str) -> str:
@@ -233,7 +233,7 @@ def refuse(strategy: str) -> str:
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        ("degrees", "ep is 2, and expert parallelism is not supported yet; leave ep at 1"),
+        ("degrees", "tp is 2, and tensor parallelism is not supported yet; leave tp at 1"),
         ("lightning", "trainer.strategy is a ModelParallelStrategy, whose gradients the training step does not know"),
     ],
 )
