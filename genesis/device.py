@@ -178,6 +178,12 @@ def read_properties(kind: str, index: int = 0) -> Any:
     return None if read is None else read(index)
 
 
+def read_free_memory(kind: str, index: int = 0) -> tuple[int, int] | None:
+    """Returns the free and the total bytes of a device, of all processes; None where torch does not know them."""
+    read = getattr(_find_module(kind), "mem_get_info", None)
+    return None if read is None or not is_available(kind) else tuple(map(int, read(index)))
+
+
 def name_collectives(kind: str) -> str:
     """Returns the backend of torch.distributed for tensors of a kind of device: gloo, nccl, xccl ...; or `none`."""
     try:

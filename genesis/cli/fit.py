@@ -67,6 +67,11 @@ _OPTIONAL = re.compile(
 _UNRECOGNIZED = re.compile(r"[Uu]nrecognized arguments: --(?P<key>[^=\s]+)")
 _FEW_KEYS = 20
 _MAX_SEED = 2**32 - 1  # numpy's
+_TELEMETRY_LEFT = (
+    r"Be aware that when using `ckpt_path`, callbacks .*: "
+    r"\[('genesis_callbacks\.(Throughput|StepTimer|LossWatch|GradientHealth|MemoryWatch)'(, )?)+\]\."
+)
+"""Lightning's warning of state that no callback takes, if it is about telemetry alone."""
 _SAID_AT_EVERY_START = re.compile("GPU available|TPU available|distributed_backend|Tip:")
 
 
@@ -324,6 +329,8 @@ class GenesisCLI(LightningCLI):
         return identity
 
     def _run_subcommand(self, subcommand: str) -> None:
+        # Telemetry may be switched off at any time, and validation needs none: its state may be left in a checkpoint.
+        warnings.filterwarnings("ignore", message=_TELEMETRY_LEFT, category=UserWarning)
         try:
             super()._run_subcommand(subcommand)
         except Exception as error:

@@ -4,9 +4,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, Final, Literal
 
-import torch
-
-from genesis.device import can_access_peer
+from genesis.device import can_access_peer, count_devices, is_available, read_free_memory, read_properties
 
 try:
     import pynvml
@@ -15,6 +13,7 @@ except ImportError:
 
 LinkKind = Literal["nvlink", "pcie switch", "pcie host", "numa", "unknown"]
 
+_KIND: Final = "cuda"
 _NO_PACKAGE: Final = "nvidia-ml-py is not installed: pip install 'genesis-lm[nvml]'"
 # NVML's levels of the nearest common ancestor of two devices.
 _SWITCH_LEVEL: Final = 20
@@ -81,15 +80,13 @@ def read_gpus() -> tuple[str | None, tuple[Gpu, ...], tuple[Link, ...], str]:
 
 
 def _read_by_torch() -> tuple[tuple[Gpu, ...], tuple[Link, ...]]:
-    if not torch.cuda.is_available():
-        return (), ()
     gpus = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        free, total = torch.cuda.mem_get_info(index)
-        gpus.append(Gpu(properties.name, total, free, (properties.major, properties.minor)))
+    for index in range(count_devices(_KIND) if is_available(_KIND) else 0):
+        properties, memory = read_properties(_KIND, index), read_free_memory(_KIND, index)
+        assert memory is not None
+        gpus.append(Gpu(properties.name, memory[1], memory[0], (properties.major, properties.minor)))
     links = [
-        Link(one, other, "unknown", can_access_peer("cuda", one, other))
+        Link(one, other, "unknown", can_access_peer(_KIND, one, other))
         for one, other in combinations(range(len(gpus)), 2)
     ]
     return tuple(gpus), tuple(links)

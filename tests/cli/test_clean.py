@@ -119,7 +119,7 @@ def test_a_mistaken_stage_is_one_line_that_names_it(stage: dict[str, object], me
     [
         (("--taks", "3"), "unrecognized arguments: --taks 3; did you mean tasks?"),
         (("--tasks", "many"), "Expected a <class 'int'>"),
-        (("--executor", "dask"), "['local', 'slurm', 'ray']"),
+        (("--executor", "dask"), "choose from local, slurm, ray"),
         (("--executor", "slurm"), "executor slurm needs slurm.partition"),
         (("--executor", "slurm", "--slurm.partition", "cpu"), "executor slurm needs slurm.time"),
         (("--tokenizer", "nowhere"), "cannot read the tokenizer nowhere"),

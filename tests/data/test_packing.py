@@ -99,7 +99,8 @@ def test_pieces_are_those_of_the_documents_each_in_one_sequence(lengths: list[in
 def test_best_fit_is_that_of_a_search_over_all_sequences(lengths: list[int], seq_len: int) -> None:
     sequences = pieces_of(pack(lengths, seq_len, "best_fit"))
     slow = fit_slowly([length for _, length in cut_slowly(lengths, seq_len)], seq_len)
-    assert Counter(tuple(length for _, length in sequence) for sequence in sequences) == Counter(map(tuple, slow))
+    # Of sequences with equal room any is the best fit; what later pieces find depends on the rooms alone.
+    assert Counter(sum(length for _, length in sequence) for sequence in sequences) == Counter(map(sum, slow))
 
 
 @given(lengths=lengths_of_documents, seq_len=seq_lens)
