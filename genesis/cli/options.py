@@ -44,6 +44,8 @@ def check_is_yaml(path: str | os.PathLike[str]) -> None:
         raise UserError(f"{path}{_place(error.problem_mark)} is not YAML: {error.problem}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise UserError(f"{path} has brackets nested too deeply for a recipe: remove them") from None
     if not isinstance(node, yaml.MappingNode):
         raise UserError(f"{path} has no options: write one 'name: value' per line")
     _check_keys_are_unique(path, node)

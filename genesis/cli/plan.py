@@ -19,7 +19,7 @@ from genesis.cli.option_names import check_fit
 from genesis.cli.options import PLAIN_WIDTH, check_is_yaml
 from genesis.errors import UserError
 from genesis.plan.bill import PHASES
-from genesis.plan.recipe import Recipe, apply_overrides, read_content, read_recipe
+from genesis.plan.recipe import MOST_RANKS, Recipe, apply_overrides, read_content, read_recipe
 from genesis.plan.remedies import Budget
 from genesis.plan.report import Plan, Question, Row, make_plan, own_layout, to_json
 from genesis.plan.speed import ASSUMED_MFU, LINKS, Rate, rate_from_tokens, read_rates
@@ -41,7 +41,9 @@ _COMMUNICATOR_BYTES: Final = 400 * 2**20
 _HOST_BYTES: Final = 600 * 2**20
 """Resident memory of Python, torch and Lightning on a CPU."""
 _MARGIN_SHARE: Final = 0.05
-_MOST_GPUS: Final = 65_536
+_LEAST_NUMBER: Final = 1e-9
+_MOST_NUMBER: Final = 1e15
+"""No price, rate or time lies beyond these; their products and quotients are finite floats."""
 
 _DESCRIPTION = """Prints the memory of a recipe by rank and moment of a step, for every strategy, and what makes it fit;
 then time, energy, money, disk and the interval of saves. Nothing is allocated.
@@ -121,8 +123,8 @@ def read_bytes(text: str) -> int:
 def _read_gpus(text: str) -> tuple[int, ...]:
     numbers = []
     for part in text.split(","):
-        if not part.strip().isascii() or not part.strip().isdecimal() or not 1 <= int(part) <= _MOST_GPUS:
-            raise UserError(f"--gpus is {text!r}: write numbers of devices such as 1,2,8, each at least 1")
+        if not part.strip().isascii() or not part.strip().isdecimal() or not 1 <= int(part) <= MOST_RANKS:
+            raise UserError(f"--gpus is {text!r}: write numbers of devices such as 1,2,8, each from 1 to {MOST_RANKS}")
         numbers.append(int(part))
     return tuple(dict.fromkeys(numbers))
 
@@ -136,6 +138,8 @@ def _read_number(*, allows_zero: bool = False) -> Callable[[str], float]:
         if not math.isfinite(number) or number < 0.0 or (number == 0.0 and not allows_zero):
             least = "at least 0" if allows_zero else "above 0"
             raise argparse.ArgumentTypeError(f"{text!r} must be a number {least}")
+        if number != 0.0 and not _LEAST_NUMBER <= number <= _MOST_NUMBER:
+            raise argparse.ArgumentTypeError(f"{text!r} must lie between {_LEAST_NUMBER:g} and {_MOST_NUMBER:g}")
         return number
 
     return read
@@ -245,8 +249,10 @@ def _read_link(text: str) -> float:
         number = float(text)
     except ValueError:
         number = math.nan
-    if not (math.isfinite(number) and number > 0.0):
-        raise UserError(f"--link is {text!r}: it must be {', '.join(LINKS)}, or GB/s above 0")
+    if not _LEAST_NUMBER <= number <= _MOST_NUMBER:
+        raise UserError(
+            f"--link is {text!r}: it must be {', '.join(LINKS)}, or GB/s from {_LEAST_NUMBER:g} to {_MOST_NUMBER:g}"
+        )
     return number * 1e9
 
 

@@ -10,7 +10,6 @@ from genesis.model.decoder import DecoderConfig
 
 _LINEAR: Final = "linear_attention"
 _WHOLE: Final = "full_attention"
-_MAX_LAYERS: Final = 10_000
 _DEFAULT_EVERY: Final = 4
 
 
@@ -30,8 +29,6 @@ def read_linear(path: Path, content: Mapping[str, Any], family: Family) -> dict[
 def _read_attention_every(path: Path, content: Mapping[str, Any]) -> int:
     """Returns the distance of the layers with attention; the first of them is that many layers from the beginning."""
     num_layers, listed = content["num_hidden_layers"], content.get("layer_types")
-    if type(num_layers) is not int or not 1 <= num_layers <= _MAX_LAYERS:
-        raise UserError(f"{path}: num_hidden_layers is {num_layers!r}; it must be from 1 to {_MAX_LAYERS:,}")
     if listed is None:
         every = content.get("full_attention_interval", _DEFAULT_EVERY)
         if type(every) is not int or every < 1:

@@ -103,7 +103,7 @@ class MixtureTable:
             first, every = content.get("first_k_dense_replace") or 0, 1
         else:
             listed = content.get("mlp_only_layers") or []
-            first, every = len(listed), content.get("decoder_sparse_step", 1)
+            first, every = len(listed) if isinstance(listed, list) else 0, content.get("decoder_sparse_step", 1)
             if listed != list(range(first)):
                 raise UserError(f"{path}: mlp_only_layers is {listed!r}; the layers without experts must be the first")
         for name, value in (("first_k_dense_replace", first), ("decoder_sparse_step", every)):

@@ -15,7 +15,6 @@ _SCALING_KEYS: Final = {
     "original_max_position_embeddings": "original_seq_len",
 }
 """Keys of the rope_type "llama3", to fields of `RopeScaling`."""
-_MAX_LAYERS: Final = 10_000
 _WHOLE: Final = "full_attention"
 _WINDOWED: Final = "sliding_attention"
 
@@ -117,8 +116,6 @@ def _list_window_layers(
 ) -> tuple[int, ...]:
     """Returns the layers that have the window, counted from 0."""
     num_layers, listed = content["num_hidden_layers"], content.get("layer_types")
-    if type(num_layers) is not int or not 1 <= num_layers <= _MAX_LAYERS:
-        raise UserError(f"{path}: num_hidden_layers is {num_layers!r}; it must be from 1 to {_MAX_LAYERS:,}")
     if listed is not None:
         if len(listed) != num_layers:
             raise UserError(f"{path}: layer_types has {len(listed)} entries; it must have one for each of {num_layers}")

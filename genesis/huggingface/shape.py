@@ -44,6 +44,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     QWEN3_5,
     QWEN3_5_MOE,
 )
+_MAX_LAYERS: Final = 10_000
 _DERIVED: Final = ("num_key_value_heads", "head_dim", "rope_theta", "rms_norm_eps", "tie_word_embeddings")
 """Keys whose values need a conversion to the decoder's fields."""
 _ROPE_OF_PARTS: Final = frozenset({"partial_rotary_factor", "mrope_section", "mrope_interleaved"})
@@ -70,7 +71,11 @@ def read_shape(directory: Path) -> tuple[Family, DecoderConfig]:
             f"{path}: model_type is {content.get('model_type')!r}, which the decoder cannot represent; "
             f"it must be {', '.join(family.model_type for family in FAMILIES[:-1])} or {FAMILIES[-1].model_type}"
         )
-    return family, _build_shape(path, {**family.defaults, **content}, family)
+    content = {**family.defaults, **content}
+    num_layers = content.get("num_hidden_layers")
+    if type(num_layers) is not int or not 1 <= num_layers <= _MAX_LAYERS:
+        raise UserError(f"{path}: num_hidden_layers is {num_layers!r}; it must be from 1 to {_MAX_LAYERS:,}")
+    return family, _build_shape(path, content, family)
 
 
 def find_family(config: DecoderConfig) -> Family:

@@ -48,8 +48,14 @@ def read_weights(
         if not torch.equal(state[OUTPUT_WEIGHT], state["embedding.weight"]):
             raise UserError(f"{directory}: tie_word_embeddings is true, and lm_head.weight is not the embedding")
         del state[OUTPUT_WEIGHT]
-    with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in Decoder(config).state_dict().items()}
+    try:
+        with torch.device("meta"):
+            shapes = {name: tensor.shape for name, tensor in Decoder(config).state_dict().items()}
+    except (RuntimeError, OverflowError, TypeError):  # torch's, for more than 2^63 bytes
+        raise UserError(
+            f"{directory}: config.json requires a tensor of more than 2^63 bytes: correct its sizes, such as vocab_size "
+            f"{config.vocab_size} and hidden_size {config.dim}"
+        ) from None
     for name, shape in shapes.items():
         if name not in state:
             raise UserError(f"{directory}: {_name_in_files(name, family)} is missing")

@@ -120,12 +120,12 @@ class AttentionConfig:
         check_counts(self)
         if self.qk_norm not in (None, "head", "projection"):
             raise UserError(f"qk_norm is {self.qk_norm!r}: it must be 'head', 'projection' or null")
-        if self.qk_norm_eps <= 0.0:
-            raise UserError(f"qk_norm_eps is {self.qk_norm_eps}: it must be above 0")
+        if not 0.0 < self.qk_norm_eps < math.inf:
+            raise UserError(f"qk_norm_eps is {self.qk_norm_eps}: it must be above 0 and finite")
         if self.num_heads % self.num_kv_heads:
             raise UserError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
-        if self.rope_theta <= 0.0:
-            raise UserError(f"rope_theta is {self.rope_theta}: it must be above 0")
+        if not 0.0 < self.rope_theta < math.inf:
+            raise UserError(f"rope_theta is {self.rope_theta}: it must be above 0 and finite")
         if self.window_layers is not None:
             self._check_window_layers()
 

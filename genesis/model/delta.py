@@ -5,6 +5,7 @@ K  key and query heads            H  value heads              E  width of a key 
 W  taps of the convolution        C  channels of queries, keys and values: 2 K E + H F
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -54,8 +55,8 @@ class GatedDeltaConfig:
             )
         if self.attention_every < 2:
             raise UserError("attention_every is 1, so that no layer is linear: remove linear_attention, or raise it")
-        if self.norm_eps <= 0.0:
-            raise UserError(f"norm_eps is {self.norm_eps}: it must be above 0")
+        if not 0.0 < self.norm_eps < math.inf:
+            raise UserError(f"norm_eps is {self.norm_eps}: it must be above 0 and finite")
 
     @property
     def num_channels(self) -> int:

@@ -106,14 +106,15 @@ class MixtureConfig(FeedForwardConfig):
         Raises:
             UserError: Neither is a mixture of experts.
         """
-        dense = [layer for layer in range(num_layers) if not self.is_mixture(layer)]
-        if len(dense) == num_layers:
+        # The first mixture, without a pass over the layers: a forged configuration may have any number of them.
+        first = -(-(self.num_dense_layers + 1) // self.mixture_every) * self.mixture_every - 1
+        if first >= num_layers:
             raise UserError(
                 f"num_dense_layers is {self.num_dense_layers} and mixture_every is {self.mixture_every}, so that none "
                 f"of {num_layers} layers is a mixture: lower them"
             )
-        if dense and self.dense_ffn_dim is None:
-            raise UserError(f"layer {dense[0]} is dense: give dense_ffn_dim, the width inside a dense layer")
+        if first > 0 and self.dense_ffn_dim is None:
+            raise UserError("layer 0 is dense: give dense_ffn_dim, the width inside a dense layer")
 
     def is_mixture(self, layer: int) -> bool:
         """Returns whether a layer, counted from 0, is a mixture."""

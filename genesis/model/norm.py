@@ -3,6 +3,7 @@
 B  sequences of a micro-batch     S  tokens of a sequence     D  width of what is normalised
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,8 +37,8 @@ class NormConfig:
     has_offset: bool = False
 
     def __post_init__(self) -> None:
-        if self.eps <= 0.0:
-            raise UserError(f"norm_eps is {self.eps}: it must be above 0")
+        if not 0.0 < self.eps < math.inf:
+            raise UserError(f"norm_eps is {self.eps}: it must be above 0 and finite")
         if self.placement not in ("before", "after"):
             raise UserError(f"placement of norms is {self.placement!r}: it must be 'before' or 'after'")
 

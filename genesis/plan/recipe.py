@@ -17,6 +17,8 @@ from genesis.precision import FULL, MIXED
 
 _CPU: Final = "cpu"
 _MOST_LAYERS: Final = 4096
+MOST_RANKS: Final = 65_536
+"""A plan counts the tensors of each rank, so that its time and memory grow with their number."""
 _DTYPES: Final = {"float32": FLOAT32_BYTES, "bfloat16": HALF_BYTES}
 
 
@@ -189,7 +191,12 @@ def read_recipe(
         objective = "CrossEntropy"
     seq_len = read.count("data.seq_len", decoder.max_seq_len)
     micro_batch_size = read.count("data.micro_batch_size", 1)
-    layout = _read_layout(read, num_ranks or _read_devices(read, assumptions))
+    num_ranks = num_ranks or _read_devices(read, assumptions)
+    if num_ranks > MOST_RANKS:
+        raise UserError(
+            f"trainer.devices and trainer.num_nodes make {num_ranks} ranks: a plan has at most {MOST_RANKS}; lower them"
+        )
+    layout = _read_layout(read, num_ranks)
     global_batch_size = read.count("data.global_batch_size", layout.num_ranks * micro_batch_size)
     if objective == "GSPO":
         answers = read.count("data.prompts.group_size", 8)

@@ -74,6 +74,9 @@ def test_a_shape_is_read_back_from_what_is_written(family: Family, tmp_path: Pat
     ("model_type", "changes", "message"),
     [
         ("qwen3_moe", {"mlp_only_layers": [2]}, r"mlp_only_layers is \[2\]"),
+        ("mixtral", {"rms_norm_eps": float("nan")}, "norm_eps is nan: it must be above 0 and finite"),
+        ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers is 3"),
+        ("mixtral", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; it must be from 1 to 10,000"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
         ("qwen3_moe", {"num_experts": 0, "num_local_experts": 0}, "num_experts is 0"),
         ("qwen3_moe", {"num_experts_per_tok": 500}, "top_k is 500"),
@@ -196,3 +199,12 @@ def test_files_with_stacks_of_all_experts_are_read(tmp_path: Path) -> None:
     assert (found_family, found_config) == (family, config)
     found = read_weights(tmp_path, config, family)
     assert all(torch.equal(tensor, found[name]) for name, tensor in decoder.state_dict().items())
+
+
+@pytest.mark.parametrize("changes", [{"vocab_size": 10**30}, {"dim": 10**12}])
+def test_sizes_beyond_all_memory_are_one_line(
+    mixtral: tuple[Path, Family, DecoderConfig, Decoder], changes: dict[str, int]
+) -> None:
+    directory, family, config, _ = mixtral
+    with pytest.raises(UserError, match="requires a tensor of more than 2"):
+        read_weights(directory, replace(config, **changes), family)

@@ -443,6 +443,7 @@ def test_rows_are_sorted_by_expert_and_then_by_token() -> None:
         ({"routed_scale": 0.0}, "routed_scale is 0.0: it must be above 0"),
         ({"num_dense_layers": 1}, "layer 0 is dense: give dense_ffn_dim"),
         ({"num_dense_layers": 3, "dense_ffn_dim": 8}, "none of 3 layers is a mixture: lower them"),
+        ({"mixture_every": 2}, "layer 0 is dense: give dense_ffn_dim"),
     ],
 )
 def test_a_wrong_shape_is_refused_in_one_line(changes: dict[str, Any], message: str) -> None:

@@ -87,6 +87,12 @@ def test_ranks_that_do_not_divide_the_batch_are_refused_in_their_row(capsys: pyt
         (["--spot_cost_per_hour", "inf"], "--spot_cost_per_hour: 'inf' must"),
         (["--interruptions_per_day", "-1"], "--interruptions_per_day: '-1' must be a number at least 0"),
         (["--watts", "many"], "--watts: 'many' must"),
+        (["--steps", "1e308"], "--steps: '1e308' must lie between 1e-09 and 1e"),
+        (["--tokens_per_second", "1e-320"], "--tokens_per_second: '1e-320' must lie between"),
+        (["--mtbf_hours", "1e308"], "--mtbf_hours: '1e308' must lie between"),
+        (["--link", "1e300"], "--link is '1e300'"),
+        (["--trainer.devices", "100000000"], "make 100000000 ranks: a plan has at most 65536"),
+        (["--trainer.num_nodes", "1000000000"], "ranks: a plan has at most 65536"),
         (["--link", "string"], "--link is 'string'"),
         (["--link", "nan"], "--link is 'nan'"),
         (["--margin", "nan"], "--margin: 'nan' must"),
@@ -150,3 +156,10 @@ def test_the_answer_needs_no_lightning() -> None:
         "sys.exit(any(name.partition('.')[0] in ('lightning', 'pytorch_lightning') for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=False).returncode == 0
+
+
+def test_a_recipe_nested_too_deeply_is_one_line(tmp_path: Path) -> None:
+    recipe = tmp_path / "deep.yaml"
+    recipe.write_text("model: " + "[" * 3000 + "]" * 3000)
+    with pytest.raises(UserError, match="nested too deeply for a recipe: remove them"):
+        main(["--config", str(recipe)])
