@@ -96,6 +96,8 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     options = parser.parse_args(own)
     if extra and not options.config:
         raise UserError(f"{extra[0]} changes a recipe: give one by --config")
+    if options.json is not None and options.json.exists() and not options.json.is_file():
+        raise UserError(f"--json is {options.json}, which is no file: give the name of a file, such as doctor.json")
     if options.json is not None and not options.json.parent.is_dir():
         raise UserError(f"--json is {options.json}: no such directory: {options.json.parent}")
     if options.dir is not None and not (options.dir.is_dir() and os.access(options.dir, os.W_OK)):

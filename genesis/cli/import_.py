@@ -1,5 +1,6 @@
 """`genesis import`."""
 
+import argparse
 from pathlib import Path
 
 import torch
@@ -54,7 +55,9 @@ def _find_download(model: str) -> Download | None:
 
 
 def _build_parser() -> Parser:
-    parser = Parser(prog="genesis import", description=_DESCRIPTION)
+    parser = Parser(
+        prog="genesis import", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "model",
         help="a directory with config.json, safetensors files and a tokenizer, or a model on the Hub: ORG/NAME, or "

@@ -96,6 +96,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     options.out = options.out or Path(f"doctor-{options.device}.json")
     if options.out.is_dir():
         raise UserError(f"--out is {options.out}, which is a directory: name a file")
+    if options.out.exists() and not options.out.is_file():  # a rename would put a file in the place of /dev/null
+        raise UserError(f"--out is {options.out}, which is a device or a pipe: name a file")
     if not options.out.parent.is_dir():
         raise UserError(f"--out is {options.out}: no such directory: {options.out.parent}")
     options.parts = _choose_parts(options.parts)

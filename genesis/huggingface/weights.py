@@ -53,8 +53,8 @@ def read_weights(
             shapes = {name: tensor.shape for name, tensor in Decoder(config).state_dict().items()}
     except (RuntimeError, OverflowError, TypeError):  # torch's, for more than 2^63 bytes
         raise UserError(
-            f"{directory}: config.json requires a tensor of more than 2^63 bytes: correct its sizes, such as vocab_size "
-            f"{config.vocab_size} and hidden_size {config.dim}"
+            f"{directory}: config.json requires a tensor of more than 2^63 bytes: correct its sizes, such as "
+            f"vocab_size {config.vocab_size} and hidden_size {config.dim}"
         ) from None
     for name, shape in shapes.items():
         if name not in state:

@@ -47,6 +47,8 @@ def _check(out: Path, png: Path | None) -> None:
     """Refuses places that cannot be written before a long log is read."""
     if out.is_dir():
         raise UserError(f"--out {out} is a directory; give the name of a file, such as {out / 'report.html'}")
+    if out.exists() and not out.is_file():  # a rename would put a file in the place of /dev/null
+        raise UserError(f"--out {out} is a device or a pipe; give the name of a file, such as report.html")
     for directory in (out.parent, *([png] if png is not None else [])):
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -56,6 +58,6 @@ def _check(out: Path, png: Path | None) -> None:
 
 def _write(path: Path, data: bytes) -> None:
     try:
-        replace_file(path, data, has_rivals=True)
+        replace_file(path.resolve(), data, has_rivals=True)  # a link such as /dev/stdout stays
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}; give another place by --out or --png") from error

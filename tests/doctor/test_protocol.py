@@ -204,6 +204,7 @@ def test_a_mistake_in_the_recipe_is_one_line(
     [
         (["--config", "no-such.yaml"], "no such recipe: no-such.yaml"),
         (["--json", "/no/such/a.json"], "no such directory: /no/such"),
+        (["--json", "/"], "--json is /, which is no file"),
         (["--dir", "/no/such"], "--dir is /no/such"),
         (["--", "--trainer.max_steps", "3"], "changes a recipe: give one by --config"),
         (["--confg", "a.yaml"], "did you mean --config"),

@@ -1,6 +1,7 @@
 """`genesis report`: what the page holds, and what is refused in one line."""
 
 import html
+import os
 import re
 import shutil
 from pathlib import Path
@@ -136,6 +137,16 @@ def test_a_run_without_logs_is_refused_with_the_remedy(tmp_path: Path, run: Path
     assert said.startswith("runs/empty has no metrics.csv and no events")
     assert "give the directory of a run" in said
     assert not Path("report.html").exists()
+
+
+def test_a_device_or_a_pipe_is_never_replaced_and_a_link_stays(run: Path) -> None:
+    os.mkfifo("pipe")
+    assert refuse("mine", "--out", "pipe").startswith("--out pipe is a device or a pipe; give the name of a file")
+    assert Path("pipe").is_fifo()
+    Path("link").symlink_to("target.html")
+    assert main(["mine", "--out", "link"]) == 0
+    assert Path("link").is_symlink()
+    assert Path("target.html").is_file()
 
 
 def test_what_cannot_be_written_is_refused_before_the_log_is_read(run: Path) -> None:
