@@ -181,7 +181,10 @@ def read_properties(kind: str, index: int = 0) -> Any:
 def read_free_memory(kind: str, index: int = 0) -> tuple[int, int] | None:
     """Returns the free and the total bytes of a device, of all processes; None where torch does not know them."""
     read = getattr(_find_module(kind), "mem_get_info", None)
-    return None if read is None or not is_available(kind) else tuple(map(int, read(index)))
+    if read is None or not is_available(kind):
+        return None
+    free, total = read(index)
+    return int(free), int(total)
 
 
 def name_collectives(kind: str) -> str:
