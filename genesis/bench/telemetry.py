@@ -189,14 +189,14 @@ def measure(device: str, num_rounds: int, num_steps: int, *, is_small: bool, out
         is_small: Whether to train a tiny model, to try the benchmark out.
         out: A directory for the fit's log.
     """
-    off = dict.fromkeys(_OPTIONS, False)
+    off: dict[str, Any] = {**dict.fromkeys(_OPTIONS, False), "hang_seconds": None}
     contenders: dict[str, Callable[[], list[pl.Callback]]] = {
         _NOTHING: list,
         **{
             name: lambda name=name: build_telemetry(TelemetryOptions(**{**off, name: True}), out)  # type: ignore[arg-type, misc]
             for name in _OPTIONS
         },
-        _EVERYTHING: lambda: build_telemetry(TelemetryOptions(), out),
+        _EVERYTHING: lambda: build_telemetry(TelemetryOptions(hang_seconds=None), out),
     }
     bursts = _Bursts({name: build() for name, build in contenders.items()}, num_rounds, num_steps)
     decoder = _SMALL if is_small else _DECODER

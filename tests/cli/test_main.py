@@ -45,7 +45,7 @@ OPTIONS = {
     "bench telemetry": ("--rounds", "--steps", "--small", "--out"),
     "completion": ("bash", "zsh"),
 }
-TRAIN = {"fit", "validate", "bench step"}
+TRAIN = {"fit", "validate", "doctor", "bench step", "bench telemetry"}
 NO_TENSORS = {
     "mirror",
     "runs",

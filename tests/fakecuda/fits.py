@@ -293,7 +293,7 @@ def run_fit(
                 gradient_clip_val=0.5,
                 callbacks=[
                     *(TokenCounters(), SkipAwareLR(warmup_updates=2)),
-                    *(callbacks := build_telemetry(TelemetryOptions(), Path(tempfile.gettempdir()))),
+                    *(callbacks := build_telemetry(TelemetryOptions(hang_seconds=None), Path(tempfile.gettempdir()))),
                     *(keep, Votes(run_dir=tempfile.gettempdir())),
                 ],
                 default_root_dir=tempfile.gettempdir(),
