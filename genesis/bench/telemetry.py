@@ -193,7 +193,7 @@ def measure(device: str, num_rounds: int, num_steps: int, *, is_small: bool, out
     contenders: dict[str, Callable[[], list[pl.Callback]]] = {
         _NOTHING: list,
         **{
-            name: lambda name=name: build_telemetry(TelemetryOptions(**{**off, name: True}), out)  # type: ignore[arg-type, misc]
+            name: lambda name=name: build_telemetry(TelemetryOptions(**{**off, name: True}), out)  # type: ignore[misc]
             for name in _OPTIONS
         },
         _EVERYTHING: lambda: build_telemetry(TelemetryOptions(hang_seconds=None), out),
