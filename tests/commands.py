@@ -7,6 +7,7 @@ where a test looks for it by its command line or among its parent's children, us
 """
 
 import atexit
+import contextlib
 import functools
 import json
 import math
@@ -102,7 +103,9 @@ class ForkedCommand:
     def send_signal(self, number: int) -> None:
         """Sends a signal, unless the command has ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            # The server may reap the process at this moment, as `subprocess.Popen.send_signal` allows for, too.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         """Sends SIGTERM."""
