@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -20,9 +21,17 @@ from torch.utils.data import DataLoader
 
 from genesis_callbacks import AsyncProcessCheckpoint
 from genesis_callbacks._rank_watch import RankWatch
-from genesis_callbacks.checkpoint import CheckpointError, DirectoryInUseError, DirectoryLock
-from genesis_callbacks.checkpoint.job import hold_staging
+from genesis_callbacks.checkpoint import (
+    CheckpointError,
+    DirectoryInUseError,
+    DirectoryLock,
+    SaveFailedError,
+    writer_process,
+)
+from genesis_callbacks.checkpoint.channel import READY, Channel
+from genesis_callbacks.checkpoint.job import WriteJob, hold_staging
 from genesis_callbacks.checkpoint.lineage import check_not_in_use, find_holder, wait_for_orphans
+from genesis_callbacks.checkpoint.stage import SharedBuffer
 from genesis_callbacks.testing import run_ranks
 
 STEPS = 8
@@ -174,6 +183,37 @@ def test_a_wait_for_an_earlier_runs_writer_is_reported_once_with_its_name_and_it
     assert capfd.readouterr().err == line
     assert wait_for_orphans(tmp_path, 1.2) == []
     assert capfd.readouterr().err == ""
+
+
+class UnreadWriter:
+    """A writer that has started and reads no job, as a writer under load may be when its trainer is killed."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.end = end.dup()
+        Channel(self.end).send((READY, 0))
+
+    def poll(self) -> int | None:
+        return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        return 0
+
+    def kill(self) -> None: ...
+
+
+def test_a_restart_waits_for_a_job_that_its_writer_has_not_read_yet(tmp_path, monkeypatch):
+    writers = []
+    monkeypatch.setattr(writer_process, "start_writer", lambda end: writers.append(UnreadWriter(end)) or writers[0])
+    staging = tmp_path / "step-00000007.staging-0"
+    staging.mkdir()
+    buffer = SharedBuffer(1)
+    job = WriteJob(staging, 0, (), {}, {}, "blake3", 60.0, None)
+    with pytest.raises(SaveFailedError, match="did not answer"):
+        writer_process.WriterProcess().perform(job, buffer, 0.01)
+    assert wait_for_orphans(tmp_path, 0.0, is_reported=False) == [staging.name]
+    writers[0].end.close()
+    assert wait_for_orphans(tmp_path, 0.0, is_reported=False) == []
+    buffer.close()
 
 
 def test_a_clean_end_leaves_no_empty_directories_behind(tmp_path):

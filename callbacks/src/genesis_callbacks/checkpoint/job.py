@@ -209,8 +209,10 @@ def _decode_receipt(content: Any) -> RankReceipt:
 
 
 @contextlib.contextmanager
-def hold_staging(staging: Path) -> Iterator[None]:
+def hold_staging(staging: Path) -> Iterator[int]:
     """Holds a shared lock on the staging directory, so that a restart can wait for the processes that write into it.
+
+    Yields the descriptor that has the lock: a process that is sent a copy of it has the lock, too.
 
     In mode "thread" the trainer itself holds the lock; its forked data workers do not.
     """
@@ -219,7 +221,7 @@ def hold_staging(staging: Path) -> Iterator[None]:
         # Shared: the writers of all ranks hold it together. Without waiting: if the lock is refused, a restart has just
         # taken it exclusively, and will discard the directory.
         fcntl.flock(descriptor.number, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        yield
+        yield descriptor.number
     finally:
         descriptor.close()
 

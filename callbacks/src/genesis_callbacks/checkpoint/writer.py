@@ -29,8 +29,9 @@ _OWN_MEMORY = ("RssAnon:", "RssFile:")  # not RssShmem, which counts the copies 
 def serve(channel: Channel, is_orphan: Callable[[], bool] | None = None) -> None:
     """Performs one job after another until the trainer is gone: by `is_orphan`, or by default this process's parent.
 
-    A message is (job, size of a new shared buffer or None); the buffer's descriptor comes with it. An answer is
-    (outcome, size of this process's own memory in bytes); the first message has `READY` as its outcome.
+    A message is (job, size of a new shared buffer or None). With it come the descriptor of the new buffer and one that
+    holds the lock on the job's staging directory. An answer is (outcome, size of this process's own memory in bytes);
+    the first message has `READY` as its outcome.
     """
     is_orphan = is_orphan or watch_parent()
     buffer: SharedBuffer | None = None
@@ -45,11 +46,13 @@ def serve(channel: Channel, is_orphan: Callable[[], bool] | None = None) -> None
         if num_bytes is not None:
             if buffer is not None:
                 buffer.close()
-            buffer = SharedBuffer(num_bytes, descriptors[0])
+            buffer = SharedBuffer(num_bytes, descriptors.pop(0))
         assert buffer is not None
         # Data workers that the trainer forked keep its end of the channel open after its death: then no end of file
         # comes.
         outcome = perform(job, buffer, lambda: channel.is_ended() or is_orphan())
+        for descriptor in descriptors:
+            os.close(descriptor)
         try:
             channel.send((outcome, read_own_memory_bytes()))
         except OSError:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from .channel import IGNORED_SIGNALS, Channel
 from .errors import SaveFailedError
-from .job import Outcome, WriteJob
+from .job import Outcome, WriteJob, hold_staging
 from .stage import SharedBuffer
 
 _WRITER_MODULE = "genesis_callbacks.checkpoint.writer"
@@ -130,11 +130,7 @@ class WriterProcess:
         """
         self.wait_ready()
         try:
-            if buffer is not self._buffer:
-                self._channel.send((job, buffer.num_bytes), [buffer.descriptor], timeout_seconds)
-                self._buffer = buffer
-            else:
-                self._channel.send((job, None), timeout_seconds=timeout_seconds)
+            self._send(job, buffer, timeout_seconds)
             (outcome, self.memory_bytes), _ = self._channel.receive(timeout_seconds)
         except TimeoutError as error:
             self.kill()
@@ -146,6 +142,17 @@ class WriterProcess:
             raise SaveFailedError(f"the writer process died: {self._describe_end()}") from error
         assert isinstance(outcome, Outcome)
         return outcome
+
+    def _send(self, job: WriteJob, buffer: SharedBuffer, timeout_seconds: float) -> None:
+        num_bytes, buffers = (None, []) if buffer is self._buffer else (buffer.num_bytes, [buffer.descriptor])
+        with contextlib.ExitStack() as stack:
+            held = []
+            # The lock travels with the job. If the trainer dies before the writer has read its message, a restart finds
+            # the staging directory locked and waits. Where the directory is gone, the writer reports that.
+            with contextlib.suppress(FileNotFoundError):
+                held.append(stack.enter_context(hold_staging(job.staging)))
+            self._channel.send((job, num_bytes), [*buffers, *held], timeout_seconds)
+        self._buffer = buffer
 
     def _describe_end(self) -> str:
         try:
