@@ -306,8 +306,10 @@ def _build_bill(plan: Plan) -> Table:
     timeline = plan.own.timeline
     assert timeline is not None
     layout = plan.own.layout
+    groups = f", {layout.blocks_per_recomputation} at once" if layout.blocks_per_recomputation > 1 else ""
     title = (
-        f"memory of a rank: {layout.name} on {layout.num_ranks}, recomputed blocks: {layout.activation_checkpointing}"
+        f"memory of a rank: {layout.name} on {layout.num_ranks}, recomputed blocks: "
+        f"{layout.activation_checkpointing}{groups}"
     )
     table = Table(box=box.SIMPLE, title=title, title_justify="left")
     totals = {phase: sum(terms.values()) for phase, terms in timeline.peaks.items()}

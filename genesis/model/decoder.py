@@ -322,6 +322,22 @@ class Block(nn.Module):
         return x
 
 
+class BlockInputs(NamedTuple):
+    """The inputs of blocks beside the residual stream.
+
+    Args:
+        metadata: What each block's attention needs to know of the tokens.
+        held: What each block reads of a cache, and writes to it; None without a cache.
+        logits_to_keep: See `Decoder.forward`.
+        counted: See `Decoder.forward`.
+    """
+
+    metadata: Sequence[AttentionMetadata | DeltaMetadata]
+    held: Sequence[tuple[Tensor, Tensor] | None]
+    logits_to_keep: Int64[Tensor, " P"] | None
+    counted: Bool[Tensor, "B S"] | None
+
+
 def project(hidden: Float[Tensor, "B S D"], output_weight: Float[Tensor, "V D"]) -> Float[Tensor, "B S V"]:
     """The default head: returns the logits."""
     return linear(hidden, output_weight)
@@ -331,6 +347,9 @@ class Decoder(nn.Module):
     """The language model.
 
     It may be built on the meta device; `to_empty` and `init_weights` then allocate and fill it. It has no buffers.
+
+    Attributes:
+        groups: The blocks that one call of `run_blocks` runs, in order: by default all.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -339,6 +358,7 @@ class Decoder(nn.Module):
         self._attention = config.parts.attention
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.groups: Sequence[range] = [range(config.num_layers)]
         self.norm = config.parts.norm.build(config.dim)
         if not config.has_tied_embeddings:
             self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
@@ -410,12 +430,26 @@ class Decoder(nn.Module):
             linear = build_delta_metadata(x, document_ids, document_offsets, cached)
             metadata = [linear if self.config.is_linear(layer) else one for layer, one in enumerate(metadata)]
         held = [None] * len(self.blocks) if cache is None else cache.of_layers(self.config)
+        inputs = BlockInputs(metadata, held, logits_to_keep, counted)
         statistics: dict[str, Statistics] = {}
-        for index, block in enumerate(self.blocks):
-            kept = logits_to_keep if index == len(self.blocks) - 1 else None
-            x, reported = block(x, metadata[index], held[index], kept, counted)
-            if reported is not None:
-                statistics[f"blocks.{index}.feed_forward"] = reported
+        for blocks in self.groups:
+            x, reported = self.run_blocks(blocks, x, inputs)
+            statistics |= reported
         # Inside the forward, where FSDP2's hooks have gathered the output weight: elsewhere it may be a shard.
         out = head(self.norm(x), self.output_weight)
         return (out, statistics) if has_statistics else out
+
+    def run_blocks(
+        self, blocks: range, x: Float[Tensor, "B S D"], inputs: BlockInputs
+    ) -> tuple[Float[Tensor, "B S D"] | Float[Tensor, "P D"], dict[str, Statistics]]:
+        """Returns the residual stream after consecutive blocks, and the statistics of their parts by canonical names.
+
+        Wrappers replace this method to recompute groups of blocks.
+        """
+        statistics: dict[str, Statistics] = {}
+        for index in blocks:
+            kept = inputs.logits_to_keep if index == len(self.blocks) - 1 else None
+            x, reported = self.blocks[index](x, inputs.metadata[index], inputs.held[index], kept, inputs.counted)
+            if reported is not None:
+                statistics[f"blocks.{index}.feed_forward"] = reported
+        return x, statistics

@@ -44,6 +44,7 @@ class Gathers:
         self._in_flight: dict[int, int] = {}
         self._held = 0
         self._is_whole = False
+        self._recomputed: set[int] = set()
 
     def begin(self, *, is_first: bool) -> None:
         """Gathers the root, unless everything has stayed gathered since the last micro-batch."""
@@ -74,18 +75,31 @@ class Gathers:
     def enter_backward(self, number: int) -> None:
         """Makes a unit whole before its backward, and starts the gathers of those before it."""
         if not self._stays:
-            self._request(number)
-            self._bill.change(GATHERED, self._units[number].gathered)
-            self._bill.change(COMMUNICATION, -self._in_flight.pop(number))
+            if number in self._recomputed:
+                self._recomputed.discard(number)
+            else:
+                self._gather(number)
             for earlier in range(number - 1, max(-1, number - 1 - self._ahead), -1):
-                self._request(earlier)
+                if earlier not in self._recomputed:
+                    self._request(earlier)
         self._bill.change(COMMUNICATION, -self._held)
         self._held = 0
+
+    def enter_recomputation(self, number: int) -> None:
+        """Makes a unit whole before its second forward; it stays whole until its backward."""
+        if not self._stays:
+            self._gather(number)
+            self._recomputed.add(number)
 
     def leave_backward(self, unit: Unit, *, is_last: bool) -> None:
         """Frees a unit after its backward."""
         if is_last or not self._layout.keeps_gathered:
             self._bill.change(GATHERED, -unit.gathered)
+
+    def _gather(self, number: int) -> None:
+        self._request(number)
+        self._bill.change(GATHERED, self._units[number].gathered)
+        self._bill.change(COMMUNICATION, -self._in_flight.pop(number))
 
     def _request(self, number: int) -> None:
         if number not in self._in_flight:

@@ -29,6 +29,7 @@ class Layout:
         ranks_per_shard_group: Ranks that share one copy of the model; all of them, except under `hybrid`.
         cpu_offload: Whether parameters, gradients and optimizer states are in the host's memory.
         activation_checkpointing: See `Checkpointing`.
+        blocks_per_recomputation: Blocks that are recomputed together.
         blocks_per_unit: Blocks that are gathered together.
         max_gathers_in_flight: Units that are gathered or being gathered.
         gather_bytes: Bytes of an element of gathered parameters; None for the precision's default.
@@ -43,6 +44,7 @@ class Layout:
     ranks_per_shard_group: int = 1
     cpu_offload: bool = False
     activation_checkpointing: Checkpointing = "none"
+    blocks_per_recomputation: int = 1
     blocks_per_unit: int = 1
     max_gathers_in_flight: int = 2
     gather_bytes: int | None = None

@@ -332,9 +332,16 @@ def _read_layout(read: _Reader, num_ranks: int) -> Layout:
         raise UserError(
             f"activation_checkpointing is {checkpointing!r}; it must be 'none', 'block' or a whole number >= 1"
         )
+    together = read.count("trainer.strategy.init_args.blocks_per_recomputation", 1)
+    if together > 1 and checkpointing != "block":
+        raise UserError(
+            f"blocks_per_recomputation is {together}, and activation_checkpointing is {checkpointing!r}: groups are "
+            "recomputed only with activation_checkpointing block"
+        )
     common: dict[str, Any] = {
         "num_ranks": num_ranks,
         "activation_checkpointing": checkpointing,
+        "blocks_per_recomputation": together,
         "has_compiled_blocks": options.get("compile_blocks") is True,
     }
     if name != "Sharded":
@@ -350,11 +357,14 @@ def _read_layout(read: _Reader, num_ranks: int) -> Layout:
         if type(group) is not int or group < 1 or num_ranks % group:
             raise UserError(f"ranks_per_shard_group {group} does not divide {num_ranks} ranks")
     gather = options.get("gather_dtype")
+    per_unit = read.count("trainer.strategy.init_args.blocks_per_unit", 1)
+    if together > 1 and together % per_unit:
+        raise UserError(f"blocks_per_recomputation {together} is no multiple of blocks_per_unit {per_unit}")
     return Layout(
         shard,
         ranks_per_shard_group=group,
         cpu_offload=options.get("cpu_offload") is True,
-        blocks_per_unit=read.count("trainer.strategy.init_args.blocks_per_unit", 1),
+        blocks_per_unit=per_unit,
         max_gathers_in_flight=read.count("trainer.strategy.init_args.max_gathers_in_flight", 2),
         gather_bytes=None if gather is None else _DTYPES.get(gather, FLOAT32_BYTES),
         reduce_bytes=_DTYPES.get(options.get("reduce_dtype", "float32"), FLOAT32_BYTES),

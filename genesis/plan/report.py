@@ -299,6 +299,7 @@ def _row_to_json(row: Row) -> dict[str, Any]:
         "strategy": layout.name,
         "num_gpus": layout.num_ranks,
         "activation_checkpointing": layout.activation_checkpointing,
+        "blocks_per_recomputation": layout.blocks_per_recomputation,
         "is_own": row.is_own,
     }
     if timeline is None:

@@ -99,6 +99,13 @@ class _Player:
             for index in range(len(sections.blocks))
             if isinstance(every_n, int) and every_n and not index % every_n
         }
+        per_group = layout.blocks_per_recomputation
+        num_blocks = len(sections.blocks)
+        self.group_of = {
+            index: range(index // per_group * per_group, min((index // per_group + 1) * per_group, num_blocks))
+            for index in self.recomputed
+        }
+        """The blocks that are recomputed with each recomputed block."""
         self.has_buckets = layout.strategy in ("replicated", "zero1") and layout.num_ranks > 1
         per_unit = layout.blocks_per_unit
         self.units = [
@@ -183,8 +190,8 @@ class _Player:
     def _play_whole(self, *, is_first: bool, is_last: bool) -> None:
         bill, blocks = self.bill, self.sections.blocks
         self._forward(self.sections.embedding, is_first=is_first)
-        for index, block in enumerate(blocks):
-            self._forward(block, is_first=is_first, is_recomputed=index in self.recomputed)
+        for index in range(len(blocks)):
+            self._forward_block(index, is_first=is_first)
         self._forward_head(is_first=is_first)
         if is_last:
             # The copies of autocast live on in what the backward reads; those of recomputed blocks do not.
@@ -194,10 +201,7 @@ class _Player:
         self._backward_head(term, is_added=is_added)
         for index in reversed(range(len(blocks))):
             block = blocks[index]
-            if index in self.recomputed:
-                if is_last:
-                    bill.change(CASTS, block.cached_casts)
-                self.bill.run(block.recompute)
+            self._recompute_before(index, has_casts=is_last)
             self._backward(block, term, is_added=is_added)
             if is_last:
                 bill.change(CASTS, -block.cached_casts)
@@ -228,7 +232,7 @@ class _Player:
         for number, blocks in enumerate(self.units):
             gathers.enter_forward(number)
             for index in blocks:
-                self._forward(self.sections.blocks[index], is_first=False, is_recomputed=index in self.recomputed)
+                self._forward_block(index, is_first=False)
             gathers.leave_forward(number)
         self._forward_head(is_first=False)
         bill.enter("backward")
@@ -237,8 +241,7 @@ class _Player:
             gathers.enter_backward(number)
             for index in reversed(self.units[number]):
                 block = self.sections.blocks[index]
-                if index in self.recomputed:
-                    bill.run(block.recompute)
+                self._recompute_before(index)
                 self._backward(block, GRADIENTS, is_added=False)
             self._end_unit(self.unit_sizes[number], is_first=is_first, is_last=is_last)
         self._backward_embedding(GRADIENTS, is_added=False)
@@ -285,6 +288,26 @@ class _Player:
         if is_first and not self.layout.is_sharded:
             self.bill.change(CASTS, section.cached_casts)
         self.bill.run(section.forward_without if is_recomputed else section.forward)
+
+    def _forward_block(self, index: int, *, is_first: bool) -> None:
+        block, group = self.sections.blocks[index], self.group_of.get(index)
+        self._forward(block, is_first=is_first, is_recomputed=group is not None)
+        if group is not None and index != group.start:  # of a group only the input of the first block is kept
+            self.bill.change(ACTIVATIONS, -block.input_bytes)
+
+    def _recompute_before(self, index: int, *, has_casts: bool = False) -> None:
+        """Plays the second forward of a group before the backward of its last block."""
+        group = self.group_of.get(index)
+        if group is None or index != group[-1]:
+            return
+        for number in group:
+            block, unit = self.sections.blocks[number], number // self.layout.blocks_per_unit
+            is_first_of_unit = number % self.layout.blocks_per_unit == 0
+            if self.layout.is_sharded and is_first_of_unit and unit != index // self.layout.blocks_per_unit:
+                self.gathers.enter_recomputation(unit)
+            if has_casts:
+                self.bill.change(CASTS, block.cached_casts)
+            self.bill.run(block.recompute if number == index else block.forward)
 
     def _backward(self, section: Section, term: str, *, is_added: bool) -> None:
         course = section.backward_added if is_added else section.backward

@@ -25,8 +25,9 @@ from genesis.optim import GroupedOptimizer
 from genesis.strategies.degrees import Degrees
 from genesis.strategies.layout import ParallelLayout, lay_out
 from genesis.strategies.micro_batches import WindowLoss, sum_in_turn, train_in_turn
+from genesis.strategies.recompute import ActivationCheckpointing
 from genesis.strategies.start import Launcher, Start
-from genesis.strategies.wrap import ActivationCheckpointing, apply_wrappers
+from genesis.strategies.wrap import apply_wrappers
 
 
 class Replicated(DDPStrategy):
@@ -36,6 +37,8 @@ class Replicated(DDPStrategy):
         optimizer_states: `replicated`, or `sharded` (ZeRO-1): each rank keeps and updates the optimizer state of its
             part of the parameters, and broadcasts them after the step.
         activation_checkpointing: `none`, `block`, or n for every n-th block.
+        blocks_per_recomputation: Consecutive blocks that are recomputed together, with `block`: only the input of the
+            first is kept, and the backward holds the activations of all of them at once.
         compile_blocks: Whether each block is compiled by torch.compile.
         process_group_backend: `gloo` or `nccl`; by default the device's own backend.
         timeout_seconds: Time limit of a collective.
@@ -48,6 +51,7 @@ class Replicated(DDPStrategy):
         self,
         optimizer_states: Literal["replicated", "sharded"] = "replicated",
         activation_checkpointing: ActivationCheckpointing = "none",
+        blocks_per_recomputation: int = 1,
         compile_blocks: bool = False,
         process_group_backend: str | None = None,
         timeout_seconds: float = 1800.0,
@@ -63,6 +67,7 @@ class Replicated(DDPStrategy):
         )
         self.optimizer_states = optimizer_states
         self.activation_checkpointing = activation_checkpointing
+        self.blocks_per_recomputation = blocks_per_recomputation
         self.compile_blocks = compile_blocks
         self.start = Start()
         self._layout: ParallelLayout | None = None
@@ -97,7 +102,12 @@ class Replicated(DDPStrategy):
 
     def apply_to(self, decoder: Decoder) -> None:
         """Applies this strategy's wrappers to a freshly built decoder, in place."""
-        apply_wrappers(decoder, self.activation_checkpointing, self.compile_blocks)
+        apply_wrappers(
+            decoder,
+            self.activation_checkpointing,
+            self.compile_blocks,
+            blocks_per_recomputation=self.blocks_per_recomputation,
+        )
 
     def head(self, labels: Tensor) -> SumHead:
         """Returns the head that computes the summed loss of `labels`."""

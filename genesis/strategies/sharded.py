@@ -23,8 +23,9 @@ from genesis.strategies.gathered import GatheringChoice, KeepGathered
 from genesis.strategies.layout import ParallelLayout, lay_out
 from genesis.strategies.mesh import WorldMesh
 from genesis.strategies.micro_batches import WindowLoss, sum_in_turn, train_in_turn
+from genesis.strategies.recompute import ActivationCheckpointing
 from genesis.strategies.start import Launcher, Start
-from genesis.strategies.wrap import ActivationCheckpointing, ShardOptions, apply_wrappers, set_resharding
+from genesis.strategies.wrap import ShardOptions, apply_wrappers, set_resharding
 
 DType = Literal["float32", "bfloat16"]
 
@@ -54,6 +55,8 @@ class Sharded(ModelParallelStrategy):
             send each other the rows of their tokens. 1 gives every rank all experts, sharded like other weights.
         cpu_offload: Whether parameters, gradients and optimizer state live in CPU memory between uses.
         activation_checkpointing: `none`, `block`, or n for every n-th block.
+        blocks_per_recomputation: Consecutive blocks that are recomputed together, with `block`: only the input of the
+            first is kept, and the backward holds the activations of all of them at once.
         compile_blocks: Whether each block is compiled by torch.compile.
         desync_seconds: If a rank is alone in a forward for longer, the run ends and names it; the first two windows
             of each rank, in which it compiles and connects, may take any time.
@@ -77,6 +80,7 @@ class Sharded(ModelParallelStrategy):
         expert_parallel: int = 1,
         cpu_offload: bool = False,
         activation_checkpointing: ActivationCheckpointing = "none",
+        blocks_per_recomputation: int = 1,
         compile_blocks: bool = False,
         desync_seconds: float = 300.0,
         process_group_backend: str | None = None,
@@ -97,6 +101,7 @@ class Sharded(ModelParallelStrategy):
         self.expert_parallel = expert_parallel
         self.cpu_offload = cpu_offload
         self.activation_checkpointing = activation_checkpointing
+        self.blocks_per_recomputation = blocks_per_recomputation
         self.compile_blocks = compile_blocks
         self.desync_seconds = desync_seconds
         self.start = Start()
@@ -158,7 +163,13 @@ class Sharded(ModelParallelStrategy):
             offload_to_cpu=self.cpu_offload,
             experts=(self._mesh.experts, self._mesh.expert_shard) if self.expert_parallel > 1 else None,
         )
-        apply_wrappers(decoder, self.activation_checkpointing, self.compile_blocks, options)
+        apply_wrappers(
+            decoder,
+            self.activation_checkpointing,
+            self.compile_blocks,
+            options,
+            blocks_per_recomputation=self.blocks_per_recomputation,
+        )
 
     @property
     def computed_dtype(self) -> torch.dtype | None:

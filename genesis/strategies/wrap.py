@@ -4,21 +4,23 @@
     2. compile                    sees block and checkpoint as one graph, and nothing of the communication
     3. shard                      outermost: its hooks gather parameters before the forward, and free them after it
 
-Checkpointing and compilation replace a block's `forward` and leave the module tree alone, so that parameter names,
-and with them checkpoints, are the same under every option.
+Groups of blocks that are recomputed together (`genesis.strategies.recompute`) lie outside of all three: the second
+forward of a group runs the compiled blocks and FSDP2's hooks, which gather what is not gathered in this backward.
+
+Checkpointing and compilation replace `forward` of a block, or `run_blocks` of the decoder, and leave the module tree
+alone, so that parameter names, and with them checkpoints, are the same under every option.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo.decorators import maybe_mark_dynamic
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 
 from genesis.device import CPU, find_kind
 from genesis.errors import UserError
@@ -27,9 +29,7 @@ from genesis.model.decoder import Decoder
 from genesis.model.delta import DeltaMetadata
 from genesis.model.part import Part
 from genesis.strategies.expert_parallel import list_experts, share_experts
-
-ActivationCheckpointing = Literal["none", "block"] | int
-"""Which blocks recompute their activations in backward: none, each, or every n-th."""
+from genesis.strategies.recompute import ActivationCheckpointing, apply_recomputation, check_groups
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ def apply_wrappers(
     activation_checkpointing: ActivationCheckpointing = "none",
     has_compiled_blocks: bool = False,
     shard: ShardOptions | None = None,
+    *,
+    blocks_per_recomputation: int = 1,
 ) -> None:
     """Applies the wrappers to `decoder` in place, in their order. Does not communicate.
 
@@ -70,16 +72,21 @@ def apply_wrappers(
         activation_checkpointing: See `ActivationCheckpointing`.
         has_compiled_blocks: Whether each block's forward is compiled by torch.compile.
         shard: How to shard, or None.
+        blocks_per_recomputation: Blocks that are recomputed together.
 
     Raises:
         UserError: An option is out of its range.
     """
-    _apply_activation_checkpointing(decoder, activation_checkpointing)
+    if shard is not None:
+        if shard.blocks_per_unit < 1:
+            raise UserError(f"blocks_per_unit is {shard.blocks_per_unit}; it must be at least 1")
+        check_groups(activation_checkpointing, blocks_per_recomputation, shard.blocks_per_unit)
+    apply_recomputation(decoder, activation_checkpointing, blocks_per_recomputation)
     if has_compiled_blocks:
         for block in decoder.blocks:
             block.forward = partial(_run_compiled, torch.compile(block.forward))
     if shard is not None:
-        _apply_shard(decoder, shard)
+        _apply_shard(decoder, shard, blocks_per_recomputation)
 
 
 def _run_compiled(
@@ -96,24 +103,7 @@ def _run_compiled(
     return compiled(x, metadata, *arguments, **options)
 
 
-def _apply_activation_checkpointing(decoder: Decoder, which: ActivationCheckpointing) -> None:
-    if which == "none":
-        return
-    every_n = 1 if which == "block" else which
-    if not isinstance(every_n, int) or every_n < 1:
-        raise UserError(f"activation_checkpointing is {which!r}; it must be 'none', 'block' or a whole number >= 1")
-    for block in list(decoder.blocks)[::every_n]:
-        # Saving and restoring generator states costs host time for each block, so it is left out where no random
-        # number is drawn. With dropout the recomputed forward must draw the same mask.
-        is_random = decoder.config.dropout > 0 or any(
-            part.draws_random_numbers for part in block.modules() if isinstance(part, Part)
-        )
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=is_random)
-
-
-def _apply_shard(decoder: Decoder, options: ShardOptions) -> None:
-    if options.blocks_per_unit < 1:
-        raise UserError(f"blocks_per_unit is {options.blocks_per_unit}; it must be at least 1")
+def _apply_shard(decoder: Decoder, options: ShardOptions, blocks_per_recomputation: int) -> None:
     if options.max_gathers_in_flight < 1:
         raise UserError(f"max_gathers_in_flight is {options.max_gathers_in_flight}; it must be at least 1")
     blocks = list(decoder.blocks)
@@ -153,7 +143,8 @@ def _apply_shard(decoder: Decoder, options: ShardOptions) -> None:
         decoder, mesh=options.mesh, reshard_after_forward=False, mp_policy=options.precision, offload_policy=offload
     )
     _sum_gradients(decoder)
-    _limit_prefetch(units, options.max_gathers_in_flight - 1)
+    units_per_group = blocks_per_recomputation // options.blocks_per_unit if blocks_per_recomputation > 1 else None
+    _limit_prefetch(units, options.max_gathers_in_flight - 1, units_per_group)
 
 
 def _list_float32(module: nn.Module) -> list[nn.Module]:
@@ -173,10 +164,18 @@ def _sum_gradients(decoder: Decoder) -> None:
             module.set_gradient_divide_factor(1.0)
 
 
-def _limit_prefetch(units_of_blocks: list[list[nn.Module]], num_prefetched: int) -> None:
+def _limit_prefetch(units_of_blocks: list[list[nn.Module]], num_prefetched: int, units_per_group: int | None) -> None:
     """Makes each unit prefetch the next `num_prefetched` units in forward and the previous ones in backward.
 
     The small units within a unit are prefetched with it.
+
+    Args:
+        units_of_blocks: The blocks of each unit.
+        num_prefetched: Units to prefetch.
+        units_per_group: Units that are recomputed together; None if units are recomputed alone or not at all. Only the
+            last one of a group prefetches those of the next group: when a group is recomputed, the next one has run
+            backward already and would be gathered in vain. FSDP2 then treats the last unit as in a backward, in which
+            it prefetches none of the next.
     """
     first_blocks = (unit[0] for unit in units_of_blocks)
     units: list[FSDPModule] = [block for block in first_blocks if isinstance(block, FSDPModule)]
@@ -184,7 +183,10 @@ def _limit_prefetch(units_of_blocks: list[list[nn.Module]], num_prefetched: int)
         inner = (part for block in blocks for part in (*_list_float32(block), *list_experts(block)))
         within = [part for part in inner if isinstance(part, FSDPModule)]
         ahead = within if num_prefetched else []
-        unit.set_modules_to_forward_prefetch([*ahead, *units[index + 1 : index + 1 + num_prefetched]])
+        end = index + 1 + num_prefetched
+        if units_per_group is not None and (index + 1) % units_per_group:
+            end = min(end, (index // units_per_group + 1) * units_per_group)
+        unit.set_modules_to_forward_prefetch([*ahead, *units[index + 1 : end]])
         previous = units[max(0, index - num_prefetched) : index][::-1]
         # An empty list would mean FSDP2's own choice (one unit); a unit that "prefetches" itself prefetches nothing.
         unit.set_modules_to_backward_prefetch([*ahead, *previous] or [unit])

@@ -69,7 +69,13 @@ def build(workload: Workload, layout: Layout) -> tuple[Decoder, torch.optim.Opti
             precision=precision,
             offload_to_cpu=layout.cpu_offload,
         )
-    apply_wrappers(decoder, layout.activation_checkpointing, False, shard)
+    apply_wrappers(
+        decoder,
+        layout.activation_checkpointing,
+        False,
+        shard,
+        blocks_per_recomputation=layout.blocks_per_recomputation,
+    )
     decoder.to_empty(device="cpu")
     for parameter in decoder.parameters():
         torch.nn.init.normal_(parameter.to_local() if isinstance(parameter, DTensor) else parameter, std=0.02)

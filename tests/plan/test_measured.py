@@ -36,6 +36,7 @@ MIXTURE: Final = replace(
     feed_forward=MixtureConfig(num_experts=4, top_k=2, ffn_dim=96, shared_ffn_dim=64, balance_loss=0.01, z_loss=0.001),
 )
 LORA: Final = AdapterConfig(rank=8)
+GROUPS: Final[dict[str, Any]] = {"activation_checkpointing": "block", "blocks_per_recomputation": 3}
 
 
 def case(layout: Layout, **changes: Any) -> tuple[Workload, Layout]:
@@ -98,6 +99,16 @@ CASES: Final[dict[str, tuple[Workload, Layout]]] = {
     "full, reduced each time": case(replace(FULL, reduces_each=True)),
     "full, untied": case(FULL, decoder=replace(SHAPE, has_tied_embeddings=False)),
     "full, muon": case(FULL, optimizer="muon"),
+    "one device, groups of 3": case(replace(ONE, **GROUPS)),
+    "one device, groups of 3, bf16-mixed": case(replace(ONE, **GROUPS), precision="bf16-mixed"),
+    "experts, groups of 3": case(replace(ONE, **GROUPS), decoder=MIXTURE),
+    "adapters, groups of 3": case(replace(ONE, **GROUPS), adapter=LORA),
+    "replicated, groups of 3": case(replace(Layout("replicated", 2), **GROUPS)),
+    "full, groups of 3": case(replace(FULL, **GROUPS)),
+    "full, units of 2, groups of 4": case(
+        replace(FULL, activation_checkpointing="block", blocks_per_recomputation=4, blocks_per_unit=2)
+    ),
+    "grad_op, groups of 3": case(replace(Layout("grad_op", 2, 2), **GROUPS)),
 }
 for _layout in (ONE, Layout("replicated", 2), Layout("zero1", 2), FULL, Layout("grad_op", 2, 2), Layout("hybrid", 4, 2),
                 replace(FULL, cpu_offload=True)):  # fmt: skip

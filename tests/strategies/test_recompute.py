@@ -1,0 +1,230 @@
+"""Groups of blocks that are recomputed together: the gradients are those without recomputation, bit for bit."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from genesis.errors import UserError
+from genesis.loss import sum_cross_entropy
+from genesis.model.adapter import AdapterConfig, attach_adapters
+from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.delta import GatedDeltaConfig
+from genesis.model.mixture import MixtureConfig
+from genesis.objectives import CrossEntropy
+from genesis.objectives.objective import TOKENS
+from genesis.strategies.degrees import Degrees
+from genesis.strategies.mesh import WorldMesh
+from genesis.strategies.micro_batches import train_in_turn
+from genesis.strategies.recompute import check_groups
+from genesis.strategies.wrap import ShardOptions, apply_wrappers
+from genesis_callbacks.testing import run_ranks
+from tests.fakecuda.compiler import find_compiler
+from tests.train.support import TINY, whole, window_of_rank
+
+# Five blocks, so that the last group of three is smaller.
+DENSE = replace(TINY, num_layers=5, dropout=0.1)
+MIXED = replace(
+    DENSE,
+    ffn_dim=None,
+    feed_forward=MixtureConfig(
+        num_experts=4, top_k=2, ffn_dim=16, shared_ffn_dim=16, scores="sigmoid", balance_loss=0.1, z_loss=0.1
+    ),
+)
+LINEAR = replace(
+    MIXED,
+    linear_attention=GatedDeltaConfig(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=8, attention_every=3),
+)
+ADAPTERS = AdapterConfig(rank=4, dropout=0.1)
+GROUPS = {"activation_checkpointing": "block", "blocks_per_recomputation": 3}
+
+
+def gradients_of(
+    shape: DecoderConfig,
+    adapter: AdapterConfig | None = None,
+    shard: dict[str, Any] | None = None,
+    expert_parallel: int = 1,
+    **wrappers: Any,
+) -> dict[str, Tensor]:
+    """Returns the whole gradients of two micro-batches, or of each rank's under FSDP2."""
+    with torch.device("meta"):
+        decoder = Decoder(shape)
+        if adapter is not None:
+            attach_adapters(decoder, adapter, torch.float32)
+    options = None
+    if shard is not None:
+        mesh = WorldMesh(Degrees(ep=expert_parallel).resolve(dist.get_world_size()), "cpu")
+        defaults: dict[str, Any] = {
+            "mesh": mesh.shard,
+            "reshard_after_forward": True,
+            "blocks_per_unit": 1,
+            "max_gathers_in_flight": 2,
+            "precision": MixedPrecisionPolicy(cast_forward_inputs=False),
+            "offload_to_cpu": False,
+            "experts": (mesh.experts, mesh.expert_shard) if expert_parallel > 1 else None,
+        }
+        options = ShardOptions(**(defaults | shard))
+    apply_wrappers(decoder, shard=options, **wrappers)
+    decoder.to_empty(device="cpu")
+    decoder.init_weights(0)
+    torch.manual_seed(1)
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if shard is not None else (0, 4)
+    window = window_of_rank(0, rank, world_size)
+    loss = train_in_turn(
+        decoder,
+        window.micro_batches[:2],
+        CrossEntropy(),
+        {TOKENS: 0.1},
+        cross_entropy=lambda labels: partial(sum_cross_entropy, labels=labels),
+        backward=lambda scaled, _: scaled.backward(),
+    )
+    loss.to_backward.backward()
+    return {name: whole(p.grad) for name, p in decoder.named_parameters() if p.grad is not None}
+
+
+def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+    assert any(float(gradient.abs().max()) > 0 for gradient in one.values())
+
+
+@pytest.mark.parametrize(
+    ("shape", "adapter"),
+    [(DENSE, None), (MIXED, None), (LINEAR, None), (DENSE, ADAPTERS)],
+    ids=["dense", "experts", "linear_attention", "adapters"],
+)
+def test_gradients_with_groups_are_those_without_recomputation(
+    shape: DecoderConfig, adapter: AdapterConfig | None
+) -> None:
+    plain = gradients_of(shape, adapter)
+    assert_equal(plain, gradients_of(shape, adapter, **GROUPS))
+    assert_equal(plain, gradients_of(shape, adapter, activation_checkpointing="block", blocks_per_recomputation=9))
+
+
+SHARDS: dict[str, tuple[DecoderConfig, dict[str, Any]]] = {
+    "full": (LINEAR, {"shard": {}}),
+    "units of three": (MIXED, {"shard": {"blocks_per_unit": 3}}),
+    "many prefetches": (DENSE, {"shard": {"max_gathers_in_flight": 4}}),
+    "no prefetch": (DENSE, {"shard": {"max_gathers_in_flight": 1}}),
+    "not freed": (MIXED, {"shard": {"reshard_after_forward": False}}),
+    "in host memory": (DENSE, {"shard": {"offload_to_cpu": True}}),
+    "shared experts": (LINEAR, {"shard": {}, "expert_parallel": 2}),
+    "adapters": (DENSE, {"shard": {}, "adapter": ADAPTERS}),
+}
+
+
+def compare_shards() -> list[str]:
+    wrong = []
+    for name, (shape, options) in SHARDS.items():
+        plain, grouped = gradients_of(shape, **options), gradients_of(shape, **options, **GROUPS)
+        if not plain or any(not torch.equal(plain[key], grouped[key]) for key in plain):
+            wrong.append(name)
+    return wrong
+
+
+def test_gradients_with_groups_are_those_without_under_every_form_of_sharding() -> None:
+    assert run_ranks(compare_shards, 2) == [[], []]
+
+
+def compare_compiled() -> list[str]:
+    wrong = []
+    for name, (shape, options) in {"alone": (DENSE, {}), **SHARDS}.items():
+        if name not in ("alone", "full", "shared experts"):
+            continue
+        torch._dynamo.reset()
+        plain = gradients_of(shape, **options, has_compiled_blocks=True)
+        grouped = gradients_of(shape, **options, has_compiled_blocks=True, **GROUPS)
+        if not plain or any(not torch.equal(plain[key], grouped[key]) for key in plain):
+            wrong.append(name)
+    return wrong
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
+def test_gradients_with_groups_of_compiled_blocks_are_those_without() -> None:
+    find_compiler()
+    assert run_ranks(compare_compiled, 2, timeout_seconds=280) == [[], []]
+
+
+# ---- what is kept, run and gathered
+
+
+def count_runs(decoder: Decoder) -> list[int]:
+    runs: list[int] = []
+    for index, block in enumerate(decoder.blocks):
+        block.register_forward_pre_hook(lambda *_, index=index: runs.append(index))
+    return runs
+
+
+def test_each_block_runs_twice_and_only_the_inputs_of_groups_are_kept() -> None:
+    decoder = Decoder(replace(TINY, num_layers=5))
+    decoder.init_weights(0)
+    apply_wrappers(decoder, **GROUPS)  # type: ignore[arg-type]  # the options by name
+    runs = count_runs(decoder)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        loss = decoder(torch.arange(16)[None] % 61, head=lambda hidden, weight: hidden.sum())
+    streams = [tensor for tensor in kept if tensor.shape == (1, 16, 32)]
+    assert len(streams) <= 3  # the inputs of two groups, and that of the last norm
+    loss.backward()
+    assert runs == [0, 1, 2, 3, 4, 3, 4, 0, 1, 2]
+
+
+def list_gathers() -> list[tuple[str, int]]:
+    """Returns the units in the order of their gathers, and whether it was for a forward (0) or in the backward (1)."""
+    found: list[tuple[str, int]] = []
+    phase = [0]
+    original = FSDPParamGroup.unshard
+
+    def watched(self: Any, *arguments: Any, **options: Any) -> Any:
+        if not self.is_unsharded and self._all_gather_result is None:
+            found.append((str(self._module_fqn), phase[0]))
+        return original(self, *arguments, **options)
+
+    FSDPParamGroup.unshard = watched  # type: ignore[method-assign]
+    mesh = WorldMesh(Degrees().resolve(dist.get_world_size()), "cpu")
+    options = ShardOptions(
+        mesh=mesh.shard,
+        reshard_after_forward=True,
+        blocks_per_unit=1,
+        max_gathers_in_flight=3,
+        precision=MixedPrecisionPolicy(cast_forward_inputs=False),
+        offload_to_cpu=False,
+    )
+    decoder = Decoder(replace(TINY, num_layers=6))
+    apply_wrappers(decoder, shard=options, **GROUPS)  # type: ignore[arg-type]  # the options by name
+    decoder.init_weights(0)
+    loss = decoder(torch.arange(16)[None] % 61, head=lambda hidden, weight: hidden.sum())
+    phase[0] = 1
+    loss.backward()
+    return found
+
+
+def test_the_backward_gathers_each_unit_once() -> None:
+    for found in run_ranks(list_gathers, 2):
+        in_backward = [name for name, phase in found if phase and "blocks" in name]
+        assert sorted(in_backward) == [f"blocks.{index}" for index in range(6)]
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("block", 0), "blocks_per_recomputation is 0; it must be a whole number >= 1"),
+        (("none", 3), "blocks_per_recomputation is 3, and activation_checkpointing is 'none': groups"),
+        ((2, 3), "blocks_per_recomputation is 3, and activation_checkpointing is 2: groups"),
+        (("block", 3, 2), "blocks_per_recomputation 3 is no multiple of blocks_per_unit 2: a unit"),
+    ],
+)
+def test_groups_that_cannot_be_are_refused(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_groups(*arguments)
