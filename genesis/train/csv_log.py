@@ -74,7 +74,7 @@ class CSVLog(Logger):
 
     def _write_last_row(self, is_new_row: bool) -> None:
         line = io.StringIO()
-        csv.DictWriter(line, self._columns).writerow(self._row)
+        csv.writer(line).writerow([self._row.get(column, "") for column in self._columns])
         data = line.getvalue().encode()
         # Training waits for this write, and opening a descriptor takes a fraction of a file object's time.
         descriptor = os.open(self._path, os.O_RDWR)

@@ -22,12 +22,13 @@ def _has_signal(gradients: Sequence[Tensor]) -> bool:
     """Returns whether a sample of the gradients is not all zeros; on an accelerator always True."""
     # A False ends in a comparison less and never in a refused save. Reading gradients on a device would make each save
     # wait for the device's queue, so they count as non-zero there.
+    # From the last one on: the first is often an embedding, whose first rows may have no gradient.
     stride = max(1, len(gradients) // _SAMPLED_PARAMETERS)
-    for gradient in gradients[::stride]:
+    for gradient in gradients[::-stride]:
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         if local.is_sparse:
             local = local._values()  # the rows of a sparse embedding; `coalesce` would sort them first
-        if local.device.type != "cpu" or bool(local.detach().reshape(-1)[:_SAMPLED_ELEMENTS].any()):
+        if local.device.type != "cpu" or bool(local.reshape(-1)[:_SAMPLED_ELEMENTS].any()):
             return True
     return False
 
