@@ -52,6 +52,8 @@ class Result:
     Args:
         tokens_per_second: Median over rounds.
         speed_of_mixture: The mixture's tokens per second over this contender's, paired.
+        update_seconds: Median time of a clipping and update of all weights, which is a part of each step.
+        speed_without_update: The mixture's speed over this contender's, both without the time of their updates.
         peak_resident_bytes: Peak resident memory of the contender's first process.
         imbalance: The largest load of an expert over the mean, of the worst layer in the last burst; None if unknown.
         loss: Loss of a late step, which shows that the contender really trains.
@@ -59,6 +61,8 @@ class Result:
 
     tokens_per_second: float
     speed_of_mixture: PairedRatio
+    update_seconds: float
+    speed_without_update: PairedRatio
     peak_resident_bytes: int
     imbalance: float | None
     loss: float | None
@@ -69,7 +73,7 @@ def main(argv: list[str]) -> int:
     options = _parse(argv)
     chosen = choose_contenders(options)
     readies, bursts = _run(chosen, options.pairs, options.burst_steps)
-    results = summarise(bursts)
+    results = summarise(bursts, options.burst_steps)
     table = Table(*_COLUMNS, title=_title(options))
     for name, result in results.items():
         table.add_row(*_format_result(name, asdict(result)))
@@ -180,13 +184,19 @@ def _run(
 # ---- the report
 
 
-def summarise(bursts: Mapping[str, Sequence[Burst]]) -> dict[str, Result]:
+def summarise(bursts: Mapping[str, Sequence[Burst]], burst_steps: int) -> dict[str, Result]:
     """Returns the result of each contender."""
     speeds = {name: [burst.tokens / burst.seconds for burst in of_one] for name, of_one in bursts.items()}
+    without = {
+        name: [b.tokens / (b.seconds - burst_steps * b.figures["update_seconds"]) for b in of_one]
+        for name, of_one in bursts.items()
+    }
     return {
         name: Result(
             tokens_per_second=statistics.median(speeds[name]),
             speed_of_mixture=compare_pairs(speeds[REFERENCE], speeds[name]),
+            update_seconds=statistics.median(burst.figures["update_seconds"] for burst in of_one),
+            speed_without_update=compare_pairs(without[REFERENCE], without[name]),
             peak_resident_bytes=max(burst.peak_resident_bytes for burst in of_one),
             imbalance=of_one[-1].figures.get("imbalance"),
             loss=of_one[-1].loss,
@@ -195,7 +205,10 @@ def summarise(bursts: Mapping[str, Sequence[Burst]]) -> dict[str, Result]:
     }
 
 
-_COLUMNS = ("contender", "tokens/s (median)", "speed of mixture / contender (95%)", "imbalance", "memory MiB", "loss")
+_COLUMNS = (
+    *("contender", "tokens/s (median)", "speed of mixture / contender (95%)", "update ms", "without updates"),
+    *("imbalance", "memory MiB", "loss"),
+)
 
 
 def _format_result(name: str, result: Mapping[str, Any]) -> list[str]:
@@ -205,6 +218,8 @@ def _format_result(name: str, result: Mapping[str, Any]) -> list[str]:
         name,
         f"{result['tokens_per_second']:,.0f}",
         f"{ratio['median']:.3f}{interval}",
+        f"{1e3 * result['update_seconds']:.0f}",
+        f"{result['speed_without_update']['median']:.3f}",
         "" if result["imbalance"] is None else f"{result['imbalance']:.2f}",
         f"{result['peak_resident_bytes'] / 2**20:,.0f}",
         "" if result["loss"] is None else f"{result['loss']:.2f}",
@@ -263,7 +278,9 @@ def format_record(record: Mapping[str, Any]) -> str:
         f"- hardware: {record['hardware']}; load average at the end {record['load_average_after']}, its own included",
         f"- work: {record['work']}; {record['threads']} threads each",
         f"- {record['pairs']} rounds of {record['burst_steps']} steps each, in rotating order; ratios are medians of "
-        "pairs within a round, above 1 where the mixture is faster. `even` has the cost of imbalance.",
+        "pairs within a round, above 1 where the mixture is faster. `even` has the cost of imbalance. An update clips "
+        "and changes all weights, those of experts that no token saw, too; `without updates` is the same ratio without "
+        "that time.",
         "",
         "| " + " | ".join(_COLUMNS) + " |",
         "|" + "---|" * len(_COLUMNS),

@@ -6,7 +6,9 @@ sees the same number of tokens, which shows what imbalance costs.
 
 import os
 import socket
+import statistics
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -40,7 +42,7 @@ class Trained(NamedTuple):
         optimizer: Its optimizer.
         compute_loss: Returns the summed loss of a micro-batch by a model that may be wrapped.
         end_step: Called after each step.
-        read_figures: The figures of the last step.
+        read_figures: The figures of the last step; the loop adds the median time of a burst's updates.
     """
 
     model: nn.Module
@@ -83,7 +85,14 @@ def _train(
         dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
         model = DistributedDataParallel(model)
     loss = torch.zeros(())
-    gate = Gate(workload, packages, lambda: float(loss), trained.read_figures) if rank == 0 else None
+    update_seconds: list[float] = []
+
+    def read_figures() -> dict[str, float]:
+        of_burst = statistics.median(update_seconds)
+        update_seconds.clear()
+        return {**trained.read_figures(), "update_seconds": of_burst}
+
+    gate = Gate(workload, packages, lambda: float(loss), read_figures) if rank == 0 else None
     torch.set_num_threads(max(1, workload.num_threads // num_ranks))
     for step in range(sys.maxsize):
         if not _may_begin(gate, num_ranks):
@@ -96,8 +105,10 @@ def _train(
             part = trained.compute_loss(model, micro_batch) * (num_ranks / window.num_valid_tokens)
             part.backward()  # type: ignore[no-untyped-call]  # torch's
             loss += part.detach()
+        begin_seconds = time.perf_counter()
         torch.nn.utils.clip_grad_norm_(model.parameters(), _MAX_GRADIENT_NORM)
         trained.optimizer.step()
+        update_seconds.append(time.perf_counter() - begin_seconds)
         trained.end_step()
 
 
@@ -131,14 +142,14 @@ def build_own(workload: Workload, arguments: list[str]) -> Trained:
     def compute_loss(model: nn.Module, micro_batch: MicroBatch) -> Tensor:
         counted = micro_batch.labels != IGNORE_INDEX
         loss: Tensor
-        loss, statistics = model(
+        loss, by_mixture = model(
             micro_batch.input_ids,
             document_ids=micro_batch.document_ids,
             head=partial(sum_cross_entropy, labels=micro_batch.labels),
             has_statistics=True,
             counted=counted,
         )
-        for name, part in statistics.items():
+        for name, part in by_mixture.items():
             load = part.counts[LOAD].double()
             loads[name] = loads[name] + load if name in loads else load
             loss = loss if part.loss_sum is None else loss + part.loss_sum
