@@ -40,6 +40,8 @@ ENDING_KINDS = ("rank", "ranks", "stop", "port", "disk", "corrupt")
 NUM_RANKS = 2
 EVERY_N_STEPS = 10
 LIMIT_SECONDS = 240.0
+STEP_LIMIT_SECONDS = 1.0
+"""Limit for each step of a whole run, on a machine that others use as well."""
 POLL_SECONDS = 0.02
 
 
@@ -68,6 +70,7 @@ class FaultyRun:
     def __init__(self, corpus: Path, directory: Path, max_steps: int, seed: int) -> None:
         self.directory, self.straight, self.run_dir = directory, directory / "straight", directory / "disk" / "run"
         self.run_dir.parent.mkdir(parents=True)
+        self.limit_seconds = 5 * LIMIT_SECONDS + max_steps * STEP_LIMIT_SECONDS
         self._chooser = random.Random(seed)
         self._recipe = write_recipe(
             directory / "recipe.yaml",
@@ -96,7 +99,7 @@ class FaultyRun:
         with (self.directory / "straight.log").open("wb") as log:
             command = [sys.executable, "-m", "genesis", "supervise", "--", "fit", "--config", str(self._recipe)]
             command += ["--run_dir", str(self.straight)]
-            subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=True, timeout=5 * LIMIT_SECONDS)
+            subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=True, timeout=self.limit_seconds)
 
     def start(self) -> None:
         """Starts a supervisor."""
@@ -254,7 +257,7 @@ class FaultyRun:
                 if self.supervisor.poll() is not None:
                     break
                 self.strike(kind)
-            self.outcome.statuses.append(self.supervisor.wait(5 * LIMIT_SECONDS))
+            self.outcome.statuses.append(self.supervisor.wait(self.limit_seconds))
         finally:
             if self.supervisor.poll() is None:
                 self.supervisor.kill()
