@@ -1,66 +1,70 @@
-"""Times multiple-choice tasks in `genesis evaluate`'s engine and in lm-eval's `hf` backend on the exported model.
+"""Compares `genesis evaluate`'s engine with lm-eval's `hf` backend on each kind of request: scores, documents, texts.
 
-Two tasks are made from the documentation that comes with Python. Their lengths are similar to HellaSwag (a context of
-many words, four long endings) and to ARC (a question, four short answers). The tokenizer is trained on Python's
-standard library and these tasks. The measured work is the request that lm-eval sends to a model: log-likelihoods of
-texts, including tokenization. Both engines take turns in one process. The weights are random, which takes the same
-time as trained weights. The benchmark also compares the answers.
+Both engines load the same model, in float32, and receive the requests that lm-eval sends to a model
+(`genesis.bench.evaluate_tasks`); tokenization is part of the measured work. They take turns in one process. The
+benchmark also compares the answers, and measures the matrix products of our forwards alone, which bound the speed of
+an engine that computes the same forwards with torch's products.
 """
 
 import argparse
-import json
 import os
-import random
 import shlex
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
-from pydoc_data.topics import topics
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
-import yaml
 from rich.console import Console
+from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from genesis.arguments import Parser
+from genesis.bench.demo_files import find_conversations, find_model
+from genesis.bench.evaluate_tasks import TASKS, make_requests, read_pairs
 from genesis.bench.pairs import compare_pairs, rotate_order
 from genesis.bench.record import anonymise, describe_hardware, write_record
-from genesis.bench.tokenize import read_texts
 from genesis.errors import UserError
 from genesis.evaluate.model import GenesisLM
-from genesis.evaluate.tasks import load_tasks
-from genesis.export.export import ExportOptions, export_checkpoints
+from genesis.export.importing import import_directory
 from genesis.generate.load import Loaded, load_decoder
 from genesis.model.decoder import Decoder
-from genesis.model.recipe import build_decoder_config
-from genesis.run_directory import RunDirectory
-from genesis.tokenizer.open import open_tokenizer
-from genesis.tokenizer.tokenizer import Tokenizer
-from genesis.tokenizer.train import TokenizerOptions, train_tokenizer
-from genesis_callbacks.checkpoint import Ranks, RunMetadata, SaveTarget, Snapshot, local_shards, save_blocking
 
 # isort: split
 from lm_eval.models.huggingface import HFLM  # after the imports that silence its warnings
 
-BATCH_SIZES: Final = (1, 4, 8, 16, 32, 64)
+BATCH_SIZES: Final = (1, 4, 8, 16, 64)
 """Batch sizes of the `hf` backend; it runs with the fastest of them."""
-TASKS: Final = {"hellaswag-like": ((30, 60), (15, 30)), "arc-like": ((12, 35), (1, 8))}
-"""Minimum and maximum number of words of a context and of a choice, by task."""
-_NUM_CHOICES: Final = 4
-_OURS, _THEIRS = "genesis", "hf"
-_GOAL = 2.0
+OURS, THEIRS, PRODUCTS = "genesis", "hf", "products"
+_GOAL = 3.0
+_POSITIONS = 256
 _TOLERANCE = 1e-3
-_TEXT_BYTES = 8_000_000
-_LEAST_WORDS = 200
+"""The largest difference of two log-likelihoods, in nats; for those of documents, of each thousand nats."""
 
-Ask = Callable[[], list[tuple[float, bool]]]
+Answers = list[Any]
+Work = Callable[[], Answers]
+
+
+class Seconds(NamedTuple):
+    """The time that a piece of work took: of the clock, and of all threads on all cores."""
+
+    wall: float
+    cpu: float
+
+
+class Shape(NamedTuple):
+    """The sizes of a forward: the tokens that it feeds, with padding, and the positions whose logits it computes."""
+
+    num_tokens: int
+    num_positions: int
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,56 +74,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     console = Console(stderr=True)
+    model, conversations = find_model(options.model, console), read_pairs(find_conversations(options.conversations))
     record: dict[str, Any] = {
-        "what": "log-likelihoods of multiple-choice tasks: genesis evaluate and lm-eval's hf backend on the export",
+        "what": "requests of lm-eval to a model: genesis evaluate's engine and lm-eval's hf backend",
         "command": f"genesis bench evaluate {shlex.join(anonymise(arguments))}".rstrip(),
         "date": date.today().isoformat(),
         "hardware": describe_hardware("cpu"),
         "threads": torch.get_num_threads(),
         "versions": {"python": python_version()}
-        | {name: version(name) for name in ("torch", "transformers", "lm-eval", "sentencepiece")},
-        "questions": options.questions,
+        | {name: version(name) for name in ("torch", "transformers", "lm-eval", "tokenizers")},
         "tasks": {},
     }
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
-        texts = [*read_texts(_TEXT_BYTES), *topics.values()]
-        console.print("building the model and its export")
-        checkpoint = make_checkpoint(directory / "run", texts, options.config)
-        export_checkpoints([checkpoint], directory / "export", ExportOptions())
-        loaded = load_decoder(checkpoint)
-        theirs = HFLM(str(directory / "export"), device="cpu", dtype="float32")
-        for name in TASKS:
+        console.print("importing the model")
+        import_directory(model, directory / "imported", has_tokenizer=True, compares_models=False)
+        loaded = load_decoder(directory / "imported")
+        record["parameters"] = sum(parameter.numel() for parameter in loaded.decoder.parameters())
+        theirs = HFLM(str(model), device="cpu", dtype="float32")
+        for name in options.tasks.split(","):
             console.print(f"measuring: {name}", highlight=False)
-            requests = make_requests(directory / name, options.questions)
-            best, trials = choose_batch_size(theirs, requests[: len(requests) // 2])
-            theirs.batch_size_per_gpu = best
-            record["tasks"][name] = {
-                **_describe_requests(loaded.text_tokenizer, requests),
-                "hf_batch_size": best,
-                "hf_trials_seconds": trials,
-                **measure(_build_contenders(loaded, theirs, requests), options.pairs),
-            }
+            requests = make_requests(directory / name, options.questions, conversations)
+            record["tasks"][name] = measure(loaded, theirs, TASKS[name].kind, requests, options.pairs)
     record["load_average_after"] = round(os.getloadavg()[0], 1)
     page = format_page(record)
     sys.stdout.write(page)
     if options.out is not None:
         write_record(record, page, options.out)
-    differ = [name for name, task in record["tasks"].items() if task["largest_difference"] > _TOLERANCE]
-    return 1 if differ else 0
+    return 0 if all(task["is_equal"] for task in record["tasks"].values()) else 1
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="genesis bench evaluate", description=(__doc__ or "").split("\n", 1)[0])
     add = parser.add_argument
     add(
-        "--config",
+        "--model",
         type=Path,
-        default=Path("configs/model/genesis-10m.yaml"),
-        help="configuration of the model's shape (default %(default)s)",
+        help="directory of a model in Hugging Face's layout (default: SmolLM2-135M-Instruct, downloaded)",
     )
-    add("--questions", type=int, default=200, help="questions per task (default %(default)s)")
-    add("--pairs", type=int, default=10, help="number of rounds (default %(default)s)")
+    add("--conversations", type=Path, help="JSONL file of conversations (default: 300 Alpaca rows, downloaded)")
+    add("--tasks", default=",".join(TASKS), help="tasks to measure (default %(default)s)")
+    add("--questions", type=int, default=12, help="measure of the number of rows of each task (default %(default)s)")
+    add("--pairs", type=int, default=6, help="number of rounds (default %(default)s)")
     add("--threads", type=int, help="CPU threads of torch (default: torch's own choice)")
     add(
         "--out",
@@ -131,120 +127,145 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UserError(f"--{name} is {value}: it must be at least 1")
-    if not options.config.is_file():
-        raise UserError(f"there is no file {options.config}; give the shape of a model by --config")
+    for name in options.tasks.split(","):
+        if name not in TASKS:
+            raise UserError(f"--tasks has {name!r}; there are {', '.join(TASKS)}")
+    for name in ("model", "conversations"):
+        path = getattr(options, name)
+        if path is not None and not path.exists():
+            raise UserError(f"--{name} is {path}, which does not exist")
     return options
 
 
-def make_checkpoint(run: Path, texts: Sequence[str], config: Path) -> Path:
-    """Returns a committed checkpoint of random weights in the new run `run`, with a tokenizer of these texts."""
-    shape = yaml.safe_load(config.read_text(encoding="utf-8"))
-    decoder_config = build_decoder_config(shape, where=str(config))
-    run.mkdir(parents=True)
-    train_tokenizer(texts, TokenizerOptions(decoder_config.vocab_size), run)
-    decoder = Decoder(decoder_config)
-    decoder.init_weights(0)
-    parts = [
-        part
-        for name, tensor in decoder.state_dict().items()
-        for part in local_shards(f"model.decoder.{name}", tensor, "parameter")
-    ]
-    RunDirectory(run).checkpoints.mkdir()
-    origin = RunMetadata({"tokenizer_hash": open_tokenizer(run).hash}, {"model": {"decoder": shape}})
-    target = SaveTarget(RunDirectory(run).checkpoints, Ranks(), origin=origin)
-    return save_blocking(target, lambda: Snapshot(1, {"step": 1}, parts, {}))
+# ---- the work
 
 
-def make_requests(folder: Path, num_questions: int) -> list[Any]:
-    """Returns lm-eval's requests for a task that is written to `folder`; the task's name is a key of `TASKS`."""
-    chooser = random.Random(folder.name)
-    documents = [words for _, text in sorted(topics.items()) if len(words := text.split()) > _LEAST_WORDS]
+def measure(loaded: Loaded, theirs: Any, kind: str, requests: list[Any], num_pairs: int) -> dict[str, Any]:
+    """Returns the times of both engines and of our products, which take turns, their ratios, and how answers differ.
 
-    def cut(least: int, most: int) -> str:
-        words = chooser.choice(documents)
-        num_words = chooser.randint(least, most)
-        start = chooser.randrange(len(words) - num_words)
-        return " ".join(words[start : start + num_words])
+    Args:
+        loaded: The model for our engine.
+        theirs: The `hf` backend, whose batch size is changed.
+        kind: The method that answers the requests.
+        requests: The requests.
+        num_pairs: Number of rounds.
+    """
+    best, trials = choose_batch_size(theirs, kind, requests[: max(1, len(requests) // 2)])
+    theirs.batch_size_per_gpu = best
 
-    context, choice = TASKS[folder.name]
-    rows = [
-        {"question": cut(*context), "choices": [cut(*choice) for _ in range(_NUM_CHOICES)], "answer": 0}
-        for _ in range(num_questions)
-    ]
-    settings = {
-        "task": folder.name,
-        "output_type": "multiple_choice",
-        "test_split": "test",
-        "doc_to_text": "{{question}}",
-        "doc_to_choice": "choices",
-        "doc_to_target": "answer",
+    def ask_ours() -> Answers:  # built again for each call, because it caches the ids of texts
+        answers: Answers = getattr(GenesisLM(loaded.decoder, loaded.text_tokenizer), kind)(requests)
+        return answers
+
+    with record_shapes(loaded.decoder) as shapes:
+        ask_ours()
+    contenders: dict[str, Work] = {
+        OURS: ask_ours,
+        THEIRS: lambda: getattr(theirs, kind)(requests, disable_tqdm=True),
+        PRODUCTS: lambda: multiply(loaded.decoder, shapes),
     }
-    folder.mkdir()
-    (folder / "task.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
-    (folder / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    (task,) = load_tasks(f"{folder}/").tasks["tasks"].values()
-    task.build_all_requests(limit=None, rank=0, world_size=1)
-    requests: list[Any] = task.instances
-    return requests
-
-
-def choose_batch_size(model: Any, requests: list[Any]) -> tuple[int, dict[int, float]]:
-    """Returns the fastest of `BATCH_SIZES`, and the better of two times of each, measured after a warm-up."""
-    model.batch_size_per_gpu = BATCH_SIZES[-1]
-    model.loglikelihood(requests, disable_tqdm=True)
-    seconds: dict[int, float] = {}
-    for _ in range(2):
-        for size in BATCH_SIZES:
-            model.batch_size_per_gpu = size
-            taken = _time(lambda: model.loglikelihood(requests, disable_tqdm=True))[1]
-            seconds[size] = round(min(taken, seconds.get(size, taken)), 3)
-    return min(seconds, key=lambda size: seconds[size]), seconds
-
-
-def _build_contenders(loaded: Loaded, theirs: Any, requests: list[Any]) -> dict[str, Ask]:
-    """Returns the functions to time; ours is built again for each call, because it caches the ids of texts."""
-    return {
-        _OURS: lambda: GenesisLM(loaded.decoder, loaded.text_tokenizer).loglikelihood(requests),
-        _THEIRS: lambda: theirs.loglikelihood(requests, disable_tqdm=True),
-    }
-
-
-def measure(contenders: dict[str, Ask], num_pairs: int) -> dict[str, Any]:
-    """Returns the times of both engines, which take turns, their ratio, and the difference of their answers."""
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    answers: dict[str, list[tuple[float, bool]]] = {}
+    seconds: dict[str, list[Seconds]] = {name: [] for name in contenders}
+    answers: dict[str, Answers] = {}
     for round_index in range(num_pairs):
         for name in rotate_order(list(contenders), round_index):
             answers[name], taken = _time(contenders[name])
             seconds[name].append(taken)
-    pairs = list(zip(answers[_OURS], answers[_THEIRS], strict=True))
+    wall, cpu = ({name: [getattr(s, of) for s in all_of] for name, all_of in seconds.items()} for of in Seconds._fields)
     return {
-        "seconds": {name: [round(value, 3) for value in values] for name, values in seconds.items()},
-        "median_seconds": {name: round(statistics.median(values), 3) for name, values in seconds.items()},
-        "speed_of_genesis": asdict(compare_pairs(seconds[_THEIRS], seconds[_OURS])),
-        "largest_difference": max(abs(ours[0] - theirs[0]) for ours, theirs in pairs),
-        "num_greedy_equal": sum(ours[1] == theirs[1] for ours, theirs in pairs),
+        "kind": kind,
+        "requests": len(requests),
+        "forwards": len(shapes),
+        "tokens": sum(shape.num_tokens for shape in shapes),
+        "positions": sum(shape.num_positions for shape in shapes),
+        "hf_batch_size": best,
+        "hf_trials_seconds": trials,
+        "seconds": {name: [round(value, 3) for value in values] for name, values in wall.items()},
+        "cpu_seconds": {name: [round(value, 3) for value in values] for name, values in cpu.items()},
+        "median_seconds": {name: round(statistics.median(values), 3) for name, values in wall.items()},
+        "speedup": asdict(compare_pairs(wall[THEIRS], wall[OURS])),
+        "speedup_by_cpu_time": asdict(compare_pairs(cpu[THEIRS], cpu[OURS])),
+        "hf_over_products": asdict(compare_pairs(wall[THEIRS], wall[PRODUCTS])),
+        **compare_answers(answers[OURS], answers[THEIRS]),
     }
 
 
-def _time(ask: Ask) -> tuple[list[tuple[float, bool]], float]:
-    start_seconds = time.perf_counter()
-    answers = ask()
-    return answers, time.perf_counter() - start_seconds
+def choose_batch_size(model: Any, kind: str, requests: list[Any]) -> tuple[int, dict[int, float]]:
+    """Returns the fastest of `BATCH_SIZES`, and the time of each, measured after a warm-up."""
+    model.batch_size_per_gpu = BATCH_SIZES[0]
+    getattr(model, kind)(requests[:1], disable_tqdm=True)
+    seconds: dict[int, float] = {}
+    for size in BATCH_SIZES:
+        model.batch_size_per_gpu = size
+        seconds[size] = round(_time(lambda: getattr(model, kind)(requests, disable_tqdm=True))[1].wall, 3)
+    return min(seconds, key=lambda size: seconds[size]), seconds
 
 
-def _describe_requests(tokenizer: Tokenizer, requests: Sequence[Any]) -> dict[str, Any]:
-    contexts, choices = (
-        [len(ids) for ids in tokenizer.encode_batch([request.args[index] for request in requests])] for index in (0, 1)
+@contextmanager
+def record_shapes(decoder: Decoder) -> Iterator[list[Shape]]:
+    """Gives the sizes of the decoder's forwards in the `with` block."""
+    shapes: list[Shape] = []
+
+    def note(_: nn.Module, args: tuple[Tensor, ...], options: Mapping[str, Any]) -> None:
+        kept = options.get("logits_to_keep")
+        num_tokens = args[0].numel()
+        shapes.append(Shape(num_tokens, num_tokens if kept is None else kept.numel()))
+
+    handle = decoder.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield shapes
+    finally:
+        handle.remove()
+
+
+@torch.inference_mode()
+def multiply(decoder: Decoder, shapes: Sequence[Shape]) -> Answers:
+    """Multiplies with every weight as forwards of these sizes do, by torch's products in float32; returns nothing."""
+    weights = [module.weight for module in decoder.blocks.modules() if isinstance(module, nn.Linear)]
+    for shape in shapes:
+        for weight in weights:
+            linear(torch.ones(shape.num_tokens, weight.shape[1]), weight)
+        for start in range(0, shape.num_positions, _POSITIONS):  # in parts, as engines do, to bound memory
+            num = min(_POSITIONS, shape.num_positions - start)
+            linear(torch.ones(num, decoder.output_weight.shape[1]), decoder.output_weight)
+    return []
+
+
+def _time(work: Work) -> tuple[Answers, Seconds]:
+    start, start_cpu = time.perf_counter(), time.process_time()
+    answers = work()
+    return answers, Seconds(time.perf_counter() - start, time.process_time() - start_cpu)
+
+
+def compare_answers(ours: Answers, theirs: Answers) -> dict[str, Any]:
+    """Returns the largest difference of log-likelihoods, the number of equal texts or greediness, and whether all are.
+
+    Answers are log-likelihoods, log-likelihoods with greediness, or texts.
+    """
+    pairs = [(_split(a), _split(b)) for a, b in zip(ours, theirs, strict=True)]
+    differences = [abs(a[0] - b[0]) for a, b in pairs]
+    num_equal = sum(a[1] == b[1] for a, b in pairs)
+    is_near = all(
+        difference <= _TOLERANCE * max(1.0, abs(b[0]) / 1000)
+        for difference, (_, b) in zip(differences, pairs, strict=True)
     )
     return {
-        "requests": len(requests),
-        "median_context_tokens": statistics.median(contexts),
-        "median_choice_tokens": statistics.median(choices),
+        "largest_difference": max(differences),
+        "num_equal": num_equal,
+        "is_equal": is_near and num_equal == len(pairs),
     }
 
 
-def format_page(record: dict[str, Any]) -> str:
+def _split(answer: Any) -> tuple[float, Any]:
+    """Returns the log-likelihood of an answer, 0 for a text, and what must be the same in another answer."""
+    if isinstance(answer, str):
+        return 0.0, answer
+    return answer if isinstance(answer, tuple) else (answer, None)
+
+
+# ---- the report
+
+
+def format_page(record: Mapping[str, Any]) -> str:
     """Returns the record as a page of Markdown."""
     versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
     lines = [
@@ -253,23 +274,34 @@ def format_page(record: dict[str, Any]) -> str:
         f"`{record['command']}`, {record['date']}. {record['hardware']}, {record['threads']} threads; {versions}. Load "
         f"average at the end {record['load_average_after']}.",
         "",
-        f"{record['questions']} questions of four choices, in float32. Both engines receive lm-eval's requests and "
-        "return log-likelihoods; the time includes tokenization. `hf` has the fastest batch size of "
-        f"{', '.join(map(str, BATCH_SIZES))}. Seconds are medians; the speedup is the median over pairs, with a 95% "
-        f"interval. Goal: {_GOAL:.0f}.",
+        f"A model of {record['parameters'] / 1e6:.0f}M parameters in float32. Both engines receive lm-eval's requests; "
+        f"the time includes tokenization. `hf` has the fastest batch size of {', '.join(map(str, BATCH_SIZES))}; its "
+        "`auto` takes 64, or half of it as often as memory runs out, after forwards that search. Seconds are medians; "
+        f"a ratio is the median over pairs, with a 95% interval. Goal: {_GOAL:.0f}. The last column is the speedup "
+        "that torch's float32 matrix products of our forwards would have by themselves: the bound for an engine that "
+        "computes the same forwards with them.",
         "",
-        "| task | tokens of a context, a choice | genesis s | hf s (batch) | speedup over hf | largest difference |",
-        "|---|---|---|---|---|---|",
+        "| task | requests | genesis s | hf s (batch) | speedup | by CPU time | largest difference | products alone |",
+        "|" + "---|" * 8,
     ]
     for name, task in record["tasks"].items():
-        ratio, seconds = task["speed_of_genesis"], task["median_seconds"]
-        interval = "" if ratio["low"] is None else f" ({ratio['low']:.2f} to {ratio['high']:.2f})"
+        seconds = task["median_seconds"]
+        difference = "equal texts" if task["kind"] == "generate_until" else f"{task['largest_difference']:.1e}"
+        if not task["is_equal"]:
+            difference += f"; {task['num_equal']} of {task['requests']} equal"
         lines.append(
-            f"| {name} | {task['median_context_tokens']:.0f}, {task['median_choice_tokens']:.0f} | "
-            f"{seconds[_OURS]:.2f} | {seconds[_THEIRS]:.2f} ({task['hf_batch_size']}) | "
-            f"{ratio['median']:.2f}{interval} | {task['largest_difference']:.1e} |"
+            f"| {name} | {task['requests']} | {seconds[OURS]:.2f} | {seconds[THEIRS]:.2f} ({task['hf_batch_size']}) | "
+            f"{_format_ratio(task['speedup'])} | {_format_ratio(task['speedup_by_cpu_time'])} | {difference} | "
+            f"{_format_ratio(task['hf_over_products'])} |"
         )
+    lines.append("")
+    lines += [f"- **{name}** (`{TASKS[name].kind}`): {TASKS[name].summary}." for name in record["tasks"]]
     return "\n".join(lines) + "\n"
+
+
+def _format_ratio(ratio: Mapping[str, Any]) -> str:
+    interval = "" if ratio["low"] is None else f" ({ratio['low']:.2f} to {ratio['high']:.2f})"
+    return f"{ratio['median']:.2f}{interval}"
 
 
 if __name__ == "__main__":

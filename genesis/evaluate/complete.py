@@ -1,16 +1,25 @@
 """Generates text after prompts, up to a stop string."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Final, NamedTuple
 
+import torch
+
+from genesis.evaluate import plan as evaluate_plan
+from genesis.evaluate.plan import Head, find_heads, gather_contexts
 from genesis.generate.batch import Batch, Request, check_is_number
 from genesis.generate.sample import SamplingOptions
 from genesis.generate.stream import plan_seeds
-from genesis.model.decoder import Decoder
+from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.tokenizer.tokenizer import Tokenizer
 
 _MORE_TOKENS: Final = 2
 """Number of tokens beyond its encoding that a generated stop string may have and still be found immediately."""
+_MIN_SHARING: Final = 8
+"""Fewer prompts with a common beginning are continued together with others: steps of few rows are inefficient."""
+_CACHE_BYTES: Final = 2 * 2**30
+_MAX_ROWS: Final = 64
+"""From about this number of rows, a step takes longer in proportion."""
 
 
 class CompleteOptions(NamedTuple):
@@ -21,7 +30,8 @@ class CompleteOptions(NamedTuple):
         stop: Strings that end a text; the output stops before them.
         sampling: The sampling options.
         seed: The sampling seed.
-        batch_tokens: Number of tokens in a batch, prompts and new tokens, with padding.
+        batch_tokens: Number of tokens of prompts that a forward reads, with padding.
+        cache_tokens: Number of tokens of texts that are continued together, prompts and new tokens, with padding.
     """
 
     max_new_tokens: int
@@ -29,6 +39,7 @@ class CompleteOptions(NamedTuple):
     sampling: SamplingOptions
     seed: int
     batch_tokens: int
+    cache_tokens: int
 
 
 def complete(
@@ -39,19 +50,78 @@ def complete(
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> list[str]:
     """Returns the text after each prompt, up to a stop id, a stop string, or the maximum number of tokens."""
-    num_slots = max(map(len, prompts)) + options.max_new_tokens
-    num_rows = min(len(prompts), max(1, options.batch_tokens // num_slots))
-    batch = Batch(decoder, num_rows, tokenizer.stop_ids, num_slots=num_slots)
-    # Batch numbers texts in the order of `add`. Longest first, so that texts which start together have similar lengths.
-    order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
     seeds = plan_seeds(prompts, options.seed)
-    grown: list[list[int]] = [[] for _ in order]
+    texts = [""] * len(prompts)
     stops = _StopFinder(tokenizer, options.stop)
+    for group in plan_groups(prompts, can_share=decoder.config.linear_attention is None):
+        requests = [
+            Request(prompts[index], options.max_new_tokens, options.sampling, seeds[index]) for index in group.prompts
+        ]
+        grown = _grow(decoder, requests, group.prefix, tokenizer.stop_ids, stops, options, on_progress)
+        for index, ids in zip(group.prompts, grown, strict=True):
+            texts[index] = cut_at(spell(tokenizer, ids, has_controls=False), options.stop)
+    return texts
+
+
+def default_cache_tokens(config: DecoderConfig, dtype: torch.dtype) -> int:
+    """Returns the number of tokens whose keys and values take at most 2 GiB."""
+    bytes_per_token = (
+        2 * config.num_attention_layers * config.parts.attention.num_kv_heads * config.head_dim * dtype.itemsize
+    )
+    return max(1, _CACHE_BYTES // max(1, bytes_per_token))
+
+
+class Group(NamedTuple):
+    """Prompts that are continued together.
+
+    Args:
+        prefix: The tokens with which all of them begin, which are computed once.
+        prompts: Their indices, longest prompt first, so that texts which start together have similar lengths.
+    """
+
+    prefix: tuple[int, ...]
+    prompts: list[int]
+
+
+def plan_groups(prompts: Sequence[Sequence[int]], *, can_share: bool) -> list[Group]:
+    """Returns groups of prompts with long common beginnings, such as the examples of a few-shot task, and the rest.
+
+    A group has as many prompts as are continued efficiently together; the prompts of smaller ones are in the rest.
+    """
+    heads: list[Head] = []
+    if can_share:
+        asked = [evaluate_plan.Request(tuple(prompt), (0,)) for prompt in prompts]
+        _, *heads = find_heads(gather_contexts(asked))
+    groups = []
+    rest = set(range(len(prompts)))
+    for head in heads:
+        members = [number for context in head.contexts for number, _ in context.continuations]
+        if len(members) >= _MIN_SHARING:
+            groups.append(Group(head.tokens, members))
+            rest -= set(members)
+    groups.append(Group((), sorted(rest)))
+    by_length = [Group(group.prefix, sorted(group.prompts, key=lambda index: -len(prompts[index]))) for group in groups]
+    return [group for group in by_length if group.prompts]
+
+
+def _grow(
+    decoder: Decoder,
+    requests: Sequence[Request],
+    prefix: Sequence[int],
+    stop_ids: Set[int],
+    stops: "_StopFinder",
+    options: CompleteOptions,
+    on_progress: Callable[[int], None],
+) -> list[list[int]]:
+    """Returns the new tokens of each request."""
+    num_slots = max(len(request.prompt) for request in requests) + options.max_new_tokens
+    num_rows = max(1, min(len(requests), _MAX_ROWS, options.cache_tokens // num_slots))
+    batch = Batch(decoder, num_rows, stop_ids, num_slots=num_slots, prefix=prefix, read_tokens=options.batch_tokens)
+    grown: list[list[int]] = [[] for _ in requests]  # a batch numbers texts in the order of `add`
     num_added = num_ended = 0
-    while num_ended < len(order):
-        while batch.num_free and num_added < len(order):
-            index = order[num_added]
-            batch.add(Request(prompts[index], options.max_new_tokens, options.sampling, seeds[index]))
+    while num_ended < len(requests):
+        while batch.num_free and num_added < len(requests):
+            batch.add(requests[num_added])
             num_added += 1
         ended = 0
         for token in batch.step():
@@ -63,11 +133,7 @@ def complete(
             ended += token.is_last
         num_ended += ended
         on_progress(ended)
-    texts = {
-        index: cut_at(spell(tokenizer, ids, has_controls=False), options.stop)
-        for index, ids in zip(order, grown, strict=True)
-    }
-    return [texts[index] for index in range(len(prompts))]
+    return grown
 
 
 def cut_at(text: str, stop: Sequence[str]) -> str:

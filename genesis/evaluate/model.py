@@ -12,7 +12,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from genesis.chat.render import ChatRenderer
 from genesis.errors import UserError
-from genesis.evaluate.complete import CompleteOptions, complete
+from genesis.evaluate.complete import CompleteOptions, complete, default_cache_tokens
 from genesis.evaluate.plan import Request
 from genesis.evaluate.score import Score, Scorer
 from genesis.generate.sample import SamplingOptions
@@ -56,6 +56,7 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
         self._decoder = decoder
         self._device = decoder.output_weight.device
         self._scorer = Scorer(decoder, batch_tokens)
+        self._cache_tokens = batch_tokens or default_cache_tokens(decoder.config, decoder.output_weight.dtype)
         self._on_progress = on_progress
         # A template writes control symbols by their spelling; in other contexts that spelling is text.
         encode = tokenizer.encode if chat is None else tokenizer.encode_with_controls
@@ -213,7 +214,9 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
                 f"{self.max_length:,}; set max_gen_toks in the generation_kwargs of its task.yaml"
             )
         sampling = SamplingOptions(temperature, top_k or None, top_p) if is_sampled else SamplingOptions(0.0)
-        return CompleteOptions(max_new_tokens, tuple(stop), sampling, SEED, self._scorer.batch_tokens)
+        return CompleteOptions(
+            max_new_tokens, tuple(stop), sampling, SEED, self._scorer.batch_tokens, self._cache_tokens
+        )
 
 
 def _name(request: Instance) -> str:

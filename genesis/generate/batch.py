@@ -10,7 +10,7 @@ B  texts of a forward     V  vocabulary
 """
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -89,6 +89,10 @@ class Batch:
         stop_ids: The tokens that end a text; the stop token itself is part of the output.
         num_slots: Number of tokens of the longest text, prompt included; None for the model's context.
         has_cache: Whether to keep keys and values; otherwise every new token computes its whole text again.
+        prefix: Tokens with which every prompt begins, and after which every prompt has more; they are computed once.
+            Needs the cache, and a decoder without linear attention.
+        read_tokens: Number of tokens of prompts that a forward reads, with padding; a longer prompt is read by itself.
+            None to read all new prompts together.
     """
 
     def __init__(
@@ -99,8 +103,11 @@ class Batch:
         *,
         num_slots: int | None = None,
         has_cache: bool = True,
+        prefix: Sequence[int] = (),
+        read_tokens: int | None = None,
     ) -> None:
         assert not decoder.training, "dropout would be part of the text"
+        assert has_cache or not prefix, "without a cache every text is computed whole"
         self._decoder, self._num_rows, self._stop_ids = decoder, num_rows, frozenset(stop_ids)
         self._num_slots = decoder.config.max_seq_len if num_slots is None else num_slots
         weight = decoder.output_weight
@@ -113,6 +120,9 @@ class Batch:
         self._rows: list[_Row] = []
         self._newcomers: list[_Row] = []
         self._num_added = 0
+        self._prefix, self._read_tokens = list(prefix), read_tokens
+        if prefix:
+            self._read_prefix()
 
     @property
     def num_free(self) -> int:
@@ -126,6 +136,8 @@ class Batch:
             UserError: The prompt is empty, or it and its new tokens are longer than the context.
         """
         assert self.num_free, "no row is free"
+        start = len(self._prefix)
+        assert (list(request.prompt[:start]) == self._prefix and len(request.prompt) > start) or not start
         (budget,) = plan_budgets([len(request.prompt)], request.max_new_tokens, self._num_slots)
         generator = torch.Generator("cpu").manual_seed(request.seed)
         end = len(request.prompt) + budget
@@ -154,7 +166,8 @@ class Batch:
         if self._newcomers:
             self._rows += self._newcomers
             self._newcomers, self._sampler = [], None
-            logits.append(self._read(num_old, [row.text for row in self._rows[num_old:]]))
+            for start, stop in self._plan_reads(num_old):
+                logits.append(self._read(start, [row.text for row in self._rows[start:stop]]))
         if not logits:
             return []
         tokens = self._draw(logits[0] if len(logits) == 1 else torch.cat(logits))
@@ -187,8 +200,30 @@ class Batch:
         cache.advance(1)
         return logits.squeeze(1)
 
+    @torch.no_grad()
+    def _read_prefix(self) -> None:
+        assert self._cache is not None
+        first = self._cache.view(0, 1)
+        prefix = torch.tensor([self._prefix])
+        nothing = torch.empty(0, dtype=torch.int64)
+        self._decoder(send(prefix, self._device), cache=first, logits_to_keep=send(nothing, self._device))
+        first.advance(len(self._prefix))
+        self._cache.share()
+
+    def _plan_reads(self, first: int) -> Iterator[tuple[int, int]]:
+        """Yields the beginning and the end of each group of rows, from `first` on, whose texts one forward reads."""
+        start, longest = first, 0
+        for index in range(first, len(self._rows)):
+            longest = max(longest, len(self._rows[index].text) - len(self._prefix))
+            is_full = self._read_tokens is not None and (index + 1 - start) * longest > self._read_tokens
+            if is_full and index > start:
+                yield start, index
+                start, longest = index, len(self._rows[index].text) - len(self._prefix)
+        yield start, len(self._rows)
+
     def _read(self, start: int, texts: Sequence[Sequence[int]]) -> Float[Tensor, "B V"]:
         """Returns the logits after the last token of whole texts, which are in the rows from `start` on."""
+        texts = [text[len(self._prefix) :] for text in texts]
         lengths = torch.tensor([len(text) for text in texts])
         input_ids = torch.zeros((len(texts), max(map(len, texts))), dtype=torch.int64)  # padding is never attended
         for line, text in zip(input_ids, texts, strict=True):

@@ -165,6 +165,7 @@ class KVCache:
             tail = (*rows, linear.conv_width - 1, linear.num_channels)
             self.tails = torch.zeros(tail, device=device, dtype=dtype)
         self._num_new: Tensor | None = None
+        self._num_shared = 0
         self._set_lengths(torch.zeros(batch_size, dtype=torch.int64))
 
     @classmethod
@@ -174,7 +175,7 @@ class KVCache:
         """Returns a cache of these keys and values with these numbers of tokens of each sequence."""
         cache = cls.__new__(cls)
         cache.keys, cache.values, cache.states, cache.tails = keys, values, None, None
-        cache._num_new = None
+        cache._num_new, cache._num_shared = None, 0
         cache._set_lengths(torch.tensor(lengths, dtype=torch.int64))
         return cache
 
@@ -233,6 +234,15 @@ class KVCache:
         part.lengths, part.host_lengths = self.lengths[start:stop], self.host_lengths[start:stop]
         return part
 
+    def share(self) -> None:
+        """Copies the tokens of the first sequence to all others; from now on every new sequence starts after them."""
+        assert self.states is None, "a state cannot go back to where a sequence starts"
+        self._num_shared = int(self.host_lengths[0])
+        for held in (self.keys, self.values):
+            held[:, 1:, : self._num_shared] = held[:, :1, : self._num_shared]
+        self.lengths.fill_(self._num_shared)
+        self.host_lengths.fill_(self._num_shared)
+
     def copy_row(self, source: int, target: int) -> None:
         """Copies the keys and values of sequence `source` over those of sequence `target`."""
         # Only the slots in use: the rest of a row may be long, and is overwritten before it is read.
@@ -245,7 +255,7 @@ class KVCache:
         self._set_length(target, length)
 
     def free_row(self, row: int, *, is_number: bool = True) -> None:
-        """Makes room for a new sequence, which starts at the first slot.
+        """Makes room for a new sequence, which starts at the first slot, or after the tokens that all share.
 
         Args:
             row: The row of the sequence that ends.
@@ -253,11 +263,12 @@ class KVCache:
                 zero times NaN would be NaN.
         """
         if not is_number:
-            self.keys[:, row], self.values[:, row] = 0.0, 0.0
+            for slots in (self.keys, self.values):
+                slots[:, row, self._num_shared :] = 0.0
         for held in (self.states, self.tails):
             if held is not None:
                 held[:, row] = 0.0
-        self._set_length(row, 0)
+        self._set_length(row, self._num_shared)
 
     def _set_length(self, row: int, length: int) -> None:
         self.lengths[row].fill_(length)

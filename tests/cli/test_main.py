@@ -40,7 +40,7 @@ OPTIONS = {
     "bench data": ("--parts", "--peers", "--out"),
     "bench step": ("--config", "--out"),
     "bench experts": ("--experts", "--ranks", "--mixtral", "--out"),
-    "bench evaluate": ("--questions", "--pairs", "--out"),
+    "bench evaluate": ("--model", "--tasks", "--pairs", "--out"),
     "bench finetune": ("--kinds", "--pairs", "--out"),
     "bench telemetry": ("--rounds", "--steps", "--small", "--out"),
     "completion": ("bash", "zsh"),

@@ -147,7 +147,7 @@ def test_evaluation_completes_up_to_a_stop_id_and_measures_whole_documents(run: 
     loaded = load_decoder(run)
     tokenizer, decoder = loaded.text_tokenizer, loaded.decoder
     ids = [encode_prompt(tokenizer, prompt) for prompt in PROMPTS]
-    options = CompleteOptions(60, (), SamplingOptions(0.0), 0, 4096)
+    options = CompleteOptions(60, (), SamplingOptions(0.0), 0, 4096, 4096)
     texts = stopped(run, PROMPTS, 60, SamplingOptions(0.0))
     assert complete(decoder, tokenizer, ids, options) == [tokenizer.decode(text) for text in texts]
 

@@ -21,11 +21,14 @@ def build_prompts(number):
     return [[chooser.randrange(97) for _ in range(chooser.randrange(1, 20))] for _ in range(number)]
 
 
-@pytest.mark.parametrize("has_cache", [True, False])
-def test_texts_that_come_and_go_at_random_are_each_what_they_are_alone(decoder, has_cache):
+@pytest.mark.parametrize(
+    ("has_cache", "num_shared", "read_tokens"), [(True, 0, None), (False, 0, None), (True, 12, None), (True, 12, 30)]
+)
+def test_texts_that_come_and_go_at_random_are_each_what_they_are_alone(decoder, has_cache, num_shared, read_tokens):
     chooser = random.Random(4)
-    waiting = [(prompt, chooser.randrange(1, 30)) for prompt in build_prompts(40)]
-    batch = Batch(decoder, 5, NO_STOP, has_cache=has_cache)
+    prefix = [chooser.randrange(97) for _ in range(num_shared)]
+    waiting = [(prefix + prompt, chooser.randrange(1, 30)) for prompt in build_prompts(40)]
+    batch = Batch(decoder, 5, NO_STOP, has_cache=has_cache, prefix=prefix, read_tokens=read_tokens)
     asked, texts, removed = {}, {}, set()
     while waiting or batch.num_free < 5:
         while waiting and batch.num_free and chooser.random() < 0.6:
@@ -49,6 +52,28 @@ def test_texts_that_come_and_go_at_random_are_each_what_they_are_alone(decoder, 
         wanted = slow_greedy(decoder, prompt, number)
         assert texts[handle] == (wanted[: len(texts[handle])] if handle in removed else wanted)
     assert batch.step() == []
+
+
+def count_reads(decoder, monkeypatch):
+    """Returns a list that grows by the number of tokens of each forward of more than one token per row."""
+    forward, counts = Decoder.forward, []
+
+    def count(decoder, input_ids, **keywords):
+        if input_ids.shape[1] > 1:
+            counts.append(input_ids.numel())
+        return forward(decoder, input_ids, **keywords)
+
+    monkeypatch.setattr(Decoder, "forward", count)
+    return counts
+
+
+def test_a_common_prefix_is_computed_once_and_prompts_are_read_in_parts(decoder, monkeypatch):
+    prefix, counts = [5, 6, 7, 8, 9, 10], count_reads(decoder, monkeypatch)
+    batch = Batch(decoder, 8, NO_STOP, prefix=prefix, read_tokens=9)
+    for length in (5, 4, 4, 3, 3, 2, 2):
+        batch.add(Request(prefix + [1] * length, 4, GREEDY))
+    batch.step()
+    assert counts == [6, 5, 8, 9, 2]  # rows of 5; 4 and 4; 3, 3 and 2, with padding; 2
 
 
 def test_probabilities_are_the_models_own_whatever_is_sampled(decoder):

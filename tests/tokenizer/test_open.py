@@ -10,7 +10,7 @@ from genesis.tokenizer.files import hash_files, write_files
 from genesis.tokenizer.open import build_tokenizer, hash_tokenizer, open_tokenizer
 
 SOURCES = Path(__file__).parents[2] / "genesis"
-MEASURED_BESIDE = {"bench/tokenize.py", "bench/streaming.py", "bench/data.py", "bench/evaluate.py"}
+MEASURED_BESIDE = {"bench/tokenize.py", "bench/streaming.py", "bench/data.py"}
 """Benchmarks whose subject is SentencePiece itself, or that name its version in their record."""
 
 
