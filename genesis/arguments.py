@@ -4,16 +4,32 @@ import argparse
 import difflib
 import re
 import sys
+from pathlib import Path
 from typing import Any, NoReturn
 
 from genesis.errors import UserError
 
 
+def read_path(text: str) -> Path:
+    """Returns the path of an argument.
+
+    Raises:
+        argparse.ArgumentTypeError: The text is empty; as a path it would be the working directory.
+    """
+    if not str(text).strip():
+        raise argparse.ArgumentTypeError("the path is empty: give a path")
+    return Path(text)
+
+
 class Parser(argparse.ArgumentParser):
     """Raises a UserError where argparse would print and exit; an unknown option comes with the nearest one.
 
-    Users may write an option with dashes or underscores between its words.
+    Users may write an option with dashes or underscores between its words. An empty path is refused.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register("type", Path, read_path)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parses after every option has been put into the spelling in which it was added."""

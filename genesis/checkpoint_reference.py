@@ -124,9 +124,11 @@ def read_reference(value: Path | str, *, run_dir: Path | None = None) -> Referen
         run_dir: The run that the command works on, if any; the directory need not exist yet.
 
     Raises:
-        UserError: Nothing exists at the value; the message lists every path that was tried.
+        UserError: The value is empty, or nothing exists there; the message lists every path that was tried.
     """
     path, text = Path(value), str(value)
+    if not text.strip():  # as a path, it would be the working directory
+        raise UserError("the name of a run or checkpoint is empty: give a run, RUN/best, RUN/STEP, or a path")
     selector = read_selector(text)
     if run_dir is not None and selector is not None:
         return Reference(text, "run", run_dir, selector)

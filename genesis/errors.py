@@ -2,4 +2,18 @@
 
 from genesis_callbacks.errors import RunEndedError, UserError, naming, printable, printable_lines
 
-__all__ = ["RunEndedError", "UserError", "naming", "printable", "printable_lines"]
+__all__ = ["RunEndedError", "UserError", "check_is_named", "naming", "printable", "printable_lines"]
+
+
+def check_is_named(value: str | None, option: str) -> None:
+    """Refuses an option that is an empty text; as a path it would be the working directory.
+
+    Args:
+        value: The value; None if the option is not given.
+        option: The name of the option.
+
+    Raises:
+        UserError: The text is empty.
+    """
+    if value is not None and not value.strip():
+        raise UserError(f"{option} is empty: give a value")

@@ -31,12 +31,12 @@ from lightning.pytorch.utilities import rank_zero_warn
 from genesis.checkpoint_reference import LATEST, read_reference
 from genesis.cli.adapter import check_has_adapters, prepare_adapter, start_adapter
 from genesis.cli.distillation import read_recorded, start_distillation
-from genesis.cli.options import check_is_yaml
+from genesis.cli.options import check_is_yaml, explain_empty_path
 from genesis.cli.precision import GenesisTrainer, resolve_precision
 from genesis.cli.preference import prepare_preference
 from genesis.data.paths import SOURCE_LISTS, TOKENIZER_PATHS, find_path, find_source_path, record_paths
 from genesis.deprecated_options import rename_in_arguments, rename_in_yaml, rename_option
-from genesis.errors import RunEndedError, UserError, naming
+from genesis.errors import RunEndedError, UserError, check_is_named, naming
 from genesis.model.device_proofs import ATTENTION_PROOF, linear_attention_proofs
 from genesis.model.recipe import dump_decoder_config
 from genesis.objectives.distillation import Distillation
@@ -99,7 +99,7 @@ class GenesisParser(LightningArgumentParser):
         """Prints one line and exits with status 2."""
         line = " ".join(message.split())
         found = _REFUSED_OPTION.search(line) or _NOT_ACCEPTED.search(line) or _UNRECOGNIZED.search(line)
-        line = _OPTIONAL.sub(r"\g<reason>", line)
+        line = _OPTIONAL.sub(r"\g<reason>", explain_empty_path(line))
         if found is not None:
             group = found.groupdict().get("group")
             line += _hint(f"{group}.{found['key']}" if group else found["key"], sorted(_known_keys(self)))
@@ -246,6 +246,7 @@ class GenesisCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Resolves the precision, and finds the data of a run that continues from another working directory."""
         wanted, run_dir = self._get(self.config, "ckpt_path"), Path(self._get(self.config, "run_dir"))
+        check_is_named(wanted, "ckpt_path")
         reference = None if wanted is None else read_reference(wanted, run_dir=run_dir)
         config = self.config[str(self.subcommand)]
         config["trainer.precision"] = resolve_precision(

@@ -8,6 +8,7 @@ import torch
 from genesis.arguments import Parser
 from genesis.checkpoint_reference import find_export
 from genesis.cli.export import check_can_prove, print_proof
+from genesis.errors import check_is_named
 from genesis.export.hub import Download, download_model, read_hub_model
 from genesis.export.importing import import_directory
 from genesis.export.staging import check_is_new
@@ -29,6 +30,7 @@ def main(argv: list[str]) -> int:
     """Runs `genesis import` and returns its exit status."""
     arguments = _build_parser().parse_args(argv)
     check_can_prove("import")
+    check_is_named(arguments.model, "the model")
     check_is_new(arguments.out)
     download = _find_download(arguments.model)
     directory = find_export(arguments.model) if download is None else download.directory

@@ -3,14 +3,16 @@
 import difflib
 import os
 import re
-from argparse import ArgumentError
+from argparse import ArgumentError, ArgumentTypeError
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace
+from jsonargparse.typing import register_type
 
+from genesis.arguments import read_path
 from genesis.errors import UserError
 
 T = TypeVar("T")
@@ -19,6 +21,17 @@ FAILED_CHECK = 1
 """Exit status of a command whose check found a problem."""
 PLAIN_WIDTH = 120
 """Columns of a table that is printed to a file or a pipe."""
+
+
+# For every parser of jsonargparse, that of `genesis fit` included.
+register_type(
+    Path,
+    str,
+    read_path,
+    deserializer_exceptions=ArgumentTypeError,
+    type_check=isinstance,
+    fail_already_registered=False,
+)
 
 
 class OptionsParser(ArgumentParser):
@@ -117,14 +130,23 @@ _CHOICES = re.compile(
     r"Expected a typing\.Literal\[(?P<choices>[^\]]*)\].* (?:Got|Given) value: (?P<value>.*)"
 )
 """The text of jsonargparse about a value that is none of an option's choices."""
+_EMPTY_PATH = re.compile(
+    r'Parser key "(?P<key>[^"]+)": .*Not of type Path: (?P<reason>the path is empty: give a path).*'
+)
+"""The text of jsonargparse about an empty path, of which an option may have several types."""
 
 
 def _list_choices(found: re.Match[str]) -> str:
     return f"--{found['key']} is {found['value']!r}; choose from {found['choices'].replace(chr(39), '')}"
 
 
+def explain_empty_path(line: str) -> str:
+    """Returns a parser's line, which for an empty path becomes the option and the reason."""
+    return _EMPTY_PATH.sub(r"\g<key>: \g<reason>", line)
+
+
 def _explain(message: str, known: list[str]) -> str:
-    line = _CHOICES.sub(_list_choices, " ".join(message.split()))
+    line = explain_empty_path(_CHOICES.sub(_list_choices, " ".join(message.split())))
     unknown: Any = re.search(r"Option '([^']+)' is not accepted", line) or re.search(
         r"unrecognized arguments: --([^\s=]+)", line, re.IGNORECASE
     )

@@ -7,7 +7,7 @@ from jsonargparse import Namespace
 
 from genesis.checkpoint_reference import Reference, read_reference
 from genesis.cli.adapter import find_continued
-from genesis.errors import UserError
+from genesis.errors import UserError, check_is_named
 from genesis.run_directory import RunDirectory
 from genesis_callbacks.checkpoint import Manifest, list_committed, read_committed_hash, read_manifest
 
@@ -84,8 +84,7 @@ def _check_same(found: str, recorded: str | None) -> None:
 
 def _find_given(given: str, recorded: str | None) -> Path:
     """Returns the checkpoint that a recipe names; of a run that trains on, the one that was the reference before."""
-    if not given.strip():
-        raise UserError(f"{_OPTION} is empty: give a run or checkpoint, or leave it out")
+    check_is_named(given, _OPTION)
     reference = read_reference(given)
     found = reference.find_checkpoint(level="quick")
     if recorded is None or read_committed_hash(found) == recorded:

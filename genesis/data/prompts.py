@@ -23,7 +23,7 @@ from genesis.data.sources import (
     read_entries,
     refuse_pairs,
 )
-from genesis.errors import UserError
+from genesis.errors import UserError, check_is_named
 
 _SPAN_BYTES = 1 << 40
 """A file is read in one span: prompts are few and are kept in memory."""
@@ -74,6 +74,8 @@ class PromptOptions:
     def __post_init__(self) -> None:
         check_sources(self.sources)
         refuse_pairs(self.sources, "which have answers already; name another form by `chat`")
+        for name in ("reward", "tokenizer"):
+            check_is_named(getattr(self, name), f"data.prompts.{name}")
         least = {"group_size": 2, "steps_per_rollout": 1, "max_new_tokens": 1, "num_rows": 1, "num_logged_prompts": 0}
         for name, bound in least.items():
             value = getattr(self, name)

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 
-from genesis.errors import UserError
+from genesis.errors import UserError, check_is_named
 from genesis.model.decoder import Decoder
 from genesis.model.initial import InitialValues
 from genesis.model.part import VECTORS, ParameterGroup, Part, check_counts
@@ -79,6 +79,8 @@ class AdapterConfig:
             if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
                 raise UserError(f"{name} is {value!r}: it must be a list of texts")
             object.__setattr__(self, name, tuple(value))
+        for name in ("base", "start"):
+            check_is_named(getattr(self, name), f"model.adapter.{name}")
         if not (self.alpha > 0.0 and math.isfinite(self.alpha)):
             raise UserError(
                 f"alpha is {self.alpha:g}, so that adapters add nothing: it must be above 0, such as 2 * rank"

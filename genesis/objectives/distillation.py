@@ -14,7 +14,7 @@ from typing import Final
 from torch import Tensor
 
 from genesis.data.window import MicroBatch
-from genesis.errors import UserError
+from genesis.errors import UserError, check_is_named
 from genesis.model.decoder import Decoder
 from genesis.objectives.cross_entropy import CrossEntropy
 from genesis.objectives.distillation_loss import sum_distillation
@@ -54,8 +54,7 @@ class Distillation(Objective):
         teacher_dtype: TeacherDtype | None = None,
     ) -> None:
         for name, value in (("teacher", teacher), ("cache", cache)):
-            if value is not None and not value.strip():  # as a path, it would be the working directory
-                raise UserError(f"model.objective.{name} is empty: give its directory, or leave it out")
+            check_is_named(value, f"model.objective.{name}")
         if teacher is None and cache is None:
             raise UserError(
                 "model.objective has no teacher: give teacher, or the cache that `genesis data distill` made"

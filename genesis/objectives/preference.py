@@ -38,7 +38,7 @@ from torch.nn.functional import logsigmoid
 
 from genesis.data.pair_windows import ANSWERS, CHOSEN_TOKENS, PAIRS
 from genesis.data.window import IGNORE_INDEX, AccumulationWindow, MicroBatch
-from genesis.errors import UserError
+from genesis.errors import UserError, check_is_named
 from genesis.loss import token_losses
 from genesis.model.adapter import adapters_off
 from genesis.model.decoder import Decoder
@@ -99,8 +99,7 @@ class DPO(Objective):
             raise UserError(f"label_smoothing is {label_smoothing:g}: it must be at least 0 and below 0.5")
         if not (sft_weight >= 0.0 and math.isfinite(sft_weight)):
             raise UserError(f"sft_weight is {sft_weight:g}: it must be a number of at least 0")
-        if reference is not None and not reference.strip():  # as a path, it would be the working directory
-            raise UserError("reference is empty: give a run or checkpoint, or leave it out")
+        check_is_named(reference, "model.objective.reference")
         self.beta, self.label_smoothing = float(beta), float(label_smoothing)
         self.length_normalisation, self.sft_weight = length_normalisation, float(sft_weight)
         self.reference = reference

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from genesis.checkpoint_reference import LATEST, read_reference
-from genesis.errors import UserError
+from genesis.errors import UserError, check_is_named
 from genesis.huggingface.peft import fingerprint, read_adapters
 from genesis.huggingface.shape import find_family
 from genesis.model.adapter import ADAPTER_TENSORS, EXTRA_TENSORS, MAGNITUDE, AdapterConfig, attach_adapters
@@ -53,6 +53,7 @@ def find_adapter_base(given: str | None, continued: Path | None) -> AdapterBase:
         UserError: No checkpoint is named, the checkpoint has no decoder, it cannot be a base, or it is not the base of
             the adapters that the run continues with.
     """
+    check_is_named(given, "model.adapter.base")
     manifest = None if continued is None else read_manifest(continued)
     recorded = None if manifest is None else manifest.base
     if given is None and continued is None:

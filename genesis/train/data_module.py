@@ -35,7 +35,7 @@ from genesis.data.stream_data import StreamData
 from genesis.data.training_data import TrainingData, TrainingOptions, check_counts
 from genesis.data.window import AccumulationWindow
 from genesis.device import is_host
-from genesis.errors import UserError
+from genesis.errors import UserError, check_is_named
 from genesis.strategies.layout import layout_strategy
 from genesis.train.data_position import MoveDataPosition
 from genesis.train.reward import load_reward
@@ -319,6 +319,7 @@ def _build_training_data(
     verify_hashes: VerifyHashes,
     tokenizer_hash: str | None,
 ) -> TrainingData:
+    check_is_named(corpus, "data.corpus")
     path = None if corpus is None else Path(corpus)
     if prompts is not None:
         if path is not None or stream is not None:

@@ -1,5 +1,6 @@
 """Bad input gets one line with the value and the remedy, and exit status 2; nothing is trained and nothing is lost."""
 
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,35 @@ def test_an_unknown_key_of_a_file_names_the_near_one(
     recipe = write_recipe(tmp_path / "recipe.yaml", build_recipe(tiny_corpus, tmp_path / "run"), changes)
     check_is_one_line(genesis("fit", "--config", str(recipe)), "accept", near)
     assert not (tmp_path / "run").exists()
+
+
+RECIPES = Path(__file__).parents[2] / "configs/finetune"
+EMPTY = {
+    "data distill CORPUS ''": "teacher: the path is empty: give a path",
+    "data distill '' TEACHER --seq_len 8": "corpus: the path is empty: give a path",
+    "data distill CORPUS TEACHER --seq_len 8 --out ''": "out: the path is empty: give a path",
+    "data distill CORPUS TEACHER --seq_len 8 --out=": "out: the path is empty: give a path",
+    "export '' OUT --adapter": "argument checkpoint: the path is empty: give a path",
+    "export RUN '' --merge": "argument out: the path is empty: give a path",
+    "import '' OUT": "the model is empty",
+    "generate RUN --chat --chat_template ''": "argument --chat_template: the path is empty: give a path",
+    "fit --config GSPO --data.prompts.template ''": "template: the path is empty: give a path",
+    "fit --config GSPO --data.prompts.tokenizer ''": "data.prompts.tokenizer is empty",
+    "fit --config GSPO --data.prompts.reward ''": "data.prompts.reward is empty",
+    "fit --config LORA --model.adapter.base ''": "model.adapter.base is empty",
+    "fit --config LORA --model.adapter.base RUN --model.adapter.start ''": "model.adapter.start is empty",
+    "fit --config LORA --ckpt_path ''": "ckpt_path is empty",
+    "fit --config LORA --model.adapter null --ckpt_path null --data.corpus ''": "data.corpus is empty",
+}
+
+
+@pytest.mark.parametrize("command", EMPTY)
+def test_an_empty_path_is_refused_by_its_name_and_is_not_the_working_directory(
+    command: str, genesis: Genesis, run: Path
+) -> None:
+    words = {"GSPO": RECIPES / "gspo-tiny.yaml", "LORA": RECIPES / "smollm2-135m-lora.yaml", "RUN": run}
+    outcome = genesis(*(str(words.get(word, word)) for word in shlex.split(command)))
+    check_is_one_line(outcome, EMPTY[command])
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ def test_objective_and_data_that_do_not_fit_are_refused_in_one_line(
     short = ("--config", str(adapted), "--data.seq_len", "16")
     assert "data.seq_len is 16: raise it to" in refusal(genesis("fit", *short))
     reference = ("--config", str(whole), "--model.objective.init_args.reference")
-    assert "reference is empty: give a run or checkpoint" in refusal(genesis("fit", *reference, ""))
+    assert "reference is empty: give a value" in refusal(genesis("fit", *reference, ""))
     no_run = genesis("fit", *reference, str(whole.parent))
     assert f"{whole.parent} " in refusal(no_run)
     none = ("--config", str(adapted), "--data.micro_batch_size", "0")

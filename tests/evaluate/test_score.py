@@ -11,7 +11,7 @@ from genesis.errors import UserError
 from genesis.evaluate.plan import MIN_HEAD_TOKENS, Request, find_heads, gather_contexts
 from genesis.evaluate.score import Score, Scorer, score_targets
 from genesis.model.decoder import Decoder
-from genesis.model.delta import GatedDeltaConfig
+from tests.mixtures import MIXTURES, build_sharp, mix
 from tests.tiny_runs import SHAPE, build_decoder
 
 VOCAB_SIZE = 40
@@ -90,10 +90,12 @@ def test_scores_are_those_of_one_forward_for_each_request(decoder: Decoder, batc
     check(Scorer(decoder, batch_tokens).score(requests), wanted)
 
 
-def test_a_model_with_linear_layers_scores_each_request_by_itself() -> None:
-    decoder = build_decoder(0, vocab_size=VOCAB_SIZE, linear_attention=GatedDeltaConfig(1, 2, 8, 8, attention_every=2))
-    requests = make_requests(decoder)
-    check(Scorer(decoder, 200).score(requests), [score_slowly(decoder, request) for request in requests])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_mixtures_and_linear_layers_are_scored_like_one_forward_for_each_request(name: str, decoder: Decoder) -> None:
+    """A state of a linear layer cannot go back, so that such a model computes each request by itself."""
+    other = build_sharp(mix(decoder.config, name))
+    requests = make_requests(other)[::2]
+    check(Scorer(other, 200).score(requests), [score_slowly(other, request) for request in requests])
 
 
 def test_the_whole_context_of_the_model_can_be_used(decoder: Decoder) -> None:

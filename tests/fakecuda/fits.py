@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchmetrics import metric
 
 from genesis.data.clock import CopyClock
-from genesis.data.loader import SequenceFormat, WindowLoader, build_window
+from genesis.data.loader import SequenceFormat, WindowLoader
 from genesis.data.window import AccumulationWindow
 from genesis.errors import UserError
 from genesis.model.decoder import Decoder, DecoderConfig
@@ -36,8 +36,9 @@ from genesis.train.telemetry import TelemetryOptions, build_telemetry
 from genesis_callbacks import AsyncProcessCheckpoint, SkipAwareLR, StepTimer, TokenCounters
 from genesis_callbacks.host_group import HostGroup, Pending
 from tests.fakecuda import device
-from tests.fakecuda.combinations import NUM_MICRO_BATCHES, Combination
+from tests.fakecuda.combinations import Combination
 from tests.fakecuda.device import outside
+from tests.fakecuda.tuning import build_adapter, build_objective, build_tuning_window, choose_base_dtype
 from tests.fakecuda.watch import FakeMode, Watch
 
 STEPS: Final = 3
@@ -84,22 +85,21 @@ class FakeCUDA(Accelerator):
 FORMAT: Final = SequenceFormat(SEQ_LEN, 0, np.full(SHAPE.vocab_size, 3, np.uint8), np.dtype(np.uint16))
 
 
-def build_pinned_window(index: int) -> AccumulationWindow:
-    """Returns a window of several documents a row, as the loader's thread makes it."""
-    rows = np.ones((NUM_MICRO_BATCHES * BATCH, SEQ_LEN + 1), np.uint16)
-    ends = np.zeros((len(rows), SEQ_LEN), np.bool_)
-    ends[:, 49::50] = True
-    return outside(build_window)(rows, FORMAT, BATCH, index + 1, ends).pin_memory()
-
-
 class Windows(pl.LightningDataModule):
     """Windows for training and one for validation; made on the training thread, where the fake mode is."""
 
+    def __init__(self, objective: str) -> None:
+        super().__init__()
+        self._objective = objective
+
+    def _build(self, index: int) -> AccumulationWindow:
+        return outside(build_tuning_window)(self._objective, index, FORMAT, BATCH).pin_memory()
+
     def train_dataloader(self) -> WindowLoader:
-        return WindowLoader(build_pinned_window, lambda: range(9), 9, 0, False)
+        return WindowLoader(self._build, lambda: range(9), 9, 0, False)
 
     def val_dataloader(self) -> WindowLoader:
-        return WindowLoader(build_pinned_window, lambda: range(1), 1, 0, False)
+        return WindowLoader(self._build, lambda: range(1), 1, 0, False)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         return CopyClock().copy(batch, device)
@@ -299,12 +299,16 @@ def run_fit(
                 default_root_dir=tempfile.gettempdir(),
                 **{"log_every_n_steps": 100, "val_check_interval": STEPS, "check_val_every_n_epoch": None, **options},
             )
+            decoder_config, adapter = replace(SHAPE, **(shape or {})), build_adapter(combination.adapter)
             module = GenesisModule(
-                replace(SHAPE, **(shape or {})),
+                decoder_config,
                 OptimizerOptions(name=combination.optimizer),
+                adapter=adapter,
                 gradient_norm=gradient_norm,
+                objective=build_objective(combination.objective, has_adapter=adapter is not None, shape=decoder_config),
             )
-            trainer.fit(module, datamodule=Windows())
+            module.base_dtype = choose_base_dtype(combination.adapter)
+            trainer.fit(module, datamodule=Windows(combination.objective))
         except (UserError, ValueError) as error:
             if keep.num_steps:
                 raise

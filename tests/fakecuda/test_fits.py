@@ -46,7 +46,14 @@ def test_flash_kernels_are_asked_for_where_they_exist(
     assert ("torch_attn::_varlen_attn" in kernels) == has_kernel
 
 
-@pytest.mark.parametrize("combination", [Combination(), Combination("full", num_ranks=2)], ids=str)
+TUNED = [
+    Combination(objective="dpo", adapter="lora"),
+    Combination("full", num_ranks=2, objective="gspo", adapter="dora beside bfloat16"),
+    Combination(objective="distillation"),
+]
+
+
+@pytest.mark.parametrize("combination", [Combination(), Combination("full", num_ranks=2), *TUNED], ids=str)
 def test_with_the_norm_on_the_device_no_step_waits_for_it(fake_device: FakeDevice, combination: Combination) -> None:
     result = run(fake_device, combination, gradient_norm="device")
     assert result["syncs"] == {}, result["lines"]
@@ -80,6 +87,12 @@ GOLDEN_STEPS = {
     "float16": Combination(precision="16-mixed"),
     "sharded-2-ranks": Combination("full", num_ranks=2),
     "offload-muon-2-ranks": Combination("full", optimizer="muon", num_ranks=2, has_offload=True),
+    "lora-beside-bfloat16": Combination(adapter="lora beside bfloat16"),
+    "dora-2-ranks": Combination("full", num_ranks=2, adapter="dora"),
+    "dpo-lora": Combination(objective="dpo", adapter="lora"),
+    "dpo-sharded-2-ranks": Combination("full", num_ranks=2, objective="dpo"),
+    "gspo-lora": Combination(objective="gspo", adapter="lora"),
+    "distillation": Combination(objective="distillation"),
 }
 
 

@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from genesis.generate.sample import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
 from genesis.model.decoder import Decoder, DecoderConfig
 from tests.generate.slow import NO_STOP, slow_greedy
+from tests.mixtures import MIXTURES, build_sharp, mix
 
 GREEDY = SamplingOptions(temperature=0.0)
 
@@ -25,10 +27,22 @@ def build_prompts(number):
     ("has_cache", "num_shared", "read_tokens"), [(True, 0, None), (False, 0, None), (True, 12, None), (True, 12, 30)]
 )
 def test_texts_that_come_and_go_at_random_are_each_what_they_are_alone(decoder, has_cache, num_shared, read_tokens):
+    check_texts_that_come_and_go(decoder, 40, num_shared, has_cache=has_cache, read_tokens=read_tokens)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@torch.no_grad()
+def test_texts_of_mixtures_and_linear_layers_come_and_go_alike(decoder, name):
+    other = build_sharp(mix(replace(decoder.config, num_layers=2), name))
+    num_shared = 0 if other.config.linear_attention is not None else 12
+    check_texts_that_come_and_go(other, 16, num_shared)
+
+
+def check_texts_that_come_and_go(decoder, num_texts, num_shared, **options):
     chooser = random.Random(4)
     prefix = [chooser.randrange(97) for _ in range(num_shared)]
-    waiting = [(prefix + prompt, chooser.randrange(1, 30)) for prompt in build_prompts(40)]
-    batch = Batch(decoder, 5, NO_STOP, has_cache=has_cache, prefix=prefix, read_tokens=read_tokens)
+    waiting = [(prefix + prompt, chooser.randrange(1, 30)) for prompt in build_prompts(num_texts)]
+    batch = Batch(decoder, 5, NO_STOP, prefix=prefix, **options)
     asked, texts, removed = {}, {}, set()
     while waiting or batch.num_free < 5:
         while waiting and batch.num_free and chooser.random() < 0.6:
@@ -46,8 +60,8 @@ def test_texts_that_come_and_go_at_random_are_each_what_they_are_alone(decoder, 
             handle = chooser.choice(live)
             removed.add(handle)
             batch.remove(handle)
-    assert len(asked) == 40
-    assert len(removed) > 5
+    assert len(asked) == num_texts
+    assert len(removed) > num_texts // 8
     for handle, (prompt, number) in asked.items():
         wanted = slow_greedy(decoder, prompt, number)
         assert texts[handle] == (wanted[: len(texts[handle])] if handle in removed else wanted)

@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from genesis.errors import UserError
 from genesis.generate.load import Loaded, load_decoder
 from genesis.generate.sample import SamplingOptions
 from genesis.generate.stream import GenerateOptions, generate
+from genesis.model.recipe import dump_decoder_config
 from genesis.serve.catalogue import Catalogue
 from genesis.serve.completion import encode_prompts
 from genesis.serve.errors import ApiError
@@ -26,8 +28,9 @@ from genesis.serve.pool import Limits
 from genesis.serve.request import parse_chat
 from genesis.serve.server import Server, answering, bind
 from genesis.serve.worker import Facts
+from tests.mixtures import MIXTURES, build_sharp, mix
 from tests.serve.support import Running, elsewhere
-from tests.tiny_runs import build_decoder, save
+from tests.tiny_runs import SHAPE, build_decoder, save
 from tests.tokenizer.test_huggingface import TEMPLATE, qwen
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "All human beings?"}]
@@ -91,6 +94,32 @@ def test_an_answer_is_the_text_after_the_rendered_conversation(chat_run: Path, l
         assert len(token["top_logprobs"]) == 3
         assert token["logprob"] == max(top["logprob"] for top in token["top_logprobs"])
         assert _name(bytes(token["bytes"])) == token["token"]
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_chats_with_a_mixture_at_the_same_time_are_answered_as_each_alone(name: str, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    directory.mkdir()
+    qwen(directory)
+    config = mix(build_decoder(0).config, name)
+    shape = {**dict.fromkeys(SHAPE), **dump_decoder_config(config)}
+    save(directory / "checkpoints", 1, build_sharp(config), {}, **shape)
+    answers: list[tuple[int, Any]] = []
+    chats = [[{"role": "user", "content": "All human beings? " * number}] for number in (1, 5, 2, 4)]
+
+    def talk(running: Running) -> None:
+        bodies = [{**GREEDY, "messages": chat} for chat in chats]
+        with ThreadPoolExecutor(len(bodies)) as clients:
+            found = clients.map(lambda body: running.ask("/v1/chat/completions", body)[:2], bodies)
+            answers.extend(found)
+
+    _ask(directory, talk)
+    loaded = load_decoder(directory)
+    renderer = open_renderer(loaded.text_tokenizer, ChatOptions(), is_training=False)
+    for chat, (status, answer) in zip(chats, answers, strict=True):
+        assert status == 200, answer
+        wanted = _text_after(loaded, renderer.render_prompt(chat), 9)
+        assert answer["choices"][0]["message"]["content"] == wanted
 
 
 def test_openais_client_streams_the_same_text_with_its_usage(chat_run: Path) -> None:

@@ -18,6 +18,7 @@ from genesis.train.data_module import CorpusDataModule
 from genesis.train.module import GenesisModule
 from genesis_callbacks import AsyncProcessCheckpoint, CheckpointVerification, SkipAwareLR, TokenCounters
 from tests.chat.support import write_tokenizer
+from tests.mixtures import mix
 from tests.train.support import build_strategy, build_trainer, counters_of, whole
 
 STEPS = 6
@@ -67,7 +68,8 @@ def build_data(case: Path, **changes: Any) -> CorpusDataModule:
     return data
 
 
-def build_module(data: CorpusDataModule, **changes: Any) -> GenesisModule:
+def build_module(data: CorpusDataModule, mixture: str | None = None, **changes: Any) -> GenesisModule:
+    """Returns a module on prompts; `mixture` names one of `tests.mixtures`."""
     decoder = DecoderConfig(
         **{
             "vocab_size": data.training.vocab_size,
@@ -79,6 +81,8 @@ def build_module(data: CorpusDataModule, **changes: Any) -> GenesisModule:
             "max_seq_len": SEQ_LEN,
         }
     )
+    if mixture is not None:
+        decoder = mix(decoder, mixture)
     options = {"objective": GSPO(clip_low=0.01, clip_high=0.01)} | changes
     return GenesisModule(decoder, OptimizerOptions(name="adamw", lr=3e-3), **options)
 

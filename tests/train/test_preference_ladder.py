@@ -11,7 +11,8 @@ import torch
 
 from genesis.export.importing import save_weights
 from genesis.model.adapter import AdapterConfig
-from genesis.model.decoder import Decoder
+from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.recipe import build_decoder_config
 from genesis.objectives.preference import DPO
 from genesis.optim import OptimizerOptions
 from genesis.tokenizer.open import open_tokenizer
@@ -19,9 +20,10 @@ from genesis.train.adapter_base import build_scope, find_adapter_base
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.module import GenesisModule
 from genesis_callbacks import AsyncProcessCheckpoint, CheckpointVerification, SkipAwareLR, TokenCounters
-from genesis_callbacks.checkpoint import find_latest, verify
+from genesis_callbacks.checkpoint import find_latest, read_manifest, verify
 from genesis_callbacks.testing import run_ranks
 from tests.data.pair_corpora import SEQ_LEN, write_pair_corpus
+from tests.mixtures import mix
 from tests.train.support import build_strategy, build_trainer, counters_of, whole
 from tests.train.test_ladder import DECODER, KILLED_BEFORE, STEPS, KillAll
 
@@ -37,11 +39,14 @@ def pair_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory, pair_corpus: Path) -> Path:
-    decoder = Decoder(PAIR_DECODER)
+    return write_base(tmp_path_factory.mktemp("base") / "run", pair_corpus, PAIR_DECODER)
+
+
+def write_base(directory: Path, pair_corpus: Path, config: DecoderConfig) -> Path:
+    decoder = Decoder(config)
     decoder.init_weights(0)
-    directory = tmp_path_factory.mktemp("base") / "run"
     directory.mkdir()
-    return save_weights(decoder.state_dict(), PAIR_DECODER, open_tokenizer(pair_corpus), directory / "checkpoints")
+    return save_weights(decoder.state_dict(), config, open_tokenizer(pair_corpus), directory / "checkpoints")
 
 
 class KeepLog(pl.Callback):
@@ -71,7 +76,8 @@ def climb(
     """Fits from the latest checkpoint in `directory`, or from the base, and returns what that came to."""
     config = None if adapter is None else AdapterConfig(**adapter)
     # Ranks draw other masks than one rank does for the same rows.
-    decoder = PAIR_DECODER if has_dropout else replace(PAIR_DECODER, dropout=0.0)
+    shape = build_decoder_config(read_manifest(Path(base)).recipe["model"]["decoder"], base)
+    decoder = replace(shape, dropout=PAIR_DECODER.dropout if has_dropout else 0.0)
     # The base of adapters is the reference by switching them off; all weights need the pass.
     objective = DPO(**OPTIONS, reference=base if config is None else None)
     objective.directory = Path(directory) / "reference"
@@ -155,6 +161,33 @@ def test_a_killed_run_continues_bit_for_bit(
         last["train/preference_loss"] + OPTIONS["sft_weight"] * last["train/sft_loss"]
     )
     assert last["train/rewards_chosen"] != 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "strategy", "world_size", "adapter"),
+    [
+        ("softmax", "replicated", 2, None),
+        ("shared", "full", 2, None),
+        ("shared", "experts_2", 2, None),
+        ("linear", "full", 2, {"rank": 3, "alpha": 6.0, "dropout": 0.2}),
+        ("linear without experts", "replicated", 1, None),
+    ],
+)
+def test_a_killed_run_of_a_mixture_continues_bit_for_bit(
+    tmp_path: Path, pair_corpus: Path, name: str, strategy: str, world_size: int, adapter: dict[str, Any] | None
+) -> None:
+    base = write_base(tmp_path / "base", pair_corpus, mix(PAIR_DECODER, name))
+    shared = (str(base), str(pair_corpus), strategy, "sync", adapter, True)
+    straight = run_ranks(climb, world_size, str(tmp_path / "straight"), *shared)
+    with pytest.raises(AssertionError, match="died without a word"):
+        run_ranks(climb, world_size, str(tmp_path / "run"), *shared, KillAll())
+    resumed = run_ranks(climb, world_size, str(tmp_path / "run"), *shared)
+    for one, other in zip(straight, resumed, strict=True):
+        assert (one["restored"], other["restored"] in (KILLED_BEFORE - 2, KILLED_BEFORE - 1)) == (0, True)
+        assert all(torch.equal(tensor, other["weights"][key]) for key, tensor in one["weights"].items())
+        assert [figures_of(line) for line in one["log"][-3:]] == [figures_of(line) for line in other["log"][-3:]]
+    assert straight[0]["log"][-1]["train/rewards_chosen"] != 0.0
 
 
 @pytest.mark.parametrize("strategy", ["full", pytest.param("replicated", marks=pytest.mark.slow)])

@@ -25,6 +25,8 @@ from genesis.train.data_module import CorpusDataModule
 from genesis.train.module import GenesisModule
 from genesis_callbacks.checkpoint import list_committed, verify
 from genesis_callbacks.testing import run_ranks
+from tests.mixtures import MIXTURES
+from tests.objectives.test_mixtures import auxiliary_loss
 from tests.train.rollouts import GROUP_SIZE, NUM_PROMPTS, STEPS, answer, build_data, build_module, read_log, write_case
 from tests.train.support import KeepGradients, build_strategy, build_trainer, whole
 
@@ -124,13 +126,14 @@ def slow_gradients(module: GenesisModule, window: Any, weights: dict[str, Tensor
             advantage = micro_batch.extra["advantage"][row].double()
             held = ratio.clamp(1 - module.objective.clip_low, 1 + module.objective.clip_high)
             losses.append(-torch.minimum(ratio * advantage, held * advantage))
-    torch.stack(losses).mean().backward()
+    (torch.stack(losses).mean() + auxiliary_loss(model, window)).backward()
     return {f"decoder.{name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_the_gradients_of_every_step_equal_a_slow_reference(case: Path) -> None:
+@pytest.mark.parametrize("mixture", [None, *MIXTURES])
+def test_the_gradients_of_every_step_equal_a_slow_reference(case: Path, mixture: str | None) -> None:
     data = build_data(case)
-    module, keep = build_module(data), KeepWindows()
+    module, keep = build_module(data, mixture), KeepWindows()
     build_trainer("auto", 1, 3, [keep]).fit(module, data)
     assert len(keep.steps) == 3
     for window, weights, gradients in keep.steps:
@@ -181,6 +184,26 @@ def test_other_forms_of_a_model_answer_and_learn(case: Path, form: str) -> None:
     (changed,) = run_ranks(learn_in_form, 1, str(case), form)
     assert changed
     assert all("lora_" in name for name in changed) == (form == "adapters")
+
+
+def learn_with_experts(case: str, mixture: str, strategy: str) -> tuple[dict[str, Tensor], list[Any]]:
+    """Trains two steps; returns the weights after them, whole, and the answers of this rank."""
+    data, keep = build_data(Path(case)), ShareAdapters()
+    module = build_module(data, mixture)
+    build_trainer(build_strategy(strategy), int(os.environ["WORLD_SIZE"]), 2, [keep]).fit(module, data)
+    return keep.after, [[m.labels.tolist() for m in window.micro_batches] for window, *_ in keep.steps]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mixture", "strategy"), [("softmax", "experts_2"), ("shared", "experts_2"), ("linear", "full")]
+)
+def test_ranks_that_share_experts_answer_and_learn_as_one(case: Path, mixture: str, strategy: str) -> None:
+    ((alone, batches),) = run_ranks(learn_with_experts, 1, str(case), mixture, "replicated")
+    ranks = run_ranks(learn_with_experts, 2, str(case), mixture, strategy)
+    assert [[row for _, of_rank in ranks for row in of_rank[step]] for step in range(2)] == batches
+    for name, tensor in alone.items():
+        assert float((ranks[0][0][name] - tensor).abs().max()) < 1e-5, name
 
 
 # ---- killed and resumed

@@ -1,0 +1,64 @@
+"""Tiny models with experts, for tests of what goes on around a mixture; `tests.model.test_mixture` tests the part."""
+
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+
+from genesis.model.attention import AttentionConfig
+from genesis.model.decoder import Decoder, DecoderConfig
+from genesis.model.delta import GatedDeltaConfig
+from genesis.model.mixture import MixtureConfig
+from genesis.model.norm import NormConfig
+
+_LINEAR: Final = GatedDeltaConfig(2, 4, 8, 8, attention_every=2)
+
+MIXTURES: Final[dict[str, dict[str, Any]]] = {
+    "softmax": {
+        "feed_forward": MixtureConfig(num_experts=4, top_k=2, ffn_dim=16, balance_loss=0.1, z_loss=0.1),
+    },
+    "shared": {
+        "feed_forward": MixtureConfig(
+            num_experts=8,
+            top_k=2,
+            ffn_dim=16,
+            shared_ffn_dim=16,
+            scores="sigmoid",
+            has_balance_bias=True,
+            num_dense_layers=1,
+            dense_ffn_dim=48,
+        ),
+    },
+    "linear": {
+        "feed_forward": MixtureConfig(num_experts=4, top_k=2, ffn_dim=16, shared_ffn_dim=16, has_shared_gate=True),
+        "attention": AttentionConfig(num_heads=4, num_kv_heads=2, qk_norm="head", rotary_dim=4, has_output_gate=True),
+        "norm": NormConfig(1e-5, has_offset=True),
+        "linear_attention": _LINEAR,
+    },
+    "linear without experts": {"linear_attention": _LINEAR},
+}
+"""Fields of a decoder: like Mixtral, like DeepSeek-V3, like Qwen3-Next, and like the dense Qwen3.5."""
+
+
+def mix(dense: DecoderConfig, name: str) -> DecoderConfig:
+    """Returns a dense decoder's shape with the parts of one of `MIXTURES`."""
+    fields = dict(MIXTURES[name])
+    if "feed_forward" in fields:
+        fields["ffn_dim"] = None
+    if "attention" in fields:
+        fields |= {"num_heads": None, "num_kv_heads": None}
+    return replace(dense, **fields)
+
+
+def build_sharp(config: DecoderConfig, seed: int = 0) -> Decoder:
+    """Returns a decoder whose choices are sharper than those of one that knows nothing, with a bias of its experts."""
+    decoder = Decoder(config)
+    decoder.init_weights(seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            if "norm" not in name and "decay" not in name:
+                parameter.mul_(4.0)
+            if name.endswith("balance_bias"):
+                parameter.normal_(0.0, 0.2, generator=generator)
+    return decoder.eval()
