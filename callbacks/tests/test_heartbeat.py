@@ -79,7 +79,8 @@ def test_a_fit_writes_its_clocks_and_its_phases(tmp_path: Path) -> None:
     assert set(follow.phases) == {"train"}
     record = read_heartbeats(tmp_path / "run")[0]
     assert (record.phase, record.step, record.pid, record.world_size) == ("ended", 6, os.getpid(), 1)
-    assert record.clocks == {"tokens_seen": sum(TOKENS), "updates": 6, "tokens_updated": sum(TOKENS)}
+    tokens = {"tokens_seen": sum(TOKENS), "tokens_updated": sum(TOKENS)}
+    assert record.clocks == {**tokens, "updates": 6, "last_update_step": 6}
     moments = [record.milestones[name] for name in ("setup", "train", "first_step")]
     assert before <= moments[0] <= moments[1] <= moments[2] <= record.monotonic_seconds
 

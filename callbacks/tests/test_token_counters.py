@@ -56,6 +56,40 @@ def test_the_module_may_name_the_reason(tmp_path: Path) -> None:
     assert run.logged_metrics["counters/skips_nonfinite_gradient"] == 1
 
 
+class SkippedData(Module):
+    """Gives the reason of skipped data for some of its vetoes."""
+
+    def __init__(self, skips: dict[int, str], skipped: set[int]) -> None:
+        super().__init__(skips)
+        self.skipped = skipped
+
+    @property
+    def skip_reason(self) -> str | None:
+        return "skipped_data" if self.index in self.skipped else None
+
+
+def test_skipped_data_neither_count_as_skips_in_a_row_nor_end_a_row(tmp_path: Path) -> None:
+    counters = TokenCounters(max_consecutive_skips=2)
+    veto_all = dict.fromkeys(range(1, 5), VETO)
+    trainer(tmp_path, [counters]).fit(SkippedData(veto_all, {1, 2, 4}), loader(TOKENS))
+    assert counters.skips == {"skipped_data": 3, "no_gradient": 1}
+    with pytest.raises(TooManySkipsError, match=r"2 windows in a row .* step 5 for"):
+        trainer(tmp_path, [counters]).fit(SkippedData(veto_all, {2, 3}), loader(TOKENS))
+
+
+def test_the_last_update_is_known_through_skipped_data_and_a_restore(tmp_path: Path) -> None:
+    counters = TokenCounters()
+    trainer(tmp_path, [counters]).fit(SkippedData({3: VETO, 4: VETO, 5: VETO}, {4}), loader(TOKENS))
+    state = counters.state_dict()
+    assert (counters.step, counters.last_update_step, state["consecutive_skips"]) == (6, 3, 2)
+    other = TokenCounters()
+    other.load_state_dict(state)
+    assert other.last_update_step == 3
+    # A checkpoint of an earlier release.
+    other.load_state_dict({name: value for name, value in state.items() if name != "last_update_step"})
+    assert other.last_update_step == 4
+
+
 def test_a_training_step_that_returns_none_is_a_skip(tmp_path: Path) -> None:
     counters = TokenCounters()
     with pytest.warns(UserWarning, match="returned `None`"):

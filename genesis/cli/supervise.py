@@ -34,6 +34,7 @@ Exit status: 0 complete, 2 invalid arguments or recipe, 75 saved and to be start
 after which it gave up (docs: Ends of a run), 130 interrupted."""
 _USAGE = "genesis supervise [options] -- fit --config RECIPE [OPTIONS OF FIT]"
 _WAIT_SECONDS = 3600.0
+_MAX_DIGITS = 12
 _DEFAULT_RUN_DIR = "runs/default"
 _OWN_OPTIONS = {
     "--ckpt_path": "the supervisor starts from the newest checkpoint that verifies",
@@ -51,6 +52,11 @@ def main(argv: list[str]) -> int:
     nodes = read_nodes(
         *(arguments.nodes, arguments.rdzv, arguments.node_name, arguments.rdzv_seconds, arguments.last_call_seconds)
     )
+    if nodes is not None and arguments.may_skip_data:
+        raise UserError(
+            f"--may-skip-data is {arguments.may_skip_data}, which needs a run on one node: leave it out with --nodes, "
+            "and give the positions to skip by --data.skip_positions after --"
+        )
     if arguments.print not in FILES_OF_ANY_RUN:
         _check_fit(fit)
     run_dir = find_run_dir(fit[1:])
@@ -61,7 +67,10 @@ def main(argv: list[str]) -> int:
     options = SuperviseOptions(
         fit=tuple(fit),
         run_dir=run_dir,
-        policy=Policy(arguments.max_ends_without_progress, arguments.on_drift, arguments.max_crashes),
+        policy=Policy(
+            *(arguments.max_ends_without_progress, arguments.on_drift, arguments.max_crashes),
+            may_skip_data=arguments.may_skip_data,
+        ),
         limits=Limits(
             *(arguments.hang_seconds, arguments.start_seconds, arguments.phase_seconds),
             *(arguments.grace_seconds, arguments.deadline_seconds),
@@ -101,6 +110,14 @@ def _build_parser() -> Parser:
         default=policy.on_drift,
         help="if the recipe is not that of the newest checkpoint: stop and print the difference (default), allow it,\n"
         "or start from scratch with the earlier checkpoints moved aside",
+    )
+    add(
+        "--may-skip-data",
+        type=_count_or_none,
+        default=policy.may_skip_data,
+        metavar="N",
+        help="skip up to N windows of data (global batches) in the whole run, in which gradients are not finite or\n"
+        "the memory is too small (default %(default)s)",
     )
     for name, default, text in (
         ("--hang-seconds", limits.hang_seconds, "a rank that trains without a heartbeat for so long hangs"),
@@ -200,6 +217,12 @@ def _price(text: str) -> float:
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _count_or_none(text: str) -> int:
+    if not text.isdecimal() or len(text) > _MAX_DIGITS:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number of at least 0")
     return int(text)
 
 

@@ -11,7 +11,9 @@ from typing import Any
 import yaml
 
 from genesis.cli.fit import fit_main
+from genesis.data.skipped import read_ranges
 from genesis.device import count_devices, find_kind
+from genesis.objectives import DPO
 from genesis.supervise.plan import RecipeFacts, write_facts
 
 
@@ -37,7 +39,17 @@ def read_recipe(resolved: Mapping[str, Any]) -> RecipeFacts:
         num_nodes=int(trainer.get("num_nodes") or 1),
         micro_batch_size=int(resolved["data"]["micro_batch_size"]),
         recipe_hash=hash_recipe(resolved),
+        global_batch_size=int(resolved["data"]["global_batch_size"]),
+        unskippable=_find_unskippable(resolved),
+        skip_positions=read_ranges(resolved["data"].get("skip_positions")),
     )
+
+
+def _find_unskippable(resolved: Mapping[str, Any]) -> str:
+    if resolved["data"].get("prompts") is not None:
+        return "prompts"
+    objective = resolved["model"].get("objective") or {}
+    return "pairs of answers" if str(objective.get("class_path")).rpartition(".")[2] == DPO.__name__ else ""
 
 
 def hash_recipe(resolved: Mapping[str, Any]) -> str:

@@ -24,6 +24,7 @@ from genesis.data.training_data import (
     describe_passed,
     find_last_position,
     moved_position,
+    refuse_skips,
 )
 from genesis.data.window import AccumulationWindow
 from genesis.errors import UserError
@@ -127,6 +128,7 @@ class CorpusData:
         plan_micro_batches(self.options.global_batch_size, self.options.micro_batch_size, ranks.world_size)
         self._ranks, self._pads_pairs, self._windows = ranks, pads_pairs, None
         if self.pairs is not None:
+            refuse_skips(self.options, "pairs of answers")
             self.pairs.check_lengths(self.options.seq_len)
         _ = self.order
 
@@ -163,7 +165,8 @@ class CorpusData:
         before, after = self.data_position, moved_position(window, self.data_position, self.options.global_batch_size)
         if after == before:
             return None
-        self._count_packed_tokens()
+        if not window.is_skipped:
+            self._count_packed_tokens()
         self.data_position = after
         return describe_passed(self.order, before, after, self._weights)
 
@@ -183,13 +186,16 @@ class CorpusData:
     @property
     def usage(self) -> dict[str, dict[str, float]]:
         """Returns the usage of each source up to the position."""
-        consumed = self.order.sequences_consumed(self.data_position)
+        order, position = self.order, self.data_position
+        consumed, skipped = order.sequences_consumed(position), order.sequences_skipped(position)
         return {
             name: {
-                "tokens": self._packed_tokens.get(name, count * self.options.seq_len),
+                "tokens": self._packed_tokens.get(name, (count - num_skipped) * self.options.seq_len),
                 "epochs": count / max(1, length),
             }
-            for name, count, length in zip(self.order.names, consumed, self.order.num_sequences, strict=True)
+            for name, count, num_skipped, length in zip(
+                order.names, consumed, skipped, order.num_sequences, strict=True
+            )
         }
 
     def sum_usage(self, sum_over_ranks: SumOverRanks) -> dict[str, dict[str, float]]:
@@ -230,7 +236,7 @@ class CorpusData:
         check_kind(state, is_stream=False)
         check_sequences(state, self._describe_sequences())
         position: int = state["data_position"]
-        self._order, note = continue_order(self._build_order(), state["order"], position, self._weights)
+        self._order, note = continue_order(self._build_order(), state["order"], position, self._weights, self.options)
         self.data_position, self._windows = position, None
         if self._planned is not None:
             self._packed_tokens = dict(state["tokens_consumed"])
@@ -262,7 +268,8 @@ class CorpusData:
             sources = zip(self.corpus.train, self._planned, strict=True)
             weights = weigh_sequences(weights, {source.name: plan.tokens_per_sequence for source, plan in sources})
         limits = {} if self.options.num_epochs is None else dict.fromkeys(counts, self.options.num_epochs)
-        return build_order(counts, weights, self.options.seed, limits | dict(self.options.max_epochs or {}))
+        order = build_order(counts, weights, self.options.seed, limits | dict(self.options.max_epochs or {}))
+        return order.with_skips(self.options.skip_positions, 0, self.options.global_batch_size)
 
     def _count_sequences(self) -> dict[str, int]:
         sources, seq_len = self.corpus.train, self.options.seq_len

@@ -162,6 +162,20 @@ def build_window(
     )
 
 
+def build_skipped_window(
+    sequence_format: SequenceFormat, num_micro_batches: int, data_position: int
+) -> AccumulationWindow:
+    """Returns the window that takes the place of a skipped one: a row of padding in each micro-batch, without labels.
+
+    So each rank runs as many forwards and backwards as in any other window, and takes part in every collective.
+    """
+    shape = (num_micro_batches, sequence_format.seq_len)
+    rows = np.full((shape[0], shape[1] + 1), sequence_format.padding_id, sequence_format.token_dtype)
+    lengths = np.zeros(num_micro_batches, np.int64)
+    window = build_window(rows, sequence_format, 1, data_position, np.zeros(shape, np.bool_), lengths)
+    return replace(window, is_skipped=True)
+
+
 def _find_documents(ends: Bool[ndarray, "N S"], end_places: Int64[ndarray, " ends"]) -> Int64[ndarray, " documents"]:
     """Returns where documents begin in the flattened rows, each of which begins one; `end_places` is where one ends."""
     after = end_places + 1
@@ -226,7 +240,13 @@ class TrainWindows:
         """Returns this rank's window of the global batch that begins at `position`."""
         num_rows = self.global_batch_size // self.ranks.world_size
         source_ids, sequence_ids = self.order.sequences(position + self.ranks.rank * num_rows, num_rows)
-        window = self.read(source_ids, sequence_ids, position + self.global_batch_size)
+        end = position + self.global_batch_size
+        if self.order.is_skipped(position, self.global_batch_size):
+            # One row for each micro-batch; its columns may be any sequence's, because no label is left.
+            source_ids, sequence_ids = source_ids[:: self.micro_batch_size], sequence_ids[:: self.micro_batch_size]
+            window = build_skipped_window(self.sequence_format, len(sequence_ids), end)
+        else:
+            window = self.read(source_ids, sequence_ids, end)
         return window if self.columns is None else _add_columns(window, self.columns.read(source_ids, sequence_ids))
 
     def read(

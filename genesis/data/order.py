@@ -16,7 +16,7 @@ never continues silently in another order.
 
 import difflib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from hashlib import blake2b
@@ -29,6 +29,7 @@ from jaxtyping import Int64
 from numpy import ndarray
 
 from genesis.data.shuffle import encrypt_32_bits, permute
+from genesis.data.skipped import Range, Ranges, clip, plan_skips
 from genesis.errors import UserError
 
 ORDER_VERSION: Final = 1
@@ -67,6 +68,7 @@ class SequenceOrder:
         num_sequences: Number of sequences of each source.
         mixes: Mixes by start position, the first at 0. Changes caused by epoch limits are included from the beginning.
         max_epochs: Epoch limit of each source; None for a source without a limit.
+        skipped: Positions whose windows are skipped: they are passed, but not trained.
     """
 
     seed: int
@@ -74,6 +76,7 @@ class SequenceOrder:
     num_sequences: tuple[int, ...]
     mixes: tuple[Mix, ...]
     max_epochs: tuple[int | None, ...]
+    skipped: Ranges = ()
 
     @property
     def end(self) -> int | None:
@@ -102,6 +105,22 @@ class SequenceOrder:
         """Returns the number of sequences of each source before `position`."""
         return _consumed_before(self.mix_at(position), position)
 
+    def sequences_skipped(self, position: int) -> tuple[int, ...]:
+        """Returns how many of these sequences of each source were skipped."""
+        skipped = [0] * len(self.names)
+        for first, stop in clip(self.skipped, 0, position):
+            before, after = self.sequences_consumed(first), self.sequences_consumed(stop)
+            skipped = [sum(counts) - less for *counts, less in zip(skipped, after, before, strict=True)]
+        return tuple(skipped)
+
+    def is_skipped(self, position: int, count: int) -> bool:
+        """Returns whether the window of `count` positions from `position` on is skipped."""
+        return bool(clip(self.skipped, position, position + count))
+
+    def with_skips(self, asked: Ranges, position: int, global_batch_size: int) -> Self:
+        """Returns the order of a run that continues at `position` and is asked to skip these positions, too."""
+        return replace(self, skipped=plan_skips(self.skipped, asked, position, global_batch_size))
+
     def mix_at(self, position: int) -> Mix:
         """Returns the mix in force at `position`."""
         return next(mix for mix in reversed(self.mixes) if mix.start_position <= position)
@@ -119,7 +138,7 @@ class SequenceOrder:
         if past[-1].weights != now.weights:
             past = [*(mix for mix in past if mix.start_position < position), now]
         mixes = (*past[:-1], *_plan_mixes(past[-1], checked, self.num_sequences, limits))
-        return type(self)(self.seed, self.names, self.num_sequences, mixes, limits)
+        return type(self)(self.seed, self.names, self.num_sequences, mixes, limits, self.skipped)
 
     def state(self) -> dict[str, Any]:
         """Returns the order in plain types."""
@@ -136,6 +155,8 @@ class SequenceOrder:
                 for mix in self.mixes
             ],
             "hash": self.hash(),
+            # Absent where nothing is skipped, as in checkpoints of earlier versions.
+            **({"skipped_positions": [list(skipped) for skipped in self.skipped]} if self.skipped else {}),
         }
 
     def hash(self) -> str:
@@ -171,7 +192,8 @@ class SequenceOrder:
             )
             for mix in state["mixes"]
         )
-        saved = type(self)(self.seed, self.names, self.num_sequences, mixes, self.max_epochs)
+        skipped: list[Range] = [(first, stop) for first, stop in state.get("skipped_positions", ())]
+        saved = type(self)(self.seed, self.names, self.num_sequences, mixes, self.max_epochs, tuple(skipped))
         if saved.hash() != state["hash"]:
             raise UserError(
                 f"the checkpoint's order of data has hash {state['hash']}, this version gives {saved.hash()}; continue "

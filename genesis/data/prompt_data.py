@@ -28,6 +28,7 @@ from genesis.data.training_data import (
     describe_passed,
     find_last_position,
     moved_position,
+    refuse_skips,
 )
 from genesis.data.window import AccumulationWindow
 from genesis.errors import UserError
@@ -98,6 +99,7 @@ class PromptData:
     def __init__(self, prompt_options: PromptOptions, options: TrainingOptions, *, tokenizer_hash: str | None) -> None:
         if options.packing != "chunk":
             raise UserError(f"data.packing is {options.packing}, but an answer has a row of its own; leave it out")
+        refuse_skips(options, "prompts")
         self.prompt_options = prompt_options
         self.options = options
         self.data_position = 0
@@ -265,7 +267,7 @@ class PromptData:
                 "from its weights (--checkpoint.restore weights)"
             )
         position: int = state["data_position"]
-        self._order, note = continue_order(self._build_order(), state["order"], position, self._weights)
+        self._order, note = continue_order(self._build_order(), state["order"], position, self._weights, self.options)
         self.data_position, self.groups = position, unpack_groups(state["groups"])
         sizes = {len(group.answers) for group in self.groups.values()}
         if sizes - {self.prompt_options.group_size}:

@@ -172,7 +172,8 @@ class StreamData:
         before, after = self.data_position, moved_position(window, self.data_position, self.options.global_batch_size)
         if after == before:
             return None
-        self._num_empty_positions = 0 if has_tokens else self._num_empty_positions + self.options.global_batch_size
+        if not window.is_skipped:  # whether its lanes had a sequence, nobody has looked at
+            self._num_empty_positions = 0 if has_tokens else self._num_empty_positions + self.options.global_batch_size
         self.data_position = after
         self.windows.release(after)
         return describe_passed(self.order, before, after, self._weights)
@@ -243,7 +244,7 @@ class StreamData:
         check_kind(state, is_stream=True)
         check_sequences(state, self._describe_sequences())
         position: int = state["data_position"]
-        self._order, note = continue_order(self._build_order(), state["order"], position, self._weights)
+        self._order, note = continue_order(self._build_order(), state["order"], position, self._weights, self.options)
         self.data_position, self._num_empty_positions = position, state["num_empty_positions"]
         self.windows.order = self._order
         self.windows.load_state(state["stream"], position)
@@ -276,7 +277,8 @@ class StreamData:
 
     def _build_order(self) -> SequenceOrder:
         # A stream's sequences have no numbers, and the lanes keep its epoch limits.
-        return build_order(dict.fromkeys(self.stream.names, 1), self._weights, self.options.seed)
+        order = build_order(dict.fromkeys(self.stream.names, 1), self._weights, self.options.seed)
+        return order.with_skips(self.options.skip_positions, 0, self.options.global_batch_size)
 
     def _describe_sequences(self) -> dict[str, Any]:
         """Returns the settings that, beside the order, determine the tokens of a sequence."""

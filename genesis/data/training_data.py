@@ -17,6 +17,7 @@ from genesis.data.loader import Ranks, SequenceFormat
 from genesis.data.order import Mix, SequenceOrder
 from genesis.data.packing import Packing
 from genesis.data.pairs import PairSet
+from genesis.data.skipped import Ranges, clip, describe
 from genesis.data.window import AccumulationWindow
 from genesis.errors import UserError
 
@@ -36,6 +37,7 @@ class TrainingOptions:
         max_epochs: Maximum number of epochs by source; a source that is not listed has no limit.
         packing: How documents are put into sequences.
         num_epochs: Number of epochs of each source that `max_epochs` does not name; None for no limit.
+        skip_positions: Positions whose windows are skipped.
     """
 
     seq_len: int
@@ -46,6 +48,7 @@ class TrainingOptions:
     max_epochs: Mapping[str, int] | None = None
     packing: Packing = "chunk"
     num_epochs: int | None = None
+    skip_positions: Ranges = ()
 
 
 class TrainingData(Protocol):
@@ -188,6 +191,16 @@ def check_counts(**counts: int | None) -> None:
             raise UserError(f"data.{name} is {value}; it must be at least 1")
 
 
+def refuse_skips(options: TrainingOptions, what: str) -> None:
+    """Refuses `data.skip_positions` for a kind of data.
+
+    Raises:
+        UserError: The option is given.
+    """
+    if options.skip_positions:
+        raise UserError(f"data.skip_positions cannot skip {what}: leave it out, or remove them from the data")
+
+
 def check_kind(state: Mapping[str, Any], *, is_stream: bool) -> None:
     """Checks that a state was saved by a run on the same kind of data.
 
@@ -242,25 +255,38 @@ def find_last_position(order: SequenceOrder, position: int, global_batch_size: i
 
 
 def continue_order(
-    order: SequenceOrder, saved: Mapping[str, Any], position: int, weights: Mapping[str, int]
+    order: SequenceOrder,
+    saved: Mapping[str, Any],
+    position: int,
+    weights: Mapping[str, int],
+    options: TrainingOptions,
 ) -> tuple[SequenceOrder, str | None]:
-    """Returns the saved order, continued at `position` with the mix of `order`, and a line if the mix changes.
+    """Returns the saved order, continued at `position` with the mix of `order`, and a line about what changes.
 
     Args:
         order: This run's order.
         saved: `SequenceOrder.state` of the saved run.
         position: The position of the saved run.
         weights: Weights of the sources, as in this run's recipe.
+        options: This run's; what it skips is skipped beside what the saved run skips.
 
     Raises:
         UserError: The saved run had another order.
     """
     continued = order.continued(saved, position)
-    if continued.state()["mixes"] == saved["mixes"]:
-        return continued, None
-    now = replace(continued.mix_at(position), start_position=position)
-    ahead = [mix for mix in continued.mixes if mix.start_position > position]
-    return continued, describe_mixes(continued, [now, *ahead], weights)
+    asked = clip(options.skip_positions, 0, position)
+    notes = []
+    if any(clip(continued.skipped, first, stop) != ((first, stop),) for first, stop in asked):
+        notes.append(
+            f"data.skip_positions has positions before the checkpoint's, {position} ({describe(asked)}): what was "
+            "trained there is not skipped"
+        )
+    continued = continued.with_skips(options.skip_positions, position, options.global_batch_size)
+    if continued.state()["mixes"] != saved["mixes"]:
+        now = replace(continued.mix_at(position), start_position=position)
+        ahead = [mix for mix in continued.mixes if mix.start_position > position]
+        notes.append(describe_mixes(continued, [now, *ahead], weights))
+    return continued, "; ".join(notes) or None
 
 
 def describe_passed(order: SequenceOrder, before: int, position: int, weights: Mapping[str, int]) -> str | None:

@@ -71,6 +71,8 @@ class AccumulationWindow:
             unknown.
         num_units: Numbers of other units than tokens in these micro-batches, such as pairs, by name.
         packed: The buffers of `pin_memory`, one per type: all tensors of the micro-batches, one after another.
+        is_skipped: Whether the window stands for a global batch that is skipped (`data.skip_positions`); the same on
+            all ranks.
         figures: In a validation without micro-batches, the sums to log, such as rewards, by name.
     """
 
@@ -79,6 +81,7 @@ class AccumulationWindow:
     num_bytes: int
     data_position: int
     num_units: Mapping[str, int] = field(default_factory=dict)
+    is_skipped: bool = False
     document_lengths: np.ndarray[Any, np.dtype[np.int64]] | None = field(default=None, repr=False, compare=False)
     packed: tuple[Tensor, ...] | None = field(default=None, repr=False, compare=False)
     figures: Mapping[str, float] = field(default_factory=dict)

@@ -1,10 +1,12 @@
 """Decides what follows the end of an attempt: a pure function of all ends, the progress between them and the policy."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
+from genesis.data.skipped import Ranges
 from genesis.supervise.ends import ENDS, EXIT_REQUEUE, EndClass
+from genesis.supervise.skips import NO_SKIPS, Blame, Skips
 
 ActionKind = Literal["restart", "stop", "requeue"]
 OnDrift = Literal["stop", "allow", "fresh"]
@@ -24,11 +26,13 @@ class Policy:
         max_ends_without_progress: So many ends without a new checkpoint between them stop the run.
         on_drift: What to do if the recipe is not that of the newest checkpoint.
         max_crashes: So many crashes in all stop the run; None for no limit.
+        may_skip_data: So many windows may be skipped in the whole run.
     """
 
     max_ends_without_progress: int = 5
     on_drift: OnDrift = "stop"
     max_crashes: int | None = None
+    may_skip_data: int = 0
 
 
 @dataclass(frozen=True)
@@ -39,11 +43,13 @@ class PastEnd:
         end_class: Its class.
         step: The largest step that the attempt reached; None if it did not get to train.
         saved_step: Step of the newest checkpoint at that time; 0 for none.
+        blame: The windows of data that may have caused it; None if they are not known.
     """
 
     end_class: EndClass
     step: int | None
     saved_step: int
+    blame: Blame | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,8 @@ class Action:
         waits_for_space: Whether to wait until the disk has space again.
         takes_new_port: Whether the next attempt must not use the port of the last.
         is_fresh: Whether the next attempt starts from scratch, with the checkpoints so far moved aside.
+        before_step: The checkpoint must be none of a later step; None for no limit.
+        skips: Positions that are skipped from now on, beside those before.
     """
 
     kind: ActionKind
@@ -71,10 +79,12 @@ class Action:
     waits_for_space: bool = False
     takes_new_port: bool = False
     is_fresh: bool = False
+    before_step: int | None = None
+    skips: Ranges = ()
 
 
-def decide(history: Sequence[PastEnd], policy: Policy) -> Action:
-    """Returns what follows the last end of `history`.
+def decide(history: Sequence[PastEnd], policy: Policy, skips: Skips = NO_SKIPS) -> Action:
+    """Returns what follows the last end of `history`, in a run that has skipped these data.
 
     Example:
         >>> decide([PastEnd("lost_rank", 12, 10)], Policy()).text
@@ -92,10 +102,10 @@ def decide(history: Sequence[PastEnd], policy: Policy) -> Action:
         return _stop(last.end_class, f"stop: {len(history)} crashes, the limit of --max-crashes")
     if stuck >= policy.max_ends_without_progress:
         return _stop(last.end_class, f"stop: {stuck} ends without a new checkpoint between them")
-    return _restart(history, _delay(stuck))
+    return _restart(history, policy, skips, _delay(stuck))
 
 
-def _restart(history: Sequence[PastEnd], delay_seconds: float) -> Action:
+def _restart(history: Sequence[PastEnd], policy: Policy, skips: Skips, delay_seconds: float) -> Action:
     last = history[-1]
     same = _count_same(history)
     text = "restart from the newest checkpoint" if last.saved_step else "restart from the beginning"
@@ -107,27 +117,51 @@ def _restart(history: Sequence[PastEnd], delay_seconds: float) -> Action:
             action = Action("restart", "wait for disk space, then restart", waits_for_space=True)
         case "corrupt_data" if same > _MAX_DATA_RETRIES:
             action = _stop(last.end_class, "stop: the shard is still damaged")
-        case "non_finite" if same > _MAX_ROLL_BACKS:
-            action = _stop(last.end_class, f"stop: not finite after {_MAX_ROLL_BACKS} roll backs")
         case "non_finite":
-            checkpoints = "1 checkpoint" if same == 1 else f"{same} checkpoints"
-            action = Action(
-                "restart", f"roll back by {checkpoints}", delay_seconds=delay_seconds, checkpoints_back=same
-            )
+            action = _decide_non_finite(last, same, policy, skips, delay_seconds)
         case "out_of_memory_in_step":
-            action = _decide_memory(last, _count_memory(history), delay_seconds)
+            action = _decide_memory(last, _count_memory(history), policy, skips, delay_seconds)
     return action
 
 
-def _decide_memory(last: PastEnd, same: int, delay_seconds: float) -> Action:
+def _decide_non_finite(last: PastEnd, same: int, policy: Policy, skips: Skips, delay_seconds: float) -> Action:
+    back = min(same, _MAX_ROLL_BACKS)
+    text = f"roll back by {back} checkpoint{'s' if back > 1 else ''}"
+    action = Action("restart", text, delay_seconds=delay_seconds, checkpoints_back=back)
+    if last.blame is not None:  # checkpoints of the storm itself would begin in it again
+        action = replace(action, before_step=last.blame.before_step)
+    # The budget limits how often data are skipped, and the ends without progress how often in one place.
+    skipping = _skip(action, last, policy, skips)
+    if skipping is not None:
+        return skipping
+    if same > _MAX_ROLL_BACKS:
+        text = f"stop: not finite after {_MAX_ROLL_BACKS} roll backs"
+        return _stop(last.end_class, text + skips.explain(last.blame, policy.may_skip_data))
+    return action
+
+
+def _decide_memory(last: PastEnd, same: int, policy: Policy, skips: Skips, delay_seconds: float) -> Action:
     if same <= _NUM_REPLAYS:
         return Action("restart", "replay the step", delay_seconds=delay_seconds)
-    halvings = same - _NUM_REPLAYS
-    if halvings > _MAX_HALVINGS:
-        return _stop(last.end_class, "stop: out of memory with smaller micro-batches, too")
+    halvings = min(same - _NUM_REPLAYS, _MAX_HALVINGS)
     divisor = 2**halvings
     text = f"replay the step in micro-batches of 1/{divisor} of the size"
-    return Action("restart", text, delay_seconds=delay_seconds, micro_batch_divisor=divisor)
+    action = Action("restart", text, delay_seconds=delay_seconds, micro_batch_divisor=divisor)
+    if same - _NUM_REPLAYS <= _MAX_HALVINGS:
+        return action
+    skipping = _skip(replace(action, text="restart from the newest checkpoint"), last, policy, skips)
+    if skipping is not None:
+        return skipping
+    text = "stop: out of memory with smaller micro-batches, too"
+    return _stop(last.end_class, text + skips.explain(last.blame, policy.may_skip_data))
+
+
+def _skip(action: Action, last: PastEnd, policy: Policy, skips: Skips) -> Action | None:
+    """Returns the action with the data skipped that may have caused the end; None if that is not allowed."""
+    allowed = skips.allow(last.blame, policy.may_skip_data)
+    if last.blame is None or not allowed:
+        return None
+    return replace(action, text=f"{action.text} and {skips.describe(last.blame, policy.may_skip_data)}", skips=allowed)
 
 
 def _decide_drift(history: Sequence[PastEnd], policy: Policy) -> Action:

@@ -136,7 +136,8 @@ ENDS: Final[dict[EndClass, EndRule]] = {
     ),
     "out_of_memory_in_step": EndRule(
         meaning="a device has no memory for a step",
-        policy="replays the step; if that fails again, replays it in micro-batches of half the size, and again of half",
+        policy="replays the step; if that fails again, in micro-batches of half the size, and then of a quarter; "
+        "then skips the data of this step, as far as --may-skip-data allows",
         remedy="lower data.micro_batch_size; the global batch stays the same",
         exit_status=84,
         signatures=_OUT_OF_CUDA_MEMORY,
@@ -187,8 +188,10 @@ ENDS: Final[dict[EndClass, EndRule]] = {
     ),
     "non_finite": EndRule(
         meaning="too many windows in a row were skipped: gradients are not finite",
-        policy="rolls back to the checkpoint before the newest, and once more to the one before that; then stops",
-        remedy="lower the learning rate, or look at the data of these windows",
+        policy="rolls back to the checkpoint before the newest that is older than these windows, and once more to the "
+        "one before that; then stops. With --may-skip-data it skips the data of these windows at once",
+        remedy="lower the learning rate, look at the data of these windows, or allow them to be skipped by "
+        "--may-skip-data",
         exit_status=88,
         signatures=(
             Signature(

@@ -28,6 +28,7 @@ from genesis.supervise.node_options import NodeOptions
 from genesis.supervise.observers import Launch, Observer, Observers
 from genesis.supervise.plan import Plan, RecipeFacts, build_jobs, build_probe, read_facts, save_stalls
 from genesis.supervise.records import Records, SafeWriter
+from genesis.supervise.skips import Blame, find_blame
 from genesis.supervise.space import wait_for_space
 from genesis.supervise.state import LoopState, SupervisorLock, read_state, write_state
 from genesis.supervise.status import State, SupervisorStatus, read_status, write_status
@@ -194,7 +195,10 @@ class Supervisor:
         self._observers.call(lambda each: each.before_launch(options.run_dir, state.attempt))
         self._save_state()
         self._port = options.port or choose_port(() if self._port is None else (self._port,))
-        jobs = build_jobs(options.fit, options.run_dir, facts, self._plan, state.attempt, self._port, self._mark)
+        jobs = build_jobs(
+            *(options.fit, options.run_dir, facts, self._plan, state.attempt, self._port, self._mark),
+            skips=state.skips.positions,
+        )
         self._tell("launching" if self._unrecovered is None else "recovering", self._reason)
         self._meter.enter("start", time.monotonic())
         self._fork(state.attempt, jobs)
@@ -279,9 +283,10 @@ class Supervisor:
         """Records an end and decides what follows."""
         assert diagnosis.end_class is not None
         sight = attempt.sight
-        past = PastEnd(diagnosis.end_class, sight.step, newest_step(self._options.run_dir))
+        blame = self._find_blame(sight, diagnosis)
+        past = PastEnd(diagnosis.end_class, sight.step, newest_step(self._options.run_dir), blame)
         history = [*self._records.history(self._state.first_crash), past]
-        action = decide(history, self._options.policy)
+        action = decide(history, self._options.policy, self._state.skips)
         if diagnosis.end_class == "preempted":  # the run did what it was asked to: no crash
             self._report(f"attempt {self._state.attempt} was preempted: {diagnosis.reason}; {action.text}")
             self._events.append("preempted", step=sight.step, text=diagnosis.reason)
@@ -298,8 +303,17 @@ class Supervisor:
             self._tell("recovering", diagnosis.reason)
         return action
 
+    def _find_blame(self, sight: Sight, diagnosis: Diagnosis) -> Blame | None:
+        """Returns the data in which an attempt failed, by what the rank that failed first wrote at that moment."""
+        beat = None if diagnosis.rank is None else sight.heartbeats.get(diagnosis.rank)
+        if beat is None or beat.phase != "failed" or self._facts is None or diagnosis.end_class is None:
+            return None
+        return find_blame(diagnosis.end_class, beat.step, beat.clocks, self._facts.global_batch_size)
+
     def _prepare_restart(self, action: Action, stops: StopRequests) -> None:
         self._plan = Plan.follow(self._plan, action, list_steps(self._options.run_dir))
+        if action.skips and self._facts is not None:  # saved before the launch, so that none is skipped uncounted
+            self._state.skips = self._state.skips.add(action.skips, self._facts.global_batch_size)
         if action.delay_seconds:
             self._report(f"  waiting {format_seconds(action.delay_seconds)}: no progress between the last ends")
             self._meter.enter("waiting", time.monotonic())
@@ -312,6 +326,7 @@ class Supervisor:
             self._free()
             self._call("genesis.supervise.fresh:main", [str(self._options.run_dir)])
             self._state.best_step = 0
+            self._state.skips = replace(self._state.skips, positions=())  # those of a run that is over; the count stays
 
     def _free(self) -> None:
         pids = [] if self._client.state is None else [child.pid for child in self._client.state.children]
@@ -338,7 +353,11 @@ class Supervisor:
         facts = read_facts(self._place)
         if facts is None:
             raise RunEndedError(f"the recipe was not resolved (see {self._place / 'job.log'})")
-        facts.check(self._options.run_dir, has_nodes=self._options.nodes is not None)
+        facts.check(
+            self._options.run_dir,
+            has_nodes=self._options.nodes is not None,
+            may_skip_data=self._options.policy.may_skip_data,
+        )
         return facts
 
     def _call(self, target: str, arguments: Sequence[str]) -> None:

@@ -73,3 +73,18 @@ def entries(value: Any) -> Mapping[str, Any]:
     if not isinstance(value, dict) or len(value) > _MAX_ENTRIES:
         raise ValueError("not a small mapping")
     return {text(name): each for name, each in value.items()}
+
+
+def read_positions(value: Any) -> tuple[tuple[int, int], ...]:
+    """Returns ranges of positions, in order and without overlaps.
+
+    Raises:
+        ValueError: The value is not a list of moderate length of such ranges.
+    """
+    if not isinstance(value, list) or len(value) > _MAX_ENTRIES:
+        raise ValueError("not a list of ranges")
+    ranges = tuple((count(first), count(stop)) for first, stop in value)
+    flat = [position for each in ranges for position in each]
+    if flat != sorted(set(flat)) or (flat and flat[0] < 0):
+        raise ValueError("not ranges in order")
+    return ranges

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from genesis.data.skipped import Ranges, merge
 from genesis.errors import UserError
 from genesis.processes import Mark
 from genesis.run_directory import RunDirectory
 from genesis.supervise.decide import Action
 from genesis.supervise.launch_protocol import Job
-from genesis.supervise.plain import count, read_object, text
+from genesis.supervise.plain import count, read_object, read_positions, text
 from genesis_callbacks.run_directory import checkpoint_name
 
 FACTS_NAME: Final = "recipe.json"
@@ -31,6 +32,9 @@ class RecipeFacts:
         num_nodes: Number of nodes.
         micro_batch_size: Sequences in a micro-batch.
         recipe_hash: Hash of the resolved recipe without the number of nodes; all nodes must have the same.
+        global_batch_size: Sequences of a step; 0 if unknown.
+        unskippable: What its data are of, if they cannot be skipped: pairs or prompts; empty if they can.
+        skip_positions: The positions that the recipe itself skips.
     """
 
     run_dir: str
@@ -38,17 +42,26 @@ class RecipeFacts:
     num_nodes: int
     micro_batch_size: int
     recipe_hash: str = ""
+    global_batch_size: int = 0
+    unskippable: str = ""
+    skip_positions: Ranges = ()
 
-    def check(self, run_dir: Path, *, has_nodes: bool = False) -> None:
+    def check(self, run_dir: Path, *, has_nodes: bool = False, may_skip_data: int = 0) -> None:
         """Refuses a recipe that this supervisor cannot run.
 
         Args:
             run_dir: The supervisor's run.
             has_nodes: Whether `--nodes` is given, which replaces the recipe's number.
+            may_skip_data: How many windows of data may be skipped.
 
         Raises:
-            UserError: The recipe needs several nodes, or names another directory.
+            UserError: The recipe needs several nodes, names another directory, or has data that cannot be skipped.
         """
+        if may_skip_data and self.unskippable:
+            raise UserError(
+                f"--may-skip-data is {may_skip_data}, but this run trains on {self.unskippable}, which cannot be "
+                "skipped: leave it out"
+            )
         if self.num_nodes != 1 and not has_nodes:
             raise UserError(
                 f"trainer.num_nodes is {self.num_nodes}: run the supervisor on each node with --nodes {self.num_nodes} "
@@ -74,6 +87,9 @@ def _decode(content: Mapping[str, Any]) -> RecipeFacts:
         num_nodes=count(content["num_nodes"]),
         micro_batch_size=count(content["micro_batch_size"]),
         recipe_hash=text(content.get("recipe_hash", "")),
+        global_batch_size=count(content.get("global_batch_size", 0)),
+        unskippable=text(content.get("unskippable", "")),
+        skip_positions=read_positions(content.get("skip_positions", [])),
     )
 
 
@@ -104,7 +120,9 @@ class Plan:
         plan = Plan(micro_batch_divisor=divisor, is_fresh=action.is_fresh)
         if action.checkpoints_back and steps:
             # A roll back supersedes newer checkpoints, so that the second begins at what the first left.
-            return replace(plan, from_step=steps[max(0, len(steps) - 1 - action.checkpoints_back)])
+            limit = action.before_step
+            usable = [step for step in steps if limit is None or step <= limit] or steps[:1]
+            return replace(plan, from_step=usable[max(0, len(usable) - 1 - action.checkpoints_back)])
         return plan
 
     def describe(self, newest: int) -> str:
@@ -145,6 +163,7 @@ def build_jobs(
     port: int,
     mark: Mark,
     place: NodePlace | None = None,
+    skips: Ranges = (),
 ) -> list[Job]:
     """Returns a job for each of this node's ranks in an attempt, and makes the directory of their outputs."""
     run = RunDirectory(run_dir)
@@ -153,6 +172,9 @@ def build_jobs(
     if plan.micro_batch_divisor > 1:
         size = max(1, facts.micro_batch_size // plan.micro_batch_divisor)
         arguments += ["--data.micro_batch_size", str(size)]
+    if skips:
+        positions = [list(each) for each in merge(facts.skip_positions, skips)]
+        arguments += ["--data.skip_positions", json.dumps(positions)]
     if place is not None:
         arguments += ["--trainer.num_nodes", str(place.num_nodes)]
     place = place or ONE_NODE

@@ -3,12 +3,14 @@
 import fcntl
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from genesis.errors import UserError
-from genesis.supervise.plain import count, number, read_object, text
+from genesis.supervise.plain import count, entries, number, read_object, read_positions, text
+from genesis.supervise.skips import NO_SKIPS, Skips
 from genesis_callbacks.files import replace_file
 
 _STATE_NAME: Final = "state.json"
@@ -27,6 +29,7 @@ class LoopState:
         best_step: The largest step that any attempt has reached.
         saved_step: Step of the newest checkpoint when the last attempt was launched.
         began_seconds: Unix time at which the run was first supervised.
+        skips: What the run skips by `--may-skip-data`.
     """
 
     run_id: str
@@ -36,6 +39,7 @@ class LoopState:
     best_step: int = 0
     saved_step: int = 0
     began_seconds: float = 0.0
+    skips: Skips = NO_SKIPS
 
 
 def read_state(directory: Path) -> LoopState | None:
@@ -52,9 +56,14 @@ def read_state(directory: Path) -> LoopState | None:
             best_step=count(content["best_step"]),
             saved_step=count(content["saved_step"]),
             began_seconds=number(content["began_seconds"]),
+            skips=_decode_skips(entries(content.get("skips", {}))),  # absent in files of earlier versions
         )
     except (ValueError, LookupError):  # a forged file, or one of another version
         return None
+
+
+def _decode_skips(content: Mapping[str, Any]) -> Skips:
+    return Skips(read_positions(content.get("positions", [])), count(content.get("num_windows", 0)))
 
 
 def write_state(directory: Path, state: LoopState) -> None:

@@ -30,6 +30,7 @@ from genesis.data.pair_windows import SomePairWindows
 from genesis.data.pairs import spread_validation
 from genesis.data.prompt_data import HeldOutWindows, PromptData
 from genesis.data.prompts import PromptOptions
+from genesis.data.skipped import read_ranges
 from genesis.data.stream.options import StreamOptions
 from genesis.data.stream_data import StreamData
 from genesis.data.training_data import TrainingData, TrainingOptions, check_counts
@@ -72,6 +73,8 @@ class CorpusDataModule(pl.LightningDataModule):
         verify_hashes: Whether to compare each shard with its hash when it is first read.
         tokenizer_hash: The hash of the tokenizer that the corpus must have been prepared with; by default any.
         prompts: Prompts that the model answers itself, instead of a corpus, for the objective GSPO.
+        skip_positions: Positions to skip, as [FIRST, STOP], STOP not included: steps whose global batch has one of them
+            train on nothing. A checkpoint records them. Not for pairs and prompts.
 
     Attributes:
         training: The training data.
@@ -99,10 +102,12 @@ class CorpusDataModule(pl.LightningDataModule):
         verify_hashes: VerifyHashes = "first_touch",
         tokenizer_hash: str | None = None,
         prompts: PromptOptions | None = None,
+        skip_positions: list[list[int]] | None = None,
     ) -> None:
         super().__init__()
         options = TrainingOptions(
-            seq_len, micro_batch_size, global_batch_size, seed, mix, max_epochs, packing, num_epochs
+            *(seq_len, micro_batch_size, global_batch_size, seed, mix, max_epochs, packing, num_epochs),
+            read_ranges(skip_positions),
         )
         self.training = _build_training_data(corpus, stream, prompts, options, verify_hashes, tokenizer_hash)
         self.allows_reward_code = False

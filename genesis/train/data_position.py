@@ -1,9 +1,9 @@
 """The callback that advances the position of a run's data, logs consumption, and ends the run when the data end.
 
 logged                       unit and meaning
-data/epochs_SOURCE           epochs of the source: its consumed sequences divided by all its sequences; for a
-                             stream, the read spans of its files divided by all spans
-data/tokens_SOURCE           tokens consumed from the source, without padding
+data/epochs_SOURCE           epochs of the source: its consumed sequences, with skipped ones, divided by all its
+                             sequences; for a stream, the read spans of its files divided by all spans
+data/tokens_SOURCE           tokens consumed from the source, without padding and without skipped windows
 data/prompts_SOURCE          prompts of the source that were answered and trained (`data.prompts`)
 data/bad_documents_SOURCE    streams only: documents skipped because they could not be read
 data/damaged_spans_SOURCE    streams only: spans of damaged files whose rest was skipped
@@ -69,6 +69,12 @@ class MoveDataPosition(pl.Callback):
         note = self.data.advance(batch, has_tokens=has_tokens)
         if note is not None:
             rank_zero_info(note)
+        if batch.is_skipped:
+            first = batch.data_position - self.data.options.global_batch_size
+            rank_zero_info(
+                f"step {trainer.global_step} trained on nothing: its data are skipped, positions {first} to "
+                f"{batch.data_position - 1}"
+            )
         self._stop_at_the_end(trainer)
         if trainer.global_step % vars(trainer)["log_every_n_steps"] == 0 or trainer.should_stop:
             pl_module.log_dict(self._metrics(trainer), on_step=True, on_epoch=False, batch_size=1)

@@ -112,6 +112,7 @@ class GenesisModule(pl.LightningModule):
         self._has_unset_weights = False
         self.gradient_norm = gradient_norm
         self._skip_reason: str | None = None
+        self._empty_reason: str | None = None
         self._outcome: LateOutcome | None = None
         self._counts: dict[str, int] = {TOKENS: 0}
         self._grad_norm = math.nan
@@ -229,6 +230,9 @@ class GenesisModule(pl.LightningModule):
         with timing(self.trainer, "communication"):
             totals = layout.token_group.sum(list(counts.values())).wait()
         self._counts = dict(zip(counts, totals, strict=True))
+        self._empty_reason = None if self._counts[TOKENS] else "no_valid_tokens"
+        if window.is_skipped:
+            self._empty_reason = "skipped_data"  # which `TokenCounters` does not take for a fault
         # The reduction of gradients sums over ranks, and may divide that sum (DDP does). 0 keeps an empty window's
         # graph connected: every rank runs the same forwards and backwards, even without valid tokens.
         scales = {unit: layout.gradient_divisor / count if count else 0.0 for unit, count in self._counts.items()}
@@ -276,7 +280,7 @@ class GenesisModule(pl.LightningModule):
         if self._counts[TOKENS]:
             self._balance_experts(figures, is_applied=norm.isfinite())
         # The count of tokens is known here, and such a window has no norm to judge by: its gradients are zeros.
-        self._skip_reason = None if self._counts[TOKENS] else "no_valid_tokens"
+        self._skip_reason = self._empty_reason
         optimizer.found_inf = None
         if self._skip_reason is not None:
             self._remove_gradients()
@@ -311,8 +315,8 @@ class GenesisModule(pl.LightningModule):
         return self._counts[TOKENS] > 0
 
     def _find_skip_reason(self) -> str | None:
-        if self._counts[TOKENS] == 0:
-            return "no_valid_tokens"
+        if self._empty_reason is not None:
+            return self._empty_reason
         if not math.isfinite(self._grad_norm):
             return "scaler_overflow" if self._gradient_scaler() is not None else "nonfinite_gradient"
         return None

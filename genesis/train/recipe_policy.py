@@ -15,6 +15,8 @@ _FREE: Final = (
     *("trainer.default_root_dir", "trainer.use_distributed_sampler", "trainer.sync_batchnorm"),
     # How the same windows are read and cut: the sum over a global batch is the same.
     *("data.micro_batch_size", "data.prefetch_windows", "data.verify_hashes", "data.pads_pairs"),
+    # The consent by itself; what a run has skipped is in its order's state.
+    "data.skip_positions",
     # On which device the same numbers are used.
     "model.gradient_norm",
     # The data module compares the packing, and rejects another one.

@@ -1,20 +1,24 @@
 """The arithmetic of one window, on one rank and on several, replicated and sharded."""
 
 import os
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from genesis.data.window import IGNORE_INDEX
+from genesis.data.loader import SequenceFormat, build_skipped_window
+from genesis.data.window import IGNORE_INDEX, AccumulationWindow
 from genesis_callbacks import TokenCounters
 from genesis_callbacks.testing import run_ranks
 from tests.train.support import (
+    SEQ_LEN,
     TINY,
     KeepGradients,
     build_module,
@@ -117,12 +121,33 @@ def three_steps(strategy: str, fault: str) -> list[dict[str, Any]]:
     trainer = build_trainer(
         build_strategy(strategy), world_size, 3, [TokenCounters(), *poison, keep], gradient_clip_val=1.0
     )
-    trainer.fit(build_module(), loader(3, rank, world_size, (1,) if fault == "empty" else ()))
+    windows = loader(3, rank, world_size, (1,) if fault == "empty" else ())
+    trainer.fit(build_module(), WithSkippedWindow(windows) if fault == "skipped" else windows)
     return keep.after
 
 
+class WithSkippedWindow:
+    """The windows of a loader, the second of which is skipped: its micro-batches have other shapes than the others."""
+
+    def __init__(self, windows: Iterable[AccumulationWindow]) -> None:
+        self.windows = windows
+
+    def __iter__(self) -> Iterator[AccumulationWindow]:
+        for number, window in enumerate(self.windows):
+            yield self.skip(window) if number == 1 else window
+
+    def skip(self, window: AccumulationWindow) -> AccumulationWindow:
+        layout = SequenceFormat(SEQ_LEN, 0, np.ones(TINY.vocab_size, np.int64), np.dtype("<u2"))
+        skipped = build_skipped_window(layout, len(window.micro_batches), window.data_position)
+        assert {len(micro_batch.input_ids) for micro_batch in skipped.micro_batches} == {1}
+        return skipped
+
+
 @pytest.mark.parametrize("strategy", ["replicated", "full"])
-@pytest.mark.parametrize(("fault", "reason"), [("nan", "nonfinite_gradient"), ("empty", "no_valid_tokens")])
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [("nan", "nonfinite_gradient"), ("empty", "no_valid_tokens"), ("skipped", "skipped_data")],
+)
 def test_a_bad_window_is_skipped_by_all_ranks(strategy: str, fault: str, reason: str) -> None:
     num_valid = int((rows_of_step(0).labels != IGNORE_INDEX).sum())
     for first, second, third in run_ranks(three_steps, 2, strategy, fault):
@@ -130,7 +155,7 @@ def test_a_bad_window_is_skipped_by_all_ranks(strategy: str, fault: str, reason:
         assert first["tensors"].keys() == second["tensors"].keys()
         assert all(torch.equal(first["tensors"][name], second["tensors"][name]) for name in first["tensors"])
         assert any(not torch.equal(second["tensors"][name], third["tensors"][name]) for name in first["tensors"])
-        seen_in_window = 0 if fault == "empty" else num_valid
+        seen_in_window = num_valid if fault == "nan" else 0
         assert second["seen"] == first["seen"] + seen_in_window
         assert second["updated"] == first["updated"]
         assert [state["updates"] for state in (first, second, third)] == [1, 1, 2]

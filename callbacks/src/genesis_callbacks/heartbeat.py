@@ -51,8 +51,9 @@ class Heartbeat(Callback, PhaseListener):
 
     Every rank has one. A module may give the loss that it logged last in an attribute `logged_loss: float | None`;
     otherwise a metric of that name is read if it lies in the host's memory. A data module may give its position in an
-    attribute `data_position: int`. The heartbeat comes from the training thread, so that a rank that hangs stops
-    writing. `genesis_callbacks.phases` names phases of other code.
+    attribute `data_position: int`; a heartbeat of a failure outside of the training steps leaves it out. The heartbeat
+    comes from the training thread, so that a rank that hangs stops writing. `genesis_callbacks.phases` names phases of
+    other code.
 
     Args:
         run_dir: The run's directory, the same on all ranks.
@@ -208,7 +209,7 @@ class Heartbeat(Callback, PhaseListener):
             step=trainer.global_step,
             time_seconds=time.time(),
             monotonic_seconds=now,
-            clocks=self._read_clocks() | _read_position(trainer),
+            clocks=self._read_clocks() | self._read_position(trainer),
             loss=self._read_loss(trainer),
             tokens_per_second=self._measure_speed(now),
             milestones=dict(self._milestones),
@@ -227,7 +228,14 @@ class Heartbeat(Callback, PhaseListener):
         if counters is not None and counters.is_settled:  # otherwise reading them would wait for the device
             clocks = counters.checkpoint_counters()
             self._clocks = {name: count for name, count in clocks.items() if name != "step"}
+            self._clocks["last_update_step"] = counters.last_update_step
         return self._clocks
+
+    def _read_position(self, trainer: Trainer) -> dict[str, int]:
+        if self._phases[-1] == "failed" and self._phases[-2:-1] != ["train"]:
+            return {}  # so that no window is blamed for what failed outside of the training steps
+        position = getattr(vars(trainer).get("datamodule"), "data_position", None)
+        return {"data_position": position} if isinstance(position, int) else {}
 
     def _read_loss(self, trainer: Trainer) -> float | None:
         given = getattr(trainer.lightning_module, "logged_loss", None)
@@ -243,8 +251,3 @@ class Heartbeat(Callback, PhaseListener):
         tokens, before = self._counters.tokens_seen, self._rate_from
         self._rate_from = (now, tokens)
         return None if before is None or now <= before[0] else (tokens - before[1]) / (now - before[0])
-
-
-def _read_position(trainer: Trainer) -> dict[str, int]:
-    position = getattr(vars(trainer).get("datamodule"), "data_position", None)
-    return {"data_position": position} if isinstance(position, int) else {}

@@ -39,6 +39,8 @@ SKIPS_BY_REASON = "counters/skips_{reason}"
 
 SCALER_OVERFLOW = "scaler_overflow"
 NO_GRADIENT = "no_gradient"
+SKIPPED_DATA = "skipped_data"
+"""A module's `skip_reason` for a window that the user wants to be skipped: `max_consecutive_skips` ignores it."""
 
 _STATE_VERSION = 1
 _IGNORE_INDEX = -100
@@ -107,7 +109,11 @@ class TokenCounters(pl.Callback):
 
     Args:
         count_fn: Tokens of one rank's batch; a function or its dotted path. By default `count_tokens`.
-        max_consecutive_skips: Ends the run when this many windows in a row were skipped; None never does.
+        max_consecutive_skips: Ends the run when this many windows in a row were skipped; None never does. Windows that
+            a module skips for `skipped_data` neither count nor end such a row.
+
+    Attributes:
+        last_update_step: The newest step that is known to have changed the parameters; 0 for none.
 
     Raises:
         TooManySkipsError: In `on_train_batch_end`, on all ranks alike.
@@ -143,6 +149,7 @@ class TokenCounters(pl.Callback):
         self._tokens_updated = 0
         self._window_tokens = 0
         self._consecutive_skips = 0
+        self.last_update_step = 0
         self._skips: dict[str, int] = {}
         self._was_restored = False
         self._late: Any | None = None
@@ -215,6 +222,7 @@ class TokenCounters(pl.Callback):
             **self.checkpoint_counters(),
             "window_tokens": self._window_tokens,
             "consecutive_skips": self._consecutive_skips,
+            "last_update_step": self.last_update_step,
             "skips": dict(self._skips),
         }
 
@@ -231,6 +239,8 @@ class TokenCounters(pl.Callback):
         self._tokens_updated = state_dict["tokens_updated"]
         self._window_tokens = state_dict["window_tokens"]
         self._consecutive_skips = state_dict["consecutive_skips"]
+        # Earlier releases had no such clock, and counted every skip in a row.
+        self.last_update_step = state_dict.get("last_update_step", self._step - self._consecutive_skips)
         self._skips = dict(state_dict["skips"])
         self._late, self._comparable_updates = None, self._updates
         self._was_restored = True
@@ -352,9 +362,10 @@ class TokenCounters(pl.Callback):
             self._updates += 1
             self._tokens_updated += self._window_tokens
             self._consecutive_skips = 0
+            self.last_update_step = self._step
         else:
             self._skips[skip_reason] = self._skips.get(skip_reason, 0) + 1
-            self._consecutive_skips += 1
+            self._consecutive_skips += skip_reason != SKIPPED_DATA
         self._window_tokens = 0
         self._forget_attempt()
         if self._max_consecutive_skips is not None and self._consecutive_skips >= self._max_consecutive_skips:

@@ -19,7 +19,7 @@ class PartState(NamedTuple):
         cursor: Start of the lane's current block; None when the lane has read all of its part.
         num_given: Number of sequences of the block that were given out.
         num_sequences: Number of sequences given out in total.
-        num_tokens: Number of labels of these sequences.
+        num_tokens: Number of labels of these sequences, without those that were skipped.
         num_documents: Number of documents that begin in the blocks so far, including the current block.
         num_bad_documents: Number of documents skipped in these blocks.
         num_damaged_spans: Number of spans in these blocks whose rest was skipped.
@@ -42,12 +42,12 @@ class PartState(NamedTuple):
             num_damaged_spans=self.num_damaged_spans + block.num_damaged_spans,
         )
 
-    def give(self, block: Block) -> Self:
-        """Returns the state after the next sequence of the block."""
+    def give(self, block: Block, *, is_skipped: bool = False) -> Self:
+        """Returns the state after the next sequence of the block; one that is skipped has no tokens."""
         return self._replace(
             num_given=self.num_given + 1,
             num_sequences=self.num_sequences + 1,
-            num_tokens=self.num_tokens + int(block.lengths[self.num_given]),
+            num_tokens=self.num_tokens + (0 if is_skipped else int(block.lengths[self.num_given])),
         )
 
     def end(self, block: Block) -> Self:

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Int64, Integer
 from numpy import ndarray
 
-from genesis.data.loader import Ranks, SequenceFormat, build_window
+from genesis.data.loader import Ranks, SequenceFormat, build_skipped_window, build_window
 from genesis.data.order import SequenceOrder
 from genesis.data.stream.block import Block
 from genesis.data.stream.lanes import check_world_size, choose_other, lanes_at
@@ -84,10 +84,13 @@ class StreamWindows:
             raise RuntimeError("the windows of the stream are closed")
         if self._supply is None or position != self._position:
             self._go_to(position)
-        rows, ends, lengths = self._draw_batch(position)
+        is_skipped = self.order.is_skipped(position, self._global_batch_size)
+        rows, ends, lengths = self._draw_batch(position, is_skipped=is_skipped)
         self._position = position + self._global_batch_size
         with self._lock:
             self._snapshots[self._position] = dict(self._states)
+        if is_skipped:
+            return build_skipped_window(self._format, len(rows) // self._micro_batch_size, self._position)
         return build_window(rows, self._format, self._micro_batch_size, self._position, ends, lengths)
 
     def release(self, position: int) -> None:
@@ -172,7 +175,7 @@ class StreamWindows:
     # ---- drawing
 
     def _draw_batch(
-        self, position: int
+        self, position: int, *, is_skipped: bool
     ) -> tuple[Integer[ndarray, "N S+1"], Bool[ndarray, "N S"], Int64[ndarray, " N"]]:
         num_rows = self._global_batch_size // self._ranks.world_size
         rows = np.full((num_rows, self._format.seq_len + 1), self._format.padding_id, self._format.token_dtype)
@@ -181,7 +184,7 @@ class StreamWindows:
         for number, key in enumerate(self._own_keys(position, self._global_batch_size)):
             chosen = self._with_data(key)
             if chosen is not None:
-                rows[number], ends[number], lengths[number] = self._draw(chosen)
+                rows[number], ends[number], lengths[number] = self._draw(chosen, is_skipped=is_skipped)
         return rows, ends, lengths
 
     def _own_keys(self, position: int, count: int) -> Iterator[LaneSource]:
@@ -220,13 +223,13 @@ class StreamWindows:
             self._end_block(key, block)
         return False
 
-    def _draw(self, key: LaneSource) -> tuple[Integer[ndarray, " S+1"], Bool[ndarray, " S"], int]:
+    def _draw(self, key: LaneSource, *, is_skipped: bool) -> tuple[Integer[ndarray, " S+1"], Bool[ndarray, " S"], int]:
         block, state = self._block(key), self._states[key]
         if state.num_given == 0:
             state = state.begin(block)
         number = state.num_given
         consumed = block.rows[number], block.ends[number], int(block.lengths[number])
-        self._states[key] = state.give(block)
+        self._states[key] = state.give(block, is_skipped=is_skipped)
         if self._states[key].num_given == len(block.rows):
             self._end_block(key, block)
         return consumed
