@@ -50,7 +50,7 @@ from genesis.train.data_telemetry import DataTelemetry
 from genesis.train.module import GenesisModule
 from genesis.train.progress import GenesisProgressBar
 from genesis.train.recipe_policy import RECIPE_POLICY
-from genesis.train.telemetry import TelemetryOptions, build_telemetry
+from genesis.train.telemetry import TelemetryOptions, build_telemetry, outlast_hang_watch
 from genesis_callbacks import AsyncProcessCheckpoint, CheckpointVerification, Heartbeat, SkipAwareLR, TokenCounters
 from genesis_callbacks.checkpoint import MANIFEST_NAME, check_not_in_use, list_committed
 from genesis_callbacks.run_directory import read_run_dir
@@ -149,9 +149,12 @@ class SaveRecipe(Callback):
                 logger.log_hyperparams(self._recipe)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Writes the recipe on rank 0. At this point no check can refuse the run any more."""
+        """Writes the recipe on rank 0, and cuts the log. At this point no check can refuse the run any more."""
         if not trainer.is_global_zero:
             return
+        for logger in trainer.loggers:
+            if isinstance(logger, CSVLog):
+                logger.continue_after(trainer.global_step)
         self._run_dir.mkdir(parents=True, exist_ok=True)
         path = RunDirectory(self._run_dir).next_recipe()
         with naming(path):
@@ -314,6 +317,7 @@ class GenesisCLI(LightningCLI):
         trainer = super().instantiate_trainer(default_root_dir=str(run_dir), logger=loggers, **kwargs)
         if isinstance(trainer.strategy, Replicated | Sharded):
             trainer.strategy.start.recipe = self.config_dump
+        outlast_hang_watch(trainer)
         return trainer
 
     def _start_distillation(self) -> dict[str, str]:

@@ -5,12 +5,14 @@ FSDP2 both shard). Making a view makes process groups, which is a collective: ev
 same order. Unused views cost nothing.
 """
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Final
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from genesis.strategies.degrees import Degrees
+from genesis.strategies.timeouts import set_timeout
 
 _ALWAYS_REAL: Final = ("dp", "fsdp", "efsdp")
 """Axes over which torch communicates even if they have only one rank."""
@@ -22,11 +24,13 @@ class WorldMesh:
     Args:
         degrees: The degrees, resolved for the number of ranks.
         device_type: `cpu` or `cuda`.
+        timeout_seconds: Time limit of the collectives of all groups; None leaves each group the limit that torch gives.
     """
 
-    def __init__(self, degrees: Degrees, device_type: str) -> None:
-        self._degrees = degrees
+    def __init__(self, degrees: Degrees, device_type: str, timeout_seconds: float | None = None) -> None:
+        self._degrees, self._timeout_seconds = degrees, timeout_seconds
         self._world = init_device_mesh(device_type, (degrees.world_size,), mesh_dim_names=("world",))
+        self._limit(self._world, ("world",))
 
     @cached_property
     def data(self) -> DeviceMesh:
@@ -64,9 +68,21 @@ class WorldMesh:
     @cached_property
     def tokens(self) -> DeviceMesh:
         """The ranks that together read every row of a global batch once."""
-        return self.data["dp"] if self._degrees.cp == 1 else self.data["dp", "cp"]._flatten("tokens")
+        if self._degrees.cp == 1:
+            return self.data["dp"]
+        tokens = self.data["dp", "cp"]._flatten("tokens")
+        self._limit(tokens, ("tokens",))
+        return tokens
 
     def _view(self, axes: dict[str, int]) -> DeviceMesh:
         # An axis of one rank needs no process group: torch's fake backend replaces it.
         alone = {name: "fake" for name, size in axes.items() if size == 1 and name not in _ALWAYS_REAL}
-        return self._world._unflatten(0, tuple(axes.values()), tuple(axes), backend_override=alone)  # type: ignore[arg-type]
+        view = self._world._unflatten(0, tuple(axes.values()), tuple(axes), backend_override=alone)  # type: ignore[arg-type]
+        self._limit(view, tuple(name for name in axes if name not in alone))
+        return view
+
+    def _limit(self, mesh: DeviceMesh, names: Sequence[str]) -> None:
+        """Sets the time limit of the groups of a mesh's axes, which are not those of the default group."""
+        if self._timeout_seconds is not None:
+            for name in names:
+                set_timeout(mesh.get_group(name), self._timeout_seconds)

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
 
@@ -27,6 +26,7 @@ from genesis.strategies.layout import ParallelLayout, lay_out
 from genesis.strategies.micro_batches import WindowLoss, sum_in_turn, train_in_turn
 from genesis.strategies.recompute import ActivationCheckpointing
 from genesis.strategies.start import Launcher, Start
+from genesis.strategies.timeouts import choose_timeout, read_timeout, set_timeout
 from genesis.strategies.wrap import apply_wrappers
 
 
@@ -41,10 +41,12 @@ class Replicated(DDPStrategy):
             first is kept, and the backward holds the activations of all of them at once.
         compile_blocks: Whether each block is compiled by torch.compile.
         process_group_backend: `gloo` or `nccl`; by default the device's own backend.
-        timeout_seconds: Time limit of a collective.
+        timeout_seconds: Time limit of a collective. By default longer than `HangWatch` waits before it ends a run and
+            names the rank for which the others wait, or 1,800 s without `HangWatch`.
 
     Attributes:
         start: The record that the ranks compare after they have joined the process group.
+        hang_seconds: After how long at most `HangWatch` ends a run that hangs; None without one.
     """
 
     def __init__(
@@ -54,11 +56,11 @@ class Replicated(DDPStrategy):
         blocks_per_recomputation: int = 1,
         compile_blocks: bool = False,
         process_group_backend: str | None = None,
-        timeout_seconds: float = 1800.0,
+        timeout_seconds: float | None = None,
     ) -> None:
         super().__init__(
             process_group_backend=process_group_backend,
-            timeout=timedelta(seconds=timeout_seconds),
+            timeout=read_timeout(timeout_seconds),
             # The bucket is the gradient: one copy of every gradient less.
             gradient_as_bucket_view=True,
             # Otherwise DDP sorts gradients into other buckets after its first step. The buckets decide in which
@@ -69,6 +71,8 @@ class Replicated(DDPStrategy):
         self.activation_checkpointing = activation_checkpointing
         self.blocks_per_recomputation = blocks_per_recomputation
         self.compile_blocks = compile_blocks
+        self.timeout_seconds = timeout_seconds
+        self.hang_seconds: float | None = None
         self.start = Start()
         self._layout: ParallelLayout | None = None
 
@@ -144,6 +148,8 @@ class Replicated(DDPStrategy):
             self.start.begin()
             super().setup_distributed()
             self.start.check(self.node_rank)
+            assert dist.group.WORLD is not None
+            set_timeout(dist.group.WORLD, choose_timeout(self.timeout_seconds, self.hang_seconds))
         self._layout = self._lay_out()
 
     def setup(self, trainer: "pl.Trainer") -> None:

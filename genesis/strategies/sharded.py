@@ -1,7 +1,6 @@
 """Sharded: every rank holds a part of the parameters, gradients and optimizer state (FSDP2)."""
 
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
 
@@ -25,6 +24,7 @@ from genesis.strategies.mesh import WorldMesh
 from genesis.strategies.micro_batches import WindowLoss, sum_in_turn, train_in_turn
 from genesis.strategies.recompute import ActivationCheckpointing
 from genesis.strategies.start import Launcher, Start
+from genesis.strategies.timeouts import choose_timeout, read_timeout
 from genesis.strategies.wrap import ShardOptions, apply_wrappers, set_resharding
 
 DType = Literal["float32", "bfloat16"]
@@ -61,10 +61,12 @@ class Sharded(ModelParallelStrategy):
         desync_seconds: If a rank is alone in a forward for longer, the run ends and names it; the first two windows
             of each rank, in which it compiles and connects, may take any time.
         process_group_backend: `gloo` or `nccl`; by default the device's own backend.
-        timeout_seconds: Time limit of a collective.
+        timeout_seconds: Time limit of a collective. By default longer than `HangWatch` waits before it ends a run and
+            names the rank for which the others wait, or 1,800 s without `HangWatch`.
 
     Attributes:
         start: The record that the ranks compare after they have joined the process group.
+        hang_seconds: After how long at most `HangWatch` ends a run that hangs; None without one.
     """
 
     def __init__(
@@ -84,11 +86,11 @@ class Sharded(ModelParallelStrategy):
         compile_blocks: bool = False,
         desync_seconds: float = 300.0,
         process_group_backend: str | None = None,
-        timeout_seconds: float = 1800.0,
+        timeout_seconds: float | None = None,
     ) -> None:
         super().__init__(
             process_group_backend=process_group_backend,
-            timeout=timedelta(seconds=timeout_seconds),
+            timeout=read_timeout(timeout_seconds),
         )
         self.shard = shard
         self.ranks_per_shard_group = ranks_per_shard_group
@@ -104,6 +106,8 @@ class Sharded(ModelParallelStrategy):
         self.blocks_per_recomputation = blocks_per_recomputation
         self.compile_blocks = compile_blocks
         self.desync_seconds = desync_seconds
+        self.timeout_seconds = timeout_seconds
+        self.hang_seconds: float | None = None
         self.start = Start()
         self._watchdog: DesyncWatchdog | None = None
         self._gathering: GatheringChoice | None = None
@@ -232,7 +236,8 @@ class Sharded(ModelParallelStrategy):
         degrees = self._plan_degrees()
         degrees.check_available()
         self._setup_distributed()
-        self._mesh = WorldMesh(degrees, self.root_device.type)
+        timeout_seconds = choose_timeout(self.timeout_seconds, self.hang_seconds)
+        self._mesh = WorldMesh(degrees, self.root_device.type, timeout_seconds)
         self._layout = self._lay_out(degrees, self._mesh)
         assert self.lightning_module is not None
         self._device_mesh = self.lightning_module._device_mesh = self._mesh.dense

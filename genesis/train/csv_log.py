@@ -18,8 +18,8 @@ from genesis_callbacks.files import replace_file
 class CSVLog(Logger):
     """Writes metrics to one CSV file: a row per step, a column per metric.
 
-    A resumed run replaces the rows that it repeats: those from its first logged step on are cut, because a killed run
-    may have logged beyond its last checkpoint.
+    A resumed run replaces the rows that it repeats, because a killed run may have logged beyond its last checkpoint:
+    those after the step given to `continue_after` are cut; without it, those from the first logged step on.
 
     Args:
         path: The file; it is created with its directory when the first row is written.
@@ -32,6 +32,14 @@ class CSVLog(Logger):
         self._row: dict[str, Any] = {}
         self._row_offset_bytes = 0
         self._has_begun = False
+        self._resumed_step: int | None = None
+
+    def continue_after(self, step: int) -> None:
+        """Keeps the rows up to a step, the one that the run resumes from; call it before the first row.
+
+        What is then logged for that step, such as a validation of the restored weights, joins its row.
+        """
+        self._resumed_step = step
 
     @property
     def name(self) -> str:
@@ -64,7 +72,7 @@ class CSVLog(Logger):
         self._row = {"step": step, **metrics} if is_new_row else {**self._row, **metrics}
         new_columns = [column for column in self._row if column not in self._columns]
         if new_columns or not self._has_begun:
-            kept = self._read_rows_before(step)
+            kept = self._read_rows_before(step) if self._has_begun else self._read_rows_of_earlier_runs(step)
             self._columns += [column for column in new_columns if column not in self._columns]
             with naming(self._path):
                 self._rewrite(kept)
@@ -87,6 +95,16 @@ class CSVLog(Logger):
                 os.ftruncate(descriptor, self._row_offset_bytes + len(data))
         finally:
             os.close(descriptor)
+
+    def _read_rows_of_earlier_runs(self, step: int) -> list[dict[str, Any]]:
+        """Returns the rows to keep before the first row; the resumed step's own row joins the one at hand."""
+        if self._resumed_step is None:
+            return self._read_rows_before(step)
+        kept = self._read_rows_before(min(step, self._resumed_step) + 1)
+        if kept and int(kept[-1]["step"]) == step:
+            earlier = {column: cell for column, cell in kept.pop().items() if cell and column != "step"}
+            self._row = {"step": step, **earlier, **self._row}
+        return kept
 
     def _read_rows_before(self, step: int) -> list[dict[str, Any]]:
         if not self._path.exists():

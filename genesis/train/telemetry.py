@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 
+from genesis.strategies import Replicated, Sharded
 from genesis_callbacks import (
     DeviceWatch,
     GradientHealth,
@@ -30,7 +32,7 @@ class TelemetryOptions:
         device: Utilisation, power and traffic of an NVIDIA device; needs the package nvidia-ml-py.
         trace_steps: The steps to trace with torch's profiler, counted from 0.
         hang_seconds: A run whose ranks make no progress for so long ends with their stacks and the name of the rank
-            that is missing; None never ends it. It names a rank only if the process group's timeout is longer.
+            that is missing; None never ends it. Collectives may take longer, by the strategy's `timeout_seconds`.
     """
 
     throughput: bool = True
@@ -69,3 +71,23 @@ def build_telemetry(options: TelemetryOptions, run_dir: Path, *, has_loss: bool 
     if options.hang_seconds is not None:
         callbacks.append(HangWatch(timeout_seconds=options.hang_seconds))
     return callbacks
+
+
+def outlast_hang_watch(trainer: Trainer) -> None:
+    """Lets the collectives of a run take longer than its `HangWatch` waits, so that the run ends with a rank's name.
+
+    A limit that the recipe gives stays, with a warning if it is too short for that.
+    """
+    strategy = trainer.strategy
+    callbacks = vars(trainer)["callbacks"]  # a public attribute without an annotation in Lightning
+    watch = next((each for each in callbacks if isinstance(each, HangWatch)), None)
+    if watch is None or not isinstance(strategy, Replicated | Sharded):
+        return
+    strategy.hang_seconds = watch.longest_seconds
+    given = strategy.timeout_seconds
+    if given is not None and given <= watch.timeout_seconds and trainer.num_devices * trainer.num_nodes > 1:
+        rank_zero_warn(
+            f"trainer.strategy.timeout_seconds is {given:g}, and telemetry.hang_seconds {watch.timeout_seconds:g}: a "
+            "run that hangs ends without the name of the rank that is missing. Leave timeout_seconds out, or lower "
+            "hang_seconds"
+        )

@@ -75,6 +75,29 @@ def test_a_resumed_run_replaces_the_rows_that_it_repeats(path: Path) -> None:
     assert losses_by_step(path) == {1: 3.0, 2: 3.0, 3: 3.0, 4: 3.0, 5: 1.0, 6: 1.0}
 
 
+def test_a_validation_of_the_restored_step_joins_the_row_of_that_step(path: Path) -> None:
+    log = CSVLog(path)
+    log_steps(log, range(1, 8), loss=3.0)
+    resumed = CSVLog(path)
+    resumed.continue_after(4)
+    resumed.log_metrics({VALIDATION_LOSS: 4.0}, 4)
+    assert [(row["step"], row[LOSS], row[VALIDATION_LOSS]) for row in read_rows(path)] == [
+        *((str(step), "3.0", "") for step in (1, 2, 3)),
+        ("4", "3.0", "4.0"),
+    ]
+    log_steps(resumed, range(5, 7), loss=1.0)
+    assert [row["step"] for row in read_rows(path)] == ["1", "2", "3", "4", "5", "6"]
+
+
+@pytest.mark.parametrize("first_step", [5, 6])
+def test_rows_after_the_restored_step_are_cut_wherever_the_resumed_run_logs_first(path: Path, first_step: int) -> None:
+    log_steps(CSVLog(path), range(1, 8), loss=3.0)
+    resumed = CSVLog(path)
+    resumed.continue_after(4)
+    log_steps(resumed, range(first_step, 9, 2), loss=1.0)
+    assert losses_by_step(path) == {1: 3.0, 2: 3.0, 3: 3.0, 4: 3.0, **dict.fromkeys(range(first_step, 9, 2), 1.0)}
+
+
 def test_a_resumed_run_keeps_the_columns_in_their_order_and_adds_its_own(path: Path) -> None:
     first = CSVLog(path)
     first.log_metrics({GRAD_NORM: 0.5, LOSS: 3.0}, 1)

@@ -12,7 +12,7 @@ from genesis.errors import UserError
 from genesis.optim import OptimizerOptions
 from genesis.train.module import GenesisModule
 from genesis_callbacks import AsyncProcessCheckpoint, SkipAwareLR, TokenCounters
-from genesis_callbacks.checkpoint import read_tensors
+from genesis_callbacks.checkpoint import list_committed, read_tensors
 from genesis_callbacks.testing import run_ranks
 from tests.train.support import TINY, build_strategy, build_trainer, counters_of, loader, whole
 from tests.train.test_step import PoisonOneRank
@@ -124,6 +124,19 @@ def test_a_resume_may_change_the_option(tmp_path: Path) -> None:
         assert end["clocks"] == ends[0]["clocks"]
         assert end["log"] == ends[0]["log"]
         assert all(torch.equal(end["tensors"][name], tensor) for name, tensor in ends[0]["tensors"].items())
+
+
+def save_each_step(run_dir: str) -> dict[str, int]:
+    checkpoint = AsyncProcessCheckpoint(run_dir=run_dir, every_n_steps=1, keep_last=None, mode="sync")
+    callbacks = [TokenCounters(), PoisonOneRank(POISONED, 0), checkpoint]
+    trainer = build_trainer(build_strategy("replicated"), 1, STEPS, callbacks)
+    trainer.fit(GenesisModule(TINY, OptimizerOptions(lr=1e-2), gradient_norm="device"), loader(STEPS, 0, 1, (EMPTY,)))
+    return counters_of(trainer).skips
+
+
+def test_saves_after_skipped_windows_are_not_taken_for_stale_snapshots(tmp_path: Path) -> None:
+    assert run_ranks(save_each_step, 1, str(tmp_path)) == [{"no_valid_tokens": 1, "nonfinite_gradient": 1}]
+    assert len(list_committed(tmp_path / "checkpoints")) == STEPS
 
 
 def refuse(strategy: str, optimizer: str, precision: str) -> str:

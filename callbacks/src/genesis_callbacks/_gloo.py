@@ -37,6 +37,11 @@ def new_gloo_group(
 ) -> dist.ProcessGroup:
     """Returns a new gloo group of all ranks, or of some, as `torch.distributed.new_group` does. Collective.
 
+    Args:
+        ranks: Those of the group; by default all.
+        timeout: The limit of a collective; by default that of the default group, and at least gloo's usual one.
+        environment: Of this process.
+
     Raises:
         GlooGroupError: The ranks do not reach one another; the message names the interface.
     """
@@ -44,7 +49,7 @@ def new_gloo_group(
     try:
         with _interface_set(interface):
             group: dist.ProcessGroup = dist.new_group(
-                None if ranks is None else list(ranks), backend="gloo", timeout=timeout
+                None if ranks is None else list(ranks), backend="gloo", timeout=timeout or _choose_timeout()
             )
     except RuntimeError as error:
         used = interface or environment.get(VARIABLE) or "of the address of this host's name"
@@ -53,6 +58,18 @@ def new_gloo_group(
             f"interface (as `ip -brief address` lists it) that connects the nodes: {error}"
         ) from error
     return group
+
+
+def _choose_timeout() -> timedelta:
+    """Returns how long our ranks wait for one another: no shorter than the collectives of training."""
+    world = dist.group.WORLD
+    assert world is not None
+    limits = [dist.default_pg_timeout]
+    for device in world._device_types:
+        # Torch has no public way to read the limit of a group; a backend without one has no such options.
+        limit = getattr(getattr(world._get_backend(device), "options", None), "_timeout", None)
+        limits += [limit] if isinstance(limit, timedelta) else []
+    return max(limits)
 
 
 def choose_interface(environment: Mapping[str, str]) -> str | None:

@@ -76,8 +76,9 @@ def choose_limit(phase: Phase, limits: HangLimits, *, has_stepped: bool) -> floa
 class HangWatch(Callback):
     """Ends all ranks with status 92 if a rank makes no progress for too long; see the module's docstring.
 
-    It needs a `Heartbeat` among the callbacks, whose run directory it uses; all ranks have to see this directory. Set
-    `timeout_seconds` below the timeout of the process group, or the group ends the run first, without naming a rank.
+    It needs a `Heartbeat` among the callbacks, whose run directory it uses; all ranks have to see this directory. The
+    timeout of the process group has to be above `longest_seconds`, or the group may end the run first, without naming a
+    rank. Torch's default is 1,800 s under Lightning, and 600 s for further nccl groups, such as those of a mesh.
     What it does not replace: a process that is gone is named by `AsyncProcessCheckpoint` within seconds, by a lock.
 
     Args:
@@ -111,6 +112,16 @@ class HangWatch(Callback):
             if not seconds > 0:
                 raise UserError(f"{name} is {seconds}: give a positive number of seconds")
         self._watch: _Watch | None = None
+
+    @property
+    def timeout_seconds(self) -> float:
+        """How long a rank may make no progress in training."""
+        return self._limits.timeout_seconds
+
+    @property
+    def longest_seconds(self) -> float:
+        """The longest of all limits: a run that hangs in any phase has ended by then."""
+        return max(choose_limit(phase, self._limits, has_stepped=False) for phase in PHASES)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Checks that there is a heartbeat."""
