@@ -1,29 +1,22 @@
-"""`genesis doctor`: the machine, its devices (`--device`), and a recipe (`--config`)."""
+"""`genesis doctor` on the machine and on its devices (`--device`). It imports no Lightning; `--config` is elsewhere."""
 
 import argparse
-import logging
 import os
 import sys
-import tempfile
-import warnings
 from collections import Counter
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
 
 from genesis.arguments import Parser
-from genesis.cli.fit import GenesisCLI
 from genesis.cli.options import PLAIN_WIDTH
 from genesis.doctor.advice import examine_machine
-from genesis.doctor.capacity import measure_capacity
 from genesis.doctor.checks import Check, has_failed, list_plain, print_checks, write_json
 from genesis.doctor.facts import PlannedSaves, read_facts
 from genesis.doctor.main import main as examine_devices
-from genesis.doctor.protocol import Examination, examine
-from genesis.doctor.recipe import BuiltRecipe, Options, to_arguments
 from genesis.errors import UserError, naming
 
 _DESCRIPTION: Final = """Examines what a training needs, in three ways:
@@ -38,10 +31,40 @@ _OF_DEVICES: Final = ("--device", "--out", "--parts", "--size", "--patience")
 _FAILED: Final = 1
 
 
+@dataclass(frozen=True)
+class RecipeReport:
+    """The results of the examination of a recipe.
+
+    Args:
+        checks: In the order of the table.
+        plain: For the JSON.
+        saves: The checkpoints that the recipe plans; None if the plan does not know the recipe.
+        show: Prints it.
+    """
+
+    checks: Sequence[Check]
+    plain: Mapping[str, Any]
+    saves: PlannedSaves | None
+    show: Callable[[Console], None]
+
+
+ExamineRecipe = Callable[[argparse.Namespace, Sequence[str]], RecipeReport]
+
+
 def main(argv: list[str]) -> int:
-    """Runs `genesis doctor` and returns its exit status."""
+    """Runs `genesis doctor` without a recipe and returns its exit status."""
     if any(word.partition("=")[0] == "--device" for word in argv):
         return examine_devices(argv)
+    return run_doctor(argv, None)
+
+
+def run_doctor(argv: list[str], examine_recipe: ExamineRecipe | None) -> int:
+    """Examines the machine, and a recipe if there is one, and returns the exit status.
+
+    Args:
+        argv: The arguments of `genesis doctor`.
+        examine_recipe: Examines the recipe of the options; None if there is none.
+    """
     options, extra = _parse(argv)
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
     report: dict[str, Any] = {"what": "genesis doctor", "machine": [], "recipe": None}
@@ -49,18 +72,12 @@ def main(argv: list[str]) -> int:
     checks: list[Check] = []
     with naming(options.dir or Path()):
         facts = read_facts(options.dir or Path())  # before fits, which set environment variables of their own
-    if options.config:
-        report["what"] = "genesis doctor --config"
-        found = _examine_recipe(options, extra)
-        saves = found.saves
-        _print_examination(found, console)
-        report["recipe"] = {
-            "config": [str(path) for path in options.config],
-            "notes": found.notes,
-            "changes": [{"key": each.key, "before": each.before, "now": each.now} for each in found.changes],
-            "checks": list_plain(found.checks),
-        }
+    if examine_recipe is not None and options.config:
+        found = examine_recipe(options, extra)
+        found.show(console)
+        report |= {"what": "genesis doctor --config", "recipe": dict(found.plain)}
         checks += found.checks
+        saves = found.saves
     machine = examine_machine(facts, saves)
     print_checks("genesis doctor: the machine", machine, console)
     report["machine"] = list_plain(machine)
@@ -79,6 +96,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         usage="genesis doctor [--config RECIPE] [--json FILE] [--dir DIR] [-- OPTIONS OF FIT]",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # the table of commands looks for the whole name
     )
     parser.add_argument("--config", type=Path, action="append", help="a recipe; may be given several times")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results as JSON to FILE")
@@ -115,48 +133,3 @@ def _print_verdict(checks: Sequence[Check]) -> None:
         f"{counts['passed']} passed, {counts['warning']} warnings, {counts['does not apply']} do not apply, "
         f"{counts['failed']} failed" + (f": {failed}" if failed else "")
     )
-
-
-class _UnstartedCLI(GenesisCLI):
-    """Builds what `genesis fit` trains, and does not train."""
-
-    def _run_subcommand(self, subcommand: str) -> None:
-        self.start: Path | None = self._prepare_subcommand_kwargs(subcommand)["ckpt_path"]
-
-
-def build_recipe(arguments: Sequence[str], options: Options) -> BuiltRecipe:
-    """Returns what `genesis fit` would train.
-
-    Args:
-        arguments: Of `genesis fit`.
-        options: Options that replace those of the arguments.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        cli = _UnstartedCLI("fit", ["fit", *arguments, *to_arguments(options)])
-    return BuiltRecipe(cli.model, cli.datamodule, cli.trainer, cli.checkpoint, cli.config_dump, cli.start)
-
-
-def _examine_recipe(options: argparse.Namespace, extra: Sequence[str]) -> Examination:
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    arguments = [word for path in options.config for word in ("--config", str(path))] + list(extra)
-    progress = Console(stderr=True, highlight=False)
-    parent = options.dir or Path()
-    with tempfile.TemporaryDirectory(dir=parent, prefix=".genesis-doctor-", ignore_cleanup_errors=True) as directory:
-        return examine(
-            partial(build_recipe, arguments),
-            Path(directory).resolve(),
-            measure_capacity,
-            lambda line: progress.print(f"doctor: {line}", markup=False),
-        )
-
-
-def _print_examination(found: Examination, console: Console) -> None:
-    if found.sample is not None:
-        console.print(found.sample)
-    for note in found.notes:
-        console.print(f"trained with {note}", markup=False)
-    for change in found.changes:
-        console.print(f"changed: {change.key} {change.before} -> {change.now}: {change.reason}", markup=False)
-    print_checks("genesis doctor: the recipe", found.checks, console)

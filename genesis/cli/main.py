@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             end_with_parent()
         with _ended_at_once_by_sigint():
             command.check_arguments(rest)
-            function = command.load()
+            function = command.load(rest)
         return function(rest)
     except (UserError, RunEndedError) as error:
         show = printable if error.is_one_line else printable_lines

@@ -5,8 +5,8 @@ imported only when the command is called. This is the only place in the project 
 """
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from genesis.errors import UserError
@@ -24,6 +24,8 @@ class Command:
         check: `module:function`, fast to import; it takes the same arguments and refuses wrong ones early.
         prepare: `module:function` without arguments, called before the command's code is imported: it sets
             environment variables that other packages read at import.
+        target_of: `module:function` by option: if one of the arguments is the option, this target runs instead. The
+            other forms of the command then need not import what this form needs.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Command:
     extra: str | None = None
     check: str | None = None
     prepare: str | None = None
+    target_of: Mapping[str, str] = field(default_factory=dict)
 
     def check_arguments(self, arguments: list[str]) -> None:
         """Refuses mistakes that can be found before the command's code is imported.
@@ -42,8 +45,11 @@ class Command:
         if self.check is not None:
             _find(self.check)(arguments)
 
-    def load(self) -> Callable[[list[str]], int]:
+    def load(self, arguments: Sequence[str] = ()) -> Callable[[list[str]], int]:
         """Imports the command's code and returns its function.
+
+        Args:
+            arguments: Those that the function will get.
 
         Raises:
             UserError: An optional dependency is missing; the message names the extra that installs it.
@@ -51,7 +57,9 @@ class Command:
         try:
             if self.prepare is not None:
                 _find(self.prepare)()
-            main: Callable[[list[str]], int] = _find(self.target)
+            given = {word.partition("=")[0] for word in arguments}
+            target = next((self.target_of[option] for option in self.target_of if option in given), self.target)
+            main: Callable[[list[str]], int] = _find(target)
         except ImportError as error:
             if self.extra is None:
                 raise
@@ -122,7 +130,11 @@ COMMANDS = (
     Command("mirror restore", "continue a run from its mirror", "genesis.cli.mirror_restore:main"),
     Command("plan", "compute memory, time, cost and disk of a recipe before it runs", "genesis.cli.plan:main"),
     Command("demo", "run the whole workflow on Python's own sources, in minutes", "genesis.cli.demo:main"),
-    Command("doctor", "examine a machine, its devices, or a recipe before it trains", "genesis.cli.doctor:main"),
+    Command(
+        *("doctor", "examine a machine, its devices, or a recipe before it trains", "genesis.cli.doctor:main"),
+        prepare="genesis.doctor.environment:make_quiet",
+        target_of={"--device": "genesis.cli.doctor:main", "--config": "genesis.cli.doctor_recipe:main"},
+    ),
     Command("rehearse", "test a recipe with kills and restarts before a long training", "genesis.cli.rehearse:main"),
     Command(
         "supervise", "keep a run alive: restart after crashes, with a record of each", "genesis.cli.supervise:main"

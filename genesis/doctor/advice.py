@@ -246,11 +246,11 @@ def _check_disk(facts: MachineFacts, saves: PlannedSaves | None) -> Check:
         if disk.free_bytes < _SPARED_DISK * disk.total_bytes:
             return Check("disk", "warning", found, "the disk is nearly full: remove files, or name another run_dir")
         return Check("disk", "passed", found)
-    kept = "all checkpoints stay" if saves.num_kept is None else f"{saves.num_kept} at a time"
-    found += f"; a checkpoint has {_describe_size(saves.num_bytes)}, {kept}"
+    needed = saves.disk_bytes or saves.num_bytes * (saves.num_kept or 2)
+    kept = "all checkpoints of a run without an end stay" if saves.num_kept is None else f"{saves.num_kept} at a time"
+    found += f"; planned are checkpoints of {_describe_size(saves.num_bytes)}, {kept}, {_describe_size(needed)} in all"
     if disk.write_bytes_per_second:
-        found += f", written in {saves.num_bytes / disk.write_bytes_per_second:.1f} s"
-    needed = saves.num_bytes * (saves.num_kept or 2)
+        found += f", each written in {saves.num_bytes / disk.write_bytes_per_second:.1f} s"
     return judge(
         "disk",
         disk.free_bytes > needed,

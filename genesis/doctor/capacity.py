@@ -1,19 +1,17 @@
 """What the device of an examination can do, roughly: enough to decide what must be cut."""
 
-import os
-from pathlib import Path
 from typing import Final
 
 import torch
 
 from genesis.device import is_host
+from genesis.doctor.facts import read_available_bytes
 from genesis.doctor.recipe import BuiltRecipe, Capacity
 
 _FLOPS_PER_CORE: Final = 15e9
 """What training in float32 reaches on a core of a few years ago."""
 _FLOPS_OF_DEVICE: Final = 2e13
 _USED_SHARE: Final = 0.6
-_MEMINFO: Final = Path("/proc/meminfo")
 
 
 def measure_capacity(built: BuiltRecipe) -> Capacity:
@@ -24,12 +22,3 @@ def measure_capacity(built: BuiltRecipe) -> Capacity:
     module = torch.get_device_module(device)
     free = module.mem_get_info(device)[0] if hasattr(module, "mem_get_info") else read_available_bytes()
     return Capacity(int(_USED_SHARE * free), _FLOPS_OF_DEVICE)
-
-
-def read_available_bytes() -> int:
-    """Returns the memory that new work may take without swapping."""
-    if _MEMINFO.exists():
-        for line in _MEMINFO.read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -15,7 +15,6 @@ from typing import Final
 
 import torch
 
-from genesis.doctor.capacity import read_available_bytes
 from genesis.doctor.nvml import Gpu, Link, read_gpus
 from genesis_callbacks.files import sync_directory
 
@@ -30,6 +29,7 @@ SETTINGS: Final = (
 _DEFAULT_PORT: Final = 29500
 _WRITTEN_BYTES: Final = 64 << 20
 _SPARED_BYTES: Final = 1 << 30
+_MEMINFO: Final = Path("/proc/meminfo")
 _CGROUP: Final = Path("/sys/fs/cgroup")
 _SHARED_MEMORY: Final = Path("/dev/shm")
 
@@ -55,11 +55,13 @@ class PlannedSaves:
 
     Args:
         num_bytes: The bytes of one.
-        num_kept: How many stay at the same time, at most, with the one that is being written; None if all stay.
+        num_kept: How many stay at the same time, at most, with the one that is being written; None if it is not known.
+        disk_bytes: The bytes of these, and of a frozen base; None if that is not known.
     """
 
     num_bytes: int
     num_kept: int | None
+    disk_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -214,3 +216,12 @@ def _find_version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def read_available_bytes() -> int:
+    """Returns the memory that new work may take without swapping."""
+    if _MEMINFO.exists():
+        for line in _MEMINFO.read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

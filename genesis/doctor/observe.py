@@ -5,7 +5,8 @@ import hashlib
 import resource
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -44,21 +45,65 @@ class LiveTensors(NamedTuple):
     num_bytes: int
 
 
-def count_tensors() -> LiveTensors:
-    """Returns how many tensors Python knows."""
+def count_tensors(ignored: Iterable[torch.Tensor] = ()) -> LiveTensors:
+    """Returns how many tensors Python knows.
+
+    Args:
+        ignored: Tensors whose storages do not count.
+    """
     gc.collect()
     storages: dict[int, int] = {}
-    count = 0
-    for found in gc.get_objects():
-        # `type`, because `isinstance` asks lazy modules for their class, which imports them.
-        if issubclass(type(found), torch.Tensor) and not found.is_meta:
-            count += 1
-            try:
-                storage = found.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes()
-            except (RuntimeError, NotImplementedError):  # a tensor without storage of its own, such as a sharded one
-                continue
+    # `type`, because `isinstance` asks lazy modules for their class, which imports them.
+    known = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor) and not found.is_meta]
+    count = len(known)
+    for found in known:
+        try:
+            storage = found.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        except (RuntimeError, NotImplementedError):  # a tensor without storage of its own, such as a sharded one
+            continue
+    for found in ignored:
+        storages.pop(found.untyped_storage().data_ptr(), None)
     return LiveTensors(count, sum(storages.values()))
+
+
+class StepPeak:
+    """Measures the memory of one step at its highest point, from its construction to `stop`.
+
+    On a device it is the allocator's own figure. On the host it is what was there before, and what torch's profiler
+    records of allocations.
+
+    Args:
+        module: The module that trains.
+        device: The device that trains.
+    """
+
+    def __init__(self, module: pl.LightningModule, device: torch.device) -> None:
+        self._device = device
+        self._profile: torch.profiler.profile | None = None
+        if not is_host(device.type):
+            torch.get_device_module(device).reset_peak_memory_stats(device)
+            return
+        # A step begins by removing the gradients of the one before, and the profiler does not see that.
+        gradients = [each.grad for each in module.parameters() if each.grad is not None]
+        self._held_bytes = count_tensors(gradients).num_bytes
+        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        self._profile.start()
+
+    def stop(self) -> int:
+        """Returns the bytes."""
+        if self._profile is None:
+            return int(torch.get_device_module(self._device).max_memory_allocated(self._device))
+        self._profile.stop()
+        profiler: Any = self._profile.profiler
+        events = [each for each in profiler.kineto_results.events() if each.name() == "[memory]"]
+        changes = [int(each.nbytes()) for each in sorted(events, key=lambda each: each.start_ns())]
+        return self._held_bytes + max(accumulate(changes, initial=0))
+
+    @staticmethod
+    def can_measure(device: torch.device) -> bool:
+        """Returns whether a device counts its memory."""
+        return is_host(device.type) or hasattr(torch.get_device_module(device), "max_memory_allocated")
 
 
 class Watch(pl.Callback):
@@ -67,13 +112,21 @@ class Watch(pl.Callback):
     Args:
         at_start: Called once, in front of the first step, with the trainer, the module and the first window.
         tensor_steps: The steps after which all tensors are counted.
+        peak_step: The step that is measured at its highest point, counted from 0; None for none.
+
+    Attributes:
+        peak_bytes: The memory of that step; None if it was not measured.
     """
 
     def __init__(
         self,
         at_start: Callable[[pl.Trainer, pl.LightningModule, AccumulationWindow], None] | None = None,
         tensor_steps: Sequence[int] = (),
+        peak_step: int | None = None,
     ) -> None:
+        self._peak_step = peak_step
+        self._peak: StepPeak | None = None
+        self.peak_bytes: int | None = None
         self._at_start, self._tensor_steps = at_start, frozenset(tensor_steps)
         self.windows: dict[int, str] = {}
         self.resident: dict[int, int] = {}
@@ -88,6 +141,9 @@ class Watch(pl.Callback):
             at_start, self._at_start = self._at_start, None
             at_start(trainer, pl_module, batch)
         self.windows[trainer.global_step] = hash_window(batch)
+        device = trainer.strategy.root_device
+        if trainer.global_step == self._peak_step and StepPeak.can_measure(device):
+            self._peak = StepPeak(pl_module, device)
 
     def on_train_batch_end(
         self,
@@ -98,6 +154,8 @@ class Watch(pl.Callback):
         batch_idx: int,
     ) -> None:
         """Keeps the memory after the step."""
+        if self._peak is not None:
+            self.peak_bytes, self._peak = self._peak.stop(), None
         step, device = trainer.global_step, trainer.strategy.root_device
         self.resident[step] = read_resident_bytes()
         if not is_host(device.type) and hasattr(torch.get_device_module(device), "memory_allocated"):

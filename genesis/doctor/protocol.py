@@ -22,11 +22,12 @@ from genesis.data.corpus_data import CorpusData
 from genesis.data.inspect import read_corpus_tokenizer
 from genesis.data.stream_data import StreamData
 from genesis.data.window import AccumulationWindow
+from genesis.device import is_host
 from genesis.doctor.checks import Check, judge
-from genesis.doctor.facts import PlannedSaves
 from genesis.doctor.forked_ranks import NUM_RANKS, ForkedRanks, Step
 from genesis.doctor.model_checks import CHECKS, Scene
 from genesis.doctor.observe import Repeat, Watch
+from genesis.doctor.planned import PlannedFit, plan_fit
 from genesis.doctor.recipe import (
     SINGLE,
     SINGLE_NOTE,
@@ -42,6 +43,7 @@ from genesis.doctor.recipe import (
 )
 from genesis.doctor.run_checks import (
     Course,
+    Peak,
     SavePlan,
     check_checkpoint,
     check_memory,
@@ -62,6 +64,8 @@ _OVERFIT_LIMIT: Final = 0.1
 _OVERFIT_STEPS: Final = 200
 _LEARNING_RATES: Final = {"new": 1e-3, "adapter": 2e-3, "imported": 2e-4}
 """The lowest learning rate with which one batch is learned by heart."""
+_PEAK_STEP: Final = 2
+"""Before the first save; the moments of the optimizer exist by then."""
 _SPLIT_STEPS: Final = 3
 _SPLIT_ROWS: Final = 4
 _SPLIT_LIMIT_SECONDS: Final = 300.0
@@ -76,14 +80,12 @@ class Examination:
         checks: In the order of the table.
         changes: What differs from the recipe.
         sample: A row of the first batch.
-        saves: The checkpoints that the whole recipe plans; None if no step was trained.
         notes: What holds for the whole examination.
     """
 
     checks: list[Check] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
     sample: Table | None = None
-    saves: PlannedSaves | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -126,6 +128,7 @@ class _Protocol:
         self._objective: ObjectiveName = "CrossEntropy"
         self._is_new = True
         self._straight = Watch()
+        self._planned: PlannedFit | None = None
         self._resolved: Mapping[str, Any] = {}
 
     def run(self) -> Examination:
@@ -162,17 +165,12 @@ class _Protocol:
             data["seq_len"],
         )
 
-    def _plan_saves(self, plan: SavePlan | None) -> None:
-        """Plans the checkpoints of the whole recipe; where the model is cut, there is nothing to plan from."""
-        if plan is None or "model.decoder.num_layers" in self._options:
-            return
-        checkpoint = self._resolved["checkpoint"]
-        last, every = checkpoint.get("keep_last"), checkpoint.get("keep_every_n_steps")
-        num_kept = None if last is None else last + 1
-        max_steps = self._resolved["trainer"]["max_steps"]
-        if num_kept is not None and every:
-            num_kept = num_kept + max_steps // every if max_steps and max_steps > 0 else None
-        self._found.saves = PlannedSaves(plan.num_bytes, num_kept)
+    def _plan_fit(self, built: BuiltRecipe) -> None:
+        """Plans the fit with the recipe as it is built, which may be smaller than the whole one."""
+        try:
+            self._planned = plan_fit(built.resolved, is_host=is_host(built.trainer.strategy.root_device.type))
+        except UserError as error:
+            self._found.notes.append(f"figures that are not compared with a plan, which does not know them: {error}")
 
     @contextmanager
     def _time(self, *names: str, ends: tuple[type[Exception], ...] = ()) -> Iterator[list[Check]]:
@@ -209,16 +207,16 @@ class _Protocol:
                 "checkpoint.save_at_end": True,
             }
         )
-        watch = Watch(self._examine_model(built))
+        self._plan_fit(built)
+        watch = Watch(self._examine_model(built), peak_step=_PEAK_STEP)
         remember = _RememberSave(built.module.adapter_config is not None)
         with self._time("checkpoint", ends=(UserError, RunEndedError)) as checks:
             with _quiet():
                 built.fit(watch, remember)
-            self._plan_saves(remember.plan)
             checkpoints = RunDirectory(run_dir).checkpoints
             first = checkpoints / checkpoint_name(step)
             assert remember.plan is not None
-            checks.append(check_checkpoint(first if first.is_dir() else None, remember.plan))
+            checks.append(check_checkpoint(first if first.is_dir() else None, remember.plan, self._planned))
             last = find_latest(run_dir)
             assert last is not None
             self._straight = watch
@@ -274,7 +272,10 @@ class _Protocol:
             assert last is not None
             checks.append(check_resume(course, Course(watch.windows, last, find_position(built.trainer)), step))
         with self._time("memory") as checks:
-            checks.append(check_memory(self._straight.resident, self._straight.allocated, watch.tensors, step))
+            before, peak_bytes = self._straight, self._straight.peak_bytes
+            planned_bytes = None if self._planned is None else self._planned.step_bytes
+            peak = None if peak_bytes is None else Peak(peak_bytes, planned_bytes)
+            checks.append(check_memory(before.resident, before.allocated, watch.tensors, step, peak))
 
     def _overfit(self) -> None:
         self._progress("one batch, until it is learned by heart")

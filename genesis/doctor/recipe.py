@@ -41,9 +41,16 @@ class BuiltRecipe(NamedTuple):
     start: Path | None
 
     def fit(self, *callbacks: pl.Callback) -> None:
-        """Trains, with further callbacks."""
+        """Trains, with further callbacks.
+
+        Raises:
+            KeyboardInterrupt: A signal stopped the fit.
+        """
         self.trainer.callbacks.extend(callbacks)  # type: ignore[attr-defined]  # set by its connector
         self.trainer.fit(self.module, datamodule=self.data, ckpt_path=self.start, weights_only=False)
+        # The checkpoint's callback takes the signal and ends the fit in order; `genesis fit` then ends, too.
+        if self.checkpoint.stopped_by_signal:
+            raise KeyboardInterrupt
 
 
 Build = Callable[[Options], BuiltRecipe]

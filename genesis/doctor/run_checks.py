@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 
 from genesis.doctor.checks import Check, judge
 from genesis.doctor.observe import LiveTensors, find_slope
+from genesis.doctor.planned import PlannedFit
 from genesis.train.module import GenesisModule
 from genesis_callbacks.checkpoint import (
     CheckpointError,
@@ -32,6 +33,12 @@ _MIN_STEPS: Final = 5
 _MIN_PART: Final = 3
 _MIN_SLOPE_BYTES: Final = 1 << 20
 _MAX_TENSOR_SLOPE_BYTES: Final = 1024
+_PEAK_SHARE: Final = 1.25
+_PEAK_BYTES: Final = 16 << 20
+_LARGE_REMEDY: Final = (
+    "the recipe does not explain so much memory: look for callbacks and hooks that hold tensors, and compare with "
+    "`genesis plan --config RECIPE`"
+)
 _LARGE_SHARE: Final = 1.05
 _LARGE_BYTES: Final = 1 << 20
 
@@ -82,8 +89,14 @@ def plan_save(module: GenesisModule, optimizers: Sequence[Any], *, has_base: boo
     )
 
 
-def check_checkpoint(path: Path | None, plan: SavePlan) -> Check:
-    """Compares the first checkpoint with the plan: names, shapes, number and bytes of tensors, and verifies it."""
+def check_checkpoint(path: Path | None, live: SavePlan, planned: PlannedFit | None = None) -> Check:
+    """Compares the first checkpoint with the live module and with the plan of the recipe, and verifies it.
+
+    Args:
+        path: The checkpoint; None if there is none.
+        live: The names and shapes of the live module, and the bytes of the live optimizers.
+        planned: The number and bytes of tensors that the plan computes; None if it does not know the recipe.
+    """
     remedy = (
         "do not train on: a resume from such a checkpoint loses what is missing; check checkpoint.save_optimizer, "
         "checkpoint.scope and callbacks that change a checkpoint"
@@ -96,18 +109,23 @@ def check_checkpoint(path: Path | None, plan: SavePlan) -> Check:
         return Check("checkpoint", "failed", str(error), remedy)
     own = manifest.own_tensors
     num_bytes = sum(file.num_bytes for file in manifest.files)
-    faults = _compare_with_plan(own, plan, has_optimizer=manifest.has_optimizer)
-    if num_bytes < plan.num_bytes and not faults:
+    num_tensors = sum(bool(each.shape) for name, each in own.items() if name.startswith((_MODEL, _OPTIMIZER)))
+    due_bytes = max(live.num_bytes, planned.checkpoint_bytes if planned else 0)
+    faults = _compare_with_live(own, live, has_optimizer=manifest.has_optimizer)
+    if planned is not None and num_tensors < planned.num_tensors:
+        faults.append(f"it has {num_tensors} weights and moments, and {planned.num_tensors} are planned")
+    if num_bytes < due_bytes and not faults:
         faults.append(f"its files have {num_bytes / _MIB:.2f} MiB")
-    found = f"{len(own)} tensors, {num_bytes / _MIB:.2f} MiB; planned are at least {plan.num_bytes / _MIB:.2f} MiB"
-    if num_bytes > plan.num_bytes * _LARGE_SHARE + _LARGE_BYTES:
+    due = "" if planned is None else f"{planned.num_tensors} weights and moments, "
+    found = f"{len(own)} tensors, {num_bytes / _MIB:.2f} MiB; planned are at least {due}{due_bytes / _MIB:.2f} MiB"
+    if num_bytes > due_bytes * _LARGE_SHARE + _LARGE_BYTES:
         found += ", so that it holds more than weights and moments"
     if faults:
         found += ": " + "; ".join(faults[:_SHOWN])
     return judge("checkpoint", not faults, found, remedy)
 
 
-def _compare_with_plan(own: Mapping[str, TensorRecord], plan: SavePlan, *, has_optimizer: bool) -> list[str]:
+def _compare_with_live(own: Mapping[str, TensorRecord], plan: SavePlan, *, has_optimizer: bool) -> list[str]:
     faults = []
     missing = [name for name in plan.shapes if name not in own]
     if missing:
@@ -179,20 +197,51 @@ def check_resume(straight: Course, resumed: Course, step: int) -> Check:
 # ---- memory
 
 
+@dataclass(frozen=True)
+class Peak:
+    """The memory of one step at its highest point.
+
+    Args:
+        num_bytes: The bytes of all tensors, of the device where there is one.
+        planned_bytes: What the plan has for them; None if it does not know the recipe.
+    """
+
+    num_bytes: int
+    planned_bytes: int | None
+
+    @property
+    def is_above_plan(self) -> bool:
+        """Whether it is so much more than planned that something else holds memory, too."""
+        return self.planned_bytes is not None and self.num_bytes > _PEAK_SHARE * self.planned_bytes + _PEAK_BYTES
+
+    def describe(self) -> str:
+        """Returns the measured and the planned bytes."""
+        planned = "" if self.planned_bytes is None else f", planned are {self.planned_bytes / _MIB:,.1f} MiB"
+        return f"a step takes {self.num_bytes / _MIB:,.1f} MiB in tensors at its peak{planned}"
+
+
 def check_memory(
-    resident: Mapping[int, int], allocated: Mapping[int, int], tensors: Mapping[int, LiveTensors], saved_at: int
+    resident: Mapping[int, int],
+    allocated: Mapping[int, int],
+    tensors: Mapping[int, LiveTensors],
+    saved_at: int,
+    peak: Peak | None = None,
 ) -> Check:
-    """Looks for memory that grows with each step.
+    """Looks for memory that grows with each step, and for a step that takes more than its plan.
 
     Args:
         resident: Memory of the process after each step, without shared memory.
         allocated: Memory of the device's tensors after each step; empty on the CPU.
         tensors: All tensors that Python knows, after some steps of a fit that reads no window ahead.
         saved_at: The step that was saved, after which the process is larger by the buffers of saves.
+        peak: The memory of a step; None if it was not measured.
     """
+    large = peak is not None and peak.planned_bytes is not None and peak.is_above_plan
+    of_step = "" if peak is None else f"; {peak.describe()}"
     steady = {step: value for step, value in resident.items() if step > _WARM_UP_STEPS}
     if len(steady) < _MIN_STEPS:
-        return Check("memory", "does not apply", f"{len(resident)} steps are too few for a slope")
+        few = f"{len(resident)} steps are too few for a slope{of_step}"
+        return Check("memory", "failed", few, _LARGE_REMEDY) if large else Check("memory", "does not apply", few)
     slope = _find_least_slope(steady, saved_at)
     of_device = _find_least_slope({step: allocated[step] for step in steady if step in allocated}, saved_at)
     num_tensors = [tensors[step].num_tensors for step in sorted(tensors)]
@@ -208,10 +257,12 @@ def check_memory(
     if allocated:
         found += f", {of_device / _MIB:+.3f} MiB a step on the device"
     is_leaking = grows or of_tensors > _MAX_TENSOR_SLOPE_BYTES or of_device > _MAX_TENSOR_SLOPE_BYTES or slope > limit
+    if large and not is_leaking:
+        return Check("memory", "failed", found + of_step, _LARGE_REMEDY)
     return judge(
         "memory",
         not is_leaking,
-        found,
+        found + of_step,
         "something keeps a tensor of each step: look for lists of losses that are not detached, and for callbacks "
         "that keep outputs",
     )

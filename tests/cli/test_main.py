@@ -45,7 +45,7 @@ OPTIONS = {
     "bench telemetry": ("--rounds", "--steps", "--small", "--out"),
     "completion": ("bash", "zsh"),
 }
-TRAIN = {"fit", "validate", "doctor", "bench step", "bench telemetry"}
+TRAIN = {"fit", "validate", "bench step", "bench telemetry"}
 NO_TENSORS = {
     "mirror",
     "runs",
@@ -125,6 +125,26 @@ def test_what_packages_read_at_their_import_is_set_before_a_command_is_imported(
     assert found == ["genesis.evaluate.environment:make_quiet", "genesis.cli.evaluate:main"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "module"),
+    [
+        ([], "genesis.cli.doctor"),
+        (["--json", "a.json"], "genesis.cli.doctor"),
+        (["--config", "a.yaml"], "genesis.cli.doctor_recipe"),
+        (["--config=a.yaml"], "genesis.cli.doctor_recipe"),
+        (["--device", "cpu", "--config", "a.yaml"], "genesis.cli.doctor"),
+    ],
+)
+def test_only_the_form_of_the_doctor_that_trains_imports_what_trains(
+    arguments: list[str], module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(table, "_find", lambda target: found.append(target) or (lambda: None))
+    (command,) = [command for command in COMMANDS if command.name == "doctor"]
+    command.load(arguments)
+    assert found == ["genesis.doctor.environment:make_quiet", f"{module}:main"]
+
+
 def test_a_group_alone_lists_its_commands_and_is_a_misuse(genesis: Genesis) -> None:
     page = genesis("data", "--help")
     assert page.status == 0
@@ -162,7 +182,7 @@ def fails_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
     def fail(argv: list[str]) -> int:
         raise error
 
-    monkeypatch.setattr(Command, "load", lambda command: fail)
+    monkeypatch.setattr(Command, "load", lambda command, arguments: fail)
     return main(["demo"])
 
 
@@ -215,7 +235,7 @@ import os, signal, sys, traceback
 from genesis.cli.main import main
 from genesis.cli.table import Command
 
-def load(command):
+def load(command, arguments):
     try:
         os.kill(os.getpid(), signal.SIGINT)
         for _ in range(1000):
@@ -242,5 +262,5 @@ def test_an_interruption_that_became_an_exit_has_the_shells_status(monkeypatch: 
         except KeyboardInterrupt:
             sys.exit(1)
 
-    monkeypatch.setattr(Command, "load", lambda command: fail)
+    monkeypatch.setattr(Command, "load", lambda command, arguments: fail)
     assert main(["demo"]) == 130

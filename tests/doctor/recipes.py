@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from genesis.cli.doctor import build_recipe
+from genesis.cli.doctor_recipe import build_recipe
 from genesis.doctor.recipe import Build, BuiltRecipe, Capacity
 
 DECODER = {

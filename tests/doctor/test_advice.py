@@ -129,6 +129,9 @@ def test_the_disk_must_hold_the_planned_checkpoints() -> None:
     small = replace(NO_GPU, disk=Disk(40 * GIB, 250 * GIB, 1e9))
     assert named(small, "failed", saves) == {"disk"}
     assert "48.00 GiB are needed" in examine(small, saves)["disk"].remedy
+    with_base = replace(saves, disk_bytes=30 * GIB)
+    found = examine(small, with_base)["disk"]
+    assert (found.status, "checkpoints of 12.00 GiB, 4 at a time, 30.00 GiB in all" in found.found) == ("passed", True)
 
 
 def test_this_machine_is_read_and_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,17 +1,22 @@
 """The debug protocol on whole recipes: a clean recipe passes, and a fault of its run is caught by name."""
 
 import json
+import os
+import resource
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from genesis.cli.doctor import main
+from genesis.cli.doctor_recipe import main
 from genesis.data.corpus_data import CorpusData
+from genesis.doctor import facts
 from genesis.doctor.checks import Check
+from genesis.doctor.observe import Watch
 from genesis.doctor.protocol import Examination, examine
-from genesis.errors import UserError
+from genesis.errors import RunEndedError, UserError
 from genesis.export.importing import save_weights
 from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.optim import GroupedOptimizer
@@ -214,3 +219,46 @@ def test_a_mistake_in_the_recipe_is_one_line(
 def test_a_mistake_in_the_options_is_one_line(words: list[str], line: str) -> None:
     with pytest.raises(UserError, match=line):
         main(words)
+
+
+# ---- interruptions
+
+
+def left_in(directory: Path) -> list[str]:
+    return [path.name for path in directory.iterdir() if path.name.startswith(".genesis-doctor")]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_a_fit_ends_the_command_and_leaves_nothing(
+    tmp_path: Path, tiny_corpus: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    keep = Watch.on_train_batch_end
+
+    def interrupted(self: Watch, trainer: Any, *arguments: Any) -> None:
+        keep(self, trainer, *arguments)
+        if trainer.global_step == 3:
+            assert left_in(tmp_path)
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(Watch, "on_train_batch_end", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        main(["--config", str(write_recipe(tmp_path, tiny_corpus))])
+    assert left_in(tmp_path) == []
+
+
+def test_a_full_disk_is_one_line_that_names_the_save_and_leaves_nothing(
+    tmp_path: Path, tiny_corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(facts, "_WRITTEN_BYTES", 1 << 14)
+    monkeypatch.setattr(facts, "_SPARED_BYTES", 1 << 60)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    try:
+        with pytest.raises(RunEndedError, match="File too large") as caught:
+            main(["--config", str(write_recipe(tmp_path, tiny_corpus))])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "\n" not in str(caught.value)
+    assert left_in(tmp_path) == []

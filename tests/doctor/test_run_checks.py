@@ -3,15 +3,25 @@
 from dataclasses import replace
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
 from genesis.doctor import run_checks
 from genesis.doctor.forked_ranks import Step
-from genesis.doctor.observe import LiveTensors, count_tensors, find_slope
+from genesis.doctor.observe import LiveTensors, StepPeak, count_tensors, find_slope
+from genesis.doctor.planned import PlannedFit
 from genesis.doctor.protocol import check_split
 from genesis.doctor.recipe import Capacity, name_objective, plan_cuts, plan_num_steps, plan_strategy, to_arguments
-from genesis.doctor.run_checks import Course, SavePlan, check_checkpoint, check_memory, check_overfit, check_resume
+from genesis.doctor.run_checks import (
+    Course,
+    Peak,
+    SavePlan,
+    check_checkpoint,
+    check_memory,
+    check_overfit,
+    check_resume,
+)
 from genesis.errors import UserError
 from genesis.model.adapter import AdapterConfig
 from genesis.model.decoder import DecoderConfig
@@ -63,6 +73,28 @@ def test_a_kept_tensor_is_counted() -> None:
     assert after.num_bytes - before.num_bytes >= 8000
 
 
+@pytest.mark.parametrize(("num_bytes", "status"), [(100 << 20, "passed"), (200 << 20, "failed")])
+@pytest.mark.parametrize("num_steps", [3, 20])
+def test_a_step_that_takes_much_more_than_its_plan_is_caught(num_bytes: int, status: str, num_steps: int) -> None:
+    steady = dict.fromkeys(range(1, num_steps + 1), 1 << 30)
+    tensors = {step: LiveTensors(10, 1 << 20) for step in range(5, 20, 5)}
+    check = check_memory(steady, {}, tensors, 10, Peak(num_bytes, 100 << 20))
+    assert check.status == ("does not apply" if num_steps < 5 and status == "passed" else status)
+    assert f"a step takes {num_bytes >> 20}.0 MiB in tensors at its peak, planned are 100.0 MiB" in check.found
+    assert check_memory(steady, {}, tensors, 10, Peak(num_bytes, None)).status != "failed"
+
+
+def test_the_peak_of_a_step_counts_what_stays_and_what_comes_and_goes_but_no_gradient_of_the_step_before() -> None:
+    module = pl.LightningModule()
+    module.weight = torch.nn.Parameter(torch.ones(1 << 18))
+    before = count_tensors().num_bytes
+    module.weight.grad = torch.ones(1 << 18)
+    peak = StepPeak(module, torch.device("cpu"))
+    torch.ones(1 << 20)
+    torch.ones(1 << 18)
+    assert 0 <= peak.stop() - before - (4 << 20) < 1 << 16
+
+
 # ---- checkpoint
 
 
@@ -99,6 +131,18 @@ def test_missing_moments_are_caught(saved: tuple[Path, SavePlan]) -> None:
     check = check_checkpoint(path, replace(plan, num_states=4, num_states_bytes=4096))
     assert check.status == "failed"
     assert "optimizers' state" in check.found
+
+
+def test_a_checkpoint_with_less_than_the_recipe_plans_is_caught_whatever_the_module_has(
+    saved: tuple[Path, SavePlan],
+) -> None:
+    path, plan = saved
+    num_tensors = len(plan.shapes)
+    assert check_checkpoint(path, plan, PlannedFit(0, num_tensors, plan.num_bytes)).status == "passed"
+    fewer = check_checkpoint(path, plan, PlannedFit(0, num_tensors + 2, plan.num_bytes))
+    assert fewer.status == "failed"
+    assert f"it has {num_tensors} weights and moments, and {num_tensors + 2} are planned" in fewer.found
+    assert check_checkpoint(path, plan, PlannedFit(0, num_tensors, 1 << 30)).status == "failed"
 
 
 def test_a_truncated_file_and_no_checkpoint_are_caught(saved: tuple[Path, SavePlan]) -> None:

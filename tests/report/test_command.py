@@ -1,9 +1,11 @@
 """`genesis report`: what the page holds, and what is refused in one line."""
 
 import html
+import itertools
 import os
 import re
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,9 @@ from genesis.report import page
 from genesis.report.collect import collect_runs
 from genesis.report.history import find_attempts
 from genesis.report.memory import plan_memory
-from tests.report.runs import KEYS, row_of, write_events, write_log, write_run
+from genesis_callbacks.events import Event, encode_event
+from genesis_callbacks.run_directory import RunDirectory
+from tests.report.runs import BEGIN_SECONDS, KEYS, row_of, write_events, write_log, write_run
 
 HOSTILE = "_名\x1b<script>alert(1)</script>\"'&$x^2$]]>"
 
@@ -189,3 +193,50 @@ def test_a_recipe_without_a_plan_costs_one_chart_and_a_line(run: Path, recipe: s
     assert drawings == []
     assert line.startswith("Memory against the plan: no plan of config.yaml: ")
     assert "\n" not in line
+
+
+def test_events_of_a_hostile_or_torn_file_stay_text_or_are_left_out(tmp_path: Path, run: Path) -> None:
+    file = RunDirectory(run).event_file(0)
+    hostile = Event("crashed", BEGIN_SECONDS + 70, 70.0, 0, step=12, text=HOSTILE, checkpoint="<b>x</b>")
+    hang = Event("hang", BEGIN_SECONDS + 80, 80.0, 1, step=12, text="<img src=x onerror=alert(1)>")
+    whole = file.read_bytes()
+    file.write_bytes(whole + encode_event(hostile) + encode_event(hang) + b'{"kind": "sav')
+    shown = report("mine")
+    for forbidden in ("<script", "<b>x", "<img", "\x1b"):
+        assert forbidden not in shown
+    assert html.escape("<img src=x onerror=alert(1)>") in shown
+    file.write_bytes(b"\x00\xff" * 100 + b"\n[1]\n{}\n" + whole[: len(whole) // 2])
+    assert "timeline-0" in charts_of(report("mine"))
+    file.write_bytes(b"")
+    assert "Left out: Timeline: mine has no events." in html.unescape(report("mine"))
+
+
+def test_runs_with_odd_names_have_a_page(tmp_path: Path, run: Path) -> None:
+    names = (" ", "--out", "a\nb", "_", "$x^2$", "%s{0}", "é" * 100, "\udcff")
+    for name in names:
+        shutil.copytree(run, tmp_path / "odd" / name)
+    assert {"loss", "timeline-7"} <= charts_of(report(*(f"odd/{name}" for name in names)))
+
+
+def test_a_run_that_is_still_writing_has_a_page_of_what_was_complete(run: Path) -> None:
+    log, stopped = run / "metrics.csv", threading.Event()
+
+    def write() -> None:
+        with log.open("a") as file:
+            for step in itertools.count(31):
+                if stopped.is_set():
+                    return
+                line = row_of(step) + "\n"
+                for part in (line[:40], line[40:]):
+                    file.write(part)
+                    file.flush()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        shown = report("mine")
+    finally:
+        stopped.set()
+        writer.join()
+    assert "damaged" not in shown
+    assert "loss" in charts_of(shown)

@@ -1,0 +1,113 @@
+"""`genesis doctor --config`: the debug protocol on a recipe, which trains and therefore imports Lightning."""
+
+import argparse
+import contextlib
+import logging
+import signal
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from genesis.cli.doctor import RecipeReport, run_doctor
+from genesis.cli.fit import GenesisCLI
+from genesis.cli.plan import split_overrides
+from genesis.doctor.capacity import measure_capacity
+from genesis.doctor.checks import list_plain, print_checks
+from genesis.doctor.facts import PlannedSaves
+from genesis.doctor.planned import plan_saves
+from genesis.doctor.protocol import Examination, examine
+from genesis.doctor.recipe import BuiltRecipe, Options, to_arguments
+from genesis.errors import UserError
+from genesis.plan.recipe import read_content, read_recipe
+
+
+def main(argv: list[str]) -> int:
+    """Runs `genesis doctor --config` and returns its exit status."""
+    with _interrupted_by_termination():
+        return run_doctor(argv, _examine_recipe)
+
+
+class _UnstartedCLI(GenesisCLI):
+    """Builds what `genesis fit` trains, and does not train."""
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        self.start: Path | None = self._prepare_subcommand_kwargs(subcommand)["ckpt_path"]
+
+
+def build_recipe(arguments: Sequence[str], options: Options) -> BuiltRecipe:
+    """Returns what `genesis fit` would train.
+
+    Args:
+        arguments: Of `genesis fit`.
+        options: Options that replace those of the arguments.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cli = _UnstartedCLI("fit", ["fit", *arguments, *to_arguments(options)])
+    return BuiltRecipe(cli.model, cli.datamodule, cli.trainer, cli.checkpoint, cli.config_dump, cli.start)
+
+
+def _examine_recipe(options: argparse.Namespace, extra: Sequence[str]) -> RecipeReport:
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    arguments = [word for path in options.config for word in ("--config", str(path))] + list(extra)
+    progress = Console(stderr=True, highlight=False)
+    parent = options.dir or Path()
+    with tempfile.TemporaryDirectory(dir=parent, prefix=".genesis-doctor-", ignore_cleanup_errors=True) as directory:
+        found = examine(
+            partial(build_recipe, arguments),
+            Path(directory).resolve(),
+            measure_capacity,
+            lambda line: progress.print(f"doctor: {line}", markup=False),
+        )
+    saves = _plan_saves(options.config, extra, found)
+    plain = {
+        "config": [str(path) for path in options.config],
+        "notes": found.notes,
+        "changes": [{"key": each.key, "before": each.before, "now": each.now} for each in found.changes],
+        "checks": list_plain(found.checks),
+    }
+    return RecipeReport(found.checks, plain, saves, partial(_print_examination, found))
+
+
+def _plan_saves(paths: Sequence[Path], extra: Sequence[str], found: Examination) -> PlannedSaves | None:
+    """Returns the checkpoints of the whole recipe, as `genesis plan` computes them from its files."""
+    _, overrides = split_overrides(extra)
+    try:
+        return plan_saves(read_recipe(read_content(paths, overrides), ", ".join(map(str, paths))))
+    except UserError as error:
+        found.notes.append(f"a disk that is not compared with planned checkpoints: {error}")
+        return None
+
+
+@contextlib.contextmanager
+def _interrupted_by_termination() -> Iterator[None]:
+    """Handles SIGTERM and SIGHUP like Ctrl-C within the block, so that ranks end and no directory stays."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _print_examination(found: Examination, console: Console) -> None:
+    if found.sample is not None:
+        console.print(found.sample)
+    for note in found.notes:
+        console.print(f"trained with {note}", markup=False)
+    for change in found.changes:
+        console.print(f"changed: {change.key} {change.before} -> {change.now}: {change.reason}", markup=False)
+    print_checks("genesis doctor: the recipe", found.checks, console)
