@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from genesis.errors import UserError
+from genesis_callbacks.files import find_irregular_kind
 
 
 def read_path(text: str) -> Path:
@@ -53,3 +54,20 @@ class Parser(argparse.ArgumentParser):
         unknown = re.search(r"unrecognized arguments: (--[^\s=]+)", message)
         near = difflib.get_close_matches(unknown[1], list(self._option_string_actions), n=1) if unknown else []
         raise UserError(f"{self.prog}: {message}{f'; did you mean {near[0]}?' if near else ''} (see --help)")
+
+
+def check_output(path: Path, option: str) -> None:
+    """Refuses a name that no file can have, before the work whose result the file gets.
+
+    Args:
+        path: The file.
+        option: The option that names it.
+
+    Raises:
+        UserError: It is a directory, a device, a pipe or a socket; a link to one is, too.
+    """
+    if path.is_dir():
+        raise UserError(f"{option} is {path}, which is a directory: give the name of a file")
+    if path.exists() and not path.is_file():
+        kind = find_irregular_kind(path.stat().st_mode)
+        raise UserError(f"{option} is {path}, which is {kind}: give the name of a file")

@@ -1,8 +1,11 @@
 """Options as people write them."""
 
+import os
+from pathlib import Path
+
 import pytest
 
-from genesis.arguments import Parser
+from genesis.arguments import Parser, check_output
 from genesis.errors import UserError
 
 
@@ -28,3 +31,14 @@ def test_values_and_what_stands_after_two_dashes_stay_as_they_are(parser: Parser
 def test_an_unknown_option_is_refused_as_it_was_written(parser: Parser) -> None:
     with pytest.raises(UserError, match="unrecognized arguments: --max-queu; did you mean --max_queue"):
         parser.parse_args(["--max-queu", "3"])
+
+
+def test_a_name_that_no_file_can_have_is_refused_with_its_kind(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    check_output(tmp_path / "new.json", "--json")
+    (tmp_path / "old.json").touch()
+    check_output(tmp_path / "old.json", "--json")
+    for name, kind in (("pipe", "a FIFO"), ("link", "a FIFO"), (".", "a directory"), ("/dev/null", "a device")):
+        with pytest.raises(UserError, match=f"--json is .*, which is {kind}: give the name of a file"):
+            check_output(tmp_path / name, "--json")

@@ -104,3 +104,17 @@ def test_a_full_disk_is_an_error_with_the_name_of_the_file(tmp_path):
         OperationFault(1, "full"),
     ):
         file.write(AFTER)
+
+
+@pytest.mark.parametrize("has_rivals", [False, True])
+def test_what_is_no_file_is_never_replaced_and_nothing_is_written(tmp_path, has_rivals):
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match=r"is a FIFO, which is never replaced; give the name of a file: '.*pipe'"):
+        replace_file(pipe, AFTER, has_rivals=has_rivals)
+    with pytest.raises(OSError, match="is a FIFO"), staged_file(pipe, has_rivals=has_rivals):
+        pytest.fail("the block must not run")
+    link.symlink_to("pipe")
+    replace_file(link, AFTER, has_rivals=has_rivals)
+    assert (pipe.is_fifo(), link.is_symlink(), link.read_bytes()) == (True, False, AFTER)
+    assert names_in(tmp_path) == ["link", "pipe"]

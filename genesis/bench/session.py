@@ -27,7 +27,7 @@ from typing import Any, Final
 from rich.console import Console
 
 from genesis import __version__
-from genesis.arguments import Parser
+from genesis.arguments import Parser, check_output
 from genesis.bench.record import anonymise, describe_hardware
 from genesis.device import check_available, is_host, name_device, read_properties
 from genesis.errors import UserError
@@ -175,6 +175,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     options.size = options.size or ("full" if is_large else "tiny")
     slug = re.sub(r"[^a-z0-9]+", "-", name_device(options.device).lower()).strip("-")
     options.out = (options.out or _ROOT / "benchmarks/records" / f"session-{slug}.json").with_suffix(".json")
+    check_output(options.out, "--out")
     if not options.out.parent.is_dir():
         raise UserError(f"--out is {options.out}: no such directory: {options.out.parent}")
     if (options.out.exists() and not os.access(options.out, os.W_OK)) or not os.access(options.out.parent, os.W_OK):
@@ -285,8 +286,8 @@ def _describe(
 
 
 def _write(record: Mapping[str, Any], path: Path) -> None:
-    replace_file(path, (json.dumps(record, indent=1) + "\n").encode())
-    replace_file(path.with_suffix(".md"), _format(record).encode())
+    replace_file(path.resolve(), (json.dumps(record, indent=1) + "\n").encode())
+    replace_file(path.with_suffix(".md").resolve(), _format(record).encode())
 
 
 def _format(record: Mapping[str, Any]) -> str:

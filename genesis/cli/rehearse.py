@@ -9,12 +9,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from genesis.arguments import Parser
+from genesis.arguments import Parser, check_output
 from genesis.cli.options import PLAIN_WIDTH
 from genesis.errors import UserError
 from genesis.rehearse.main import Options, rehearse
 from genesis.rehearse.recipe import check_extra
 from genesis.rehearse.report import build_kill_table, summarise
+from genesis_callbacks.files import replace_file
 
 _DESCRIPTION = """Trains a recipe once straight and once with SIGKILLs at random instants, each followed by a restart
 from the latest checkpoint; then compares the final weights bit for bit, and the loss of every step. Half of the kills
@@ -44,6 +45,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report as JSON to FILE")
     arguments = parser.parse_args(own)
     check_extra(extra)
+    if arguments.json is not None:
+        check_output(arguments.json, "--json")
     seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(_SEEDS)
     configs = [word for config in arguments.config for word in ("--config", str(config))]
     options = Options(
@@ -65,7 +68,7 @@ def main(argv: list[str]) -> int:
         console.print(line, soft_wrap=True, markup=False)
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
+        replace_file(arguments.json.resolve(), (json.dumps(report.to_json(), indent=2) + "\n").encode())
     return 0 if report.verdict == "equal" else 1
 
 

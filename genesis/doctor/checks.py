@@ -69,7 +69,7 @@ def print_checks(title: str, checks: Sequence[Check], console: Console) -> None:
 def write_json(path: Path, report: Mapping[str, Any]) -> None:
     """Writes a report without names of the machine and its user, in place of an earlier one."""
     content = scrub_all({"schema_version": SCHEMA_VERSION, **report})
-    replace_file(path, (json.dumps(content, indent=1) + "\n").encode())
+    replace_file(path.resolve(), (json.dumps(content, indent=1) + "\n").encode())
 
 
 def list_plain(checks: Sequence[Check]) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from genesis.arguments import Parser
+from genesis.arguments import Parser, check_output
 from genesis.device import check_available, counts_memory, find_kind, is_host
 from genesis.doctor.parts import PARTS, Part, find_part
 from genesis.doctor.probe import Task, read_findings
@@ -94,10 +94,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     if not os.access(options.dir, os.W_OK):
         raise UserError(f"--dir is {options.dir}, which you cannot write to: name another directory")
     options.out = options.out or Path(f"doctor-{options.device}.json")
-    if options.out.is_dir():
-        raise UserError(f"--out is {options.out}, which is a directory: name a file")
-    if options.out.exists() and not options.out.is_file():  # a rename would put a file in the place of /dev/null
-        raise UserError(f"--out is {options.out}, which is a device or a pipe: name a file")
+    check_output(options.out, "--out")
     if not options.out.parent.is_dir():
         raise UserError(f"--out is {options.out}: no such directory: {options.out.parent}")
     options.parts = _choose_parts(options.parts)

@@ -96,7 +96,7 @@ def judge(report: Mapping[str, Any]) -> str:
 
 def write_report(report: Mapping[str, Any], path: Path) -> None:
     """Writes the report atomically, in place of an earlier one."""
-    replace_file(path, (json.dumps(report, indent=1) + "\n").encode())
+    replace_file(path.resolve(), (json.dumps(report, indent=1) + "\n").encode())
 
 
 def print_report(report: Mapping[str, Any], console: Console) -> None:

@@ -6,12 +6,17 @@
     staged_file(path)       the same for a writer that wants a path
     sync_directory(path)    forces the names in a directory to the disk
 
+A rename would put a file in the place of whatever has the name, also of a device that root may replace, such as
+/dev/null: a device, a pipe or a socket is therefore left alone, with an error. A symbolic link is replaced itself; a
+caller that was given the name by a user resolves it first.
+
 No communication. The module imports no torch, so that a process that only writes files starts in a moment. New content
 has a name that ends in `.staging` until it replaces the old file. A kill leaves the staged file behind, and the next
 writer of the same file overwrites it.
 """
 
 import contextlib
+import errno
 import io
 import os
 import secrets
@@ -100,7 +105,8 @@ def replacing(path: Path, *, has_rivals: bool = False) -> Iterator[BinaryIO]:
         has_rivals: Whether other processes may write the same file at the same time: the last one to end wins.
 
     Raises:
-        OSError: The disk is full, or cannot be written; the error names the file.
+        OSError: The disk is full, or cannot be written, or the name is that of a device, a pipe or a socket; the error
+            names the file.
     """
     with _becoming(path, has_rivals=has_rivals) as staging, create_file(staging) as file:
         yield file
@@ -122,6 +128,7 @@ def staged_file(path: Path, *, has_rivals: bool = False) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _becoming(path: Path, *, has_rivals: bool) -> Iterator[Path]:
+    _refuse_irregular(path)
     mark = f".{secrets.token_hex(4)}" if has_rivals else ""
     # In the same directory, because a rename is atomic within one file system only.
     staging = path.with_name(f"{path.name}{mark}{STAGING_SUFFIX}")
@@ -134,6 +141,15 @@ def _becoming(path: Path, *, has_rivals: bool) -> Iterator[Path]:
         raise
     # Until here a power failure may bring the old name back, but never a part of the new content.
     sync_directory(path.parent)
+
+
+def _refuse_irregular(path: Path) -> None:
+    try:
+        mode = path.lstat().st_mode
+    except OSError:  # it does not exist yet, or the write gives the reason
+        return
+    if not stat.S_ISLNK(mode) and not stat.S_ISDIR(mode) and (kind := find_irregular_kind(mode)) is not None:
+        raise OSError(errno.EEXIST, f"is {kind}, which is never replaced; give the name of a file", str(path))
 
 
 def sync_file(path: Path) -> None:
