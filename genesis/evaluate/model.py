@@ -66,12 +66,15 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
     @property
     def eot_token_id(self) -> int:
         """Returns the token that ends a document."""
-        return self._require(self._tokenizer.eos_id, self._tokenizer.bos_id)
+        return self._require(self._find_named("eos_token"), self._tokenizer.eos_id, self._tokenizer.bos_id)
 
     @property
     def prefix_token_id(self) -> int:
-        """Returns the token before a text: bos, or eos if texts do not begin with bos."""
-        return self._require(self._tokenizer.bos_id, self._tokenizer.eos_id)
+        """Returns the token before a text, as in the `hf` backend: bos, or eos if the tokenizer has no bos.
+
+        A tokenizer may have a bos and not put it before texts, such as SmolLM2's.
+        """
+        return self._require(self._tokenizer.bos_id, self._find_named("bos_token"), self._tokenizer.eos_id)
 
     @property
     def max_length(self) -> int:
@@ -183,6 +186,11 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
             for number, text in zip(numbers, texts, strict=True):
                 answers[number] = text
         return answers
+
+    def _find_named(self, name: str) -> int | None:
+        """Returns the id of a token that the tokenizer's settings name."""
+        piece = self._tokenizer.named_tokens.get(name)
+        return self._tokenizer.pieces.index(piece) if piece in self._tokenizer.pieces else None
 
     @staticmethod
     def _require(*tokens: int | None) -> int:

@@ -1,6 +1,7 @@
 """Tasks as conversations: the same contexts and answers as lm-eval's `hf` backend with the same template."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from genesis.generate.load import build_empty_decoder
 from genesis.huggingface.shape import read_shape
 from genesis.huggingface.weights import read_weights
 from genesis.tokenizer.open import open_tokenizer
-from tests.evaluate.support import write_choices, write_generation
+from tests.evaluate.support import write_choices, write_generation, write_rolling
 from tests.tokenizer.test_huggingface import qwen
 
 TOLERANCE = 1e-3
@@ -52,6 +53,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ours(model: Path) -> GenesisLM:
+    return _build_ours(model)
+
+
+def _build_ours(model: Path) -> GenesisLM:
     family, config = read_shape(model)
     state = read_weights(model, config, family)
     decoder = build_empty_decoder(config, len(state), model)
@@ -113,6 +118,24 @@ def test_text_is_generated_as_by_hf(ours: GenesisLM, theirs: HFLM, tmp_path: Pat
     spec = write_generation(tmp_path / "text", until=["\n\n"], max_gen_toks=8)
     here, there = (_ask(lm, spec, 0, is_multiturn=False) for lm in (ours, theirs))
     assert [item["resps"] for item in here] == [item["resps"] for item in there]
+
+
+def test_texts_begin_with_a_named_bos_that_the_tokenizer_does_not_add_as_for_hf(
+    model: Path, tmp_path: Path
+) -> None:
+    named = shutil.copytree(model, tmp_path / "named")
+    settings = json.loads((named / "tokenizer_config.json").read_text())
+    (named / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": "<|im_start|>"}))
+    for directory, prefix in ((model, None), (named, "<|im_start|>")):
+        ours, theirs = _build_ours(directory), HFLM(str(directory), device="cpu", dtype="float32", batch_size=1)
+        assert ours.prefix_token_id == theirs.prefix_token_id
+        assert ours.eot_token_id == theirs.eot_token_id
+        assert (theirs.tok_decode([theirs.prefix_token_id], skip_special_tokens=False) == prefix) == bool(prefix)
+        assert ours.tok_encode("a b") == theirs.tok_encode("a b")
+        (task,) = load_tasks(write_rolling(tmp_path / f"rolling-{prefix is None}")).tasks["tasks"].values()
+        task.build_all_requests(limit=None, rank=0, world_size=1)
+        found, wanted = (lm.loglikelihood_rolling(task.instances, disable_tqdm=True) for lm in (ours, theirs))
+        assert found == pytest.approx(wanted, abs=TOLERANCE)
 
 
 def test_another_template_or_system_message_is_another_question(model: Path, tmp_path: Path) -> None:
