@@ -4,10 +4,12 @@ from collections.abc import Callable, Sequence, Set
 from typing import Final, NamedTuple
 
 import torch
+from torch import Tensor
 
 from genesis.evaluate import plan as evaluate_plan
 from genesis.evaluate.plan import Head, find_heads, gather_contexts
 from genesis.generate.batch import Batch, Request, check_is_number
+from genesis.generate.layout import build_head
 from genesis.generate.sample import SamplingOptions
 from genesis.generate.stream import plan_seeds
 from genesis.model.decoder import Decoder, DecoderConfig
@@ -53,11 +55,12 @@ def complete(
     seeds = plan_seeds(prompts, options.seed)
     texts = [""] * len(prompts)
     stops = _StopFinder(tokenizer, options.stop)
+    head = build_head(decoder)
     for group in plan_groups(prompts, can_share=decoder.config.linear_attention is None):
         requests = [
             Request(prompts[index], options.max_new_tokens, options.sampling, seeds[index]) for index in group.prompts
         ]
-        grown = _grow(decoder, requests, group.prefix, tokenizer.stop_ids, stops, options, on_progress)
+        grown = _grow(decoder, head, requests, group.prefix, tokenizer.stop_ids, stops, options, on_progress)
         for index, ids in zip(group.prompts, grown, strict=True):
             texts[index] = cut_at(spell(tokenizer, ids, has_controls=False), options.stop)
     return texts
@@ -106,6 +109,7 @@ def plan_groups(prompts: Sequence[Sequence[int]], *, can_share: bool) -> list[Gr
 
 def _grow(
     decoder: Decoder,
+    head: Callable[[Tensor, Tensor], Tensor],
     requests: Sequence[Request],
     prefix: Sequence[int],
     stop_ids: Set[int],
@@ -116,7 +120,15 @@ def _grow(
     """Returns the new tokens of each request."""
     num_slots = max(len(request.prompt) for request in requests) + options.max_new_tokens
     num_rows = max(1, min(len(requests), _MAX_ROWS, options.cache_tokens // num_slots))
-    batch = Batch(decoder, num_rows, stop_ids, num_slots=num_slots, prefix=prefix, read_tokens=options.batch_tokens)
+    batch = Batch(
+        decoder,
+        num_rows,
+        stop_ids,
+        num_slots=num_slots,
+        prefix=prefix,
+        read_tokens=options.batch_tokens,
+        head=head,
+    )
     grown: list[list[int]] = [[] for _ in requests]  # a batch numbers texts in the order of `add`
     num_added = num_ended = 0
     while num_ended < len(requests):

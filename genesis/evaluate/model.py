@@ -15,6 +15,7 @@ from genesis.errors import UserError
 from genesis.evaluate.complete import CompleteOptions, complete, default_cache_tokens
 from genesis.evaluate.plan import Request
 from genesis.evaluate.score import Score, Scorer
+from genesis.generate.layout import transpose_linears
 from genesis.generate.sample import SamplingOptions
 from genesis.model.decoder import Decoder
 from genesis.tokenizer.tokenizer import Tokenizer
@@ -35,7 +36,7 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
     """Answers lm-eval's requests. Pairs of texts become ids by lm-eval's own rules (`TemplateLM.loglikelihood`).
 
     Args:
-        decoder: The decoder, in evaluation mode.
+        decoder: The decoder, in evaluation mode; the layout of its weights in memory changes.
         tokenizer: The decoder's tokenizer.
         batch_tokens: See `Scorer`.
         on_progress: Called with the number of requests answered since the last call; equal requests count once.
@@ -54,6 +55,7 @@ class GenesisLM(TemplateLM):  # type: ignore[misc]  # it has no types
         self._chat = chat
         self._tokenizer = tokenizer
         self._decoder = decoder
+        transpose_linears(decoder)
         self._device = decoder.output_weight.device
         self._scorer = Scorer(decoder, batch_tokens)
         self._cache_tokens = batch_tokens or default_cache_tokens(decoder.config, decoder.output_weight.dtype)

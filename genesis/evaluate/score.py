@@ -4,6 +4,7 @@ B  rows of a forward     D  model width     V  vocabulary
 P  positions of a row whose logits are needed     T  targets (tokens to score at these positions)
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
@@ -33,6 +34,8 @@ from genesis.model.decoder import Decoder, KVCache
 _BATCH_TOKENS_OF_THREAD, _BATCH_TOKENS_CUDA = 1024, 32_768
 _LEAST_PLACES: Final = 512
 """Minimum number of positions whose logits are computed at one time: smaller matrix products are inefficient."""
+_BLOCK_TOKENS: Final = 1024
+"""Tokens of the vocabulary whose logits exist at one time on a CPU."""
 _BATCHES_IN_GROUP: Final = 4
 """Batches of contexts that share a cache: keys and values take far less memory than a forward."""
 
@@ -183,15 +186,37 @@ def score_targets(
     logprobs = torch.empty(len(tokens), dtype=torch.float32, device=hidden.device)
     is_most_likely = torch.empty(len(tokens), dtype=torch.bool, device=hidden.device)
     step = max(_LEAST_PLACES, chunk_tokens(weight.shape[0], weight.device))
+    score = _score_in_blocks if hidden.device.type == "cpu" else _score_whole
     first = 0
     for start in range(0, len(hidden), step):  # all logits at one time would need more memory than the model
-        logits = multiply_in_float32(hidden[start : start + step], weight)
         end = int(torch.searchsorted(which, start + step))
         rows, asked = send(which[first:end] - start, hidden.device), tokens[first:end]
-        logprobs[first:end] = logits.log_softmax(dim=1, dtype=torch.float32)[rows, asked]
-        is_most_likely[first:end] = logits[rows, asked] == logits.amax(dim=1)[rows]  # cheaper than argmax
+        logprobs[first:end], is_most_likely[first:end] = score(hidden[start : start + step], weight, rows, asked)
         first = end
     return logprobs, is_most_likely
+
+
+def _score_whole(hidden: Tensor, weight: Tensor, rows: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
+    logits = multiply_in_float32(hidden, weight)
+    logprobs = logits.log_softmax(dim=1, dtype=torch.float32)[rows, asked]
+    return logprobs, logits[rows, asked] == logits.amax(dim=1)[rows]  # cheaper than argmax
+
+
+def _score_in_blocks(hidden: Tensor, weight: Tensor, rows: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
+    """Goes through the vocabulary in blocks whose logits stay in a CPU's caches; they are never all written."""
+    largest = torch.full((len(hidden),), -math.inf)
+    sums, found = torch.zeros(len(hidden)), torch.empty(len(asked))
+    order = asked.argsort()
+    ids, of_row = asked[order], rows[order]
+    for start in range(0, len(weight), _BLOCK_TOKENS):
+        logits = multiply_in_float32(hidden, weight[start : start + _BLOCK_TOKENS])
+        first, end = torch.searchsorted(ids, torch.tensor([start, start + logits.shape[1]])).tolist()
+        found[order[first:end]] = logits[of_row[first:end], ids[first:end] - start]
+        raised = torch.maximum(largest, logits.amax(dim=1))
+        added = logits.sub_(raised.unsqueeze(1)).exp_().sum(dim=1)
+        sums.mul_(largest.sub_(raised).exp_()).add_(added)
+        largest = raised
+    return found - largest[rows] - sums.log()[rows], found == largest[rows]
 
 
 def multiply_in_float32(hidden: Float[Tensor, "P D"], weight: Float[Tensor, "V D"]) -> Float32[Tensor, "P V"]:

@@ -10,7 +10,7 @@ B  texts of a forward     V  vocabulary
 """
 
 import math
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from genesis.device import send
 from genesis.errors import UserError
 from genesis.generate.sample import RowSampler, SamplingOptions
-from genesis.model.decoder import Decoder, KVCache
+from genesis.model.decoder import Decoder, KVCache, project
 
 DEFAULT_NEW_TOKENS = 256
 _NO_TOKEN = -1
@@ -93,6 +93,7 @@ class Batch:
             Needs the cache, and a decoder without linear attention.
         read_tokens: Number of tokens of prompts that a forward reads, with padding; a longer prompt is read by itself.
             None to read all new prompts together.
+        head: The head that computes logits, as `Decoder.forward` takes it.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Batch:
         has_cache: bool = True,
         prefix: Sequence[int] = (),
         read_tokens: int | None = None,
+        head: Callable[[Tensor, Tensor], Tensor] = project,
     ) -> None:
         assert not decoder.training, "dropout would be part of the text"
         assert has_cache or not prefix, "without a cache every text is computed whole"
@@ -120,7 +122,7 @@ class Batch:
         self._rows: list[_Row] = []
         self._newcomers: list[_Row] = []
         self._num_added = 0
-        self._prefix, self._read_tokens = list(prefix), read_tokens
+        self._prefix, self._read_tokens, self._head = list(prefix), read_tokens, head
         if prefix:
             self._read_prefix()
 
@@ -196,7 +198,7 @@ class Batch:
         if self._cache is None:
             return self._read(0, [row.text for row in self._rows])
         cache = self._cache.view(0, len(self._rows))
-        logits: Tensor = self._decoder(self._last_tokens[: len(self._rows)].unsqueeze(1), cache=cache)
+        logits: Tensor = self._decoder(self._last_tokens[: len(self._rows)].unsqueeze(1), cache=cache, head=self._head)
         cache.advance(1)
         return logits.squeeze(1)
 
@@ -233,7 +235,7 @@ class Batch:
         if cache is not None:
             cache.expect(lengths)
         logits: Tensor = self._decoder(
-            send(input_ids, self._device), cache=cache, logits_to_keep=send(last, self._device)
+            send(input_ids, self._device), cache=cache, logits_to_keep=send(last, self._device), head=self._head
         )
         if cache is not None:
             cache.advance(lengths)

@@ -120,9 +120,7 @@ def test_text_is_generated_as_by_hf(ours: GenesisLM, theirs: HFLM, tmp_path: Pat
     assert [item["resps"] for item in here] == [item["resps"] for item in there]
 
 
-def test_texts_begin_with_a_named_bos_that_the_tokenizer_does_not_add_as_for_hf(
-    model: Path, tmp_path: Path
-) -> None:
+def test_texts_begin_with_a_named_bos_that_the_tokenizer_does_not_add_as_for_hf(model: Path, tmp_path: Path) -> None:
     named = shutil.copytree(model, tmp_path / "named")
     settings = json.loads((named / "tokenizer_config.json").read_text())
     (named / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": "<|im_start|>"}))

@@ -1,5 +1,6 @@
 """The engine beside the slow obvious way: one request, one forward."""
 
+import math
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from genesis.errors import UserError
+from genesis.evaluate import score
 from genesis.evaluate.plan import MIN_HEAD_TOKENS, Request, find_heads, gather_contexts
 from genesis.evaluate.score import Score, Scorer, score_targets
 from genesis.model.decoder import Decoder
@@ -171,6 +173,31 @@ def test_progress_counts_each_different_request_once(decoder: Decoder) -> None:
 def test_no_room_at_all_is_refused(decoder: Decoder) -> None:
     with pytest.raises(UserError, match="batch_tokens is 0: it must be at least 1"):
         Scorer(decoder, 0)
+
+
+@pytest.mark.parametrize("block", [1, 7, 1024])
+def test_logits_in_blocks_of_the_vocabulary_give_the_scores_of_all_at_once(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(score, "_BLOCK_TOKENS", block)
+    monkeypatch.setattr(score, "_LEAST_PLACES", 2)
+    monkeypatch.setattr(score, "chunk_tokens", lambda *_: 1)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(5, 8, generator=generator), torch.randn(VOCAB_SIZE, 8, generator=generator)
+    hidden[0] *= 40.0  # its likely tokens leave nothing to the others
+    logits = hidden @ weight.t()
+    which = torch.tensor([0, 0, 1, 2, 2, 2, 4])
+    tokens = torch.tensor([int(logits[0].argmax()), 3, VOCAB_SIZE - 1, 0, int(logits[2].argmax()), 0, 17])
+    logprobs, is_most_likely = score_targets(hidden, weight, which, tokens)
+    torch.testing.assert_close(logprobs, logits.log_softmax(dim=1)[which, tokens])
+    assert is_most_likely.tolist() == [True, False, False, False, True, False, bool(logits[4].argmax() == 17)]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_hidden_state_that_is_no_number_gives_no_score(value: float) -> None:
+    hidden, weight = torch.tensor([[1.0, value], [1.0, 1.0]]), torch.eye(2) + 0.5
+    logprobs, _ = score_targets(hidden, weight, torch.tensor([0, 1]), torch.tensor([1, 1]))
+    assert logprobs.isnan().tolist() == [True, False]
 
 
 def test_of_two_tokens_that_tie_in_bfloat16_only_the_likelier_is_greedy() -> None:
