@@ -110,13 +110,14 @@ TASKS: Final = {
         share=0.5,
     ),
     "answers": BenchTask(
-        "generate_until", f"up to {MAX_NEW_TOKENS} new tokens after a question", _write_questions, _ANSWERS
+        "generate_until", f"up to {MAX_NEW_TOKENS} new tokens after a question", _write_questions, _ANSWERS, share=2.0
     ),
     "answers-5-shot": BenchTask(
         "generate_until",
         f"the same after {NUM_EXAMPLES} examples, which are the same for all questions",
         _write_questions,
         {**_ANSWERS, "num_fewshot": NUM_EXAMPLES, "fewshot_config": {"sampler": "first_n", "split": "train"}},
+        share=2.0,
     ),
 }
 """The tasks by their names."""
