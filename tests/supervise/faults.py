@@ -132,12 +132,18 @@ class FaultyRun:
         return [process for process in chosen if kind == "writer" or process.pid in pids]
 
     def wait_training(self) -> bool:
-        """Waits until both ranks of a new attempt train; returns False when the run has ended."""
+        """Waits until both ranks of a new attempt train under a supervisor that takes signals.
+
+        It returns False when the run has ended.
+        """
         deadline_seconds = time.monotonic() + LIMIT_SECONDS
         while time.monotonic() < deadline_seconds:
             if self.supervisor.poll() is not None:
                 return False
-            if self.read_attempt() <= self._after_attempt:
+            status = read_status(self.run_dir)
+            # Ranks outlive a killed supervisor: they train while the next one still imports its modules.
+            is_watched = status is not None and status.pid == self.supervisor.pid
+            if not is_watched or self.read_attempt() <= self._after_attempt:
                 time.sleep(POLL_SECONDS)
                 continue
             beats = read_heartbeats(self.run_dir).values()
