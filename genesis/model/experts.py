@@ -76,6 +76,8 @@ class Experts(Part):
     def record(self, tape: Tape, x: Value) -> Value:
         """Records the products of all rows. Narrower copies of the weights are made for each forward and kept."""
         weights = [tape.weight(weight) for weight in (self.gate, self.up, self.down)]
+        ranks = tape.setting.expert_ranks
+        weights = [weight._replace(num_elements=weight.num_elements // ranks) for weight in weights]
         used = [weight._replace(product_bytes=x.element_bytes) for weight in weights]
         num_inner = x.num_elements // self.gate.shape[2] * self.gate.shape[1]
         inner = [tape.value(num_inner, x.element_bytes) for _ in range(2)]

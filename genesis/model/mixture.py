@@ -192,13 +192,24 @@ class Mixture(FeedForward):
         rows = tape.apply(
             (narrow,), num_rows * dim, in_product, saved=(order,), backward_bytes=num_tokens * dim * FLOAT32_BYTES
         )
-        made = self.experts.record(tape, rows)
+        travelling = 0
+        if tape.setting.expert_ranks > 1:
+            # Rows of other ranks arrive, as many if loads are even, and are sorted by expert; the same on the way back.
+            orders = [tape.value(num_rows, INDEX_BYTES) for _ in range(2)]
+            travelling = 2 * rows.num_bytes  # sent and received rows exist until the forward of the part ends
+            received = tape.apply((rows,), rows.num_elements, in_product)
+            permuted = tape.apply((received,), rows.num_elements, in_product, saved=orders[:1])
+            ran = self.experts.record(tape, permuted)
+            permuted = tape.apply((ran,), rows.num_elements, in_product, saved=orders[1:], forward_bytes=travelling)
+            made = tape.apply((permuted,), rows.num_elements, in_product, forward_bytes=travelling)
+        else:
+            made = self.experts.record(tape, rows)
         out = tape.apply(
             (made, choices),
             x.num_elements,
             in_product,
             saved=(made, choices, order),
-            forward_bytes=2 * x.num_elements * FLOAT32_BYTES,
+            forward_bytes=2 * x.num_elements * FLOAT32_BYTES + travelling,
             backward_bytes=2 * num_rows * dim * FLOAT32_BYTES,
         )
         if self.shared is None:

@@ -38,6 +38,7 @@ class Setting:
         is_autocast: Whether products cast what they get.
         kernel: How attention runs.
         has_documents: Whether a sequence has several documents.
+        expert_ranks: Ranks that share the experts; rows travel between them.
         rounded_to: The allocator's unit.
     """
 
@@ -48,6 +49,7 @@ class Setting:
     is_autocast: bool = False
     kernel: Kernel = "cpu"
     has_documents: bool = True
+    expert_ranks: int = 1
     rounded_to: int = 512
 
     @property

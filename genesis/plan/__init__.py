@@ -4,9 +4,11 @@ recipe.py       a recipe of `genesis fit` -> what the plan needs of it, without 
 layout.py       how a strategy spreads a model over ranks: pure values
 state.py        parameters, gradients and optimizer states of a rank, in bytes
 sections.py     the embedding, the blocks and the head, each as a tape (`genesis.model.tape`)
+other_models.py what runs beside the model: a teacher, the answers of GSPO
 timeline.py     plays a step: rest, forward, backward, step, save -> the bill
 host.py         memory of the host: staging, offload, pinned buffers
 remedies.py     which changes make a layout fit, ordered by their cost in speed
+bandwidths.py   measured by the doctor, given or assumed
 speed.py        tokens per second, by a measured rate or an assumed MFU
 cost.py         hours, energy, money; spot against on-demand
 checkpoints.py  bytes, disk, and the interval that loses least

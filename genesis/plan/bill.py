@@ -14,9 +14,11 @@ GATHERED: Final = "gathered parameters"
 COMMUNICATION: Final = "communication buffers"
 BATCH: Final = "batch"
 TEACHER: Final = "teacher"
+CACHE: Final = "keys and values of answers"
+WHOLE: Final = "whole model that answers"
 UPDATE: Final = "optimizer's temporaries"
 DIGEST: Final = "digests of a save"
-PHASES: Final = ("rest", "forward", "backward", "step", "save")
+PHASES: Final = ("rest", "answers", "forward", "backward", "step", "save")
 
 
 @dataclass

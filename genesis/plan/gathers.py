@@ -13,6 +13,8 @@ class Unit:
 
     Args:
         gathered: All of them as they are gathered.
+        results: What collectives of the gather return; a parameter that one rank holds alone needs none.
+        copies: A rank's share of these, in the type of the gather.
         reduced: All gradients in the type of the reduction.
         shard: A rank's share of these.
         own_shard: That share in the type of the parameters.
@@ -20,6 +22,8 @@ class Unit:
     """
 
     gathered: int
+    results: int
+    copies: int
     reduced: int
     shard: int
     own_shard: int
@@ -38,7 +42,6 @@ class Gathers:
 
     def __init__(self, bill: Bill, layout: Layout, root: Unit, units: list[Unit]) -> None:
         self._bill, self._layout, self._root, self._units = bill, layout, root, units
-        self._has_results = layout.ranks_per_shard_group > 1
         self._stays = layout.strategy == "grad_op" or layout.keeps_gathered
         self._ahead = layout.max_gathers_in_flight - 1
         self._in_flight: dict[int, int] = {}
@@ -107,8 +110,6 @@ class Gathers:
 
     def _start(self, unit: Unit) -> int:
         """Allocates the result of a gather and returns its bytes; one rank alone has none."""
-        result = unit.gathered if self._has_results else 0
-        copies = unit.gathered // self._layout.ranks_per_shard_group if self._has_results else 0
-        self._bill.change(COMMUNICATION, result)
-        self._bill.see(Counter({COMMUNICATION: copies + unit.from_host}))
-        return result
+        self._bill.change(COMMUNICATION, unit.results)
+        self._bill.see(Counter({COMMUNICATION: unit.copies + unit.from_host}))
+        return unit.results

@@ -6,6 +6,7 @@ from typing import Final, Literal
 from genesis.errors import UserError
 from genesis.model.adapter import AdapterConfig
 from genesis.model.decoder import DecoderConfig
+from genesis.model.mixture import MixtureConfig
 
 Strategy = Literal["one device", "replicated", "zero1", "full", "grad_op", "hybrid"]
 STRATEGIES: Final[tuple[Strategy, ...]] = ("one device", "replicated", "zero1", "full", "grad_op", "hybrid")
@@ -32,6 +33,7 @@ class Layout:
         blocks_per_recomputation: Blocks that are recomputed together.
         blocks_per_unit: Blocks that are gathered together.
         max_gathers_in_flight: Units that are gathered or being gathered.
+        expert_parallel: Ranks that share the experts, among those of a shard group; each holds as many experts.
         gather_bytes: Bytes of an element of gathered parameters; None for the precision's default.
         reduce_bytes: Bytes of an element in the reduction of gradients.
         reduces_each: Whether gradients are reduced after every micro-batch.
@@ -47,6 +49,7 @@ class Layout:
     blocks_per_recomputation: int = 1
     blocks_per_unit: int = 1
     max_gathers_in_flight: int = 2
+    expert_parallel: int = 1
     gather_bytes: int | None = None
     reduce_bytes: int = FLOAT32_BYTES
     reduces_each: bool = False
@@ -59,9 +62,41 @@ class Layout:
         return self.strategy in SHARDED
 
     @property
+    def ranks_per_expert(self) -> int:
+        """Ranks that shard the same experts."""
+        return self.ranks_per_shard_group // self.expert_parallel
+
+    @property
     def name(self) -> str:
         """The strategy as tables name it."""
-        return f"{self.strategy}, offload" if self.cpu_offload else self.strategy
+        experts = f", experts over {self.expert_parallel}" if self.expert_parallel > 1 else ""
+        return f"{self.strategy}{experts}{', offload' if self.cpu_offload else ''}"
+
+    def check_experts(self, decoder: DecoderConfig) -> None:
+        """Checks that ranks can share the experts.
+
+        Raises:
+            UserError: The model has no experts, or numbers do not divide each other.
+        """
+        ranks = self.expert_parallel
+        if ranks == 1:
+            return
+        if self.ranks_per_shard_group % ranks:
+            raise UserError(
+                f"expert_parallel {ranks} does not divide the {self.ranks_per_shard_group} ranks that shard the model: "
+                "choose a divisor"
+            )
+        mixture = decoder.parts.feed_forward
+        if not isinstance(mixture, MixtureConfig):
+            raise UserError(
+                f"expert_parallel is {ranks}, but the model has no experts: leave it at 1, or give "
+                "model.decoder.feed_forward a MixtureConfig"
+            )
+        if mixture.num_experts % ranks:
+            raise UserError(
+                f"expert_parallel {ranks} does not divide num_experts {mixture.num_experts}: every rank holds as many "
+                "experts"
+            )
 
 
 @dataclass(frozen=True)
@@ -80,7 +115,10 @@ class Workload:
         precision: The Trainer's precision.
         is_cpu: Whether the device is a CPU.
         has_documents: Whether sequences have several documents.
-        teacher: The model that a student learns from, if its shape is known.
+        teacher: The model that a student learns from, if it runs and its shape is known.
+        teacher_bytes: Bytes of an element of its weights.
+        teacher_top_k: Ids whose probabilities are kept for each token.
+        num_answer_rows: Answers that a rank writes at the same time.
         max_grad_norm: Whether gradients are clipped does not change memory: they are scaled in place.
     """
 
@@ -96,6 +134,9 @@ class Workload:
     is_cpu: bool = False
     has_documents: bool = True
     teacher: DecoderConfig | None = None
+    teacher_bytes: int = FLOAT32_BYTES
+    teacher_top_k: int = 64
+    num_answer_rows: int = 0
 
     @property
     def rows_per_sequence(self) -> int:

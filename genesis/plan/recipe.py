@@ -19,6 +19,10 @@ _CPU: Final = "cpu"
 _MOST_LAYERS: Final = 4096
 MOST_RANKS: Final = 65_536
 """A plan counts the tensors of each rank, so that its time and memory grow with their number."""
+_STRATEGY_NAMES: Final = {
+    **dict.fromkeys(("auto", "Replicated", "replicated", "ddp"), "replicated"),
+    **dict.fromkeys(("Sharded", "sharded"), "sharded"),
+}
 _DTYPES: Final = {"float32": FLOAT32_BYTES, "bfloat16": HALF_BYTES}
 
 
@@ -153,7 +157,12 @@ def _merge(target: dict[str, Any], content: Mapping[str, Any]) -> None:
 
 
 def read_recipe(
-    content: Mapping[str, Any], where: str, *, num_ranks: int | None = None, base_dtype: str | None = None
+    content: Mapping[str, Any],
+    where: str,
+    *,
+    num_ranks: int | None = None,
+    base_dtype: str | None = None,
+    teacher_file: Path | None = None,
 ) -> Recipe:
     """Returns what a plan needs of a recipe's content.
 
@@ -162,6 +171,7 @@ def read_recipe(
         where: The files' names, for messages.
         num_ranks: Number of devices; None for the recipe's.
         base_dtype: The dtype of a frozen base; None to assume one.
+        teacher_file: A recipe or a decoder's fields, for the shape of a teacher that is not here; None without.
 
     Raises:
         UserError: A value is missing or invalid.
@@ -198,12 +208,13 @@ def read_recipe(
         )
     layout = _read_layout(read, num_ranks)
     global_batch_size = read.count("data.global_batch_size", layout.num_ranks * micro_batch_size)
+    num_rows = 0
     if objective == "GSPO":
         answers = read.count("data.prompts.group_size", 8)
+        num_rows = _count_answer_rows(read, global_batch_size * answers, num_ranks)
         global_batch_size *= answers
-        assumptions.append(
-            f"a step trains {answers} answers to each prompt; the cache of the answers' generation is not counted"
-        )
+        assumptions.append(f"a step trains {answers} answers to each prompt; a rank writes {num_rows} at a time")
+    teacher, teacher_bytes = _read_teacher(read, objective, teacher_file, assumptions)
     workload = Workload(
         decoder=decoder,
         adapter=adapter,
@@ -215,7 +226,10 @@ def read_recipe(
         global_batch_size=global_batch_size,
         precision=precision,
         is_cpu=is_cpu,
-        teacher=_read_teacher(read, objective, assumptions),
+        teacher=teacher,
+        teacher_bytes=teacher_bytes,
+        teacher_top_k=read.count("model.objective.init_args.top_k", 64) if teacher is not None else 64,
+        num_answer_rows=num_rows,
     )
     if seq_len > decoder.max_seq_len:
         raise UserError(
@@ -310,20 +324,33 @@ def _read_precision(read: _Reader, assumptions: list[str], *, is_cpu: bool) -> s
 def _read_devices(read: _Reader, assumptions: list[str]) -> int:
     devices = read.get("trainer.devices", "auto")
     nodes = read.count("trainer.num_nodes", 1)
-    if isinstance(devices, list):
-        return max(1, len(devices)) * nodes
-    text = str(devices).strip()
-    if text.isdecimal() and int(text) > 0:
-        return int(text) * nodes
-    if "," in text:
-        return len([part for part in text.split(",") if part.strip()]) * nodes
+    named = devices if isinstance(devices, list) else [part.strip() for part in str(devices).split(",")]
+    if isinstance(devices, list) or len(named) > 1:
+        if not named or not all(str(part).isdecimal() for part in named):
+            raise UserError(
+                f"trainer.devices is {devices!r}: give a number of at least 1, auto, or indices such as 0,1"
+            )
+        return len(named) * nodes
+    if named[0].isdecimal() and int(named[0]) > 0:
+        return int(named[0]) * nodes
+    if named[0] not in ("auto", "-1"):
+        raise UserError(
+            f"trainer.devices is {devices!r}: give a number of at least 1, auto, or indices such as 0,1; --gpus "
+            "compares several numbers"
+        )
     if read.get("trainer.accelerator", "auto") != _CPU:
         assumptions.append("one device; --gpus has the number")
     return nodes
 
 
 def _read_layout(read: _Reader, num_ranks: int) -> Layout:
-    name = _class_name(read.get("trainer.strategy"))
+    given = _class_name(read.get("trainer.strategy")) or "auto"
+    name = _STRATEGY_NAMES.get(given)
+    if name is None:
+        raise UserError(
+            f"trainer.strategy is {given!r}: a plan knows genesis.strategies.Replicated and "
+            "genesis.strategies.Sharded; choose one of them"
+        )
     options = read.get("trainer.strategy.init_args", {})
     if not isinstance(options, Mapping):
         raise UserError(f"trainer.strategy.init_args is {options!r}: it must be a mapping of options")
@@ -344,7 +371,7 @@ def _read_layout(read: _Reader, num_ranks: int) -> Layout:
         "blocks_per_recomputation": together,
         "has_compiled_blocks": options.get("compile_blocks") is True,
     }
-    if name != "Sharded":
+    if name == "replicated":
         is_zero = options.get("optimizer_states") == "sharded"
         alone = Layout("one device", **common)
         return alone if num_ranks == 1 else replace(alone, strategy="zero1" if is_zero else "replicated")
@@ -366,6 +393,7 @@ def _read_layout(read: _Reader, num_ranks: int) -> Layout:
         cpu_offload=options.get("cpu_offload") is True,
         blocks_per_unit=per_unit,
         max_gathers_in_flight=read.count("trainer.strategy.init_args.max_gathers_in_flight", 2),
+        expert_parallel=read.count("trainer.strategy.init_args.expert_parallel", 1),
         gather_bytes=None if gather is None else _DTYPES.get(gather, FLOAT32_BYTES),
         reduce_bytes=_DTYPES.get(options.get("reduce_dtype", "float32"), FLOAT32_BYTES),
         reduces_each=options.get("gradient_reduction") == "micro_batch",
@@ -374,15 +402,36 @@ def _read_layout(read: _Reader, num_ranks: int) -> Layout:
     )
 
 
-def _read_teacher(read: _Reader, objective: str, assumptions: list[str]) -> DecoderConfig | None:
+def _count_answer_rows(read: _Reader, answers_per_step: int, num_ranks: int) -> int:
+    """Returns the answers that a rank writes at the same time."""
+    num_rows = read.count("data.prompts.num_rows", 64)
+    return min(num_rows, -(-answers_per_step * read.count("data.prompts.steps_per_rollout", 4) // num_ranks))
+
+
+def _read_teacher(
+    read: _Reader, objective: str, file: Path | None, assumptions: list[str]
+) -> tuple[DecoderConfig | None, int]:
+    """Returns a teacher that runs, if its shape is known, and the bytes of an element of its weights."""
     if objective != "Distillation":
-        return None
+        if file is not None:
+            raise UserError(
+                f"--teacher is {file}, but the objective is {objective}, which has no teacher: leave it out"
+            )
+        return None, FLOAT32_BYTES
+    if read.get("model.objective.init_args.cache") is not None:
+        assumptions.append("the teacher's probabilities come from a cache: no teacher runs")
+        return None, FLOAT32_BYTES
     teacher = read.get("model.objective.init_args.teacher")
-    if not isinstance(teacher, str):
-        return None
-    for name in ("config.yaml", "recipe.yaml"):
-        path = Path(teacher) / name
-        if path.is_file():
-            return read_decoder_config(path)
-    assumptions.append(f"the teacher {teacher} is not here: its weights and logits are not counted")
-    return None
+    files = [Path(str(teacher)) / name for name in ("config.yaml", "recipe.yaml")] if file is None else [file]
+    found = next((path for path in files if file is not None or path.is_file()), None)
+    if found is None:
+        assumptions.append(
+            f"the teacher {teacher} is not here, so that it is not counted; --teacher FILE gives its decoder"
+        )
+        return None, FLOAT32_BYTES
+    dtype = read.get("model.objective.init_args.teacher_dtype")
+    if dtype is None:
+        assumptions.append(
+            "the teacher's weights are in float32; model.objective.init_args.teacher_dtype has the choice"
+        )
+    return read_decoder_config(found), FLOAT32_BYTES if dtype in (None, "float32") else HALF_BYTES

@@ -11,6 +11,7 @@ from itertools import combinations, product
 
 from genesis.errors import UserError
 from genesis.model.adapter import AdapterConfig
+from genesis.plan.bandwidths import Bandwidths
 from genesis.plan.layout import HALF_BYTES, SHARDED, Checkpointing, Layout, Strategy, Workload
 from genesis.plan.speed import Rate, time_step
 from genesis.plan.timeline import Timeline, play_step
@@ -95,16 +96,17 @@ def _place(own: Layout, name: Strategy, num_ranks: int) -> Layout:
         num_ranks=num_ranks,
         ranks_per_shard_group=group,
         cpu_offload=False,
+        expert_parallel=own.expert_parallel if is_sharded else 1,
         keeps_gathered=own.keeps_gathered and is_sharded,
         reduces_each=own.reduces_each and is_sharded,
     )
 
 
 def find_remedies(
-    workload: Workload, layout: Layout, budget: Budget, rate: Rate, link_bytes_per_second: float
+    workload: Workload, layout: Layout, budget: Budget, rate: Rate, bandwidths: Bandwidths
 ) -> list[Remedy]:
     """Returns the smallest sets of changes that make a layout fit, the quickest first; empty if none does."""
-    before = time_step(workload, layout, rate, link_bytes_per_second).seconds
+    before = time_step(workload, layout, rate, bandwidths).seconds
     found: list[Remedy] = []
     fitting: list[frozenset[str]] = []
     for changes in _list_sets(workload, layout):
@@ -121,7 +123,7 @@ def find_remedies(
         if not budget.fits(timeline.peak_bytes):
             continue
         fitting.append(kinds)
-        seconds = time_step(changed, placed, rate, link_bytes_per_second).seconds
+        seconds = time_step(changed, placed, rate, bandwidths).seconds
         found.append(
             Remedy(
                 tuple(change.text for change in changes),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from genesis.errors import UserError
+from genesis.plan.bandwidths import Bandwidths
 from genesis.plan.checkpoints import CheckpointBill, Interval, count_checkpoints, find_interval
 from genesis.plan.cost import Cost, Interruptions, SpotComparison, compare_spot, count_cost
 from genesis.plan.host import HostBytes, count_host
@@ -22,8 +23,6 @@ UNKNOWN_RATE: Final = Rate(1e14, "unknown", is_assumed=True)
 """The order of remedies needs some rate; no time is printed for it."""
 KEEP_SPARE: Final = 1.2
 """Free memory for each gathered byte that `Sharded(keep_gathered="auto")` demands."""
-_COPY_BYTES_PER_SECOND: Final = 5e9
-"""Assumed rate at which a save copies a rank's tensors to the host while training waits."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Question:
         gpus: Numbers of devices.
         budget: The memory of each.
         rate: The rate of a device; None if it is not known.
-        link_bytes_per_second: What a rank sends per second.
+        bandwidths: What moves how fast.
         watts: Power of a device.
         price_per_hour: Price of a device.
         spot_price_per_hour: Price of one that can be taken away.
@@ -50,7 +49,7 @@ class Question:
     gpus: tuple[int, ...]
     budget: Budget
     rate: Rate | None
-    link_bytes_per_second: float
+    bandwidths: Bandwidths
     watts: float | None = None
     price_per_hour: float | None = None
     spot_price_per_hour: float | None = None
@@ -106,6 +105,7 @@ class Plan:
         cost: Of the run; None without steps or a rate.
         checkpoints: What checkpoints take.
         save_seconds: Time that a save delays training.
+        write_seconds: Time of writing a checkpoint to the disk, beside training.
         interval: Of saves, for the mean time between failures.
         spot: Interruptible machines; None without prices.
         packings: The packings of the corpus, if it is here.
@@ -126,6 +126,7 @@ class Plan:
     cost: Cost | None
     checkpoints: CheckpointBill
     save_seconds: float
+    write_seconds: float
     interval: Interval | None
     spot: SpotComparison | None
     packings: tuple[PackingShare, ...]
@@ -158,7 +159,8 @@ def make_plan(recipe: Recipe, question: Question, corpora: Sequence[Path] = ()) 
     checkpoints = count_checkpoints(model, workload, recipe.saves, num_steps)
     save_seconds = question.save_seconds
     if save_seconds is None:
-        save_seconds = checkpoints.checkpoint_bytes / own.layout.num_ranks / _COPY_BYTES_PER_SECOND
+        to_host = question.bandwidths.to_host.bytes_per_second
+        save_seconds = checkpoints.checkpoint_bytes / own.layout.num_ranks / to_host
     batch = workload.global_batch_size
     proposal = None
     if question.old_batch is not None and question.old_batch != batch:
@@ -184,6 +186,7 @@ def make_plan(recipe: Recipe, question: Question, corpora: Sequence[Path] = ()) 
         cost=cost,
         checkpoints=checkpoints,
         save_seconds=save_seconds,
+        write_seconds=checkpoints.checkpoint_bytes / question.bandwidths.to_disk.bytes_per_second,
         interval=None if question.failure_hours is None else find_interval(save_seconds, question.failure_hours * 3600),
         spot=_compare_spot(recipe, question, own, cost),
         packings=tuple(share for corpus in corpora for share in read_packings(corpus)),
@@ -223,8 +226,8 @@ def _answer_row(workload: Workload, layout: Layout, own: Layout, question: Quest
     budget = question.budget
     fits = budget.fits(timeline.peak_bytes)
     rate = question.rate or UNKNOWN_RATE
-    step = time_step(workload, layout, rate, question.link_bytes_per_second)
-    remedies = () if fits else find_remedies(workload, layout, budget, rate, question.link_bytes_per_second)
+    step = time_step(workload, layout, rate, question.bandwidths)
+    remedies = () if fits else find_remedies(workload, layout, budget, rate, question.bandwidths)
     needed = budget.needed(timeline.peak_bytes)
     shown = None if question.rate is None else step
     return Row(layout, is_own, timeline, needed, fits, shown, tuple(remedies), None)
@@ -241,6 +244,8 @@ def _list_notes(workload: Workload, own: Row, budget: Budget) -> Iterator[str]:
         has_room = own.needed_bytes + round(KEEP_SPARE * whole) <= budget.memory_bytes
         verb = "will" if has_room else "will not"
         yield f"keep_gathered auto {verb} keep {whole / 1e9:,.2f} GB of parameters gathered between micro-batches"
+    if workload.objective == "GSPO":
+        yield "the reference of GSPO's KL is a forward without adapters: no second model is in memory"
     if workload.objective == "DPO":
         yield "the reference of preferences is a forward without adapters, or stored: no second model is in memory"
 
@@ -276,6 +281,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         },
         "budget": asdict(question.budget),
         "rate": None if question.rate is None else asdict(question.rate),
+        "bandwidths": {name: asdict(one) for name, one in question.bandwidths.named().items()},
         "strategies": [_row_to_json(row) for row in plan.rows],
         "host": asdict(plan.host),
         "run": {
@@ -285,7 +291,11 @@ def to_json(plan: Plan) -> dict[str, Any]:
             "num_tokens": None if plan.num_steps is None else plan.num_steps * workload.tokens_per_step,
             **({} if plan.cost is None else asdict(plan.cost)),
         },
-        "checkpoints": {**asdict(plan.checkpoints), "save_seconds": plan.save_seconds},
+        "checkpoints": {
+            **asdict(plan.checkpoints),
+            "save_seconds": plan.save_seconds,
+            "write_seconds": plan.write_seconds,
+        },
         "interval": None if plan.interval is None else asdict(plan.interval),
         "spot": None if plan.spot is None else {**asdict(plan.spot), "is_spot_cheaper": plan.spot.is_spot_cheaper},
         "packings": [asdict(share) for share in plan.packings],
@@ -299,6 +309,7 @@ def _row_to_json(row: Row) -> dict[str, Any]:
         "strategy": layout.name,
         "num_gpus": layout.num_ranks,
         "activation_checkpointing": layout.activation_checkpointing,
+        "expert_parallel": layout.expert_parallel,
         "blocks_per_recomputation": layout.blocks_per_recomputation,
         "is_own": row.is_own,
     }

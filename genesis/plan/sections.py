@@ -75,6 +75,7 @@ def build_setting(workload: Workload, layout: Layout) -> Setting:
         is_autocast=workload.precision.endswith("mixed") and weight_bytes != product,
         kernel=kernel,  # type: ignore[arg-type]  # one of the three
         has_documents=workload.has_documents,
+        expert_ranks=layout.expert_parallel,
         rounded_to=_CPU_ROUNDING if workload.is_cpu else _GPU_ROUNDING,
     )
 

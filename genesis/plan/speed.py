@@ -4,32 +4,27 @@ The estimate is for comparing layouts: what activation checkpointing computes tw
 the device computes. Small products, kernels that wait for the host, and a slow loader are not in it.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Final
 
-from genesis.errors import UserError
 from genesis.model.adapter import AdapterConfig
 from genesis.model.decoder import DecoderConfig
 from genesis.model.describe import count_flops_per_token, describe
-from genesis.plan.layout import FLOAT32_BYTES, Layout, Workload
-from genesis.plan.timeline import play_step
+from genesis.model.mixture import MixtureConfig
+from genesis.plan.bandwidths import Bandwidths
+from genesis.plan.layout import FLOAT32_BYTES, Layout, Workload, product_bytes
+from genesis.plan.timeline import Timeline, play_step
 
 ASSUMED_MFU: Final = 0.4
-LINKS: Final = {"pcie": 12e9, "nvlink": 50e9, "nvswitch": 300e9}
-"""Assumed bytes per second in each direction of collectives: PCIe 4.0 x16 through the host's memory, the bridge of two
-workstation cards, and the switch of a server with eight."""
 _HOST_BYTES_PER_SECOND: Final = 20e9
 """Assumed rate at which a host's AdamW reads and writes memory."""
 _ADAM_BYTES: Final = 28
 """Bytes that AdamW reads and writes for each parameter in float32: weight, gradient and two moments."""
 
 
-_UNLIMITED: Final = 1e30
 _MOST_EXPOSED: Final = 100.0
 """A measured step may have been so many times as long as its products."""
 _HALVINGS: Final = 40
@@ -58,12 +53,14 @@ class StepTime:
         seconds: The whole step.
         compute_seconds: The products.
         exposed_seconds: What communication and offload add.
+        offload_seconds: What of that copies to and from the host's memory and the update there add.
         tokens_per_second: Over all ranks, with padding.
     """
 
     seconds: float
     compute_seconds: float
     exposed_seconds: float
+    offload_seconds: float
     tokens_per_second: float
 
 
@@ -81,51 +78,79 @@ def flops_per_token(workload: Workload) -> float:
     return _count_flops(workload.decoder, workload.seq_len, workload.adapter)[0]
 
 
-def time_step(workload: Workload, layout: Layout, rate: Rate, link_bytes_per_second: float) -> StepTime:
+def time_step(workload: Workload, layout: Layout, rate: Rate, bandwidths: Bandwidths) -> StepTime:
     """Returns the estimated time of a step.
 
     Args:
         workload: What is trained.
         layout: How it is spread.
         rate: The rate of one device.
-        link_bytes_per_second: What a rank sends to the others per second.
+        bandwidths: What moves how fast.
     """
     per_token, blocks_forward = _count_flops(workload.decoder, workload.seq_len, workload.adapter)
     every_n = {"none": 0, "block": 1}.get(str(layout.activation_checkpointing), layout.activation_checkpointing)
     recomputed = 1.0 / every_n if isinstance(every_n, int) and every_n else 0.0
     num_micro_batches = workload.num_micro_batches(layout.num_ranks)
     tokens = workload.tokens_per_step / layout.num_ranks
+    per_token += teacher_flops_per_token(workload)
     compute = tokens * (per_token + recomputed * blocks_forward) / rate.flops_per_second
     timeline = play_step(workload, layout)
-    shards, ranks = layout.ranks_per_shard_group, layout.num_ranks
-    reduced = timeline.state.gradients * (shards if layout.is_sharded else 1)
-    exposed = 0.0
-    if layout.is_sharded and shards > 1:
-        per_micro_batch = timeline.gathered_whole_bytes * (shards - 1) / shards
-        gathers = 1 if layout.strategy == "grad_op" else 2
-        count = 1 if layout.keeps_gathered else num_micro_batches
-        one = gathers * per_micro_batch / link_bytes_per_second
-        exposed += count * max(0.0, one - compute / num_micro_batches)
-        reductions = num_micro_batches if layout.reduces_each else 1
-        each = reduced * (shards - 1) / shards / link_bytes_per_second
-        exposed += reductions * max(0.0, each - compute / num_micro_batches / 2.0)
-    if ranks > 1 and (not layout.is_sharded or layout.strategy == "hybrid"):
-        whole = reduced / (shards if layout.strategy == "hybrid" else 1)
-        send = 2.0 * whole * (ranks - 1) / ranks / link_bytes_per_second
-        exposed += max(0.0, send - compute / num_micro_batches / 2.0)
-        if layout.strategy == "zero1":
-            exposed += timeline.state.weights / link_bytes_per_second
+    exposed = _expose_collectives(layout, timeline, compute, num_micro_batches, bandwidths)
+    if layout.expert_parallel > 1:  # the products wait for the rows
+        exposed += _time_rows(workload, layout, tokens, passes=2.0 + recomputed) / _link(bandwidths)
+    offload = 0.0
     if layout.cpu_offload:
         elements = timeline.state.weights / FLOAT32_BYTES
-        copies = (2 * num_micro_batches + 1) * timeline.state.weights / LINKS["pcie"]
-        exposed += max(0.0, copies - compute) + elements * _ADAM_BYTES / _HOST_BYTES_PER_SECOND
-    seconds = compute + exposed
-    return StepTime(seconds, compute, exposed, workload.tokens_per_step / seconds)
+        weights = timeline.state.weights + timeline.state.frozen
+        copies = 2 * num_micro_batches * weights / bandwidths.to_device.bytes_per_second
+        copies += timeline.state.weights / bandwidths.to_host.bytes_per_second
+        offload = max(0.0, copies - compute) + elements * _ADAM_BYTES / _HOST_BYTES_PER_SECOND
+    seconds = compute + exposed + offload
+    return StepTime(seconds, compute, exposed + offload, offload, workload.tokens_per_step / seconds)
 
 
-def rate_from_tokens(
-    workload: Workload, layout: Layout, tokens_per_second: float, link_bytes_per_second: float
-) -> Rate:
+def _link(bandwidths: Bandwidths) -> float:
+    return bandwidths.between_devices.bytes_per_second
+
+
+def _expose_collectives(
+    layout: Layout, timeline: Timeline, compute: float, num_micro_batches: int, bandwidths: Bandwidths
+) -> float:
+    """Returns the seconds by which gathers and reductions are longer than the products that run beside them."""
+    link, sent, exposed = _link(bandwidths), timeline.sent, 0.0
+    if layout.is_sharded and layout.ranks_per_shard_group > 1:
+        gathers = 1 if layout.strategy == "grad_op" else 2
+        count = 1 if layout.keeps_gathered else num_micro_batches
+        exposed += count * max(0.0, gathers * sent.gathered / link - compute / num_micro_batches)
+        reductions = num_micro_batches if layout.reduces_each else 1
+        exposed += reductions * max(0.0, sent.reduced / link - compute / num_micro_batches / 2.0)
+    ranks = layout.num_ranks
+    if ranks > 1 and (not layout.is_sharded or layout.strategy == "hybrid"):
+        send = 2.0 * timeline.state.gradients * (ranks - 1) / ranks / link
+        exposed += max(0.0, send - compute / num_micro_batches / 2.0)
+        if layout.strategy == "zero1":
+            exposed += timeline.state.weights / link
+    return exposed
+
+
+def _time_rows(workload: Workload, layout: Layout, tokens: float, passes: float) -> float:
+    """Returns the bytes of rows that a rank sends to experts of other ranks and gets back, in so many passes."""
+    decoder, mixture = workload.decoder, workload.decoder.parts.feed_forward
+    assert isinstance(mixture, MixtureConfig), "play_step has checked it"
+    num_mixtures = sum(mixture.is_mixture(layer) for layer in range(decoder.num_layers))
+    leaving = (layout.expert_parallel - 1) / layout.expert_parallel
+    rows = tokens * mixture.top_k * num_mixtures * leaving
+    return 2.0 * passes * rows * decoder.dim * product_bytes(workload, layout)
+
+
+def teacher_flops_per_token(workload: Workload) -> float:
+    """Returns the operations of a teacher's forward for each token; 0 without a teacher that runs."""
+    if workload.teacher is None:
+        return 0.0
+    return count_flops_per_token(workload.teacher, workload.seq_len, None) / 3.0
+
+
+def rate_from_tokens(workload: Workload, layout: Layout, tokens_per_second: float, bandwidths: Bandwidths) -> Rate:
     """Returns the rate with which this layout has a measured number of tokens per second over all ranks.
 
     If communication alone would take longer than was measured, the link is quicker than given, and the products are
@@ -134,43 +159,29 @@ def rate_from_tokens(
     source = f"{tokens_per_second:,.0f} tokens/s, as given"
     seconds = workload.tokens_per_step / tokens_per_second
     whole = Rate(1e15, source, is_assumed=False)
-    unlimited = time_step(workload, layout, whole, _UNLIMITED).compute_seconds * whole.flops_per_second
+    unlimited = time_step(workload, layout, whole, bandwidths).compute_seconds * whole.flops_per_second
     slow, quick = unlimited / seconds, unlimited / seconds * _MOST_EXPOSED
-    if time_step(workload, layout, replace(whole, flops_per_second=quick), link_bytes_per_second).seconds > seconds:
+    if time_step(workload, layout, replace(whole, flops_per_second=quick), bandwidths).seconds > seconds:
         return replace(whole, flops_per_second=slow)
     for _ in range(_HALVINGS):  # the time falls with the rate
         middle = (slow + quick) / 2.0
         rate = replace(whole, flops_per_second=middle)
-        if time_step(workload, layout, rate, link_bytes_per_second).seconds > seconds:
+        if time_step(workload, layout, rate, bandwidths).seconds > seconds:
             slow = middle
         else:
             quick = middle
     return replace(whole, flops_per_second=quick)
 
 
-def read_rates(path: Path) -> Rate:
-    """Returns the rate in a report of `genesis doctor --device` or in a record of `genesis bench step`.
+def find_rate(content: Mapping[str, Any], path: str) -> Rate | None:
+    """Returns the rate in a report of `genesis doctor --device` or a record of `genesis bench step`; None without one.
 
-    Raises:
-        UserError: The file cannot be read, or has no rate.
+    Args:
+        content: The file's content.
+        path: The file's name.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UserError(f"cannot read --rates {path}: {reason}") from None
-    except (ValueError, RecursionError):
-        raise UserError(
-            f"--rates {path} is not JSON: give a report of `genesis doctor --device --out FILE`, or a record of "
-            "`genesis bench step`"
-        ) from None
-    rate = _find_rate(content, str(path)) if isinstance(content, Mapping) else None
-    if rate is None or not (math.isfinite(rate.flops_per_second) and rate.flops_per_second > 0.0):
-        raise UserError(
-            f"--rates {path} has no rate: it needs the parts devices and speed of `genesis doctor --device`, on a "
-            "device whose peak is known, or a record of `genesis bench step`; or give --tokens_per_second"
-        )
-    return rate
+    rate = _find_rate(content, path)
+    return rate if rate is not None and math.isfinite(rate.flops_per_second) and rate.flops_per_second > 0.0 else None
 
 
 def _find_rate(content: Mapping[str, Any], path: str) -> Rate | None:

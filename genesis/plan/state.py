@@ -10,6 +10,7 @@ import torch
 from genesis.errors import UserError
 from genesis.model.adapter import attach_adapters
 from genesis.model.decoder import Decoder
+from genesis.model.experts import Experts
 from genesis.plan.layout import FLOAT32_BYTES, HALF_BYTES, Layout, Workload, parameter_bytes
 
 
@@ -24,6 +25,7 @@ class Parameter:
         is_matrix: Whether Muon may update it.
         block: The number of its block; None for the embedding, the last norm and the output weight.
         element_bytes: Bytes of an element at rest.
+        is_expert: Whether it is a stack of a matrix for each expert.
     """
 
     name: str
@@ -32,17 +34,34 @@ class Parameter:
     is_matrix: bool
     block: int | None
     element_bytes: int
+    is_expert: bool = False
 
     @property
     def num_elements(self) -> int:
         """Its elements."""
         return math.prod(self.shape)
 
-    def local_elements(self, num_shards: int) -> int:
-        """Returns the elements of the first of so many ranks, which has the most: FSDP2 cuts rows as torch.chunk."""
+    def local_elements(self, layout: Layout) -> int:
+        """Returns the elements of the first rank, which has the most: FSDP2 cuts rows as torch.chunk."""
+        num_shards = self.num_shards(layout)
+        if layout.is_sharded and self.is_expert and layout.expert_parallel > 1:
+            held = self.shape[0] // layout.expert_parallel
+            if held % num_shards:  # the rows of each expert are sharded, not the experts
+                return held * -(-self.shape[1] // num_shards) * math.prod(self.shape[2:])
+            return held // num_shards * math.prod(self.shape[1:])
         if num_shards == 1 or not self.shape:
             return self.num_elements
         return -(-self.shape[0] // num_shards) * math.prod(self.shape[1:])
+
+    def num_shards(self, layout: Layout) -> int:
+        """Returns the ranks whose shards are gathered together."""
+        if not layout.is_sharded:
+            return 1
+        return layout.ranks_per_expert if self.is_expert else layout.ranks_per_shard_group
+
+    def gathered_elements(self, layout: Layout) -> int:
+        """Returns the elements that a rank holds while the parameter is gathered, with the padding of shards."""
+        return self.num_shards(layout) * self.local_elements(layout)
 
 
 @dataclass(frozen=True)
@@ -75,6 +94,7 @@ def build_model(workload: Workload) -> Model:
     except (RuntimeError, OverflowError, TypeError):  # torch's, for more than 2^63 bytes
         raise UserError("the decoder has a tensor of more than 2^63 bytes: lower dim, ffn_dim or vocab_size") from None
     groups = decoder.parameter_groups()
+    experts = {id(one) for part in decoder.modules() if isinstance(part, Experts) for one in part.parameters()}
     parameters = tuple(
         Parameter(
             name,
@@ -83,6 +103,7 @@ def build_model(workload: Workload) -> Model:
             groups[name].kind == "matrix" and parameter.ndim in (2, 3),
             int(name.split(".")[1]) if name.startswith("blocks.") else None,
             min(own, parameter.element_size()),
+            id(parameter) in experts,
         )
         for name, parameter in decoder.named_parameters()
     )
@@ -114,11 +135,10 @@ class StateBytes:
 
 def count_state(model: Model, workload: Workload, layout: Layout, rounded_to: int = 512) -> StateBytes:
     """Returns what the rank with the most holds between steps."""
-    shards = layout.ranks_per_shard_group if layout.is_sharded else 1
 
     def size(parameters: Iterable[Parameter], bytes_each: int | None = None) -> int:
         return sum(
-            _round(parameter.local_elements(shards) * (bytes_each or parameter.element_bytes), rounded_to)
+            _round(parameter.local_elements(layout) * (bytes_each or parameter.element_bytes), rounded_to)
             for parameter in parameters
         )
 
@@ -132,10 +152,8 @@ def count_state(model: Model, workload: Workload, layout: Layout, rounded_to: in
 
 
 def _count_optimizer(trained: Sequence[Parameter], workload: Workload, layout: Layout, rounded_to: int) -> int:
-    shards = layout.ranks_per_shard_group if layout.is_sharded else 1
-
     def states(parameter: Parameter) -> int:
-        moment = _round(parameter.local_elements(shards) * parameter.element_bytes, rounded_to)
+        moment = _round(parameter.local_elements(layout) * parameter.element_bytes, rounded_to)
         if workload.optimizer == "muon" and parameter.is_matrix:
             return moment
         return 2 * moment + _round(FLOAT32_BYTES, rounded_to)

@@ -25,6 +25,7 @@ from genesis.plan.bill import (
 )
 from genesis.plan.gathers import Gathers, Unit
 from genesis.plan.layout import HALF_BYTES, Layout, Workload, forward_weight_bytes
+from genesis.plan.other_models import count_answers, count_teacher
 from genesis.plan.sections import IDS_BYTES, Section, Sections, build_sections, build_setting
 from genesis.plan.state import Model, Parameter, StateBytes, build_model, count_state
 
@@ -37,6 +38,19 @@ _MOST_PLAYED: Final = 3
 
 
 @dataclass(frozen=True)
+class Sent:
+    """Bytes that a rank gets from others, or sends to them.
+
+    Args:
+        gathered: When the whole model is gathered once.
+        reduced: When all gradients are reduced once.
+    """
+
+    gathered: float
+    reduced: float
+
+
+@dataclass(frozen=True)
 class Timeline:
     """The memory of a rank's device over a step.
 
@@ -44,12 +58,14 @@ class Timeline:
         peaks: The bytes at the highest point of each phase, by term.
         state: What is held between steps; under offload it is in the host's memory.
         gathered_whole_bytes: Bytes of the whole model as it is gathered; 0 if it is not sharded.
+        sent: What ranks exchange under sharding.
         notes: What is only estimated.
     """
 
     peaks: dict[str, Bytes]
     state: StateBytes
     gathered_whole_bytes: int
+    sent: Sent
     notes: tuple[str, ...]
 
     @property
@@ -70,13 +86,14 @@ def play_step(workload: Workload, layout: Layout) -> Timeline:
     Raises:
         UserError: Micro-batches do not divide the global batch.
     """
+    layout.check_experts(workload.decoder)
     model = build_model(workload)
     setting = build_setting(workload, layout)
     sections = build_sections(model.decoder, workload, setting)
     state = count_state(model, workload, layout, setting.rounded_to)
     player = _Player(workload, layout, model, setting, sections, state)
     player.play(workload.num_micro_batches(layout.num_ranks))
-    return Timeline(player.bill.peaks, state, player.gathered_whole, sections.notes)
+    return Timeline(player.bill.peaks, state, player.gathered_whole, player.count_sent(), sections.notes)
 
 
 class _Player:
@@ -92,7 +109,7 @@ class _Player:
         self.workload, self.layout, self.model, self.setting = workload, layout, model, setting
         self.sections, self.state = sections, state
         self.bill = Bill()
-        self.shards = layout.ranks_per_shard_group
+        self.teacher = count_teacher(workload)
         every_n = {"none": 0, "block": 1}.get(str(layout.activation_checkpointing), layout.activation_checkpointing)
         self.recomputed = {
             index
@@ -125,20 +142,33 @@ class _Player:
         self._held_reduction = self._reduced_gradients = 0
         self.gathered_whole = sum(unit.gathered for unit in every) if layout.is_sharded else 0
 
+    def count_sent(self) -> Sent:
+        """Returns what a rank exchanges with those that share its shards."""
+        layout, gather = self.layout, forward_weight_bytes(self.workload, self.layout)
+        gathered = reduced = 0.0
+        for parameter in self.model.parameters:
+            num_shards = parameter.num_shards(layout)
+            elements = parameter.gathered_elements(layout) * (num_shards - 1) / num_shards
+            gathered += elements * min(gather, parameter.element_bytes)
+            reduced += elements * layout.reduce_bytes if parameter.is_trained else 0.0
+        return Sent(gathered, reduced)
+
     def _measure_unit(self, parameters: Sequence[Parameter]) -> Unit:
-        gather = forward_weight_bytes(self.workload, self.layout)
+        layout, gather = self.layout, forward_weight_bytes(self.workload, self.layout)
 
         def gathered(parameter: Parameter) -> int:
-            return self.shards * parameter.local_elements(self.shards) * min(gather, parameter.element_bytes)
+            return parameter.gathered_elements(layout) * min(gather, parameter.element_bytes)
 
+        several = [parameter for parameter in parameters if parameter.num_shards(layout) > 1]
         trained = [parameter for parameter in parameters if parameter.is_trained]
-        elements = sum(self.shards * parameter.local_elements(self.shards) for parameter in trained)
-        largest = max((one.local_elements(self.shards) * one.element_bytes for one in parameters), default=0)
+        largest = max((one.local_elements(layout) * one.element_bytes for one in parameters), default=0)
         return Unit(
             gathered=sum(map(gathered, parameters)),
-            reduced=elements * self.layout.reduce_bytes,
-            shard=elements * self.layout.reduce_bytes // self.shards,
-            own_shard=sum(one.local_elements(self.shards) * one.element_bytes for one in trained),
+            results=sum(map(gathered, several)),
+            copies=sum(gathered(one) // one.num_shards(layout) for one in several),
+            reduced=sum(one.gathered_elements(layout) for one in trained) * layout.reduce_bytes,
+            shard=sum(one.local_elements(layout) for one in trained) * layout.reduce_bytes,
+            own_shard=sum(one.local_elements(layout) * one.element_bytes for one in trained),
             from_host=largest if self.layout.cpu_offload else 0,
         )
 
@@ -152,9 +182,13 @@ class _Player:
                 bill.change(term, count)
             bill.change(OPTIMIZER, self.state.optimizer)
             bill.change(GRADIENTS, self.state.gradients)
-        if self.workload.teacher is not None:
-            bill.change(TEACHER, self._count_teacher())
+        if self.teacher is not None:
+            bill.change(TEACHER, self.teacher.weights)
         bill.enter("rest")
+        answers = count_answers(self.workload, layout, self.model)
+        if answers:
+            bill.enter("answers")
+            bill.see(answers)
         bill.enter("forward")
         if is_here and not self.has_buckets:
             bill.change(GRADIENTS, -self.state.gradients)
@@ -170,20 +204,20 @@ class _Player:
         if not self.workload.is_cpu and is_here:
             bill.change(DIGEST, DIGEST_BYTES)
 
-    def _count_teacher(self) -> int:
-        assert self.workload.teacher is not None
-        alone = Workload(decoder=self.workload.teacher, precision=self.workload.precision)
-        return sum(parameter.num_elements * FLOAT32_BYTES for parameter in build_model(alone).parameters)
-
     def _play_micro_batch(self, *, is_first: bool, is_last: bool) -> None:
         bill = self.bill
         bill.enter("forward")
+        if self.teacher is not None:
+            bill.see(self.teacher.forward)
+            bill.change(TEACHER, self.teacher.classes)
         bill.change(ACTIVATIONS, self.sections.tables_bytes)
         if self.layout.is_sharded:
             self._play_sharded(is_first=is_first, is_last=is_last)
         else:
             self._play_whole(is_first=is_first, is_last=is_last)
         bill.change(ACTIVATIONS, -self.sections.tables_bytes)
+        if self.teacher is not None:
+            bill.change(TEACHER, -self.teacher.classes)
 
     # ---- whole parameters: one device, DDP, ZeRO-1
 
@@ -350,7 +384,7 @@ class _Player:
         batch = max(batch, HALF_BYTES * max(whole))
         working = _MUON_COPIES * batch
         if layout.is_sharded:
-            local = sum(one.local_elements(self.shards) for one in matrices)
+            local = sum(one.local_elements(layout) for one in matrices)
             # Updates in float32, and the rows that are sent and received in bfloat16, twice.
             working += local * (FLOAT32_BYTES + 4 * HALF_BYTES)
         elif ranks > 1:

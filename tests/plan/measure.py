@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -22,11 +23,14 @@ from genesis.data.window import MicroBatch
 from genesis.loss import sum_cross_entropy
 from genesis.model.adapter import attach_adapters
 from genesis.model.decoder import Decoder
+from genesis.model.mixture import Mixture
 from genesis.objectives import DPO, CrossEntropy
 from genesis.objectives.objective import TOKENS
 from genesis.objectives.preference import ANSWERS, PAIRS
 from genesis.optim import OptimizerOptions, build_optimizer
 from genesis.plan.layout import Layout, Workload
+from genesis.strategies import expert_parallel
+from genesis.strategies.expert_parallel import Exchange, Flight
 from genesis.strategies.micro_batches import train_in_turn
 from genesis.strategies.wrap import ShardOptions, apply_wrappers, set_resharding
 
@@ -61,8 +65,15 @@ def build(workload: Workload, layout: Layout) -> tuple[Decoder, torch.optim.Opti
             if layout.strategy == "hybrid"
             else init_device_mesh("cpu", (layout.num_ranks,))
         )
+        experts = None
+        if layout.expert_parallel > 1:
+            shared = init_device_mesh(
+                "cpu", (layout.ranks_per_expert, layout.expert_parallel), mesh_dim_names=("shard", "experts")
+            )
+            experts = (shared["experts"], shared["shard"])
         shard = ShardOptions(
             mesh=mesh,
+            experts=experts,
             reshard_after_forward=layout.strategy != "grad_op",
             blocks_per_unit=layout.blocks_per_unit,
             max_gathers_in_flight=layout.max_gathers_in_flight,
@@ -76,6 +87,9 @@ def build(workload: Workload, layout: Layout) -> tuple[Decoder, torch.optim.Opti
         shard,
         blocks_per_recomputation=layout.blocks_per_recomputation,
     )
+    for mixture in decoder.modules():
+        if isinstance(mixture, Mixture) and mixture.exchange is not None:
+            mixture.exchange = EvenExchange(mixture.exchange._group, layout.expert_parallel)
     decoder.to_empty(device="cpu")
     for parameter in decoder.parameters():
         torch.nn.init.normal_(parameter.to_local() if isinstance(parameter, DTensor) else parameter, std=0.02)
@@ -89,6 +103,26 @@ def build(workload: Workload, layout: Layout) -> tuple[Decoder, torch.optim.Opti
             groups = [dict(group) for group in optimizer.param_groups]
             optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=type(optimizer), **optimizer.defaults)
     return decoder, optimizer, wrapped
+
+
+class EvenExchange(Exchange):
+    """An exchange whose collectives move nothing: other ranks send as many rows to each expert as this rank does.
+
+    Args:
+        group: A group of ranks.
+        num_ranks: Ranks that share the experts.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, num_ranks: int) -> None:
+        super().__init__(group)
+        self._num_ranks = num_ranks
+
+    def send(self, rows: torch.Tensor, counts: torch.Tensor) -> Flight:
+        even = torch.full_like(counts.view(self._num_ranks, -1), len(rows) // len(counts))
+        even[:, 0] += len(rows) // self._num_ranks - even.sum(1)
+        splits = even.sum(1).tolist()
+        received = all_to_all_single_autograd(rows.contiguous(), splits, splits, self._group)
+        return Flight(received, even, expert_parallel._Splits(splits, splits), self._group)
 
 
 def _reduce(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

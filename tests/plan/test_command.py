@@ -79,6 +79,15 @@ def test_ranks_that_do_not_divide_the_batch_are_refused_in_their_row(capsys: pyt
         (["--memory", "nanGB"], "is no amount"),
         (["--memory", "-24GB"], "(expected one argument|is no amount)"),
         (["--memory", "24XB"], "is no amount"),
+        (["--memory", "24"], "'24' has no unit: write 24GB, or 24B for bytes"),
+        (["--mfu", "1e308"], "--mfu: '1e308' must lie between"),
+        (["--mfu", "40"], "'40' is a share of the peak: write at most 1"),
+        (["--trainer.devices", "0"], "trainer.devices is 0: give a number of at least 1"),
+        (["--trainer.devices", "two"], "trainer.devices is 'two': give a number"),
+        (["--trainer.devices", "[]"], r"trainer.devices is \[\]: give a number"),
+        (["--trainer.strategy", "nope"], "trainer.strategy is 'nope': a plan knows genesis.strategies.Replicated"),
+        (["--trainer.strategy.init_args.expert_parallel", "2"], "expert_parallel 2 does not divide|has no experts"),
+        (["--teacher", RECIPE], "the objective is CrossEntropy, which has no teacher"),
         (["--gpus", "0"], "--gpus is '0'"),
         (["--gpus", "2,two"], "--gpus is '2,two'"),
         (["--gpus", ""], "--gpus is ''"),
@@ -142,7 +151,7 @@ def test_a_file_that_is_no_recipe_is_one_line(tmp_path: Path, content: str) -> N
 
 
 def test_amounts_have_decimal_and_binary_units() -> None:
-    assert [read_bytes(text) for text in ("24GB", "24 gib", "1.5TB", "512", "1e3 kB", "10EB")] == [
+    assert [read_bytes(text) for text in ("24GB", "24 gib", "1.5TB", "512B", "1e3 kB", "10EB")] == [
         24 * 10**9, 24 * 2**30, 1_500_000_000_000, 512, 10**6, 10**19,
     ]  # fmt: skip
 

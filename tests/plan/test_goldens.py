@@ -22,7 +22,15 @@ def test_the_bill_of_a_recipe_is_its_golden_one(
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
     gpus = ["--gpus", _GPUS[name]] if name in _GPUS else []
-    memory = "80GB" if name.endswith("8-cards") else "48GB" if name == "genesis-3b" else "24GB"
+    memory = (
+        "141GB"
+        if "397b" in name
+        else "80GB"
+        if name.endswith("8-cards")
+        else "48GB"
+        if name == "genesis-3b"
+        else "24GB"
+    )
     assert main(["--config", f"configs/{name}.yaml", "--memory", memory, *gpus]) == 0
     text = "".join(f"{line.rstrip()}\n" for line in capsys.readouterr().out.splitlines())
     assert text == read_golden(f"plan/{name}.txt", text)

@@ -8,6 +8,7 @@ import pytest
 from genesis.model.adapter import AdapterConfig
 from genesis.model.attention import AttentionConfig
 from genesis.model.decoder import DecoderConfig
+from genesis.model.delta import GatedDeltaConfig
 from genesis.model.mixture import MixtureConfig
 from genesis.model.norm import NormConfig
 from genesis.plan.layout import Layout, Workload
@@ -35,6 +36,11 @@ MIXTURE: Final = replace(
     ffn_dim=None,
     feed_forward=MixtureConfig(num_experts=4, top_k=2, ffn_dim=96, shared_ffn_dim=64, balance_loss=0.01, z_loss=0.001),
 )
+LINEAR: Final = replace(
+    SHAPE,
+    linear_attention=GatedDeltaConfig(num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=16, attention_every=2),
+)
+SHARED_EXPERTS: Final = replace(FULL, expert_parallel=2)
 LORA: Final = AdapterConfig(rank=8)
 GROUPS: Final[dict[str, Any]] = {"activation_checkpointing": "block", "blocks_per_recomputation": 3}
 
@@ -79,6 +85,31 @@ CASES: Final[dict[str, tuple[Workload, Layout]]] = {
     "experts, bf16-mixed": case(ONE, decoder=MIXTURE, precision="bf16-mixed"),
     "experts, block": case(replace(ONE, activation_checkpointing="block"), decoder=MIXTURE),
     "experts, full": case(FULL, decoder=MIXTURE),
+    "experts shared by two": case(SHARED_EXPERTS, decoder=MIXTURE),
+    "experts shared by two of four": case(
+        Layout("full", 4, 4, expert_parallel=2), decoder=MIXTURE, global_batch_size=48
+    ),
+    "experts shared by four, their rows sharded by two": case(
+        Layout("full", 8, 8, expert_parallel=4), decoder=MIXTURE, global_batch_size=96
+    ),
+    "experts shared by two, block": case(replace(SHARED_EXPERTS, activation_checkpointing="block"), decoder=MIXTURE),
+    "experts shared by two, bf16-mixed": case(SHARED_EXPERTS, decoder=MIXTURE, precision="bf16-mixed"),
+    "experts shared by two, hybrid": case(
+        Layout("hybrid", 4, 2, expert_parallel=2), decoder=MIXTURE, global_batch_size=48
+    ),
+    "experts shared by two, offload": case(replace(SHARED_EXPERTS, cpu_offload=True), decoder=MIXTURE),
+    "linear": case(ONE, decoder=LINEAR),
+    "linear, documents": case(ONE, decoder=LINEAR, has_documents=True),
+    "linear, heads alike": case(
+        ONE, decoder=replace(LINEAR, linear_attention=GatedDeltaConfig(4, 4, 16, 16, attention_every=2))
+    ),
+    "linear, block": case(replace(ONE, activation_checkpointing="block"), decoder=LINEAR),
+    "linear, bf16-mixed": case(ONE, decoder=LINEAR, precision="bf16-mixed"),
+    "linear, a sequence that chunks do not divide": case(ONE, decoder=LINEAR, seq_len=100),
+    "linear, full, adapters": case(FULL, decoder=LINEAR, adapter=replace(LORA, exclude=("*.beta", "*.decay"))),
+    "linear and experts shared by two": case(
+        SHARED_EXPERTS, decoder=replace(MIXTURE, linear_attention=LINEAR.linear_attention)
+    ),
     "adapters": case(ONE, adapter=LORA),
     "adapters, bf16-mixed, narrow base": case(ONE, adapter=LORA, base_bytes=2, precision="bf16-mixed"),
     "adapters, DoRA": case(ONE, adapter=replace(LORA, dora=True)),
@@ -119,7 +150,15 @@ for _layout in (ONE, Layout("replicated", 2), Layout("zero1", 2), FULL, Layout("
         CASES[_name] = case(replace(_layout, activation_checkpointing=_policy), global_batch_size=12 * _ranks)
 
 
-@pytest.mark.parametrize("name", CASES)
+# Quick cases prove each strategy and part once.
+_SLOW: Final = ("experts shared by two,", "experts shared by two of", "linear,", "linear and")
+
+
+def mark(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.slow) if name.startswith(_SLOW) else name
+
+
+@pytest.mark.parametrize("name", [mark(name) for name in CASES])
 def test_the_predicted_peak_is_within_a_tenth_of_the_measured_one(name: str) -> None:
     workload, layout = CASES[name]
     timeline = play_step(workload, layout)

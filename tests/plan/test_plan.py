@@ -5,10 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from genesis.data.packing import PackingFigures
 from genesis.errors import UserError
+from genesis.model.decoder import KVCache
+from genesis.model.mixture import MixtureConfig
 from genesis.model.recipe import read_decoder_config
+from genesis.plan.bandwidths import Bandwidth, Bandwidths, find_bandwidths, read_report
 from genesis.plan.checkpoints import count_checkpoints, find_interval
 from genesis.plan.cost import Interruptions, compare_spot, count_cost
 from genesis.plan.layout import Layout, Workload
@@ -16,7 +20,7 @@ from genesis.plan.learning_rate import scale_rate
 from genesis.plan.padding import read_packings
 from genesis.plan.recipe import Recipe, SaveOptions, read_content, read_recipe
 from genesis.plan.remedies import Budget, find_remedies, list_layouts
-from genesis.plan.speed import LINKS, Rate, rate_from_tokens, read_rates, time_step
+from genesis.plan.speed import Rate, find_rate, rate_from_tokens, time_step
 from genesis.plan.state import TextbookBill, build_model, count_state
 from genesis.plan.timeline import play_step
 
@@ -28,6 +32,10 @@ RATE = Rate(60e12, "a test", is_assumed=True)
 def read(name: str, *overrides: tuple[str, str], num_ranks: int | None = None) -> Recipe:
     path = CONFIGS / f"{name}.yaml"
     return read_recipe(read_content([path], overrides), str(path), num_ranks=num_ranks)
+
+
+def link(bytes_per_second: float) -> Bandwidths:
+    return Bandwidths(between_devices=Bandwidth(bytes_per_second))
 
 
 def test_seven_billion_parameters_take_84_gb_and_112_with_master_weights() -> None:
@@ -65,7 +73,7 @@ def test_a_sharded_state_is_a_share_of_the_whole() -> None:
 
 def test_the_remedies_fit_are_minimal_and_the_quickest_comes_first() -> None:
     workload, budget = read("genesis-1b", num_ranks=1).workload, Budget(24 * GB, GB, 0.05)
-    remedies = find_remedies(workload, Layout(), budget, RATE, LINKS["pcie"])
+    remedies = find_remedies(workload, Layout(), budget, RATE, Bandwidths())
     assert remedies[0].changes == ("activation_checkpointing 2",)
     assert [remedy.slowdown for remedy in remedies] == sorted(remedy.slowdown for remedy in remedies)
     for remedy in remedies:
@@ -75,7 +83,7 @@ def test_the_remedies_fit_are_minimal_and_the_quickest_comes_first() -> None:
 
 def test_adapters_come_last_because_they_learn_something_else() -> None:
     workload = read("finetune/qwen3-8b-full-8-cards", num_ranks=1).workload
-    remedies = find_remedies(workload, Layout(), Budget(24 * GB, GB, 0.05), RATE, LINKS["pcie"])
+    remedies = find_remedies(workload, Layout(), Budget(24 * GB, GB, 0.05), RATE, Bandwidths())
     assert remedies
     assert [remedy.changes_result for remedy in remedies] == sorted(remedy.changes_result for remedy in remedies)
     assert any("model.adapter.rank 16" in change for change in remedies[-1].changes)
@@ -83,7 +91,7 @@ def test_adapters_come_last_because_they_learn_something_else() -> None:
 
 def test_nothing_makes_a_model_fit_into_a_megabyte() -> None:
     workload = read("genesis-1b", num_ranks=1).workload
-    assert find_remedies(workload, Layout(), Budget(10**6, 0, 0.0), RATE, LINKS["pcie"]) == []
+    assert find_remedies(workload, Layout(), Budget(10**6, 0, 0.0), RATE, Bandwidths()) == []
 
 
 def test_every_strategy_is_listed_for_several_devices_and_one_for_one() -> None:
@@ -98,41 +106,121 @@ def test_every_strategy_is_listed_for_several_devices_and_one_for_one() -> None:
 def test_recomputation_costs_a_third_of_the_blocks_and_a_slow_link_costs_more() -> None:
     recipe = read("genesis-1b", num_ranks=2)
     plain = replace(recipe.layout, activation_checkpointing="none")
-    quick, slow = (time_step(recipe.workload, layout, RATE, 1e12).seconds for layout in (plain, recipe.layout))
+    quick, slow = (time_step(recipe.workload, layout, RATE, link(1e12)).seconds for layout in (plain, recipe.layout))
     assert 1.2 < slow / quick < 1.34
-    over_wire = time_step(recipe.workload, recipe.layout, RATE, 1e9)
+    over_wire = time_step(recipe.workload, recipe.layout, RATE, link(1e9))
     assert over_wire.exposed_seconds > 0.0
     assert over_wire.seconds > slow
 
 
 def test_a_measured_rate_gives_its_own_tokens_back() -> None:
     recipe = read("genesis-1b", num_ranks=2)
-    for link in (1e15, 12e9, 4e9):
-        rate = rate_from_tokens(recipe.workload, recipe.layout, 6400.0, link)
-        assert time_step(recipe.workload, recipe.layout, rate, link).tokens_per_second == pytest.approx(6400.0)
-    slower = rate_from_tokens(recipe.workload, recipe.layout, 6400.0, 1e6)
-    assert time_step(recipe.workload, recipe.layout, slower, 1e15).tokens_per_second == pytest.approx(6400.0)
+    for rate_of_link in (1e15, 12e9, 4e9):
+        rate = rate_from_tokens(recipe.workload, recipe.layout, 6400.0, link(rate_of_link))
+        assert time_step(recipe.workload, recipe.layout, rate, link(rate_of_link)).tokens_per_second == pytest.approx(
+            6400.0
+        )
+    slower = rate_from_tokens(recipe.workload, recipe.layout, 6400.0, link(1e6))
+    assert time_step(recipe.workload, recipe.layout, slower, link(1e15)).tokens_per_second == pytest.approx(6400.0)
 
 
 def test_rates_are_read_from_the_doctor_and_from_bench_step(tmp_path: Path) -> None:
     record = CONFIGS.parent / "benchmarks" / "records" / "step-9m-cpu.json"
     content = json.loads(record.read_text(encoding="utf-8"))
     tokens = content["contenders"]["genesis"]["tokens_per_second"]
-    assert read_rates(record).flops_per_second == pytest.approx(tokens * content["workload"]["flops_per_token"])
-    report = {
-        "what": "genesis doctor --device",
-        "parts": [
-            {"name": "devices", "figures": [{"name": "cuda 0: dense peak in bfloat16", "value": "989.5 TFLOP/s"}]},
-            {"name": "speed", "figures": [{"name": "MFU", "value": 0.5, "unit": ""}]},
-        ],
-    }  # fmt: skip
-    path = tmp_path / "doctor.json"
-    path.write_text(json.dumps(report), encoding="utf-8")
-    assert read_rates(path).flops_per_second == pytest.approx(0.5 * 989.5e12)
-    for content in ({}, [], {"parts": 3}, {"contenders": {"genesis": {}}}, {**report, "parts": report["parts"][:1]}):
-        path.write_text(json.dumps(content), encoding="utf-8")
-        with pytest.raises(UserError, match="has no rate"):
-            read_rates(path)
+    rate = find_rate(read_report(record), str(record))
+    assert rate is not None
+    assert rate.flops_per_second == pytest.approx(tokens * content["workload"]["flops_per_token"])
+    parts = [
+        {"name": "devices", "figures": [{"name": "cuda 0: dense peak in bfloat16", "value": "989.5 TFLOP/s"}]},
+        {"name": "speed", "figures": [{"name": "MFU", "value": 0.5, "unit": ""}]},
+    ]
+    rate = find_rate({"parts": parts}, "doctor.json")
+    assert rate is not None
+    assert rate.flops_per_second == pytest.approx(0.5 * 989.5e12)
+    for other in ({}, {"parts": 3}, {"contenders": {"genesis": {}}}, {"parts": parts[:1]}):
+        assert find_rate(other, "") is None
+
+
+def figure(name: str, value: float | str) -> dict[str, float | str]:
+    return {"name": name, "value": value, "unit": "GB/s"}
+
+
+def test_bandwidths_are_the_slowest_that_the_doctor_measured_by_pinned_memory() -> None:
+    copies = [
+        figure("host to cuda 0, pinned", 55.0),
+        figure("host to cuda 0, pageable", 9.0),
+        figure("cuda 0 to host, pageable", 8.0),
+        figure("cuda 0 to cuda 1", 380.0),
+        figure("cuda 1 to cuda 0", 360.0),
+        figure("copy within cuda 0", 2000.0),
+    ]
+    disk = [figure("write, with fsync", 1.5), figure("read", 3.0)]
+    found = find_bandwidths({"parts": [{"name": "copies", "figures": copies}, {"name": "disk", "figures": disk}]}, "x")
+    assert [one.bytes_per_second for one in found.named().values()] == [360e9, 55e9, 8e9, 1.5e9]
+    assert all(one.is_measured for one in found.named().values())
+    broken = find_bandwidths({"parts": [{"figures": [figure("cuda 0 to cuda 1", "nan")]}]}, "x")
+    assert broken == Bandwidths() == find_bandwidths({"parts": 3}, "x")
+    assert not any(one.is_measured for one in broken.named().values())
+
+
+def test_measured_bandwidths_change_the_time_of_offload_and_of_communication() -> None:
+    recipe = read("genesis-1b", ("trainer.strategy.init_args.cpu_offload", "true"), num_ranks=2)
+    slow, quick = (
+        time_step(recipe.workload, recipe.layout, RATE, Bandwidths(to_device=Bandwidth(rate))) for rate in (1e9, 1e12)
+    )
+    assert slow.offload_seconds > 10 * quick.offload_seconds
+
+
+def test_a_teacher_is_counted_with_weights_forward_and_operations() -> None:
+    recipe = read("finetune/smollm2-360m-to-135m-distill")
+    assert recipe.workload.teacher is None
+    assert any("--teacher FILE" in line for line in recipe.assumptions)
+    workload = replace(recipe.workload, teacher=replace(recipe.workload.decoder, num_layers=32))
+    alone, taught = (play_step(one, recipe.layout) for one in (recipe.workload, workload))
+    teacher = taught.peaks["rest"]["teacher"]
+    assert teacher == 4 * sum(
+        one.num_elements for one in build_model(Workload(replace(workload.decoder, num_layers=32))).parameters
+    )
+    assert taught.peak_bytes > alone.peak_bytes + teacher
+    narrow = play_step(replace(workload, teacher_bytes=2), recipe.layout)
+    assert narrow.peaks["rest"]["teacher"] == teacher // 2
+    times = [time_step(one, recipe.layout, RATE, Bandwidths()).seconds for one in (recipe.workload, workload)]
+    assert 1.3 < times[1] / times[0] < 1.5
+
+
+def test_answers_are_counted_with_their_cache_and_a_whole_model_where_ranks_share_it() -> None:
+    recipe = read("finetune/gspo-tiny")
+    config = recipe.workload.decoder
+    (alone,) = [play_step(recipe.workload, Layout()).peaks["answers"]]
+    rows = recipe.workload.num_answer_rows
+    assert rows == 64
+    cache = KVCache(config, rows, recipe.workload.seq_len, "cpu", torch.float32)
+    assert alone["keys and values of answers"] == cache.keys.nbytes + cache.values.nbytes
+    shared = play_step(replace(recipe.workload, micro_batch_size=1), Layout("full", 2, 2)).peaks["answers"]
+    num_parameters = sum(one.num_elements for one in build_model(recipe.workload).parameters)
+    assert shared["whole model that answers"] == 4 * num_parameters
+
+
+def test_experts_of_other_ranks_are_not_held_and_rows_cost_time() -> None:
+    recipe = read("mixture-tiny", ("trainer.strategy", "genesis.strategies.Sharded"), num_ranks=4)
+    workload = replace(recipe.workload, micro_batch_size=2)
+    whole, spread = recipe.layout, replace(recipe.layout, expert_parallel=4)
+    gathered = [play_step(workload, layout).gathered_whole_bytes for layout in (whole, spread)]
+    mixture = workload.decoder.feed_forward
+    assert isinstance(mixture, MixtureConfig)
+    experts = 3 * 3 * mixture.num_experts * mixture.ffn_dim * workload.decoder.dim * 4
+    assert gathered[0] - gathered[1] == experts * 3 // 4
+    assert play_step(workload, whole).state.total == play_step(workload, spread).state.total
+    slow = time_step(workload, spread, RATE, link(1e6))
+    assert slow.exposed_seconds > 0.0
+    for ranks, message in ((3, "does not divide the 4 ranks"), (8, "does not divide the 4 ranks")):
+        with pytest.raises(UserError, match=message):
+            play_step(workload, replace(whole, expert_parallel=ranks))
+    with pytest.raises(UserError, match="does not divide num_experts 8"):
+        play_step(replace(workload, micro_batch_size=1), Layout("full", 48, 48, expert_parallel=3))
+    with pytest.raises(UserError, match="the model has no experts"):
+        play_step(read("genesis-1b", num_ranks=4).workload, spread)
 
 
 def test_spot_is_cheaper_until_interruptions_eat_the_difference() -> None:
