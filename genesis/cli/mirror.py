@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 
@@ -16,6 +17,7 @@ from genesis.errors import UserError, printable
 from genesis.run_directory import RUNS_NAME
 from genesis.supervise.mirror import Mirror, MirrorOptions
 from genesis.supervise.mirror_contents import read_contents, verify_contents
+from genesis.supervise.mirror_history import verify_history
 from genesis.supervise.mirror_open import open_place
 from genesis.supervise.mirror_place import Place
 from genesis.supervise.mirror_plan import MirrorRetention
@@ -82,7 +84,7 @@ def main(argv: list[str]) -> int:
         os.nice(_NICENESS)  # the training comes first
     with Mirror(run, place, options, _report) as mirror, _ended_by_sigterm():
         if arguments.once:
-            return _BAD if mirror.sync() else 0
+            return _BAD if mirror.sync(is_last=True) else 0
         _report(f"{run} is mirrored to {without_password(place.url)}; Ctrl-C stops")
         try:
             mirror.run(lambda: arguments.parent is None or os.getppid() == arguments.parent)
@@ -102,7 +104,8 @@ def _verify(place: Place, bandwidth: float | None) -> int:
     if not contents.checkpoints and not contents.damaged:
         raise UserError(f"{without_password(place.url)} holds no mirrored checkpoint; give the place of a mirror")
     num_bad = 0
-    for folder, problem in verify_contents(place, contents, Pace(bandwidth)):
+    pace = Pace(bandwidth)
+    for folder, problem in chain(verify_contents(place, contents, pace), verify_history(place, pace)):
         num_bad += problem is not None
         print(f"{folder}: {'verified' if problem is None else printable(problem)}", flush=True)
     return _BAD if num_bad else 0

@@ -103,6 +103,7 @@ class Attempt:
         find_stop: Returns why the ranks shall save and stop, or None.
         on_look: Called with what is seen, a few times a second.
         peers: The other nodes of the attempt; None on one node.
+        events: What follows the run's events from before the launch; None for an attempt that is found.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class Attempt:
         find_stop: Callable[[], str | None],
         on_look: Callable[[Sight], None],
         peers: Peers | None = None,
+        events: EventFollower | None = None,
     ) -> None:
         self._run_dir, self._client, self._outputs, self._limits = run_dir, client, outputs, limits
         self._find_stop, self._on_look = find_stop, on_look
@@ -122,8 +124,9 @@ class Attempt:
         self._forked_seconds = state.forked_seconds
         self._children: Sequence[Child] = state.children
         self._peers = peers
-        # Monotonic clocks of several machines cannot be compared: only what comes from now on is of this attempt.
-        self._events = EventFollower(run_dir, is_from_now=peers is not None)
+        # Monotonic clocks of several machines, and of one machine before and after a reboot, cannot be compared: only
+        # what comes from now on is of this attempt.
+        self._events = events or EventFollower(run_dir, is_from_now=peers is not None)
         self._looked_seconds = 0.0
         self._oom_kills = _count_oom_kills()
         self._hung: tuple[int | None, float] | None = None

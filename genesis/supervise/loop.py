@@ -33,6 +33,7 @@ from genesis.supervise.space import wait_for_space
 from genesis.supervise.state import LoopState, SupervisorLock, read_state, write_state
 from genesis.supervise.status import State, SupervisorStatus, read_status, write_status
 from genesis.supervise.stops import StopRequests
+from genesis_callbacks.event_reader import EventFollower
 from genesis_callbacks.events import EventLog
 
 _STATUS_SECONDS: Final = 1.0
@@ -120,6 +121,7 @@ class Supervisor:
         self._reason = ""
         self._told_seconds = 0.0
         self._port: int | None = None
+        self._followed: EventFollower | None = None
         self._echoed_bytes = 0
         self._unrecovered: CrashRecord | None = None
         self._crash_seconds = 0.0
@@ -201,6 +203,7 @@ class Supervisor:
         )
         self._tell("launching" if self._unrecovered is None else "recovering", self._reason)
         self._meter.enter("start", time.monotonic())
+        self._followed = EventFollower(options.run_dir, is_from_now=True)
         self._fork(state.attempt, jobs)
         return True
 
@@ -228,6 +231,7 @@ class Supervisor:
         attempt = Attempt(
             *(self._options.run_dir, self._client, outputs, self._options.limits, stops.find),
             lambda sight: self._look(sight, outputs[0]),
+            events=None if is_adopted else self._followed,
         )
         launch = Launch(self._options.run_dir, number, attempt.pids, is_adopted)
         who = ", ".join(f"rank {rank} is process {pid}" for rank, pid in attempt.pids.items())

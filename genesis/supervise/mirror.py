@@ -3,6 +3,7 @@
     mirror_plan.py        which checkpoints are copied and removed: pure
     mirror_source.py      the files of the run, held open during a copy     mirror_place.py   the second place
     mirror_contents.py    what the second place holds                       mirror_state.py   what others may know
+    mirror_history.py     events, the log and the recipes of the run
 
 The mirror takes no lock of the run and writes only `RUN/mirrors`. It runs in a process of its own: neither a store
 that hangs nor a slow disk can delay the training. A checkpoint becomes visible in the mirror after all of its files
@@ -25,6 +26,7 @@ from genesis.data.store import StoreError, plan_wait_seconds
 from genesis.errors import RunEndedError, UserError
 from genesis.run_directory import RunDirectory
 from genesis.supervise.mirror_contents import BASES, CHECKPOINTS, MirrorContents, base_name, has_hash, read_contents
+from genesis.supervise.mirror_history import HistoryMirror
 from genesis.supervise.mirror_manifest import (
     CheckpointListing,
     DamagedCheckpointError,
@@ -113,6 +115,7 @@ class Mirror:
         self._known: dict[str, CheckpointListing] = {}
         self._damaged: dict[str, str] = {}
         self._marks = b""
+        self._history = HistoryMirror(run_dir, place, self._pace, self._check_owner)
         self._whole: set[tuple[str, str, str]] = set()
 
     def close(self) -> None:
@@ -152,8 +155,11 @@ class Mirror:
                 num_failures = 0
                 time.sleep(self._options.poll_seconds)
 
-    def sync(self) -> list[str]:
+    def sync(self, *, is_last: bool = False) -> list[str]:
         """Brings the mirror up to date once.
+
+        Args:
+            is_last: Whether events since the newest checkpoint are copied, too, because the run has ended.
 
         Returns:
             What is wrong with checkpoints of the run that could not be mirrored.
@@ -178,6 +184,9 @@ class Mirror:
         self._remove(run, contents)
         self._discard_leftovers(contents)
         self._copy_marks(contents)
+        newest = max(run, key=order, default=None)
+        if newest is not None and contents.find(newest.marker) is not None:
+            self._history.update(newest, is_last=is_last)
         self._succeed()
         return list(self._damaged.values())
 

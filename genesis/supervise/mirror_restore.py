@@ -14,6 +14,7 @@ from typing import Final
 from genesis.errors import UserError
 from genesis.run_directory import RunDirectory
 from genesis.supervise.mirror_contents import BASES, CHECKPOINTS, MirrorContents, base_name, read_contents
+from genesis.supervise.mirror_history import restore_history
 from genesis.supervise.mirror_manifest import (
     CheckpointListing,
     DamagedCheckpointError,
@@ -122,6 +123,7 @@ class _Restore:
             )
         if restored:
             self._restore_marks()
+            restore_history(self._place, self._run.path, max(restored), self._pace, self._report)
         return RestoreOutcome(_newest_step(self._directory), tuple(sorted(restored)), tuple(self._passed_over))
 
     def _check_related(self, markers: set[str | None], mirrored: list[tuple[str, CheckpointListing]]) -> None:

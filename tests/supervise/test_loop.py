@@ -19,7 +19,9 @@ from genesis.supervise.observers import Launch, NullObserver
 from genesis.supervise.state import SupervisorLock
 from genesis.supervise.status import SupervisorStatus, read_status
 from genesis_callbacks.event_reader import read_events
+from genesis_callbacks.events import Event, encode_event
 from genesis_callbacks.heartbeats import read_heartbeats
+from genesis_callbacks.run_directory import RunDirectory as CallbacksDirectory
 from tests.supervise.supervised import Run, forked_launcher
 
 pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.usefixtures("forked_launcher")]
@@ -181,6 +183,16 @@ def test_a_storm_of_windows_that_are_not_finite_rolls_back_twice_and_stops(tiny_
     status = run.supervise(policy=Policy(max_ends_without_progress=9))
     assert status == 88, run.lines
     assert {crash.end_class for crash in read_crashes(run.run_dir)} == {"non_finite"}
+
+
+def test_events_of_another_machine_are_no_evidence(run: Run) -> None:
+    text = "CUDA out of memory. Tried to allocate 20.00 MiB."
+    later = time.monotonic() + 1e6  # of a machine that had been up for longer
+    path = CallbacksDirectory(run.run_dir).event_file(0)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(encode_event(Event("failed", time.time(), later, 0, 3, error_class="OutOfMemoryError", text=text)))
+    assert run.supervise([Strike(send(signal.SIGKILL), run, min_step=1)]) == 0, run.lines
+    assert [crash.end_class for crash in read_crashes(run.run_dir)] == ["lost_rank"]
 
 
 def test_a_run_has_one_supervisor(run: Run) -> None:

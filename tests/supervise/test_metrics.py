@@ -184,11 +184,61 @@ def test_rules_and_dashboard_name_only_metrics_that_exist(tmp_path: Path, server
     assert known - used <= {"genesis_heartbeat_age_seconds"}
 
 
-def start_prometheus(directory: Path, target: str) -> tuple[subprocess.Popen[bytes], str]:
+def check_rules(directory: Path, series: dict[str, str], expected: dict[str, bool], alert: str) -> None:
+    """Lets promtool evaluate an alert on series of a sample a minute, and compares when it fires."""
+    (directory / "alerts.yaml").write_text(render_file("alerts", COMMAND))
+    rules = yaml.safe_load(render_file("alerts", COMMAND))["groups"][0]["rules"]
+    rule = next(rule for rule in rules if rule["alert"] == alert)
+    fired = {
+        "exp_labels": {"run": "runs/a", **rule["labels"]},
+        "exp_annotations": {
+            name: text.replace("{{ $labels.run }}", "runs/a") for name, text in rule["annotations"].items()
+        },
+    }
+    test = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "alert_rule_test": [
+            {"eval_time": moment, "alertname": alert, "exp_alerts": [fired] if is_firing else []}
+            for moment, is_firing in expected.items()
+        ],
+    }
+    path = directory / "test.yaml"
+    path.write_text(yaml.safe_dump({"rule_files": ["alerts.yaml"], "evaluation_interval": "30s", "tests": [test]}))
+    done = subprocess.run(["promtool", "test", "rules", str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+TRAINING = 'genesis_state{run="runs/a",state="training"}'
+STEP = 'genesis_step{run="runs/a"}'
+
+
+@pytest.mark.process
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+@pytest.mark.parametrize(
+    ("series", "expected"),
+    [
+        pytest.param(
+            {STEP: "0+5x20 100x40 105+5x20", TRAINING: "1x90"},
+            {"20m": False, "34m": False, "37m": True, "60m": True, "63m": False, "80m": False},
+            id="a stall and its end",
+        ),
+        pytest.param({STEP: "7x60", TRAINING: "1x60"}, {"9m": False, "14m": False, "16m": True}, id="since the start"),
+        pytest.param({STEP: "0+5x20 100x60", TRAINING: "1x20 0x60"}, {"40m": False, "75m": False}, id="not training"),
+        pytest.param({STEP: "0+1x90", TRAINING: "1x90"}, {"5m": False, "16m": False, "80m": False}, id="slow steps"),
+    ],
+)
+def test_a_stalled_step_is_an_alert_after_fifteen_minutes_of_training_and_ends_with_the_next_step(
+    tmp_path: Path, series: dict[str, str], expected: dict[str, bool]
+):
+    check_rules(tmp_path, series, expected, "GenesisStepStalled")
+
+
+def start_prometheus(directory: Path, target: str, rules: str = "") -> tuple[subprocess.Popen[bytes], str]:
     with socket.socket() as probe:  # Prometheus has no option for any free port
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    (directory / "alerts.yaml").write_text(render_file("alerts", COMMAND))
+    (directory / "alerts.yaml").write_text(rules or render_file("alerts", COMMAND))
     scrape_config = {"job_name": "genesis", "static_configs": [{"targets": [target.removeprefix("http://")]}]}
     config = {
         "global": {"scrape_interval": "200ms", "scrape_timeout": "200ms", "evaluation_interval": "200ms"},
@@ -220,6 +270,11 @@ def ask(url: str, path: str) -> Any:
         return None
 
 
+def firing(url: str) -> set[str]:
+    alerts = (ask(url, "alerts") or {}).get("alerts", [])
+    return {alert["labels"]["alertname"] for alert in alerts if alert["state"] == "firing"}
+
+
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
@@ -232,22 +287,56 @@ def test_prometheus_scrapes_fires_the_rules_and_answers_every_query_of_the_dashb
     process, url = start_prometheus(tmp_path, server.url)
     try:
         wait_for(lambda: (ask(url, "query?query=genesis_crashes_total") or {}).get("result"))
-
-        def firing() -> set[str]:
-            alerts = (ask(url, "alerts") or {}).get("alerts", [])
-            return {alert["labels"]["alertname"] for alert in alerts if alert["state"] == "firing"}
-
-        assert firing() == set()
+        assert firing(url) == set()
         server.on_status(build_status(ends={"lost_rank": 9}))
         os.utime(path / "COMMITTED", (time.time() - 7300, time.time() - 7300))
-        wait_for(lambda: {"GenesisCrashesOften", "GenesisCheckpointOld"} <= firing())
+        wait_for(lambda: {"GenesisCrashesOften", "GenesisCheckpointOld"} <= firing(url))
         for query in list_queries():
             answer = ask(url, f"query?query={urllib.parse.quote(query.replace('$run', '.*'))}")
             assert answer is not None, query
             assert answer["result"], query
         server.on_complete(build_status(state="completed", ends={"lost_rank": 9}))
-        wait_for(lambda: "GenesisCheckpointOld" not in firing())
+        wait_for(lambda: "GenesisCheckpointOld" not in firing(url))
     finally:
+        process.terminate()
+        process.wait()
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
+def test_prometheus_fires_for_a_run_that_finishes_no_step_until_it_finishes_one(tmp_path: Path, server):
+    rules = render_file("alerts", COMMAND)
+    for long, short in (("10m", "3s"), ("for: 5m", "for: 1s")):  # minutes of a real run
+        assert long in rules
+        rules = rules.replace(long, short)
+    run, numbers, is_moving, has_ended = tmp_path / "run", iter(range(1, 1 << 20)), threading.Event(), threading.Event()
+
+    def train() -> None:
+        while not has_ended.wait(0.2):
+            if is_moving.is_set():
+                beat(run, step=next(numbers))
+            server.on_status(build_status())
+
+    thread = threading.Thread(target=train)
+    is_moving.set()
+    thread.start()
+    process, url = start_prometheus(tmp_path, server.url, rules)
+    try:
+        moved = "query?query=changes(genesis_step[3s])%3E0"
+        wait_for(lambda: (ask(url, f"{moved}%20and%20genesis_step%20offset%203s") or {}).get("result"))
+        assert "GenesisStepStalled" not in firing(url)
+        is_moving.clear()
+        wait_for(lambda: "GenesisStepStalled" in firing(url))
+        (alert,) = [
+            each for each in ask(url, "alerts")["alerts"] if each["labels"]["alertname"] == "GenesisStepStalled"
+        ]
+        assert alert["annotations"]["summary"].startswith(str(run))
+        is_moving.set()
+        wait_for(lambda: "GenesisStepStalled" not in firing(url))
+    finally:
+        has_ended.set()
+        thread.join()
         process.terminate()
         process.wait()
 

@@ -11,6 +11,7 @@ import pytest
 from genesis.data.store import StoreError
 from genesis.errors import UserError
 from genesis.supervise.mirror_contents import read_contents, verify_contents
+from genesis.supervise.mirror_history import find_history, verify_history
 from genesis.supervise.mirror_open import open_place
 from genesis.supervise.mirror_restore import restore_run
 from genesis.supervise.mirror_source import Pace
@@ -18,6 +19,7 @@ from genesis.supervise.mirror_state import read_mirror_statuses
 from genesis_callbacks.checkpoint import verify
 from tests.data.store_support import BUCKET, CREDENTIALS, serve_s3
 from tests.supervise.mirror_support import Gate, Run, open_mirror, save_base, sync
+from tests.supervise.test_mirror_history import LoggedRun, rows_of
 
 URL = f"s3://{BUCKET}/runs/a"
 LARGE = 3_000_000
@@ -75,6 +77,38 @@ def test_checkpoints_go_to_s3_whole_and_a_run_continues_from_there(s3, tmp_path:
     assert outcome.restored == (3,)
     verify(tmp_path / "elsewhere" / "checkpoints" / "step-00000003", "deep")
     assert not any("step-00000001" in key for key in list_keys(client))
+
+
+def test_the_history_goes_to_s3_whole_and_a_run_has_it_on_an_empty_machine(s3, tmp_path: Path, monkeypatch):
+    client, gate = s3
+    run = LoggedRun(tmp_path / "run")
+    run.train(1, 2)
+    sync(run, URL)
+    run.train(3, 4)
+    with open_mirror(run, URL) as mirror:
+        mirror._look(mirror._read_run())
+        real = mirror._history._copy_file
+
+        def copy_and_refuse(*given):
+            file = real(*given)
+            gate.mode = "refuse"
+            return file
+
+        monkeypatch.setattr(mirror._history, "_copy_file", copy_and_refuse)
+        with pytest.raises(StoreError):  # the server goes away in the middle of a copy
+            mirror.sync()
+        gate.mode = "open"
+        monkeypatch.setattr(mirror._history, "_copy_file", real)
+        found = find_history(open_place(URL))
+        assert found is not None
+        assert found.step == 2, "the copy before is whole"
+        mirror.sync()
+    folders = {key.split("/history/")[1].split("/")[0] for key in list_keys(client) if "/history/" in key}
+    assert folders == {"00000002"}
+    assert [problem for _, problem in verify_history(open_place(URL), Pace(None))] == [None]
+    restore(URL, tmp_path / "elsewhere")
+    assert rows_of(tmp_path / "elsewhere") == [1, 2, 3, 4]
+    assert (tmp_path / "elsewhere" / "events" / "rank-0.jsonl").exists()
 
 
 def test_the_marker_is_the_last_object_of_a_checkpoint_and_the_first_to_go(s3, tmp_path: Path, monkeypatch):

@@ -1,5 +1,6 @@
 """A supervised training with a mirror, metrics and alerts: a crash, a lost machine, and the same weights at the end."""
 
+import csv
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ from genesis.supervise.mirror_process import MirrorProcess, MirrorProcessOptions
 from genesis.supervise.observers import Launch, NullObserver
 from genesis.supervise.runs import summarise_run
 from genesis_callbacks.checkpoint import list_committed, verify
+from genesis_callbacks.event_reader import read_events
 from genesis_callbacks.heartbeats import read_heartbeats
 from tests.supervise.supervised import Run, forked_launcher
 from tests.supervise.test_metrics import scrape
@@ -65,9 +67,15 @@ def test_a_crash_and_a_lost_machine_change_no_bit_of_a_mirrored_run(tiny_corpus:
     assert (summary.state, summary.step, summary.num_crashes) == ("ended", 12, 1)
     assert [manifest.step for _, manifest in list_committed(place)] == [8, 12]
     straight = digest(run.run_dir)
+    before = read_events(run.run_dir)
     shutil.rmtree(run.run_dir)  # the machine is lost, before its last checkpoint had reached the mirror
     shutil.rmtree(place / "checkpoints" / "step-00000012")
     assert run.supervise([MirrorProcess(run.run_dir, MirrorProcessOptions(str(place)), run.lines.append)]) == 0
     assert [manifest.step for _, manifest in list_committed(run.run_dir)] == [8, 12]
     assert digest(run.run_dir) == straight
+    # Its history came back with it: the loss of each step, and what had happened on the lost machine.
+    with (run.run_dir / "metrics.csv").open(newline="") as log:
+        assert [row["step"] for row in csv.DictReader(log)] == [str(step) for step in range(1, 13)]
+    after = read_events(run.run_dir)
+    assert all(event in after for event in before)
     assert [manifest.step for _, manifest in list_committed(place)] == [8, 12]
