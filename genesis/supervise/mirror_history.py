@@ -1,4 +1,4 @@
-"""The history of a run in its mirror: events, the log of training and the recipes, up to the newest mirrored checkpoint.
+"""The history of a run in its mirror: events, log and recipes, up to the newest mirrored checkpoint.
 
     PLACE/history/00000007/     a copy: manifest.json lists its files with sizes and hashes; COMMITTED has its hash
         metrics.csv             rows up to the checkpoint's step
@@ -85,7 +85,7 @@ def list_local(run_dir: Path) -> list[str]:
 
 def _list_names(directory: Path) -> list[str]:
     try:
-        return os.listdir(directory)
+        return [path.name for path in directory.iterdir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
 
@@ -234,8 +234,8 @@ class HistoryMirror:
             if _has_hash(self._place, path, file, self._pace):
                 return file
         raise StoreError(
-            f"{self._place.url}/{folder}/{name} has other bytes than were written, {_ATTEMPTS} times: the place, or the "
-            "way to it, changes data"
+            f"{self._place.url}/{folder}/{name} has other bytes than were written, {_ATTEMPTS} times: the place, or "
+            "the way to it, changes data"
         )
 
 
