@@ -194,7 +194,7 @@ def test_logits_in_blocks_of_the_vocabulary_give_the_scores_of_all_at_once(
 
 
 def test_a_large_vocabulary_has_the_scores_of_float64() -> None:
-    """A float32 sum of 50,000 small terms loses those that are added to a large sum: 1e-5 nats for each token."""
+    """One float32 sum over the whole vocabulary would be off by up to 1e-5 nats for each token."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(64, 16, generator=generator), torch.randn(50_000, 16, generator=generator)
     tokens = torch.randint(50_000, (64,), generator=generator)
