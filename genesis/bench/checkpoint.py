@@ -3,7 +3,7 @@
 Each mode is a process (or a process for each rank) with a real Trainer that trains the same decoder on the same random
 tokens. The modes take turns in a rotating order. A turn is a few windows, the first of which ends with a save, and the
 turn ends only when the save is complete. So no mode trains during another mode's write, and every overhead is computed
-within a round (`genesis.bench.pairs`).
+within a round (`genesis.bench.pairs`). With adapters, all modes train them beside one base, and saves hold them alone.
 """
 
 import argparse
@@ -37,8 +37,11 @@ from genesis.bench.workers.checkpoint_protocol import Farewell, Mode, Task, Trai
 from genesis.bench.workers.protocol import Workload
 from genesis.device import CPU, check_available, count_devices
 from genesis.errors import UserError
-from genesis.model.decoder import DecoderConfig
+from genesis.export.importing import save_weights
+from genesis.model.adapter import AdapterConfig
+from genesis.model.decoder import Decoder, DecoderConfig
 from genesis.model.describe import describe
+from genesis.model.recipe import read_recipe_adapter
 from genesis.optim import OptimizerOptions
 
 MODELS = {
@@ -53,6 +56,22 @@ MODELS = {
         precision="32-true",
     ),
     "tiny": STEP_MODELS["tiny"],
+    "smollm2-135m": Recipe(
+        DecoderConfig(
+            vocab_size=49152,
+            dim=576,
+            num_layers=30,
+            num_heads=9,
+            num_kv_heads=3,
+            ffn_dim=1536,
+            max_seq_len=256,
+            has_tied_embeddings=True,
+        ),
+        OptimizerOptions(),
+        seq_len=64,
+        micro_batch_size=1,
+        precision="32-true",
+    ),
 }
 
 _WORKER = "genesis.bench.workers.checkpoint_trainer"
@@ -122,15 +141,16 @@ def main(argv: list[str]) -> int:
     """Measures, prints tables and writes the record to the path of `--out`."""
     options = _parse(argv)
     recipe = read_recipe(options.config) if options.config else MODELS[options.model]
-    modes, left_out = choose_modes(options.modes, options.device, options.ranks)
+    adapter = _choose_adapter(options)
+    modes, left_out = choose_modes(options.modes, options.device, options.ranks, has_adapter=adapter is not None)
     console = Console(stderr=True)
     for name, reason in left_out.items():
         console.print(f"{name} is left out: it {reason}", highlight=False)
     workload = plan_workload(recipe, options, num_warmup_steps=options.every_n_steps - 1)
     _prepare_directory(options.dir, len(modes), describe(recipe.decoder).num_parameters)
-    ready, runs = _run(modes, workload, options, console)
+    ready, runs = _run(modes, workload, adapter, options, console)
     results = summarise(runs, ready.num_parameters, workload.tokens_per_window * options.ranks)
-    title = _title(workload, options, ready.num_parameters)
+    title = _title(workload, options, ready.num_parameters, adapter)
     findings = list_findings(runs, results, options.device)
     out = Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)
     for table in build_tables(title, results):
@@ -154,6 +174,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--model", choices=MODELS, default="43m", help="name of a model shape (default %(default)s)")
     what.add_argument("--config", type=Path, help="recipe file, such as configs/genesis-1b.yaml")
+    parser.add_argument(
+        "--adapter-rank",
+        type=int,
+        metavar="RANK",
+        help="train LoRA adapters of this rank beside frozen weights, and save the adapters alone (default: the "
+        "recipe's adapters, if it has some)",
+    )
     parser.add_argument(
         "--modes",
         type=lambda text: text.split(","),
@@ -193,8 +220,17 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     for name, least in (("pairs", 1), ("every_n_steps", 2), ("ranks", 1), ("micro_batches", 1), ("threads", 1)):
         if getattr(options, name) < least:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(options, name)}: it must be at least {least}")
+    if options.adapter_rank is not None and options.adapter_rank < 1:
+        raise UserError(f"--adapter-rank is {options.adapter_rank}: it must be at least 1")
     _check_device(options)
     return options
+
+
+def _choose_adapter(options: argparse.Namespace) -> AdapterConfig | None:
+    """Returns the adapters to train; None to train all weights."""
+    if options.adapter_rank is not None:
+        return AdapterConfig(rank=options.adapter_rank, alpha=2.0 * options.adapter_rank)
+    return None if options.config is None else read_recipe_adapter(options.config)
 
 
 def _check_device(options: argparse.Namespace) -> None:
@@ -221,14 +257,19 @@ def _prepare_directory(directory: Path, num_modes: int, num_parameters: int) -> 
 
 
 def _run(
-    modes: Sequence[Mode], workload: Workload, options: argparse.Namespace, console: Console
+    modes: Sequence[Mode],
+    workload: Workload,
+    adapter: AdapterConfig | None,
+    options: argparse.Namespace,
+    console: Console,
 ) -> tuple[TrainerReady, list[ModeRun]]:
     """Returns a description of the trainers, and the measurements of each mode."""
     turns: dict[str, list[Turn]] = {mode.name: [] for mode in modes}
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(dir=options.dir, ignore_cleanup_errors=True))
+        beside = None if adapter is None else asdict(_write_base(adapter, workload, Path(directory).resolve() / "base"))
         teams = [
-            stack.enter_context(Team(_plan_tasks(mode, workload, options, Path(directory)), Path(directory)))
+            stack.enter_context(Team(_plan_tasks(mode, workload, options, Path(directory), beside), Path(directory)))
             for mode in modes
         ]
         console.print(f"{len(teams)} trainers start", highlight=False)
@@ -247,14 +288,26 @@ def _run(
     return answers[0], [ModeRun(mode, firsts[mode.name], turns[mode.name], farewells[mode.name]) for mode in modes]
 
 
-def _plan_tasks(mode: Mode, workload: Workload, options: argparse.Namespace, directory: Path) -> list[Task]:
+def _write_base(adapter: AdapterConfig, workload: Workload, directory: Path) -> AdapterConfig:
+    """Commits random weights as the base of the adapters, and returns the adapters with this base."""
+    config = DecoderConfig(**workload.decoder)
+    decoder = Decoder(config)
+    decoder.init_weights(seed=0)  # that of the trainers
+    directory.mkdir()
+    base = save_weights(decoder.state_dict(), config, None, directory / "checkpoints")
+    return replace(adapter, base=str(base), start=None)
+
+
+def _plan_tasks(
+    mode: Mode, workload: Workload, options: argparse.Namespace, directory: Path, adapter: dict[str, Any] | None
+) -> list[Task]:
     run_dir = directory / mode.name
     run_dir.mkdir()
     strategy: Literal["replicated", "sharded"] = options.strategy
     if mode.has_own_cores:
         workload = replace(workload, num_threads=min(workload.num_threads, len(os.sched_getaffinity(0)) - 1))
     return [
-        Task(mode, workload, strategy, options.every_n_steps, str(run_dir.resolve()), rank, options.ranks)
+        Task(mode, workload, strategy, options.every_n_steps, str(run_dir.resolve()), rank, options.ranks, adapter)
         for rank in range(options.ranks)
     ]
 
@@ -267,11 +320,12 @@ def _take_turn(team: Team, num_windows: int) -> Turn:
 # ---- the description of the run
 
 
-def _title(workload: Workload, options: argparse.Namespace, num_parameters: int) -> str:
+def _title(workload: Workload, options: argparse.Namespace, num_parameters: int, adapter: AdapterConfig | None) -> str:
+    beside = "" if adapter is None else f" with adapters of rank {adapter.rank}, which are saved alone"
     ranks = "1 rank" if options.ranks == 1 else f"{options.ranks} ranks"
     return (
-        f"{num_parameters:,} parameters, {workload.num_micro_batches} x {workload.micro_batch_size} sequences of "
-        f"{workload.seq_len} on {ranks} ({options.strategy}), {workload.precision}, {workload.device}, "
+        f"{num_parameters:,} parameters{beside}, {workload.num_micro_batches} x {workload.micro_batch_size} sequences "
+        f"of {workload.seq_len} on {ranks} ({options.strategy}), {workload.precision}, {workload.device}, "
         f"a save every {options.every_n_steps} steps"
     )
 

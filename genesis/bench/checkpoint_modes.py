@@ -59,13 +59,16 @@ def name_default_modes(num_ranks: int) -> list[str]:
     return [mode.name for mode in MODES if mode.name not in _EXTRAS]
 
 
-def choose_modes(names: Sequence[str], device: str, num_ranks: int) -> tuple[list[Mode], dict[str, str]]:
+def choose_modes(
+    names: Sequence[str], device: str, num_ranks: int, *, has_adapter: bool = False
+) -> tuple[list[Mode], dict[str, str]]:
     """Returns the modes that can run, and for each other mode the reason why it cannot.
 
     Args:
         names: Names of modes in `MODES`.
         device: `cpu` or `cuda`.
         num_ranks: Number of ranks of each mode.
+        has_adapter: Whether adapters are trained, and saves hold them alone.
 
     Raises:
         UserError: A name is unknown or repeated, or the baseline is missing.
@@ -78,11 +81,15 @@ def choose_modes(names: Sequence[str], device: str, num_ranks: int) -> tuple[lis
             raise UserError(f"--modes has {name!r} more than once: name it once")
     if BASELINE not in names:
         raise UserError(f"--modes has no {BASELINE!r}, with which the others are compared: add it")
-    left_out = {name: reason for name in names if (reason := _find_obstacle(known[name], device, num_ranks))}
+    left_out = {
+        name: reason for name in names if (reason := _find_obstacle(known[name], device, num_ranks, has_adapter))
+    }
     return [known[name] for name in names if name not in left_out], left_out
 
 
-def _find_obstacle(mode: Mode, device: str, num_ranks: int) -> str | None:
+def _find_obstacle(mode: Mode, device: str, num_ranks: int, has_adapter: bool) -> str | None:
+    if has_adapter and mode.saver == "torch":
+        return "saves the base beside the adapters"
     if mode.name == "process-pinned" and device == "cpu":
         return "needs CUDA: on the CPU no memory is pinned"
     if mode.name == WITHOUT_PLAN_CACHE and num_ranks == 1:

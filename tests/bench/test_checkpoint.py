@@ -111,6 +111,21 @@ def test_several_ranks_save_with_a_kept_plan_and_with_a_new_one(tmp_path: Path) 
 
 
 @MANY_PROCESSES
+@pytest.mark.bench
+def test_saves_of_adapters_hold_the_adapters_alone_and_their_stall_is_measured(tmp_path: Path) -> None:
+    modes = f"{BASELINE},process,torch-sync"
+    record = run_bench(tmp_path, "--pairs", "2", "--adapter-rank", "4", "--modes", modes)
+    assert list(record["modes"]) == [BASELINE, "process"]
+    assert record["left_out"] == {"torch-sync": "saves the base beside the adapters"}
+    mode = record["modes"]["process"]
+    decoder = describe(MODELS["tiny"].decoder)
+    assert mode["state_bytes"] < decoder.weights_bytes / 2
+    check_saves(mode, mode["state_bytes"])
+    assert mode["save"]["own_stall_seconds"] > 0
+    assert "with adapters of rank 4, which are saved alone" in (tmp_path / "records/checkpoint.md").read_text()
+
+
+@MANY_PROCESSES
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 @pytest.mark.bench
 def test_a_writer_on_its_own_core_is_measured_beside_a_trainer_on_as_many(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from genesis.bench.workers.protocol import NoMoreStepsError, Workload
 from genesis.device import read_peak_memory, synchronize
@@ -61,6 +61,8 @@ class Task:
         run_dir: The run's directory, the same for all ranks of this contender.
         rank: The rank.
         num_ranks: Number of ranks, all on this machine.
+        adapter: The fields of `AdapterConfig`, with the base, of a training whose saves hold the adapters alone; None
+            to train and save all weights.
     """
 
     mode: Mode
@@ -70,6 +72,7 @@ class Task:
     run_dir: str
     rank: int
     num_ranks: int
+    adapter: dict[str, Any] | None = None
 
     def to_json(self) -> str:
         """Returns the one line that `task_from_json` reads."""
@@ -125,7 +128,7 @@ class Farewell:
     """A worker's message when training has ended.
 
     Args:
-        state_bytes: Size of the live parameters and optimizer state, over all ranks.
+        state_bytes: Size of the live parameters that are trained and of the optimizer state, over all ranks.
         tensor_bytes: Size of the same tensors in the last checkpoint; 0 without a checkpoint.
         stall_seconds_by_step: Step of a save to the stall that the callback itself logged, if it logs stalls.
     """

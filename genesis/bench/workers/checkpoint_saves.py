@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 
 from genesis.bench.workers.checkpoint_protocol import Mode, SaveClock, SaveEnd, sum_file_bytes
 from genesis_callbacks import AsyncProcessCheckpoint, _fit_saves, _fit_session
-from genesis_callbacks.checkpoint import checkpoint_name, read_manifest, stager
+from genesis_callbacks.checkpoint import SaveScope, checkpoint_name, read_manifest, stager
 from genesis_callbacks.checkpoint.pipeline import SavePipeline
 from genesis_callbacks.checkpoint.stage import SharedBuffer
 from genesis_callbacks.checkpoint.writer_process import WriterProcess
@@ -65,8 +65,8 @@ def _timed(hook: Callable[..., Any], clock: SaveClock, every_n_steps: int, may_s
 # ---- ours
 
 
-def build_ours(mode: Mode, run_dir: Path, every_n_steps: int) -> AsyncProcessCheckpoint:
-    """Returns the callback as a user would make it, in the given mode."""
+def build_ours(mode: Mode, run_dir: Path, every_n_steps: int, scope: SaveScope | None) -> AsyncProcessCheckpoint:
+    """Returns the callback as a user would make it, in the given mode; `scope` says what saves hold, by default all."""
     return AsyncProcessCheckpoint(
         run_dir=run_dir,
         every_n_steps=every_n_steps,
@@ -75,6 +75,7 @@ def build_ours(mode: Mode, run_dir: Path, every_n_steps: int) -> AsyncProcessChe
         keep_last=1,
         mode=mode.writer,
         staging=mode.staging,
+        **({} if scope is None else {"scope": scope}),  # type: ignore[arg-type]
     )
 
 
@@ -114,13 +115,13 @@ class Committed:
         return not others and not (trash.is_dir() and any(trash.iterdir()))
 
     def count_tensor_bytes(self) -> int:
-        """Returns the bytes of parameters and optimizer state in the last checkpoint, by its manifest."""
+        """Returns the bytes of parameters and optimizer state in the files of the last checkpoint, by its manifest."""
         if self._last is None:
             return 0
         return sum(
             math.prod(record.shape) * record.torch_dtype.itemsize
             for name, record in read_manifest(self._last).tensors.items()
-            if name.startswith(_STATE_PREFIXES)
+            if name.startswith(_STATE_PREFIXES) and record.chunks
         )
 
 

@@ -36,14 +36,17 @@ from genesis.bench.workers.windows import build_windows
 from genesis.data.loader import WindowLoader
 from genesis.data.window import AccumulationWindow
 from genesis.device import CPU, name_collectives, name_device, select_device
+from genesis.model.adapter import AdapterConfig
 from genesis.model.decoder import DecoderConfig
 from genesis.optim import OptimizerOptions
 from genesis.run_directory import RunDirectory
 from genesis.strategies import Replicated, Sharded
 from genesis.train.accelerators import build_accelerator
+from genesis.train.adapter_base import build_scope, find_adapter_base
 from genesis.train.csv_log import CSVLog
 from genesis.train.module import GenesisModule
 from genesis_callbacks import SkipAwareLR, TokenCounters
+from genesis_callbacks.checkpoint import SaveScope
 
 _LOG_EVERY_N_STEPS = 10
 _SHORT_SEQ_LEN = 16
@@ -135,7 +138,19 @@ def _join_ranks(task: Task) -> None:
     )
 
 
-def _build_saving(task: Task, clock: SaveClock) -> tuple[list[pl.Callback], Saves | None]:
+def _build_module(task: Task) -> tuple[GenesisModule, SaveScope | None]:
+    """Returns the module, and what its saves hold: new adapters beside a base, or everything (None)."""
+    decoder, optimizer = DecoderConfig(**task.workload.decoder), OptimizerOptions(**task.workload.optimizer)
+    if task.adapter is None:
+        return GenesisModule(decoder, optimizer), None
+    adapter = AdapterConfig(**task.adapter)
+    base = find_adapter_base(adapter.base, None)
+    module = GenesisModule(decoder, optimizer, adapter=adapter)
+    module.base_dtype = base.dtype
+    return module, build_scope(base, has_magnitudes=adapter.dora, also_train=adapter.also_train)
+
+
+def _build_saving(task: Task, clock: SaveClock, scope: SaveScope | None) -> tuple[list[pl.Callback], Saves | None]:
     """Returns the saving callback, if the mode has one, with its hooks measured, and the observer of its saves."""
     mode, run_dir = task.mode, Path(task.run_dir)
     callback: pl.Callback
@@ -143,7 +158,7 @@ def _build_saving(task: Task, clock: SaveClock) -> tuple[list[pl.Callback], Save
     if mode.saver == "none":
         return [], None
     if mode.saver == "genesis":
-        callback = ours = build_ours(mode, run_dir, task.every_n_steps)
+        callback = ours = build_ours(mode, run_dir, task.every_n_steps, scope)
         saves = Committed(ours.directory)
     else:
         callback = saves = TorchCheckpoint(RunDirectory(run_dir).checkpoints, task.every_n_steps, mode.writer)
@@ -178,10 +193,11 @@ def _count_bytes(tensors: list[Tensor]) -> int:
 
 
 def _count_state_bytes(trainer: pl.Trainer, module: pl.LightningModule) -> int:
-    """Returns the bytes of all parameters and optimizer state; a sharded tensor counts with its full size."""
+    """Returns the bytes of trained parameters and optimizer state; a sharded tensor counts with its full size."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     states = [state.values() for optimizer in trainer.optimizers for state in optimizer.state.values()]
     in_optimizer = [value for state in states for value in state if isinstance(value, Tensor)]
-    return _count_bytes(list(module.parameters())) + _count_bytes(in_optimizer)
+    return _count_bytes(trained) + _count_bytes(in_optimizer)
 
 
 def _read_stalls(log: Path) -> dict[str, float]:
@@ -200,8 +216,8 @@ def main(arguments: list[str]) -> None:
     torch.set_num_threads(task.workload.num_threads)
     _join_ranks(task)
     clock = SaveClock()
-    callbacks, saves = _build_saving(task, clock)
-    module = GenesisModule(DecoderConfig(**task.workload.decoder), OptimizerOptions(**task.workload.optimizer))
+    module, scope = _build_module(task)
+    callbacks, saves = _build_saving(task, clock, scope)
 
     def describe() -> TrainerReady:
         versions = {package: version(package) for package in ("torch", "lightning")}
