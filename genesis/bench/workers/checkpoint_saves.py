@@ -75,7 +75,7 @@ def build_ours(mode: Mode, run_dir: Path, every_n_steps: int, scope: SaveScope |
         keep_last=1,
         mode=mode.writer,
         staging=mode.staging,
-        **({} if scope is None else {"scope": scope}),  # type: ignore[arg-type]
+        **({} if scope is None else {"scope": scope}),
     )
 
 

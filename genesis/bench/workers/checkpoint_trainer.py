@@ -194,7 +194,7 @@ def _count_bytes(tensors: list[Tensor]) -> int:
 
 def _count_state_bytes(trainer: pl.Trainer, module: pl.LightningModule) -> int:
     """Returns the bytes of trained parameters and optimizer state; a sharded tensor counts with its full size."""
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    trained: list[Tensor] = [parameter for parameter in module.parameters() if parameter.requires_grad]
     states = [state.values() for optimizer in trainer.optimizers for state in optimizer.state.values()]
     in_optimizer = [value for state in states for value in state if isinstance(value, Tensor)]
     return _count_bytes(trained) + _count_bytes(in_optimizer)
