@@ -9,6 +9,7 @@ import pytest
 import torch
 from clock_runs import LIGHTNING_WARNINGS, Module, loader, trainer
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, Dataset
 
 from genesis_callbacks import StepTimer
@@ -16,6 +17,7 @@ from genesis_callbacks._step_timeline import StepTimeline
 from genesis_callbacks.errors import UserError
 from genesis_callbacks.step_parts import timing
 from genesis_callbacks.step_timer import StepTimeWarning
+from genesis_callbacks.testing import run_ranks
 
 pytestmark = LIGHTNING_WARNINGS
 
@@ -79,6 +81,33 @@ def test_each_part_has_its_time_and_they_add_up_to_the_step(tmp_path: Path) -> N
     assert sum(value for key, value in row.items() if key != "time/step_ms") == pytest.approx(row["time/step_ms"])
     assert "start" not in vars(run.profiler)
     assert "backward" not in vars(run.strategy)
+
+
+class SlowOnRankOne(Module):
+    """Each backward takes long on rank 1."""
+
+    def on_train_start(self) -> None:
+        if self.trainer.global_rank == 1:
+            self.linear.weight.register_hook(lambda gradient: time.sleep(SECONDS * 10))
+
+
+def fit_with_a_slow_rank(directory: Path) -> dict[str, float]:
+    timer, rows = StepTimer(), Rows()
+    run = trainer(
+        directory, [timer, rows], strategy=DDPStrategy(process_group_backend="gloo"), devices=2, log_every_n_steps=3
+    )
+    module = SlowOnRankOne()
+    run.fit(module, loader([1, 1, 1]))
+    assert not any(each._post_accumulate_grad_hooks for each in module.parameters())
+    return rows.rows[-1]
+
+
+def test_under_ddp_the_wait_for_a_slow_rank_is_communication_and_no_backward(tmp_path: Path) -> None:
+    fast, slow = run_ranks(fit_with_a_slow_rank, 2, tmp_path)
+    assert fast["time/communication_ms"] > 8e3 * SECONDS
+    assert slow["time/backward_ms"] > 8e3 * SECONDS
+    assert slow["time/backward_ms"] > slow["time/communication_ms"]
+    assert fast["time/communication_ms"] > fast["time/backward_ms"]
 
 
 class Manual(Slow):

@@ -86,6 +86,11 @@ class StepTimeline:
         self._parts: list[Part | None] = [_DEFAULT_PART]
         self._step = _Step(self._marks.mark(), [])
 
+    @property
+    def part(self) -> Part | None:
+        """The part that the time belongs to now; None in time that belongs to no step."""
+        return self._parts[-1]
+
     def begin(self, part: Part | None) -> None:
         """Notes that a part begins; None for time that belongs to no step."""
         before = self._parts[-1]

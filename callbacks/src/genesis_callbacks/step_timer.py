@@ -5,8 +5,9 @@
     time/data_wait_ms       training waits for a batch; on a device, the time that the device therefore idles
     time/transfer_ms        the batch goes to the device
     time/forward_ms         forward passes
-    time/backward_ms        backward passes, with the reductions of gradients within them
-    time/communication_ms   waits for other ranks that are known as such (`step_parts.timing`)
+    time/backward_ms        backward passes, with the reductions of gradients that overlap with them
+    time/communication_ms   waits for other ranks: under DDP from a rank's last own gradient to the end of the backward,
+                            and what is known as such (`step_parts.timing`)
     time/optimizer_ms       clip and optimizer step
     time/save_stall_ms      checkpoint callbacks in the training thread
     time/generation_ms      writing of texts to learn from
@@ -14,6 +15,10 @@
 
 A part that takes no time is absent. On a device the figures are times of the device's stream: events mark the ends of
 parts, and the host reads them when later steps end, so that it never waits. The first step of a fit is left out.
+
+Collectives of FSDP2 stay in the forward and backward. They are interleaved with the computation unit by unit, on
+streams of their own, so that a wait could only be told apart by events around each unit in private code of torch;
+`TraceSteps` shows them.
 
 Does it communicate? No: the figures are those of rank 0.
 """
@@ -27,8 +32,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
+from torch.nn.parallel import DistributedDataParallel
 
 from ._compat import ignore_actions, ignore_backward, listen_to_actions, listen_to_backward
+from ._last_gradient import LastGradient
 from ._log_lines import is_log_step, log_exact
 from ._step_timeline import StepTimeline
 from .errors import UserError
@@ -90,6 +97,8 @@ class StepTimer(pl.Callback, PartListener):
         self._savers: dict[str, pl.Callback] = {}
         self._mixes_passes = False
         self._trainer: pl.Trainer | None = None
+        self._last_gradient: LastGradient | None = None
+        self._is_reducing = False
         self._last_step = 0
         self._num_ended = 0
         self._has_run = False
@@ -149,6 +158,8 @@ class StepTimer(pl.Callback, PartListener):
         self._trainer, self._timeline = trainer, StepTimeline(trainer.strategy.root_device)
         listen_to_actions(trainer, self._begin_action, self._end_action)
         listen_to_backward(trainer.strategy, self._timing_backward)
+        if isinstance(trainer.strategy.model, DistributedDataParallel):
+            self._last_gradient = LastGradient(pl_module, self._begin_reduction)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -160,6 +171,8 @@ class StepTimer(pl.Callback, PartListener):
         self._last_step = trainer.global_step
         self._timeline.end_step(is_kept=self._num_ended > 0)
         self._num_ended += 1
+        if self._last_gradient is not None:
+            self._last_gradient.learn()
         self._read()
         if is_log_step(trainer) and self._num_steps:
             log_exact(pl_module, self._take())
@@ -213,7 +226,16 @@ class StepTimer(pl.Callback, PartListener):
         try:
             yield
         finally:
+            if self._is_reducing:
+                self._is_reducing = False
+                self.end_part()
             self.end_part()
+
+    def _begin_reduction(self) -> None:
+        # In a backward outside of the strategy's, or a second time in one, there is nothing to end the part.
+        if self._timeline is not None and self._timeline.part == "backward" and not self._is_reducing:
+            self._is_reducing = True
+            self.begin_part("communication")
 
     def _find_part(self, name: str) -> Part | None:
         if name not in self._actions:  # each step has the same names
@@ -276,6 +298,10 @@ class StepTimer(pl.Callback, PartListener):
         if self._trainer is not None:
             ignore_actions(self._trainer, self._begin_action)
             ignore_backward(self._trainer.strategy)
+        if self._last_gradient is not None:
+            self._last_gradient.remove()
+            self._last_gradient = None
+        self._is_reducing = False
         self._trainer, self._timeline = None, None
 
 
