@@ -1,4 +1,4 @@
-"""Finds the moment in a backward at which a rank has all of its own gradients: under DDP it then waits for other ranks."""
+"""Finds the moment in a backward at which a rank has all of its own gradients. Under DDP it then waits for others."""
 
 from collections.abc import Callable
 
