@@ -17,7 +17,7 @@ A part that takes no time is absent. On a device the figures are times of the de
 parts, and the host reads them when later steps end, so that it never waits. The first step of a fit is left out.
 
 Collectives of FSDP2 stay in the forward and backward. They are interleaved with the computation unit by unit, on
-streams of their own, so that a wait could only be told apart by events around each unit in private code of torch;
+streams of their own, so that a wait could only be measured by events around each unit in private code of torch;
 `TraceSteps` shows them.
 
 Does it communicate? No: the figures are those of rank 0.
