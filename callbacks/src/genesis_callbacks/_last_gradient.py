@@ -20,7 +20,7 @@ class LastGradient:
         self._act = act
         self._last: Tensor | None = None
         trained = [each for each in module.parameters() if each.requires_grad]
-        self._handles: list[RemovableHandle] = [each.register_post_accumulate_grad_hook(self._note) for each in trained]
+        self._handles = [_hook(each, self._note) for each in trained]
 
     def _note(self, parameter: Tensor) -> None:
         self._last = parameter
@@ -30,9 +30,14 @@ class LastGradient:
         if self._last is not None:
             last, self._last = self._last, None
             self.remove()
-            self._handles = [last.register_post_accumulate_grad_hook(lambda _: self._act())]
+            self._handles = [_hook(last, lambda _: self._act())]
 
     def remove(self) -> None:
         """Removes all hooks."""
         while self._handles:
             self._handles.pop().remove()
+
+
+def _hook(parameter: Tensor, act: Callable[[Tensor], None]) -> RemovableHandle:
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(act)  # type: ignore[no-untyped-call]
+    return handle
