@@ -163,7 +163,7 @@ def plan_strategy(resolved: Mapping[str, Any]) -> Change | None:
     if name.rpartition(".")[2].lower() not in ("sharded", "fsdp", "modelparallelstrategy"):
         return None
     given = strategy.get("init_args", {}) if isinstance(strategy, dict) else {}
-    options = ("activation_checkpointing", "blocks_per_recomputation", "compile_blocks")
+    options = ("activation_checkpointing", "blocks_per_recomputation", "activation_offload", "compile_blocks")
     kept = {key: given[key] for key in options if key in given}
     now = {"class_path": "genesis.strategies.Replicated", "init_args": kept}
     return Change("trainer.strategy", name, now, "one device; the check `sharded` trains on two ranks")

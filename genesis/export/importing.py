@@ -12,9 +12,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from genesis.available_memory import available_memory
 from genesis.errors import UserError
 from genesis.export.hub import Download, describe_source
-from genesis.export.memory import available_memory
 from genesis.export.proof import run_proof, write_proof
 from genesis.export.recipe import write_recipe
 from genesis.export.staging import check_is_new, staged

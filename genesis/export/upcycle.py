@@ -14,9 +14,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from genesis.available_memory import available_memory
 from genesis.errors import RunEndedError, UserError
 from genesis.export.importing import save_weights
-from genesis.export.memory import available_memory
 from genesis.export.proof import write_proof
 from genesis.export.recipe import write_recipe
 from genesis.export.staging import check_is_new, staged

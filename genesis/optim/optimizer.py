@@ -23,6 +23,8 @@ from genesis.optim.newton_schulz import (
     require_whole_matrices,
     turn_back,
 )
+from genesis.optim.offload import PIECE_BYTES, StateOffload
+from genesis.transfers import Traffic
 
 _MATRIX_DIMS: Final = 2
 
@@ -98,7 +100,22 @@ class GroupedOptimizer(Optimizer):
             groups.append(known | group)
         super().__init__(groups, {})
         self._replicas: dist.ProcessGroup | None = None
+        self._offload: StateOffload | None = None
         self.found_inf: Tensor | None = None
+
+    def offload_states(
+        self,
+        share: float,
+        device: torch.device,
+        traffic: Traffic,
+        *,
+        available_bytes: int | None = None,
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
+        """Moves a share of the states into the host's memory, for all later steps; see `StateOffload`."""
+        self._offload = StateOffload(
+            self, share, device, traffic, available_bytes=available_bytes, piece_bytes=piece_bytes
+        )
 
     def share_matrices(self, replicas: dist.ProcessGroup) -> None:
         """Makes Muon compute each whole matrix on only one rank, which sends the result to the others.
@@ -124,9 +141,15 @@ class GroupedOptimizer(Optimizer):
         # After the closure, in which Lightning runs forward, backward and the clip: a vetoed window has no gradient
         # by now, so neither the moments nor the weight decay of any parameter change.
         for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            parameters = [
+                parameter
+                for parameter in group["params"]
+                if parameter.grad is not None and (self._offload is None or not self._offload.holds(parameter))
+            ]
             if parameters:
                 (self._step_adamw if group["algorithm"] == "adamw" else self._step_muon)(group, parameters)
+        if self._offload is not None:
+            self._offload.step(self._update_adamw)
         return loss
 
     def _step_adamw(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
@@ -139,13 +162,31 @@ class GroupedOptimizer(Optimizer):
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
         # AdamW works element by element, so each rank only needs its shard.
-        adamw(
+        self._update_adamw(
+            group,
             [_local(parameter) for parameter in parameters],
             [_local_gradient(parameter) for parameter in parameters],
             [_local(state["exp_avg"]) for state in states],
             [_local(state["exp_avg_sq"]) for state in states],
-            [],
             [state["step"] for state in states],
+        )
+
+    def _update_adamw(
+        self,
+        group: dict[str, Any],
+        weights: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        averages: Sequence[Tensor],
+        squares: Sequence[Tensor],
+        steps: list[Tensor],
+    ) -> None:
+        adamw(
+            list(weights),
+            list(gradients),
+            list(averages),
+            list(squares),
+            [],
+            steps,
             foreach=group["foreach"],
             fused=group["fused"],
             found_inf=self.found_inf,

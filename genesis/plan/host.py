@@ -12,7 +12,7 @@ class HostBytes:
     """Bytes of the host's memory for one rank.
 
     Args:
-        offload: Parameters, gradients and optimizer states that are not on the device.
+        offload: Parameters, gradients, optimizer states and inputs of blocks that are not on the device.
         staging: The copy of a save that the writer reads; `checkpoint.staging: reserved` or the first save makes it.
         windows: Pinned buffers of the windows that the loader prepares.
     """
@@ -28,7 +28,13 @@ class HostBytes:
 
 
 def count_host(
-    workload: Workload, layout: Layout, state: StateBytes, *, has_optimizer: bool, prefetch_windows: int
+    workload: Workload,
+    layout: Layout,
+    state: StateBytes,
+    *,
+    has_optimizer: bool,
+    prefetch_windows: int,
+    activations: int = 0,
 ) -> HostBytes:
     """Returns the bytes of the host's memory for one rank.
 
@@ -38,11 +44,11 @@ def count_host(
         state: What the rank holds between steps.
         has_optimizer: Whether saves have the optimizer's states.
         prefetch_windows: Windows that are prepared ahead of the step.
+        activations: Bytes of the inputs of blocks that are moved.
     """
     saved = state.weights + (state.optimizer if has_optimizer else 0)
     if not layout.is_sharded and layout.strategy != "zero1":
         saved //= layout.num_ranks  # replicas share the work of a save
     window = workload.tokens_per_step // layout.num_ranks * IDS_BYTES
-    return HostBytes(
-        offload=state.total if layout.cpu_offload else 0, staging=saved, windows=(prefetch_windows + 1) * window
-    )
+    offload = (state.total if layout.cpu_offload else state.moved) + activations
+    return HostBytes(offload=offload, staging=saved, windows=(prefetch_windows + 1) * window)

@@ -31,6 +31,8 @@ class Layout:
         cpu_offload: Whether parameters, gradients and optimizer states are in the host's memory.
         activation_checkpointing: See `Checkpointing`.
         blocks_per_recomputation: Blocks that are recomputed together.
+        activation_offload: Whether the inputs of recomputed blocks are in the host's memory.
+        optimizer_offload: Share of the optimizer's states that is in the host's memory.
         blocks_per_unit: Blocks that are gathered together.
         max_gathers_in_flight: Units that are gathered or being gathered.
         expert_parallel: Ranks that share the experts, among those of a shard group; each holds as many experts.
@@ -47,6 +49,8 @@ class Layout:
     cpu_offload: bool = False
     activation_checkpointing: Checkpointing = "none"
     blocks_per_recomputation: int = 1
+    activation_offload: bool = False
+    optimizer_offload: float = 0.0
     blocks_per_unit: int = 1
     max_gathers_in_flight: int = 2
     expert_parallel: int = 1

@@ -365,10 +365,15 @@ def _read_layout(read: _Reader, num_ranks: int) -> Layout:
             f"blocks_per_recomputation is {together}, and activation_checkpointing is {checkpointing!r}: groups are "
             "recomputed only with activation_checkpointing block"
         )
+    share = options.get("optimizer_offload", 0.0)
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 <= share <= 1.0:
+        raise UserError(f"optimizer_offload is {share!r}; it must be a share from 0 to 1")
     common: dict[str, Any] = {
         "num_ranks": num_ranks,
         "activation_checkpointing": checkpointing,
         "blocks_per_recomputation": together,
+        "activation_offload": options.get("activation_offload") is True,
+        "optimizer_offload": share,
         "has_compiled_blocks": options.get("compile_blocks") is True,
     }
     if name == "replicated":

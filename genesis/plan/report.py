@@ -180,6 +180,7 @@ def make_plan(recipe: Recipe, question: Question, corpora: Sequence[Path] = ()) 
             own.timeline.state,
             has_optimizer=recipe.saves.has_optimizer,
             prefetch_windows=recipe.prefetch_windows,
+            activations=own.timeline.moved_inputs_bytes,
         ),
         textbook=TextbookBill(num_parameters),
         num_steps=num_steps,
@@ -311,6 +312,8 @@ def _row_to_json(row: Row) -> dict[str, Any]:
         "activation_checkpointing": layout.activation_checkpointing,
         "expert_parallel": layout.expert_parallel,
         "blocks_per_recomputation": layout.blocks_per_recomputation,
+        "activation_offload": layout.activation_offload,
+        "optimizer_offload": layout.optimizer_offload,
         "is_own": row.is_own,
     }
     if timeline is None:

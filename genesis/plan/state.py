@@ -11,6 +11,7 @@ from genesis.errors import UserError
 from genesis.model.adapter import attach_adapters
 from genesis.model.decoder import Decoder
 from genesis.model.experts import Experts
+from genesis.optim.offload import MOMENTS, choose
 from genesis.plan.layout import FLOAT32_BYTES, HALF_BYTES, Layout, Workload, parameter_bytes
 
 
@@ -119,6 +120,7 @@ class StateBytes:
         frozen: Weights that are not trained.
         gradients: Gradients of the trained weights in their place between steps.
         optimizer: States of the optimizer.
+        moved: Those of them that are in the host's memory by `optimizer_offload`.
         low_precision_copy: Bytes of a copy of the weights in 16 bits, for the textbook's bill.
     """
 
@@ -126,6 +128,7 @@ class StateBytes:
     frozen: int
     gradients: int
     optimizer: int
+    moved: int = 0
 
     @property
     def total(self) -> int:
@@ -148,7 +151,18 @@ def count_state(model: Model, workload: Workload, layout: Layout, rounded_to: in
         frozen=size(parameter for parameter in model.parameters if not parameter.is_trained),
         gradients=size(trained),
         optimizer=_count_optimizer(trained, workload, layout, rounded_to),
+        moved=_count_moved(trained, workload, layout, rounded_to),
     )
+
+
+def _count_moved(trained: Sequence[Parameter], workload: Workload, layout: Layout, rounded_to: int) -> int:
+    """Returns the bytes of AdamW's moments that `genesis.optim.offload` keeps in the host's memory."""
+    if not layout.optimizer_offload or layout.strategy == "zero1":
+        return 0
+    if workload.optimizer == "muon":
+        raise UserError("optimizer_offload moves the states of AdamW only, and model.optimizer.name is 'muon'")
+    sizes = [_round(one.local_elements(layout) * one.element_bytes, rounded_to) for one in trained]
+    return len(MOMENTS) * sum(sizes[index] for index in choose(sizes, layout.optimizer_offload))
 
 
 def _count_optimizer(trained: Sequence[Parameter], workload: Workload, layout: Layout, rounded_to: int) -> int:

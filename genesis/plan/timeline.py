@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Final
 
 from genesis.model.tape import ACTIVATIONS, CASTS, FLOAT32_BYTES, GRADIENTS, LOSS, Bytes, Setting
+from genesis.optim.offload import MOMENTS, NUM_BUFFERS, PIECE_BYTES
 from genesis.plan.bill import (
     BATCH,
     COMMUNICATION,
@@ -59,6 +60,7 @@ class Timeline:
         state: What is held between steps; under offload it is in the host's memory.
         gathered_whole_bytes: Bytes of the whole model as it is gathered; 0 if it is not sharded.
         sent: What ranks exchange under sharding.
+        moved_inputs_bytes: Bytes of the inputs of blocks that are in the host's memory between forward and backward.
         notes: What is only estimated.
     """
 
@@ -66,6 +68,7 @@ class Timeline:
     state: StateBytes
     gathered_whole_bytes: int
     sent: Sent
+    moved_inputs_bytes: int
     notes: tuple[str, ...]
 
     @property
@@ -93,7 +96,9 @@ def play_step(workload: Workload, layout: Layout) -> Timeline:
     state = count_state(model, workload, layout, setting.rounded_to)
     player = _Player(workload, layout, model, setting, sections, state)
     player.play(workload.num_micro_batches(layout.num_ranks))
-    return Timeline(player.bill.peaks, state, player.gathered_whole, player.count_sent(), sections.notes)
+    return Timeline(
+        player.bill.peaks, state, player.gathered_whole, player.count_sent(), player.moved_inputs, sections.notes
+    )
 
 
 class _Player:
@@ -123,6 +128,8 @@ class _Player:
             for index in self.recomputed
         }
         """The blocks that are recomputed with each recomputed block."""
+        starts = {group.start for group in self.group_of.values()} if layout.activation_offload else set()
+        self.moved_inputs = sum(sections.blocks[index].input_bytes for index in starts)
         self.has_buckets = layout.strategy in ("replicated", "zero1") and layout.num_ranks > 1
         per_unit = layout.blocks_per_unit
         self.units = [
@@ -180,7 +187,7 @@ class _Player:
         if is_here:
             for term, count in ((WEIGHTS, self.state.weights), (FROZEN, self.state.frozen)):
                 bill.change(term, count)
-            bill.change(OPTIMIZER, self.state.optimizer)
+            bill.change(OPTIMIZER, self.state.optimizer - self.state.moved)
             bill.change(GRADIENTS, self.state.gradients)
         if self.teacher is not None:
             bill.change(TEACHER, self.teacher.weights)
@@ -328,12 +335,19 @@ class _Player:
         self._forward(block, is_first=is_first, is_recomputed=group is not None)
         if group is not None and index != group.start:  # of a group only the input of the first block is kept
             self.bill.change(ACTIVATIONS, -block.input_bytes)
+        if group is not None and self.layout.activation_offload and index == group.start and index:
+            # The copy of the input before has ended: it began when this group's predecessor did.
+            before = self.sections.blocks[self.group_of[index - 1].start]
+            self.bill.change(ACTIVATIONS, -before.input_bytes)
 
     def _recompute_before(self, index: int, *, has_casts: bool = False) -> None:
         """Plays the second forward of a group before the backward of its last block."""
         group = self.group_of.get(index)
         if group is None or index != group[-1]:
             return
+        if self.layout.activation_offload and group.start:
+            # The input before comes back while this group runs backward; its own is there.
+            self.bill.change(ACTIVATIONS, self.sections.blocks[self.group_of[group.start - 1].start].input_bytes)
         for number in group:
             block, unit = self.sections.blocks[number], number // self.layout.blocks_per_unit
             is_first_of_unit = number % self.layout.blocks_per_unit == 0
@@ -373,6 +387,8 @@ class _Player:
 
     def _play_update(self) -> None:
         layout = self.layout
+        if self.state.moved:
+            self.bill.see(Counter({UPDATE: min(self.state.moved, len(MOMENTS) * NUM_BUFFERS * PIECE_BYTES)}))
         if self.workload.optimizer != "muon" or layout.cpu_offload:
             return
         matrices = [one for one in self.model.trained if one.is_matrix]

@@ -22,6 +22,7 @@ from genesis.model.decoder import Decoder
 from genesis.objectives.objective import HeadResult, Objective, SumHead
 from genesis.optim import GroupedOptimizer
 from genesis.strategies.degrees import Degrees
+from genesis.strategies.host_memory import HostOffload
 from genesis.strategies.layout import ParallelLayout, lay_out
 from genesis.strategies.micro_batches import WindowLoss, sum_in_turn, train_in_turn
 from genesis.strategies.recompute import ActivationCheckpointing
@@ -39,6 +40,10 @@ class Replicated(DDPStrategy):
         activation_checkpointing: `none`, `block`, or n for every n-th block.
         blocks_per_recomputation: Consecutive blocks that are recomputed together, with `block`: only the input of the
             first is kept, and the backward holds the activations of all of them at once.
+        activation_offload: Whether the inputs of recomputed blocks lie in the host's memory from their forward to their
+            backward, with `block`.
+        optimizer_offload: Share of AdamW's states that lies in the host's memory, from 0 to 1: each step they pass
+            through the device, piece by piece, and the device updates.
         compile_blocks: Whether each block is compiled by torch.compile.
         process_group_backend: `gloo` or `nccl`; by default the device's own backend.
         timeout_seconds: Time limit of a collective. By default longer than `HangWatch` waits before it ends a run and
@@ -47,6 +52,7 @@ class Replicated(DDPStrategy):
     Attributes:
         start: The record that the ranks compare after they have joined the process group.
         hang_seconds: After how long at most `HangWatch` ends a run that hangs; None without one.
+        offload: What lies in the host's memory.
     """
 
     def __init__(
@@ -54,6 +60,8 @@ class Replicated(DDPStrategy):
         optimizer_states: Literal["replicated", "sharded"] = "replicated",
         activation_checkpointing: ActivationCheckpointing = "none",
         blocks_per_recomputation: int = 1,
+        activation_offload: bool = False,
+        optimizer_offload: float = 0.0,
         compile_blocks: bool = False,
         process_group_backend: str | None = None,
         timeout_seconds: float | None = None,
@@ -67,9 +75,15 @@ class Replicated(DDPStrategy):
             # order three or more ranks are added, so a resumed run would differ from one that was never killed.
             find_unused_parameters=True,
         )
+        if optimizer_states == "sharded" and optimizer_offload:
+            raise UserError(
+                f"optimizer_offload is {optimizer_offload:g}, and optimizer_states is 'sharded': set one of them back, "
+                "or use Sharded, which shards states and offloads them"
+            )
         self.optimizer_states = optimizer_states
         self.activation_checkpointing = activation_checkpointing
         self.blocks_per_recomputation = blocks_per_recomputation
+        self.offload = HostOffload(activations=activation_offload, optimizer_share=optimizer_offload)
         self.compile_blocks = compile_blocks
         self.timeout_seconds = timeout_seconds
         self.hang_seconds: float | None = None
@@ -111,6 +125,7 @@ class Replicated(DDPStrategy):
             self.activation_checkpointing,
             self.compile_blocks,
             blocks_per_recomputation=self.blocks_per_recomputation,
+            offload=self.offload.build_activations(),
         )
 
     def head(self, labels: Tensor) -> SumHead:
@@ -159,6 +174,8 @@ class Replicated(DDPStrategy):
             super(DDPStrategy, self).setup(trainer)
         else:
             super().setup(trainer)
+        # After the base, which moves the states of optimizers to the device.
+        self.offload.move_states(self.optimizers, self.root_device, self.num_processes)
 
     def teardown(self) -> None:
         """Stops the watch of this start, and tears down the base."""

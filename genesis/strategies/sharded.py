@@ -19,6 +19,7 @@ from genesis.objectives.objective import HeadResult, Objective, SumHead
 from genesis.strategies.degrees import Degrees, list_divisors
 from genesis.strategies.desync import DesyncWatchdog
 from genesis.strategies.gathered import GatheringChoice, KeepGathered
+from genesis.strategies.host_memory import HostOffload
 from genesis.strategies.layout import ParallelLayout, lay_out
 from genesis.strategies.mesh import WorldMesh
 from genesis.strategies.micro_batches import WindowLoss, sum_in_turn, train_in_turn
@@ -53,10 +54,15 @@ class Sharded(ModelParallelStrategy):
             in `gather_dtype` until the window's last backward. Losses are the same.
         expert_parallel: Number of ranks that share the experts of a mixture; each holds as many experts, and the ranks
             send each other the rows of their tokens. 1 gives every rank all experts, sharded like other weights.
-        cpu_offload: Whether parameters, gradients and optimizer state live in CPU memory between uses.
+        cpu_offload: Whether parameters, gradients and optimizer state live in CPU memory between uses, by FSDP2's own
+            policy: the host updates them.
         activation_checkpointing: `none`, `block`, or n for every n-th block.
         blocks_per_recomputation: Consecutive blocks that are recomputed together, with `block`: only the input of the
             first is kept, and the backward holds the activations of all of them at once.
+        activation_offload: Whether the inputs of recomputed blocks lie in the host's memory from their forward to their
+            backward, with `block`.
+        optimizer_offload: Share of AdamW's states that lies in the host's memory, from 0 to 1: each step they pass
+            through the device, piece by piece, and the device updates.
         compile_blocks: Whether each block is compiled by torch.compile.
         desync_seconds: If a rank is alone in a forward for longer, the run ends and names it; the first two windows
             of each rank, in which it compiles and connects, may take any time.
@@ -67,6 +73,7 @@ class Sharded(ModelParallelStrategy):
     Attributes:
         start: The record that the ranks compare after they have joined the process group.
         hang_seconds: After how long at most `HangWatch` ends a run that hangs; None without one.
+        offload: What lies in the host's memory.
     """
 
     def __init__(
@@ -83,6 +90,8 @@ class Sharded(ModelParallelStrategy):
         cpu_offload: bool = False,
         activation_checkpointing: ActivationCheckpointing = "none",
         blocks_per_recomputation: int = 1,
+        activation_offload: bool = False,
+        optimizer_offload: float = 0.0,
         compile_blocks: bool = False,
         desync_seconds: float = 300.0,
         process_group_backend: str | None = None,
@@ -92,6 +101,11 @@ class Sharded(ModelParallelStrategy):
             process_group_backend=process_group_backend,
             timeout=read_timeout(timeout_seconds),
         )
+        if cpu_offload and optimizer_offload:
+            raise UserError(
+                f"optimizer_offload is {optimizer_offload:g}, and cpu_offload is true, which keeps the whole optimizer "
+                "in the host's memory and updates it there: set one of them back"
+            )
         self.shard = shard
         self.ranks_per_shard_group = ranks_per_shard_group
         self.blocks_per_unit = blocks_per_unit
@@ -104,6 +118,7 @@ class Sharded(ModelParallelStrategy):
         self.cpu_offload = cpu_offload
         self.activation_checkpointing = activation_checkpointing
         self.blocks_per_recomputation = blocks_per_recomputation
+        self.offload = HostOffload(activations=activation_offload, optimizer_share=optimizer_offload)
         self.compile_blocks = compile_blocks
         self.desync_seconds = desync_seconds
         self.timeout_seconds = timeout_seconds
@@ -173,6 +188,7 @@ class Sharded(ModelParallelStrategy):
             self.compile_blocks,
             options,
             blocks_per_recomputation=self.blocks_per_recomputation,
+            offload=self.offload.build_activations(),
         )
 
     @property
@@ -264,6 +280,8 @@ class Sharded(ModelParallelStrategy):
         ):
             loop.inference_mode = False
         super().setup(trainer)
+        # After the base, which moves the states of optimizers to the device.
+        self.offload.move_states(self.optimizers, self.root_device, self.num_processes)
         if self.world_size > 1:
             assert self.lightning_module is not None
             self._watchdog = DesyncWatchdog(self.lightning_module, self.desync_seconds, self.layout.stage_ranks)

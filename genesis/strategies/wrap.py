@@ -28,6 +28,7 @@ from genesis.model.attend import AttentionMetadata
 from genesis.model.decoder import Decoder
 from genesis.model.delta import DeltaMetadata
 from genesis.model.part import Part
+from genesis.strategies.activation_offload import ActivationOffload
 from genesis.strategies.expert_parallel import list_experts, share_experts
 from genesis.strategies.recompute import ActivationCheckpointing, apply_recomputation, check_groups
 
@@ -64,6 +65,7 @@ def apply_wrappers(
     shard: ShardOptions | None = None,
     *,
     blocks_per_recomputation: int = 1,
+    offload: ActivationOffload | None = None,
 ) -> None:
     """Applies the wrappers to `decoder` in place, in their order. Does not communicate.
 
@@ -73,6 +75,7 @@ def apply_wrappers(
         has_compiled_blocks: Whether each block's forward is compiled by torch.compile.
         shard: How to shard, or None.
         blocks_per_recomputation: Blocks that are recomputed together.
+        offload: Moves the inputs of recomputed blocks to the host; None to leave them on the device.
 
     Raises:
         UserError: An option is out of its range.
@@ -80,13 +83,19 @@ def apply_wrappers(
     if shard is not None:
         if shard.blocks_per_unit < 1:
             raise UserError(f"blocks_per_unit is {shard.blocks_per_unit}; it must be at least 1")
-        check_groups(activation_checkpointing, blocks_per_recomputation, shard.blocks_per_unit)
-    apply_recomputation(decoder, activation_checkpointing, blocks_per_recomputation)
+        check_groups(
+            activation_checkpointing,
+            blocks_per_recomputation,
+            shard.blocks_per_unit,
+            has_offload=offload is not None,
+        )
+    apply_recomputation(decoder, activation_checkpointing, blocks_per_recomputation, offload)
     if has_compiled_blocks:
         for block in decoder.blocks:
             block.forward = partial(_run_compiled, torch.compile(block.forward))
     if shard is not None:
-        _apply_shard(decoder, shard, blocks_per_recomputation)
+        is_group = blocks_per_recomputation > 1 or offload is not None
+        _apply_shard(decoder, shard, blocks_per_recomputation // shard.blocks_per_unit if is_group else None)
 
 
 def _run_compiled(
@@ -103,7 +112,7 @@ def _run_compiled(
     return compiled(x, metadata, *arguments, **options)
 
 
-def _apply_shard(decoder: Decoder, options: ShardOptions, blocks_per_recomputation: int) -> None:
+def _apply_shard(decoder: Decoder, options: ShardOptions, units_per_group: int | None) -> None:
     if options.max_gathers_in_flight < 1:
         raise UserError(f"max_gathers_in_flight is {options.max_gathers_in_flight}; it must be at least 1")
     blocks = list(decoder.blocks)
@@ -143,7 +152,6 @@ def _apply_shard(decoder: Decoder, options: ShardOptions, blocks_per_recomputati
         decoder, mesh=options.mesh, reshard_after_forward=False, mp_policy=options.precision, offload_policy=offload
     )
     _sum_gradients(decoder)
-    units_per_group = blocks_per_recomputation // options.blocks_per_unit if blocks_per_recomputation > 1 else None
     _limit_prefetch(units, options.max_gathers_in_flight - 1, units_per_group)
 
 

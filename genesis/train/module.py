@@ -31,6 +31,7 @@ from genesis.objectives.cross_entropy import CrossEntropy
 from genesis.objectives.objective import TOKENS, HeadResult, Objective, ObjectiveSums
 from genesis.objectives.preference import DPO
 from genesis.optim import GroupedOptimizer, OptimizerOptions, build_optimizer
+from genesis.strategies.host_memory import HostOffload
 from genesis.strategies.layout import LayoutStrategy, layout_strategy
 from genesis.strategies.wrap import free_gathered_parameters
 from genesis.train.data_module import CorpusDataModule
@@ -40,6 +41,7 @@ from genesis.train.late_outcome import LateOutcome, read_together, refuse_device
 from genesis.train.lightning_signals import leave_signals_to_votes
 from genesis.train.logged_values import log_exactly
 from genesis.train.metrics import SumsOverRanks
+from genesis.train.offload_log import OffloadLog
 from genesis.train.precision import prepare_precision
 from genesis.train.reference_pass import fill_reference
 from genesis.train.training_log import PART_PREFIX, TrainingLog, WindowFigures, join_sums
@@ -183,7 +185,10 @@ class GenesisModule(pl.LightningModule):
         return build_optimizer(self._model, self.optimizer_options)
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        """Returns the log of the training steps."""
+        """Returns the log of the training steps, and that of transfers if the strategy keeps something on the host."""
+        offload = vars(self.trainer.strategy).get("offload")
+        if isinstance(offload, HostOffload) and offload.is_active:
+            return [self._training_log, OffloadLog(offload.traffic)]
         return [self._training_log]
 
     @property

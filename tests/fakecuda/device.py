@@ -70,6 +70,16 @@ class FakeEvent:
         return 0.0
 
 
+class FakeRuntime:
+    """Pins what it is given."""
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802 - CUDA's name
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 - CUDA's name
+        return 0
+
+
 def outside(function: Callable[..., T]) -> Callable[..., T]:
     """Returns `function`, run on real tensors: outside of the fake mode and of what watches."""
 
@@ -134,10 +144,13 @@ def pretend() -> None:
     cuda.stream = lambda stream: contextlib.nullcontext() if stream is None else stream
     cuda.device = lambda device: contextlib.nullcontext()
     torch.Event = FakeEvent  # type: ignore[misc, assignment]
+    torch.Stream = FakeStream  # type: ignore[misc, assignment]
+    cuda.cudart = FakeRuntime
     accelerator: Any = torch.accelerator
     accelerator.synchronize = functools.partial(_answer, None)
     accelerator.current_stream = functools.partial(_answer, current)
     accelerator.get_memory_info = lambda device=None: (FREE_BYTES[0], FREE_BYTES[0])
+    accelerator.device_index = lambda index: contextlib.nullcontext()
     for name in ("memory_allocated", "memory_reserved", "max_memory_allocated"):
         setattr(accelerator, name, functools.partial(_answer, 0))
     torch.nn.Module._apply = _apply_to_fakes  # type: ignore[method-assign]

@@ -9,7 +9,7 @@ import torch
 
 from genesis.data.packing import PackingFigures
 from genesis.errors import UserError
-from genesis.model.decoder import KVCache
+from genesis.model.decoder import DecoderConfig, KVCache
 from genesis.model.mixture import MixtureConfig
 from genesis.model.recipe import read_decoder_config
 from genesis.plan.bandwidths import Bandwidth, Bandwidths, find_bandwidths, read_report
@@ -26,6 +26,7 @@ from genesis.plan.timeline import play_step
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GB = 10**9
+SHAPE = DecoderConfig(dim=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=192, max_seq_len=64, vocab_size=512)
 RATE = Rate(60e12, "a test", is_assumed=True)
 
 
@@ -329,3 +330,21 @@ def test_a_file_of_a_decoder_alone_is_a_recipe() -> None:
     assert recipe.workload == Workload(
         read_decoder_config(CONFIGS / "model" / "qwen3-8b.yaml"), seq_len=40_960, precision="32-true"
     )
+
+
+def test_states_and_inputs_in_host_memory_leave_the_device() -> None:
+    workload, layout = Workload(SHAPE, seq_len=64), Layout(activation_checkpointing="block")
+    plain = play_step(workload, layout)
+    moved = play_step(workload, replace(layout, activation_offload=True, optimizer_offload=1.0))
+    half = play_step(workload, replace(layout, optimizer_offload=0.5))
+    moments = sum(2 * parameter.num_elements * 4 for parameter in build_model(workload).trained)
+    assert moved.state.moved == pytest.approx(moments, rel=0.05)
+    assert 0.5 * moved.state.moved <= half.state.moved < moved.state.moved
+    assert moved.peaks["rest"]["optimizer states"] == plain.state.optimizer - moved.state.moved
+    assert moved.moved_inputs_bytes == SHAPE.num_layers * 64 * SHAPE.dim * 4
+    assert sum(moved.peaks["forward"].values()) < sum(plain.peaks["forward"].values()) - moved.state.moved
+
+
+def test_offload_that_the_strategies_refuse_is_refused() -> None:
+    with pytest.raises(UserError, match="optimizer_offload moves the states of AdamW only"):
+        play_step(Workload(SHAPE, optimizer="muon"), Layout(optimizer_offload=1.0))

@@ -19,14 +19,16 @@ from genesis.model.delta import GatedDeltaConfig
 from genesis.model.mixture import MixtureConfig
 from genesis.objectives import CrossEntropy
 from genesis.objectives.objective import TOKENS
+from genesis.strategies.activation_offload import ActivationOffload
 from genesis.strategies.degrees import Degrees
 from genesis.strategies.mesh import WorldMesh
 from genesis.strategies.micro_batches import train_in_turn
 from genesis.strategies.recompute import check_groups
 from genesis.strategies.wrap import ShardOptions, apply_wrappers
+from genesis.transfers import Traffic
 from genesis_callbacks.testing import run_ranks
 from tests.fakecuda.compiler import find_compiler
-from tests.train.support import TINY, whole, window_of_rank
+from tests.train.support import SEQ_LEN, TINY, whole, window_of_rank
 
 # Five blocks, so that the last group of three is smaller.
 DENSE = replace(TINY, num_layers=5, dropout=0.1)
@@ -50,6 +52,7 @@ def gradients_of(
     adapter: AdapterConfig | None = None,
     shard: dict[str, Any] | None = None,
     expert_parallel: int = 1,
+    traffic: Traffic | None = None,
     **wrappers: Any,
 ) -> dict[str, Tensor]:
     """Returns the whole gradients of two micro-batches, or of each rank's under FSDP2."""
@@ -70,7 +73,8 @@ def gradients_of(
             "experts": (mesh.experts, mesh.expert_shard) if expert_parallel > 1 else None,
         }
         options = ShardOptions(**(defaults | shard))
-    apply_wrappers(decoder, shard=options, **wrappers)
+    offload = None if traffic is None else ActivationOffload(traffic)
+    apply_wrappers(decoder, shard=options, offload=offload, **wrappers)
     decoder.to_empty(device="cpu")
     decoder.init_weights(0)
     torch.manual_seed(1)
@@ -108,6 +112,21 @@ def test_gradients_with_groups_are_those_without_recomputation(
     assert_equal(plain, gradients_of(shape, adapter, activation_checkpointing="block", blocks_per_recomputation=9))
 
 
+@pytest.mark.parametrize("blocks_per_group", [1, 3])
+def test_inputs_of_recomputed_blocks_in_host_memory_change_no_gradient(blocks_per_group: int) -> None:
+    traffic = Traffic()
+    offloaded = gradients_of(
+        LINEAR, traffic=traffic, activation_checkpointing="block", blocks_per_recomputation=blocks_per_group
+    )
+    assert_equal(gradients_of(LINEAR), offloaded)
+    moved = traffic.take()
+    # Two micro-batches of one row; the input that was moved last is still on the device when its backward begins.
+    num_groups, num_bytes = -(-LINEAR.num_layers // blocks_per_group), SEQ_LEN * LINEAR.dim * 4
+    assert moved.to_host_bytes == 2 * num_groups * num_bytes
+    assert moved.to_device_bytes == 2 * (num_groups - 1) * num_bytes
+    assert moved.idle_seconds > 0.0
+
+
 SHARDS: dict[str, tuple[DecoderConfig, dict[str, Any]]] = {
     "full": (LINEAR, {"shard": {}}),
     "units of three": (MIXED, {"shard": {"blocks_per_unit": 3}}),
@@ -124,7 +143,8 @@ def compare_shards() -> list[str]:
     wrong = []
     for name, (shape, options) in SHARDS.items():
         plain, grouped = gradients_of(shape, **options), gradients_of(shape, **options, **GROUPS)
-        if not plain or any(not torch.equal(plain[key], grouped[key]) for key in plain):
+        moved = gradients_of(shape, **options, **GROUPS, traffic=Traffic())
+        if not plain or any(not torch.equal(plain[key], other[key]) for key in plain for other in (grouped, moved)):
             wrong.append(name)
     return wrong
 
@@ -228,3 +248,11 @@ def test_the_backward_gathers_each_unit_once() -> None:
 def test_groups_that_cannot_be_are_refused(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_groups(*arguments)
+
+
+@pytest.mark.parametrize("which", ["none", 2])
+def test_only_inputs_of_recomputed_blocks_can_be_moved(which: Any) -> None:
+    with pytest.raises(UserError, match="activation_offload is true, and activation_checkpointing is"):
+        check_groups(which, 1, has_offload=True)
+    with pytest.raises(UserError, match="blocks_per_recomputation 1 is no multiple of blocks_per_unit 2"):
+        check_groups("block", 1, 2, has_offload=True)

@@ -87,6 +87,15 @@ def build_strategy(name: str) -> Any:
         "compiled": lambda: Replicated(compile_blocks=True),
         "compiled_shards": lambda: Sharded(compile_blocks=True, activation_checkpointing="block"),
         "checkpointing": lambda: Sharded(activation_checkpointing="block"),
+        "host_alone": lambda: Replicated(
+            activation_checkpointing="block", activation_offload=True, optimizer_offload=0.6
+        ),
+        "host_shards": lambda: Sharded(
+            activation_checkpointing="block", blocks_per_recomputation=2, activation_offload=True, optimizer_offload=1.0
+        ),
+        "host_experts": lambda: Sharded(
+            expert_parallel=2, activation_checkpointing="block", activation_offload=True, optimizer_offload=0.6
+        ),
         "experts_2": lambda: Sharded(expert_parallel=2),
         "experts_4": lambda: Sharded(expert_parallel=4),
         "experts_hybrid": lambda: Sharded(expert_parallel=2, shard="hybrid", ranks_per_shard_group=2),

@@ -73,6 +73,8 @@ def climb(directory: str, corpus: str, strategy: str, mode: str, *callbacks: pl.
         pytest.param("two_blocks", 2, marks=pytest.mark.slow),
         pytest.param("offload", 2, marks=pytest.mark.slow),
         pytest.param("checkpointing", 2, marks=pytest.mark.slow),
+        pytest.param("host_alone", 1, marks=pytest.mark.slow),
+        pytest.param("host_shards", 2, marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_run_climbs_on_bit_for_bit(tmp_path: Path, tiny_corpus: Path, strategy: str, world_size: int) -> None:
@@ -81,6 +83,29 @@ def test_a_killed_run_climbs_on_bit_for_bit(tmp_path: Path, tiny_corpus: Path, s
     with pytest.raises(AssertionError, match="died without a word"):
         run_ranks(climb, world_size, str(run_dir), corpus, strategy, "process", KillAll())
     resumed = run_ranks(climb, world_size, str(run_dir), corpus, strategy, "process")
+    check_resumed(straight, resumed)
+    names = [path.name for path, _ in list_committed(run_dir)]
+    assert names == [f"step-{step:08d}" for step in range(STEPS - KEPT + 1, STEPS + 1)]
+    latest = find_latest(run_dir)
+    assert latest is not None
+    manifest = verify(latest, "deep")
+    assert (manifest.counters["updates"], manifest.sequence, manifest.world_size) == (STEPS, STEPS, world_size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("killed", "resumed"), [("host_shards", "full"), ("full", "host_shards")])
+def test_states_in_host_memory_go_on_under_another_share(
+    tmp_path: Path, tiny_corpus: Path, killed: str, resumed: str
+) -> None:
+    corpus, run_dir = str(tiny_corpus), tmp_path / "run"
+    straight = run_ranks(climb, 2, str(tmp_path / "straight"), corpus, "full", "sync")
+    with pytest.raises(AssertionError, match="died without a word"):
+        run_ranks(climb, 2, str(run_dir), corpus, killed, "process", KillAll())
+    check_resumed(straight, run_ranks(climb, 2, str(run_dir), corpus, resumed, "process"))
+
+
+def check_resumed(straight: list[dict[str, Any]], resumed: list[dict[str, Any]]) -> None:
+    """Checks that a killed run came to the same as one that was not killed."""
     for one, other in zip(straight, resumed, strict=True):
         # The orphaned writers may or may not have finished the save of the last step.
         assert other["restored"] in (KILLED_BEFORE - 2, KILLED_BEFORE - 1)
@@ -88,9 +113,3 @@ def test_a_killed_run_climbs_on_bit_for_bit(tmp_path: Path, tiny_corpus: Path, s
         assert all(torch.equal(tensor, other["weights"][name]) for name, tensor in one["weights"].items())
         assert (one["counters"], one["position"]) == (other["counters"], other["position"])
         assert one["failed"] == other["failed"] == 0
-    names = [path.name for path, _ in list_committed(run_dir)]
-    assert names == [f"step-{step:08d}" for step in range(STEPS - KEPT + 1, STEPS + 1)]
-    latest = find_latest(run_dir)
-    assert latest is not None
-    manifest = verify(latest, "deep")
-    assert (manifest.counters["updates"], manifest.sequence, manifest.world_size) == (STEPS, STEPS, world_size)

@@ -18,6 +18,7 @@ from .best import Best, find_best, read_best, read_marked_names
 from .commit import supersede
 from .compare import TensorComparison, compare_tensors
 from .contents import Contents, find_format, find_non_finite, read_contents
+from .device import PIN_PIECE_BYTES, PinError, build_stream, pin_memory, record_event, unpin_memory, working_on
 from .device_proof import DeviceProof, DeviceReport, prove_device
 from .digest import DIGEST_MODULUS, digest_chunk, digest_tensor
 from .drift import Difference, DriftPolicy, DriftWarning, check_drift, compare_mappings, find_drift, format_differences
@@ -96,7 +97,9 @@ __all__ = [
     "LocalShard",
     "MANIFEST_NAME",
     "Manifest",
+    "PIN_PIECE_BYTES",
     "PLACES_VARIABLE",
+    "PinError",
     "QuarantineWarning",
     "Ranks",
     "Repair",
@@ -116,6 +119,7 @@ __all__ = [
     "apply_repair",
     "apply_retention",
     "bind_scope",
+    "build_stream",
     "check_drift",
     "check_not_in_use",
     "check_restored",
@@ -147,6 +151,7 @@ __all__ = [
     "name_bases",
     "newest_whole",
     "pick_data_sections",
+    "pin_memory",
     "plan_removals",
     "plan_repairs",
     "prove_device",
@@ -158,6 +163,7 @@ __all__ = [
     "read_marked_names",
     "read_state",
     "read_tensors",
+    "record_event",
     "restore_shards",
     "save_blocking",
     "start_writers_by",
@@ -165,6 +171,8 @@ __all__ = [
     "summarise_parts",
     "supersede",
     "trace_ancestors",
+    "unpin_memory",
     "verify",
+    "working_on",
     "writer_environment",
 ]

@@ -1,0 +1,282 @@
+"""Optimizer states in the host's memory: each step they pass through the device, piece by piece.
+
+The update runs on the device, by the kernel that updates all other parameters, so that its results are the same bits.
+While a piece is updated, the next one comes to the device and the one before it goes back. This is another way than
+FSDP2's `CPUOffloadPolicy` (`Sharded(cpu_offload=True)`), under which parameters and gradients lie in the host's memory,
+too, and the host updates them.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from genesis.errors import UserError
+from genesis.transfers import CopyLane, HostMemory, Mark, Traffic, mark_now
+
+PIECE_BYTES: Final = 32 * 2**20
+"""Bytes of a piece of one moment: enough for the full rate of a bus, and little beside what training holds."""
+NUM_BUFFERS: Final = 3
+"""Pieces on the device: one that comes, one that is updated, one that goes."""
+_ALIGNMENT: Final = 64
+"""Tensors and cuts lie at multiples of a cache line, as the cuts of the CPU's kernels do: results are the same bits."""
+MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+
+
+class Slice(NamedTuple):
+    """A part of a parameter, in elements of its flat form, and its position in a piece, in bytes."""
+
+    parameter: Tensor
+    start: int
+    end: int
+    at: int
+    is_last: bool
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What passes through the device together.
+
+    Args:
+        start: Its first byte in the memory of each moment.
+        num_bytes: Its bytes in each moment.
+        slices: The parts of parameters whose moments it has.
+    """
+
+    start: int
+    num_bytes: int
+    slices: tuple[Slice, ...]
+
+
+Buffer = dict[str, Tensor]
+"""Bytes on the device for a piece of each moment."""
+Tensors = Sequence[Tensor]
+Update = Callable[[dict[str, Any], Tensors, Tensors, Tensors, Tensors, list[Tensor]], None]
+"""Updates tensors by the options of their group, gradients, first moments, second moments and steps."""
+
+
+def choose(sizes: Sequence[int], share: float) -> list[int]:
+    """Returns the numbers of the largest tensors that have at least a share of all bytes, in their order. Pure.
+
+    Example:
+        >>> choose([1, 6, 3], 0.5)
+        [1]
+        >>> choose([1, 6, 3], 0.7)
+        [1, 2]
+    """
+    chosen: list[int] = []
+    missing = share * sum(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        if missing <= 0:
+            break
+        chosen.append(index)
+        missing -= sizes[index]
+    return sorted(chosen)
+
+
+def check_room(num_bytes: int, available_bytes: int | None, share: float) -> None:
+    """Checks that the host has memory for the states. Pure.
+
+    Raises:
+        UserError: It has not.
+    """
+    if available_bytes is not None and num_bytes > available_bytes:
+        raise UserError(
+            f"optimizer_offload {share:g} needs {num_bytes / 2**30:,.1f} GiB of host memory on this rank, and "
+            f"{available_bytes / 2**30:,.1f} GiB are available: lower it, or shard over more ranks"
+        )
+
+
+class StateOffload:
+    """Keeps the moments of AdamW in the host's memory for a share of an optimizer's parameters.
+
+    The moments are made at once, so that memory is known to suffice before the first step, and a restore fills them.
+    Between steps they are whole: `step` returns when the last piece is back. Deterministic; it does not communicate.
+
+    Args:
+        optimizer: The optimizer, whose groups are all AdamW's.
+        share: Share of the moments' bytes, from 0 to 1; at least so much is moved, in whole parameters.
+        device: The device of training.
+        available_bytes: The host's available memory for this rank; None if it is not known.
+        piece_bytes: Bytes of a piece, a multiple of the size of a page.
+        traffic: Where copies and waits are counted.
+
+    Raises:
+        UserError: The share is out of its range, the optimizer has other groups, or the host lacks memory.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        share: float,
+        device: torch.device,
+        traffic: Traffic,
+        *,
+        available_bytes: int | None = None,
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
+        if any(group["algorithm"] != "adamw" for group in optimizer.param_groups):
+            raise UserError(
+                "optimizer_offload moves the states of AdamW only, and model.optimizer.name is 'muon': set "
+                "optimizer_offload to 0, or use Sharded(cpu_offload=True)"
+            )
+        self._optimizer, self._device, self.traffic = optimizer, device, traffic
+        self._piece_bytes = piece_bytes
+        candidates: list[Tensor] = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                local = _local(parameter)
+                # Others stay: a rank may hold no row of a parameter, and only contiguous ones have a flat form.
+                if local.device.type == device.type and local.is_contiguous() and local.numel():
+                    candidates.append(parameter)
+        chosen = [candidates[index] for index in choose([_local(one).nbytes for one in candidates], share)]
+        starts, num_bytes = [], 0
+        for parameter in chosen:
+            starts.append(num_bytes)
+            num_bytes += -(-_local(parameter).nbytes // _ALIGNMENT) * _ALIGNMENT
+        check_room(len(MOMENTS) * num_bytes, available_bytes, share)
+        self._memory = {moment: HostMemory(num_bytes, device, piece_bytes) for moment in MOMENTS}
+        self._held: dict[Tensor, dict[str, Tensor]] = {}
+        for parameter, start in zip(chosen, starts, strict=True):
+            self._held[parameter] = {moment: self._view(parameter, moment, start) for moment in MOMENTS}
+        self._adopt()
+        self._pieces = _cut(chosen, starts, num_bytes, piece_bytes)
+        self._lanes: tuple[CopyLane, CopyLane] | None = None
+        self.num_bytes = len(MOMENTS) * num_bytes
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Returns whether the moments of a parameter are in the host's memory."""
+        return parameter in self._held
+
+    def _view(self, parameter: Tensor, moment: str, start: int) -> Tensor:
+        local = _local(parameter)
+        flat = self._memory[moment].bytes[start : start + local.nbytes]
+        held = flat.view(local.dtype).view(local.shape)
+        # Like the parameter, so that checkpoints read the shard's position from it. `from_local` would move it to the
+        # device of the mesh.
+        if not isinstance(parameter, DTensor):
+            return held
+        return DTensor(held, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+    def _find_groups(self) -> dict[Tensor, dict[str, Any]]:
+        """Returns the group of each parameter now: `Optimizer.load_state_dict` makes new groups."""
+        return {parameter: group for group in self._optimizer.param_groups for parameter in group["params"]}
+
+    def _adopt(self) -> None:
+        """Puts the moments in the host's memory into the optimizer's state, with the values of others in their place.
+
+        Others are there after `Optimizer.load_state_dict`, which makes new tensors on the parameter's device.
+        """
+        groups = self._find_groups()
+        for parameter, held in self._held.items():
+            state = self._optimizer.state[parameter]
+            if "step" not in state:
+                is_fused = groups[parameter]["fused"]
+                state["step"] = torch.zeros((), device=parameter.device if is_fused else "cpu")
+            for moment, tensor in held.items():
+                found = state.get(moment)
+                if found is None:
+                    _local(tensor).zero_()
+                elif found is not tensor:
+                    _local(tensor).copy_(_local(found))
+                state[moment] = tensor
+
+    @torch.no_grad()
+    def step(self, update: Update) -> None:
+        """Updates every parameter with a gradient whose moments are on the host, and waits until they are back."""
+        pieces = [piece for piece in self._pieces if any(one.parameter.grad is not None for one in piece.slices)]
+        if not pieces:
+            return
+        self._adopt()
+        groups = self._find_groups()
+        if self._lanes is None:
+            self._lanes = (CopyLane(self._device, self.traffic), CopyLane(self._device, self.traffic))
+        begin = mark_now(self._device)
+        # They come from the current stream's memory, whose earlier work may still use it.
+        free = deque((self._build_buffer(), begin) for _ in range(min(NUM_BUFFERS, len(pieces))))
+        coming: deque[tuple[Buffer, Mark]] = deque()
+        num_fetched = 0
+        last: Mark = None
+        for number, piece in enumerate(pieces):
+            # This piece, at the first, and the one after it, which comes while this one is updated.
+            while free and num_fetched < min(number + 2, len(pieces)):
+                coming.append(self._fetch(pieces[num_fetched], *free.popleft()))
+                num_fetched += 1
+            buffer, arrived = coming.popleft()
+            self.traffic.wait_for(arrived, self._device)
+            self._update(piece, buffer, groups, update)
+            last = self._store(piece, buffer, mark_now(self._device))
+            free.append((buffer, last))
+        if last is not None:
+            last.synchronize()  # a save, and everybody else who reads the state, finds whole moments
+
+    def _build_buffer(self) -> Buffer:
+        most = max(piece.num_bytes for piece in self._pieces)
+        return {moment: torch.empty(most, dtype=torch.uint8, device=self._device) for moment in MOMENTS}
+
+    def _bytes(self, moment: str, piece: Piece) -> Tensor:
+        return self._memory[moment].bytes[piece.start : piece.start + piece.num_bytes]
+
+    def _fetch(self, piece: Piece, buffer: Buffer, after: Mark) -> tuple[Buffer, Mark]:
+        assert self._lanes is not None
+        mark: Mark = None
+        for moment in MOMENTS:
+            mark = self._lanes[0].fetch(buffer[moment][: piece.num_bytes], self._bytes(moment, piece), after)
+        return buffer, mark
+
+    def _store(self, piece: Piece, buffer: Buffer, after: Mark) -> Mark:
+        assert self._lanes is not None
+        mark: Mark = None
+        for moment in MOMENTS:
+            mark = self._lanes[1].store(self._bytes(moment, piece), buffer[moment][: piece.num_bytes], after)
+        return mark
+
+    def _update(self, piece: Piece, buffer: Buffer, groups: dict[Tensor, dict[str, Any]], update: Update) -> None:
+        by_group: dict[int, list[Slice]] = {}
+        for one in piece.slices:
+            if one.parameter.grad is not None:
+                by_group.setdefault(id(groups[one.parameter]), []).append(one)
+        for slices in by_group.values():
+            weights, gradients, steps = [], [], []
+            moments: dict[str, list[Tensor]] = {moment: [] for moment in MOMENTS}
+            for one in slices:
+                local, gradient = _local(one.parameter), one.parameter.grad
+                assert gradient is not None
+                weights.append(local.view(-1)[one.start : one.end])
+                gradients.append(_local(gradient).reshape(-1)[one.start : one.end])
+                step = self._optimizer.state[one.parameter]["step"]
+                # The kernel counts a step for each slice: only the last one may count for the parameter.
+                steps.append(step if one.is_last else step.clone())
+                num_bytes = (one.end - one.start) * local.element_size()
+                for moment in MOMENTS:
+                    part = buffer[moment][one.at : one.at + num_bytes]
+                    moments[moment].append(part.view(local.dtype))
+            group = groups[slices[0].parameter]
+            update(group, weights, gradients, moments["exp_avg"], moments["exp_avg_sq"], steps)
+
+
+def _cut(parameters: Sequence[Tensor], starts: Sequence[int], num_bytes: int, piece_bytes: int) -> list[Piece]:
+    """Returns the pieces of the moments of parameters that begin at some bytes. Pure."""
+    found: dict[int, list[Slice]] = {}
+    for parameter, start in zip(parameters, starts, strict=True):
+        local = _local(parameter)
+        end = start + local.nbytes
+        for number in range(start // piece_bytes, -(-end // piece_bytes)):
+            low, high = max(start, number * piece_bytes), min(end, (number + 1) * piece_bytes)
+            size = local.element_size()
+            found.setdefault(number, []).append(
+                Slice(parameter, (low - start) // size, (high - start) // size, low - number * piece_bytes, high == end)
+            )
+    return [
+        Piece(number * piece_bytes, min(piece_bytes, num_bytes - number * piece_bytes), tuple(slices))
+        for number, slices in sorted(found.items())
+    ]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,158 @@
+"""Optimizer states in the host's memory: the results are those without offload, bit for bit, in pieces of any size."""
+
+import copy
+import os
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from genesis.errors import UserError
+from genesis.optim import GroupedOptimizer, OptimizerOptions, build_optimizer
+from genesis.optim.offload import StateOffload, check_room, choose
+from genesis.transfers import Traffic
+from genesis_callbacks.testing import run_ranks
+from tests.optim.test_optimizer import ADAMW, MUON, _decoder, _train, _whole
+
+CPU = torch.device("cpu")
+PAGE = 4096
+
+
+def build(model: nn.Module, share: float, piece_bytes: int = PAGE) -> tuple[GroupedOptimizer, Traffic]:
+    optimizer, traffic = build_optimizer(model, ADAMW), Traffic()
+    if share:
+        optimizer.offload_states(share, CPU, traffic, piece_bytes=piece_bytes)
+    return optimizer, traffic
+
+
+def values(model: nn.Module, optimizer: GroupedOptimizer) -> dict[str, Tensor]:
+    found = {name: _whole(parameter) for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        found |= {f"{name}.{key}": _whole(value) for key, value in optimizer.state[parameter].items()}
+    return found
+
+
+def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    return [name for name in one.keys() | other.keys() if not torch.equal(one[name], other[name])]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("share", "piece_bytes"), [(0.3, PAGE), (1.0, PAGE), (1.0, 3 * PAGE), (1.0, 1 << 20)])
+def test_updates_are_those_without_offload_bit_for_bit(dtype: torch.dtype, share: float, piece_bytes: int) -> None:
+    plain, moved = _decoder().to(dtype), _decoder().to(dtype)
+    optimizer, (offloaded, traffic) = build_optimizer(plain, ADAMW), build(moved, share, piece_bytes)
+    _train(plain, [optimizer], range(4))
+    _train(moved, [offloaded], range(4))
+    assert differences(values(plain, optimizer), values(moved, offloaded)) == []
+    num_bytes = sum(value.nbytes for state in offloaded.state.values() for value in state.values() if value.ndim)
+    taken = traffic.take()
+    assert taken.to_device_bytes == taken.to_host_bytes  # all that came went back
+    assert taken.to_host_bytes / 4 >= share * num_bytes
+    assert taken.to_host_bytes / 4 <= (num_bytes + 64 * len(offloaded.state) * 2 if share == 1.0 else 0.9 * num_bytes)
+
+
+def test_parameters_without_a_gradient_keep_their_moments() -> None:
+    plain, moved = _decoder(), _decoder()
+    optimizer, (offloaded, _) = build_optimizer(plain, ADAMW), build(moved, 1.0)
+    for model, one in ((plain, optimizer), (moved, offloaded)):
+        _train(model, [one], range(2))
+        for name, parameter in model.named_parameters():
+            if "blocks.0" in name:
+                parameter.grad = None
+        one.step()
+    assert differences(values(plain, optimizer), values(moved, offloaded)) == []
+
+
+def test_a_window_that_the_device_skips_changes_nothing() -> None:
+    model = _decoder()
+    optimizer, _ = build(model, 1.0)
+    _train(model, [optimizer], range(2))
+    before = {name: value.clone() for name, value in values(model, optimizer).items()}
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    assert differences(before, values(model, optimizer)) == []
+
+
+def test_states_move_between_any_shares() -> None:
+    straight = _decoder()
+    expected, _ = build(straight, 0.0)
+    _train(straight, [expected], range(1))
+    model = _decoder()
+    optimizer, _ = build(model, 0.0)
+    _train(model, [optimizer], range(1))
+    for step, share in enumerate((1.0, 0.5, 0.0, 1.0, 0.2), start=1):
+        state = copy.deepcopy(optimizer.state_dict())
+        optimizer, _ = build(model, share)
+        optimizer.load_state_dict(state)  # torch's, which makes new groups, and tensors on the parameter's device
+        for one in (expected, optimizer):
+            for group in one.param_groups:
+                group["lr"] = 1e-2 / step
+        _train(straight, [expected], range(step, step + 1))
+        _train(model, [optimizer], range(step, step + 1))
+    assert differences(values(straight, expected), values(model, optimizer)) == []
+
+
+def test_moments_that_a_restore_has_dropped_are_zeros_again() -> None:
+    model, fresh = _decoder(), _decoder()
+    optimizer, _ = build(model, 1.0)
+    _train(model, [optimizer], range(3))
+    model.load_state_dict(fresh.state_dict())
+    optimizer.state.clear()
+    other, _ = build(fresh, 0.0)
+    _train(model, [optimizer], range(2))
+    _train(fresh, [other], range(2))
+    assert differences(values(fresh, other), values(model, optimizer)) == []
+
+
+def shard(share: float) -> dict[str, Tensor]:
+    mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
+    model = _decoder()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer, _ = build(model, share)
+    _train(model, [optimizer], range(4))
+    held = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
+    assert all(isinstance(value, DTensor) for value in held)
+    return values(model, optimizer)
+
+
+def test_sharded_states_are_those_without_offload() -> None:
+    plain, moved = run_ranks(shard, 2, 0.0), run_ranks(shard, 2, 0.7)
+    assert [differences(one, other) for one, other in zip(plain, moved, strict=True)] == [[], []]
+
+
+# ---- what is chosen, and refusals
+
+
+def test_the_largest_parameters_are_moved_until_the_share_is_reached() -> None:
+    assert choose([5, 1, 4], 0.0) == []
+    assert choose([5, 1, 4], 0.5) == [0]
+    assert choose([5, 1, 4], 0.6) == [0, 2]
+    assert choose([5, 1, 4], 1.0) == [0, 1, 2]
+
+
+def test_muon_is_refused_by_name() -> None:
+    optimizer = build_optimizer(_decoder(), MUON)
+    with pytest.raises(UserError, match="optimizer_offload moves the states of AdamW only"):
+        StateOffload(optimizer, 1.0, CPU, Traffic())
+
+
+def test_a_host_without_memory_is_refused_before_the_first_step() -> None:
+    with pytest.raises(
+        UserError, match=r"optimizer_offload 0\.5 needs 2\.0 GiB .* and 1\.0 GiB are available: lower it"
+    ):
+        check_room(2 << 30, 1 << 30, 0.5)
+
+
+@pytest.mark.parametrize("options", [OptimizerOptions(weight_decay=0.0), OptimizerOptions(eps=0.1)])
+def test_other_options_give_the_same(options: OptimizerOptions) -> None:
+    plain, moved = _decoder(), _decoder()
+    optimizer, offloaded = build_optimizer(plain, options), build_optimizer(moved, options)
+    offloaded.offload_states(1.0, CPU, Traffic(), piece_bytes=PAGE)
+    _train(plain, [optimizer], range(2))
+    _train(moved, [offloaded], range(2))
+    assert differences(values(plain, optimizer), values(moved, offloaded)) == []

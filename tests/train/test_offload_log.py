@@ -1,0 +1,40 @@
+"""The log of what offload moves: the bytes of a step, and refusals of options that do not go together."""
+
+import os
+
+import pytest
+
+from genesis.errors import UserError
+from genesis.strategies import Replicated, Sharded
+from genesis_callbacks.testing import run_ranks
+from tests.train.support import TINY, build_module, build_strategy, build_trainer, loader
+
+
+def log_of(strategy: str) -> dict[str, float]:
+    trainer = build_trainer(build_strategy(strategy), int(os.environ["WORLD_SIZE"]), 3, [])
+    trainer.fit(build_module(TINY), loader(3, 0, 1))
+    return {key: float(value) for key, value in trainer.callback_metrics.items() if key.startswith("offload/")}
+
+
+def test_a_fit_logs_the_bytes_of_a_step_and_their_time() -> None:
+    (found,) = run_ranks(log_of, 1, "host_alone")
+    assert found.keys() == {"offload/to_device_bytes", "offload/to_host_bytes", "offload/idle_ms"}
+    assert 0 < found["offload/to_device_bytes"] < found["offload/to_host_bytes"]  # a forward's last input stays
+    assert found["offload/idle_ms"] > 0
+
+
+def test_a_fit_without_offload_logs_nothing_of_it() -> None:
+    assert run_ranks(log_of, 1, "replicated") == [{}]
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan"), True])
+def test_a_share_beyond_its_range_is_refused(share: float) -> None:
+    with pytest.raises(UserError, match="it must be a share from 0 to 1"):
+        Replicated(optimizer_offload=share)
+
+
+def test_two_owners_of_the_optimizer_are_refused() -> None:
+    with pytest.raises(UserError, match="optimizer_offload is 1, and optimizer_states is 'sharded'"):
+        Replicated(optimizer_states="sharded", optimizer_offload=1.0)
+    with pytest.raises(UserError, match=r"optimizer_offload is 0\.5, and cpu_offload is true"):
+        Sharded(cpu_offload=True, optimizer_offload=0.5)
