@@ -343,17 +343,8 @@ def _read_devices(read: _Reader, assumptions: list[str]) -> int:
     return nodes
 
 
-def _read_layout(read: _Reader, num_ranks: int) -> Layout:
-    given = _class_name(read.get("trainer.strategy")) or "auto"
-    name = _STRATEGY_NAMES.get(given)
-    if name is None:
-        raise UserError(
-            f"trainer.strategy is {given!r}: a plan knows genesis.strategies.Replicated and "
-            "genesis.strategies.Sharded; choose one of them"
-        )
-    options = read.get("trainer.strategy.init_args", {})
-    if not isinstance(options, Mapping):
-        raise UserError(f"trainer.strategy.init_args is {options!r}: it must be a mapping of options")
+def _read_common(read: _Reader, options: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
+    """Returns the fields of a layout that every strategy has."""
     checkpointing = options.get("activation_checkpointing", "none")
     if checkpointing not in ("none", "block") and not (type(checkpointing) is int and checkpointing >= 1):
         raise UserError(
@@ -368,7 +359,7 @@ def _read_layout(read: _Reader, num_ranks: int) -> Layout:
     share = options.get("optimizer_offload", 0.0)
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 <= share <= 1.0:
         raise UserError(f"optimizer_offload is {share!r}; it must be a share from 0 to 1")
-    common: dict[str, Any] = {
+    return {
         "num_ranks": num_ranks,
         "activation_checkpointing": checkpointing,
         "blocks_per_recomputation": together,
@@ -376,6 +367,21 @@ def _read_layout(read: _Reader, num_ranks: int) -> Layout:
         "optimizer_offload": share,
         "has_compiled_blocks": options.get("compile_blocks") is True,
     }
+
+
+def _read_layout(read: _Reader, num_ranks: int) -> Layout:
+    given = _class_name(read.get("trainer.strategy")) or "auto"
+    name = _STRATEGY_NAMES.get(given)
+    if name is None:
+        raise UserError(
+            f"trainer.strategy is {given!r}: a plan knows genesis.strategies.Replicated and "
+            "genesis.strategies.Sharded; choose one of them"
+        )
+    options = read.get("trainer.strategy.init_args", {})
+    if not isinstance(options, Mapping):
+        raise UserError(f"trainer.strategy.init_args is {options!r}: it must be a mapping of options")
+    common = _read_common(read, options, num_ranks)
+    together = common["blocks_per_recomputation"]
     if name == "replicated":
         is_zero = options.get("optimizer_states") == "sharded"
         alone = Layout("one device", **common)
