@@ -132,7 +132,7 @@ def test_versions_warn_and_a_build_label_is_free():
     assert verdicts(versions={"torch": "2.14.0"}, allow_changed=["versions.torch"]) == {"versions.torch": "allowed"}
 
 
-def test_the_refusal_has_the_remedy_first_and_the_diff_by_area():
+def test_the_refusal_names_the_changes_lists_both_values_and_ends_with_what_to_do():
     recipe = changed(net__dim=9, opt__lr=0.2, steps=20, where__path="b")
     differences = find_drift(
         MANIFEST, identity={"corpus": "code"}, recipe=recipe, versions={"torch": "2.14.0"}, policy=POLICY
@@ -140,9 +140,7 @@ def test_the_refusal_has_the_remedy_first_and_the_diff_by_area():
     with pytest.raises(DriftError) as raised:
         check_drift(MANIFEST, differences, POLICY)
     assert str(raised.value).splitlines() == [
-        "the checkpoint of step 4 is of another run: use the options that it was trained with; allow intended changes "
-        """by --allow '["corpus", "opt.lr", "steps"]'; start a new run for another net.dim, which cannot """
-        "change within a run",
+        "the checkpoint of step 4 is of another run: net.dim, corpus, opt.lr, steps changed",
         "  identity",
         "    corpus is 'code' and was 'web'",
         "  model",
@@ -153,7 +151,22 @@ def test_the_refusal_has_the_remedy_first_and_the_diff_by_area():
         "    steps is 20 and was 10",
         "  package versions",
         "    versions.torch is '2.14.0' and was '2.13.0+cpu'",
+        "to continue the run as it was: set the values back to those that they were",
+        "to train with another net.dim: start a new run, because a run cannot change this",
+        """to continue the run with the other changes: add --allow '["corpus", "opt.lr", "steps"]'""",
     ]
+
+
+def test_a_refusal_of_many_changes_names_the_first_and_allows_them_all():
+    recipe = {**RECIPE, **{f"option_{number}": number for number in range(9)}}
+    policy = DriftPolicy(remedy="--allow '{keys}'")
+    differences = find_drift(MANIFEST, identity={}, recipe=recipe, versions={}, policy=policy)
+    with pytest.raises(DriftError) as raised:
+        check_drift(MANIFEST, differences, policy)
+    first, *_, last = str(raised.value).splitlines()
+    assert first.endswith("is of another run: option_0, option_1, option_2, option_3, option_4 and 4 more changed")
+    assert last.startswith("to continue the run with these changes: add --allow '[")
+    assert all(f'"option_{number}"' in last for number in range(9))
 
 
 def test_recipes_that_spell_the_same_run_are_compared_in_one_form():
@@ -174,7 +187,7 @@ def test_names_and_values_of_a_checkpoint_add_no_lines_and_no_control_characters
     with pytest.raises(DriftError) as raised:
         check_drift(MANIFEST, differences, POLICY)
     lines = str(raised.value).split("\n")
-    assert len(lines) == 5
+    assert len(lines) == 8  # one for what changed, four of the list, and three of what to do
     assert all(line.isprintable() for line in lines)
 
 
@@ -213,7 +226,7 @@ def test_a_run_with_another_recipe_is_refused_on_every_rank_until_it_is_allowed(
     assert read_manifest(find_latest(tmp_path)).recipe == longer
 
     options["allow_changed"] = ["*"]
-    with pytest.raises(AssertionError, match=r"start a new run for another model\.dim"):
+    with pytest.raises(AssertionError, match=r"to train with another model\.dim: start a new run"):
         run_training(1, tmp_path, "single", 6, ckpt_path="latest", recipe={"model": {"dim": 7}}, **options)
 
 

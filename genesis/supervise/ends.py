@@ -86,7 +86,7 @@ ENDS: Final[dict[EndClass, EndRule]] = {
             Signature(
                 r"the checkpoint of step \d+ is of another run",
                 "genesis_callbacks/checkpoint/drift.py",
-                "genesis: error: the checkpoint of step 40 is of another run: use the options that it was trained with",
+                "genesis: error: the checkpoint of step 40 is of another run: model.optimizer.lr changed",
             ),
         ),
     ),

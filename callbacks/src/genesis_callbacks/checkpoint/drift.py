@@ -26,6 +26,7 @@ VERSIONS_AREA = "package versions"
 DEVICE_AREA = "device"
 OTHER_AREA = "other"
 _MAX_VALUE_LENGTH = 120
+_MAX_SHOWN_KEYS = 5
 
 
 class DriftWarning(UserWarning):
@@ -198,20 +199,29 @@ def check_drift(manifest: Manifest, differences: Sequence[Difference], policy: D
     """Refuses a restore if `find_drift` found a difference that is not allowed.
 
     Raises:
-        DriftError: The first line of the message has the remedy; the differences follow.
+        DriftError: The first line names what has changed; all changes with both values follow, then what to do.
     """
     never = [difference for difference in differences if difference.verdict == "never"]
     refused = [difference for difference in differences if difference.verdict == "refused"]
     if not never and not refused:
         return
-    remedies = ["use the options that it was trained with"]
+    shown = [difference for difference in differences if difference.verdict in ("never", "refused", "warned")]
+    lines = [
+        f"the checkpoint of step {manifest.step} is of another run: {_join([*never, *refused])} changed",
+        format_differences(shown),
+        "to continue the run as it was: set the values back to those that they were",
+    ]
+    if never:
+        lines.append(f"to train with another {_join(never)}: start a new run, because a run cannot change this")
     if refused:
         keys = json.dumps([difference.key for difference in refused])
-        remedies.append(f"allow intended changes by {policy.remedy.format(keys=keys)}")
-    if never:
-        keys = ", ".join(printable(difference.key) for difference in never)
-        remedies.append(f"start a new run for another {keys}, which cannot change within a run")
-    shown = [difference for difference in differences if difference.verdict in ("never", "refused", "warned")]
-    raise DriftError(
-        f"the checkpoint of step {manifest.step} is of another run: {'; '.join(remedies)}\n{format_differences(shown)}"
-    )
+        which = "the other changes" if never else "these changes"
+        lines.append(f"to continue the run with {which}: add {policy.remedy.format(keys=keys)}")
+    raise DriftError("\n".join(lines))
+
+
+def _join(differences: Sequence[Difference]) -> str:
+    """Returns the keys for a line, of many only the first."""
+    keys = [printable(difference.key) for difference in differences]
+    shown, rest = keys[:_MAX_SHOWN_KEYS], len(keys) - _MAX_SHOWN_KEYS
+    return ", ".join(shown) + (f" and {rest} more" if rest > 0 else "")
