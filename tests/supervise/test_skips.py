@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from genesis.cli.supervise import main as supervise_main
 from genesis.errors import UserError
 from genesis.processes import Mark
 from genesis.rehearse.compare import compare_runs
@@ -164,6 +165,28 @@ def test_data_that_cannot_be_skipped_are_refused_before_the_start(tmp_path: Path
     facts.check(tmp_path)
     with pytest.raises(UserError, match=f"--may-skip-data is 3, but this run trains on {what}, which cannot"):
         facts.check(tmp_path, may_skip_data=3)
+
+
+def test_several_nodes_and_numbers_that_are_none_are_refused_in_one_line(tmp_path: Path) -> None:
+    words = [
+        "--nodes",
+        "2",
+        "--rdzv",
+        "localhost:29400",
+        "--may-skip-data",
+        "3",
+        "--",
+        "fit",
+        "--run_dir",
+        str(tmp_path),
+    ]
+    with pytest.raises(
+        UserError, match="--may-skip-data is 3, which needs a run on one node: leave it out with --nodes"
+    ):
+        supervise_main(words)
+    for wrong in ("-1", "many", "1.5", "9" * 40):
+        with pytest.raises(UserError, match=r"--may-skip-data: '.*' is not a whole number of at least 0"):
+            supervise_main([f"--may-skip-data={wrong}", "--", "fit"])
 
 
 # ---- real runs
