@@ -1,10 +1,11 @@
 """`genesis supervise`."""
 
 import argparse
+import contextlib
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import yaml
@@ -84,10 +85,27 @@ def main(argv: list[str]) -> int:
     )
     report = open_report(arguments, run_dir)
     if nodes is not None:
-        from genesis.supervise.nodes import NodeSupervisor  # noqa: PLC0415  # its rendezvous imports torch
+        with _quiet_stores():
+            from genesis.supervise.nodes import NodeSupervisor  # noqa: PLC0415  # its rendezvous imports torch
 
-        return NodeSupervisor(options, report, _echo, open_observers(arguments, run_dir, report)).run()
+        return NodeSupervisor(options, report, _echo, open_observers(arguments, run_dir, report, nodes.name)).run()
     return Supervisor(options, report, _echo, open_observers(arguments, run_dir, report)).run()
+
+
+@contextlib.contextmanager
+def _quiet_stores() -> Iterator[None]:
+    """Lets torch, if it is imported within this context, print no stack of C++ when a store is lost.
+
+    The supervisor prints a line for each. Ranks, which inherit the environment, print what torch warns of.
+    """
+    name = "TORCH_CPP_LOG_LEVEL"
+    is_given = name in os.environ
+    os.environ.setdefault(name, "ERROR")
+    try:
+        yield
+    finally:
+        if not is_given:
+            del os.environ[name]
 
 
 def _build_parser() -> Parser:

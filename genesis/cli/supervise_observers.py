@@ -92,8 +92,12 @@ def open_report(arguments: Namespace, run_dir: Path) -> Callable[[str], None]:
     return build_report(log_format, run_dir)
 
 
-def open_observers(arguments: Namespace, run_dir: Path, report: Callable[[str], None]) -> list[Observer]:
+def open_observers(
+    arguments: Namespace, run_dir: Path, report: Callable[[str], None], node: str | None = None
+) -> list[Observer]:
     """Returns the observers that the options ask for; the metrics' server listens already.
+
+    `node` is this node's name, if there are several.
 
     Raises:
         UserError: An option is wrong, or the metrics' address cannot be listened on.
@@ -105,7 +109,7 @@ def open_observers(arguments: Namespace, run_dir: Path, report: Callable[[str], 
         command = None if arguments.notify_command is None else read_command(arguments.notify_command)
         observers.append(Alerts(run_dir, AlertOptions(arguments.webhook, command), report))
     if arguments.metrics_port is not None:
-        server = MetricsServer(run_dir, arguments.metrics_host, arguments.metrics_port)
+        server = MetricsServer(run_dir, arguments.metrics_host, arguments.metrics_port, node)
         report(f"metrics at {server.url}/metrics, health at {server.url}/healthz")
         observers.append(server)
     elif arguments.metrics_host != _HOST:

@@ -30,7 +30,7 @@ from genesis.supervise.plan import Plan, RecipeFacts, build_jobs, build_probe, r
 from genesis.supervise.records import Records, SafeWriter
 from genesis.supervise.skips import Blame, find_blame
 from genesis.supervise.space import wait_for_space
-from genesis.supervise.state import LoopState, SupervisorLock, read_state, write_state
+from genesis.supervise.state import NODE_PREFIX, LoopState, SupervisorLock, read_state, write_state
 from genesis.supervise.status import State, SupervisorStatus, read_status, write_status
 from genesis.supervise.stops import StopRequests
 from genesis_callbacks.event_reader import EventFollower
@@ -73,7 +73,7 @@ class SuperviseOptions:
     def directory(self) -> Path:
         """Where this supervisor keeps what only this node may use: its lock, its launcher and its state."""
         shared = RunDirectory(self.run_dir).supervisor
-        return shared if self.nodes is None else shared / f"node-{self.nodes.name}"
+        return shared if self.nodes is None else shared / f"{NODE_PREFIX}{self.nodes.name}"
 
 
 class Supervisor:

@@ -18,6 +18,7 @@
     genesis_mirror_lag_seconds          time since the first commit that the `mirror` lacks; 0 if it lacks none
     genesis_mirror_failing              1 if the last attempt of the `mirror` failed
     genesis_attempt, genesis_ranks      number of the attempt, and of its ranks on this node
+    genesis_node_info                   1, with the `node` whose supervisor answers; only with `--nodes`
     genesis_state                       1 for the `state` of the run, 0 for the others
 
 The clocks of tokens go back with a restart, and a Prometheus counter must not: therefore they are gauges.
@@ -62,6 +63,7 @@ class RunCollector(Collector):
         name: The value of the label `run`.
         read: Returns the supervisor's snapshot; None for none so far.
         clock: Returns Unix time.
+        node: The name of this node; None for a run on one node.
     """
 
     def __init__(
@@ -70,8 +72,9 @@ class RunCollector(Collector):
         name: str,
         read: Callable[[], SupervisorStatus | None],
         clock: Callable[[], float] = time.time,
+        node: str | None = None,
     ) -> None:
-        self._run_dir, self._name, self._read, self._clock = run_dir, name, read, clock
+        self._run_dir, self._name, self._read, self._clock, self._node = run_dir, name, read, clock, node
 
     def collect(self) -> Iterable[Metric]:
         """Returns all metrics; one that is unknown is left out."""
@@ -82,6 +85,10 @@ class RunCollector(Collector):
         yield from self._collect_ages(status, heartbeats, newest)
         if status is not None:
             yield from self._collect_status(status)
+        if self._node is not None:
+            info = GaugeMetricFamily("genesis_node_info", "The node of this supervisor", labels=("run", "node"))
+            info.add_metric((self._name, self._node), 1.0)
+            yield info
         yield from self._collect_mirrors()
 
     def _collect_progress(
@@ -184,11 +191,11 @@ class MetricsServer(NullObserver):
         UserError: The address cannot be listened on.
     """
 
-    def __init__(self, run_dir: Path, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(self, run_dir: Path, host: str = "127.0.0.1", port: int = 0, node: str | None = None) -> None:
         self._run_dir = run_dir
         self._status: SupervisorStatus | None = None
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(RunCollector(run_dir, str(run_dir), self._read))
+        self._registry.register(RunCollector(run_dir, str(run_dir), self._read, node=node))
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             kind = _Server if family == socket.AF_INET else _Server6

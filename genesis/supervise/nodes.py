@@ -9,14 +9,17 @@ so that each keeps what a decision needs: attempt, progress, plan; the crashes l
 share.
 
 Ranks of all nodes end together. They save first if a node is asked to stop or another node wants to take part; where a
-node is lost they are ended, and the run continues from the newest checkpoint. Neither counts as a crash. The number of
-nodes is not part of the recipe: a global batch is the same windows on any number of ranks.
+node is lost they are ended, and the run continues from the newest checkpoint. Neither counts as a crash. A preempted
+node leaves the others, which go on as soon as enough of them meet; Ctrl-C on any node ends the run on all of them,
+because a person wants it to end. The number of nodes is not part of the recipe: a global batch is the same windows on
+any number of ranks.
 
 A supervisor that was killed and started again ends the ranks that it left, since the others have given them up, and
 meets the others again. The machine of `--rdzv` must be there: without it nobody meets, and the others wait for it.
 """
 
 import contextlib
+import signal
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -29,13 +32,13 @@ from genesis.supervise.attempt import Attempt
 from genesis.supervise.checkpoints import newest_step
 from genesis.supervise.classify import Evidence, RankEnd, classify
 from genesis.supervise.crashes import read_crashes
-from genesis.supervise.ends import ENDS, EXIT_COMPLETE
+from genesis.supervise.ends import ENDS, EXIT_COMPLETE, EXIT_REQUEUE
 from genesis.supervise.loop import SuperviseOptions, Supervisor, attempt_folder
 from genesis.supervise.metrics import MetricsServer
 from genesis.supervise.observers import Launch, Observer, Observers
 from genesis.supervise.plan import NodePlace, Plan, build_jobs
 from genesis.supervise.records import Records
-from genesis.supervise.rendezvous import Meeting, Messages, StoreLostError, Watch, describe_difference
+from genesis.supervise.rendezvous import Meeting, Messages, NotMetError, StoreLostError, Watch, describe_difference
 from genesis.supervise.status import State
 from genesis.supervise.stops import StopRequests
 from genesis_callbacks.files import replace_file
@@ -46,7 +49,7 @@ _TOKEN_SECONDS: Final = 15.0
 _READ_SECONDS: Final = 20.0
 _OUTPUT_CHARACTERS: Final = 1 << 14
 
-VerdictKind = Literal["completed", "membership", "restart", "stop"]
+VerdictKind = Literal["completed", "membership", "restart", "stop", "interrupted"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,8 @@ class Verdict:
     """What follows an attempt on all nodes.
 
     Args:
-        kind: What to do. After "membership" the nodes that were asked to stop end, and the others meet again.
+        kind: What to do. After "membership" the nodes that were asked to stop end, and the others meet again; after
+            "interrupted" all end.
         text: Why, for people.
         exit_status: With which status "stop" ends.
         plan: The plan of the next attempt.
@@ -136,9 +140,13 @@ class NodeSupervisor(Supervisor):
     def _go_round(self, stops: StopRequests) -> int | None:
         """Meets, trains and decides once; returns the exit status, or None to meet again."""
         self._meter.enter("waiting", time.monotonic())
-        # Node 0 may wait for disk space before it comes again.
-        limit = self._nodes.join_seconds + (self._options.wait_seconds if self._num_rounds else 0.0)
-        met = self._meeting.join(stops.find, limit)
+        try:
+            met = self._meeting.join(stops.find, self._nodes.join_seconds)
+        except NotMetError as error:
+            if not self._num_rounds:
+                self._meeting.leave()
+                raise
+            return self._finish("requeued", str(error), EXIT_REQUEUE)  # what was trained is saved
         if met is None:
             return self._finish("requeued", f"{stops.find()} before the launch", self._choose_requeue_status(stops))
         messages, info = met
@@ -162,11 +170,15 @@ class NodeSupervisor(Supervisor):
         """Does what was decided; returns the exit status, or None to meet again."""
         self._plan = verdict.plan
         reason = stops.find()
+        if reason is not None and verdict.kind in ("membership", "restart", "interrupted"):
+            self._events.append("preempted", step=attempt.sight.step, text=f"node {self._nodes.name}: {reason}")
         if verdict.kind == "completed":
             self._recover(attempt.sight)
             return self._finish("completed", "", EXIT_COMPLETE)
         if verdict.kind == "stop":
             return self._finish("stopped", verdict.text, verdict.exit_status)
+        if verdict.kind == "interrupted":
+            return self._finish("requeued", verdict.text, verdict.exit_status)
         if reason is not None:
             return self._finish("requeued", reason, self._choose_requeue_status(stops))
         if verdict.kind == "membership":
@@ -207,6 +219,7 @@ class NodeSupervisor(Supervisor):
         assert facts is not None
         return {
             **{"name": self._nodes.name, "version": __version__, "nodes": self._nodes.size},
+            "run_dir": str(self._options.run_dir.resolve()),
             **{"recipe": facts.recipe_hash, "ranks": facts.num_ranks, "rounds": self._num_rounds},
             **{"attempt": self._state.attempt, "first_crash": self._state.first_crash},
             **{"best_step": self._state.best_step, "plan": asdict(self._plan)},
@@ -253,15 +266,14 @@ class NodeSupervisor(Supervisor):
     ) -> str:
         if is_model:
             return ""
-        difference = describe_difference(model, hello)
-        if difference:
-            return f"the nodes differ in {difference}: give the same command on each node"
+        # First the directories: a recipe names its own, so that recipes differ as well.
         if not all(seen.values()):
             return (
-                f"{hello['name']} and {model['name']} see different directories as {self._options.run_dir}: the run's "
-                "directory must be on storage that all nodes share"
+                f"{model['run_dir']} on {model['name']} and {hello['run_dir']} on {hello['name']} are different "
+                "directories: give the same --run_dir on each node, on storage that all nodes share"
             )
-        return ""
+        difference = describe_difference(model, hello)
+        return f"the nodes differ in {difference}: give the same command on each node" if difference else ""
 
     def _sees(self, token: str) -> bool:
         """Returns whether this node sees what node 0 has written into the run's directory."""
@@ -312,8 +324,8 @@ class NodeSupervisor(Supervisor):
         def find_stop() -> str | None:
             own = stops.find()
             if own is not None:
-                watch.ask_stop(own)
-            return own or watch.stop
+                watch.ask_stop(f"node {self._nodes.name}: {own}")
+            return watch.stop or own
 
         attempt = Attempt(
             *(self._options.run_dir, self._client, outputs, self._options.limits, find_stop),
@@ -332,7 +344,8 @@ class NodeSupervisor(Supervisor):
     def _settle(self, round_: Round, attempt: Attempt, evidence: Evidence, stops: StopRequests) -> Verdict:
         """Hands over what is left of this node's ranks, and returns what node 0 has decided."""
         messages, watch, node = round_.messages, round_.watch, round_.place.node
-        messages.put(f"end/{node}", encode_evidence(evidence))
+        is_interrupted = stops.is_interrupted
+        messages.put(f"end/{node}", {"evidence": encode_evidence(evidence), "is_interrupted": is_interrupted})
         if node != 0:
             content = messages.wait("verdict", lambda: watch.is_gone(0))
             messages.put(f"read/{node}", True)
@@ -346,8 +359,9 @@ class NodeSupervisor(Supervisor):
             if content is None:
                 lost.append(other)
             else:
-                gathered.append(decode_evidence(content))
-        verdict = self._decide(attempt, merge_evidence(gathered), lost, stops)
+                gathered.append(decode_evidence(content["evidence"]))
+                is_interrupted = is_interrupted or content["is_interrupted"]
+        verdict = self._decide(attempt, merge_evidence(gathered), lost, stops, is_interrupted=is_interrupted)
         messages.put("verdict", asdict(verdict))
         limit = time.monotonic() + _READ_SECONDS
         for other in set(range(1, messages.num_nodes)) - set(lost):  # who hosts the store must not end before
@@ -357,15 +371,19 @@ class NodeSupervisor(Supervisor):
             )
         return verdict
 
-    def _decide(self, attempt: Attempt, evidence: Evidence, lost: Sequence[int], stops: StopRequests) -> Verdict:
+    def _decide(
+        self, attempt: Attempt, evidence: Evidence, lost: Sequence[int], stops: StopRequests, *, is_interrupted: bool
+    ) -> Verdict:
         going_on = keep_size(self._plan)
         diagnosis = classify(evidence)
         reason = ""
+        if is_interrupted and not (diagnosis.end_class is None and _has_ended_well(evidence)):
+            return Verdict("interrupted", diagnosis.reason, 128 + signal.SIGINT, plan=going_on)
         if lost:
             reason = f"node {', '.join(map(str, lost))} is lost"
         elif diagnosis.end_class == "preempted":
             reason = diagnosis.reason
-        elif diagnosis.end_class is None and any(end.status is None for end in evidence.ranks):
+        elif diagnosis.end_class is None and not _has_ended_well(evidence):
             reason = "the nodes have lost one another"
         if reason:
             return Verdict("membership", reason, plan=going_on)
@@ -436,6 +454,10 @@ def merge_evidence(found: Sequence[Evidence]) -> Evidence:
         oom_kills=sum(each.oom_kills for each in found),
         is_disk_full=any(each.is_disk_full for each in found),
     )
+
+
+def _has_ended_well(evidence: Evidence) -> bool:
+    return all(end.status == 0 for end in evidence.ranks)
 
 
 def _hung_seconds(evidence: Evidence) -> float:

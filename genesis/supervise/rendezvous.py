@@ -4,8 +4,8 @@ The machine that HOST of `--rdzv HOST:PORT` names hosts a `TCPStore` of c10d in 
 it. This module imports torch, so that only a supervisor with `--nodes` imports it.
 
 torch's `DynamicRendezvousHandler` forms the rounds: it counts the nodes, waits for more within a last call, gives
-each its number, and forgets a node that has stopped its keep-alive. Everything else is ours, as in the agents of torch
-and NVIDIA's resiliency extension, because their agents start processes of their own and restart without a class of end.
+each its number, and forgets a node that has stopped its keep-alive. Everything else is ours: torch's agent starts
+processes of its own, which would import Lightning at each restart, and restarts without a class of the end.
 
 A store's connection answers one request at a time, so that a node has two: one for the handler, whose keep-alive must
 not wait, and one for messages. Messages of a round lie under its number and are never changed:
@@ -33,7 +33,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousInfo
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError, RendezvousInfo
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
@@ -44,13 +44,47 @@ _POLL_SECONDS: Final = 0.2
 _BEAT_SECONDS: Final = 0.5
 _STORE_SECONDS: Final = 15
 _CONNECT_SECONDS: Final = 2.0
+_SILENT_SECONDS: Final = 30.0
 _RUN_ID: Final = "genesis"
 _KEEP_ALIVE_ATTEMPTS: Final = 4
+_WRONG_ANSWERS: Final = 5
+"""A store that just ends accepts a connection, too."""
 _GET_ADDRESS: Final = 0x8915  # SIOCGIFADDR
 
 
 class StoreLostError(Exception):
     """The machine at which the nodes meet does not answer any more."""
+
+
+class NotMetError(UserError):
+    """HOST did not answer, or too few nodes came, within the limit."""
+
+
+class _SilentError(RuntimeError):
+    """What listens at the port accepts connections and does not answer."""
+
+
+class _Backend(C10dRendezvousBackend):
+    """A backend that can be closed, so that a thread that waits for the next round ends.
+
+    A thread that is within torch's store when the interpreter ends would abort the process.
+    """
+
+    is_closed = False
+
+    def get_state(self) -> tuple[bytes, Any] | None:
+        """See the base class."""
+        self._check()
+        return super().get_state()
+
+    def set_state(self, state: bytes, token: Any | None = None) -> tuple[bytes, Any, bool] | None:
+        """See the base class."""
+        self._check()
+        return super().set_state(state, token)
+
+    def _check(self) -> None:
+        if self.is_closed:
+            raise RendezvousConnectionError("this node has left")
 
 
 class Messages:
@@ -200,6 +234,8 @@ class Meeting:
         self._server: TCPStore | None = None
         self._messages_store: TCPStore | None = None
         self._handler: DynamicRendezvousHandler | None = None
+        self._backend: _Backend | None = None
+        self._waiting: threading.Thread | None = None
         self.address = ""
         # The ranks have a store of their own: that of a supervisor must not carry their traffic.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -216,18 +252,29 @@ class Meeting:
 
     def forget(self) -> None:
         """Closes the connections, so that `join` connects again."""
-        self._handler = self._messages_store = None
+        handler, self._handler, self._messages_store = self._handler, None, None
         # A server that is ours stays: what failed is then its client.
+        if handler is not None:
+            # Public is only `shutdown`, which closes the rendezvous for all nodes. Left to the garbage collector, the
+            # keep-alive's thread may be the one that tries to join itself.
+            handler._stop_heartbeats()
+        if self._backend is not None:
+            self._backend.is_closed = True
+        if self._waiting is not None:
+            self._waiting.join(_STORE_SECONDS)
+        self._backend = self._waiting = None
 
     def leave(self) -> None:
         """Leaves for good."""
-        self._handler = self._messages_store = self._server = None
+        self.forget()
+        self._server = None
 
     def join(self, find_stop: Callable[[], str | None], limit_seconds: float) -> tuple[Messages, RendezvousInfo] | None:
         """Waits for the other nodes and returns the round; None if this supervisor shall stop.
 
         Raises:
-            UserError: Nobody answers, something else does, or too few nodes have come.
+            NotMetError: Nobody has answered, or too few nodes have come.
+            UserError: The port cannot be listened on, or belongs to another program.
         """
         deadline = time.monotonic() + limit_seconds
         while find_stop() is None:
@@ -254,9 +301,9 @@ class Meeting:
         if find_stop() is not None:
             return None
         least = self._options.min_nodes
-        raise UserError(
+        raise NotMetError(
             f"fewer than {least} nodes came to {self._options.endpoint} within {limit_seconds:g} s: start the same "
-            "command on the others, or lower the least number of --nodes"
+            "command on the others, lower the least number of --nodes, or raise --rdzv-seconds"
         )
 
     def find_waiting(self) -> int:
@@ -274,7 +321,7 @@ class Meeting:
             except (RendezvousError, RuntimeError) as error:
                 failed.append(error)
 
-        thread = threading.Thread(target=run, name="rendezvous", daemon=True)
+        thread = self._waiting = threading.Thread(target=run, name="rendezvous", daemon=True)
         thread.start()
         while thread.is_alive():
             thread.join(_POLL_SECONDS)
@@ -286,37 +333,42 @@ class Meeting:
 
     def _connect(self, find_stop: Callable[[], str | None], deadline: float, limit_seconds: float) -> None:
         options = self._options
-        if self._server is None:
-            self._server = self._host()
-        has_answered = False
+        num_wrong, reported = 0, ""
         while find_stop() is None:
+            has_answered = False
             try:
+                if self._server is None:
+                    self._server = self._host()
                 with socket.create_connection((options.host, options.port), _CONNECT_SECONDS) as probe:
                     self.address, peer = probe.getsockname()[0], probe.getpeername()[0]
                 if peer.startswith("127.") and self.is_host and not options.host.startswith("127."):
                     self.address = options.host  # this machine's own name for itself; others know it by HOST
                 has_answered = True
-                self._open()
-            except (OSError, RuntimeError):  # RuntimeError: torch's, from what is no store
-                if time.monotonic() > deadline or has_answered:
-                    why = "answers, but is no rendezvous" if has_answered else f"did not answer in {limit_seconds:g} s"
-                    raise UserError(
-                        f"--rdzv {options.endpoint} {why}: give the address of one of the nodes, whose supervisor "
-                        "runs, and a port that nothing else uses"
-                    ) from None
-                time.sleep(_POLL_SECONDS)
-                continue
-            return
+                self._open(find_stop)
+                return
+            except (OSError, RuntimeError) as error:  # RuntimeError: torch's, from what is no store
+                num_wrong += _WRONG_ANSWERS if isinstance(error, _SilentError) else has_answered
+                reason = "no rendezvous yet" if has_answered else _explain(error)
+            if num_wrong >= _WRONG_ANSWERS:
+                raise UserError(
+                    f"--rdzv {options.endpoint} answers, but is no rendezvous of genesis: give a port that no other "
+                    "program uses"
+                )
+            if time.monotonic() > deadline:
+                raise NotMetError(
+                    f"--rdzv {options.endpoint} did not answer within {limit_seconds:g} s ({reason}): give the name "
+                    "of one of the nodes, and start its supervisor"
+                )
+            if reason != reported:
+                reported = reason
+                self._report(f"waiting for {options.endpoint} to answer, at most {limit_seconds:g} s: {reason}")
+            time.sleep(_POLL_SECONDS)
 
     def _host(self) -> TCPStore | None:
         """Returns the store's server, if HOST is this machine and no supervisor of it hosts it already."""
         options = self._options
-        try:
-            found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)
-        except socket.gaierror as error:
-            raise UserError(
-                f"--rdzv {options.endpoint}: {options.host} is not known here ({error.strerror})"
-            ) from error
+        # A name may be unknown for a while: that of a pod, until the pod exists.
+        found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)
         family, kind, protocol, _, address = found[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -333,19 +385,47 @@ class Meeting:
         except RuntimeError:  # another supervisor of this machine was quicker
             return None
 
-    def _open(self) -> None:
+    def _open(self, find_stop: Callable[[], str | None]) -> None:
+        """Connects to the store, unless this supervisor shall stop.
+
+        torch's client waits without a limit for a server that accepts and keeps silent: it gets a thread to wait in.
+
+        Raises:
+            RuntimeError: What answers is no store.
+        """
         options = self._options
-        first, second = (
-            TCPStore(options.host, options.port, is_master=False, wait_for_workers=False, timeout=_limit())
-            for _ in range(2)
-        )
-        for store in (first, second):
-            store.set("genesis/here", "1")
+        found: list[TCPStore] = []
+        failed: list[RuntimeError] = []
+
+        def connect() -> None:
+            try:
+                for _ in range(2):
+                    store = TCPStore(
+                        options.host, options.port, is_master=False, wait_for_workers=False, timeout=_limit()
+                    )
+                    store.set("genesis/here", "1")
+                    found.append(store)
+            except RuntimeError as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=connect, name="rendezvous", daemon=True)
+        thread.start()
+        limit = time.monotonic() + _SILENT_SECONDS
+        while thread.is_alive() and find_stop() is None:
+            if time.monotonic() > limit:
+                raise _SilentError
+            thread.join(_POLL_SECONDS)
+        if failed:
+            raise failed[0]
+        if thread.is_alive():
+            return
+        first, second = found
         keep_alive = max(1, int(options.peer_seconds / _KEEP_ALIVE_ATTEMPTS))
+        self._backend = _Backend(first, _RUN_ID)
         self._handler = DynamicRendezvousHandler.from_backend(
             _RUN_ID,
             first,
-            C10dRendezvousBackend(first, _RUN_ID),
+            self._backend,
             options.min_nodes,
             options.max_nodes,
             self.address,
@@ -365,6 +445,10 @@ def _number_round(info: RendezvousInfo) -> str:
     if info.rank == 0:
         info.store.set("genesis", uuid.uuid4().hex)
     return info.store.get("genesis").decode()
+
+
+def _explain(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error)
 
 
 def _limit() -> timedelta:

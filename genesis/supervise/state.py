@@ -16,6 +16,9 @@ from genesis_callbacks.files import replace_file
 _STATE_NAME: Final = "state.json"
 _LOCK_NAME: Final = "lock"
 
+NODE_PREFIX: Final = "node-"
+"""Begins the name of the directory of one of several nodes, in the run's `supervisor`."""
+
 
 @dataclass
 class LoopState:
@@ -94,8 +97,12 @@ class SupervisorLock:
         except OSError:
             holder = os.pread(self._descriptor, 20, 0).decode(errors="replace").strip()
             os.close(self._descriptor)
+            _, is_node, node = directory.name.partition(NODE_PREFIX)
+            whose = f"of node {node} " if is_node else ""
+            other = ", or give this node another --node-name" if is_node else ""
             raise UserError(
-                f"{directory.parent} already has a supervisor (process {holder or 'unknown'}): end it first"
+                f"{directory.parent} already has a supervisor {whose}(process {holder or 'unknown'}): "
+                f"end it first{other}"
             ) from None
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, str(os.getpid()).encode(), 0)

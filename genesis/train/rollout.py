@@ -109,7 +109,8 @@ class Rollouts:
         """
         group = layout_strategy(self._trainer.strategy).layout.token_group
         requests = [self._request(prompt, SamplingOptions(0.0), 0) for prompt in prompts]
-        with self._evaluating():
+        # Answers take longer than the forwards of other validations: they have the limit of generation.
+        with in_phase(self._trainer, "generate"), self._evaluating():
             answers, rewards = self._write(
                 requests, lambda index, answer: self._reward.score(prompts[index], self._text(answer), 1), group
             )

@@ -127,6 +127,13 @@ def test_a_scrape_before_anything_is_known_and_beside_the_supervisor(tmp_path: P
     assert scrape(server)["genesis_crashes_total",] == 2
 
 
+def test_the_metrics_of_one_of_several_nodes_have_its_name(tmp_path: Path, server):
+    several = MetricsServer(tmp_path / "run", node="b")
+    assert f'genesis_node_info{{node="b",run="{tmp_path}/run"}} 1.0' in get(f"{several.url}/metrics")[1]
+    several.close()
+    assert "genesis_node_info" not in get(f"{server.url}/metrics")[1]
+
+
 def test_health_follows_the_supervisor(server):
     assert get(f"{server.url}/healthz")[0] == 503
     server.on_status(build_status())

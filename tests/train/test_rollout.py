@@ -24,6 +24,7 @@ from genesis.objectives.gspo import GSPO
 from genesis.train.data_module import CorpusDataModule
 from genesis.train.module import GenesisModule
 from genesis_callbacks.checkpoint import list_committed, verify
+from genesis_callbacks.phases import Phase, PhaseListener
 from genesis_callbacks.testing import run_ranks
 from tests.mixtures import MIXTURES
 from tests.objectives.test_mixtures import auxiliary_loss
@@ -415,11 +416,30 @@ def test_sharded_adapters_answer_and_learn_as_whole_ones(case: Path) -> None:
 # ---- validation
 
 
+class Phases(pl.Callback, PhaseListener):
+    """Notes each phase with what the Trainer does meanwhile."""
+
+    def __init__(self) -> None:
+        self.found: set[tuple[str, str]] = set()
+        self._trainer: pl.Trainer | None = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._trainer = trainer
+
+    def enter_phase(self, phase: Phase) -> None:
+        if self._trainer is not None and phase != "save":
+            self.found.add((phase, "validate" if self._trainer.validating else "train"))
+
+
 def test_held_out_prompts_are_validated_by_greedy_answers_and_change_no_training(case: Path, tmp_path: Path) -> None:
     prompts = {"validation_share": 0.4}
     silent = answer(str(tmp_path / "silent"), str(case), prompts=prompts, limit_val_batches=0)
-    validated = answer(str(tmp_path / "validated"), str(case), prompts=prompts, val_check_interval=2)
+    phases = Phases()
+    words = (str(tmp_path / "validated"), str(case), "replicated", STEPS)
+    validated = answer(*words, phases, prompts=prompts, val_check_interval=2)
     assert_same_bits(silent, validated)
+    # `HangWatch` and the supervisor have a limit of their own for answers, also for those of a validation.
+    assert phases.found == {("generate", "train"), ("generate", "validate")}
     rewards = read_rewards(tmp_path / "validated")
     assert len(rewards) == STEPS // 2
     # Killed after a step and resumed: the later validations are the same.
